@@ -1,0 +1,205 @@
+"""Batch: the one record type of the system. Immutable, columnar, backed by a `pyarrow.RecordBatch`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from .column import KNOWN
+from .errors import UserError, nearest
+from .lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Batch:
+    """Rows with named, typed columns. No method changes a batch; each returns a new one that shares its buffers.
+
+    >>> batch = Batch.of(reward=[1.0, 0.0], response_ids=[[5, 6, 7], [8]])
+    >>> len(batch), batch.columns
+    (2, ('reward', 'response_ids'))
+    >>> values, cu_seqlens = batch.ragged("response_ids")
+    >>> values.tolist(), cu_seqlens.tolist()
+    ([5, 6, 7, 8], [0, 3, 4])
+    >>> batch.take([1])["response_ids"].to_pylist()
+    [[8]]
+    """
+
+    __slots__ = ("record",)
+
+    def __init__(self, record: pa.RecordBatch) -> None:
+        self.record = record
+
+    @classmethod
+    def of(cls, **columns: Any) -> Batch:
+        """A batch from columns given as Arrow arrays, numpy arrays, tensors, lists, or `(values, cu_seqlens)` pairs.
+
+        Columns that Weft declares (`dataflow/column.py`) get their declared type; others keep the type found.
+        """
+        return cls(pa.RecordBatch.from_arrays([_array(name, data) for name, data in columns.items()], names=list(columns)))
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Mapping[str, Any]]) -> Batch:
+        """A batch from one mapping per row; all must have the same keys."""
+        return cls.of(**{name: [row[name] for row in rows] for name in (rows[0] if rows else {})})
+
+    @classmethod
+    def concat(cls, batches: Iterable[Batch]) -> Batch:
+        """The rows of all batches, in order; every batch must have the same columns."""
+        records = [b.record for b in batches]
+        if not records:
+            raise UserError("Batch.concat needs at least one batch")
+        return cls(records[0]) if len(records) == 1 else cls(pa.concat_batches(records))
+
+    def __len__(self) -> int:
+        return self.record.num_rows
+
+    def __contains__(self, column: object) -> bool:
+        return str(column) in self.record.schema.names
+
+    def __getitem__(self, column: object) -> pa.Array:
+        """One column as an Arrow array; `column` is a name or a `Column`."""
+        name = str(column)
+        if name not in self.record.schema.names:
+            hint = nearest(name, self.columns) or f"; it has {', '.join(self.columns)}"
+            raise UserError(f"batch has no column {name!r}{hint}")
+        return self.record.column(name)
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{f.name}: {f.type}" for f in self.record.schema)
+        return f"Batch({len(self)} rows; {fields})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Batch) and self.record.equals(other.record)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(self.record.schema.names)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.record.nbytes
+
+    # Reading columns
+
+    def numpy(self, column: object) -> np.ndarray:
+        """A fixed-width column, `[rows]`, without a copy (read-only); strings as an object array."""
+        array = self[column]
+        return array.to_numpy(zero_copy_only=pa.types.is_primitive(array.type) and array.null_count == 0)
+
+    def tensor(self, column: object) -> Tensor:
+        """A fixed-width column as a torch tensor `[rows]`, without a copy. Do not write to it."""
+        return _tensor(self[column])
+
+    def ragged(self, column: object) -> tuple[Tensor, Tensor]:
+        """A ragged column as `(values [T], cu_seqlens [rows + 1] int32)` torch tensors, without a copy.
+
+        Row i is `values[cu_seqlens[i]:cu_seqlens[i + 1]]`. Do not write to either.
+        """
+        values, offsets = self._lists(column)
+        return _tensor(values), _tensor(offsets)
+
+    def ragged_numpy(self, column: object) -> tuple[np.ndarray, np.ndarray]:
+        """The same as `ragged`, as numpy arrays (and without importing torch)."""
+        values, offsets = self._lists(column)
+        return values.to_numpy(), offsets.to_numpy()
+
+    def lengths(self, column: object) -> np.ndarray:
+        """Length of each row of a ragged column, `[rows]` int32."""
+        return np.diff(self._lists(column)[1].to_numpy())
+
+    def padded(self, column: object, *, fill: float = 0, left: bool = False) -> Tensor:
+        """A ragged column as a rectangle `[rows, longest]`, filled at the right (or left). Copies."""
+        values, cu_seqlens = self.ragged(column)
+        lengths = cu_seqlens.diff()
+        longest = int(lengths.max()) if len(lengths) else 0
+        positions = torch.arange(longest).expand(len(lengths), longest)
+        inside = positions >= (longest - lengths)[:, None] if left else positions < lengths[:, None]
+        out = torch.full((len(lengths), longest), fill, dtype=values.dtype)
+        out[inside] = values
+        return out
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """Every row as a dictionary of Python values: for people and reward functions, not for speed."""
+        return self.record.to_pylist()
+
+    # Making other batches
+
+    def select(self, columns: Iterable[object]) -> Batch:
+        """Only these columns, in this order."""
+        names = [str(c) for c in columns]
+        return Batch(pa.RecordBatch.from_arrays([self[n] for n in names], names=names)) if names else Batch(self.record.select([]))
+
+    def take(self, rows: Sequence[int] | np.ndarray) -> Batch:
+        """These rows, in this order (repeats allowed)."""
+        return Batch(self.record.take(pa.array(np.asarray(rows, dtype=np.int64))))
+
+    def slice(self, start: int, length: int) -> Batch:
+        """`length` rows from `start`, without a copy."""
+        return Batch(self.record.slice(start, length))
+
+    def split(self, sizes: Sequence[int]) -> list[Batch]:
+        """Consecutive parts with these numbers of rows, without a copy; the sizes must add up."""
+        if sum(sizes) != len(self):
+            raise UserError(f"split sizes {list(sizes)} add up to {sum(sizes)}, not to the {len(self)} rows of the batch")
+        starts = np.cumsum([0, *sizes])
+        return [self.slice(int(start), size) for start, size in zip(starts, sizes, strict=False)]
+
+    def with_columns(self, **columns: Any) -> Batch:
+        """This batch with columns added (or replaced); values as for `of`, one per row."""
+        merged: dict[str, Any] = {name: self.record.column(name) for name in self.columns}
+        for name, data in columns.items():
+            merged[name] = _array(name, data)
+            if len(merged[name]) != len(self):
+                raise UserError(f"column {name!r} has {len(merged[name])} values for a batch of {len(self)} rows")
+        return Batch(pa.RecordBatch.from_arrays(list(merged.values()), names=list(merged)))
+
+    def groups(self, by: object = "group_id") -> tuple[np.ndarray, np.ndarray]:
+        """Groups by value: `(keys [groups], index [rows])`, row i belonging to group `keys[index[i]]`.
+
+        Keys are in ascending order; rows of a group need not stand side by side.
+        """
+        keys, index = np.unique(self.numpy(by), return_inverse=True)
+        return keys, index
+
+    def _lists(self, column: object) -> tuple[pa.Array, pa.Array]:
+        array = self[column]
+        if not pa.types.is_list(array.type):
+            raise UserError(f"column {str(column)!r} is {array.type}, not a ragged column; read it with tensor() or numpy()")
+        offsets = array.offsets
+        start = offsets[0].as_py() if len(offsets) else 0
+        values = array.values.slice(start, offsets[-1].as_py() - start) if len(offsets) else array.values
+        if start:  # a slice of a larger batch: rebase the offsets
+            offsets = pa.array(offsets.to_numpy() - np.int32(start))
+        return values, offsets
+
+
+def _tensor(array: pa.Array) -> Tensor:
+    if len(array) == 0:  # an empty Arrow buffer has no address to share
+        return torch.from_numpy(np.empty(0, dtype=array.type.to_pandas_dtype()))
+    return torch.from_dlpack(array)
+
+
+def _array(name: str, data: Any) -> pa.Array:
+    wanted = KNOWN[name].type if name in KNOWN else None
+    if isinstance(data, pa.ChunkedArray):
+        data = data.combine_chunks()
+    if isinstance(data, pa.Array):
+        return data if wanted is None or data.type == wanted else data.cast(wanted)
+    if isinstance(data, tuple) and len(data) == 2:
+        values, offsets = (_numpy(part) for part in data)
+        item = wanted.value_type if wanted is not None else None
+        return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32, copy=False)), pa.array(values, type=item))
+    if isinstance(data, np.ndarray) or hasattr(data, "detach"):
+        return pa.array(_numpy(data), type=wanted)
+    return pa.array(data, type=wanted)
+
+
+def _numpy(data: Any) -> np.ndarray:
+    return data.detach().cpu().numpy() if hasattr(data, "detach") else np.asarray(data)

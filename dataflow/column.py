@@ -1,0 +1,64 @@
+"""Columns: the named, typed fields of a row, declared once with type, shape and unit.
+
+A ragged column holds one variable-length list per row (the tokens of a response); its Arrow offsets are the
+`cu_seqlens` that attention kernels and losses want.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+
+def ragged(item: pa.DataType) -> pa.DataType:
+    """The type of a column whose rows are lists of `item` of any length (int32 offsets)."""
+    return pa.list_(item)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One named field of a row.
+
+    >>> str(REWARD)
+    'reward'
+    """
+
+    name: str
+    type: pa.DataType
+    doc: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+int32, int64, float32, string = pa.int32(), pa.int64(), pa.float32(), pa.string()
+
+# Identity: every row has these three.
+SAMPLE_ID = Column("sample_id", int64, "unique for ever, over all rows of a run")
+GROUP_ID = Column("group_id", int64, "the rows of one prompt instance share it")
+PARENT_ID = Column("parent_id", int64, "sample_id of the row that this one was made from; its own for rows of a source")
+IDENTITY = (SAMPLE_ID, GROUP_ID, PARENT_ID)
+
+# Prompts and what was generated from them.
+PROMPT = Column("prompt", string, "text of the prompt, after the chat template")
+PROMPT_IDS = Column("prompt_ids", ragged(int32), "[P] token ids")
+ANSWER = Column("answer", string, "ground truth that came with the prompt")
+RESPONSE_IDS = Column("response_ids", ragged(int32), "[L] sampled token ids, the stop token included")
+RESPONSE = Column("response", string, "text of the response, special tokens skipped")
+RESPONSE_LOGPROBS = Column("response_logprobs", ragged(float32), "[L] nats, under the weights that sampled each token")
+RESPONSE_VERSIONS = Column("response_versions", ragged(int32), "[L] policy version that sampled each token")
+RESPONSE_MASK = Column("response_mask", ragged(pa.uint8()), "[L] 1 where a token is trained on; absent: all of them")
+TEMPERATURE = Column("temperature", float32, "temperature that the response was sampled at; absent: 1")
+FINISH_REASON = Column("finish_reason", string, "'stop' (a stop token came) or 'length' (the limit was reached)")
+
+# What training reads.
+REWARD = Column("reward", float32, "scalar reward of the whole response")
+ADVANTAGES = Column("advantages", ragged(float32), "[L] advantage of each token")
+OLD_LOGPROBS = Column("old_logprobs", ragged(float32), "[L] nats, under the actor before the update")
+REFERENCE_LOGPROBS = Column("reference_logprobs", ragged(float32), "[L] nats, under the reference model")
+CHOSEN_IDS = Column("chosen_ids", ragged(int32), "[L] tokens of the preferred response")
+REJECTED_IDS = Column("rejected_ids", ragged(int32), "[L] tokens of the other response")
+
+KNOWN = {c.name: c for c in list(globals().values()) if isinstance(c, Column)}
+"""Every column that Weft itself declares, by name; users' own columns need no declaration."""

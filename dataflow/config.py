@@ -1,0 +1,47 @@
+"""Configuration: a frozen pydantic model beside the class that it configures, checked where it is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pydantic
+
+from .errors import UserError, nearest
+
+
+class Config(pydantic.BaseModel):
+    """Parent of every configuration class: frozen, unknown fields refused with the nearest right name.
+
+    >>> class Toy(Config):
+    ...     rate: float = pydantic.Field(1.0, gt=0)
+    >>> Toy(rtae=2)
+    Traceback (most recent call last):
+    weft.dataflow.errors.UserError: Toy has no setting 'rtae' (value 2); did you mean 'rate'?
+    >>> Toy(rate=-1)
+    Traceback (most recent call last):
+    weft.dataflow.errors.UserError: Toy.rate: input should be greater than 0, not -1
+    """
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True, use_attribute_docstrings=True)
+
+    def __init__(self, **settings: Any) -> None:
+        try:
+            super().__init__(**settings)
+        except pydantic.ValidationError as error:
+            raise UserError("\n".join(self._explain(problem) for problem in error.errors())) from None
+
+    @classmethod
+    def _explain(cls, problem: Any) -> str:
+        path = ".".join(str(part) for part in problem["loc"])
+        match problem["type"]:
+            case "extra_forbidden":
+                known = list(cls.model_fields)
+                hint = nearest(path, known) or f"; it has {', '.join(known)}"
+                return f"{cls.__name__} has no setting {path!r} (value {problem['input']!r}){hint}"
+            case "missing":
+                return f"{cls.__name__}.{path} must be given"
+            case "value_error":  # one of our own rules: the message says everything
+                return f"{cls.__name__}{'.' + path if path else ''}: {problem['ctx']['error']}"
+            case _:
+                message = problem["msg"][:1].lower() + problem["msg"][1:]
+                return f"{cls.__name__}.{path}: {message}, not {problem['input']!r}"

@@ -1,0 +1,154 @@
+"""Operation: what a node does to rows, declared beside the code that does it."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+from .errors import UserError, nearest
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Shape(enum.Enum):
+    """What comes out of a node, given rows."""
+
+    MAP = "map"
+    """The same rows, with more columns."""
+    GROUP = "group"
+    """The same, but the node sees all rows of a group together."""
+    FILTER = "filter"
+    """Some of the rows; the others are dropped, with a reason."""
+    EXPAND = "expand"
+    """New rows that know their parent: samples of a prompt, pairs made of samples, turns of a dialogue."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """The declaration that `@remote` and `@node` attach to a method or function.
+
+    `reads`, `may_read` (used where present) and `writes` are column names. A name like "{into}" stands for the
+    value of that argument of the call, and "{loss.reads}" for the names in that attribute of it, so that what a
+    node reads can depend on how it is called.
+    """
+
+    name: str
+    shape: Shape = Shape.MAP
+    reads: tuple[str, ...] = ()
+    may_read: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    whole_groups: bool = False
+    """Sees all rows of a group at once (always true of GROUP; a FILTER or EXPAND may ask for it)."""
+    updates: bool = False
+    """Waits for a whole training batch and makes a new version of its worker group's parameters."""
+
+    def columns(self, templates: Iterable[str], arguments: Mapping[str, Any]) -> tuple[str, ...]:
+        """Column names for one call: templates filled in from its arguments.
+
+        >>> Operation("logprobs").columns(("prompt_ids", "{into}"), {"into": "reference_logprobs"})
+        ('prompt_ids', 'reference_logprobs')
+        """
+        names: list[str] = []
+        for template in templates:
+            if not (template.startswith("{") and template.endswith("}")):
+                names.append(template)
+                continue
+            value: Any = arguments
+            first, *rest = template[1:-1].split(".")
+            value = arguments[first]
+            for attribute in rest:
+                value = getattr(value, attribute, ())
+            names.extend([str(value)] if isinstance(value, str) or not isinstance(value, Iterable) else [str(v) for v in value])
+        return tuple(dict.fromkeys(names))
+
+
+def declare(
+    function: Callable[..., Any],
+    *,
+    shape: Shape = Shape.MAP,
+    reads: Iterable[object] = (),
+    may_read: Iterable[object] = (),
+    writes: Iterable[object] = (),
+    whole_groups: bool = False,
+    updates: bool = False,
+) -> Operation:
+    """The `Operation` of a function or method, columns given by name or as `Column`."""
+    if whole_groups and shape is Shape.MAP:
+        raise UserError(f"{function.__name__}: a map that sees whole groups is declared with shape=Shape.GROUP")
+    return Operation(
+        name=function.__name__,
+        shape=shape,
+        reads=tuple(str(c) for c in reads),
+        may_read=tuple(str(c) for c in may_read),
+        writes=tuple(str(c) for c in writes),
+        whole_groups=whole_groups or shape is Shape.GROUP,
+        updates=updates,
+    )
+
+
+def operation_of(function: object) -> Operation | None:
+    """The operation attached to a method or function, or None."""
+    return getattr(function, "__operation__", None)
+
+
+def node(
+    *,
+    shape: Shape = Shape.MAP,
+    reads: Iterable[object] = (),
+    may_read: Iterable[object] = (),
+    writes: Iterable[object] = (),
+    whole_groups: bool = False,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a pure function `Batch -> Batch` usable as a node of a graph.
+
+    Called with a `Batch` it computes; called with the rows of a graph that is being recorded it adds a node.
+    A map or group returns the rows in the order given with the columns of `writes` added; a filter returns the rows
+    that it keeps; an expand returns new rows with a `parent_id` column.
+
+    >>> @node(reads=("reward",), writes=("doubled",))
+    ... def double(batch):
+    ...     return batch.with_columns(doubled=batch.numpy("reward") * 2)
+    >>> from weft.dataflow.batch import Batch
+    >>> double(Batch.of(reward=[1.0, 2.0])).numpy("doubled").tolist()
+    [2.0, 4.0]
+    """
+
+    def attach(function: Callable[P, R]) -> Callable[P, R]:
+        operation = declare(function, shape=shape, reads=reads, may_read=may_read, writes=writes, whole_groups=whole_groups)
+
+        @functools.wraps(function)
+        def compute_or_record(*args: P.args, **kwargs: P.kwargs) -> R:
+            record = getattr(args[0], "__record__", None) if args else None  # symbolic rows carry it: see graph.py
+            if record is None:
+                return function(*args, **kwargs)
+            return record(None, function, operation, args[1:], kwargs)
+
+        compute_or_record.__operation__ = operation  # pyright: ignore[reportAttributeAccessIssue]
+        return compute_or_record
+
+    return attach
+
+
+def bind(function: Callable[..., Any], skip: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a recorded call by name, defaults filled in; `skip` leading parameters (self, the rows) are left out.
+
+    Raises:
+        UserError: for an argument that the function does not take, naming the nearest one that it does.
+    """
+    parameters = list(inspect.signature(function).parameters.values())[skip:]
+    names = [p.name for p in parameters]
+    for name in kwargs:
+        if name not in names and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            hint = nearest(name, names) or f"; it takes {', '.join(names) or 'only rows'}"
+            raise UserError(f"{function.__qualname__} takes no argument {name!r}{hint}")
+    try:
+        bound = inspect.Signature(parameters).bind(*args, **kwargs)
+    except TypeError as error:
+        raise UserError(f"{function.__qualname__}: {error}; it takes {', '.join(names) or 'only rows'}") from None
+    bound.apply_defaults()
+    return dict(bound.arguments)

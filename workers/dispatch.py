@@ -1,0 +1,122 @@
+"""Dispatch protocols: how the rows of a call are distributed over a worker group, and whose results are kept.
+
+A protocol is a pair of functions over the mesh coordinates that the ranks registered; the driver needs no
+knowledge of tensor or pipeline parallelism. The named ones stand on `Dispatch`; a user's own is one more value:
+
+>>> def first_rank_only(rows, mesh):
+...     return [list(range(len(rows)))] + [None] * (len(mesh) - 1)
+>>> mine = Dispatch("first_rank_only", distribute=first_rank_only, collect=lambda mesh: [0])
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where one rank stands in its group's mesh. Ranks with equal `dp` are one replica: they get equal rows."""
+
+    dp: int = 0
+    tp: int = 0
+    pp: int = 0
+
+
+@dataclass(frozen=True)
+class RowSizes:
+    """What a protocol may know of the rows that it distributes: never their contents."""
+
+    num_tokens: np.ndarray
+    """[rows] tokens of each row."""
+    group_ids: np.ndarray
+    """[rows] group of each row."""
+    whole_groups: bool = False
+    """Rows of one group must stay together."""
+
+    def __len__(self) -> int:
+        return len(self.num_tokens)
+
+
+Shares = Sequence[Sequence[int] | None]
+"""For each rank the indexes of its rows, or None when the rank is not called."""
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """A dispatch protocol: `distribute(rows, mesh) -> shares` and `collect(mesh) -> ranks whose results are kept`.
+
+    Rows that two collected ranks both return would be counted twice, so `collect` names one rank per replica.
+    """
+
+    name: str
+    distribute: Callable[[RowSizes, Sequence[Coordinates]], Shares]
+    collect: Callable[[Sequence[Coordinates]], list[int]]
+
+    ONE_TO_ALL: ClassVar[Dispatch]
+    """Every rank gets the same rows and arguments; every rank's result is returned (rows: the first rank's)."""
+    ALL_TO_ALL: ClassVar[Dispatch]
+    """Every rank gets its own argument, given explicitly as `PerRank`; every rank's result is returned."""
+    SPLIT_BY_DP: ClassVar[Dispatch]
+    """Rows are split over data-parallel replicas, balanced by tokens; equal copies go to the ranks of a replica."""
+
+    def __repr__(self) -> str:
+        return f"Dispatch.{self.name}"
+
+    def __reduce__(self) -> str | tuple[object, ...]:
+        named = getattr(Dispatch, self.name, None)
+        return (getattr, (Dispatch, self.name)) if named is self else (Dispatch, (self.name, self.distribute, self.collect))
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """An argument of an `ALL_TO_ALL` call: one value for each rank."""
+
+    values: tuple[object, ...]
+
+
+def balance(sizes: Sequence[int] | np.ndarray, parts: int) -> list[list[int]]:
+    """Indexes split over `parts` so that their sizes add up as evenly as greedy longest-first can make them.
+
+    Each part is in ascending order; ties go to the lowest part, so the split is deterministic.
+
+    >>> balance([5, 1, 1, 3], 2)
+    [[0], [1, 2, 3]]
+    """
+    heap = [(0, part) for part in range(parts)]
+    out: list[list[int]] = [[] for _ in range(parts)]
+    for index in np.argsort(-np.asarray(sizes), kind="stable").tolist():
+        load, part = heapq.heappop(heap)
+        out[part].append(index)
+        heapq.heappush(heap, (load + int(sizes[index]), part))
+    return [sorted(part) for part in out]
+
+
+def _split_by_dp(rows: RowSizes, mesh: Sequence[Coordinates]) -> Shares:
+    replicas = max(c.dp for c in mesh) + 1
+    if rows.whole_groups:
+        _, index = np.unique(rows.group_ids, return_inverse=True)
+        tokens = np.bincount(index, weights=rows.num_tokens).astype(np.int64)
+        parts = [np.flatnonzero(np.isin(index, part)).tolist() for part in balance(tokens, replicas)]
+    else:
+        parts = balance(rows.num_tokens, replicas)
+    return [parts[c.dp] for c in mesh]
+
+
+def one_per_replica(mesh: Sequence[Coordinates]) -> list[int]:
+    """The first rank of the last pipeline stage of every data-parallel replica."""
+    last = max(c.pp for c in mesh)
+    return [rank for rank, c in enumerate(mesh) if c.tp == 0 and c.pp == last]
+
+
+def _everything(rows: RowSizes, mesh: Sequence[Coordinates]) -> Shares:
+    return [list(range(len(rows))) for _ in mesh]
+
+
+Dispatch.ONE_TO_ALL = Dispatch("ONE_TO_ALL", _everything, lambda mesh: [0])
+Dispatch.ALL_TO_ALL = Dispatch("ALL_TO_ALL", _everything, lambda mesh: list(range(len(mesh))))
+Dispatch.SPLIT_BY_DP = Dispatch("SPLIT_BY_DP", _split_by_dp, one_per_replica)

@@ -1,0 +1,82 @@
+"""Generation: what a rollout worker asks of the engine that samples tokens. Two engines answer: `VllmEngine`
+(`vllm_engine.py`) and `TransformersEngine` (`transformers_engine.py`); a user can bring another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
+from pydantic import Field
+
+from ..dataflow.config import Config
+
+if TYPE_CHECKING:
+    from ..resharding.weights import Weights
+
+
+class Sampling(Config):
+    """How tokens are drawn."""
+
+    max_tokens: int = Field(64, ge=1)
+    """Longest response, in tokens, the stop token included."""
+    temperature: float = Field(1.0, ge=0)
+    """Divides the logits; 0 is greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Smallest set of tokens whose probability reaches this; 1 keeps all."""
+    top_k: int = Field(0, ge=0)
+    """Most likely tokens kept; 0 keeps all."""
+    min_tokens: int = Field(0, ge=0)
+    """No stop token before this many tokens."""
+    ignore_stop: bool = False
+    """Go on to `max_tokens` whatever is sampled (for benchmarks)."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response wanted."""
+
+    request_id: int
+    prompt_ids: np.ndarray
+    """[P] int32."""
+    seed: int | None = None
+    """The same seed, weights and prompt give the same tokens; None draws from the engine's own stream."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """One response, finished."""
+
+    request_id: int
+    token_ids: np.ndarray
+    """[L] int32, the stop token included."""
+    logprobs: np.ndarray
+    """[L] float32 nats, of the sampled tokens under the distribution that they were drawn from."""
+    versions: np.ndarray
+    """[L] int32 policy version that sampled each token."""
+    finish_reason: Literal["stop", "length"]
+
+
+class GenerationEngine(Protocol):
+    """Samples responses, and takes over new weights between two steps."""
+
+    version: int
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Response]:
+        """Responses in the order in which they finish. All requests are admitted before the first step."""
+        ...
+
+    def update_weights(self, weights: Weights) -> str:
+        """Take over these weights; returns the checksum of the bytes that were loaded."""
+        ...
+
+    def sleep(self) -> None:
+        """Give device memory up."""
+        ...
+
+    def wake_up(self) -> None:
+        """Take device memory back."""
+        ...
+
+    def close(self) -> None: ...

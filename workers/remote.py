@@ -1,0 +1,42 @@
+"""`@remote`: says of a worker's method how it is called on a group and which columns it reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from ..dataflow.operation import Shape, declare
+from .dispatch import Dispatch
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def remote(
+    *,
+    dispatch: Dispatch,
+    shape: Shape = Shape.MAP,
+    reads: Iterable[object] = (),
+    may_read: Iterable[object] = (),
+    writes: Iterable[object] = (),
+    whole_groups: bool = False,
+    updates: bool = False,
+) -> Callable[[F], F]:
+    """Attach an `Operation` and a `Dispatch` to a method. The method itself stays what it is.
+
+    A method with columns takes a `Batch` first and returns a `Batch`, metrics, `(Batch, metrics)`, or an iterator of
+    these (each is passed on as soon as it is yielded). A map returns a row for each row, in the same order.
+    """
+
+    def attach(method: F) -> F:
+        method.__operation__ = declare(  # pyright: ignore[reportFunctionMemberAccess]
+            method, shape=shape, reads=reads, may_read=may_read, writes=writes, whole_groups=whole_groups, updates=updates
+        )
+        method.__dispatch__ = dispatch  # pyright: ignore[reportFunctionMemberAccess]
+        return method
+
+    return attach
+
+
+def dispatch_of(method: object) -> Dispatch | None:
+    """The dispatch protocol attached to a method, or None when it is not remote."""
+    return getattr(method, "__dispatch__", None)

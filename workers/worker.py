@@ -1,0 +1,71 @@
+"""Worker: one process of a worker group (or an object in this process, for tests and debugging)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ..dataflow.config import Config
+from .dispatch import Coordinates
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a worker is told of its surroundings."""
+
+    name: str = "worker"
+    rank: int = 0
+    world_size: int = 1
+    rendezvous: str | None = None
+    """URL for `torch.distributed.init_process_group`, or None in a group of one."""
+    run_dir: Path | None = None
+    seed: int = 0
+
+
+class Worker:
+    """Parent of every worker class. A subclass is constructed as `Cls(config, context)`, loads its model there, and
+    marks what may be called on a group with `@remote`.
+
+    A *handle* made by `weft.group` is typed as its worker class, so what a script may say of a handle stands here too.
+    """
+
+    Config: ClassVar[type[Config]]
+    """Configuration class; `weft.group` builds it from keyword arguments."""
+
+    def __init__(self, config: Any, context: Context = Context()) -> None:
+        self.config = config
+        self.context = context
+
+    @classmethod
+    def check(cls, config: Any, columns: frozenset[str]) -> None:
+        """Find mistakes before any process is started; `columns` are those that reach this group's nodes.
+
+        Raises:
+            UserError: naming the setting, the rule and the nearest right value.
+        """
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Where this rank stands in the mesh of its group; registered with the driver."""
+        return Coordinates(dp=self.context.rank)
+
+    def follows(self, leader: Worker, *, every: int = 1) -> None:
+        """Take over `leader`'s weights after each `every`-th update of it. Said of handles, before a graph runs."""
+        raise TypeError(f"follows() is said of the handles that weft.group returns, not of a {type(self).__name__} itself")
+
+    def health(self) -> Mapping[str, Any]:
+        """Resident memory in bytes and the like, for logs and the dashboard."""
+        import resource
+
+        return {"max_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+    def onload(self) -> None:
+        """Bring device memory back before this group's turn on a shared pool."""
+
+    def offload(self) -> None:
+        """Give device memory up after this group's turn on a shared pool."""
+
+    def close(self) -> None:
+        """Release processes, memory and files."""
