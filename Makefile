@@ -1,0 +1,62 @@
+# Every target sets up first, so each works as the very first command after a clone.
+# A second run does nothing unless requirements/ or pyproject.toml changed.
+# ARGS goes to the program: make demo ARGS="--seed 1", make test ARGS="tests/dataflow -x".
+
+PYTHON := .venv/bin/python
+PIP_INSTALL := -m pip install -qq --disable-pip-version-check --no-deps
+
+.PHONY: setup demo test check lint types bench bench-peers clean
+.DEFAULT_GOAL := setup
+
+setup: .venv/.weft-installed
+
+demo: setup
+	@$(PYTHON) examples/grpo_arithmetic.py $(ARGS)
+
+test: setup
+	@$(PYTHON) -m pytest -m "not gpu and not slow" $(ARGS)
+
+check: lint types
+
+lint: setup
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+types: setup
+	$(PYTHON) -m basedpyright
+
+bench: setup
+	@$(PYTHON) benchmarks/grpo_step.py $(ARGS)
+
+bench-peers: setup .venv-peers/.requirements-installed
+
+clean:
+	rm -rf .venv .venv-peers build dist weft.egg-info
+
+# The stamps are written last: an interrupted set-up has none, and the next run starts it afresh.
+.venv/.requirements-installed: requirements/cpu.txt
+	$(call install,.venv,$<)
+
+.venv-peers/.requirements-installed: requirements/peers.txt
+	$(call install,.venv-peers,$<)
+
+.venv/.weft-installed: pyproject.toml .venv/.requirements-installed
+	@$(PYTHON) $(PIP_INSTALL) --no-build-isolation --editable .
+	@touch $@
+
+# $(call install,ENVIRONMENT,LOCK) builds a virtual environment with what the lock names. The lock is
+# complete, hence --no-deps: the resolver would add packages that break a CPU install (CONTRIBUTING.md says which).
+define install
+@set -eu; \
+for python in python3.11 python3 none; do \
+	if $$python -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then break; fi; \
+done; \
+if [ $$python = none ]; then echo "weft: needs Python 3.11 or newer with its venv module (python3.11 or python3 on PATH)" >&2; exit 2; fi; \
+echo "weft: installing the $$(grep -c == $(2)) packages of $(2) into $(1)/, once; takes about two minutes ..."; \
+if [ -e $(1)/.requirements-installed ]; then clear=; else clear=--clear; fi; \
+$$python -m venv $$clear $(1); \
+$(1)/bin/python $(PIP_INSTALL) --requirement $(2) || { \
+	echo "weft: pip could not install $(2); if it names torch, see 'Setting up' in CONTRIBUTING.md" >&2; exit 1; }; \
+touch $(1)/.requirements-installed; \
+echo "weft: $(1)/ is ready"
+endef
