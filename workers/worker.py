@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..dataflow.config import Config
 from .dispatch import Coordinates
+
+if TYPE_CHECKING:
+    from ..dataflow.graph import Node, Source
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,11 @@ class Worker:
         self.context = context
 
     @classmethod
-    def check(cls, config: Any, columns: frozenset[str]) -> None:
-        """Find mistakes before any process is started; `columns` are those that reach this group's nodes.
+    def check(cls, config: Any, nodes: Sequence[Node], source: Source) -> None:
+        """Find mistakes before any process is started, and without importing torch, ray or vllm.
+
+        `nodes` are the calls on this group in one graph (`node.arguments` by name), `source` the rows that feed it
+        (`source.table`, a `pyarrow.Table`, and `source.name`).
 
         Raises:
             UserError: naming the setting, the rule and the nearest right value.
