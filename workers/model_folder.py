@@ -1,0 +1,81 @@
+"""A model's folder: what its config.json says, read without torch, so that a wrong path is reported at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..dataflow.errors import UserError, nearest
+
+CONFIG_FILE = "config.json"
+
+
+def read_model_config(model: str | Path) -> dict[str, Any]:
+    """The model's `config.json`: of a folder, or of a Hugging Face id that is already in the local cache.
+
+    Raises:
+        UserError: naming the path, what was found there, and the nearest model folder.
+
+    >>> read_model_config("/no/such/folder")
+    Traceback (most recent call last):
+    weft.dataflow.errors.UserError: model '/no/such/folder': no such folder
+    """
+    file = find_model_config(model)
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"model {str(model)!r}: {file} cannot be read ({error})") from None
+    if not isinstance(config, dict):
+        raise UserError(f"model {str(model)!r}: {file} holds {type(config).__name__}, not the settings of a model")
+    return config
+
+
+def find_model_config(model: str | Path) -> Path:
+    """The file `config.json` of a model's folder or cached Hugging Face id; raises `UserError` as above."""
+    folder = Path(model).expanduser()
+    if (folder / CONFIG_FILE).is_file():
+        return folder / CONFIG_FILE
+    if folder.is_dir():
+        raise UserError(f"model {str(model)!r}: the folder has no {CONFIG_FILE}{_models_near(folder, '')}")
+    if folder.is_file():
+        raise UserError(f"model {str(model)!r} is a file; give the folder that holds its {CONFIG_FILE}")
+    cached = _cached(str(model))
+    if cached is not None:
+        return cached
+    if _is_hub_id(str(model)) and not folder.parent.is_dir():
+        raise UserError(
+            f"model {str(model)!r}: no such folder, and no model of that name in the local Hugging Face cache; "
+            f"`hf download {model}` puts it there"
+        )
+    raise UserError(f"model {str(model)!r}: no such folder{_models_near(folder.parent, folder.name)}")
+
+
+def _is_hub_id(model: str) -> bool:
+    """Whether this could be a Hugging Face id: NAME or OWNER/NAME."""
+    return 0 < len(model.split("/")) <= 2 and not model.startswith((".", "/", "~")) and not model.endswith("/")
+
+
+def _cached(model: str) -> Path | None:
+    if not _is_hub_id(model):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        file = try_to_load_from_cache(model, CONFIG_FILE)
+    except HFValidationError:
+        return None
+    return Path(file) if isinstance(file, str) else None
+
+
+def _models_near(folder: Path, name: str) -> str:
+    """The tail of an error message: the nearest model folder under `folder`, or all of them when none is near."""
+    try:
+        models = sorted(p.parent.name for p in folder.glob(f"*/{CONFIG_FILE}"))
+    except OSError:
+        return ""
+    hint = nearest(name, models)
+    if hint or not models:
+        return hint
+    return f"; model folders in {folder} are: {', '.join(models[:8])}{', …' if len(models) > 8 else ''}"
