@@ -6,37 +6,39 @@ The names below are what a program needs; each is imported from its module when 
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:  # for editors and checkers; tests/test_packaging.py keeps it equal to the table
-    pass
 
 _MODULES: dict[str, str] = {}
 """Public name -> the module that defines it."""
 
 _FOLDERS = ("algorithms", "controllers", "dataflow", "resharding", "workers")
 
+if TYPE_CHECKING:  # the same names for editors and checkers; tests/test_packaging.py keeps the two equal
+    from . import algorithms as algorithms
+    from . import controllers as controllers
+    from . import dataflow as dataflow
+    from . import resharding as resharding
+    from . import workers as workers
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
-    elif name in _FOLDERS:
-        value = import_module(f".{name}", __name__)
-    elif name == "__version__":
-        value = import_module("importlib.metadata").version("weft")
-    else:
-        raise AttributeError(_no_such_name(name))
-    globals()[name] = value
-    return value
+    __version__: str
 
+else:
 
-def _no_such_name(name: str) -> str:
-    from difflib import get_close_matches
+    def __getattr__(name: str) -> Any:
+        from importlib import import_module
 
-    near = get_close_matches(name, __dir__(), n=1)
-    return f"module 'weft' has no attribute {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+        if name in _MODULES:
+            value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+        elif name in _FOLDERS:
+            value = import_module(f".{name}", __name__)
+        elif name == "__version__":
+            value = import_module("importlib.metadata").version("weft")
+        else:
+            from .dataflow.errors import nearest
 
+            raise AttributeError(f"module 'weft' has no attribute {name!r}{nearest(name, __dir__())}")
+        globals()[name] = value
+        return value
 
-def __dir__() -> list[str]:
-    return sorted({"__version__", *_MODULES, *_FOLDERS, *globals()})
+    def __dir__() -> list[str]:
+        return sorted({"__version__", *_MODULES, *_FOLDERS, *globals()})

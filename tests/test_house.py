@@ -1,0 +1,160 @@
+"""The house rules that a machine can check: who may import whom, what a module may be called, examples that run."""
+
+import ast
+import doctest
+import importlib
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+MAY_IMPORT = {
+    "dataflow": set[str](),
+    "resharding": set[str](),
+    "algorithms": {"dataflow"},
+    "workers": {"algorithms", "dataflow", "resharding"},
+    "controllers": {"workers", "algorithms", "dataflow"},
+}
+"""The floors. The rooms above them (the root's modules, dashboard) may import everything."""
+
+EVERYBODY_MAY_IMPORT = {"weft.dataflow.lazy"}
+"""torch on demand: it has no content of its own, so it makes nobody depend on dataflow."""
+
+NO_NAMES = {"util", "utils", "common", "helper", "helpers", "misc", "base", "impl", "manager"}
+
+
+def library_files() -> list[Path]:
+    folders = (folder for folder in ROOT.iterdir() if (folder / "__init__.py").is_file())
+    return sorted([*ROOT.glob("*.py"), *(file for folder in folders for file in folder.rglob("*.py"))])
+
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(["weft", *(parts[:-1] if parts[-1] == "__init__" else parts)])
+
+
+def imports_of(module: str, source: str, *, is_package: bool = False) -> list[tuple[int, str]]:
+    """Every import in the source as (line, absolute dotted name): at the top, in functions, under TYPE_CHECKING."""
+    package = module.split(".") if is_package else module.split(".")[:-1]
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            if origin in EVERYBODY_MAY_IMPORT:  # `from ..dataflow.lazy import torch` imports torch
+                found += [(node.lineno, origin), *((node.lineno, alias.name) for alias in node.names)]
+            else:
+                found += [(node.lineno, f"{origin}.{alias.name}") for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+            found += [(node.lineno, name) for name in names[:1] if isinstance(name, str)]
+    return found
+
+
+def room_of(module: str) -> str | None:
+    """The folder of a `weft.` module, or None for the root's own modules and for other packages."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "weft" and len(parts) > 1 and (ROOT / parts[1]).is_dir() else None
+
+
+def imports_by_file() -> dict[Path, list[tuple[int, str]]]:
+    return {
+        file: imports_of(module_name(file), file.read_text(), is_package=file.name == "__init__.py")
+        for file in library_files()
+    }
+
+
+def files_importing(package: str) -> dict[str | None, list[str]]:
+    """Room -> its files that import the package."""
+    files = defaultdict(list)
+    for file, imports in imports_by_file().items():
+        if any(name.split(".")[0] == package for _, name in imports):
+            files[room_of(module_name(file))].append(str(file.relative_to(ROOT)))
+    return dict(files)
+
+
+def test_imports_are_read_wherever_they_stand():
+    source = """
+import ray
+from ..dataflow import batch
+from . import actor
+from ..dataflow.lazy import torch
+if TYPE_CHECKING:
+    from ..controllers.driver import Driver
+def engine():
+    import vllm.config
+    return importlib.import_module("vllm")
+"""
+    names = {name for _, name in imports_of("weft.workers.rollout", source)}
+    assert names >= {"ray", "torch", "vllm", "vllm.config", "weft.workers.actor", "weft.controllers.driver.Driver"}
+    assert names >= {"weft.dataflow.batch", "weft.dataflow.lazy"}
+
+
+def test_imports_run_down_the_floors():
+    wrong = []
+    for file, imports in imports_by_file().items():
+        room = room_of(module_name(file))
+        if room not in MAY_IMPORT:
+            continue
+        for line, name in imports:
+            target = room_of(name)
+            if name.split(".")[0] != "weft" or target == room or name in EVERYBODY_MAY_IMPORT:
+                continue
+            if target not in MAY_IMPORT[room]:
+                allowed = ", ".join(sorted(MAY_IMPORT[room])) or "no other folder"
+                wrong.append(f"{file.relative_to(ROOT)}:{line}: {room} imports {name}; it may import {allowed}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_library_imports_no_example_test_or_benchmark():
+    outside = {"examples", "tests", "benchmarks"}
+    wrong = [
+        f"{file.relative_to(ROOT)}:{line}: {name}"
+        for file, imports in imports_by_file().items()
+        for line, name in imports
+        if outside & set(name.removeprefix("weft.").split(".")[:1])
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_ray_lives_in_controllers_alone():
+    assert set(files_importing("ray")) <= {"controllers"}, files_importing("ray")
+
+
+def test_vllm_is_known_to_the_rollout_engine_and_the_weight_receiver_alone():
+    files = files_importing("vllm")
+    assert set(files) <= {"workers", "resharding"}, files
+    assert all(len(of_room) == 1 for of_room in files.values()), files
+
+
+def test_no_module_is_named_after_nothing():
+    named = [file for file in library_files() if {file.stem, file.parent.name} & NO_NAMES]
+    assert not named, f"a helper lives beside the noun that it serves: {[str(file) for file in named]}"
+
+
+def docstring_examples() -> list[doctest.DocTest]:
+    """The `>>>` examples of every docstring, found in the source, so that no decorator hides one."""
+    parser, tests = doctest.DocTestParser(), []
+    for file in library_files():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            text = ast.get_docstring(node, clean=False)
+            if text and ">>>" in text:
+                name = ".".join([module_name(file), *([] if isinstance(node, ast.Module) else [node.name])])
+                first_line = node.body[0].lineno - 1
+                tests.append(parser.get_doctest(text, {}, name, str(file), first_line))
+    return tests
+
+
+@pytest.mark.parametrize("example", docstring_examples(), ids=lambda example: f"{example.name}:{example.lineno + 1}")
+def test_docstring_examples_run(example: doctest.DocTest, capsys: pytest.CaptureFixture[str]):
+    assert example.filename is not None
+    example.globs = dict(vars(importlib.import_module(module_name(Path(example.filename)))))
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    failed = runner.run(example).failed
+    assert not failed, capsys.readouterr().out
