@@ -1,0 +1,408 @@
+"""Graph: what happens, as plain data. A `@graph` function is called once, with handles; its calls become nodes.
+
+Edges are columns: a node depends on the nodes that wrote what it reads, on the filters that its rows passed, and on the
+expansion that made them; nothing else. Where nodes run is a placement, when they run is a schedule.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from .column import IDENTITY
+from .errors import UserError, nearest
+from .handle import Handle
+from .operation import Operation, Shape, bind
+
+SOURCE = 0
+"""Level of the rows that come from the source; each EXPAND makes a further level."""
+
+
+class GraphError(UserError):
+    """The graph breaks a rule; the message has a line for each break."""
+
+
+class Source(Protocol):
+    """Where rows come from: a name, the columns that each row has, and the rows themselves."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def columns(self) -> tuple[str, ...]: ...
+    @property
+    def table(self) -> pa.Table: ...
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What flows between nodes while a graph is recorded. It has no values: nothing in a graph depends on them."""
+
+    recording: Recording
+    level: int
+    writers: Mapping[str, str]
+    """Column -> the node that wrote it ("" for the source)."""
+    filters: tuple[str, ...] = ()
+    """Filters that these rows passed."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(self.writers)
+
+    def __record__(self, handle: Handle | None, function: Callable[..., Any], operation: Operation, args: Any, kwargs: Any) -> Rows:
+        return self.recording.add(self, handle, function, operation, args, kwargs)
+
+    def __or__(self, other: Rows) -> Rows:
+        """Two branches over the same rows, joined: the columns of both."""
+        if other.level != self.level:
+            raise UserError("| joins two branches over the same rows; one of these was expanded from the other")
+        return Rows(self.recording, self.level, {**self.writers, **other.writers}, tuple(dict.fromkeys(self.filters + other.filters)))
+
+    def __bool__(self) -> bool:
+        raise UserError("a graph cannot branch on rows: they have no values while it is recorded (use a filter node)")
+
+    def __iter__(self) -> Any:
+        raise UserError("a graph cannot loop over rows: they have no values while it is recorded (use a map node)")
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation of a graph: reads columns, writes columns."""
+
+    name: str
+    group: str | None
+    """Name of the worker group that runs it; None for a pure function."""
+    operation: Operation
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    reads: tuple[str, ...]
+    """Columns that it is given: those it must have and those it may use and that are there."""
+    missing: tuple[str, ...]
+    """Columns that it must have and that do not reach it (an error)."""
+    writes: tuple[str, ...]
+    level: int
+    """Level of the rows that it takes."""
+    makes_level: int | None
+    """Level of the rows that it makes (EXPAND only)."""
+    writers: Mapping[str, str]
+    """For each of `reads`, the node that wrote it ("" for the source)."""
+    after: tuple[str, ...]
+    """Nodes that must have finished a row (or its ancestor) before this one sees it."""
+    path: tuple[str, ...] = ()
+    """Names of the nested graphs that it stands in."""
+
+
+@dataclass(frozen=True)
+class ParameterEdge:
+    """`follower` takes over `leader`'s weights after each `every`-th update of it."""
+
+    follower: str
+    leader: str
+    every: int
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A recorded graph: printed by `print`, drawn by `mermaid()`, checked by `validate()`, walked by any schedule."""
+
+    name: str
+    source: Source
+    nodes: tuple[Node, ...]
+    handles: Mapping[str, Handle] = field(default_factory=dict)
+    follows: tuple[ParameterEdge, ...] = ()
+
+    def __getitem__(self, name: str) -> Node:
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        raise KeyError(f"graph {self.name!r} has no node {name!r}{nearest(name, [n.name for n in self.nodes])}")
+
+    @property
+    def levels(self) -> dict[int, str]:
+        """Level -> name of its rows: the source's, or the node that made them."""
+        return {SOURCE: self.source.name} | {n.makes_level: n.name for n in self.nodes if n.makes_level is not None}
+
+    def parent_level(self, level: int) -> int:
+        """The level whose rows were expanded into this one."""
+        return next(n.level for n in self.nodes if n.makes_level == level)
+
+    def level_of(self, writer: str) -> int:
+        """The level of the rows that carry the columns written by this node ("" for the source)."""
+        if not writer:
+            return SOURCE
+        node = self[writer]
+        return node.level if node.makes_level is None else node.makes_level
+
+    def problems(self, also: Iterable[Graph] = ()) -> list[str]:
+        """Every broken rule, a line each; `also` are the other graphs of the run, whose updates this one may follow."""
+        return [*self._rows_problems(), *self._following_problems(also)]
+
+    def validate(self, also: Iterable[Graph] = ()) -> Graph:
+        """This graph, if it breaks no rule.
+
+        Raises:
+            GraphError: naming for each break the node, the rule, the column and the nearest one that exists.
+        """
+        return self._refuse(self.problems(also))
+
+    def _refuse(self, problems: list[str]) -> Graph:
+        if problems:
+            raise GraphError("\n".join(problems))
+        return self
+
+    def _rows_problems(self) -> list[str]:
+        return [*self._column_problems(), *self._group_problems(), *self._cycle_problems()]
+
+    def _column_problems(self) -> Iterable[str]:
+        written: dict[str, str] = dict.fromkeys(self.source.columns, f"source {self.source.name!r}")
+        everywhere = {c: n.name for n in self.nodes for c in n.writes}
+        for node in self.nodes:
+            for column in node.missing:
+                where = f"node {node.name!r} reads column {column!r}"
+                writer = everywhere.get(column)
+                if writer == node.name:
+                    yield f"{where}, which it writes itself"
+                elif writer and [n.name for n in self.nodes].index(writer) > [n.name for n in self.nodes].index(node.name):
+                    yield f"{where}, which only {writer!r} writes, later"
+                elif writer:
+                    yield f"{where}, which {writer!r} writes on another branch; pass its result, or join the two with |"
+                else:
+                    known = [*self.source.columns, *everywhere]
+                    hint = nearest(column, [c for c in known if c not in node.writes]) or f"; there are {', '.join(known) or 'none'}"
+                    yield f"{where}, which no node writes{hint}"
+            for column in node.writes:
+                if column in {str(c) for c in IDENTITY}:
+                    yield f"node {node.name!r} writes column {column!r}, which identifies rows and belongs to the buffer"
+                elif column in written:
+                    yield f"node {node.name!r} writes column {column!r}, which {written[column]} writes already; give it another name (into=...)"
+                written.setdefault(column, f"node {node.name!r}")
+
+    def _group_problems(self) -> Iterable[str]:
+        for node in self.nodes:
+            if node.operation.whole_groups and node.level == SOURCE:
+                yield (
+                    f"node {node.name!r} sees whole groups, but each row of the source {self.source.name!r} is a group of its own; "
+                    "put it after a node that expands rows (such as generate)"
+                )
+
+    def _cycle_problems(self) -> Iterable[str]:
+        cycle = _cycle({n.name: n.after for n in self.nodes})
+        if cycle:
+            yield f"nodes wait for each other: {' -> '.join(cycle)}"
+        cycle = _cycle({e.follower: (e.leader,) for e in self.follows})
+        if cycle:
+            yield f"worker groups follow each other's weights: {' -> '.join(cycle)}"
+
+    def _following_problems(self, also: Iterable[Graph]) -> Iterable[str]:
+        updated = [n.group for g in (self, *also) for n in g.nodes if n.operation.updates]
+        followers = {e.follower for e in self.follows}
+        for edge in self.follows:
+            if edge.leader not in updated and edge.leader not in followers:
+                some = ", ".join(dict.fromkeys(g for g in updated if g)) or "none"
+                yield f"{edge.follower!r} follows {edge.leader!r}, which no node updates; updated groups: {some}"
+
+    def __str__(self) -> str:
+        levels = self.levels
+        lines = [f"graph {self.name}", f"  source {self.source.name}: {', '.join(self.source.columns) or 'no columns declared'}"]
+        for number, node in enumerate(self.nodes, 1):
+            rows = levels[node.level]
+            if node.makes_level is not None:
+                rows += f" -> {levels[node.makes_level]}"
+            waits = "a batch" if node.operation.updates else "groups" if node.operation.whole_groups else "rows"
+            lines.append(f"  {number}. {'/'.join((*node.path, node.name))}  [{node.operation.shape.value}; {rows}; takes {waits}]")
+            lines.append(f"       reads {', '.join(node.reads) or '-'}")
+            if node.writes:
+                lines.append(f"       writes {', '.join(node.writes)}")
+        for edge in self.follows:
+            lines.append(f"  {edge.follower} follows {edge.leader}, {_every(edge.every)}")
+        return "\n".join(lines)
+
+    def mermaid(self) -> str:
+        """The graph as a Mermaid flowchart: solid edges carry columns, dotted ones carry parameters."""
+        ids = {"": "source"} | {n.name: f"n{i}" for i, n in enumerate(self.nodes)}
+        shapes = {Shape.MAP: '["{}"]', Shape.GROUP: '[["{}"]]', Shape.FILTER: '{{"{}"}}', Shape.EXPAND: '[/"{}"/]'}
+        lines = ["flowchart LR", f'  source[("{self.source.name}")]']
+        for path in dict.fromkeys(n.path for n in self.nodes):
+            inside = [n for n in self.nodes if n.path == path]
+            drawn = [
+                "  " + ids[n.name] + (shapes[n.operation.shape].format(n.name) if not n.operation.updates else f'(["{n.name}"])') for n in inside
+            ]
+            lines += [f'  subgraph "{"/".join(path)}"', *("  " + d for d in drawn), "  end"] if path else drawn
+        for node in self.nodes:
+            carried: dict[str, list[str]] = {w: [] for w in node.after}
+            for column in node.reads:
+                carried.setdefault(node.writers[column], []).append(column)
+            for writer, columns in carried.items():
+                label = f'-- "{", ".join(columns)}" ' if columns else ""
+                lines.append(f"  {ids[writer]} {label}--> {ids[node.name]}")
+        for edge in self.follows:
+            updates = [n for n in self.nodes if n.group == edge.leader and n.operation.updates]
+            targets = [n for n in self.nodes if n.group == edge.follower]
+            for node in targets:
+                start = ids[updates[-1].name] if updates else edge.leader
+                lines.append(f'  {start} -. "weights, {_every(edge.every)}" .-> {ids[node.name]}')
+        return "\n".join(lines) + "\n"
+
+
+class Recording:
+    """A graph while its function runs."""
+
+    def __init__(self, name: str, source: Source) -> None:
+        self.name = name
+        self.source = source
+        self.nodes: list[Node] = []
+        self.handles: dict[str, Handle] = {}
+        self.path: tuple[str, ...] = ()
+        self.num_levels = 1
+
+    def name_handle(self, handle: Handle, parameter: str | None) -> str:
+        """The group's name; a handle without one takes that of the parameter that it came in."""
+        if handle.name is None:
+            handle.name = parameter or handle.worker_class.__name__
+        other = self.handles.setdefault(handle.name, handle)
+        if other is not handle:
+            raise GraphError(f"two worker groups are called {handle.name!r}: give one of them another name with weft.group(..., name=...)")
+        return handle.name
+
+    def add(self, rows: Rows, handle: Handle | None, function: Callable[..., Any], operation: Operation, args: Any, kwargs: Any) -> Rows:
+        group = self.name_handle(handle, None) if handle else None
+        name = _unused(f"{group}.{operation.name}" if group else operation.name, {n.name for n in self.nodes})
+        arguments = bind(function, 2 if handle else 1, args, kwargs)
+        wanted = operation.columns(operation.reads, arguments)
+        optional = operation.columns(operation.may_read, arguments)
+        writes = operation.columns(operation.writes, arguments)
+        identity = {str(c) for c in IDENTITY}
+        reads = tuple(dict.fromkeys(c for c in (*wanted, *optional) if c in rows.writers))
+        expands = operation.shape is Shape.EXPAND
+        # The rows' own history, and with it the order of calls on one group: an update comes after earlier uses of its weights.
+        same_group = [n.name for n in self.nodes if operation.updates and n.group == group and not n.operation.updates and n.level == rows.level]
+        makers = [n.name for n in self.nodes if n.makes_level == rows.level]
+        after = dict.fromkeys([*makers, *rows.filters, *(rows.writers[c] for c in reads), *same_group])
+        node = Node(
+            name=name,
+            group=group,
+            operation=operation,
+            function=function,
+            arguments=arguments,
+            reads=reads,
+            missing=tuple(c for c in wanted if c not in rows.writers and c not in identity),
+            writes=writes,
+            level=rows.level,
+            makes_level=self.num_levels if expands else None,
+            writers={c: rows.writers[c] for c in reads},
+            after=tuple(a for a in after if a),
+            path=self.path,
+        )
+        self.nodes.append(node)
+        self.num_levels += expands
+        return Rows(
+            recording=self,
+            level=rows.level if node.makes_level is None else node.makes_level,
+            writers={**rows.writers, **dict.fromkeys(writes, name)},
+            filters=(*rows.filters, name) if operation.shape is Shape.FILTER else () if expands else rows.filters,
+        )
+
+    def finish(self) -> Graph:
+        # Leaders and followers that no node uses still belong to the run: a teacher may be led by a group of another graph.
+        edges: list[ParameterEdge] = []
+        pending = list(self.handles.values())
+        while pending:
+            handle = pending.pop(0)
+            if handle.following is not None:
+                leader = handle.following.leader
+                if leader.name not in self.handles:
+                    pending.append(leader)
+                edges.append(ParameterEdge(self.name_handle(handle, None), self.name_handle(leader, None), handle.following.every))
+        return Graph(self.name, self.source, tuple(self.nodes), dict(self.handles), tuple(edges))
+
+
+def graph(function: Callable[..., Any]) -> Callable[..., Graph]:
+    """Make a function of rows and handles into a recorder: called with a source and handles it returns a `Graph`.
+
+    Called with the rows of a graph that is being recorded, its nodes become part of that graph (graphs nest).
+
+    Raises:
+        GraphError: when the rows of the recorded graph break a rule (see `Graph.validate`).
+    """
+    parameters = inspect.signature(function)
+
+    @functools.wraps(function)
+    def record(*args: Any, **kwargs: Any) -> Any:
+        bound = parameters.bind(*args, **kwargs)
+        bound.apply_defaults()
+        first = next(iter(bound.arguments))
+        source = bound.arguments[first]
+        outer = source.recording if isinstance(source, Rows) else None
+        recording = outer or Recording(function.__name__, _checked_source(function.__name__, source))
+        for name, value in bound.arguments.items():
+            if isinstance(value, Handle):
+                recording.name_handle(value, name)
+        if outer is not None:
+            path, outer.path = outer.path, (*outer.path, function.__name__)
+            try:
+                return function(*bound.args, **bound.kwargs)
+            finally:
+                outer.path = path
+        bound.arguments[first] = Rows(recording, SOURCE, dict.fromkeys(recording.source.columns, ""))
+        function(*bound.args, **bound.kwargs)
+        finished = recording.finish()
+        # Whom a group follows may be updated in another graph of the run: the driver, who knows them all, checks that.
+        return finished._refuse(finished._rows_problems())
+
+    return record
+
+
+@dataclass(frozen=True)
+class TableSource:
+    """Rows of any Arrow table; see `dataflow/prompts.py` for prompts from files.
+
+    >>> TableSource("pairs", pa.table({"prompt_ids": [[1, 2]]})).columns
+    ('prompt_ids',)
+    """
+
+    name: str
+    table: pa.Table
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(self.table.column_names)
+
+
+def _checked_source(graph_name: str, source: object) -> Source:
+    if isinstance(source, Handle) or not all(hasattr(source, a) for a in ("name", "columns", "table")):
+        raise UserError(f"graph {graph_name!r} takes a source of rows first (weft.Prompts.read(...) or weft.TableSource), not {source!r}")
+    return source  # pyright: ignore[reportReturnType]
+
+
+def _every(every: int) -> str:
+    return "every update" if every == 1 else f"every {every} updates"
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    candidate, number = name, 2
+    while candidate in taken:
+        candidate, number = f"{name}_{number}", number + 1
+    return candidate
+
+
+def _cycle(after: Mapping[str, Iterable[str]]) -> list[str]:
+    """Names along one cycle of a dependency relation, or an empty list."""
+    state: dict[str, int] = {}  # 1: on the path being walked, 2: known to be free of cycles
+
+    def walk(name: str, path: list[str]) -> list[str]:
+        if state.get(name) == 2:
+            return []
+        if name in path:
+            return [*path[path.index(name) :], name]
+        for other in after.get(name, ()):
+            found = walk(other, [*path, name])
+            if found:
+                return found
+        state[name] = 2
+        return []
+
+    return next((found for name in after if (found := walk(name, []))), [])

@@ -1,0 +1,83 @@
+"""Handle: a worker group as a script names it, before (and without) any process behind it."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from .errors import UserError, nearest
+from .operation import operation_of
+
+W = TypeVar("W")
+
+
+@dataclass(frozen=True)
+class Following:
+    """A parameter edge seen from the follower: whose weights it takes over, after each `every`-th update."""
+
+    leader: Handle
+    every: int
+
+
+class Handle:
+    """Stands for a worker group: its class, its configuration, its name.
+
+    Inside a `@graph` function, calling one of its methods with rows records a node. Made by `group`, which types it
+    as the worker class, so that an editor jumps from `rollout.generate` to the code.
+    """
+
+    def __init__(self, worker_class: type, config: Any, name: str | None) -> None:
+        self.worker_class = worker_class
+        self.config = config
+        self.name = name
+        self.following: Following | None = None
+
+    def __repr__(self) -> str:
+        return f"<handle {self.name or '(unnamed)'}: {self.worker_class.__name__}>"
+
+    def follows(self, leader: object, *, every: int = 1) -> None:
+        """Take over `leader`'s weights after each `every`-th update of it.
+
+        Raises:
+            UserError: when `leader` is no handle or has no weights to publish, or this group cannot receive any.
+        """
+        if not isinstance(leader, Handle):
+            raise UserError(f"{self.name or self.worker_class.__name__}.follows() takes a handle, not {leader!r}")
+        if every < 1:
+            raise UserError(f"{self!r}.follows(every={every}): every must be at least 1")
+        for handle, method in ((leader, "publish_weights"), (self, "receive_weights")):
+            if not hasattr(handle.worker_class, method):
+                raise UserError(f"{self!r} cannot follow {leader!r}: {handle.worker_class.__name__} has no {method}()")
+        if self.following is not None and self.following.leader is not leader:
+            raise UserError(f"{self!r} follows {self.following.leader!r} already; a group has one leader")
+        self.following = Following(leader, every)
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("__"):
+            raise AttributeError(method)
+        function = inspect.getattr_static(self.worker_class, method, None)
+        operation = operation_of(function)
+        if operation is None:
+            known = [n for n in dir(self.worker_class) if operation_of(getattr(self.worker_class, n, None))]
+            hint = nearest(method, known) or f"; it has {', '.join(known) or 'none'}"
+            raise UserError(f"{self.worker_class.__name__} has no node {method!r}{hint}")
+
+        def record(*args: Any, **kwargs: Any) -> Any:
+            recorder = getattr(args[0], "__record__", None) if args else None
+            if recorder is None:
+                raise UserError(
+                    f"{self!r}.{method}() takes the rows of a graph that is being recorded first; call it inside a @weft.graph function"
+                )
+            return recorder(self, function, operation, args[1:], kwargs)
+
+        return record
+
+
+def group(worker_class: type[W], *, name: str | None = None, **settings: Any) -> W:
+    """A handle on a worker group of this class, configured by keyword (checked here, against `worker_class.Config`).
+
+    Without a `name` it takes that of the parameter under which it is first passed to a graph.
+    """
+    config = cast(Any, worker_class).Config(**settings)
+    return cast(W, Handle(worker_class, config, name))
