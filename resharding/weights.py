@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+class WeightSyncError(RuntimeError):
+    """A receiver did not arrive at the weights that the sender published; the run stops."""
+
+
 @dataclass(frozen=True)
 class Tensor:
     """Where one full tensor lies in the published bytes."""
@@ -28,4 +32,4 @@ class Weights:
     tensors: tuple[Tensor, ...]
     num_bytes: int
     checksum: str
-    """Of all bytes, in order; the receiver must arrive at the same."""
+    """Of every tensor's name, type, shape and bytes, in order; the receiver must arrive at the same."""
