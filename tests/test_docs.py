@@ -1,0 +1,209 @@
+"""Every fenced code block of the documentation is true: it runs, or every command in it exists with its options.
+
+CONTRIBUTING.md, "Documentation", says which kind of block is checked how.
+"""
+
+import ast
+import doctest
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+SHELLS = {"bash", "console", "sh"}
+DATA_PARSERS = {"json": json.loads, "toml": tomllib.loads, "python": ast.parse, "text": str, "mermaid": str}
+COMMANDS_OF_OTHERS = {"cd", "export", "git", "ray", "source"}
+"""There is nothing of ours to check in them."""
+
+every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+class Block(NamedTuple):
+    language: str
+    test: str
+    """The info string's `test="..."`: run, output, compile, or nothing."""
+    line: int
+    """Of the first line of code, counted from 1."""
+    code: str
+
+
+def blocks_of(text: str) -> list[Block]:
+    """The fenced blocks of a document, in order."""
+    fence = re.compile(r"^(?P<ticks>```+)(?P<language>\w*)(?P<info>.*)\n(?P<code>(?s:.*?))^(?P=ticks) *$", re.M)
+    blocks = []
+    for found in fence.finditer(text):
+        mark = re.search(r'test="(\w+)"', found["info"])
+        line = text.count("\n", 0, found.start("code")) + 1
+        blocks.append(Block(found["language"], mark[1] if mark else "", line, found["code"]))
+    return blocks
+
+
+def commands_of(block: Block) -> list[list[str]]:
+    """The commands of a shell block, as words. In a console block, lines without a `$` are what was printed."""
+    lines = block.code.replace("\\\n", " ").splitlines()
+    if block.language == "console":
+        lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    tokens = [shlex.split(part, comments=True) for line in lines for part in re.split(r"&&|\|", line)]
+    setting = re.compile(r"[A-Z_0-9]+=")  # of the environment, before the command
+    commands = [words[next((i for i, word in enumerate(words) if not setting.match(word)), 0) :] for words in tokens]
+    return [words for words in commands if words]
+
+
+def check_command(words: list[str]) -> None:
+    """Complain about a make target, script, option or extra that does not exist, and about an unknown program."""
+    program, arguments = Path(words[0]).name, words[1:]
+    if program == "make":
+        given = next((shlex.split(word.removeprefix("ARGS=")) for word in arguments if word.startswith("ARGS=")), [])
+        for target in (word for word in arguments if "=" not in word):
+            recipe = re.search(rf"^{target}:(?!=).*\n((?:\t.*\n)*)", MAKEFILE, re.M)
+            assert recipe, f"the Makefile has no target {target!r}"
+            if script := re.search(r"\$\(PYTHON\) (\S+\.py)", recipe[1]):
+                check_options(script[1], given)
+    elif program.startswith("python") and arguments[0].endswith(".py"):
+        check_options(arguments[0], arguments[1:])
+    elif program == "pip":
+        named = {extra for group in re.findall(r"\[([\w,]+)\]", " ".join(arguments)) for extra in group.split(",")}
+        assert named <= EXTRAS, f"pyproject.toml has no extra {named - EXTRAS}"
+    else:
+        assert program in COMMANDS_OF_OTHERS, f"no rule says how to check the command {shlex.join(words)!r}"
+
+
+def check_options(script: str, arguments: list[str]) -> None:
+    assert (ROOT / script).is_file(), f"there is no {script}"
+    for option in (word.split("=")[0] for word in arguments if word.startswith("--")):
+        assert re.search(rf"{option}(?![\w-])", help_of(script)), f"{script} --help does not know {option}"
+
+
+@cache
+def help_of(script: str) -> str:
+    return run(sys.executable, script, "--help", cwd=ROOT)
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    done = subprocess.run(command, cwd=cwd, text=True, capture_output=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def run_python(document: Path, blocks: list[Block], folder: Path) -> list[str]:
+    """Run a document's Python blocks as one program, whose lines keep their numbers; return what each block printed."""
+    end_of_block = "--- end of block ---\n"
+    lines = [""] * len(document.read_text().splitlines())
+    for block in blocks:
+        code = block.code.splitlines()
+        closing_fence = block.line - 1 + len(code)
+        lines[block.line - 1 : closing_fence] = code
+        lines[closing_fence] = f"print({end_of_block!r}, end='', flush=True)"
+    program = folder / f"{document.stem}.py"
+    program.write_text("\n".join(lines))
+    (folder / "examples").symlink_to(ROOT / "examples")
+    return run(sys.executable, program, cwd=folder).split(end_of_block)[:-1]
+
+
+def wrong_in(document: Path, folder: Path) -> list[str]:
+    """Everything in the document's blocks that is not true, each with its line."""
+    blocks, wrong = blocks_of(document.read_text()), []
+    for block in blocks:
+        try:
+            if block.language == "bash" and block.test == "run":
+                run("bash", "-euo", "pipefail", "-c", block.code, cwd=ROOT)
+            elif block.language in SHELLS:
+                for words in commands_of(block):
+                    check_command(words)
+            else:
+                assert block.language in DATA_PARSERS, f"no rule says how to check a {block.language!r} block"
+                DATA_PARSERS[block.language](block.code)
+        except (AssertionError, SyntaxError, ValueError) as error:
+            wrong.append(f"{document.name}:{block.line}: {error}")
+    programs = [block for block in blocks if block.language == "python" and block.test != "compile"]
+    printed = dict(zip(programs, run_python(document, programs, folder), strict=True)) if programs else {}
+    for program, block in pairwise(blocks):
+        flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+        if block.test == "output" and not doctest.OutputChecker().check_output(block.code, printed[program], flags):
+            wrong.append(f"{document.name}:{block.line}: it printed\n{printed[program]}")
+    return wrong
+
+
+@every_document
+def test_every_code_block_of_the_documentation_is_true(document: Path, tmp_path: Path):
+    wrong = wrong_in(document, tmp_path)
+    assert not wrong, "\n".join(wrong)
+
+
+TRUE = """
+```bash
+git clone somewhere && cd weft
+CI=true make test ARGS="-x" # all of them
+pip install "weft[cpu]"
+```
+```python
+x = 6 * 7
+```
+```python
+print(x, object())
+```
+```text test="output"
+42 <object object at 0x...>
+```
+```python test="compile"
+import needs_a_gpu
+```
+```bash test="run"
+test -f Makefile
+```
+"""
+
+FALSE = """
+```bash
+make dmo
+```
+```bash
+pip install weft[gpu]
+```
+```bash
+python examples/grpo.py --small
+```
+```console
+$ wget somewhere
+this is output
+```
+```python test="compile"
+x = = 1
+```
+```json
+{'a': 1}
+```
+```haskell
+main = pure ()
+```
+```python
+print(1)
+```
+```text test="output"
+2
+```
+"""
+
+
+def test_true_blocks_pass(tmp_path: Path):
+    (tmp_path / "true.md").write_text(TRUE)
+    assert wrong_in(tmp_path / "true.md", tmp_path) == []
+
+
+def test_each_false_block_is_reported_with_its_line(tmp_path: Path):
+    (tmp_path / "false.md").write_text(FALSE)
+    lines = [int(message.split(":")[1]) for message in wrong_in(tmp_path / "false.md", tmp_path)]
+    assert lines == [3, 6, 9, 12, 16, 19, 22, 28]
