@@ -272,9 +272,10 @@ class Recording:
         group = self.name_handle(handle, None) if handle else None
         name = _unused(f"{group}.{operation.name}" if group else operation.name, {n.name for n in self.nodes})
         arguments = bind(function, 2 if handle else 1, args, kwargs)
-        wanted = operation.columns(operation.reads, arguments)
-        optional = operation.columns(operation.may_read, arguments)
-        writes = operation.columns(operation.writes, arguments)
+        described = {**arguments, "config": handle.config} if handle else arguments
+        wanted = operation.columns(operation.reads, described)
+        optional = operation.columns(operation.may_read, described)
+        writes = operation.columns(operation.writes, described)
         identity = {str(c) for c in IDENTITY}
         reads = tuple(dict.fromkeys(c for c in (*wanted, *optional) if c in rows.writers))
         expands = operation.shape is Shape.EXPAND

@@ -33,8 +33,8 @@ class Operation:
     """The declaration that `@remote` and `@node` attach to a method or function.
 
     `reads`, `may_read` (used where present) and `writes` are column names. A name like "{into}" stands for the
-    value of that argument of the call, and "{loss.reads}" for the names in that attribute of it, so that what a
-    node reads can depend on how it is called.
+    value of that argument of the call, "{loss.reads}" for the names in that attribute of it, and "{config.reads}" for
+    those in the worker group's configuration, so that what a node reads can depend on how it is made and called.
     """
 
     name: str

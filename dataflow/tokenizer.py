@@ -1,13 +1,14 @@
 """The tokenizer of a model folder, read without `transformers`: prompts are checked before torch is imported.
 
 `AutoTokenizer` needs three seconds and torch; the same `tokenizer.json` through the `tokenizers` library needs
-neither. Ids are those of `AutoTokenizer` and of its `apply_chat_template` (tests/dataflow/test_prompts.py compares them).
+neither. The ids are those of `AutoTokenizer` and its `apply_chat_template`; tests/dataflow/test_prompts.py compares.
 """
 
 from __future__ import annotations
 
 import copy
 import datetime
+import difflib
 import functools
 import itertools
 import json
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import UserError, nearest
+from .errors import UserError
 
 if TYPE_CHECKING:
     import jinja2
@@ -28,7 +29,13 @@ if TYPE_CHECKING:
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens that a chat template can use by name, as in `transformers`."""
 
-_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*.jinja", "additional_chat_templates/*")
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "*.jinja",
+    "additional_chat_templates/*",
+)
 _CHUNK = 8192  # texts per call: bounds the memory held by encodings, and is plenty for the library's threads
 
 
@@ -62,7 +69,9 @@ class Tokenizer:
         self.backend = backend
         self.name = name
         self.special_tokens = dict(special_tokens or {})
-        self.chat_templates = {"default": chat_template} if isinstance(chat_template, str) else dict(chat_template or {})
+        self.chat_templates = (
+            {"default": chat_template} if isinstance(chat_template, str) else dict(chat_template or {})
+        )
 
     @classmethod
     def load(cls, source: str | Path | Tokenizer) -> Tokenizer:
@@ -78,7 +87,9 @@ class Tokenizer:
         folder = _folder(source)
         file = folder / "tokenizer.json"
         if not file.is_file():
-            slow = any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"))
+            slow = any(
+                (folder / name).is_file() for name in ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+            )
             hint = (
                 f"; write it once with transformers: AutoTokenizer.from_pretrained({str(source)!r})"
                 f".save_pretrained({str(source)!r})"
@@ -92,7 +103,7 @@ class Tokenizer:
             raise UserError(f"{file}: not a tokenizer that the tokenizers library can read ({error})") from None
 
         config = _json(folder / "tokenizer_config.json")
-        if "added_tokens_decoder" not in config:  # models saved long ago keep their special tokens in a file of their own
+        if "added_tokens_decoder" not in config:  # models saved long ago keep special tokens in a file of their own
             config |= _json(folder / "special_tokens_map.json")
         named = {name: _text(config[name]) for name in NAMED_TOKENS if config.get(name)}
         _add_missing(backend, config, named)
@@ -123,7 +134,9 @@ class Tokenizer:
     def special_texts(self) -> tuple[str, ...]:
         """The texts of all special tokens."""
         added = self.backend.get_added_tokens_decoder().values()
-        return tuple(dict.fromkeys([*self.special_tokens.values(), *(token.content for token in added if token.special)]))
+        return tuple(
+            dict.fromkeys([*self.special_tokens.values(), *(token.content for token in added if token.special)])
+        )
 
     def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
@@ -140,7 +153,9 @@ class Tokenizer:
         values: list[NDArray[np.int32]] = []
         lengths = np.zeros(len(texts) + 1, np.int64)
         for start in range(0, len(texts), _CHUNK):
-            encodings = self.backend.encode_batch_fast(texts[start : start + _CHUNK], add_special_tokens=add_special_tokens)
+            encodings = self.backend.encode_batch_fast(
+                texts[start : start + _CHUNK], add_special_tokens=add_special_tokens
+            )
             chunk = [encoding.ids for encoding in encodings]
             counts = np.fromiter(map(len, chunk), np.int64, len(chunk))
             lengths[start + 1 : start + 1 + len(chunk)] = counts
@@ -202,7 +217,7 @@ class Tokenizer:
     def _template(self, with_tools: bool) -> jinja2.Template:
         if not self.chat_templates:
             raise UserError(
-                f"{self.name} has no chat template (no chat_template.jinja, no `chat_template` in tokenizer_config.json), "
+                f"{self.name} has no chat template (no chat_template.jinja, none in tokenizer_config.json), "
                 "and the prompts are messages; add one, or use plain-text prompts"
             )
         name = "tool_use" if with_tools and "tool_use" in self.chat_templates else "default"
@@ -231,7 +246,9 @@ def _compiled(source: str) -> jinja2.Template:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False):
+    def tojson(
+        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:
         # Jinja's own filter escapes HTML, which a model should not see.
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
@@ -259,18 +276,22 @@ def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
 
 
 def _add_missing(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """Adds tokens that the configuration declares and `tokenizer.json` lacks, in the order that gives them their ids."""
+    """Adds tokens that the configuration declares and `tokenizer.json` lacks, in the order of their ids."""
     import tokenizers
 
     have = {token.content for token in backend.get_added_tokens_decoder().values()}
     missing: dict[str, tokenizers.AddedToken] = {}
     for _, token in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
-        flags = {key: bool(token[key]) for key in ("single_word", "lstrip", "rstrip", "normalized", "special") if key in token}
+        flags = {
+            key: bool(token[key])
+            for key in ("single_word", "lstrip", "rstrip", "normalized", "special")
+            if key in token
+        }
         missing.setdefault(token["content"], tokenizers.AddedToken(token["content"], **flags))
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     extra = extra.values() if isinstance(extra, dict) else extra
     for content in [*named.values(), *map(_text, extra)]:
-        missing.setdefault(content, tokenizers.AddedToken(content, special=True, normalized=False))
+        missing.setdefault(content, tokenizers.AddedToken(content, special=True))
     backend.add_tokens([token for content, token in missing.items() if content not in have])
 
 
@@ -328,9 +349,9 @@ def _nearest_folders(name: str) -> str:
     folders = sorted(
         str(file.parent) for root in roots for depth in ("*", "*/*") for file in root.glob(f"{depth}/tokenizer.json")
     )
-    # Compare last names too: `Qwen2-tiny` should find `models/qwen2-tiny`.
+    # Last names are compared: `Qwen2-tiny` should find `models/qwen2-tiny`.
     by_last = {Path(folder).name: folder for folder in reversed(folders)}
-    hint = nearest(name, folders) or nearest(Path(name).name, by_last)
-    for last, folder in by_last.items():
-        hint = hint.replace(f"{last!r}?", f"{folder!r}?") if folder not in hint else hint
-    return hint or (f"; folders with a tokenizer here: {', '.join(map(repr, folders[:5]))}" if folders else "")
+    close = difflib.get_close_matches(Path(name).name, by_last, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean {by_last[close[0]]!r}?"
+    return f"; folders with a tokenizer here: {', '.join(map(repr, folders[:5]))}" if folders else ""

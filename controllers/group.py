@@ -1,0 +1,190 @@
+"""WorkerGroup: N processes of one SPMD program, driven as one object."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..dataflow.errors import UserError, nearest
+from ..dataflow.graph import Node
+from ..dataflow.handle import Handle
+from ..dataflow.ledger import Ids, Lease, Ledger
+from ..dataflow.metrics import Metric, Metrics, merge
+from ..dataflow.operation import Shape
+from ..workers.dispatch import Coordinates, Dispatch, PerRank, RowSizes
+from ..workers.remote import dispatch_of
+from .placement import Place
+from .shell import MAX_CHILDREN, Failure, Reply, RowTask, Task
+
+Submit = Callable[[int, Task, "Call"], None]
+"""Give a task to a rank; its replies come back through the backend's `wait`, addressed to the call."""
+
+
+
+class WorkerError(RuntimeError):
+    """A call on a worker failed: who, in which node, on which sample, and the worker's own traceback."""
+
+
+@dataclass(eq=False)
+class Call:
+    """A call on a group, from dispatch until every rank has answered."""
+
+    group: WorkerGroup
+    method: str
+    ranks: tuple[int, ...]
+    """Ranks that were called."""
+    node: Node | None = None
+    lease: Lease | None = None
+    started: float = field(default_factory=time.monotonic)
+    waiting: set[int] = field(default_factory=set)
+    """Ranks that have not answered yet."""
+    values: dict[int, Any] = field(default_factory=dict)
+    metrics: list[Metrics] = field(default_factory=list)
+    seconds: dict[int, float] = field(default_factory=dict)
+    """Rank -> time spent in the worker."""
+
+    @property
+    def done(self) -> bool:
+        return not self.waiting
+
+    @property
+    def results(self) -> list[Any]:
+        """What a method without rows returned, in rank order."""
+        return [self.values[r] for r in self.ranks]
+
+    def merged_metrics(self) -> dict[str, Metric]:
+        return merge(self.metrics)
+
+    def take(self, rank: int, reply: Reply) -> None:
+        """Note what a rank answered.
+
+        Raises:
+            WorkerError (or UserError, when the user can mend it): when it failed.
+        """
+        if reply.failure is not None:
+            raise self._error(rank, reply.failure)
+        if reply.metrics:
+            self.metrics.append(reply.metrics)
+        if reply.done:
+            self.waiting.discard(rank)
+            self.values[rank] = reply.value
+            self.seconds[rank] = reply.seconds
+
+    def describe(self, rank: int | None = None) -> str:
+        who = f"{self.group.name}[{rank}]" if rank is not None else self.group.name
+        return f"worker {who}, node {self.node.name!r}" if self.node else f"worker {who}, call {self.method!r}"
+
+    def _error(self, rank: int, failure: Failure) -> Exception:
+        samples = f", samples {', '.join(map(str, failure.sample_ids))}" if failure.sample_ids else ""
+        where = f"{self.describe(rank)}{samples}: {failure.message}"
+        return UserError(where) if failure.user_error else WorkerError(f"{where}\n{failure.traceback.rstrip()}")
+
+
+class WorkerGroup:
+    """The live side of a handle: ranks that registered their mesh coordinates, and how to call them."""
+
+    def __init__(self, name: str, handle: Handle, place: Place, mesh: Sequence[Coordinates], submit: Submit, ids: Ids) -> None:
+        self.name = name
+        self.handle = handle
+        self.place = place
+        self.mesh = tuple(mesh)
+        self._submit = submit
+        self._ids = ids
+        self.busy: Call | None = None
+        """The call under way; a group takes one at a time."""
+        self.version = 0
+        """Policy version of the weights that it holds."""
+
+    def __repr__(self) -> str:
+        return f"<WorkerGroup {self.name}: {len(self.mesh)} x {self.handle.worker_class.__name__}>"
+
+    def call(self, method: str, **arguments: Any) -> Call:
+        """Call a method without rows on the ranks that its dispatch protocol names; returns at once.
+
+        Raises:
+            UserError: when the worker has no such remote method, or `ALL_TO_ALL` values do not match the ranks.
+        """
+        dispatch = self._dispatch(method)
+        call = Call(self, method, tuple(range(len(self.mesh))))
+        call.waiting = set(call.ranks)
+        for rank in call.ranks:
+            own = {k: v.values[rank] if isinstance(v, PerRank) else v for k, v in self._checked(method, dispatch, arguments).items()}
+            self._submit(rank, Task(method, own), call)
+        return call
+
+    def call_node(self, ledger: Ledger, lease: Lease) -> Call:
+        """Call a node's method on the rows of a lease, distributed by its dispatch protocol; returns at once."""
+        node = lease.node
+        method = node.operation.name if node.group else "apply"
+        dispatch = self._dispatch(method)
+        sizes = RowSizes(lease.num_tokens, lease.group_ids, node.operation.whole_groups)
+        shares = dispatch.distribute(sizes, self.mesh)
+        if len(shares) != len(self.mesh):
+            raise UserError(f"{dispatch!r} gave {len(shares)} shares for the {len(self.mesh)} ranks of {self.name!r}")
+        keep = set(dispatch.collect(self.mesh))
+        self._check_shares(dispatch, shares, keep, len(lease.rows))
+        # A rank without rows is called all the same when it must take part in the collectives of an update.
+        ranks = tuple(r for r, share in enumerate(shares) if share is not None and (share or node.operation.updates or len(self.mesh) > 1))
+        call = Call(self, method, ranks, node, lease)
+        call.waiting = set(ranks)
+        arguments = dict(node.arguments) if node.group else {"function": node.name, "arguments": dict(node.arguments)}
+        whole = _Rows(lease, lease.ids, lease.group_ids, lease.parent_ids)
+        tasks: dict[tuple[int, ...], RowTask] = {}
+        for rank in ranks:
+            share = tuple(shares[rank] or ())
+            if share not in tasks:  # equal copies for the ranks of one replica
+                tasks[share] = whole.task(ledger, share, self._ids)
+            self._submit(rank, Task(method, arguments, tasks[share], keep=rank in keep), call)
+        return call
+
+    def _dispatch(self, method: str) -> Dispatch:
+        worker_class = self.handle.worker_class
+        dispatch = dispatch_of(getattr(worker_class, method, None))
+        if dispatch is None:
+            known = [n for n in dir(worker_class) if dispatch_of(getattr(worker_class, n, None))]
+            raise UserError(f"{worker_class.__name__} has no remote method {method!r}{nearest(method, known) or f'; it has {", ".join(known)}'}")
+        return dispatch
+
+    def _checked(self, method: str, dispatch: Dispatch, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        for name, value in arguments.items():
+            if isinstance(value, PerRank):
+                if dispatch is not Dispatch.ALL_TO_ALL:
+                    raise UserError(f"{self.name}.{method}({name}=PerRank(...)): {method} is {dispatch!r}; one value per rank needs ALL_TO_ALL")
+                if len(value.values) != len(self.mesh):
+                    raise UserError(f"{self.name}.{method}({name}=PerRank(...)) has {len(value.values)} values for {len(self.mesh)} ranks")
+        return arguments
+
+    def _check_shares(self, dispatch: Dispatch, shares: Any, keep: set[int], num_rows: int) -> None:
+        kept = sorted(i for rank in keep for i in shares[rank] or ())
+        if kept != list(range(num_rows)):
+            raise UserError(f"{dispatch!r} on {self.name!r}: the collected ranks hold {len(kept)} rows of {num_rows}; each must be held exactly once")
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a lease, ready to be cut into shares."""
+
+    lease: Lease
+    ids: np.ndarray
+    group_ids: np.ndarray
+    parent_ids: np.ndarray
+
+    def task(self, ledger: Ledger, share: tuple[int, ...], ids: Ids) -> RowTask:
+        node = self.lease.node
+        index = np.asarray(share, dtype=np.int64)
+        first_new_id = 0
+        if node.operation.shape is Shape.EXPAND:
+            first_new_id = ids.take(len(share) * MAX_CHILDREN)
+        return RowTask(
+            operation=node.operation,
+            writes=node.writes,
+            ids=self.ids[index],
+            group_ids=self.group_ids[index],
+            parent_ids=self.parent_ids[index],
+            pieces=ledger.pieces(node, [self.lease.rows[i] for i in share]),
+            first_new_id=first_new_id,
+        )

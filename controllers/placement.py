@@ -1,0 +1,89 @@
+"""Placement: where worker groups run. Groups on the same pool are colocated and take turns; groups on different
+pools run at the same time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..dataflow.errors import UserError, nearest
+
+
+@dataclass(frozen=True)
+class ResourcePool:
+    """A set of devices that stay together.
+
+    >>> ResourcePool("everything", cpus=2)
+    ResourcePool(name='everything', cpus=2, gpus=0)
+    """
+
+    name: str = "pool"
+    cpus: int = 1
+    gpus: int = 0
+
+    def __post_init__(self) -> None:
+        if self.cpus < 1 or self.gpus < 0:
+            raise UserError(f"resource pool {self.name!r} needs at least one CPU and no negative GPUs, not cpus={self.cpus}, gpus={self.gpus}")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one group runs: how many ranks on which pool. Each rank gets an equal share of the pool's CPUs and GPUs."""
+
+    pool: ResourcePool
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise UserError(f"a group on pool {self.pool.name!r} needs at least one rank, not {self.ranks}")
+        if self.pool.gpus and self.pool.gpus % self.ranks:
+            raise UserError(f"{self.ranks} ranks do not divide the {self.pool.gpus} GPUs of pool {self.pool.name!r} evenly")
+
+    @property
+    def threads(self) -> int:
+        """Compute threads of each rank."""
+        return max(1, self.pool.cpus // self.ranks)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of each rank."""
+        return self.pool.gpus // self.ranks
+
+
+Placement = Mapping[str, Place]
+"""Group name -> place. A group that is not mentioned runs as one rank on a pool of one CPU of its own."""
+
+
+def resolve(placement: Placement | None, groups: Mapping[str, object]) -> dict[str, Place]:
+    """A place for every group.
+
+    Raises:
+        UserError: when the placement names a group that the graphs do not have, or two pools share a name.
+    """
+    given = dict(placement or {})
+    for name in given:
+        if name not in groups:
+            raise UserError(f"the placement names a group {name!r}, which no graph has{nearest(name, groups)} (groups: {', '.join(groups)})")
+    by_name: dict[str, ResourcePool] = {}
+    for place in given.values():
+        if by_name.setdefault(place.pool.name, place.pool) != place.pool:
+            raise UserError(f"two resource pools are called {place.pool.name!r}")
+    return {name: given.get(name) or Place(ResourcePool(f"{name}'s own")) for name in groups}
+
+
+def require_cpus(placement: Mapping[str, Place], available: int, where: str) -> None:
+    """Refuse a placement that asks for more CPUs than there are.
+
+    Only pools that the user sized count: a group without a place shares what is left.
+    """
+    pools = {p.pool.name: p.pool for p in placement.values() if not p.pool.name.endswith("'s own")}
+    wanted = sum(p.cpus for p in pools.values())
+    if wanted > available:
+        sizes = ", ".join(f"{p.name}: {p.cpus}" for p in pools.values())
+        raise UserError(f"the placement asks for {wanted} CPUs ({sizes}), but {where} has {available}; make a pool smaller or let groups share one")
+
+
+def machine_cpus() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

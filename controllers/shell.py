@@ -1,0 +1,187 @@
+"""Shell: what stands around a worker in its process. It gathers the rows of a call, runs the method, and publishes
+what comes back. The same shell serves the in-process backend and Ray; only `Store` differs."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..dataflow.batch import Batch
+from ..dataflow.column import CHOSEN_IDS, GROUP_ID, PARENT_ID, PROMPT_IDS, REJECTED_IDS, RESPONSE_IDS, RESPONSE_VERSIONS, SAMPLE_ID
+from ..dataflow.errors import UserError
+from ..dataflow.ledger import Piece, Published
+from ..dataflow.metrics import Metrics
+from ..dataflow.operation import Operation, Shape
+from ..workers.worker import Worker
+
+TOKEN_COLUMNS = (PROMPT_IDS, RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)
+"""Columns whose lengths add up to the tokens of a row."""
+
+MAX_CHILDREN = 4096
+"""Most rows that one row may be expanded into: sample ids are set aside before it is known."""
+
+
+class Fetch(Protocol):
+    """Turns segment references into batches, on the side of the consumer."""
+
+    def __call__(self, references: Sequence[Any]) -> Sequence[Batch]: ...
+
+
+@dataclass(frozen=True)
+class RowTask:
+    """The rows of one call on one rank: identities and where their columns are, never the columns themselves."""
+
+    operation: Operation
+    writes: tuple[str, ...]
+    ids: np.ndarray
+    group_ids: np.ndarray
+    parent_ids: np.ndarray
+    pieces: Sequence[Piece] = ()
+    first_new_id: int = 0
+    """Sample ids from here on are this call's to give to rows that it makes (EXPAND only)."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call on one rank."""
+
+    method: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    rows: RowTask | None = None
+    keep: bool = True
+    """Publish the rows that come back (one rank per replica does)."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One thing that a call gave back. A reply with `published` is followed by the batch itself."""
+
+    published: Published | None = None
+    num_bytes: int = 0
+    metrics: Metrics = field(default_factory=dict)
+    value: Any = None
+    """What a method without rows returned."""
+    done: bool = False
+    seconds: float = 0.0
+    """Time spent in the worker, on the last reply."""
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception in a worker, as text: it must survive any pickle."""
+
+    message: str
+    traceback: str
+    user_error: bool
+    sample_ids: tuple[int, ...] = ()
+    """The samples at fault where the worker knows them, else those of the call."""
+
+
+def run(worker: Worker, task: Task, fetch: Fetch) -> Iterator[tuple[Reply, Batch | None]]:
+    """Carry out a call; the last reply has `done` or `failure`."""
+    started = time.perf_counter()
+    try:
+        method = getattr(worker, task.method)
+        if task.rows is None:
+            value = method(**task.arguments)
+            yield Reply(value=value if task.keep else None, done=True, seconds=time.perf_counter() - started), None
+            return
+        rows = task.rows
+        result = method(_gather(rows, fetch), **task.arguments)
+        next_id = rows.first_new_id
+        for part in result if isinstance(result, Iterator) else (result,):
+            batch, metrics = part if isinstance(part, tuple) else (part, {}) if isinstance(part, Batch) else (None, part or {})
+            if not task.keep:
+                continue
+            if batch is None:  # an update, say: the rows are done and nothing was written
+                yield Reply(metrics=metrics), None
+                continue
+            published, stored = _publish(rows, batch, next_id)
+            next_id += len(batch) if rows.operation.shape is Shape.EXPAND else 0
+            if next_id - rows.first_new_id > len(rows.ids) * MAX_CHILDREN:
+                raise ValueError(f"{rows.operation.name} made over {MAX_CHILDREN} rows out of each of {len(rows.ids)}")
+            yield Reply(published=published, num_bytes=stored.num_bytes, metrics=metrics), stored
+        yield Reply(done=True, seconds=time.perf_counter() - started), None
+    except Exception as error:
+        yield Reply(failure=failure_of(error, tuple(task.rows.ids[:4].tolist()) if task.rows else ())), None
+
+
+def failure_of(error: Exception, sample_ids: tuple[int, ...] = ()) -> Failure:
+    """An exception as text; samples that it names itself (`error.sample_ids`) come before those of the call."""
+    text = "".join(traceback.format_exception(type(error), error, _below_shell(error)))
+    name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    return Failure(f"{name}{error}", text, isinstance(error, UserError), tuple(getattr(error, "sample_ids", ())) or sample_ids)
+
+
+def _gather(rows: RowTask, fetch: Fetch) -> Batch:
+    """The columns of a call's rows, in the order of its rows; without a copy where the data already stands so."""
+    columns: dict[str, Any] = {str(SAMPLE_ID): rows.ids, str(GROUP_ID): rows.group_ids, str(PARENT_ID): rows.parent_ids}
+    for piece in rows.pieces:
+        found = fetch([s.reference for s in piece.segments])
+        if piece.by_position:
+            part = found[0].select(piece.columns)
+            where = piece.keys
+        else:
+            merged = Batch.concat([b.select((*piece.columns, SAMPLE_ID)) for b in found])
+            present = merged.numpy(SAMPLE_ID)
+            order = np.argsort(present, kind="stable")
+            where = order[np.searchsorted(present, piece.keys, sorter=order)]
+            part = merged.select(piece.columns)
+        if len(where) != len(part) or not np.array_equal(where, np.arange(len(part))):
+            part = part.take(where)
+        columns.update({name: part[name] for name in part.columns})
+    return Batch.of(**columns)
+
+
+def _publish(rows: RowTask, batch: Batch, next_id: int) -> tuple[Published, Batch]:
+    """What the ledger is told of a result, and the columns that are kept of it."""
+    expands = rows.operation.shape is Shape.EXPAND
+    ids = np.arange(next_id, next_id + len(batch)) if expands else _ids(rows, batch)
+    missing = [c for c in rows.writes if c not in batch]
+    if missing:
+        raise TypeError(f"{rows.operation.name} must write column {missing[0]!r}, but returned {', '.join(batch.columns) or 'no columns'}")
+    if expands and PARENT_ID not in batch:
+        raise TypeError(f"{rows.operation.name} expands rows: what it returns needs a 'parent_id' column")
+    kept = batch.select(rows.writes).with_columns(sample_id=ids)
+    tokens = np.zeros(len(batch), np.int64)
+    for column in TOKEN_COLUMNS:
+        if str(column) in rows.writes:
+            tokens += batch.lengths(column)
+    versions = None
+    if str(RESPONSE_VERSIONS) in rows.writes:
+        values, offsets = batch.ragged_numpy(RESPONSE_VERSIONS)
+        versions = _minimum_per_row(values, offsets)
+    parents = batch.numpy(PARENT_ID).astype(np.int64) if expands else None
+    return Published(ids, tokens, versions, parents), kept
+
+
+def _ids(rows: RowTask, batch: Batch) -> np.ndarray:
+    if SAMPLE_ID in batch:
+        return batch.numpy(SAMPLE_ID).astype(np.int64)
+    if len(batch) != len(rows.ids):
+        raise TypeError(f"{rows.operation.name} returned {len(batch)} rows without sample_id for the {len(rows.ids)} that it was given")
+    return rows.ids
+
+
+def _minimum_per_row(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Smallest value of each row of a ragged column; -1 for an empty row."""
+    lengths = np.diff(offsets)
+    out = np.full(len(lengths), -1, np.int64)
+    if len(values):
+        filled = lengths > 0
+        out[filled] = np.minimum.reduceat(values, offsets[:-1][filled])
+    return out
+
+
+def _below_shell(error: BaseException) -> Any:
+    """The traceback from the worker's own method on: the frames of this file help nobody."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace

@@ -1,0 +1,266 @@
+"""Prompts: a source of rows, read from Parquet and JSONL in the column layouts of TRL, verl and OpenRLHF.
+
+    prompts = Prompts.read("gsm8k_train.parquet", "models/qwen2-tiny", max_prompt_tokens=512)
+
+Files are read by pyarrow and tokenised by the `tokenizers` library, so that whatever is wrong with them is known
+before torch is imported. docs/data.md shows every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from .errors import UserError, nearest
+from .layouts import find_answers, find_layout, is_text
+from .prompt_files import Origin, read_files, short, table_of
+from .prompt_texts import Texts, texts_of
+from .tokenizer import Tokenizer
+
+TooLong = Literal["error", "drop"]
+
+_WRITTEN = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids", "sample_id", "group_id", "parent_id")
+"""Columns that Weft makes: a file that has one of its own would be misread, so it is refused."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """A source of rows: one row per prompt, tokenised, in the order of the file.
+
+    Columns of `table`, each a single chunk, in this order:
+
+    - `prompt_ids` (list of int32): the tokens of the prompt. Messages go through the chat template, with the header of
+      the assistant's turn at the end; plain text gets the special tokens that the tokenizer adds by default.
+    - `response_ids`, or `chosen_ids` and `rejected_ids` (lists of int32), where the layout has responses: the tokens
+      that follow those of `prompt_ids`, with the token that ends a response.
+    - `prompt` (string): the text of the prompt, after the chat template.
+    - `answer` (string), where the layout has a ground truth; one that is a list or struct is written as JSON.
+    - every other column of the file, as it is. Messages in a column called `prompt` are kept as `prompt_messages`.
+
+    >>> from tokenizers import Tokenizer as Backend, models, pre_tokenizers
+    >>> backend = Backend(models.WordLevel({"<unk>": 0, "2": 1, "+": 2}, unk_token="<unk>"))
+    >>> backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    >>> prompts = Prompts.from_rows([{"prompt": "2 + 2", "answer": 4, "level": "easy"}], Tokenizer(backend))
+    >>> len(prompts), prompts.columns
+    (1, ('prompt_ids', 'prompt', 'answer', 'level'))
+    >>> prompts.table.to_pylist()
+    [{'prompt_ids': [1, 2, 1], 'prompt': '2 + 2', 'answer': '4', 'level': 'easy'}]
+    """
+
+    name: str
+    table: pa.Table = field(repr=False)
+    layout: str = ""
+    """The layout that was found."""
+    dropped: int = 0
+    """Rows left out because their prompt was longer than `max_prompt_tokens`."""
+
+    @classmethod
+    def read(
+        cls,
+        path: str | Path | Sequence[str | Path],
+        tokenizer: str | Path | Tokenizer,
+        *,
+        prompt: str | None = None,
+        answer: str | None = None,
+        response: str | None = None,
+        chat: bool = False,
+        max_prompt_tokens: int | None = None,
+        too_long: TooLong = "error",
+        limit: int | None = None,
+    ) -> Prompts:
+        """Reads prompts from one file or several (their rows one after the other).
+
+        Args:
+            path: `.parquet`, `.jsonl` (one object per line) or `.json` (the same, or one array of objects).
+            tokenizer: the model's folder, a Hugging Face hub id, or a loaded `Tokenizer`.
+            prompt: the column to take prompts from, where the file has no known layout; `a.b` is a field of a struct.
+            answer: the column to take the ground truth from.
+            response: the column to take responses from, for supervised training.
+            chat: a plain-text prompt is sent as a user's message, through the chat template.
+            max_prompt_tokens: the longest prompt allowed, inclusive.
+            too_long: what a longer prompt is: an `error`, or a row to `drop` (`Prompts.dropped` counts them).
+            limit: read no more than this many rows.
+
+        Raises:
+            UserError: with the file, the row, the rule, the value, and the nearest right thing.
+
+        >>> import json, pathlib, tempfile
+        >>> from tokenizers import Tokenizer as Backend, models
+        >>> byte = Tokenizer(Backend(models.BPE({c: i for i, c in enumerate("0123456789+")}, [])))
+        >>> file = pathlib.Path(tempfile.mkdtemp(), "sums.jsonl")
+        >>> _ = file.write_text('{"prompt": "1+2", "answer": "3"}\\n{"prompt": "20+21", "answer": "41"}\\n')
+        >>> prompts = Prompts.read(file, byte)
+        >>> prompts.name, prompts.layout, prompts.table["prompt_ids"].to_pylist()
+        ('sums', 'TRL prompt-only', [[1, 10, 2], [2, 0, 10, 2, 1]])
+        >>> Prompts.read(file, byte, max_prompt_tokens=4, too_long="drop").dropped
+        1
+        """
+        paths = [Path(path)] if isinstance(path, (str, Path)) else [Path(p) for p in path]
+        table, origin = read_files(paths, limit)
+        names = list(dict.fromkeys(file.stem for file in paths))
+        return cls._from_table(
+            "+".join(names) if len(names) <= 3 else f"{names[0]}+{len(names) - 1}",
+            table,
+            origin,
+            tokenizer,
+            columns={"prompt": prompt, "answer": answer, "response": response},
+            chat=chat,
+            max_prompt_tokens=max_prompt_tokens,
+            too_long=too_long,
+        )
+
+    @classmethod
+    def from_rows(
+        cls,
+        rows: Sequence[Mapping[str, Any]],
+        tokenizer: str | Path | Tokenizer,
+        *,
+        name: str = "rows",
+        prompt: str | None = None,
+        answer: str | None = None,
+        response: str | None = None,
+        chat: bool = False,
+        max_prompt_tokens: int | None = None,
+        too_long: TooLong = "error",
+    ) -> Prompts:
+        """Prompts from Python dictionaries, in any of the layouts that files may have. Arguments as for `read`."""
+        return cls._from_table(
+            name,
+            table_of(rows, name),
+            Origin(((name, 0),)),
+            tokenizer,
+            columns={"prompt": prompt, "answer": answer, "response": response},
+            chat=chat,
+            max_prompt_tokens=max_prompt_tokens,
+            too_long=too_long,
+        )
+
+    @classmethod
+    def _from_table(
+        cls,
+        name: str,
+        table: pa.Table,
+        origin: Origin,
+        tokenizer: str | Path | Tokenizer,
+        *,
+        columns: Mapping[str, str | None],
+        chat: bool,
+        max_prompt_tokens: int | None,
+        too_long: TooLong,
+    ) -> Prompts:
+        if too_long not in get_args(TooLong):
+            hint = nearest(too_long, get_args(TooLong)) or "; it is 'error' or 'drop'"
+            raise UserError(f"too_long={too_long!r}{hint}")
+        if max_prompt_tokens is not None and max_prompt_tokens < 1:
+            raise UserError(f"max_prompt_tokens={max_prompt_tokens}: a prompt has at least one token")
+        taken = next((column for column in _WRITTEN if column in table.column_names), None)
+        if taken:
+            raise UserError(f"{origin.files}: column {taken!r} is one that Weft writes; rename it in the file")
+        layout = find_layout(table, origin, columns)
+        loaded = Tokenizer.load(tokenizer)
+        texts = texts_of(table, layout, origin, loaded, chat)
+        made: dict[str, Any] = _tokenise(texts, origin, loaded)
+        made["prompt"] = pa.array(texts.prompts, pa.string())
+        truth = find_answers(table, layout, origin, columns["answer"])
+        if truth is not None:
+            made["answer"] = truth
+        kept = {column: table.column(column) for column in table.column_names if column not in made}
+        if "prompt" in table.column_names and not is_text(table.schema.field("prompt").type):
+            kept.setdefault("prompt_messages", table.column("prompt"))
+        result = pa.table({**made, **kept})
+
+        dropped = 0
+        if max_prompt_tokens is not None:
+            lengths = pc.list_value_length(made["prompt_ids"]).to_numpy()
+            long = np.flatnonzero(lengths > max_prompt_tokens)
+            dropped = len(long)
+            if dropped and (too_long == "error" or dropped == len(lengths)):
+                more = f" ({dropped} of {len(lengths)} rows are longer)"
+                way = "raise max_prompt_tokens" + (", or say too_long='drop'" if dropped < len(lengths) else "")
+                raise UserError(
+                    f"{origin(int(long[0]))}: the prompt has {lengths[long[0]]} tokens, "
+                    f"max_prompt_tokens is {max_prompt_tokens}{more}; {way}"
+                )
+            if dropped:
+                result = result.filter(pa.array(lengths <= max_prompt_tokens))
+        return cls(name, result.combine_chunks(), layout.name, dropped)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(self.table.column_names)
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+
+def _tokenise(texts: Texts, origin: Origin, tokenizer: Tokenizer) -> dict[str, pa.Array]:
+    """The `*_ids` columns."""
+    stop = None if texts.chat else tokenizer.token_id("eos_token")
+    values, offsets = tokenizer.encode(texts.prompts, add_special_tokens=not texts.chat)
+    if texts.whole:
+        return _whole(values, offsets, texts, origin, tokenizer, stop)
+    empty = np.flatnonzero(np.diff(offsets) == 0)
+    if len(empty):
+        row = int(empty[0])
+        raise UserError(f"{origin(row)}: the prompt {short(texts.prompts[row])} has no tokens")
+    columns = {"prompt_ids": _lists(values, offsets)}
+    prompts = np.split(values, offsets[1:-1])
+    for name, tails in texts.responses.items():
+        # Prompt and response are tokenised together, so that the first word is split as in running text.
+        wholes = [prompt + tail for prompt, tail in zip(texts.prompts, tails, strict=True)]
+        rows = np.split(*_values_and_cuts(tokenizer, wholes, not texts.chat))
+        rows = [
+            row[len(prompt) :] if len(row) >= len(prompt) and np.array_equal(row[: len(prompt)], prompt) else None
+            for row, prompt in zip(rows, prompts, strict=True)
+        ]
+        # Where that would change the prompt's last token, the response is tokenised by itself: generation, too, goes on
+        # from the prompt's own tokens.
+        apart = [i for i, row in enumerate(rows) if row is None]
+        alone = np.split(*_values_and_cuts(tokenizer, [tails[i] for i in apart], False)) if apart else []
+        for i, row in zip(apart, alone, strict=True):
+            rows[i] = row
+        responses = [row for row in rows if row is not None]
+        if stop is not None:
+            end = np.array([stop], np.int32)
+            responses = [row if len(row) and row[-1] == stop else np.concatenate([row, end]) for row in responses]
+        lengths = np.fromiter(map(len, responses), np.int64, len(responses))
+        if not lengths.all():
+            row = int(np.argmin(lengths))
+            raise UserError(f"{origin(row)}: the response {short(tails[row])} has no tokens ({name})")
+        columns[name] = _lists(np.concatenate(responses), np.concatenate([[0], np.cumsum(lengths)]))
+    return columns
+
+
+def _whole(
+    values: np.ndarray, offsets: np.ndarray, texts: Texts, origin: Origin, tokenizer: Tokenizer, stop: int | None
+) -> dict[str, pa.Array]:
+    """Language modeling: the first token of a text is its context, all others are predicted."""
+    rows = np.split(values, offsets[1:-1])
+    if stop is not None:
+        end = np.array([stop], np.int32)
+        rows = [row if len(row) and row[-1] == stop else np.concatenate([row, end]) for row in rows]
+    for index, row in enumerate(rows):
+        if len(row) < 2:
+            raise UserError(f"{origin(index)}: the text {short(texts.prompts[index])} has fewer than two tokens")
+    texts.prompts[:] = tokenizer.backend.decode_batch([row[:1].tolist() for row in rows], skip_special_tokens=False)
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows)) - 1
+    return {
+        "prompt_ids": _lists(np.array([row[0] for row in rows], np.int32), np.arange(len(rows) + 1)),
+        "response_ids": _lists(np.concatenate([row[1:] for row in rows]), np.concatenate([[0], np.cumsum(lengths)])),
+    }
+
+
+def _values_and_cuts(tokenizer: Tokenizer, texts: list[str], add_special_tokens: bool) -> tuple[np.ndarray, np.ndarray]:
+    values, offsets = tokenizer.encode(texts, add_special_tokens=add_special_tokens)
+    return values, offsets[1:-1]
+
+
+def _lists(values: np.ndarray, offsets: np.ndarray) -> pa.Array:
+    """A list<int32> array over the two buffers."""
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, pa.int32()))
