@@ -38,6 +38,7 @@ class Call:
     ranks: tuple[int, ...]
     """Ranks that were called."""
     node: Node | None = None
+    ledger: Ledger | None = None
     lease: Lease | None = None
     started: float = field(default_factory=time.monotonic)
     waiting: set[int] = field(default_factory=set)
@@ -116,8 +117,11 @@ class WorkerGroup:
             self._submit(rank, Task(method, own), call)
         return call
 
-    def call_node(self, ledger: Ledger, lease: Lease) -> Call:
-        """Call a node's method on the rows of a lease, distributed by its dispatch protocol; returns at once."""
+    def call_node(self, ledger: Ledger, lease: Lease, **extra: Any) -> Call:
+        """Call a node's method on the rows of a lease, distributed by its dispatch protocol; returns at once.
+
+        `extra` are arguments beside those that the graph recorded.
+        """
         node = lease.node
         method = node.operation.name if node.group else "apply"
         dispatch = self._dispatch(method)
@@ -129,9 +133,9 @@ class WorkerGroup:
         self._check_shares(dispatch, shares, keep, len(lease.rows))
         # A rank without rows is called all the same when it must take part in the collectives of an update.
         ranks = tuple(r for r, share in enumerate(shares) if share is not None and (share or node.operation.updates or len(self.mesh) > 1))
-        call = Call(self, method, ranks, node, lease)
+        call = Call(self, method, ranks, node, ledger, lease)
         call.waiting = set(ranks)
-        arguments = dict(node.arguments) if node.group else {"function": node.name, "arguments": dict(node.arguments)}
+        arguments = {**node.arguments, **extra} if node.group else {"function": node.name, "arguments": dict(node.arguments)}
         whole = _Rows(lease, lease.ids, lease.group_ids, lease.parent_ids)
         tasks: dict[tuple[int, ...], RowTask] = {}
         for rank in ranks:

@@ -183,7 +183,7 @@ class RayBackend:
             call, rank = self._streams[stream]
             try:
                 reply = ray.get(next(stream))
-                segment = Segment(next(stream), reply.num_bytes) if reply.published is not None else None
+                segment = Segment(next(stream), reply.num_bytes) if reply.stored else None
             except (ray.exceptions.RayError, StopIteration) as error:
                 raise WorkerError(f"{call.describe(rank)}: {self._died(f'{call.group.name}[{rank}]', error)}") from None
             if reply.done or reply.failure is not None:

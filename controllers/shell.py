@@ -59,9 +59,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Reply:
-    """One thing that a call gave back. A reply with `published` is followed by the batch itself."""
+    """One thing that a call gave back. A reply that is `stored` is followed by the batch itself."""
 
     published: Published | None = None
+    stored: bool = False
     num_bytes: int = 0
     metrics: Metrics = field(default_factory=dict)
     value: Any = None
@@ -99,14 +100,15 @@ def run(worker: Worker, task: Task, fetch: Fetch) -> Iterator[tuple[Reply, Batch
             batch, metrics = part if isinstance(part, tuple) else (part, {}) if isinstance(part, Batch) else (None, part or {})
             if not task.keep:
                 continue
-            if batch is None:  # an update, say: the rows are done and nothing was written
+            if batch is None or not (rows.writes or rows.operation.shape is Shape.FILTER):  # an update, say: nothing was written
                 yield Reply(metrics=metrics), None
                 continue
-            published, stored = _publish(rows, batch, next_id)
+            published, kept = _publish(rows, batch, next_id)
             next_id += len(batch) if rows.operation.shape is Shape.EXPAND else 0
             if next_id - rows.first_new_id > len(rows.ids) * MAX_CHILDREN:
                 raise ValueError(f"{rows.operation.name} made over {MAX_CHILDREN} rows out of each of {len(rows.ids)}")
-            yield Reply(published=published, num_bytes=stored.num_bytes, metrics=metrics), stored
+            stored = bool(rows.writes)
+            yield Reply(published, stored, kept.num_bytes, metrics), kept if stored else None
         yield Reply(done=True, seconds=time.perf_counter() - started), None
     except Exception as error:
         yield Reply(failure=failure_of(error, tuple(task.rows.ids[:4].tolist()) if task.rows else ())), None

@@ -291,6 +291,11 @@ class Ledger:
         return self._todo[i] == 0 and self._unfinished_levels[node.level] == 0
 
     @property
+    def group_ids(self) -> list[int]:
+        """Groups in flight, oldest first."""
+        return list(self._groups)
+
+    @property
     def groups_in_flight(self) -> int:
         """Groups issued and not yet finished by every node."""
         return len(self._groups)

@@ -126,7 +126,7 @@ def node(
             record = getattr(args[0], "__record__", None) if args else None  # symbolic rows carry it: see graph.py
             if record is None:
                 return function(*args, **kwargs)
-            return record(None, function, operation, args[1:], kwargs)
+            return record(None, compute_or_record, operation, args[1:], kwargs)
 
         compute_or_record.__operation__ = operation  # pyright: ignore[reportAttributeAccessIssue]
         return compute_or_record

@@ -1,0 +1,547 @@
+"""Driver: walks the graphs of a run over its worker groups, until the schedule says that it is done.
+
+    admit      issue prompts, as many as the schedule allows now
+    dispatch   give every idle group the rows that are ready for its nodes
+    settle     take what came back: publish rows, pass weights on, close the step
+
+The driver moves row ids and references; no token passes through it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..dataflow.batch import Batch
+from ..dataflow.column import (
+    ADVANTAGES,
+    ANSWER,
+    CHOSEN_IDS,
+    FINISH_REASON,
+    PROMPT,
+    PROMPT_IDS,
+    REJECTED_IDS,
+    RESPONSE_IDS,
+    RESPONSE_LOGPROBS,
+    RESPONSE_VERSIONS,
+    REWARD,
+)
+from ..dataflow.errors import UserError
+from ..dataflow.graph import Graph, Node, ParameterEdge
+from ..dataflow.handle import Handle
+from ..dataflow.ledger import Ids, Ledger, Published, Segment
+from ..dataflow.metrics import Metric, merge
+from ..dataflow.operation import Shape, operation_of
+from ..workers.function import FunctionConfig, FunctionWorker
+from .backend import Backend, Event, Local, Setup
+from .group import Call, WorkerGroup
+from .placement import Placement, resolve
+from .progress import Progress
+from .run_directory import RunDirectory
+from .schedule import OnePass, Synchronous
+
+FUNCTIONS = "functions"
+"""The worker group that runs pure functions."""
+RECORDED = (PROMPT, PROMPT_IDS, ANSWER, RESPONSE_IDS, RESPONSE_LOGPROBS, RESPONSE_VERSIONS, FINISH_REASON, REWARD, ADVANTAGES, CHOSEN_IDS, REJECTED_IDS)
+"""Columns of a sample that go to the run directory, where they exist."""
+
+
+class DeadlineError(TimeoutError):
+    """Nobody answered in time; the message says who was waited for."""
+
+
+class StalledError(RuntimeError):
+    """Rows are in flight, nothing can run, and nothing is under way; the message says what they wait for."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A graph over held-out rows, run before the first step, after each `every`-th, and after the last."""
+
+    graph: Graph
+    every: int = 10
+    name: str = "eval"
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise UserError(f"Evaluation(every={self.every}): every must be at least 1")
+
+
+@dataclass
+class Flow:
+    """One graph while it runs: its ledger, its place in the source, what its calls measured."""
+
+    name: str
+    graph: Graph
+    schedule: Synchronous | OnePass
+    ledger: Ledger
+    positions: Iterator[int]
+    """Rows of the source still to issue, in order."""
+    num_tokens: np.ndarray
+    """[source rows] tokens of each."""
+    metrics: list[Mapping[str, Metric]] = field(default_factory=list)
+    refills: int = 0
+    due: bool = False
+    """An evaluation that waits for its turn."""
+
+    @property
+    def updates(self) -> list[Node]:
+        return [n for n in self.graph.nodes if n.operation.updates]
+
+    def issue(self, number: int, round: int) -> None:
+        chosen = list(itertools.islice(self.positions, number))
+        self.ledger.issue(chosen, self.num_tokens[chosen].tolist(), round=round)
+
+    def take_metrics(self, prefix: str = "") -> dict[str, float]:
+        merged = {prefix + name: metric.value for name, metric in merge(self.metrics).items()}
+        self.metrics = []
+        return merged
+
+
+class Driver:
+    """One run: graphs, a schedule, a placement and a backend.
+
+    Use it as a context manager: leaving it ends every process that it started, whatever happened inside.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        *,
+        schedule: Synchronous,
+        evaluations: Sequence[Evaluation] = (),
+        placement: Placement | None = None,
+        backend: Backend | None = None,
+        name: str | None = None,
+        root: str | Path = "runs",
+        seed: int = 0,
+        record_every: int = 1,
+        call_timeout_s: float = 600.0,
+        progress: bool = True,
+        stop: Callable[[Mapping[str, float]], bool] | None = None,
+        settings: object = None,
+    ) -> None:
+        """Check everything that can be checked before a process is started.
+
+        Args:
+            record_every: samples of each `record_every`-th step are kept in the run directory; 0 keeps none.
+            call_timeout_s: longest wait for any worker to answer.
+            stop: ends the run early when it says so of a step's metrics.
+            settings: the script's own settings, kept with the run.
+
+        Raises:
+            UserError: naming the place, the rule, the value and the nearest right name.
+        """
+        graphs = [graph, *(e.graph for e in evaluations)]
+        for one in graphs:
+            one.validate(also=graphs)
+        handles = _all_handles(graphs)
+        self._placement = resolve(placement, handles)
+        self._backend = backend or Local()
+        self._backend.check(self._placement)
+        for one in graphs:
+            if not len(one.source.table):
+                raise UserError(f"source {one.source.name!r} of graph {one.name!r} has no rows")
+            for group, handle in one.handles.items():
+                handle.worker_class.check(handle.config, [n for n in one.nodes if n.group == group], one.source)
+        self._schedule = schedule
+        self._evaluations = {e.name: e for e in evaluations}
+        self._seed = seed
+        self._record_every = record_every
+        self._call_timeout_s = call_timeout_s
+        self._stop = stop
+        self._show_progress = progress
+        self._follows = tuple(dict.fromkeys(edge for g in graphs for edge in g.follows))
+        functions = FunctionConfig(
+            functions={n.name: n.function for g in graphs for n in g.nodes if n.group is None},
+            tokenizer=next((str(h.config.model) for h in handles.values() if getattr(h.config, "model", None)), None),
+        )
+        self._handles = {**handles, FUNCTIONS: Handle(FunctionWorker, functions, FUNCTIONS)}
+        self._placement = resolve(self._placement, self._handles)
+        self._graphs = {"train": graph} | {e.name: e.graph for e in evaluations}
+        self.directory = RunDirectory.create(Path(root), name)
+        described = {
+            "seed": seed,
+            "settings": settings,
+            "backend": repr(self._backend),
+            "schedule": {"kind": type(schedule).__name__, **dict(schedule)},
+            "placement": {n: self._placement[n] for n in handles},
+            "groups": {n: {"class": h.worker_class, **dict(h.config)} for n, h in handles.items()},
+            "graphs": {n: str(g).splitlines() for n, g in self._graphs.items()},
+            "python": platform.python_version(),
+        }
+        self.directory.write_config(described, graph.mermaid())
+        self.groups: dict[str, WorkerGroup] = {}
+        self.step = 0
+        """Updates made."""
+        self._flows: dict[str, Flow] = {}
+        self._under_way: list[Call] = []
+        self._then: dict[Call, Callable[[Call], None]] = {}
+        self._turn_of: dict[str, str] = {}
+        self._started = self._heard = time.monotonic()
+
+    # Life
+
+    def __enter__(self) -> Driver:
+        """Start the worker groups and give every follower its leader's weights."""
+        ids = Ids()
+        try:
+            self.groups = self._backend.start(Setup(self._handles, self._placement, self.directory.path, self._seed, ids))
+            for name, graph in self._graphs.items():
+                self._flows[name] = self._flow(name, graph, ids)
+            self._started = self._heard = time.monotonic()
+            for leader in dict.fromkeys(e.leader for e in self._follows):
+                self._pass_weights_on(leader)
+            self._wait_for_all()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every process of the run; what was measured is on disk."""
+        self.directory.flush()
+        self._backend.close()
+
+    def _flow(self, name: str, graph: Graph, ids: Ids) -> Flow:
+        recorded = _with_recording(graph)
+        table = graph.source.table.combine_chunks()
+        source = Batch(table.to_batches()[0])
+        tokens = np.zeros(len(source), np.int64)
+        for column in (PROMPT_IDS, RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS):
+            if column in source:
+                tokens += source.lengths(column)
+        schedule = self._schedule if name == "train" else OnePass()
+        ledger = Ledger(recorded, ids=ids, source=self._backend.store(source))
+        positions = self._positions(len(source), shuffle=isinstance(schedule, Synchronous) and schedule.shuffle)
+        return Flow(name, recorded, schedule, ledger, positions, tokens)
+
+    def _positions(self, size: int, shuffle: bool) -> Iterator[int]:
+        for epoch in itertools.count():
+            yield from np.random.default_rng((self._seed, epoch)).permutation(size).tolist() if shuffle else range(size)
+
+    # The loop
+
+    def run(self) -> list[dict[str, float]]:
+        """Run to the end of the schedule; returns the metrics of every step."""
+        with Progress(self._schedule.steps, self.directory.path, enabled=self._show_progress) as self._progress:
+            self._progress.started(self._graphs, self.groups)
+            self._close_step({})
+            while not self._finished:
+                self._admit()
+                self._dispatch()
+                self._settle()
+        self.directory.flush()
+        return self.directory.metrics
+
+    @property
+    def _finished(self) -> bool:
+        over = self.step >= self._schedule.steps or self._stopped
+        return over and not self._under_way and not any(f.due or f.ledger.groups_in_flight for f in self._flows.values())
+
+    _stopped = False
+
+    def _admit(self) -> None:
+        evaluating = False
+        for flow in self._flows.values():
+            if isinstance(flow.schedule, OnePass):
+                if flow.due and not self._under_way:
+                    flow.due = False
+                    flow.issue(len(flow.num_tokens), self.step)
+                evaluating |= flow.due or flow.ledger.groups_in_flight > 0
+        train = self._flows["train"]
+        if evaluating or self._stopped or self._passing_weights or self.step >= self._schedule.steps:
+            return
+        number = self._schedule.admit(train.ledger, train.updates)
+        if number and train.ledger.groups_in_flight:
+            train.refills += 1
+            if train.refills > self._schedule.max_refills:
+                raise StalledError(
+                    f"step {self.step + 1} issued more prompts {self._schedule.max_refills} times and still lacks {number} groups; "
+                    f"filters dropped {train.ledger.dropped} rows so far"
+                )
+        if number:
+            train.issue(number, self.step)
+
+    @property
+    def _passing_weights(self) -> bool:
+        return any(call.node is None for call in self._under_way)
+
+    def _dispatch(self) -> None:
+        for flow in self._flows.values():
+            for node in flow.graph.nodes:
+                group = self.groups[node.group or FUNCTIONS]
+                if group.busy or not self._may_take_turn(group) or not flow.schedule.claimable(flow.ledger, node):
+                    continue
+                self._start(flow, node, group)
+
+    def _may_take_turn(self, group: WorkerGroup) -> bool:
+        """Groups on one pool take turns."""
+        pool = group.place.pool.name
+        return not any(g is not group and g.busy and g.place.pool.name == pool for g in self.groups.values())
+
+    def _start(self, flow: Flow, node: Node, group: WorkerGroup) -> None:
+        max_groups = self._schedule.prompts_per_step if node.operation.updates else None
+        lease = flow.ledger.claim(node, max_groups=max_groups)
+        if lease is None:
+            return
+        extra: dict[str, Any] = {}
+        if node.name == _RECORD:
+            if not self._record_every or self.step % self._record_every:
+                self._publish_all(flow, lease.ids, lease)
+                flow.ledger.finish(lease)
+                return
+            extra["path"] = self.directory.samples_path(flow.name, lease.rows[0].group.round)
+        if node.operation.updates:
+            self._check_staleness(group, lease.versions)
+        self._take_device(group)
+        self._watch(group.call_node(flow.ledger, lease, **extra), lambda call: self._node_done(flow, call))
+
+    def _check_staleness(self, group: WorkerGroup, versions: np.ndarray) -> None:
+        """The bound of the schedule, on every row trained."""
+        made = versions[versions >= 0]
+        if len(made) and (group.version - made).max() > self._schedule.max_staleness:
+            raise RuntimeError(
+                f"{group.name!r} is at version {group.version}, but rows claimed for its update were generated by version {int(made.min())}; "
+                f"the schedule allows a staleness of {self._schedule.max_staleness}. Was a weight update skipped? Followers: {self._followers(group.name)}"
+            )
+
+    def _followers(self, leader: str) -> dict[str, int]:
+        return {e.follower: self.groups[e.follower].version for e in self._follows if e.leader == leader}
+
+    def _take_device(self, group: WorkerGroup) -> None:
+        """On a shared pool with GPUs, the group whose turn it was makes room for the one whose turn it is."""
+        pool = group.place.pool
+        before = self._turn_of.get(pool.name)
+        self._turn_of[pool.name] = group.name
+        if not pool.gpus or before == group.name:
+            return
+        if before is not None:
+            self._call_and_wait(self.groups[before], "offload")
+        self._call_and_wait(group, "onload")
+
+    def _watch(self, call: Call, then: Callable[[Call], None]) -> None:
+        call.group.busy = call
+        self._under_way.append(call)
+        self._then[call] = then
+        if call.done:  # no rank had anything to do
+            self._complete(call)
+
+    def _settle(self) -> None:
+        if self._under_way:
+            events = self._backend.wait(timeout_s=1.0)
+            self._check_deadlines(bool(events))
+            for event in events:
+                self._take(event)
+        elif not self._finished and not self._can_move:
+            raise StalledError(self._why_stalled())
+
+    @property
+    def _can_move(self) -> bool:
+        """Whether the next turn of the loop will find something to do."""
+        waiting = any(f.due for f in self._flows.values())
+        claimable = any(f.schedule.claimable(f.ledger, n) for f in self._flows.values() for n in f.graph.nodes)
+        train = self._flows["train"]
+        admissible = self.step < self._schedule.steps and self._schedule.admit(train.ledger, train.updates) > 0
+        return waiting or claimable or admissible
+
+    def _take(self, event: Event) -> None:
+        call = event.call
+        call.take(event.rank, event.reply)
+        if event.reply.published is not None and call.ledger is not None and call.lease is not None:
+            segment = event.segment or Segment(None)
+            call.ledger.publish(call.lease, event.reply.published, segment)
+        if call.done:
+            self._complete(call)
+
+    def _complete(self, call: Call) -> None:
+        call.group.busy = None
+        self._under_way.remove(call)
+        now = time.monotonic()
+        self.directory.add_call(
+            step=self.step,
+            group=call.group.name,
+            node=call.node.name if call.node else call.method,
+            start_s=call.started - self._started,
+            end_s=now - self._started,
+            worker_s=max(call.seconds.values(), default=0.0),
+            rows=len(call.lease.rows) if call.lease else 0,
+        )
+        self._then.pop(call)(call)
+
+    def _check_deadlines(self, heard: bool) -> None:
+        now = time.monotonic()
+        if heard:
+            self._heard = now
+        elif now - self._heard > self._call_timeout_s:
+            waited = "; ".join(f"{c.describe()} (ranks {sorted(c.waiting)}, called {now - c.started:.0f} s ago)" for c in self._under_way)
+            raise DeadlineError(f"nobody answered for {self._call_timeout_s:.0f} s. Waited for: {waited}")
+
+    def _why_stalled(self) -> str:
+        lines = ["rows are in flight, nothing is under way, and no node can start:"]
+        for flow in self._flows.values():
+            for group in flow.ledger.group_ids[:3]:
+                lines += [f"graph {flow.graph.name!r}, group {group}:", *("  " + line for line in flow.ledger.why(group).splitlines())]
+        return "\n".join(lines)
+
+    # What follows a call
+
+    def _node_done(self, flow: Flow, call: Call) -> None:
+        node, lease = call.node, call.lease
+        assert node is not None and lease is not None
+        if not node.writes and node.operation.shape in (Shape.MAP, Shape.GROUP):
+            self._publish_all(flow, lease.ids, lease)
+        tokens = int(lease.num_tokens.sum()) if node.operation.updates else 0
+        flow.ledger.finish(lease)
+        if node.name != _RECORD:
+            flow.metrics.append({f"{call.group.name}/{name}": metric for name, metric in call.merged_metrics().items()})
+        if node.operation.updates:
+            call.group.version += 1
+            self._tokens += tokens
+            self._pass_weights_on(call.group.name)
+        self._after_calls(flow)
+
+    def _publish_all(self, flow: Flow, ids: np.ndarray, lease: Any) -> None:
+        flow.ledger.publish(lease, Published(ids, np.zeros(len(ids), np.int64)), Segment(None))
+
+    def _pass_weights_on(self, leader: str) -> None:
+        """The parameter edges: the leader publishes its weights, each follower whose turn it is takes them over."""
+        group = self.groups[leader]
+        edges = [e for e in self._follows if e.leader == leader and group.version % e.every == 0]
+        if edges:
+            self._watch(group.call("publish_weights", version=group.version), lambda call: self._weights_published(call, edges))
+
+    def _weights_published(self, call: Call, edges: list[ParameterEdge]) -> None:
+        weights = next(w for w in call.results if w is not None)
+        for edge in edges:
+            follower = self.groups[edge.follower]
+            self._watch(follower.call("receive_weights", weights=weights), lambda c: self._weights_received(c, weights))
+
+    def _weights_received(self, call: Call, weights: Any) -> None:
+        for rank, checksum in enumerate(call.results):
+            if checksum != weights.checksum:
+                raise RuntimeError(
+                    f"weights of version {weights.version} arrived at {call.group.name}[{rank}] with checksum {checksum}, but {weights.checksum} was published"
+                )
+        call.group.version = weights.version
+        self._pass_weights_on(call.group.name)  # whoever follows the follower
+        for flow in self._flows.values():
+            self._after_calls(flow)
+
+    def _after_calls(self, flow: Flow) -> None:
+        """Close the step, or the evaluation, when nothing of it is left to do."""
+        if not flow.metrics or flow.ledger.groups_in_flight or self._passing_weights:
+            return
+        if isinstance(flow.schedule, OnePass):
+            row = flow.take_metrics(f"{flow.name}/")
+            self.directory.metrics[-1].update(row)
+            self._progress.evaluated(flow.name, self.step, row)
+            self._ask_to_stop()
+        else:
+            self.step += 1
+            flow.refills = 0
+            self._close_step(flow.take_metrics())
+
+    _tokens = 0
+    _closed_at = 0.0
+
+    def _close_step(self, metrics: dict[str, float]) -> None:
+        """Note the metrics of a step (the start of the run counts as step 0) and mark the evaluations that are due."""
+        now = time.monotonic()
+        seconds = now - (self._closed_at or now)
+        row = {"step": float(self.step), "time_s": now - self._started, **metrics}
+        if self.step:
+            row |= {"step_s": seconds, "tokens_per_s": self._tokens / seconds if seconds else 0.0}
+        self._closed_at, self._tokens = now, 0
+        self.directory.add_metrics(row)
+        self._progress.stepped(row)
+        self._ask_to_stop()
+        last = self.step >= self._schedule.steps or self._stopped
+        for name, evaluation in self._evaluations.items():
+            self._flows[name].due = self.step % evaluation.every == 0 or last
+
+    def _ask_to_stop(self) -> None:
+        if self._stop is not None and self._stop(self.directory.metrics[-1]):
+            self._stopped = True
+
+    # Beside the loop
+
+    def call(self, handle: object, method: str, **arguments: Any) -> list[Any]:
+        """Call a method of a group between runs (to save a model, say) and wait; returns each rank's result."""
+        group = next(g for g in self.groups.values() if g.handle is handle)
+        return self._call_and_wait(group, method, **arguments)
+
+    def _call_and_wait(self, group: WorkerGroup, method: str, **arguments: Any) -> list[Any]:
+        finished: list[Call] = []
+        self._heard = time.monotonic()
+        self._watch(group.call(method, **arguments), finished.append)
+        while not finished:
+            self._settle()
+        return finished[0].results
+
+    def _wait_for_all(self) -> None:
+        self._heard = time.monotonic()
+        while self._under_way:
+            self._settle()
+
+
+_RECORD = "record"
+
+
+def _with_recording(graph: Graph) -> Graph:
+    """The graph with one node more, which writes samples to the run directory."""
+    writers: dict[str, str] = dict.fromkeys(graph.source.columns, "")
+    level = 0
+    for node in graph.nodes:
+        writers |= dict.fromkeys(node.writes, node.name)
+        if node.makes_level is not None and str(RESPONSE_IDS) in node.writes:
+            level = node.makes_level
+    on_path = {level}
+    while level:
+        level = graph.parent_level(level)
+        on_path.add(level)
+    level = max(on_path)
+    reads = tuple(str(c) for c in RECORDED if str(c) in writers and graph.level_of(writers[str(c)]) in on_path)
+    if not reads:
+        return graph
+    operation = operation_of(FunctionWorker.record)
+    assert operation is not None
+    node = Node(
+        name=_RECORD,
+        group=FUNCTIONS,
+        operation=replace(operation, reads=reads),
+        function=FunctionWorker.record,
+        arguments={},
+        reads=reads,
+        missing=(),
+        writes=(),
+        level=level,
+        makes_level=None,
+        writers={c: writers[c] for c in reads},
+        after=tuple(dict.fromkeys(w for c in reads if (w := writers[c]))),
+    )
+    return replace(graph, nodes=(*graph.nodes, node))
+
+
+def _all_handles(graphs: Sequence[Graph]) -> dict[str, Handle]:
+    """Every worker group of a run, by name.
+
+    Raises:
+        UserError: when two of them share a name.
+    """
+    handles: dict[str, Handle] = {}
+    for graph in graphs:
+        for name, handle in graph.handles.items():
+            if handles.setdefault(name, handle) is not handle:
+                raise UserError(f"two worker groups are called {name!r}: give one of them another name with weft.group(..., name=...)")
+    return handles

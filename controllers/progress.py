@@ -1,0 +1,96 @@
+"""Progress: what a person sees in the terminal while a run goes on."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ..dataflow.graph import Graph
+
+
+class Progress:
+    """One line that is rewritten on a terminal; elsewhere a line every few seconds."""
+
+    interval_s = 5.0
+
+    def __init__(self, steps: int, run_dir: Path, *, enabled: bool = True) -> None:
+        self._steps = steps
+        self._run_dir = run_dir
+        self._enabled = enabled
+        self._terminal = sys.stdout.isatty()
+        self._began = time.monotonic()
+        self._shown = 0.0
+        self._evaluated = ""
+        self._open_line = False
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._end_line()
+
+    def started(self, graphs: Mapping[str, Graph], groups: Mapping[str, Any]) -> None:
+        sizes = ", ".join(f"{name} x{len(group.mesh)}" for name, group in groups.items())
+        self._say(f"run {self._run_dir.name}: {', '.join(g.name for g in graphs.values())} on {sizes}; files in {self._run_dir}")
+
+    def stepped(self, row: Mapping[str, float]) -> None:
+        step = int(row["step"])
+        if not step:
+            self._began = time.monotonic()
+            return
+        now = time.monotonic()
+        last = step >= self._steps
+        if not last and now - self._shown < (0.2 if self._terminal else self.interval_s):
+            return
+        self._shown = now
+        left = (now - self._began) / step * (self._steps - step)
+        parts = [f"step {step}/{self._steps}"]
+        parts += [f"{label} {row[key]:{form}}" for key, label, form in _SHOWN if key in row]
+        parts += [self._evaluated] if self._evaluated else []
+        parts.append(f"{_clock(left)} left")
+        self._line("  ".join(parts))
+
+    def evaluated(self, name: str, step: int, row: Mapping[str, float]) -> None:
+        value = next((v for k, v in row.items() if k.endswith("reward/mean")), None)
+        if value is None:
+            value = next(iter(row.values()), float("nan"))
+        self._evaluated = f"{name} {value:.3f}"
+        if not self._terminal:
+            self._say(f"{name} at step {step}: {value:.3f}")
+
+    def _line(self, text: str) -> None:
+        if not self._enabled:
+            return
+        if self._terminal:
+            print(f"\r\x1b[2K{text}", end="", flush=True)
+            self._open_line = True
+        else:
+            print(text, flush=True)
+
+    def _say(self, text: str) -> None:
+        if self._enabled:
+            self._end_line()
+            print(text, flush=True)
+
+    def _end_line(self) -> None:
+        if self._open_line:
+            print(flush=True)
+            self._open_line = False
+
+
+_SHOWN = (
+    ("reward/mean", "reward", ".3f"),
+    ("actor/loss", "loss", ".4f"),
+    ("tokens_per_s", "tokens/s", ",.0f"),
+    ("step_s", "s/step", ".2f"),
+    ("actor/mean_logprob_gap", "gap", ".1e"),
+)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes}:{rest:02d}"

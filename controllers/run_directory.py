@@ -1,0 +1,92 @@
+"""RunDirectory: what a run leaves behind, under `runs/NAME/`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ..dataflow.config import Config
+from ..dataflow.errors import UserError
+
+
+class RunDirectory:
+    """`config.json`, `graph.mmd`, `metrics.parquet`, `timeline.parquet`, `samples/`, `logs/`."""
+
+    flush_interval_s = 5.0
+    """How old the metrics on disk may be while a run goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._metrics: list[dict[str, float]] = []
+        self._timeline: list[dict[str, Any]] = []
+        self._flushed = time.monotonic()
+
+    @classmethod
+    def create(cls, root: Path, name: str | None) -> RunDirectory:
+        """A new directory; a used one is never written into.
+
+        Raises:
+            UserError: when `name` is taken already.
+        """
+        if name is None:
+            name = time.strftime("%Y%m%d-%H%M%S")
+            taken, number = name, 2
+            while (root / name).exists():
+                name, number = f"{taken}-{number}", number + 1
+        path = (root / name).resolve()
+        if path.exists() and any(path.iterdir()):
+            raise UserError(f"run directory {root / name} is used already; give the run another name, or remove it")
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "logs").mkdir(exist_ok=True)
+        return cls(path)
+
+    def samples_path(self, flow: str, step: int) -> Path:
+        return self.path / "samples" / f"{flow}_{step:06d}.arrow"
+
+    def write_config(self, config: Mapping[str, Any], drawing: str) -> None:
+        (self.path / "config.json").write_text(json.dumps(config, indent=2, default=_plain) + "\n")
+        (self.path / "graph.mmd").write_text(drawing)
+
+    def add_metrics(self, row: Mapping[str, float]) -> None:
+        self._metrics.append(dict(row))
+        if time.monotonic() - self._flushed > self.flush_interval_s:
+            self.flush()
+
+    def add_call(self, **entry: Any) -> None:
+        self._timeline.append(entry)
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        return self._metrics
+
+    @property
+    def timeline(self) -> list[dict[str, Any]]:
+        return self._timeline
+
+    def flush(self) -> None:
+        """Write metrics and timeline whole, each by a rename: a reader never sees half a file."""
+        self._flushed = time.monotonic()
+        for name, rows in (("metrics", self._metrics), ("timeline", self._timeline)):
+            if rows:
+                columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(k for row in rows for k in row)}
+                pq.write_table(pa.table(columns), self.path / f".{name}.parquet")
+                (self.path / f".{name}.parquet").rename(self.path / f"{name}.parquet")
+
+
+def _plain(value: object) -> Any:
+    """Configuration values as JSON: models by field, functions and classes by name, paths as text."""
+    if isinstance(value, Config):
+        return {name: getattr(value, name) for name in type(value).model_fields}
+    if hasattr(value, "__qualname__"):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value)}"
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: getattr(value, name) for name in getattr(value, "__dataclass_fields__", {})}
+    return repr(value)

@@ -1,0 +1,53 @@
+"""FunctionWorker: runs the pure functions of the graphs, and writes the samples of a run to its directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pydantic import Field
+
+from ..dataflow.batch import Batch
+from ..dataflow.column import PROMPT, PROMPT_IDS, RESPONSE, RESPONSE_IDS
+from ..dataflow.config import Config
+from ..dataflow.operation import Shape
+from .dispatch import Dispatch
+from .remote import remote
+from .worker import Worker
+
+
+class FunctionConfig(Config):
+    functions: dict[str, Callable[..., Any]] = Field(default_factory=dict)
+    """Node name -> function."""
+    tokenizer: str | None = None
+    """Model folder whose tokenizer turns recorded tokens into text."""
+
+
+class FunctionWorker(Worker):
+    """One process beside the driver for what is too small for a group of its own."""
+
+    Config = FunctionConfig
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def apply(self, rows: Batch, *, function: str, arguments: Mapping[str, Any]) -> Any:
+        """Run the function of this node."""
+        return self.config.functions[function](rows, **arguments)
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL, shape=Shape.MAP)
+    def record(self, rows: Batch, *, path: Path) -> None:
+        """Write rows to an Arrow file, tokens also as text."""
+        texts = {str(text): self._decode(rows, ids) for ids, text in ((PROMPT_IDS, PROMPT), (RESPONSE_IDS, RESPONSE)) if ids in rows and text not in rows}
+        kept = rows.with_columns(**{name: column for name, column in texts.items() if column is not None})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, kept.record.schema) as writer:
+            writer.write_batch(kept.record)
+
+    def _decode(self, rows: Batch, ids: object) -> list[str] | None:
+        tokenizer = self.config.tokenizer and Path(self.config.tokenizer) / "tokenizer.json"
+        if not tokenizer or not tokenizer.exists():
+            return None
+        import tokenizers
+
+        return tokenizers.Tokenizer.from_file(str(tokenizer)).decode_batch(rows[ids].to_pylist(), skip_special_tokens=True)

@@ -1,0 +1,112 @@
+"""RewardWorker: scores samples with a Python function that takes columns by name."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pydantic
+
+from ..dataflow.batch import Batch
+from ..dataflow.column import REWARD, RESPONSE, RESPONSE_IDS
+from ..dataflow.config import Config
+from ..dataflow.errors import UserError, nearest
+from ..dataflow.metrics import Max, Mean, Metrics
+from .dispatch import Dispatch
+from .remote import remote
+from .worker import Worker
+
+if TYPE_CHECKING:
+    from ..dataflow.graph import Node, Source
+
+
+class SampleError(UserError):
+    """A mistake that shows on particular samples."""
+
+    def __init__(self, message: str, sample_ids: Sequence[int]) -> None:
+        super().__init__(message)
+        self.sample_ids = tuple(sample_ids)
+
+
+class RewardConfig(Config):
+    function: Callable[..., float]
+    """Called once per sample with the columns that its parameters name, e.g. `def score(response, answer) -> float`.
+    `response` is the text of the response; every column of the data and of earlier nodes can be asked for."""
+    tokenizer: str | Path
+    """Model folder with the tokenizer.json that turns response tokens into text."""
+
+    @pydantic.field_validator("function")
+    @classmethod
+    def _takes_a_response(cls, function: Callable[..., float]) -> Callable[..., float]:
+        takes = f"{function.__qualname__}{inspect.signature(function)}"
+        parameters = inspect.signature(function).parameters.values()
+        if any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in parameters):
+            raise ValueError(f"reward function {takes} must name its parameters: each is a column")
+        names = [p.name for p in parameters]
+        if not {str(RESPONSE), str(RESPONSE_IDS)} & set(names):
+            hint = next((f"; did you mean 'response' for {n!r}?" for n in names if nearest(n, ["response", "responses"])), "")
+            raise ValueError(f"reward function {takes} takes neither 'response' nor 'response_ids'{hint}")
+        return function
+
+    @cached_property
+    def arguments(self) -> tuple[str, ...]:
+        """Names that the function is called with; parameters with a default are the function's own business."""
+        parameters = inspect.signature(self.function).parameters.values()
+        return tuple(p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Columns that the function wants beside the response's text."""
+        return tuple(n for n in self.arguments if n != str(RESPONSE))
+
+
+class RewardWorker(Worker):
+    """Python functions of the columns of a sample."""
+
+    Config = RewardConfig
+
+    @classmethod
+    def check(cls, config: RewardConfig, nodes: Sequence[Node], source: Source) -> None:
+        path = Path(config.tokenizer) / "tokenizer.json"
+        if not path.exists():
+            raise UserError(f"RewardConfig.tokenizer: {str(config.tokenizer)!r} has no tokenizer.json; give the folder of the model that writes the responses")
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        import tokenizers
+
+        return tokenizers.Tokenizer.from_file(str(Path(self.config.tokenizer) / "tokenizer.json"))
+
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(RESPONSE_IDS, "{config.reads}"), writes=("{into}",))
+    def score(self, samples: Batch, *, into: str = str(REWARD)) -> tuple[Batch, Metrics]:
+        """Call the function on each sample.
+
+        Raises:
+            SampleError: naming the sample, when the function returns no finite number.
+        """
+        values = {name: samples[name].to_pylist() for name in self.config.reads}
+        if str(RESPONSE) in self.config.arguments:
+            values[str(RESPONSE)] = self._tokenizer.decode_batch(samples[RESPONSE_IDS].to_pylist(), skip_special_tokens=True)
+        rewards: list[float] = []
+        for k, sample_id in enumerate(samples["sample_id"].to_pylist()):
+            try:
+                reward = self.config.function(**{name: column[k] for name, column in values.items()})
+            except Exception as error:
+                error.sample_ids = (sample_id,)  # pyright: ignore[reportAttributeAccessIssue]
+                raise
+            rewards.append(self._checked(reward, sample_id))
+        metrics = {"mean": Mean(sum(rewards), len(rewards))} | ({"max": Max(max(rewards))} if rewards else {})
+        return samples.with_columns(**{into: rewards}), metrics
+
+    def _checked(self, reward: object, sample_id: int) -> float:
+        try:
+            value = float(reward)  # pyright: ignore[reportArgumentType]
+        except (TypeError, ValueError):
+            value = math.nan
+        if not math.isfinite(value):
+            raise SampleError(f"reward function {self.config.function.__qualname__} returned {reward!r}; a reward is a finite number", (sample_id,))
+        return value
