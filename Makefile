@@ -52,7 +52,7 @@ for python in python3.11 python3 none; do \
 	if $$python -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then break; fi; \
 done; \
 if [ $$python = none ]; then echo "weft: needs Python 3.11 or newer with its venv module (python3.11 or python3 on PATH)" >&2; exit 2; fi; \
-echo "weft: installing the $$(grep -c == $(2)) packages of $(2) into $(1)/, once; takes about two minutes ..."; \
+echo "weft: installing the $$(grep -c == $(2)) packages of $(2) into $(1)/, once; takes a few minutes ..."; \
 if [ -e $(1)/.requirements-installed ]; then clear=; else clear=--clear; fi; \
 $$python -m venv $$clear $(1); \
 $(1)/bin/python $(PIP_INSTALL) --requirement $(2) || { \

@@ -35,11 +35,15 @@ def module_name(file: Path) -> str:
     return ".".join(["weft", *(parts[:-1] if parts[-1] == "__init__" else parts)])
 
 
-def imports_of(module: str, source: str, *, is_package: bool = False) -> list[tuple[int, str]]:
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(), filename=str(file))
+
+
+def imports_of(module: str, source: ast.Module, *, is_package: bool = False) -> list[tuple[int, str]]:
     """Every import in the source as (line, absolute dotted name): at the top, in functions, under TYPE_CHECKING."""
     package = module.split(".") if is_package else module.split(".")[:-1]
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(source):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -63,7 +67,7 @@ def room_of(module: str) -> str | None:
 
 def imports_by_file() -> dict[Path, list[tuple[int, str]]]:
     return {
-        file: imports_of(module_name(file), file.read_text(), is_package=file.name == "__init__.py")
+        file: imports_of(module_name(file), parsed(file), is_package=file.name == "__init__.py")
         for file in library_files()
     }
 
@@ -89,7 +93,7 @@ def engine():
     import vllm.config
     return importlib.import_module("vllm")
 """
-    names = {name for _, name in imports_of("weft.workers.rollout", source)}
+    names = {name for _, name in imports_of("weft.workers.rollout", ast.parse(source))}
     assert names >= {"ray", "torch", "vllm", "vllm.config", "weft.workers.actor", "weft.controllers.driver.Driver"}
     assert names >= {"weft.dataflow.batch", "weft.dataflow.lazy"}
 
@@ -140,7 +144,7 @@ def docstring_examples() -> list[doctest.DocTest]:
     """The `>>>` examples of every docstring, found in the source, so that no decorator hides one."""
     parser, tests = doctest.DocTestParser(), []
     for file in library_files():
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(parsed(file)):
             if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             text = ast.get_docstring(node, clean=False)
