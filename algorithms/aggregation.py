@@ -1,0 +1,90 @@
+"""Aggregation: how per-token losses become one number. Each is a value that gives the weight of every token and the
+count to divide by, so that loss = sum_t w_t l_t / sum of counts, whatever the microbatches and ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from ..dataflow.errors import UserError
+from .loss import PackedRows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@runtime_checkable
+class Aggregation(Protocol):
+    """Weights of tokens and the count that their weighted sum is divided by."""
+
+    def weights(self, rows: PackedRows) -> Tensor:
+        """[T] float32, 0 where a token is masked."""
+        ...
+
+    def count(self, rows: PackedRows) -> float:
+        """Local denominator; the engine sums it over all rows of the step."""
+        ...
+
+
+@dataclass(frozen=True)
+class TokenMean:
+    """Mean over all trained tokens of the step (DAPO, arXiv:2503.14476, eq. 8): long responses weigh more.
+
+    >>> rows = PackedRows.of([3, 1], response_mask=[1, 1, 0, 1])
+    >>> token_mean.weights(rows).tolist(), token_mean.count(rows)
+    ([1.0, 1.0, 0.0, 1.0], 3.0)
+    """
+
+    def weights(self, rows: PackedRows) -> Tensor:
+        return rows.trained
+
+    def count(self, rows: PackedRows) -> float:
+        return float(rows.trained.sum())
+
+
+@dataclass(frozen=True)
+class SequenceMean:
+    """Mean over responses of the mean over each one's trained tokens (GRPO, arXiv:2402.03300, eq. 3).
+
+    A row without a trained token weighs nothing and is not counted.
+
+    >>> rows = PackedRows.of([2, 1, 1], response_mask=[1, 1, 1, 0])
+    >>> sequence_mean.weights(rows).tolist(), sequence_mean.count(rows)
+    ([0.5, 0.5, 1.0, 0.0], 2.0)
+    """
+
+    def weights(self, rows: PackedRows) -> Tensor:
+        return rows.trained / rows.per_token(rows.trained_lengths.clamp(min=1))
+
+    def count(self, rows: PackedRows) -> float:
+        return float((rows.trained_lengths > 0).sum())
+
+
+@dataclass(frozen=True)
+class FixedLength:
+    """Sum over each response's trained tokens, divided by a constant length (Dr. GRPO, arXiv:2503.20783, §3.1).
+
+    Unlike `SequenceMean` it does not favour short right answers and long wrong ones. A row without a trained token is
+    not counted.
+
+    >>> FixedLength(8).weights(PackedRows.of([2])).tolist(), FixedLength(8).count(PackedRows.of([2]))
+    ([0.125, 0.125], 1.0)
+    """
+
+    max_tokens: int
+    """The constant: the longest response that sampling allows."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise UserError(f"FixedLength.max_tokens must be at least 1, not {self.max_tokens}")
+
+    def weights(self, rows: PackedRows) -> Tensor:
+        return rows.trained / self.max_tokens
+
+    def count(self, rows: PackedRows) -> float:
+        return float((rows.trained_lengths > 0).sum())
+
+
+token_mean = TokenMean()
+sequence_mean = SequenceMean()
+fixed_length = FixedLength

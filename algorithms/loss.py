@@ -1,0 +1,122 @@
+"""Loss: what a training engine asks of any loss, and the packed rows that it hands over.
+
+A loss is a *sum* over tokens and says how many things it should be divided by (tokens, sequences). The engine adds the
+counts of all rows on all ranks and divides once. So the gradient depends neither on how the rows were cut into
+microbatches nor on how many ranks share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from ..dataflow.column import RESPONSE_MASK
+from ..dataflow.errors import UserError, nearest
+from ..dataflow.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..dataflow.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Response tokens of B rows laid end to end, with the columns that a loss reads.
+
+    >>> rows = PackedRows.of([2, 1], advantages=[1.0, 1.0, -1.0], response_mask=[1, 0, 1])
+    >>> len(rows), rows.num_tokens, rows.row_of_token.tolist()
+    (2, 3, [0, 0, 1])
+    >>> rows.trained.tolist(), rows.sums(rows.trained).tolist()
+    ([1.0, 0.0, 1.0], [1.0, 1.0])
+    """
+
+    cu_seqlens: Tensor
+    """[B + 1] int64; row i is tokens `cu_seqlens[i]:cu_seqlens[i + 1]`."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """By name: [T] for a column with one value a token, [B] for a column with one value a row."""
+
+    @classmethod
+    def of(cls, lengths: Iterable[int] | Tensor, **columns: object) -> PackedRows:
+        """Rows from their lengths and columns given as tensors or lists."""
+        lengths_B = torch.as_tensor(lengths if hasattr(lengths, "dtype") else list(lengths), dtype=torch.int64)
+        cu_seqlens = torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0))
+        return cls(cu_seqlens, {name: torch.as_tensor(values) for name, values in columns.items()})
+
+    def __len__(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    def __contains__(self, column: object) -> bool:
+        return str(column) in self.columns
+
+    def __getitem__(self, column: object) -> Tensor:
+        name = str(column)
+        if name not in self.columns:
+            hint = nearest(name, self.columns) or f"; there are {', '.join(self.columns) or 'none'}"
+            raise UserError(f"the loss reads column {name!r}, which its rows do not have{hint}")
+        return self.columns[name]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.cu_seqlens[-1])
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """[B] int64, masked tokens included."""
+        return self.cu_seqlens.diff()
+
+    @cached_property
+    def row_of_token(self) -> Tensor:
+        """[T] int64."""
+        return torch.repeat_interleave(torch.arange(len(self), device=self.cu_seqlens.device), self.lengths)
+
+    @cached_property
+    def trained(self) -> Tensor:
+        """[T] float32, 1 where a token is trained on: `response_mask`, or all of them where there is none."""
+        if RESPONSE_MASK in self:
+            return self[RESPONSE_MASK].to(torch.float32)
+        return torch.ones(self.num_tokens, dtype=torch.float32, device=self.cu_seqlens.device)
+
+    @cached_property
+    def trained_lengths(self) -> Tensor:
+        """[B] float32, number of trained tokens of each row."""
+        return self.sums(self.trained)
+
+    def sums(self, values_T: Tensor) -> Tensor:
+        """[B] sum over the tokens of each row; 0 for an empty row. Differentiable."""
+        zeros = torch.zeros(len(self), dtype=values_T.dtype, device=values_T.device)
+        return zeros.index_add(0, self.row_of_token, values_T)
+
+    def per_token(self, values_B: Tensor) -> Tensor:
+        """[T] each row's value repeated over its tokens. Differentiable."""
+        return values_B[self.row_of_token]
+
+
+@runtime_checkable
+class Loss(Protocol):
+    """A loss over response tokens. A value: equal settings, equal loss; it travels to the workers as it is."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Columns that it needs, beside the tokens themselves."""
+        ...
+
+    @property
+    def may_read(self) -> tuple[str, ...]:
+        """Columns that it uses where they are present."""
+        ...
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the engine must compute `rows["entropy"]` ([T] nats, with gradient) along with the log-probabilities."""
+        ...
+
+    def count(self, rows: PackedRows) -> float:
+        """What the sum over these rows is to be divided by. Additive: the engine sums it over microbatches and ranks."""
+        ...
+
+    def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
+        """The undivided loss of these rows (a scalar with gradient to `logprobs` [T]), and what is worth watching."""
+        ...

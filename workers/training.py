@@ -1,0 +1,207 @@
+"""Training: what a worker asks of the engine that computes log-probabilities and takes optimizer steps.
+
+One engine answers: `FsdpEngine` (`fsdp.py`: FSDP2 x tensor parallel on `transformers` models); a user can bring
+another. Here is also what any engine needs and no device: settings, the learning-rate schedule, and how rows are cut into
+microbatches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from ..algorithms.loss import Loss
+from ..dataflow.batch import Batch
+from ..dataflow.column import PROMPT_IDS, RESPONSE_IDS
+from ..dataflow.config import Config
+from ..dataflow.errors import UserError
+from ..dataflow.metrics import Metrics
+from .dispatch import Coordinates
+from .model_folder import read_model_config
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ModelConfig(Config):
+    """A causal language model, and how it lies over the ranks of its group."""
+
+    model: str
+    """Folder with a Hugging Face causal language model."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What it computes in, and what is published; parameters and optimizer state are held in float32 either way."""
+    microbatch_tokens: int | None = Field(None, ge=1)
+    """Most tokens, padding included, in one forward pass; None: 2,048 on a CPU, 16,384 on a GPU."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Ranks that share each layer; must divide the ranks of the group and the model's attention heads."""
+    gather: Literal["auto", "once", "layerwise"] = "auto"
+    """When ranks gather the parameters that they share: once a step, all of them (fastest; needs room for the whole model
+    and its gradient on every rank), or layer by layer in every microbatch. "auto": once, below 2 GiB of parameters."""
+
+    def check(self) -> None:
+        """Find mistakes that the model's own settings tell of.
+
+        Raises:
+            UserError: no such model, or one that cannot be shared like this.
+        """
+        settings = read_model_config(self.model)
+        if self.tensor_parallel > 1:
+            if settings.get("model_type") not in TENSOR_PARALLEL_MODELS:
+                known = ", ".join(TENSOR_PARALLEL_MODELS)
+                raise UserError(f"tensor_parallel={self.tensor_parallel} knows models of type {known}, not {settings.get('model_type')!r}")
+            for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+                if settings.get(name, 0) % self.tensor_parallel:
+                    raise UserError(f"tensor_parallel={self.tensor_parallel} does not divide the model's {name} ({settings[name]})")
+
+
+TENSOR_PARALLEL_MODELS = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types whose layers have the names and shapes that the plan of `fsdp.py` splits."""
+
+
+class OptimizerConfig(Config):
+    """AdamW (arXiv:1711.05101), its learning-rate schedule, and gradient clipping."""
+
+    learning_rate: float = Field(1e-6, gt=0)
+    """Peak learning rate."""
+    warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps over which the rate rises linearly from 0 to its peak."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """How the rate falls after the warm-up."""
+    decay_steps: int | None = Field(None, ge=1)
+    """Optimizer step, counted from the start, at which the rate has fallen to its last value; needed unless constant."""
+    final_ratio: float = Field(0.1, ge=0, le=1)
+    """Last rate over peak rate."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay of matrices; norms and biases have none."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of the two moments."""
+    max_grad_norm: float | None = Field(1.0, gt=0)
+    """Gradients of a larger norm are scaled down to it; None leaves them."""
+
+    @model_validator(mode="after")
+    def _decay_has_an_end(self) -> OptimizerConfig:
+        if self.decay != "constant" and (self.decay_steps is None or self.decay_steps <= self.warmup_steps):
+            raise ValueError(
+                f"decay={self.decay!r} needs decay_steps above warmup_steps ({self.warmup_steps}), not {self.decay_steps}"
+            )
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be at least 0 and below 1, not {self.betas}")
+        return self
+
+    def rate(self, step: int) -> float:
+        """Learning rate of optimizer step `step`, the first being 0.
+
+        >>> linear = OptimizerConfig(learning_rate=1.0, warmup_steps=2, decay="linear", decay_steps=6, final_ratio=0.5)
+        >>> [linear.rate(step) for step in range(8)]
+        [0.5, 1.0, 1.0, 0.875, 0.75, 0.625, 0.5, 0.5]
+        """
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        if self.decay == "constant" or self.decay_steps is None:
+            return self.learning_rate
+        done = min(1.0, (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps))
+        left = 1 - done if self.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.learning_rate * (self.final_ratio + (1 - self.final_ratio) * left)
+
+
+class TrainingEngine(Protocol):
+    """A model on the ranks of one group. Every method is collective: all ranks call it, each with the rows of its replica."""
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Where this rank stands."""
+        ...
+
+    def logprobs(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probability of each response token: `(values [T] float32 nats, cu_seqlens [rows + 1])`."""
+        ...
+
+    def step(self, batch: Batch, loss: Loss) -> Metrics:
+        """One optimizer step on the rows of all replicas. Merged over replicas, the metrics are those of the whole step."""
+        ...
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full parameters under their Hugging Face names, gathered one at a time, in the dtype that is computed in."""
+        ...
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take over parameters given under their Hugging Face names; each rank keeps its own part."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write a folder that `from_pretrained` loads, tokenizer included."""
+        ...
+
+    def onload(self) -> None:
+        """Bring parameters and optimizer state to the device."""
+        ...
+
+    def offload(self) -> None:
+        """Move parameters and optimizer state to host memory."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def plan_microbatches(lengths: np.ndarray, max_tokens: int) -> list[np.ndarray]:
+    """Rows cut into microbatches of at most `max_tokens`, counting every row as long as the longest beside it.
+
+    Rows of like length stand together, longest first, so that little is padded; a row longer than the limit is a
+
+    >>> [rows.tolist() for rows in plan_microbatches(np.array([3, 9, 2, 8]), max_tokens=18)]
+    [[1, 3], [0, 2]]
+    """
+    order = np.argsort(-lengths, kind="stable")
+    parts, start = [], 0
+    while start < len(order):
+        size = max(1, max_tokens // max(1, int(lengths[order[start]])))
+        parts.append(order[start : start + size])
+        start += size
+    return parts
+
+
+def tokens_of(cu_seqlens: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Indexes of the tokens of these rows, in the order of the rows.
+
+    >>> tokens_of(np.array([0, 2, 5]), np.array([1, 0])).tolist()
+    [2, 3, 4, 0, 1]
+    """
+    starts, lengths = cu_seqlens[rows].astype(np.int64), np.diff(cu_seqlens)[rows].astype(np.int64)
+    ends = np.cumsum(lengths)
+    return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)
+
+
+def check_rows(batch: Batch, columns: Iterable[str]) -> None:
+    """See that each token has its context and its columns, before the model says it in terms of tensors.
+
+    Raises:
+        UserError: a response without a prompt, or a ragged column whose rows are not as long as the responses.
+    """
+    lengths = batch.lengths(RESPONSE_IDS)
+    empty = np.flatnonzero((batch.lengths(PROMPT_IDS) == 0) & (lengths > 0))
+    if len(empty):
+        raise UserError(f"row {_name_of(batch, empty[0])} has an empty prompt, so its first token has no log-probability")
+    for column in columns:
+        if _is_ragged(batch, column):
+            wrong = np.flatnonzero(batch.lengths(column) != lengths)
+            if len(wrong):
+                i = wrong[0]
+                raise UserError(
+                    f"row {_name_of(batch, i)}: column {column!r} has {batch.lengths(column)[i]} values "
+                    f"for a response of {lengths[i]} tokens"
+                )
+
+
+def _name_of(batch: Batch, row: int | np.integer[Any]) -> str:
+    return f"with sample_id {batch['sample_id'][int(row)].as_py()}" if "sample_id" in batch else str(row)
+
+
+def _is_ragged(batch: Batch, column: str) -> bool:
+    import pyarrow as pa
+
+    return pa.types.is_list(batch[column].type)
