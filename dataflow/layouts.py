@@ -76,7 +76,15 @@ def find_layout(table: pa.Table, origin: Origin, columns: Mapping[str, str | Non
         if response is None and {"chosen", "rejected"} <= set(names):
             return Layout(f"preference, prompt={prompt!r}", prompt=prompt, chosen="chosen", rejected="rejected")
         said = f"prompt={prompt!r}" + (f", response={response!r}" if response else "")
+        whole = response is None and not is_text(find_column(table, prompt, origin, "prompt").type)
+        if whole and prompt != "prompt":  # OpenRLHF's `--input_key`; only TRL's own `prompt` may hold half a response
+            return Layout(said, dialogue=prompt)
         return Layout(said, prompt=prompt, response=response)
+    if {"instruction", "input"} <= set(names):
+        raise UserError(
+            f"{origin.files}: columns 'instruction' and 'input' (Alpaca's layout) make one prompt together; "
+            "write them into one column 'prompt', or say prompt='instruction'"
+        )
     for layout in LAYOUTS:
         if set(layout.columns) <= set(names):
             if layout.dialogue == "input" and is_text(table.schema.field("input").type):
@@ -87,19 +95,27 @@ def find_layout(table: pa.Table, origin: Origin, columns: Mapping[str, str | Non
                 layout = Layout(f"{layout.name}, response={response!r}", prompt=layout.prompt, response=response)
             return layout
 
-    best = max(LAYOUTS, key=lambda layout: _closeness(layout.columns, names))
+    best = max(LAYOUTS, key=lambda layout: sum(_likest(column, names)[0] - 0.7 for column in layout.columns))
     found = ", ".join(f"{f.name!r} ({type_name(f.type)})" for f in table.schema)
-    missing = [column for column in best.columns if column not in names]
-    hint = "".join(f"; it needs {column!r}{nearest(column, names)}" for column in missing)
+    hint = ""
+    for column in best.columns:
+        if column not in names:
+            likeness, likest = _likest(column, names)
+            hint += f"; it needs {column!r}" + (f", did you mean {likest!r}?" if likeness >= 0.7 else "")
     raise UserError(
-        f"{origin.files}: no known layout has these columns: found {found}; the nearest layout is {best}{hint}"
-        "; rename the column, or say which holds the prompt (prompt='...'); docs/data.md shows all layouts"
+        f"{origin.files}: no known layout has these columns: found {found}; the nearest layout is {best}{hint}; "
+        "rename the column, or say which holds the prompt (prompt='...'); docs/data.md shows all layouts"
     )
 
 
-def _closeness(wanted: Sequence[str], found: Sequence[str]) -> float:
-    best = [max(difflib.SequenceMatcher(None, want, name).ratio() for name in found) for want in wanted]
-    return sum(best) / len(best)
+def _likest(wanted: str, found: Sequence[str]) -> tuple[float, str]:
+    """How like the wanted name the likest of the found ones is (0 to 1), and that one."""
+
+    def likeness(name: str) -> float:
+        part = 0.9 if wanted in name.split("_") else 0.0  # `chosen_response` is like `chosen`
+        return max(part, difflib.SequenceMatcher(None, wanted, name).ratio())
+
+    return max((likeness(name), name) for name in found)
 
 
 def find_column(table: pa.Table, path: str, origin: Origin, role: str) -> pa.ChunkedArray:
@@ -116,7 +132,7 @@ def find_column(table: pa.Table, path: str, origin: Origin, role: str) -> pa.Chu
         if inner not in inside:
             hint = nearest(inner, inside) or (f"; it has {', '.join(inside)}" if inside else f"; it is {column.type}")
             raise UserError(f"{origin.files}: column {name!r} has no field {inner!r} ({role}={path!r}){hint}")
-        column = pc.struct_field(column, inner)
+        column = pc.call_function("struct_field", [column], pc.StructFieldOptions([inside.index(inner)]))
     return column
 
 

@@ -203,8 +203,9 @@ def _explain_json(path: Path) -> None:
     def parsed() -> Iterator[tuple[str, dict[str, Any]]]:
         for number, line in lines(path):
             place = f"{path}, line {number}"
+            text = line.decode(errors="replace").strip()
             try:
-                text = line.decode().strip()
+                line.decode()
                 row = json.loads(text)
             except UnicodeDecodeError as error:
                 raise UserError(f"{place}: not UTF-8 ({error})") from None

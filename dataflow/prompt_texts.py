@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from .errors import UserError
 from .layouts import Layout, column_kind, find_column
@@ -63,19 +62,17 @@ def texts_of(table: pa.Table, layout: Layout, origin: Origin, tokenizer: Tokeniz
         return context.render(prompts, {name: dialogues[path] for name, path in parts.items()})
     if layout.dialogue:
         return _split_dialogues(dialogues[layout.dialogue], layout.dialogue, context)
-    return _split_preferences(*(dialogues[path] for path in parts.values()), context)
+    chosen, rejected = (dialogues[path] for path in parts.values())
+    return _split_preferences(chosen, rejected, context)
 
 
 def _strings(table: pa.Table, path: str, origin: Origin, empty: Literal["refuse", "allow"] = "allow") -> list[str]:
     """A text column as Python strings; null is refused, and blank text where it says so."""
-    column = find_column(table, path, origin, "column").cast(pa.string())
-    wrong = pc.is_null(column)
-    if empty == "refuse":
-        wrong = pc.or_kleene(wrong, pc.equal(pc.utf8_trim_whitespace(column), ""))
-    row = pc.index(wrong, True).as_py()
-    if row >= 0:
-        raise UserError(f"{origin(row)}: {path!r} is {short(column[row].as_py())}; every row needs text there")
-    return column.to_pylist()
+    texts = find_column(table, path, origin, "column").cast(pa.string()).to_pylist()
+    for row, text in enumerate(texts):
+        if text is None or (empty == "refuse" and not text.strip()):
+            raise UserError(f"{origin(row)}: {path!r} is {short(text)}; every row needs text there")
+    return texts
 
 
 def _dialogues(table: pa.Table, path: str, origin: Origin, kind: str, role: str) -> list[Messages]:

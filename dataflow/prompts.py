@@ -15,7 +15,6 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from .errors import UserError, nearest
 from .layouts import find_answers, find_layout, is_text
@@ -177,7 +176,7 @@ class Prompts:
 
         dropped = 0
         if max_prompt_tokens is not None:
-            lengths = pc.list_value_length(made["prompt_ids"]).to_numpy()
+            lengths = np.diff(made["prompt_ids"].offsets.to_numpy())
             long = np.flatnonzero(lengths > max_prompt_tokens)
             dropped = len(long)
             if dropped and (too_long == "error" or dropped == len(lengths)):
@@ -201,66 +200,96 @@ class Prompts:
 
 def _tokenise(texts: Texts, origin: Origin, tokenizer: Tokenizer) -> dict[str, pa.Array]:
     """The `*_ids` columns."""
-    stop = None if texts.chat else tokenizer.token_id("eos_token")
-    values, offsets = tokenizer.encode(texts.prompts, add_special_tokens=not texts.chat)
-    if texts.whole:
-        return _whole(values, offsets, texts, origin, tokenizer, stop)
+    special = not texts.chat
+    values, offsets = tokenizer.encode(texts.prompts, add_special_tokens=special)
     empty = np.flatnonzero(np.diff(offsets) == 0)
     if len(empty):
-        row = int(empty[0])
-        raise UserError(f"{origin(row)}: the prompt {short(texts.prompts[row])} has no tokens")
-    columns = {"prompt_ids": _lists(values, offsets)}
+        raise UserError(f"{origin(int(empty[0]))}: the prompt {short(texts.prompts[empty[0]])} has no tokens")
+    if not texts.responses and not texts.whole:
+        return {"prompt_ids": pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, pa.int32()))}
     prompts = np.split(values, offsets[1:-1])
-    for name, tails in texts.responses.items():
-        # Prompt and response are tokenised together, so that the first word is split as in running text.
-        wholes = [prompt + tail for prompt, tail in zip(texts.prompts, tails, strict=True)]
-        rows = np.split(*_values_and_cuts(tokenizer, wholes, not texts.chat))
-        rows = [
-            row[len(prompt) :] if len(row) >= len(prompt) and np.array_equal(row[: len(prompt)], prompt) else None
-            for row, prompt in zip(rows, prompts, strict=True)
-        ]
-        # Where that would change the prompt's last token, the response is tokenised by itself: generation, too, goes on
-        # from the prompt's own tokens.
-        apart = [i for i, row in enumerate(rows) if row is None]
-        alone = np.split(*_values_and_cuts(tokenizer, [tails[i] for i in apart], False)) if apart else []
-        for i, row in zip(apart, alone, strict=True):
-            rows[i] = row
-        responses = [row for row in rows if row is not None]
+    # Templates write the token that ends a turn; plain text has none, and a model must learn to stop.
+    stop = tokenizer.token_id("eos_token") if special else None
+    if texts.whole:
+        return _whole(prompts, texts, origin, tokenizer, stop)
+    # Prompt and response are tokenised together, so that the response's first word is split as in running text.
+    wholes = {
+        name: _rows(tokenizer, [prompt + tail for prompt, tail in zip(texts.prompts, tails, strict=True)], special)
+        for name, tails in texts.responses.items()
+    }
+    responses = {
+        name: [whole[len(prompt) :] for whole, prompt in zip(rows, prompts, strict=True)]
+        for name, rows in wholes.items()
+    }
+    for row, prompt in enumerate(prompts):
+        if not all(np.array_equal(rows[row][: len(prompt)], prompt) for rows in wholes.values()):
+            prompts[row], parted = _part(
+                prompt,
+                {name: rows[row] for name, rows in wholes.items()},
+                {name: tails[row] for name, tails in texts.responses.items()},
+                tokenizer,
+            )
+            for name, response in parted.items():
+                responses[name][row] = response
+            if len(prompts[row]) == 0:
+                raise UserError(f"{origin(row)}: prompt and response have no token apart from each other")
+    for name, rows in responses.items():
         if stop is not None:
-            end = np.array([stop], np.int32)
-            responses = [row if len(row) and row[-1] == stop else np.concatenate([row, end]) for row in responses]
-        lengths = np.fromiter(map(len, responses), np.int64, len(responses))
-        if not lengths.all():
-            row = int(np.argmin(lengths))
-            raise UserError(f"{origin(row)}: the response {short(tails[row])} has no tokens ({name})")
-        columns[name] = _lists(np.concatenate(responses), np.concatenate([[0], np.cumsum(lengths)]))
-    return columns
+            responses[name] = rows = [_stopped(response, stop) for response in rows]
+        for row, response in enumerate(rows):
+            if len(response) == 0:
+                raise UserError(
+                    f"{origin(row)}: the response {short(texts.responses[name][row])} has no tokens ({name})"
+                )
+    return {"prompt_ids": _lists(prompts), **{name: _lists(rows) for name, rows in responses.items()}}
+
+
+def _part(
+    prompt: np.ndarray, wholes: Mapping[str, np.ndarray], tails: Mapping[str, str], tokenizer: Tokenizer
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Prompt and responses of a row where a token reaches from one into the other.
+
+    The prompt keeps its own tokens, as in generation, and responses are tokenised by themselves. Where that would
+    change the text (some tokenizers begin every text with a space), the token that reaches over goes to the responses.
+    """
+    alone = {name: _rows(tokenizer, [tail], False)[0] for name, tail in tails.items()}
+    decode = tokenizer.backend.decode
+    if all(
+        decode([*prompt, *alone[name]], skip_special_tokens=False) == decode(whole.tolist(), skip_special_tokens=False)
+        for name, whole in wholes.items()
+    ):
+        return prompt, alone
+    same = min(len(prompt), *map(len, wholes.values()))
+    differs = np.any([whole[:same] != prompt[:same] for whole in wholes.values()], axis=0)
+    cut = int(np.argmax(differs)) if differs.any() else same
+    return prompt[:cut], {name: whole[cut:] for name, whole in wholes.items()}
 
 
 def _whole(
-    values: np.ndarray, offsets: np.ndarray, texts: Texts, origin: Origin, tokenizer: Tokenizer, stop: int | None
+    rows: list[np.ndarray], texts: Texts, origin: Origin, tokenizer: Tokenizer, stop: int | None
 ) -> dict[str, pa.Array]:
     """Language modeling: the first token of a text is its context, all others are predicted."""
-    rows = np.split(values, offsets[1:-1])
     if stop is not None:
-        end = np.array([stop], np.int32)
-        rows = [row if len(row) and row[-1] == stop else np.concatenate([row, end]) for row in rows]
+        rows = [_stopped(row, stop) for row in rows]
     for index, row in enumerate(rows):
         if len(row) < 2:
             raise UserError(f"{origin(index)}: the text {short(texts.prompts[index])} has fewer than two tokens")
     texts.prompts[:] = tokenizer.backend.decode_batch([row[:1].tolist() for row in rows], skip_special_tokens=False)
-    lengths = np.fromiter(map(len, rows), np.int64, len(rows)) - 1
-    return {
-        "prompt_ids": _lists(np.array([row[0] for row in rows], np.int32), np.arange(len(rows) + 1)),
-        "response_ids": _lists(np.concatenate([row[1:] for row in rows]), np.concatenate([[0], np.cumsum(lengths)])),
-    }
+    return {"prompt_ids": _lists([row[:1] for row in rows]), "response_ids": _lists([row[1:] for row in rows])}
 
 
-def _values_and_cuts(tokenizer: Tokenizer, texts: list[str], add_special_tokens: bool) -> tuple[np.ndarray, np.ndarray]:
+def _stopped(response: np.ndarray, stop: int) -> np.ndarray:
+    """The response with the token that stops generation at its end."""
+    ended = len(response) > 0 and response[-1] == stop
+    return response if ended else np.concatenate([response, np.array([stop], np.int32)])
+
+
+def _rows(tokenizer: Tokenizer, texts: list[str], add_special_tokens: bool) -> list[np.ndarray]:
     values, offsets = tokenizer.encode(texts, add_special_tokens=add_special_tokens)
-    return values, offsets[1:-1]
+    return np.split(values, offsets[1:-1])
 
 
-def _lists(values: np.ndarray, offsets: np.ndarray) -> pa.Array:
-    """A list<int32> array over the two buffers."""
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, pa.int32()))
+def _lists(rows: Sequence[np.ndarray]) -> pa.Array:
+    """A list<int32> array, one list per row."""
+    offsets = np.cumsum([0, *map(len, rows)])
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(np.concatenate(rows), pa.int32()))

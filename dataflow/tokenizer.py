@@ -230,7 +230,7 @@ class Tokenizer:
 @functools.lru_cache(maxsize=16)
 def _compiled(source: str) -> jinja2.Template:
     """The template in the environment that chat templates are written for (that of `transformers`), sandboxed."""
-    import jinja2
+    from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -239,12 +239,12 @@ def _compiled(source: str) -> jinja2.Template:
 
         tags = {"generation"}  # noqa: RUF012
 
-        def parse(self, parser: Any) -> jinja2.nodes.Node:
+        def parse(self, parser: Any) -> nodes.Node:
             line = next(parser.stream).lineno
-            return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
     def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
+        raise TemplateError(message)
 
     def tojson(
         value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
