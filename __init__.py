@@ -8,17 +8,63 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-_MODULES: dict[str, str] = {}
+_MODULES: dict[str, str] = {
+    "ActorWorker": "workers.actor",
+    "Batch": "dataflow.batch",
+    "Config": "dataflow.config",
+    "Driver": "controllers.driver",
+    "Evaluation": "controllers.driver",
+    "Local": "controllers.backend",
+    "Place": "controllers.placement",
+    "Prompts": "dataflow.prompts",
+    "RayBackend": "controllers.ray_backend",
+    "ReferenceWorker": "workers.reference",
+    "ResourcePool": "controllers.placement",
+    "RewardWorker": "workers.reward",
+    "RolloutWorker": "workers.rollout",
+    "Sampling": "workers.generation",
+    "Shape": "dataflow.operation",
+    "Synchronous": "controllers.schedule",
+    "TableSource": "dataflow.graph",
+    "UserError": "dataflow.errors",
+    "graph": "dataflow.graph",
+    "group": "dataflow.handle",
+    "launch": "controllers.launch",
+    "node": "dataflow.operation",
+}
 """Public name -> the module that defines it."""
 
-_FOLDERS = ("algorithms", "controllers", "dataflow", "resharding", "workers")
+_FOLDERS = ("algorithms", "controllers", "dashboard", "dataflow", "resharding", "workers")
 
 if TYPE_CHECKING:  # the same names for editors and checkers; tests/test_packaging.py keeps the two equal
     from . import algorithms as algorithms
     from . import controllers as controllers
+    from . import dashboard as dashboard
     from . import dataflow as dataflow
     from . import resharding as resharding
     from . import workers as workers
+    from .controllers.backend import Local as Local
+    from .controllers.driver import Driver as Driver
+    from .controllers.driver import Evaluation as Evaluation
+    from .controllers.launch import launch as launch
+    from .controllers.placement import Place as Place
+    from .controllers.placement import ResourcePool as ResourcePool
+    from .controllers.ray_backend import RayBackend as RayBackend
+    from .controllers.schedule import Synchronous as Synchronous
+    from .dataflow.batch import Batch as Batch
+    from .dataflow.config import Config as Config
+    from .dataflow.errors import UserError as UserError
+    from .dataflow.graph import TableSource as TableSource
+    from .dataflow.graph import graph as graph
+    from .dataflow.handle import group as group
+    from .dataflow.operation import Shape as Shape
+    from .dataflow.operation import node as node
+    from .dataflow.prompts import Prompts as Prompts
+    from .workers.actor import ActorWorker as ActorWorker
+    from .workers.generation import Sampling as Sampling
+    from .workers.reference import ReferenceWorker as ReferenceWorker
+    from .workers.reward import RewardWorker as RewardWorker
+    from .workers.rollout import RolloutWorker as RolloutWorker
 
     __version__: str
 

@@ -150,7 +150,8 @@ class WorkerGroup:
         dispatch = dispatch_of(getattr(worker_class, method, None))
         if dispatch is None:
             known = [n for n in dir(worker_class) if dispatch_of(getattr(worker_class, n, None))]
-            raise UserError(f"{worker_class.__name__} has no remote method {method!r}{nearest(method, known) or f'; it has {", ".join(known)}'}")
+            hint = nearest(method, known) or f"; it has {', '.join(known)}"
+            raise UserError(f"{worker_class.__name__} has no remote method {method!r}{hint}")
         return dispatch
 
     def _checked(self, method: str, dispatch: Dispatch, arguments: Mapping[str, Any]) -> Mapping[str, Any]:

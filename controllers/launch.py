@@ -1,0 +1,48 @@
+"""launch: a script's `main` as a command, with checked settings and honest exit codes."""
+
+from __future__ import annotations
+
+import inspect
+import signal
+import sys
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from ..dataflow.config import Config
+from ..dataflow.errors import UserError
+from .group import WorkerError
+
+
+def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> int:
+    """Run `main(settings)`, its settings read from the command line; the type of its parameter says which there are.
+
+    Returns the exit code: 0; 2 when the user can mend it (one message, no traceback); 1 when a worker failed; 130 after
+    Ctrl-C and 143 after SIGTERM, both with everything cleaned up. Other exceptions pass through.
+    """
+    import tyro
+
+    parameter = next(iter(inspect.signature(main).parameters))
+    settings_class: type[Config] = typing.get_type_hints(main)[parameter]
+    try:
+        settings = tyro.cli(settings_class, description=main.__doc__ or settings_class.__doc__, args=arguments)
+        previous = signal.signal(signal.SIGTERM, _terminate)
+        try:
+            main(settings)
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+        return 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (WorkerError, TimeoutError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _terminate(number: int, frame: object) -> None:
+    """SIGTERM leaves the way an exception does, so that every `with` closes what it opened."""
+    raise SystemExit(128 + number)

@@ -1,0 +1,1 @@
+"""dashboard: what a person looks at. For now, the learning curve of a finished run as a picture."""

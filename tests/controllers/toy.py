@@ -1,0 +1,166 @@
+"""Small real workers without a model: they count, so that a test can say what must have happened."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+
+from weft.dataflow.batch import Batch
+from weft.dataflow.config import Config
+from weft.dataflow.graph import TableSource, graph
+from weft.dataflow.metrics import Mean, Metrics, Sum
+from weft.dataflow.operation import Shape, node
+from weft.workers.dispatch import Coordinates, Dispatch
+from weft.workers.remote import remote
+from weft.workers.worker import Worker
+
+
+class ToyConfig(Config):
+    fail_on: int = -1
+    """Prompt token at which generate raises."""
+    ranks_per_replica: int = 1
+    skip_update_at: int = -1
+    """Version that is received without being taken over."""
+
+
+class ToyRollout(Worker):
+    """Answers each prompt with its tokens counted up, `sample index` long."""
+
+    Config = ToyConfig
+    version = 0
+
+    @property
+    def coordinates(self) -> Coordinates:
+        each = self.config.ranks_per_replica
+        return Coordinates(dp=self.context.rank // each, tp=self.context.rank % each)
+
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        shape=Shape.EXPAND,
+        reads=("prompt_ids",),
+        writes=("response_ids", "response_logprobs", "response_versions"),
+    )
+    def generate(self, prompts: Batch, *, n: int = 2) -> Iterator[tuple[Batch, Metrics]]:
+        for k in range(len(prompts)):
+            ids = prompts["prompt_ids"][k].as_py()
+            if self.config.fail_on in ids:
+                raise RuntimeError(f"token {self.config.fail_on} is not to my taste")
+            responses = [[ids[0] + j for j in range(i + 1)] for i in range(n)]
+            yield (
+                Batch.of(
+                    parent_id=[prompts["sample_id"][k].as_py()] * n,
+                    response_ids=responses,
+                    response_logprobs=[[-1.0] * len(r) for r in responses],
+                    response_versions=[[self.version] * len(r) for r in responses],
+                ),
+                {"tokens": Sum(sum(map(len, responses)))},
+            )
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def receive_weights(self, weights: ToyWeights) -> str:
+        if weights.version != self.config.skip_update_at:
+            self.version = weights.version
+        return weights.checksum
+
+
+class ToyWeights:
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.checksum = f"{zlib.crc32(str(version).encode()):08x}"
+
+
+class ToyActor(Worker):
+    """Remembers what it was trained on."""
+
+    Config = ToyConfig
+    seen: list[list[int]]
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.seen = []
+
+    @property
+    def coordinates(self) -> Coordinates:
+        each = self.config.ranks_per_replica
+        return Coordinates(dp=self.context.rank // each, tp=self.context.rank % each)
+
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("prompt_ids", "response_ids", "advantages"), may_read=("response_versions",), updates=True)
+    def update(self, samples: Batch) -> Metrics:
+        self.seen.append(samples["group_id"].to_pylist())
+        advantages, _ = samples.ragged_numpy("advantages")
+        return {"rows": Sum(len(samples)), "advantage": Mean(float(advantages.sum()), len(advantages))}
+
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids",), writes=("{into}",))
+    def logprobs(self, samples: Batch, *, into: str = "old_logprobs") -> Batch:
+        values, offsets = samples.ragged_numpy("response_ids")
+        return samples.with_columns(**{into: (values.astype(np.float32) * 0.5, offsets)})
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def publish_weights(self, version: int) -> ToyWeights | None:
+        return ToyWeights(version) if self.context.rank == 0 else None
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def seen_groups(self) -> list[list[int]]:
+        return self.seen
+
+    @remote(dispatch=Dispatch.ALL_TO_ALL)
+    def echo(self, value: object) -> object:
+        return (self.context.rank, value)
+
+
+class ToyReward(Worker):
+    """Rewards a response with its length."""
+
+    Config = ToyConfig
+
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids", "answer"), writes=("reward",))
+    def score(self, samples: Batch) -> tuple[Batch, Metrics]:
+        reward = samples.lengths("response_ids").astype(np.float32)
+        return samples.with_columns(reward=reward), {"mean": Mean(float(reward.sum()), len(samples))}
+
+
+@node(shape=Shape.GROUP, reads=("reward", "response_ids"), writes=("advantages",))
+def centred(samples: Batch) -> Batch:
+    """Reward minus the mean of the group, repeated over the tokens."""
+    reward = samples.numpy("reward")
+    keys, index = samples.groups()
+    mean = np.bincount(index, reward) / np.bincount(index)
+    lengths = samples.lengths("response_ids")
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    assert all(np.bincount(index) == np.bincount(index)[0]), "groups must be whole"
+    return samples.with_columns(advantages=(np.repeat((reward - mean[index]).astype(np.float32), lengths), offsets))
+
+
+@node(shape=Shape.FILTER, reads=("prompt_ids",), whole_groups=True)
+def odd_prompts(samples: Batch) -> Batch:
+    """Keep groups whose prompt starts with an odd token."""
+    return samples.take([k for k, ids in enumerate(samples["prompt_ids"].to_pylist()) if ids[0] % 2])
+
+
+@graph
+def toy_grpo(prompts, *, rollout, reward, actor, n=2):
+    samples = rollout.generate(prompts, n=n)
+    samples = reward.score(samples)
+    samples = centred(samples)
+    return actor.update(samples)
+
+
+@graph
+def toy_dapo(prompts, *, rollout, reward, actor, n=2):
+    samples = rollout.generate(prompts, n=n)
+    samples = odd_prompts(samples)
+    samples = reward.score(samples)
+    samples = centred(samples)
+    return actor.update(samples)
+
+
+@graph
+def toy_evaluation(prompts, *, rollout, reward):
+    return reward.score(rollout.generate(prompts, n=1))
+
+
+def prompts(number: int = 8, name: str = "prompts") -> TableSource:
+    return TableSource(name, pa.table({"prompt_ids": pa.array([[10 * k + 1] * 3 if k % 2 else [10 * k] * 2 for k in range(number)], pa.list_(pa.int32())), "answer": [str(k) for k in range(number)]}))
