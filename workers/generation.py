@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from ..resharding.weights import Weights
 
 
+class GenerationError(RuntimeError):
+    """An engine failed; the message is plain text, so that it survives the way to the driver."""
+
+
 class Sampling(Config):
     """How tokens are drawn."""
 
@@ -52,7 +56,8 @@ class Response:
     token_ids: np.ndarray
     """[L] int32, the stop token included."""
     logprobs: np.ndarray
-    """[L] float32 nats, of the sampled tokens under the distribution that they were drawn from."""
+    """[L] float32 nats, of the sampled tokens under the distribution that they were drawn from (greedy: under the
+    model's own, at temperature 1)."""
     versions: np.ndarray
     """[L] int32 policy version that sampled each token."""
     finish_reason: Literal["stop", "length"]
@@ -62,9 +67,14 @@ class GenerationEngine(Protocol):
     """Samples responses, and takes over new weights between two steps."""
 
     version: int
+    """Policy version of the weights that the next step samples from; 0 for those of the model's folder."""
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Response]:
-        """Responses in the order in which they finish. All requests are admitted before the first step."""
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[Response]]:
+        """Responses as they finish, those of one step together. All requests are admitted before the first step.
+
+        Closing the iterator early gives up the requests that are not finished. `update_weights` may be called
+        between two items: requests go on under the new version.
+        """
         ...
 
     def update_weights(self, weights: Weights) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +57,14 @@ def _is_hub_id(model: str) -> bool:
     return 0 < len(model.split("/")) <= 2 and not model.startswith((".", "/", "~")) and not model.endswith("/")
 
 
-def _cached(model: str) -> Path | None:
+def _cached(model: str, name: str = CONFIG_FILE) -> Path | None:
     if not _is_hub_id(model):
         return None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        file = try_to_load_from_cache(model, CONFIG_FILE)
+        file = try_to_load_from_cache(model, name)
     except HFValidationError:
         return None
     return Path(file) if isinstance(file, str) else None
@@ -79,3 +80,27 @@ def _models_near(folder: Path, name: str) -> str:
     if hint or not models:
         return hint
     return f"; model folders in {folder} are: {', '.join(models[:8])}{', …' if len(models) > 8 else ''}"
+
+
+def read_stop_tokens(model: str | Path) -> tuple[int, ...]:
+    """The ids that end a response: `eos_token_id` of `generation_config.json`, or else of `config.json`.
+
+    Chat models name the end of a turn only in the former; both may hold one id or several.
+    """
+    file = find_model_config(model).with_name("generation_config.json")
+    if not file.is_file() and not Path(model).expanduser().is_dir():
+        file = _cached(str(model), file.name) or file
+    settings = json.loads(file.read_text()) if file.is_file() else {}
+    found = settings.get("eos_token_id")
+    if found is None:
+        found = read_model_config(model).get("eos_token_id")
+    return () if found is None else tuple(found) if isinstance(found, list) else (found,)
+
+
+def head_dim(config: Mapping[str, Any]) -> int:
+    """Size of one attention head, given or as hidden size over heads.
+
+    >>> head_dim({"hidden_size": 64, "num_attention_heads": 2})
+    32
+    """
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
