@@ -97,5 +97,3 @@ class Local:
         for worker in self._workers.values():
             worker.close()
         self._workers.clear()
-
-

@@ -49,7 +49,19 @@ from .schedule import OnePass, Synchronous
 
 FUNCTIONS = "functions"
 """The worker group that runs pure functions."""
-RECORDED = (PROMPT, PROMPT_IDS, ANSWER, RESPONSE_IDS, RESPONSE_LOGPROBS, RESPONSE_VERSIONS, FINISH_REASON, REWARD, ADVANTAGES, CHOSEN_IDS, REJECTED_IDS)
+RECORDED = (
+    PROMPT,
+    PROMPT_IDS,
+    ANSWER,
+    RESPONSE_IDS,
+    RESPONSE_LOGPROBS,
+    RESPONSE_VERSIONS,
+    FINISH_REASON,
+    REWARD,
+    ADVANTAGES,
+    CHOSEN_IDS,
+    REJECTED_IDS,
+)
 """Columns of a sample that go to the run directory, where they exist."""
 
 
@@ -193,7 +205,9 @@ class Driver:
         """Start the worker groups and give every follower its leader's weights."""
         ids = Ids()
         try:
-            self.groups = self._backend.start(Setup(self._handles, self._placement, self.directory.path, self._seed, ids))
+            self.groups = self._backend.start(
+                Setup(self._handles, self._placement, self.directory.path, self._seed, ids)
+            )
             for name, graph in self._graphs.items():
                 self._flows[name] = self._flow(name, graph, ids)
             self._started = self._heard = time.monotonic()
@@ -247,7 +261,9 @@ class Driver:
     @property
     def _finished(self) -> bool:
         over = self.step >= self._schedule.steps or self._stopped
-        return over and not self._under_way and not any(f.due or f.ledger.groups_in_flight for f in self._flows.values())
+        return (
+            over and not self._under_way and not any(f.due or f.ledger.groups_in_flight for f in self._flows.values())
+        )
 
     _stopped = False
 
@@ -384,14 +400,20 @@ class Driver:
         if heard:
             self._heard = now
         elif now - self._heard > self._call_timeout_s:
-            waited = "; ".join(f"{c.describe()} (ranks {sorted(c.waiting)}, called {now - c.started:.0f} s ago)" for c in self._under_way)
+            waited = "; ".join(
+                f"{c.describe()} (ranks {sorted(c.waiting)}, called {now - c.started:.0f} s ago)"
+                for c in self._under_way
+            )
             raise DeadlineError(f"nobody answered for {self._call_timeout_s:.0f} s. Waited for: {waited}")
 
     def _why_stalled(self) -> str:
         lines = ["rows are in flight, nothing is under way, and no node can start:"]
         for flow in self._flows.values():
             for group in flow.ledger.group_ids[:3]:
-                lines += [f"graph {flow.graph.name!r}, group {group}:", *("  " + line for line in flow.ledger.why(group).splitlines())]
+                lines += [
+                    f"graph {flow.graph.name!r}, group {group}:",
+                    *("  " + line for line in flow.ledger.why(group).splitlines()),
+                ]
         return "\n".join(lines)
 
     # What follows a call
@@ -419,7 +441,9 @@ class Driver:
         group = self.groups[leader]
         edges = [e for e in self._follows if e.leader == leader and group.version % e.every == 0]
         if edges:
-            self._watch(group.call("publish_weights", version=group.version), lambda call: self._weights_published(call, edges))
+            self._watch(
+                group.call("publish_weights", version=group.version), lambda call: self._weights_published(call, edges)
+            )
 
     def _weights_published(self, call: Call, edges: list[ParameterEdge]) -> None:
         weights = next(w for w in call.results if w is not None)
@@ -543,5 +567,7 @@ def _all_handles(graphs: Sequence[Graph]) -> dict[str, Handle]:
     for graph in graphs:
         for name, handle in graph.handles.items():
             if handles.setdefault(name, handle) is not handle:
-                raise UserError(f"two worker groups are called {name!r}: give one of them another name with weft.group(..., name=...)")
+                raise UserError(
+                    f"two worker groups are called {name!r}: give one of them another name with weft.group(..., name=...)"
+                )
     return handles

@@ -24,7 +24,6 @@ Submit = Callable[[int, Task, "Call"], None]
 """Give a task to a rank; its replies come back through the backend's `wait`, addressed to the call."""
 
 
-
 class WorkerError(RuntimeError):
     """A call on a worker failed: who, in which node, on which sample, and the worker's own traceback."""
 
@@ -88,7 +87,9 @@ class Call:
 class WorkerGroup:
     """The live side of a handle: ranks that registered their mesh coordinates, and how to call them."""
 
-    def __init__(self, name: str, handle: Handle, place: Place, mesh: Sequence[Coordinates], submit: Submit, ids: Ids) -> None:
+    def __init__(
+        self, name: str, handle: Handle, place: Place, mesh: Sequence[Coordinates], submit: Submit, ids: Ids
+    ) -> None:
         self.name = name
         self.handle = handle
         self.place = place
@@ -113,7 +114,10 @@ class WorkerGroup:
         call = Call(self, method, tuple(range(len(self.mesh))))
         call.waiting = set(call.ranks)
         for rank in call.ranks:
-            own = {k: v.values[rank] if isinstance(v, PerRank) else v for k, v in self._checked(method, dispatch, arguments).items()}
+            own = {
+                k: v.values[rank] if isinstance(v, PerRank) else v
+                for k, v in self._checked(method, dispatch, arguments).items()
+            }
             self._submit(rank, Task(method, own), call)
         return call
 
@@ -132,10 +136,16 @@ class WorkerGroup:
         keep = set(dispatch.collect(self.mesh))
         self._check_shares(dispatch, shares, keep, len(lease.rows))
         # A rank without rows is called all the same when it must take part in the collectives of an update.
-        ranks = tuple(r for r, share in enumerate(shares) if share is not None and (share or node.operation.updates or len(self.mesh) > 1))
+        ranks = tuple(
+            r
+            for r, share in enumerate(shares)
+            if share is not None and (share or node.operation.updates or len(self.mesh) > 1)
+        )
         call = Call(self, method, ranks, node, ledger, lease)
         call.waiting = set(ranks)
-        arguments = {**node.arguments, **extra} if node.group else {"function": node.name, "arguments": dict(node.arguments)}
+        arguments = (
+            {**node.arguments, **extra} if node.group else {"function": node.name, "arguments": dict(node.arguments)}
+        )
         whole = _Rows(lease, lease.ids, lease.group_ids, lease.parent_ids)
         tasks: dict[tuple[int, ...], RowTask] = {}
         for rank in ranks:
@@ -158,15 +168,21 @@ class WorkerGroup:
         for name, value in arguments.items():
             if isinstance(value, PerRank):
                 if dispatch is not Dispatch.ALL_TO_ALL:
-                    raise UserError(f"{self.name}.{method}({name}=PerRank(...)): {method} is {dispatch!r}; one value per rank needs ALL_TO_ALL")
+                    raise UserError(
+                        f"{self.name}.{method}({name}=PerRank(...)): {method} is {dispatch!r}; one value per rank needs ALL_TO_ALL"
+                    )
                 if len(value.values) != len(self.mesh):
-                    raise UserError(f"{self.name}.{method}({name}=PerRank(...)) has {len(value.values)} values for {len(self.mesh)} ranks")
+                    raise UserError(
+                        f"{self.name}.{method}({name}=PerRank(...)) has {len(value.values)} values for {len(self.mesh)} ranks"
+                    )
         return arguments
 
     def _check_shares(self, dispatch: Dispatch, shares: Any, keep: set[int], num_rows: int) -> None:
         kept = sorted(i for rank in keep for i in shares[rank] or ())
         if kept != list(range(num_rows)):
-            raise UserError(f"{dispatch!r} on {self.name!r}: the collected ranks hold {len(kept)} rows of {num_rows}; each must be held exactly once")
+            raise UserError(
+                f"{dispatch!r} on {self.name!r}: the collected ranks hold {len(kept)} rows of {num_rows}; each must be held exactly once"
+            )
 
 
 @dataclass(frozen=True)

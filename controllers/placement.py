@@ -24,7 +24,9 @@ class ResourcePool:
 
     def __post_init__(self) -> None:
         if self.cpus < 1 or self.gpus < 0:
-            raise UserError(f"resource pool {self.name!r} needs at least one CPU and no negative GPUs, not cpus={self.cpus}, gpus={self.gpus}")
+            raise UserError(
+                f"resource pool {self.name!r} needs at least one CPU and no negative GPUs, not cpus={self.cpus}, gpus={self.gpus}"
+            )
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,9 @@ class Place:
         if self.ranks < 1:
             raise UserError(f"a group on pool {self.pool.name!r} needs at least one rank, not {self.ranks}")
         if self.pool.gpus and self.pool.gpus % self.ranks:
-            raise UserError(f"{self.ranks} ranks do not divide the {self.pool.gpus} GPUs of pool {self.pool.name!r} evenly")
+            raise UserError(
+                f"{self.ranks} ranks do not divide the {self.pool.gpus} GPUs of pool {self.pool.name!r} evenly"
+            )
 
     @property
     def threads(self) -> int:
@@ -64,7 +68,9 @@ def resolve(placement: Placement | None, groups: Mapping[str, object]) -> dict[s
     given = dict(placement or {})
     for name in given:
         if name not in groups:
-            raise UserError(f"the placement names a group {name!r}, which no graph has{nearest(name, groups)} (groups: {', '.join(groups)})")
+            raise UserError(
+                f"the placement names a group {name!r}, which no graph has{nearest(name, groups)} (groups: {', '.join(groups)})"
+            )
     by_name: dict[str, ResourcePool] = {}
     for place in given.values():
         if by_name.setdefault(place.pool.name, place.pool) != place.pool:
@@ -81,7 +87,9 @@ def require_cpus(placement: Mapping[str, Place], available: int, where: str) -> 
     wanted = sum(p.cpus for p in pools.values())
     if wanted > available:
         sizes = ", ".join(f"{p.name}: {p.cpus}" for p in pools.values())
-        raise UserError(f"the placement asks for {wanted} CPUs ({sizes}), but {where} has {available}; make a pool smaller or let groups share one")
+        raise UserError(
+            f"the placement asks for {wanted} CPUs ({sizes}), but {where} has {available}; make a pool smaller or let groups share one"
+        )
 
 
 def machine_cpus() -> int:

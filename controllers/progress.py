@@ -30,12 +30,16 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._end_line()
 
     def started(self, graphs: Mapping[str, Graph], groups: Mapping[str, Any]) -> None:
         sizes = ", ".join(f"{name} x{len(group.mesh)}" for name, group in groups.items())
-        self._say(f"run {self._run_dir.name}: {', '.join(g.name for g in graphs.values())} on {sizes}; files in {self._run_dir}")
+        self._say(
+            f"run {self._run_dir.name}: {', '.join(g.name for g in graphs.values())} on {sizes}; files in {self._run_dir}"
+        )
 
     def stepped(self, row: Mapping[str, float]) -> None:
         step = int(row["step"])

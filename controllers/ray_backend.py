@@ -69,7 +69,12 @@ class RayBackend:
         meshes = self._wait_until_up(starting)
         return {
             name: WorkerGroup(
-                name, handle, setup.placement[name], [meshes[f"{name}[{r}]"] for r in range(setup.placement[name].ranks)], self._submit, setup.ids
+                name,
+                handle,
+                setup.placement[name],
+                [meshes[f"{name}[{r}]"] for r in range(setup.placement[name].ranks)],
+                self._submit,
+                setup.ids,
             )
             for name, handle in setup.handles.items()
         }
@@ -90,7 +95,9 @@ class RayBackend:
         pools = {p.pool.name: p.pool for p in placement.values()}
         ray.init(
             address="local",
-            num_cpus=max(machine_cpus(), sum(p.cpus for p in pools.values())),  # groups without a place share the machine
+            num_cpus=max(
+                machine_cpus(), sum(p.cpus for p in pools.values())
+            ),  # groups without a place share the machine
             num_gpus=sum(p.gpus for p in pools.values()) or None,
             object_store_memory=_object_store_bytes(),
             include_dashboard=False,
@@ -104,12 +111,17 @@ class RayBackend:
         import ray
         from ray.util.placement_group import placement_group
 
-        reserved = {name: placement_group(_bundles(p.pool, _most_ranks(name, placement)), strategy="PACK") for name, p in pools.items()}
+        reserved = {
+            name: placement_group(_bundles(p.pool, _most_ranks(name, placement)), strategy="PACK")
+            for name, p in pools.items()
+        }
         self._groups = list(reserved.values())
         for name, group in reserved.items():
             ready, _ = ray.wait([group.ready()], timeout=30)
             if not ready:
-                raise UserError(f"resource pool {name!r} ({pools[name].pool}) did not get its devices within 30 s; the cluster has {ray.available_resources()}")
+                raise UserError(
+                    f"resource pool {name!r} ({pools[name].pool}) did not get its devices within 30 s; the cluster has {ray.available_resources()}"
+                )
         return reserved
 
     def _actor(self, handle: Handle, place: Place, context: Context, reserved: Any, sharing: int) -> Any:
@@ -119,14 +131,21 @@ class RayBackend:
         num_bundles = len(reserved.bundle_specs)
         threads = str(place.threads)
         # Threads are set in the environment: they must be known before anything in the process imports torch.
-        env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        env = {
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        }
         if not self.address:
             env |= {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
         options: dict[str, Any] = {
             "num_cpus": place.pool.cpus / num_bundles / (sharing * max(1, -(-place.ranks // num_bundles))),
             "num_gpus": place.gpus / sharing if place.gpus else 0,
             "runtime_env": {"env_vars": env},
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=context.rank % num_bundles),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                reserved, placement_group_bundle_index=context.rank % num_bundles
+            ),
             "max_restarts": 0,
         }
         return ray.remote(Rank).options(**options).remote(handle.worker_class, handle.config, context)
@@ -149,7 +168,9 @@ class RayBackend:
         while pending:
             ready, pending = ray.wait(pending, num_returns=1, timeout=START_TIMEOUT_S)
             if not ready:
-                raise WorkerError(f"workers {', '.join(starting[r] for r in pending)} were not up after {START_TIMEOUT_S:.0f} s")
+                raise WorkerError(
+                    f"workers {', '.join(starting[r] for r in pending)} were not up after {START_TIMEOUT_S:.0f} s"
+                )
             for ref in ready:
                 try:
                     failure, coordinates = ray.get(ref)

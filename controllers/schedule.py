@@ -12,13 +12,13 @@ from ..dataflow.ledger import Ledger
 class Synchronous(Config):
     """Each step: generate all, score all, update. Exactly on-policy."""
 
-    steps: int = Field(100, ge=1)
+    steps: int = Field(default=100, ge=1)
     """Updates to make."""
-    prompts_per_step: int = Field(64, ge=1)
+    prompts_per_step: int = Field(default=64, ge=1)
     """Groups in a training batch."""
     shuffle: bool = True
     """Draw the prompts of each epoch in a new order, from the run's seed."""
-    max_refills: int = Field(10, ge=0)
+    max_refills: int = Field(default=10, ge=0)
     """How many times a step may issue more prompts because a filter dropped groups."""
 
     @property
@@ -30,7 +30,9 @@ class Synchronous(Config):
         """Groups to issue now: a batch when nothing is in flight, and what filters took away from a batch."""
         if ledger.groups_in_flight == 0:
             return self.prompts_per_step
-        missing = [self.prompts_per_step - ledger.ready_groups(n) for n in updates if ledger.settled(n) or ledger.exhausted(n)]
+        missing = [
+            self.prompts_per_step - ledger.ready_groups(n) for n in updates if ledger.settled(n) or ledger.exhausted(n)
+        ]
         return max(missing) if updates and len(missing) == len(updates) else 0
 
     def claimable(self, ledger: Ledger, node: Node) -> bool:

@@ -12,7 +12,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..dataflow.batch import Batch
-from ..dataflow.column import CHOSEN_IDS, GROUP_ID, PARENT_ID, PROMPT_IDS, REJECTED_IDS, RESPONSE_IDS, RESPONSE_VERSIONS, SAMPLE_ID
+from ..dataflow.column import (
+    CHOSEN_IDS,
+    GROUP_ID,
+    PARENT_ID,
+    PROMPT_IDS,
+    REJECTED_IDS,
+    RESPONSE_IDS,
+    RESPONSE_VERSIONS,
+    SAMPLE_ID,
+)
 from ..dataflow.errors import UserError
 from ..dataflow.ledger import Piece, Published
 from ..dataflow.metrics import Metrics
@@ -97,10 +106,14 @@ def run(worker: Worker, task: Task, fetch: Fetch) -> Iterator[tuple[Reply, Batch
         result = method(_gather(rows, fetch), **task.arguments)
         next_id = rows.first_new_id
         for part in result if isinstance(result, Iterator) else (result,):
-            batch, metrics = part if isinstance(part, tuple) else (part, {}) if isinstance(part, Batch) else (None, part or {})
+            batch, metrics = (
+                part if isinstance(part, tuple) else (part, {}) if isinstance(part, Batch) else (None, part or {})
+            )
             if not task.keep:
                 continue
-            if batch is None or not (rows.writes or rows.operation.shape is Shape.FILTER):  # an update, say: nothing was written
+            if batch is None or not (
+                rows.writes or rows.operation.shape is Shape.FILTER
+            ):  # an update, say: nothing was written
                 yield Reply(metrics=metrics), None
                 continue
             published, kept = _publish(rows, batch, next_id)
@@ -118,7 +131,9 @@ def failure_of(error: Exception, sample_ids: tuple[int, ...] = ()) -> Failure:
     """An exception as text; samples that it names itself (`error.sample_ids`) come before those of the call."""
     text = "".join(traceback.format_exception(type(error), error, _below_shell(error)))
     name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-    return Failure(f"{name}{error}", text, isinstance(error, UserError), tuple(getattr(error, "sample_ids", ())) or sample_ids)
+    return Failure(
+        f"{name}{error}", text, isinstance(error, UserError), tuple(getattr(error, "sample_ids", ())) or sample_ids
+    )
 
 
 def _gather(rows: RowTask, fetch: Fetch) -> Batch:
@@ -147,7 +162,9 @@ def _publish(rows: RowTask, batch: Batch, next_id: int) -> tuple[Published, Batc
     ids = np.arange(next_id, next_id + len(batch)) if expands else _ids(rows, batch)
     missing = [c for c in rows.writes if c not in batch]
     if missing:
-        raise TypeError(f"{rows.operation.name} must write column {missing[0]!r}, but returned {', '.join(batch.columns) or 'no columns'}")
+        raise TypeError(
+            f"{rows.operation.name} must write column {missing[0]!r}, but returned {', '.join(batch.columns) or 'no columns'}"
+        )
     if expands and PARENT_ID not in batch:
         raise TypeError(f"{rows.operation.name} expands rows: what it returns needs a 'parent_id' column")
     kept = batch.select(rows.writes).with_columns(sample_id=ids)
@@ -167,7 +184,9 @@ def _ids(rows: RowTask, batch: Batch) -> np.ndarray:
     if SAMPLE_ID in batch:
         return batch.numpy(SAMPLE_ID).astype(np.int64)
     if len(batch) != len(rows.ids):
-        raise TypeError(f"{rows.operation.name} returned {len(batch)} rows without sample_id for the {len(rows.ids)} that it was given")
+        raise TypeError(
+            f"{rows.operation.name} returned {len(batch)} rows without sample_id for the {len(rows.ids)} that it was given"
+        )
     return rows.ids
 
 

@@ -25,9 +25,19 @@ def draw_curve(metrics: Sequence[Mapping[str, float]], curves: Mapping[str, str]
     for (name, label), colour in zip(curves.items(), (ACCENT, SECOND, INK, "#3a9d5d"), strict=False):
         points = [(row["step"], row[name]) for row in metrics if name in row]
         sparse = len(points) < len(metrics) / 2
-        axes.plot(*zip(*points, strict=True), label=label, color=colour, linewidth=2 if sparse else 1, alpha=1 if sparse else 0.7, marker="o" if sparse else None, markersize=4)
+        axes.plot(
+            *zip(*points, strict=True),
+            label=label,
+            color=colour,
+            linewidth=2 if sparse else 1,
+            alpha=1 if sparse else 0.7,
+            marker="o" if sparse else None,
+            markersize=4,
+        )
         if points:
-            axes.annotate(f"{points[-1][1]:.2f}", points[-1], textcoords="offset points", xytext=(6, 0), color=colour, va="center")
+            axes.annotate(
+                f"{points[-1][1]:.2f}", points[-1], textcoords="offset points", xytext=(6, 0), color=colour, va="center"
+            )
     axes.set_title(title, loc="left", color=INK)
     axes.set_xlabel("step (policy version)")
     axes.grid(True, color=FAINT, linewidth=0.6)

@@ -40,7 +40,9 @@ class Batch:
 
         Columns that Weft declares (`dataflow/column.py`) get their declared type; others keep the type found.
         """
-        return cls(pa.RecordBatch.from_arrays([_array(name, data) for name, data in columns.items()], names=list(columns)))
+        return cls(
+            pa.RecordBatch.from_arrays([_array(name, data) for name, data in columns.items()], names=list(columns))
+        )
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, Any]]) -> Batch:
@@ -134,7 +136,11 @@ class Batch:
     def select(self, columns: Iterable[object]) -> Batch:
         """Only these columns, in this order."""
         names = [str(c) for c in columns]
-        return Batch(pa.RecordBatch.from_arrays([self[n] for n in names], names=names)) if names else Batch(self.record.select([]))
+        return (
+            Batch(pa.RecordBatch.from_arrays([self[n] for n in names], names=names))
+            if names
+            else Batch(self.record.select([]))
+        )
 
     def take(self, rows: Sequence[int] | np.ndarray) -> Batch:
         """These rows, in this order (repeats allowed)."""
@@ -147,7 +153,9 @@ class Batch:
     def split(self, sizes: Sequence[int]) -> list[Batch]:
         """Consecutive parts with these numbers of rows, without a copy; the sizes must add up."""
         if sum(sizes) != len(self):
-            raise UserError(f"split sizes {list(sizes)} add up to {sum(sizes)}, not to the {len(self)} rows of the batch")
+            raise UserError(
+                f"split sizes {list(sizes)} add up to {sum(sizes)}, not to the {len(self)} rows of the batch"
+            )
         starts = np.cumsum([0, *sizes])
         return [self.slice(int(start), size) for start, size in zip(starts, sizes, strict=False)]
 
@@ -171,7 +179,9 @@ class Batch:
     def _lists(self, column: object) -> tuple[pa.Array, pa.Array]:
         array = self[column]
         if not pa.types.is_list(array.type):
-            raise UserError(f"column {str(column)!r} is {array.type}, not a ragged column; read it with tensor() or numpy()")
+            raise UserError(
+                f"column {str(column)!r} is {array.type}, not a ragged column; read it with tensor() or numpy()"
+            )
         offsets = array.offsets
         start = offsets[0].as_py() if len(offsets) else 0
         values = array.values.slice(start, offsets[-1].as_py() - start) if len(offsets) else array.values

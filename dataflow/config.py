@@ -22,7 +22,9 @@ class Config(pydantic.BaseModel):
     weft.dataflow.errors.UserError: Toy.rate: input should be greater than 0, not -1
     """
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True, use_attribute_docstrings=True)
+    model_config = pydantic.ConfigDict(
+        extra="forbid", frozen=True, arbitrary_types_allowed=True, use_attribute_docstrings=True
+    )
 
     def __init__(self, **settings: Any) -> None:
         try:

@@ -53,14 +53,21 @@ class Rows:
     def columns(self) -> tuple[str, ...]:
         return tuple(self.writers)
 
-    def __record__(self, handle: Handle | None, function: Callable[..., Any], operation: Operation, args: Any, kwargs: Any) -> Rows:
+    def __record__(
+        self, handle: Handle | None, function: Callable[..., Any], operation: Operation, args: Any, kwargs: Any
+    ) -> Rows:
         return self.recording.add(self, handle, function, operation, args, kwargs)
 
     def __or__(self, other: Rows) -> Rows:
         """Two branches over the same rows, joined: the columns of both."""
         if other.level != self.level:
             raise UserError("| joins two branches over the same rows; one of these was expanded from the other")
-        return Rows(self.recording, self.level, {**self.writers, **other.writers}, tuple(dict.fromkeys(self.filters + other.filters)))
+        return Rows(
+            self.recording,
+            self.level,
+            {**self.writers, **other.writers},
+            tuple(dict.fromkeys(self.filters + other.filters)),
+        )
 
     def __bool__(self) -> bool:
         raise UserError("a graph cannot branch on rows: they have no values while it is recorded (use a filter node)")
@@ -166,13 +173,18 @@ class Graph:
                 writer = everywhere.get(column)
                 if writer == node.name:
                     yield f"{where}, which it writes itself"
-                elif writer and [n.name for n in self.nodes].index(writer) > [n.name for n in self.nodes].index(node.name):
+                elif writer and [n.name for n in self.nodes].index(writer) > [n.name for n in self.nodes].index(
+                    node.name
+                ):
                     yield f"{where}, which only {writer!r} writes, later"
                 elif writer:
                     yield f"{where}, which {writer!r} writes on another branch; pass its result, or join the two with |"
                 else:
                     known = [*self.source.columns, *everywhere]
-                    hint = nearest(column, [c for c in known if c not in node.writes]) or f"; there are {', '.join(known) or 'none'}"
+                    hint = (
+                        nearest(column, [c for c in known if c not in node.writes])
+                        or f"; there are {', '.join(known) or 'none'}"
+                    )
                     yield f"{where}, which no node writes{hint}"
             for column in node.writes:
                 if column in {str(c) for c in IDENTITY}:
@@ -207,13 +219,18 @@ class Graph:
 
     def __str__(self) -> str:
         levels = self.levels
-        lines = [f"graph {self.name}", f"  source {self.source.name}: {', '.join(self.source.columns) or 'no columns declared'}"]
+        lines = [
+            f"graph {self.name}",
+            f"  source {self.source.name}: {', '.join(self.source.columns) or 'no columns declared'}",
+        ]
         for number, node in enumerate(self.nodes, 1):
             rows = levels[node.level]
             if node.makes_level is not None:
                 rows += f" -> {levels[node.makes_level]}"
             waits = "a batch" if node.operation.updates else "groups" if node.operation.whole_groups else "rows"
-            lines.append(f"  {number}. {'/'.join((*node.path, node.name))}  [{node.operation.shape.value}; {rows}; takes {waits}]")
+            lines.append(
+                f"  {number}. {'/'.join((*node.path, node.name))}  [{node.operation.shape.value}; {rows}; takes {waits}]"
+            )
             lines.append(f"       reads {', '.join(node.reads) or '-'}")
             if node.writes:
                 lines.append(f"       writes {', '.join(node.writes)}")
@@ -229,7 +246,10 @@ class Graph:
         for path in dict.fromkeys(n.path for n in self.nodes):
             inside = [n for n in self.nodes if n.path == path]
             drawn = [
-                "  " + ids[n.name] + (shapes[n.operation.shape].format(n.name) if not n.operation.updates else f'(["{n.name}"])') for n in inside
+                "  "
+                + ids[n.name]
+                + (shapes[n.operation.shape].format(n.name) if not n.operation.updates else f'(["{n.name}"])')
+                for n in inside
             ]
             lines += [f'  subgraph "{"/".join(path)}"', *("  " + d for d in drawn), "  end"] if path else drawn
         for node in self.nodes:
@@ -265,10 +285,20 @@ class Recording:
             handle.name = parameter or handle.worker_class.__name__
         other = self.handles.setdefault(handle.name, handle)
         if other is not handle:
-            raise GraphError(f"two worker groups are called {handle.name!r}: give one of them another name with weft.group(..., name=...)")
+            raise GraphError(
+                f"two worker groups are called {handle.name!r}: give one of them another name with weft.group(..., name=...)"
+            )
         return handle.name
 
-    def add(self, rows: Rows, handle: Handle | None, function: Callable[..., Any], operation: Operation, args: Any, kwargs: Any) -> Rows:
+    def add(
+        self,
+        rows: Rows,
+        handle: Handle | None,
+        function: Callable[..., Any],
+        operation: Operation,
+        args: Any,
+        kwargs: Any,
+    ) -> Rows:
         group = self.name_handle(handle, None) if handle else None
         name = _unused(f"{group}.{operation.name}" if group else operation.name, {n.name for n in self.nodes})
         arguments = bind(function, 2 if handle else 1, args, kwargs)
@@ -280,7 +310,11 @@ class Recording:
         reads = tuple(dict.fromkeys(c for c in (*wanted, *optional) if c in rows.writers))
         expands = operation.shape is Shape.EXPAND
         # The rows' own history, and with it the order of calls on one group: an update comes after earlier uses of its weights.
-        same_group = [n.name for n in self.nodes if operation.updates and n.group == group and not n.operation.updates and n.level == rows.level]
+        same_group = [
+            n.name
+            for n in self.nodes
+            if operation.updates and n.group == group and not n.operation.updates and n.level == rows.level
+        ]
         makers = [n.name for n in self.nodes if n.makes_level == rows.level]
         after = dict.fromkeys([*makers, *rows.filters, *(rows.writers[c] for c in reads), *same_group])
         node = Node(
@@ -317,7 +351,11 @@ class Recording:
                 leader = handle.following.leader
                 if leader.name not in self.handles:
                     pending.append(leader)
-                edges.append(ParameterEdge(self.name_handle(handle, None), self.name_handle(leader, None), handle.following.every))
+                edges.append(
+                    ParameterEdge(
+                        self.name_handle(handle, None), self.name_handle(leader, None), handle.following.every
+                    )
+                )
         return Graph(self.name, self.source, tuple(self.nodes), dict(self.handles), tuple(edges))
 
 
@@ -375,7 +413,9 @@ class TableSource:
 
 def _checked_source(graph_name: str, source: object) -> Source:
     if isinstance(source, Handle) or not all(hasattr(source, a) for a in ("name", "columns", "table")):
-        raise UserError(f"graph {graph_name!r} takes a source of rows first (weft.Prompts.read(...) or weft.TableSource), not {source!r}")
+        raise UserError(
+            f"graph {graph_name!r} takes a source of rows first (weft.Prompts.read(...) or weft.TableSource), not {source!r}"
+        )
     return source  # pyright: ignore[reportReturnType]
 
 

@@ -1,6 +1,6 @@
 """torch, imported when it is first used: a graph is recorded and checked in milliseconds, without it.
 
-    from ..dataflow.lazy import torch
+from ..dataflow.lazy import torch
 """
 
 from __future__ import annotations

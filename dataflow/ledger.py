@@ -82,9 +82,25 @@ class Ids:
 class Row:
     """State of one row. Bit i of each mask is node i of the graph."""
 
-    __slots__ = ("children", "done", "group", "id", "leased", "level", "offered", "parent", "parts", "position", "skipped", "tokens", "version")
+    __slots__ = (
+        "children",
+        "done",
+        "group",
+        "id",
+        "leased",
+        "level",
+        "offered",
+        "parent",
+        "parts",
+        "position",
+        "skipped",
+        "tokens",
+        "version",
+    )
 
-    def __init__(self, id: int, group: Group, parent: Row | None, level: int, position: int, tokens: int, version: int | None) -> None:
+    def __init__(
+        self, id: int, group: Group, parent: Row | None, level: int, position: int, tokens: int, version: int | None
+    ) -> None:
         self.id = id
         self.group = group
         self.parent = parent
@@ -171,7 +187,10 @@ class Ledger:
         self._on_level = [[i for i, n in enumerate(graph.nodes) if n.level == lv] for lv in range(self._num_levels)]
         self._after = [self._requirements(n) for n in graph.nodes]
         # Which nodes to look at again when node i has finished a row: on the row's own level, and on deeper ones.
-        self._then = [[j for j, m in enumerate(graph.nodes) if n.name in m.after and n.makes_level != m.level] for n in graph.nodes]
+        self._then = [
+            [j for j, m in enumerate(graph.nodes) if n.name in m.after and n.makes_level != m.level]
+            for n in graph.nodes
+        ]
         self._downstream = [self._closure(n.name) for n in graph.nodes]
         self._offers: list[dict[int, Row]] = [{} for _ in graph.nodes]
         self._group_offers: list[dict[int, Group]] = [{} for _ in graph.nodes]
@@ -354,7 +373,9 @@ class Ledger:
         for k, id in enumerate(published.ids.tolist()):
             row = lease.open.pop(id, None)
             if row is None:
-                raise LeaseError(f"node {node.name!r} published row {id}, which is not (or no longer) in lease {lease.token}")
+                raise LeaseError(
+                    f"node {node.name!r} published row {id}, which is not (or no longer) in lease {lease.token}"
+                )
             if node.writes:
                 row.parts[node.name] = segment
             row.tokens += int(published.num_tokens[k])
@@ -368,10 +389,20 @@ class Ledger:
         for k, (id, parent_id) in enumerate(zip(published.ids.tolist(), published.parents.tolist(), strict=True)):
             parent = lease.open.get(parent_id)
             if parent is None:
-                raise LeaseError(f"node {node.name!r} made a row of {parent_id}, which is not (or no longer) in lease {lease.token}")
+                raise LeaseError(
+                    f"node {node.name!r} made a row of {parent_id}, which is not (or no longer) in lease {lease.token}"
+                )
             parents[parent_id] = parent
             version = parent.version if versions is None else int(versions[k])
-            row = Row(id, parent.group, parent, node.makes_level, parent.position, parent.tokens + int(published.num_tokens[k]), version)
+            row = Row(
+                id,
+                parent.group,
+                parent,
+                node.makes_level,
+                parent.position,
+                parent.tokens + int(published.num_tokens[k]),
+                version,
+            )
             row.parts[node.name] = segment
             parent.children.append(row)
             self._add(row)
@@ -392,7 +423,9 @@ class Ledger:
         i = self._index[lease.node.name]
         if lease.open and shape in (Shape.MAP, Shape.GROUP):
             some = list(lease.open)[:3]
-            raise LeaseError(f"node {lease.node.name!r} returned no row for {len(lease.open)} of its rows (sample ids {some})")
+            raise LeaseError(
+                f"node {lease.node.name!r} returned no row for {len(lease.open)} of its rows (sample ids {some})"
+            )
         for row in lease.open.values():
             if shape is Shape.FILTER:
                 self._drop(row, i)
@@ -539,7 +572,9 @@ class Ledger:
             if not group.whole[node.level]:
                 maker = self.graph.levels[node.level]
                 missing.append(f"the rest of the group from {maker!r}")
-            state = f"{leased} leased" if leased else f"waits for {', '.join(missing)}" if missing else "ready, not claimed"
+            state = (
+                f"{leased} leased" if leased else f"waits for {', '.join(missing)}" if missing else "ready, not claimed"
+            )
             lines.append(f"{node.name}: {len(left)} of {len(rows)} rows to do; {state}")
         return "\n".join(lines)
 

@@ -63,7 +63,9 @@ class Operation:
             value = arguments[first]
             for attribute in rest:
                 value = getattr(value, attribute, ())
-            names.extend([str(value)] if isinstance(value, str) or not isinstance(value, Iterable) else [str(v) for v in value])
+            names.extend(
+                [str(value)] if isinstance(value, str) or not isinstance(value, Iterable) else [str(v) for v in value]
+            )
         return tuple(dict.fromkeys(names))
 
 
@@ -119,7 +121,9 @@ def node(
     """
 
     def attach(function: Callable[P, R]) -> Callable[P, R]:
-        operation = declare(function, shape=shape, reads=reads, may_read=may_read, writes=writes, whole_groups=whole_groups)
+        operation = declare(
+            function, shape=shape, reads=reads, may_read=may_read, writes=writes, whole_groups=whole_groups
+        )
 
         @functools.wraps(function)
         def compute_or_record(*args: P.args, **kwargs: P.kwargs) -> R:

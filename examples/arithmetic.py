@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import weft
-from weft.algorithms.grpo import evaluate
+from weft.algorithms.evaluation import evaluate
 from weft.algorithms.supervised import supervised
 
 HELD_OUT = 512
@@ -32,7 +32,7 @@ def make_data(folder: Path, seed: int) -> None:
     """All 10,000 sums, shuffled; 512 of them are never trained on."""
     sums = [(a, b) for a in range(100) for b in range(100)]
     random.Random(seed).shuffle(sums)
-    rows = [{"prompt": f"B{a:02d}"[0:1] + f"{a:02d}"[::-1] + "+" + f"{b:02d}"[::-1] + "=", "answer": f"{a + b:03d}"[::-1]} for a, b in sums]
+    rows = [{"prompt": f"B{f'{a:02d}'[::-1]}+{f'{b:02d}'[::-1]}=", "answer": f"{a + b:03d}"[::-1]} for a, b in sums]
     pq.write_table(pa.Table.from_pylist(rows[HELD_OUT:]), folder / "train.parquet")
     pq.write_table(pa.Table.from_pylist(rows[:HELD_OUT]), folder / "held_out.parquet")
     lines = [json.dumps({"prompt": row["prompt"], "completion": row["answer"]}) for row in rows[HELD_OUT:]]
@@ -74,11 +74,11 @@ def warm_start(folder: Path, seed: int, steps: int = 1000) -> None:
     make_model(model, seed)
     answers = weft.Prompts.read(folder / "supervised.jsonl", model)
     held_out = weft.Prompts.read(folder / "held_out.parquet", model)
-    actor = weft.group(weft.ActorWorker, model=model, learning_rate=3e-3, warmup_steps=20)
-    rollout = weft.group(weft.RolloutWorker, model=model, engine="transformers")
-    reward = weft.group(weft.RewardWorker, function=exact_match, tokenizer=model)
+    actor = weft.group(weft.ActorWorker, model=str(model), learning_rate=3e-3, warmup_steps=20)
+    rollout = weft.group(weft.RolloutWorker, model=str(model), engine="transformers")
+    reward = weft.group(weft.RewardWorker, function=exact_match, tokenizer=str(model))
     rollout.follows(actor)
-    accuracy = evaluate(held_out, rollout=rollout, reward=reward, max_tokens=4)
+    accuracy = evaluate(held_out, rollout=rollout, reward=reward, sampling=weft.Sampling(temperature=0, max_tokens=4))
     with weft.Driver(
         supervised(answers, actor=actor),
         schedule=weft.Synchronous(steps=steps, prompts_per_step=256),

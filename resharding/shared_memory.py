@@ -83,7 +83,7 @@ def open_weights(weights: Weights) -> dict[str, torch.Tensor]:
         found_bytes = os.fstat(file).st_size
         if found_bytes != weights.num_bytes:
             raise WeightSyncError(
-                f"weights version {weights.version}: {weights.num_bytes} bytes were published, {found_bytes} are there; "
+                f"weights version {weights.version}: {weights.num_bytes} bytes were published, {found_bytes} found; "
                 "was a later version published before this one was received?"
             )
         if not found_bytes:

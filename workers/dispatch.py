@@ -69,7 +69,11 @@ class Dispatch:
 
     def __reduce__(self) -> str | tuple[object, ...]:
         named = getattr(Dispatch, self.name, None)
-        return (getattr, (Dispatch, self.name)) if named is self else (Dispatch, (self.name, self.distribute, self.collect))
+        return (
+            (getattr, (Dispatch, self.name))
+            if named is self
+            else (Dispatch, (self.name, self.distribute, self.collect))
+        )
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,11 @@ class FunctionWorker(Worker):
     @remote(dispatch=Dispatch.ONE_TO_ALL, shape=Shape.MAP)
     def record(self, rows: Batch, *, path: Path) -> None:
         """Write rows to an Arrow file, tokens also as text."""
-        texts = {str(text): self._decode(rows, ids) for ids, text in ((PROMPT_IDS, PROMPT), (RESPONSE_IDS, RESPONSE)) if ids in rows and text not in rows}
+        texts = {
+            str(text): self._decode(rows, ids)
+            for ids, text in ((PROMPT_IDS, PROMPT), (RESPONSE_IDS, RESPONSE))
+            if ids in rows and text not in rows
+        }
         kept = rows.with_columns(**{name: column for name, column in texts.items() if column is not None})
         path.parent.mkdir(parents=True, exist_ok=True)
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, kept.record.schema) as writer:
@@ -50,4 +54,6 @@ class FunctionWorker(Worker):
             return None
         import tokenizers
 
-        return tokenizers.Tokenizer.from_file(str(tokenizer)).decode_batch(rows[ids].to_pylist(), skip_special_tokens=True)
+        return tokenizers.Tokenizer.from_file(str(tokenizer)).decode_batch(
+            rows[ids].to_pylist(), skip_special_tokens=True
+        )

@@ -23,15 +23,15 @@ class GenerationError(RuntimeError):
 class Sampling(Config):
     """How tokens are drawn."""
 
-    max_tokens: int = Field(64, ge=1)
+    max_tokens: int = Field(default=64, ge=1)
     """Longest response, in tokens, the stop token included."""
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(default=1.0, ge=0)
     """Divides the logits; 0 is greedy."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     """Smallest set of tokens whose probability reaches this; 1 keeps all."""
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(default=0, ge=0)
     """Most likely tokens kept; 0 keeps all."""
-    min_tokens: int = Field(0, ge=0)
+    min_tokens: int = Field(default=0, ge=0)
     """No stop token before this many tokens."""
     ignore_stop: bool = False
     """Go on to `max_tokens` whatever is sampled (for benchmarks)."""

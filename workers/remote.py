@@ -29,7 +29,13 @@ def remote(
 
     def attach(method: F) -> F:
         method.__operation__ = declare(  # pyright: ignore[reportFunctionMemberAccess]
-            method, shape=shape, reads=reads, may_read=may_read, writes=writes, whole_groups=whole_groups, updates=updates
+            method,
+            shape=shape,
+            reads=reads,
+            may_read=may_read,
+            writes=writes,
+            whole_groups=whole_groups,
+            updates=updates,
         )
         method.__dispatch__ = dispatch  # pyright: ignore[reportFunctionMemberAccess]
         return method

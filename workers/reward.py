@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pydantic
 
 from ..dataflow.batch import Batch
-from ..dataflow.column import REWARD, RESPONSE, RESPONSE_IDS
+from ..dataflow.column import RESPONSE, RESPONSE_IDS, REWARD
 from ..dataflow.config import Config
 from ..dataflow.errors import UserError, nearest
 from ..dataflow.metrics import Max, Mean, Metrics
@@ -48,7 +48,9 @@ class RewardConfig(Config):
             raise ValueError(f"reward function {takes} must name its parameters: each is a column")
         names = [p.name for p in parameters]
         if not {str(RESPONSE), str(RESPONSE_IDS)} & set(names):
-            hint = next((f"; did you mean 'response' for {n!r}?" for n in names if nearest(n, ["response", "responses"])), "")
+            hint = next(
+                (f"; did you mean 'response' for {n!r}?" for n in names if nearest(n, ["response", "responses"])), ""
+            )
             raise ValueError(f"reward function {takes} takes neither 'response' nor 'response_ids'{hint}")
         return function
 
@@ -73,7 +75,9 @@ class RewardWorker(Worker):
     def check(cls, config: RewardConfig, nodes: Sequence[Node], source: Source) -> None:
         path = Path(config.tokenizer) / "tokenizer.json"
         if not path.exists():
-            raise UserError(f"RewardConfig.tokenizer: {str(config.tokenizer)!r} has no tokenizer.json; give the folder of the model that writes the responses")
+            raise UserError(
+                f"RewardConfig.tokenizer: {str(config.tokenizer)!r} has no tokenizer.json; give the folder of the model that writes the responses"
+            )
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -90,7 +94,9 @@ class RewardWorker(Worker):
         """
         values = {name: samples[name].to_pylist() for name in self.config.reads}
         if str(RESPONSE) in self.config.arguments:
-            values[str(RESPONSE)] = self._tokenizer.decode_batch(samples[RESPONSE_IDS].to_pylist(), skip_special_tokens=True)
+            values[str(RESPONSE)] = self._tokenizer.decode_batch(
+                samples[RESPONSE_IDS].to_pylist(), skip_special_tokens=True
+            )
         rewards: list[float] = []
         for k, sample_id in enumerate(samples["sample_id"].to_pylist()):
             try:
@@ -108,5 +114,8 @@ class RewardWorker(Worker):
         except (TypeError, ValueError):
             value = math.nan
         if not math.isfinite(value):
-            raise SampleError(f"reward function {self.config.function.__qualname__} returned {reward!r}; a reward is a finite number", (sample_id,))
+            raise SampleError(
+                f"reward function {self.config.function.__qualname__} returned {reward!r}; a reward is a finite number",
+                (sample_id,),
+            )
         return value

@@ -59,7 +59,9 @@ class Worker:
 
     def follows(self, leader: Worker, *, every: int = 1) -> None:
         """Take over `leader`'s weights after each `every`-th update of it. Said of handles, before a graph runs."""
-        raise TypeError(f"follows() is said of the handles that weft.group returns, not of a {type(self).__name__} itself")
+        raise TypeError(
+            f"follows() is said of the handles that weft.group returns, not of a {type(self).__name__} itself"
+        )
 
     def health(self) -> Mapping[str, Any]:
         """Resident memory in bytes and the like, for logs and the dashboard."""

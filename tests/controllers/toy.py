@@ -87,7 +87,12 @@ class ToyActor(Worker):
         each = self.config.ranks_per_replica
         return Coordinates(dp=self.context.rank // each, tp=self.context.rank % each)
 
-    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("prompt_ids", "response_ids", "advantages"), may_read=("response_versions",), updates=True)
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        reads=("prompt_ids", "response_ids", "advantages"),
+        may_read=("response_versions",),
+        updates=True,
+    )
     def update(self, samples: Batch) -> Metrics:
         self.seen.append(samples["group_id"].to_pylist())
         advantages, _ = samples.ragged_numpy("advantages")
@@ -163,4 +168,14 @@ def toy_evaluation(prompts, *, rollout, reward):
 
 
 def prompts(number: int = 8, name: str = "prompts") -> TableSource:
-    return TableSource(name, pa.table({"prompt_ids": pa.array([[10 * k + 1] * 3 if k % 2 else [10 * k] * 2 for k in range(number)], pa.list_(pa.int32())), "answer": [str(k) for k in range(number)]}))
+    return TableSource(
+        name,
+        pa.table(
+            {
+                "prompt_ids": pa.array(
+                    [[10 * k + 1] * 3 if k % 2 else [10 * k] * 2 for k in range(number)], pa.list_(pa.int32())
+                ),
+                "answer": [str(k) for k in range(number)],
+            }
+        ),
+    )

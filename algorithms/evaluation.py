@@ -1,0 +1,15 @@
+"""Evaluation: responses to held-out prompts, scored. The mean of its rewards is the run's `eval/reward/mean`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..dataflow.graph import graph
+from .roles import Reward, Rollout
+
+
+@graph
+def evaluate(prompts: Any, *, rollout: Rollout, reward: Reward, sampling: Any = None, n: int = 1) -> Any:
+    """Generate and score; greedy decoding is `sampling=weft.Sampling(temperature=0, ...)`."""
+    samples = rollout.generate(prompts, n=n, sampling=sampling)
+    return reward.score(samples)
