@@ -85,7 +85,7 @@ class Local:
         return Segment(batch, batch.num_bytes)
 
     def _submit(self, rank: int, task: Task, call: Call) -> None:
-        for reply, batch in run(self._workers[call.group.name], task, list):
+        for reply, batch in run(self._workers[call.group.name], task, _themselves):
             segment = Segment(batch, batch.num_bytes) if batch is not None else None
             self._events.append(Event(call, rank, reply, segment))
 
@@ -97,3 +97,8 @@ class Local:
         for worker in self._workers.values():
             worker.close()
         self._workers.clear()
+
+
+def _themselves(references: Sequence[Batch]) -> Sequence[Batch]:
+    """In one process a reference is the batch itself."""
+    return references

@@ -96,13 +96,17 @@ class WorkerGroup:
         self.mesh = tuple(mesh)
         self._submit = submit
         self._ids = ids
-        self.busy: Call | None = None
-        """The call under way; a group takes one at a time."""
+        self.calls: list[Call] = []
+        """Calls under way, oldest first; a rank takes them one at a time."""
         self.version = 0
         """Policy version of the weights that it holds."""
 
     def __repr__(self) -> str:
         return f"<WorkerGroup {self.name}: {len(self.mesh)} x {self.handle.worker_class.__name__}>"
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.calls)
 
     def call(self, method: str, **arguments: Any) -> Call:
         """Call a method without rows on the ranks that its dispatch protocol names; returns at once.

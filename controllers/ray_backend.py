@@ -120,7 +120,8 @@ class RayBackend:
             ready, _ = ray.wait([group.ready()], timeout=30)
             if not ready:
                 raise UserError(
-                    f"resource pool {name!r} ({pools[name].pool}) did not get its devices within 30 s; the cluster has {ray.available_resources()}"
+                    f"resource pool {name!r} ({pools[name].pool}) did not get its devices within 30 s; "
+                    f"the cluster has {ray.available_resources()}"
                 )
         return reserved
 
@@ -162,6 +163,7 @@ class RayBackend:
 
     def _wait_until_up(self, starting: dict[Any, str]) -> dict[str, Any]:
         import ray
+        from ray.exceptions import RayError
 
         meshes: dict[str, Any] = {}
         pending = list(starting)
@@ -174,7 +176,7 @@ class RayBackend:
             for ref in ready:
                 try:
                     failure, coordinates = ray.get(ref)
-                except ray.exceptions.RayError as error:
+                except RayError as error:
                     raise WorkerError(self._died(starting[ref], error)) from None
                 if failure is not None:
                     if failure.user_error:
@@ -194,8 +196,10 @@ class RayBackend:
 
     def wait(self, timeout_s: float) -> Sequence[Event]:
         import ray
+        from ray.exceptions import RayError
 
         streams = list(self._streams)
+        ready: Any
         ready, _ = ray.wait(streams, num_returns=1, timeout=timeout_s, fetch_local=False)
         if ready and len(streams) > 1:  # whatever else has come by now, at no wait
             ready, _ = ray.wait(streams, num_returns=len(streams), timeout=0, fetch_local=False)
@@ -203,9 +207,9 @@ class RayBackend:
         for stream in ready:
             call, rank = self._streams[stream]
             try:
-                reply = ray.get(next(stream))
+                reply: Any = ray.get(next(stream))
                 segment = Segment(next(stream), reply.num_bytes) if reply.stored else None
-            except (ray.exceptions.RayError, StopIteration) as error:
+            except (RayError, StopIteration) as error:
                 raise WorkerError(f"{call.describe(rank)}: {self._died(f'{call.group.name}[{rank}]', error)}") from None
             if reply.done or reply.failure is not None:
                 del self._streams[stream]

@@ -190,7 +190,8 @@ class Graph:
                 if column in {str(c) for c in IDENTITY}:
                     yield f"node {node.name!r} writes column {column!r}, which identifies rows and belongs to the buffer"
                 elif column in written:
-                    yield f"node {node.name!r} writes column {column!r}, which {written[column]} writes already; give it another name (into=...)"
+                    already = written[column]
+                    yield f"node {node.name!r} writes column {column!r}, which {already} writes already; rename it (into=...)"
                 written.setdefault(column, f"node {node.name!r}")
 
     def _group_problems(self) -> Iterable[str]:

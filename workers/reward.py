@@ -76,7 +76,8 @@ class RewardWorker(Worker):
         path = Path(config.tokenizer) / "tokenizer.json"
         if not path.exists():
             raise UserError(
-                f"RewardConfig.tokenizer: {str(config.tokenizer)!r} has no tokenizer.json; give the folder of the model that writes the responses"
+                f"RewardConfig.tokenizer: {str(config.tokenizer)!r} has no tokenizer.json; "
+                "give the folder of the model that writes the responses"
             )
 
     @cached_property
