@@ -115,7 +115,7 @@ def _aligned(offset: int) -> int:
 def _host_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor, in host memory; copied only from a device or when they are not contiguous."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return memoryview(flat.view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
 
 
 def _write(file: int, content: memoryview, offset: int) -> None:

