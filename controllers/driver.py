@@ -2,7 +2,8 @@
 
     admit      issue prompts, as many as the schedule allows now
     dispatch   give every idle group the rows that are ready for its nodes
-    settle     take what came back: publish rows, pass weights on, close the step
+    settle     take what came back: publish rows, pass weights on
+    close      end the step, or the evaluation, of which nothing is left to do
 
 The driver moves row ids and references; no token passes through it.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import itertools
 import platform
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -102,6 +104,8 @@ class Flow:
     refills: int = 0
     due: bool = False
     """An evaluation that waits for its turn."""
+    open: bool = False
+    """Something was issued of a step (or evaluation) that is not closed yet."""
 
     @property
     def updates(self) -> list[Node]:
@@ -110,6 +114,7 @@ class Flow:
     def issue(self, number: int, round: int) -> None:
         chosen = list(itertools.islice(self.positions, number))
         self.ledger.issue(chosen, self.num_tokens[chosen].tolist(), round=round)
+        self.open = True
 
     def take_metrics(self, prefix: str = "") -> dict[str, float]:
         merged = {prefix + name: metric.value for name, metric in merge(self.metrics).items()}
@@ -197,6 +202,12 @@ class Driver:
         self._under_way: list[Call] = []
         self._then: dict[Call, Callable[[Call], None]] = {}
         self._turn_of: dict[str, str] = {}
+        self._stopped = False
+        self._samples: Counter[str] = Counter()
+        """Rows that each updating node has trained on in this step."""
+        self._tokens: Counter[str] = Counter()
+        """Their tokens, prompts included."""
+        self._closed_at = 0.0
         self._started = self._heard = time.monotonic()
 
     # Life
@@ -255,6 +266,7 @@ class Driver:
                 self._admit()
                 self._dispatch()
                 self._settle()
+                self._close()
         self.directory.flush()
         return self.directory.metrics
 
@@ -264,8 +276,6 @@ class Driver:
         return (
             over and not self._under_way and not any(f.due or f.ledger.groups_in_flight for f in self._flows.values())
         )
-
-    _stopped = False
 
     def _admit(self) -> None:
         evaluating = False
@@ -424,15 +434,15 @@ class Driver:
         assert node is not None and lease is not None
         if not node.writes and node.operation.shape in (Shape.MAP, Shape.GROUP):
             self._publish_all(flow, lease.ids, lease)
-        tokens = int(lease.num_tokens.sum()) if node.operation.updates else 0
+        if node.operation.updates:  # before finish(): a finished row may be forgotten
+            self._samples[node.name] += len(lease.rows)
+            self._tokens[node.name] += int(lease.num_tokens.sum())
         flow.ledger.finish(lease)
         if node.name != _RECORD:
             flow.metrics.append({f"{call.group.name}/{name}": metric for name, metric in call.merged_metrics().items()})
         if node.operation.updates:
             call.group.version += 1
-            self._tokens += tokens
             self._pass_weights_on(call.group.name)
-        self._after_calls(flow)
 
     def _publish_all(self, flow: Flow, ids: np.ndarray, lease: Any) -> None:
         flow.ledger.publish(lease, Published(ids, np.zeros(len(ids), np.int64)), Segment(None))
@@ -461,25 +471,22 @@ class Driver:
                 )
         call.group.version = weights.version
         self._pass_weights_on(call.group.name)  # whoever follows the follower
+
+    def _close(self) -> None:
+        """End the step, or the evaluation, of which nothing is left to do."""
         for flow in self._flows.values():
-            self._after_calls(flow)
-
-    def _after_calls(self, flow: Flow) -> None:
-        """Close the step, or the evaluation, when nothing of it is left to do."""
-        if not flow.metrics or flow.ledger.groups_in_flight or self._passing_weights:
-            return
-        if isinstance(flow.schedule, OnePass):
-            row = flow.take_metrics(f"{flow.name}/")
-            self.directory.metrics[-1].update(row)
-            self._progress.evaluated(flow.name, self.step, row)
-            self._ask_to_stop()
-        else:
-            self.step += 1
-            flow.refills = 0
-            self._close_step(flow.take_metrics())
-
-    _tokens = 0
-    _closed_at = 0.0
+            if not flow.open or flow.ledger.groups_in_flight or self._passing_weights:
+                continue
+            flow.open = False
+            if isinstance(flow.schedule, OnePass):
+                row = flow.take_metrics(f"{flow.name}/")
+                self.directory.metrics[-1].update(row)
+                self._progress.evaluated(flow.name, self.step, row)
+                self._ask_to_stop()
+            else:
+                self.step += 1
+                flow.refills = 0
+                self._close_step(flow.take_metrics())
 
     def _close_step(self, metrics: dict[str, float]) -> None:
         """Note the metrics of a step (the start of the run counts as step 0) and mark the evaluations that are due."""
@@ -487,8 +494,15 @@ class Driver:
         seconds = now - (self._closed_at or now)
         row = {"step": float(self.step), "time_s": now - self._started, **metrics}
         if self.step:
-            row |= {"step_s": seconds, "tokens_per_s": self._tokens / seconds if seconds else 0.0}
-        self._closed_at, self._tokens = now, 0
+            tokens = max(self._tokens.values(), default=0)
+            row |= {
+                "samples": float(max(self._samples.values(), default=0)),
+                "step_s": seconds,
+                "tokens_per_s": tokens / seconds if seconds else 0.0,
+            }
+        self._closed_at = now
+        self._samples.clear()
+        self._tokens.clear()
         self.directory.add_metrics(row)
         self._progress.stepped(row)
         self._ask_to_stop()

@@ -94,7 +94,7 @@ def main(settings: Settings) -> None:
         "mean_logprob_gap": max(row["actor/mean_logprob_gap"] for row in gaps),
         "max_logprob_gap": max(row["actor/max_logprob_gap"] for row in gaps),
         "steps": len(gaps),
-        "samples": int(sum(row["actor/rows"] for row in gaps)),
+        "samples": int(sum(row["samples"] for row in gaps)),
     }
     print(json.dumps(summary))
 
