@@ -1,0 +1,72 @@
+"""One rank of a training group, as a program: the tests start several of them.
+
+    python spmd.py CASE.json RANK
+
+It takes one step on its share of the rows and writes, on rank 0, the full gradient, and on every rank what it saw.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import torch
+
+from weft.algorithms.aggregation import sequence_mean
+from weft.algorithms.kl import KlPenalty
+from weft.algorithms.policy_loss import PolicyLoss
+from weft.dataflow.batch import Batch
+from weft.workers.actor import ActorConfig, ActorWorker
+from weft.workers.worker import Context
+
+LOSS = PolicyLoss(aggregation=sequence_mean, kl=KlPenalty(coefficient=0.1), old="old_logprobs")
+LOSS_ENTROPY = PolicyLoss(entropy_coefficient=0.01, old="old_logprobs")
+LOSSES = {"policy": LOSS, "entropy": LOSS_ENTROPY}
+
+
+def one_step(worker: ActorWorker, rows: Batch, loss: PolicyLoss = LOSS) -> tuple[dict, dict]:
+    """(gradient by name, metrics) of one update."""
+    gradient = {}
+
+    def keep(*_: object) -> None:
+        for name, parameter in worker.engine.model.causal_lm.named_parameters():
+            full = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+            gradient[name] = full.clone()
+
+    worker.engine.optimizer.register_step_pre_hook(keep)
+    metrics = worker.update(rows, loss=loss)
+    return gradient, {name: metric.value for name, metric in metrics.items()} | {"_metrics": metrics}
+
+
+def main() -> None:
+    case, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
+    torch.set_num_threads(1)
+    folder = Path(case["folder"])
+    rows = Batch(pa.ipc.open_file(folder / "rows.arrow").get_batch(0))
+    context = Context("actor", rank, len(case["shares"]), f"file://{folder}/rendezvous")
+    worker = ActorWorker(ActorConfig(**case["config"]), context)
+    share = rows.take(case["shares"][rank])
+    logprobs = worker.logprobs(share)["old_logprobs"].to_pylist() if "old_logprobs" not in share else None
+    gradient, metrics = one_step(worker, share, LOSSES[case["loss"]])
+    weights = {name: tensor.clone() for name, tensor in worker.engine.named_tensors()}
+    worker.save(folder / "saved")
+    published = worker.publish_weights(1)
+    assert (published is None) == (rank != 0)
+    worker.engine.load(weights.items())
+    again = {name: tensor.clone() for name, tensor in worker.engine.named_tensors()}
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+    after = worker.logprobs(share, into="after")["after"].to_pylist()
+    result = {
+        "gradient": gradient,
+        "metrics": metrics,
+        "weights": weights,
+        "logprobs": logprobs,
+        "after": dict(zip(case["shares"][rank], after, strict=True)),
+        "coordinates": worker.coordinates,
+    }
+    torch.save(result, folder / f"rank{rank}.pt")
+    worker.close()
+
+
+if __name__ == "__main__":
+    main()

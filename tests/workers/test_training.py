@@ -1,0 +1,213 @@
+"""The training engine: log-probabilities, gradients that do not depend on how the work was cut, weights in and out."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from weft.dataflow.batch import Batch
+from weft.dataflow.errors import UserError
+from weft.dataflow.metrics import merge
+from weft.workers.actor import ActorConfig, ActorWorker
+from weft.workers.dispatch import Coordinates
+from weft.workers.training import OptimizerConfig, check_rows, plan_microbatches, tokens_of
+
+SPMD = Path(__file__).with_name("spmd.py")
+_spec = importlib.util.spec_from_file_location("spmd", SPMD)
+assert _spec is not None and _spec.loader is not None
+spmd: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(spmd)
+
+
+def actor(model: Path, **settings: Any) -> ActorWorker:
+    return ActorWorker(ActorConfig(model=str(model), **{"learning_rate": 1e-3, "max_grad_norm": None, **settings}))
+
+
+def straight_logprobs(model: Path, rows: Batch) -> list[torch.Tensor]:
+    """By the plain `transformers` forward pass, a row at a time."""
+    causal_lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+    out = []
+    for row in rows.to_rows():
+        ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
+        with torch.no_grad():
+            log_p = F.log_softmax(causal_lm(ids).logits / row["temperature"], -1)
+        out.append(log_p[0, :-1].gather(1, ids[0, 1:, None])[len(row["prompt_ids"]) - 1 :, 0])
+    return out
+
+
+def difference(gradient: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Of two gradients, relative to the norm of the second."""
+    assert gradient.keys() == other.keys()
+    squares = sum(float((gradient[n].double() - other[n].double()).square().sum()) for n in other)
+    return (squares / sum(float(g.double().square().sum()) for g in other.values())) ** 0.5
+
+
+def run_ranks(folder: Path, model: Path, rows: Batch, shares: list[list[int]], loss: str = "policy", **settings: Any) -> list[dict]:
+    """One step by `len(shares)` processes, and what each of them wrote."""
+    folder.mkdir()
+    with pa.ipc.new_file(folder / "rows.arrow", rows.record.schema) as file:
+        file.write_batch(rows.record)
+    config = {"model": str(model), "learning_rate": 1e-3, "max_grad_norm": None, **settings}
+    (folder / "case.json").write_text(json.dumps({"folder": str(folder), "shares": shares, "config": config, "loss": loss}))
+    command = [sys.executable, str(SPMD), str(folder / "case.json")]
+    ranks = [subprocess.Popen([*command, str(r)], stderr=subprocess.PIPE, text=True) for r in range(len(shares))]
+    try:
+        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)
+    return [torch.load(folder / f"rank{r}.pt", weights_only=False) for r in range(len(shares))]
+
+
+def test_logprobs_are_those_of_a_straight_forward_pass(tiny_model: Path, rows: Batch):
+    scored = actor(tiny_model, microbatch_tokens=50).logprobs(rows, into="scored")
+    for mine, straight in zip(scored["scored"].to_pylist(), straight_logprobs(tiny_model, rows), strict=True):
+        assert torch.tensor(mine).double().sub(straight).abs().max() < 1e-5
+
+
+def test_a_head_in_chunks_and_one_that_computes_logits_twice_give_the_same(monkeypatch: pytest.MonkeyPatch):
+    from weft.workers import response_model
+
+    torch.manual_seed(0)
+    hidden, weight, targets, upstream = torch.randn(37, 8), torch.randn(50, 8), torch.randint(50, (37,)), torch.randn(37)
+
+    def gradients(function: Any) -> list[torch.Tensor]:
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        out = function(h, w)
+        return [out.detach(), *torch.autograd.grad(out, (h, w), upstream)]
+
+    plain = gradients(lambda h, w: F.log_softmax(h @ w.T, -1).gather(1, targets[:, None])[:, 0])
+    for chunk_bytes, kept_bytes in ((2**20, 2**20), (5 * 50 * 4, 2**20), (5 * 50 * 4, 0)):
+        monkeypatch.setattr(response_model, "_CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr(response_model, "_KEPT_BYTES", kept_bytes)
+        mine = gradients(lambda h, w: response_model._HeadLogprobs.apply(h, w, targets, True))
+        general = gradients(lambda h, w: _any_head(response_model, h, w, targets))
+        for a, b, c in zip(mine, general, plain, strict=True):
+            torch.testing.assert_close(a, c, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(b, c, atol=1e-5, rtol=1e-5)
+
+
+def _any_head(response_model: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    head = torch.nn.Linear(8, 50, bias=False)
+    del head.weight
+    head.weight = weight  # pyright: ignore[reportAttributeAccessIssue]
+    return response_model._any_head(head, hidden, targets, None, True, 1.0, 0.0)[0]
+
+
+@pytest.mark.parametrize("loss", ["policy", "entropy"])
+def test_the_gradient_depends_neither_on_microbatches_nor_on_row_order(tiny_model: Path, rows: Batch, loss: str):
+    whole, metrics = spmd.one_step(actor(tiny_model, microbatch_tokens=100_000), rows, spmd.LOSSES[loss])
+    for tokens in (1, 40, 100):
+        gradient, cut = spmd.one_step(actor(tiny_model, microbatch_tokens=tokens), rows, spmd.LOSSES[loss])
+        assert difference(gradient, whole) < 1e-6
+        assert cut["loss"] == pytest.approx(metrics["loss"], rel=1e-5)
+    order = np.random.default_rng(0).permutation(len(rows))
+    gradient, _ = spmd.one_step(actor(tiny_model, microbatch_tokens=60), rows.take(order), spmd.LOSSES[loss])
+    assert difference(gradient, whole) < 1e-6
+
+
+def test_activation_checkpointing_changes_no_gradient(tiny_model: Path, rows: Batch):
+    plain, _ = spmd.one_step(actor(tiny_model), rows)
+    again, _ = spmd.one_step(actor(tiny_model, activation_checkpointing=True), rows)
+    assert difference(again, plain) < 1e-6
+
+
+SPLITS = {
+    "two ranks": ([list(range(0, 23, 2)), list(range(1, 23, 2))], {}),
+    "two ranks, layer by layer": ([list(range(20)), [20, 21, 22]], {"gather": "layerwise", "microbatch_tokens": 60}),
+    "two ranks, one without rows": ([list(range(23)), []], {"microbatch_tokens": 100}),
+    "four ranks, one without rows": ([[22, 3], list(range(3)), [], list(range(4, 22))], {"microbatch_tokens": 50}),
+}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_gradient_does_not_depend_on_the_number_of_ranks(tiny_model: Path, rows: Batch, tmp_path: Path, split: str):
+    shares, settings = SPLITS[split]
+    check_ranks(tiny_model, rows, tmp_path, shares, settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("gather", ["once", "layerwise"])
+def test_the_gradient_does_not_depend_on_tensor_parallel(tiny_model: Path, rows: Batch, tmp_path: Path, replicas: int, gather: str):
+    parts = [list(range(r, 23, replicas)) for r in range(replicas)]
+    shares = [part for part in parts for _ in range(2)]
+    ranks = check_ranks(tiny_model, rows, tmp_path, shares, {"tensor_parallel": 2, "gather": gather})
+    assert [r["coordinates"] for r in ranks] == [Coordinates(dp=d, tp=t) for d in range(replicas) for t in range(2)]
+
+
+def check_ranks(model: Path, rows: Batch, folder: Path, shares: list[list[int]], settings: dict[str, Any]) -> list[dict]:
+    alone = actor(model)
+    gradient, metrics = spmd.one_step(alone, rows)
+    ranks = run_ranks(folder / "run", model, rows, shares, **settings)
+    assert difference(ranks[0]["gradient"], gradient) < 1e-6
+    collected = merge(r["metrics"]["_metrics"] for r in ranks if r["coordinates"].tp == 0)
+    for name, metric in collected.items():
+        assert metric.value == pytest.approx(metrics[name], rel=1e-4, abs=1e-6), name
+    after = alone.logprobs(rows, into="after")["after"].to_pylist()
+    for rank in ranks:
+        for row, logprobs in rank["after"].items():
+            assert logprobs == pytest.approx(after[row], abs=2e-4)
+    saved = AutoModelForCausalLM.from_pretrained(folder / "run" / "saved")
+    for name, parameter in saved.named_parameters():
+        assert torch.equal(parameter, ranks[0]["weights"][name])
+    return ranks
+
+
+def test_bfloat16_computes_near_float32_and_keeps_float32_parameters(tiny_model: Path, rows: Batch):
+    exact, half = actor(tiny_model), actor(tiny_model, dtype="bfloat16")
+    a, b = (worker.logprobs(rows, into="scored").ragged("scored")[0] for worker in (exact, half))
+    assert 0 < (a - b).abs().mean() < 0.03
+    half.update(rows, loss=spmd.LOSS)
+    assert {p.dtype for p in half.engine.model.parameters()} == {torch.float32}  # pyright: ignore[reportAttributeAccessIssue]
+    assert {t.dtype for _, t in half.engine.named_tensors()} == {torch.bfloat16}
+
+
+def test_microbatches_hold_every_row_once_and_keep_to_the_budget():
+    lengths = np.random.default_rng(0).integers(1, 300, 1000)
+    plan = plan_microbatches(lengths, 1000)
+    assert sorted(np.concatenate(plan)) == list(range(1000))
+    assert all(len(part) * lengths[part].max() <= 1000 for part in plan)
+    padded = sum(len(part) * lengths[part].max() for part in plan)
+    assert padded < 1.02 * lengths.sum()
+    assert plan_microbatches(np.array([], dtype=np.int64), 10) == []
+    assert [len(p) for p in plan_microbatches(np.array([50, 50]), 10)] == [1, 1]
+
+
+def test_tokens_of_no_rows_are_none():
+    assert tokens_of(np.array([0, 2, 5]), np.array([], dtype=np.int64)).tolist() == []
+
+
+@pytest.mark.parametrize(("decay", "half_way"), [("constant", 1.0), ("linear", 0.55), ("cosine", 0.55)])
+def test_the_learning_rate_rises_and_falls(decay: Any, half_way: float):
+    schedule = OptimizerConfig(learning_rate=1.0, warmup_steps=4, decay=decay, decay_steps=104, final_ratio=0.1)
+    assert schedule.rate(0) == 0.25 and schedule.rate(4) == 1.0
+    assert schedule.rate(54) == pytest.approx(half_way)
+    assert schedule.rate(1000) == pytest.approx(1.0 if decay == "constant" else 0.1)
+
+
+def test_a_decay_without_an_end_is_refused():
+    with pytest.raises(UserError, match="decay='linear' needs decay_steps above warmup_steps \\(5\\), not None"):
+        OptimizerConfig(decay="linear", warmup_steps=5)
+
+
+def test_rows_that_cannot_be_scored_are_named():
+    with pytest.raises(UserError, match="row with sample_id 8 has an empty prompt"):
+        check_rows(Batch.of(sample_id=[7, 8], prompt_ids=[[1], []], response_ids=[[1], [2]]), ())
+    with pytest.raises(UserError, match="row 1: column 'advantages' has 1 values for a response of 2 tokens"):
+        check_rows(Batch.of(prompt_ids=[[1], [1]], response_ids=[[1], [2, 3]], advantages=[[1.0], [1.0]]), ["advantages"])
+
+
+def test_a_token_that_the_model_does_not_have_is_named(tiny_model: Path):
+    with pytest.raises(UserError, match=r"column 'response_ids' has token id 97; .* has ids 0 to 96"):
+        actor(tiny_model).logprobs(Batch.of(prompt_ids=[[1]], response_ids=[[97]]))

@@ -1,0 +1,190 @@
+"""ActorWorker: the policy that is trained. One SPMD process; the work is its engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import Field
+
+from ..algorithms.loss import Loss, PackedRows
+from ..algorithms.policy_loss import PolicyLoss
+from ..dataflow.batch import Batch
+from ..dataflow.column import (
+    OLD_LOGPROBS,
+    PROMPT_IDS,
+    RESPONSE_IDS,
+    RESPONSE_LOGPROBS,
+    RESPONSE_MASK,
+    RESPONSE_VERSIONS,
+    TEMPERATURE,
+)
+from ..dataflow.errors import UserError
+from ..dataflow.lazy import torch
+from ..dataflow.metrics import Max, Mean, Metric, Metrics, merge
+from .dispatch import Coordinates, Dispatch
+from .remote import remote
+from .training import ModelConfig, OptimizerConfig, TrainingEngine
+from .worker import Context, Worker
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..dataflow.graph import Node, Source
+    from ..resharding.weights import Weights
+
+
+class ActorConfig(ModelConfig, OptimizerConfig):
+    """The policy, how it lies over its ranks, and how it is optimised."""
+
+    activation_checkpointing: bool = False
+    """Compute activations a second time in the backward pass instead of keeping them: slower, and far less memory."""
+
+
+class ActorWorker(Worker):
+    """Trains a policy; computes its log-probabilities; publishes its weights.
+
+    The engine may be given, for tests and for other engines; by default it is `FsdpEngine`.
+    """
+
+    Config = ActorConfig
+
+    def __init__(self, config: ActorConfig, context: Context = Context(), engine: TrainingEngine | None = None) -> None:
+        super().__init__(config, context)
+        if engine is None:
+            from .fsdp import FsdpEngine
+
+            engine = FsdpEngine(config, context, config, activation_checkpointing=config.activation_checkpointing)
+        self.engine = engine
+        self.version = 0
+        """Policy version: the number of `update` calls so far."""
+        self._publisher: Any = None
+
+    @classmethod
+    def check(cls, config: ActorConfig, nodes: Sequence[Node], source: Source) -> None:
+        config.check()
+        for node in nodes:
+            loss = node.arguments.get("loss")
+            if isinstance(loss, type) or (loss is not None and not isinstance(loss, Loss)):
+                hint = f"; make a value of it: {loss.__name__}()" if isinstance(loss, type) else ""
+                raise UserError(f"node {node.name!r}: loss must be a Loss such as PolicyLoss(), not {loss!r}{hint}")
+            for name in ("epochs", "minibatches"):
+                value = node.arguments.get(name, 1)
+                if not isinstance(value, int) or value < 1:
+                    raise UserError(f"node {node.name!r}: {name} must be a whole number of at least 1, not {value!r}")
+
+    @property
+    def coordinates(self) -> Coordinates:
+        return self.engine.coordinates
+
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), may_read=(TEMPERATURE,), writes=("{into}",)
+    )
+    def logprobs(self, batch: Batch, *, into: str = str(OLD_LOGPROBS)) -> Batch:
+        """Log-probability of each response token under the present weights, at the temperature that it was sampled at."""
+        return batch.with_columns(**{into: self.engine.logprobs(batch)})
+
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        reads=(PROMPT_IDS, RESPONSE_IDS, "{loss.reads}"),
+        may_read=("{loss.may_read}", TEMPERATURE, RESPONSE_MASK, RESPONSE_LOGPROBS, RESPONSE_VERSIONS),
+        updates=True,
+    )
+    def update(self, batch: Batch, *, loss: Loss = PolicyLoss(), epochs: int = 1, minibatches: int = 1) -> Metrics:
+        """One new version of the weights: `epochs` passes over the rows, each of `minibatches` optimizer steps.
+
+        With several minibatches each rank shuffles and cuts its own rows.
+
+        Returns:
+            `loss`, `grad_norm` (before clipping), `learning_rate`, `tokens` (trained on, over all passes), `skipped_steps`
+            (not applied: a loss or gradient that is not finite, or no token to train on), what the loss reports, and of
+            the first step, where the columns are there: `mean_logprob_gap` and `max_logprob_gap` (nats between
+            the generator's log-probabilities and the trainer's own, under the weights before the update),
+            `mean_staleness` and `max_staleness` (versions).
+        """
+        parts: list[Metrics] = [self._staleness(batch)]
+        observed = _WithGap(loss) if RESPONSE_LOGPROBS in batch else loss
+        for epoch in range(epochs):
+            for rows in self._cut(len(batch), minibatches, epoch):
+                part = batch if minibatches == 1 else batch.take(rows)
+                parts.append(self.engine.step(part, observed))
+                observed = loss  # later steps see other weights than those before the update
+        self.version += 1
+        return merge(parts)
+
+    def _cut(self, num_rows: int, minibatches: int, epoch: int) -> list[np.ndarray]:
+        order = np.arange(num_rows)
+        if minibatches > 1:  # rows come as they were finished: short ones first
+            np.random.default_rng((self.context.seed, self.version, epoch)).shuffle(order)
+        return np.array_split(order, minibatches)
+
+    def _staleness(self, batch: Batch) -> Metrics:
+        if RESPONSE_VERSIONS not in batch:
+            return {}
+        versions, _ = batch.ragged_numpy(RESPONSE_VERSIONS)
+        if not len(versions):
+            return {}
+        lag = self.version - versions.astype(np.int64)
+        return {"mean_staleness": Mean(float(lag.sum()), float(len(lag))), "max_staleness": Max(float(lag.max()))}
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def publish_weights(self, version: int) -> Weights | None:
+        """Gather the parameters on every rank, one at a time; rank 0 publishes them and says where (the others: None)."""
+        if self.context.rank != 0:
+            for _ in self.engine.named_tensors():
+                pass
+            return None
+        if self._publisher is None:
+            from ..resharding.shared_memory import WeightPublisher
+
+            self._publisher = WeightPublisher()
+        return self._publisher.publish(self.engine.named_tensors(), version)
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def save(self, path: str | Path) -> None:
+        """Write the policy as a Hugging Face folder, tokenizer included; a folder of that name is replaced."""
+        self.engine.save(Path(path))
+
+    def onload(self) -> None:
+        self.engine.onload()
+
+    def offload(self) -> None:
+        self.engine.offload()
+
+    def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+        self.engine.close()
+
+
+@dataclass(frozen=True)
+class _WithGap:
+    """A loss that also compares the trainer's log-probabilities with the generator's: no pass of its own."""
+
+    loss: Loss
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.loss.reads
+
+    @property
+    def may_read(self) -> tuple[str, ...]:
+        return (*self.loss.may_read, str(RESPONSE_LOGPROBS), str(RESPONSE_MASK))
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.loss.needs_entropy
+
+    def count(self, rows: PackedRows) -> float:
+        return self.loss.count(rows)
+
+    def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
+        loss_sum, metrics = self.loss(logprobs, rows)
+        # Tokens that are not trained on may not have been sampled at all: answers of a tool, for one.
+        gaps = torch.where(rows.trained > 0, (logprobs.detach() - rows[RESPONSE_LOGPROBS]).abs(), 0.0)
+        total, largest, count = torch.stack([gaps.sum(), gaps.amax(), rows.trained.sum()]).tolist()
+        gap: dict[str, Metric] = {"mean_logprob_gap": Mean(total, count), "max_logprob_gap": Max(largest)}
+        return loss_sum, {**metrics, **gap}

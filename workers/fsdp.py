@@ -1,0 +1,443 @@
+"""FsdpEngine: training with FSDP2, optionally x tensor parallel, on `transformers` models. One process: plain torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from ..algorithms.loss import Loss, PackedRows
+from ..dataflow.batch import Batch
+from ..dataflow.column import PROMPT_IDS, RESPONSE_IDS, TEMPERATURE
+from ..dataflow.errors import UserError
+from ..dataflow.metrics import Mean, Metric, Metrics, Sum, merge
+from .dispatch import Coordinates
+from .model_folder import find_model_config
+from .response_model import ResponseModel
+from .training import ModelConfig, OptimizerConfig, check_rows, plan_microbatches, tokens_of
+from .worker import Context
+
+_ONE_UNIT_PARAMETERS = 16_000_000
+"""Below this many parameters the model is gathered as one unit: more, smaller collectives only cost latency."""
+_GATHER_ONCE_BYTES = 2 * 2**30
+"""What gather="auto" takes for little."""
+
+
+class FsdpEngine:
+    """One model over the ranks of a group: dp replicas outermost, each of `tensor_parallel` ranks.
+
+    The gradient of a step is that of the summed loss over the global count, whatever the ranks, microbatches and row order:
+    a rank without rows takes part in the collectives with a token that weighs nothing.
+    """
+
+    def __init__(
+        self, config: ModelConfig, context: Context, optimizer: OptimizerConfig | None = None, *, activation_checkpointing: bool = False
+    ) -> None:
+        self.config, self.context, self.schedule = config, context, optimizer
+        self.steps = 0
+        """Optimizer steps applied."""
+        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self.mesh = _mesh(context, config.tensor_parallel, self.device)
+        self.microbatch_tokens = config.microbatch_tokens or (2048 if self.device.type == "cpu" else 16384)
+        self.model = ResponseModel(_load(config.model))
+        self.vocabulary = self.model.causal_lm.get_input_embeddings().weight.shape[0]
+        if activation_checkpointing:
+            self.model.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+        self.model.train(optimizer is not None)  # dropout is off (_load); only checkpointing looks at this
+        self.model.requires_grad_(optimizer is not None)
+        self.gathers_once = self._distribute()
+        self.optimizer = None if optimizer is None else self._make_optimizer(optimizer)
+
+    @property
+    def coordinates(self) -> Coordinates:
+        return Coordinates(*(divmod(self.context.rank, self.config.tensor_parallel)))
+
+    # Log-probabilities and steps
+
+    def logprobs(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        rows = self._pack(batch, ())
+        out = np.zeros(int(rows.response[1][-1]), dtype=np.float32)
+        plan = rows.plan(self.microbatch_tokens)
+        with torch.no_grad():
+            for part in self._padded_plan(plan, self._over_replicas(len(plan))):
+                values, _ = self._forward(rows, part)
+                if len(part):
+                    out[tokens_of(rows.response[1], part)] = values.cpu().numpy()
+        self._reshard()
+        return out, rows.response[1]
+
+    def step(self, batch: Batch, loss: Loss) -> Metrics:
+        if self.optimizer is None or self.schedule is None:
+            raise RuntimeError("this engine was made without an optimizer; it computes log-probabilities only")
+        rows = self._pack(batch, [c for c in (*loss.reads, *loss.may_read) if c in batch])
+        plan = rows.plan(self.microbatch_tokens)
+        everything = rows.packed()
+        local_count, num_tokens = loss.count(everything), float(everything.trained.sum())
+        replicas = self._over_replicas(len(plan), local_count)
+        count = float(replicas[:, 1].sum())
+        parts: list[Metrics] = []
+        loss_total = torch.zeros((), device=self.device)
+        if count > 0:
+            plan = self._padded_plan(plan, replicas)
+            for number, part in enumerate(plan):
+                self._sync_gradients(number == len(plan) - 1)
+                logprobs, entropy = self._forward(rows, part, entropy=loss.needs_entropy)
+                if len(part):
+                    packed = rows.packed(part)
+                    if entropy is not None:
+                        packed = PackedRows(packed.cu_seqlens, {**packed.columns, "entropy": entropy})
+                    loss_sum, metrics = loss(logprobs, packed)
+                    parts.append(metrics)
+                else:
+                    loss_sum = 0.0 * logprobs.sum()
+                # FSDP averages over replicas; the loss is a sum.
+                (loss_sum * (len(replicas) / count)).backward()
+                loss_total += loss_sum.detach()
+            self._reshard()
+        total = loss_total.item()
+        applied: dict[str, Metric] = self._apply(total) if count > 0 else {}
+        skipped = not applied and self.coordinates.dp == 0  # said once, not by every replica
+        return {
+            **merge(parts),
+            "loss": Mean(total, local_count),
+            **applied,
+            "tokens": Sum(num_tokens),
+            "skipped_steps": Sum(float(skipped)),
+        }
+
+    def _apply(self, loss_total: float) -> dict[str, Metric]:
+        """Clip and step; or, when the loss or the gradient is not finite on any rank, do nothing and return nothing."""
+        assert self.optimizer is not None and self.schedule is not None
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = gradient_norm(gradients, also=0.0 * loss_total)  # 0 * inf is nan, and reaches every rank
+        applied: dict[str, Metric] = {}
+        if math.isfinite(norm):
+            limit = self.schedule.max_grad_norm
+            if limit is not None and norm > limit:
+                torch._foreach_mul_([_local(g) for g in gradients], limit / norm)
+            rate = self.schedule.rate(self.steps)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+            self.steps += 1
+            applied = {"grad_norm": Mean(norm), "learning_rate": Mean(rate)}
+        self.optimizer.zero_grad()
+        return applied
+
+    def _forward(self, rows: _Rows, part: np.ndarray, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        inputs = rows.inputs(part)
+        arrays = [None if array is None else torch.from_numpy(array).to(self.device) for array in inputs]
+        with self._precision():
+            return self.model(*arrays, entropy=entropy)
+
+    def _precision(self) -> AbstractContextManager[object]:
+        if self.config.dtype == "float32" or self.mesh is not None:  # FSDP casts by its own policy
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    def _pack(self, batch: Batch, columns: Iterable[str]) -> _Rows:
+        columns = list(columns)
+        check_rows(batch, columns)
+        for name in (PROMPT_IDS, RESPONSE_IDS):
+            values, _ = batch.ragged_numpy(name)
+            if len(values) and not 0 <= int(values.min()) <= int(values.max()) < self.vocabulary:
+                wrong = values.max() if values.max() >= self.vocabulary else values.min()
+                raise UserError(f"column {str(name)!r} has token id {wrong}; {self.config.model} has ids 0 to {self.vocabulary - 1}")
+        temperatures = None
+        if TEMPERATURE in batch:
+            found = batch.numpy(TEMPERATURE)
+            if not np.isin(found, (0.0, 1.0)).all():  # 0 is greedy: it has no distribution but that of the plain logits
+                temperatures = np.where(found == 0, np.float32(1), found)
+        ragged = {c: torch.tensor(batch.ragged_numpy(c)[0]) for c in columns if _is_list(batch, c)}
+        scalars = {c: torch.tensor(batch.numpy(c)) for c in columns if not _is_list(batch, c)}
+        return _Rows(batch.ragged_numpy(PROMPT_IDS), batch.ragged_numpy(RESPONSE_IDS), temperatures, ragged, scalars, self.device)
+
+    # Collectives
+
+    def _over_replicas(self, *numbers: float) -> np.ndarray:
+        """[replicas, numbers] float64: every replica's numbers."""
+        own = torch.tensor([numbers], dtype=torch.float64, device=self.device)
+        if self.mesh is None:
+            return own.numpy(force=True)
+        mesh = self.mesh["dp"]
+        gathered = torch.zeros(mesh.size(), len(numbers), dtype=torch.float64, device=self.device)
+        gathered[mesh.get_local_rank()] = own[0]
+        dist.all_reduce(gathered, group=mesh.get_group())
+        return gathered.numpy(force=True)
+
+    def _padded_plan(self, plan: list[np.ndarray], replicas: np.ndarray) -> list[np.ndarray]:
+        """The plan, with empty microbatches where this rank must take part in the collectives of others."""
+        wanted = int(replicas[:, 0].max())
+        if self.gathers_once:  # one gathering and one reduction a step, in whichever microbatch is the last
+            wanted = min(wanted, max(1, len(plan)))
+        return plan + [np.empty(0, dtype=np.int64)] * (wanted - len(plan))
+
+    def _sync_gradients(self, last: bool) -> None:
+        if isinstance(self.model, FSDPModule) and self.gathers_once:
+            self.model.set_requires_gradient_sync(last)
+            self.model.set_reshard_after_backward(last)
+
+    def _reshard(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _distribute(self) -> bool:
+        """Spread the parameters over the mesh; returns whether they are gathered once a step."""
+        causal_lm, mesh = self.model.causal_lm, self.mesh
+        if mesh is None:
+            self.model.to(self.device)
+            return True
+        numel = sum(p.numel() for p in self.model.parameters())
+        once = self.config.gather == "once" or (self.config.gather == "auto" and 4 * numel < _GATHER_ONCE_BYTES)
+        layers = list(getattr(causal_lm.base_model, "layers", ()))
+        if self.config.tensor_parallel > 1:
+            # Embeddings, norms and the head are the same on all ranks of a replica, and get the same gradient there.
+            for layer in layers:
+                parallelize_module(layer, mesh["tp"], _TENSOR_PARALLEL_PLAN)
+        precision = MixedPrecisionPolicy()
+        if self.config.dtype == "bfloat16":
+            precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        units = [] if once and numel < _ONE_UNIT_PARAMETERS else layers
+        for layer in units:
+            fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=not once, mp_policy=precision)
+        fully_shard(self.model, mesh=mesh["dp"], reshard_after_forward=False, mp_policy=precision)
+        return once
+
+    def _make_optimizer(self, config: OptimizerConfig) -> torch.optim.AdamW:
+        groups: dict[object, list[nn.Parameter]] = {}
+        for parameter in self.model.parameters():
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None  # one operation takes one mesh
+            groups.setdefault((parameter.ndim > 1, mesh), []).append(parameter)
+        return torch.optim.AdamW(
+            [
+                {"params": parameters, "weight_decay": config.weight_decay if cast(Any, key)[0] else 0.0}
+                for key, parameters in groups.items()
+            ],
+            lr=config.learning_rate,
+            betas=config.betas,
+            fused=True,
+        )
+
+    # Weights
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        dtype = getattr(torch, self.config.dtype)
+        for name, tensor in self._own_tensors().items():
+            tensor = tensor.detach()
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            yield name, full.to(dtype) if full.is_floating_point() else full
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        own = self._own_tensors()
+        missing = set(own)
+        with torch.no_grad():
+            for name, tensor in tensors:
+                if name not in own:
+                    raise UserError(f"{self.config.model} has no tensor {name!r}")
+                target = own[name]
+                if target.shape != tensor.shape:
+                    raise UserError(f"{self.config.model}: {name!r} has shape {list(target.shape)}, not {list(tensor.shape)}")
+                missing.discard(name)
+                if isinstance(target, DTensor):
+                    full = tensor.to(self.device, target.dtype)
+                    part = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+                    target.to_local().copy_(part.to_local())
+                else:
+                    target.copy_(tensor)
+        if missing:
+            raise UserError(f"weights for {self.config.model} came without {', '.join(sorted(missing)[:5])}")
+
+    def save(self, folder: Path) -> None:
+        gathered = {}
+        for name, tensor in self.named_tensors():
+            if self.context.rank == 0:
+                gathered[name] = tensor.to("cpu", copy=True)
+        if self.context.rank == 0:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            written = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+            written.chmod(0o755)
+            self.model.causal_lm.save_pretrained(written, state_dict=gathered)
+            source = find_model_config(self.config.model).parent
+            for file in source.iterdir():  # tokenizer, chat template, generation settings
+                if file.is_file() and "safetensors" not in file.name and file.suffix not in (".bin", ".pt", ".pth"):
+                    shutil.copy(file, written)
+            settings = json.loads((written / "config.json").read_text())
+            settings.pop("torch_dtype", None)  # what older versions called it
+            (written / "config.json").write_text(json.dumps({**settings, "dtype": self.config.dtype}, indent=2) + "\n")
+            if folder.exists():
+                shutil.rmtree(folder)
+            written.rename(folder)  # a folder under its name is a whole one
+        if self.mesh is not None:
+            dist.barrier()  # no rank goes on to read what is still being written
+
+    def _own_tensors(self) -> Mapping[str, Tensor]:
+        """Parameters and buffers that are saved, by Hugging Face name; tied ones once."""
+        module = self.model.causal_lm
+        parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        buffers = {name: tensor for name, tensor in module.state_dict().items() if name not in parameters}
+        return {**dict(module.named_parameters()), **buffers}
+
+    # Device memory
+
+    def onload(self) -> None:
+        self._move(self.device)
+
+    def offload(self) -> None:
+        self._move(torch.device("cpu"))
+
+    def _move(self, device: torch.device) -> None:
+        if self.device.type == "cpu":
+            return
+        self.model.to(device)
+        for state in self.optimizer.state.values() if self.optimizer is not None else ():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    state[key] = value.to(device)
+        torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        if self.mesh is not None and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of one call: tokens on the host, what a loss reads on the device."""
+
+    prompt: tuple[np.ndarray, np.ndarray]
+    response: tuple[np.ndarray, np.ndarray]
+    temperatures: np.ndarray | None
+    ragged: Mapping[str, Tensor]
+    scalars: Mapping[str, Tensor]
+    device: torch.device
+
+    def plan(self, max_tokens: int) -> list[np.ndarray]:
+        """Microbatches of the rows that have a response."""
+        prompts, responses = np.diff(self.prompt[1]), np.diff(self.response[1])
+        rows = np.flatnonzero(responses)
+        num_inputs = (prompts + responses - 1)[rows]  # the last token is only predicted
+        return [rows[part] for part in plan_microbatches(num_inputs, max_tokens)]
+
+    def inputs(self, part: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+        """Arguments of `ResponseModel` for these rows; for none, one token that nobody reads."""
+        if not len(part):
+            zero = np.zeros(1, dtype=np.int64)
+            return zero[None], zero, zero, None
+        (prompts, p_starts), (responses, r_starts) = self.prompt, self.response
+        width = max(int(p_starts[i + 1] - p_starts[i] + r_starts[i + 1] - r_starts[i]) for i in part) - 1
+        ids = np.zeros((len(part), width), dtype=np.int64)
+        positions = []
+        for k, i in enumerate(part):
+            prompt, response = prompts[p_starts[i] : p_starts[i + 1]], responses[r_starts[i] : r_starts[i + 1]]
+            ids[k, : len(prompt)] = prompt
+            ids[k, len(prompt) : len(prompt) + len(response) - 1] = response[:-1]
+            positions.append(np.arange(len(response)) + (k * width + len(prompt) - 1))
+        targets = responses[tokens_of(r_starts, part)].astype(np.int64)
+        temperatures = None
+        if self.temperatures is not None:
+            temperatures = np.repeat(self.temperatures[part], np.diff(r_starts)[part])
+        return ids, np.concatenate(positions), targets, temperatures
+
+    def packed(self, part: np.ndarray | None = None) -> PackedRows:
+        """These rows (None: all) as a loss reads them."""
+        cu_seqlens = self.response[1]
+        if part is None:
+            lengths, tokens, rows = np.diff(cu_seqlens), slice(None), slice(None)
+        else:
+            lengths, tokens, rows = np.diff(cu_seqlens)[part], torch.from_numpy(tokens_of(cu_seqlens, part)), torch.from_numpy(part)
+        columns = {c: v[tokens] for c, v in self.ragged.items()} | {c: v[rows] for c, v in self.scalars.items()}
+        packed = PackedRows.of(torch.from_numpy(lengths.astype(np.int64)), **columns)
+        if self.device.type == "cpu":
+            return packed
+        return PackedRows(packed.cu_seqlens.to(self.device), {c: v.to(self.device) for c, v in packed.columns.items()})
+
+
+def gradient_norm(gradients: Iterable[Tensor], also: float = 0.0) -> float:
+    """2-norm of all gradients together, each element counted once wherever it lies; equal on all ranks.
+
+    `also` is added on every rank before the sums are exchanged: a nan there makes the norm nan on every rank.
+    """
+    groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
+    for gradient in gradients:
+        mesh, shards = None, ()
+        if isinstance(gradient, DTensor):
+            mesh = gradient.device_mesh
+            shards = tuple(i for i, placement in enumerate(gradient.placements) if not placement.is_replicate())
+        groups.setdefault((mesh, shards), []).append(_local(gradient))
+    total = 0.0
+    for (mesh, shards), locals_ in groups.items():
+        squares = torch.stack(torch._foreach_norm(locals_)).double().square().sum() + also
+        for dimension in shards:
+            assert mesh is not None
+            dist.all_reduce(squares, group=mesh.get_group(dimension))
+        total += squares.item()
+    return math.sqrt(total) if math.isfinite(total) else math.nan
+
+
+_TENSOR_PARALLEL_PLAN = {
+    "self_attn.q_proj": ColwiseParallel(),
+    "self_attn.k_proj": ColwiseParallel(),
+    "self_attn.v_proj": ColwiseParallel(),
+    "self_attn.o_proj": RowwiseParallel(),
+    "mlp.gate_proj": ColwiseParallel(),
+    "mlp.up_proj": ColwiseParallel(),
+    "mlp.down_proj": RowwiseParallel(),
+}
+
+
+def _mesh(context: Context, tensor_parallel: int, device: torch.device) -> DeviceMesh | None:
+    """The (dp, tp) mesh of the group, joined through the rendezvous; None for a group of one, which needs no sockets."""
+    if context.world_size % tensor_parallel:
+        raise UserError(f"tensor_parallel={tensor_parallel} does not divide the {context.world_size} ranks of {context.name!r}")
+    if context.world_size == 1:
+        return None
+    if context.rendezvous is None:
+        raise UserError(f"worker group {context.name!r} has {context.world_size} ranks but no rendezvous")
+    if context.rendezvous.startswith(("file://", "tcp://127.0.0.1", "tcp://localhost")):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: do not listen to others
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=context.rendezvous, rank=context.rank, world_size=context.world_size)
+    shape = (context.world_size // tensor_parallel, tensor_parallel)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
+
+
+def _load(model: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # one per rank would garble the terminal
+    settings = AutoConfig.from_pretrained(model, local_files_only=True)
+    for name, value in vars(settings).items():
+        # A policy that drops out is not the one that sampled: its log-probabilities would be of another model.
+        if isinstance(value, float) and name.endswith(("dropout", "_pdrop")):
+            setattr(settings, name, 0.0)
+    return AutoModelForCausalLM.from_pretrained(
+        model, config=settings, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+    )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _is_list(batch: Batch, column: str) -> bool:
+    import pyarrow as pa
+
+    return pa.types.is_list(batch[column].type)
