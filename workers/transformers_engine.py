@@ -133,7 +133,7 @@ class TransformersEngine:
         batch, logits = self._prefill(requests, sampling.max_tokens)
         for position in range(sampling.max_tokens):
             if position < sampling.min_tokens and len(stops):
-                logits[:, torch.from_numpy(stops).to(logits.device)] = -torch.inf
+                logits = logits.index_fill(-1, torch.from_numpy(stops).to(logits.device), -torch.inf)
             sampled, sampled_logprobs = _sample(logits, sampling, draws.at(position, alive))
             tokens = sampled.cpu().numpy()
             token_ids[alive, position] = tokens

@@ -1,0 +1,422 @@
+"""Both engines: the right distribution, the same tokens for the same seeds, weights taken over between two steps.
+
+A test that takes `engine` runs on each of them; vLLM's is started once for the whole session.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from weft.dataflow.batch import Batch
+from weft.resharding.shared_memory import WeightPublisher
+from weft.resharding.weights import Weights, WeightSyncError
+from weft.workers.generation import GenerationEngine, GenerationError, Request, Response, Sampling
+from weft.workers.rollout import RolloutConfig, RolloutWorker
+from weft.workers.transformers_engine import TransformersEngine, TransformersSettings
+from weft.workers.vllm_engine import VllmEngine, VllmSettings
+
+VOCABULARY = 32
+STOP = 1
+CONTEXT = 128
+
+
+def save_model(folder: Path, *, tied: bool = True) -> Path:
+    """A Qwen2 model with heads of 32 (what vLLM takes on CPU) and weights large enough to prefer some tokens."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=tied,
+        eos_token_id=STOP,
+        pad_token_id=0,
+        bos_token_id=2,
+        initializer_range=0.15,
+    )
+    Qwen2ForCausalLM(config).float().save_pretrained(folder)
+    return folder
+
+
+def prompts_of(count: int) -> list[np.ndarray]:
+    """Prompts of 3 to 9 tokens."""
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, VOCABULARY, 3 + row % 7).astype(np.int32) for row in range(count)]
+
+
+def straight_logprobs(model: Any, prompt: np.ndarray, response: np.ndarray, sampling: Sampling) -> torch.Tensor:
+    """`[L, V]` log-probabilities of every token at every position of the response, without cache or batch.
+
+    Truncation is written as its definition says it, token by token, to be another way than the engine's.
+    """
+    ids = torch.from_numpy(np.concatenate([prompt, response])).long()
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0, len(prompt) - 1 : -1].float().clone()
+    for position in range(min(sampling.min_tokens, len(logits))):
+        logits[position, STOP] = -torch.inf
+    if sampling.temperature:
+        logits /= sampling.temperature
+    for row in logits:
+        order = row.argsort(descending=True)
+        if sampling.top_k:
+            row[order[sampling.top_k :]] = -torch.inf
+        reached = 0.0
+        probabilities = row.softmax(-1)
+        for token in order.tolist():
+            if reached >= sampling.top_p:
+                row[token] = -torch.inf
+            reached += float(probabilities[token])
+    return logits.log_softmax(-1)
+
+
+def largest_and_mean_gap(
+    model: Any, requests: Iterable[Request], responses: Iterable[Response], sampling: Sampling
+) -> tuple[float, float]:
+    """How far the reported log-probabilities of sampled tokens are from those of straight forward passes."""
+    prompts = {request.request_id: request.prompt_ids for request in requests}
+    gaps = []
+    for response in responses:
+        logprobs = straight_logprobs(model, prompts[response.request_id], response.token_ids, sampling)
+        chosen = logprobs.gather(-1, torch.from_numpy(response.token_ids).long()[:, None])[:, 0].numpy()
+        gaps.append(np.abs(chosen - response.logprobs))
+    return float(np.concatenate(gaps).max()), float(np.concatenate(gaps).mean())
+
+
+def published(model: Any, publisher: WeightPublisher, *, version: int, scale: float) -> Weights:
+    """Other weights for the same model: all of them multiplied."""
+    return publisher.publish(((name, p.detach() * scale) for name, p in model.named_parameters()), version)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def model(folder: Path) -> Any:
+    """The model itself, for straight forward passes."""
+    return TransformersEngine(str(folder)).model
+
+
+@pytest.fixture
+def publisher() -> Iterator[WeightPublisher]:
+    publisher = WeightPublisher()
+    yield publisher
+    publisher.close()
+
+
+@pytest.fixture(scope="session")
+def vllm_worker(folder: Path) -> Iterator[RolloutWorker]:
+    settings = VllmSettings(max_num_seqs=64, kv_cache_gib=0.05)
+    worker = RolloutWorker(RolloutConfig(model=folder, engine="vllm", vllm=settings))
+    yield worker
+    worker.close()
+
+
+@pytest.fixture
+def vllm(vllm_worker: RolloutWorker, folder: Path, publisher: WeightPublisher) -> Iterator[VllmEngine]:
+    """The one vLLM engine, given back with the weights and the version that it started with."""
+    engine = vllm_worker.engine
+    assert isinstance(engine, VllmEngine)
+    yield engine
+    if engine.version:
+        model = TransformersEngine(str(folder)).model
+        engine.update_weights(publisher.publish(model.named_parameters(), version=0))
+
+
+@pytest.fixture(params=["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
+def engine(request: pytest.FixtureRequest, folder: Path) -> GenerationEngine:
+    if request.param == "vllm":
+        return request.getfixturevalue("vllm")
+    return TransformersEngine(str(folder))
+
+
+def requests_of(prompts: list[np.ndarray], *, samples: int = 4) -> list[Request]:
+    return [
+        Request(row * samples + index, ids, seed=1000 * row + index)
+        for row, ids in enumerate(prompts)
+        for index in range(samples)
+    ]
+
+
+def all_of(engine: GenerationEngine, requests: list[Request], sampling: Sampling) -> dict[int, Response]:
+    found = [response for step in engine.generate(requests, sampling) for response in step]
+    assert sorted(r.request_id for r in found) == sorted(r.request_id for r in requests)
+    return {r.request_id: r for r in found}
+
+
+SAMPLINGS = [
+    Sampling(max_tokens=24),
+    Sampling(max_tokens=24, temperature=0.7),
+    Sampling(max_tokens=24, top_k=5),
+    Sampling(max_tokens=24, top_p=0.6, temperature=1.3),
+    Sampling(max_tokens=24, top_k=8, top_p=0.8, min_tokens=6),
+    Sampling(max_tokens=24, temperature=0),
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_logprobs_are_those_of_a_straight_forward_pass(
+    engine: GenerationEngine, model: Any, sampling: Sampling
+) -> None:
+    requests = requests_of(prompts_of(6))
+    responses = all_of(engine, requests, sampling)
+    largest, mean = largest_and_mean_gap(model, requests, responses.values(), sampling)
+    assert largest <= 5e-4 and mean <= 1e-5
+
+
+def test_the_same_seeds_give_the_same_tokens(engine: GenerationEngine) -> None:
+    requests = requests_of(prompts_of(6))
+    one, other = (all_of(engine, requests, Sampling(max_tokens=16)) for _ in range(2))
+    assert all(one[i].token_ids.tolist() == other[i].token_ids.tolist() for i in one)
+    assert len({tuple(r.token_ids.tolist()) for r in one.values()}) == len(one)
+
+
+def test_a_response_does_not_depend_on_what_else_is_in_the_batch(engine: GenerationEngine) -> None:
+    requests = requests_of(prompts_of(6))
+    together = all_of(engine, requests, Sampling(max_tokens=16))
+    for request in requests[::5]:
+        alone = all_of(engine, [request], Sampling(max_tokens=16))[request.request_id]
+        assert alone.token_ids.tolist() == together[request.request_id].token_ids.tolist()
+        np.testing.assert_allclose(alone.logprobs, together[request.request_id].logprobs, atol=2e-5)
+
+
+def test_a_batch_larger_than_the_limit_is_done_in_parts(folder: Path) -> None:
+    requests = requests_of(prompts_of(5))
+    engines = [TransformersEngine(str(folder), TransformersSettings(max_num_seqs=limit)) for limit in (3, 256)]
+    one, other = (all_of(engine, requests, Sampling(max_tokens=8)) for engine in engines)
+    assert all(one[i].token_ids.tolist() == other[i].token_ids.tolist() for i in one)
+
+
+def test_without_seeds_every_response_is_drawn_afresh(engine: GenerationEngine) -> None:
+    requests = [Request(i, prompts_of(1)[0]) for i in range(4)]
+    found = all_of(engine, requests, Sampling(max_tokens=16, ignore_stop=True))
+    assert len({tuple(r.token_ids.tolist()) for r in found.values()}) == 4
+
+
+def test_greedy_is_what_transformers_generates(engine: GenerationEngine, model: Any) -> None:
+    requests = requests_of(prompts_of(6), samples=1)
+    responses = all_of(engine, requests, Sampling(max_tokens=20, temperature=0))
+    for request in requests:
+        ids = torch.from_numpy(request.prompt_ids)[None].long()
+        whole = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, pad_token_id=0
+        )
+        assert responses[request.request_id].token_ids.tolist() == whole[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(max_tokens=1), Sampling(max_tokens=1, top_k=6, temperature=1.5)], ids=str
+)
+def test_tokens_come_with_the_frequency_of_their_probability(folder: Path, model: Any, sampling: Sampling) -> None:
+    ids, count = prompts_of(1)[0], 4000
+    found = all_of(TransformersEngine(str(folder)), [Request(i, ids, seed=i) for i in range(count)], sampling)
+    drawn = np.bincount([r.token_ids[0] for r in found.values()], minlength=VOCABULARY)
+    expected = straight_logprobs(model, ids, np.zeros(1, np.int32), sampling)[0].exp().numpy() * count
+    likely = expected >= 5
+    chi_square = float((((drawn - expected) ** 2)[likely] / expected[likely]).sum())
+    assert chi_square < 3 * likely.sum()
+    assert not drawn[expected == 0].any()
+
+
+def test_responses_end_with_the_stop_token_or_at_the_limit(engine: GenerationEngine) -> None:
+    requests = requests_of(prompts_of(12))
+    for response in all_of(engine, requests, Sampling(max_tokens=24, min_tokens=3)).values():
+        assert STOP not in response.token_ids[:-1]
+        if response.finish_reason == "stop":
+            assert response.token_ids[-1] == STOP and len(response.token_ids) > 3
+        else:
+            assert len(response.token_ids) == 24 and response.token_ids[-1] != STOP
+    reasons = {r.finish_reason for r in all_of(engine, requests, Sampling(max_tokens=24)).values()}
+    assert reasons == {"stop", "length"}
+    whole = all_of(engine, requests, Sampling(max_tokens=24, ignore_stop=True)).values()
+    assert {len(r.token_ids) for r in whole} == {24}
+
+
+def test_finished_responses_come_before_the_others_are_done(engine: GenerationEngine) -> None:
+    steps = list(engine.generate(requests_of(prompts_of(12)), Sampling(max_tokens=24)))
+    lengths = [len(step[0].token_ids) for step in steps]
+    assert len(steps) > 2 and lengths == sorted(lengths)
+    assert all(len({len(r.token_ids) for r in step}) == 1 for step in steps)
+
+
+def test_logprobs_follow_new_weights_and_show_a_skipped_update(
+    engine: GenerationEngine, model: Any, publisher: WeightPublisher
+) -> None:
+    requests, sampling = requests_of(prompts_of(6)), Sampling(max_tokens=24)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for version, scale in ((1, 1.2), (2, 0.9)):
+        weights = publisher.publish(((name, p * scale) for name, p in before.items()), version)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(before[name] * scale)
+        stale = all_of(engine, requests, sampling)
+        largest, _ = largest_and_mean_gap(model, requests, stale.values(), sampling)
+        assert largest > 1e-2, "weights that were not taken over must show"
+        assert engine.update_weights(weights) == weights.checksum
+        assert engine.version == version
+        fresh = all_of(engine, requests, sampling)
+        largest, mean = largest_and_mean_gap(model, requests, fresh.values(), sampling)
+        assert largest <= 5e-4 and mean <= 1e-5
+        assert {v for r in fresh.values() for v in r.versions.tolist()} == {version}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(before[name])
+
+
+def test_every_token_knows_its_version_when_weights_change_in_the_middle(
+    engine: GenerationEngine, model: Any, publisher: WeightPublisher
+) -> None:
+    steps = engine.generate(requests_of(prompts_of(12)), Sampling(max_tokens=24))
+    length = len(next(steps)[0].token_ids)
+    engine.update_weights(published(model, publisher, version=3, scale=1.2))
+    rest = [response for step in steps for response in step]
+    assert any(len(r.token_ids) > length for r in rest)
+    for response in rest:
+        assert response.versions.tolist() == [0] * length + [3] * (len(response.token_ids) - length)
+
+
+def test_changed_bytes_are_refused_and_the_old_weights_stay(
+    engine: GenerationEngine, model: Any, publisher: WeightPublisher
+) -> None:
+    requests, sampling = requests_of(prompts_of(3)), Sampling(max_tokens=16)
+    weights = published(model, publisher, version=4, scale=1.2)
+    with open(weights.location, "r+b") as file:
+        file.write(b"\x00\x01\x02")
+    with pytest.raises(WeightSyncError, match=r"version 4.* was published, .* was received"):
+        engine.update_weights(weights)
+    assert engine.version == 0
+    largest, _ = largest_and_mean_gap(model, requests, all_of(engine, requests, sampling).values(), sampling)
+    assert largest <= 5e-4
+
+
+def test_weights_that_do_not_fit_are_refused_by_name(folder: Path, publisher: WeightPublisher) -> None:
+    engine = TransformersEngine(str(folder))
+    name, tensor = next(iter(engine.model.named_parameters()))
+    for tensors, message in (
+        ([(name, tensor[:-1])], f"'{name}' of shape .* the model has shape"),
+        ([("model.lm_heed", tensor)], r"'model.lm_heed' .* the model has no tensor of that name"),
+        ([(name, tensor)], r"version 1 lack what the model needs for: .*model.norm.weight"),
+    ):
+        with pytest.raises(WeightSyncError, match=message):
+            engine.update_weights(publisher.publish(tensors, version=1))
+
+
+def test_requests_of_an_abandoned_iterator_are_given_up(engine: GenerationEngine) -> None:
+    requests, sampling = requests_of(prompts_of(12)), Sampling(max_tokens=24)
+    steps = engine.generate(requests, sampling)
+    next(steps)
+    steps.close()  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(engine, VllmEngine):
+        assert engine.num_unfinished == 0
+    assert len(all_of(engine, requests, sampling)) == len(requests)
+
+
+def test_two_iterators_may_be_open_at_once(engine: GenerationEngine) -> None:
+    requests, sampling = requests_of(prompts_of(6)), Sampling(max_tokens=24)
+    alone = all_of(engine, requests, sampling)
+    first, second = engine.generate(requests[:12], sampling), engine.generate(requests[12:], sampling)
+    found = [*next(first), *next(second), *(r for step in second for r in step), *(r for step in first for r in step)]
+    assert len(found) == len(requests)
+    assert all(r.token_ids.tolist() == alone[r.request_id].token_ids.tolist() for r in found)
+
+
+def test_a_prompt_beyond_the_context_is_refused_in_plain_text(engine: GenerationEngine) -> None:
+    with pytest.raises(GenerationError, match="request 7"):
+        list(engine.generate([Request(7, np.ones(CONTEXT + 1, np.int32))], Sampling(max_tokens=64)))
+    assert len(all_of(engine, requests_of(prompts_of(1)), Sampling(max_tokens=4))) == 4
+
+
+@pytest.mark.vllm
+def test_vllm_through_the_worker_gives_whole_groups_and_takes_over_weights(
+    vllm_worker: RolloutWorker, vllm: VllmEngine, model: Any, publisher: WeightPublisher
+) -> None:
+    prompts = Batch.of(
+        sample_id=np.arange(12) + 50,
+        group_id=np.arange(12) + 50,
+        parent_id=np.arange(12) + 50,
+        prompt_ids=prompts_of(12),
+    )
+    parts = list(vllm_worker.generate(prompts, n=3, sampling=Sampling(max_tokens=24)))
+    assert len(parts) > 1
+    assert sorted(Batch.concat(parts).numpy("parent_id").tolist()) == sorted(3 * list(range(50, 62)))
+    weights = published(model, publisher, version=1, scale=1.1)
+    assert vllm_worker.receive_weights(weights) == weights.checksum
+    versions, _ = Batch.concat(list(vllm_worker.generate(prompts))).ragged("response_versions")
+    assert set(versions.tolist()) == {1}
+    vllm_worker.offload()
+    vllm_worker.onload()
+
+
+@pytest.mark.vllm
+def test_vllm_leaves_the_threads_of_this_process_as_they_were(vllm: VllmEngine) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    assert torch.get_num_threads() == before + 1
+    torch.set_num_threads(before)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_two_tensor_parallel_ranks_give_the_logprobs_of_one(folder: Path) -> None:
+    program = """
+        import sys
+        import test_generation as t
+        from weft.resharding.shared_memory import WeightPublisher
+        from weft.workers.transformers_engine import TransformersEngine
+        from weft.workers.vllm_engine import VllmEngine, VllmSettings
+
+        if __name__ == "__main__":
+            model = TransformersEngine(sys.argv[1]).model
+            engine = VllmEngine(sys.argv[1], VllmSettings(tensor_parallel=2, max_num_seqs=64, kv_cache_gib=0.05))
+            t.test_logprobs_follow_new_weights_and_show_a_skipped_update(engine, model, WeightPublisher())
+            engine.close()
+            print("done", flush=True)
+    """
+    # A program of its own: vLLM's ranks are processes, and start from a main module that they can import.
+    file = folder / "two_ranks.py"
+    file.write_text(textwrap.dedent(program))
+    done = subprocess.run(
+        [sys.executable, str(file), str(folder)],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0 and "done" in done.stdout, done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.vllm
+def test_vllm_on_a_gpu_sleeps_and_takes_over_weights(folder: Path, model: Any, publisher: WeightPublisher) -> None:
+    engine = VllmEngine(str(folder), VllmSettings(gpu_memory_utilization=0.3, max_num_seqs=64), dtype="float32")
+    requests, sampling = requests_of(prompts_of(6)), Sampling(max_tokens=24)
+    before = all_of(engine, requests, sampling)
+    engine.sleep()
+    engine.wake_up()
+    after = all_of(engine, requests, sampling)
+    assert all(before[i].token_ids.tolist() == after[i].token_ids.tolist() for i in before)
+    weights = published(model, publisher, version=1, scale=1.2)
+    assert engine.update_weights(weights) == weights.checksum
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.2)
+    fresh = all_of(engine, requests, sampling)
+    largest, mean = largest_and_mean_gap(model, requests, fresh.values(), sampling)
+    assert largest <= 5e-3 and mean <= 1e-3
+    engine.close()

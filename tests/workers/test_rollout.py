@@ -1,0 +1,262 @@
+"""The rollout worker: whole groups as they finish, the same tokens wherever they are sampled, mistakes found early."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from weft.dataflow.batch import Batch
+from weft.dataflow.errors import UserError
+from weft.dataflow.operation import Shape, operation_of
+from weft.resharding.shared_memory import WeightPublisher
+from weft.workers.generation import Sampling
+from weft.workers.model_folder import read_model_config, read_stop_tokens
+from weft.workers.reward import SampleError
+from weft.workers.rollout import RolloutConfig, RolloutWorker
+from weft.workers.transformers_engine import TransformersEngine, TransformersSettings
+from weft.workers.vllm_engine import VllmSettings
+from weft.workers.worker import Context
+
+
+def prompts_of(lengths: list[int], *, first_id: int = 100) -> Batch:
+    rng = np.random.default_rng(0)
+    ids = np.arange(len(lengths)) + first_id
+    return Batch.of(
+        sample_id=ids, group_id=ids, parent_id=ids, prompt_ids=[rng.integers(3, 97, length) for length in lengths]
+    )
+
+
+@pytest.fixture
+def worker(tiny_model: Path) -> RolloutWorker:
+    return RolloutWorker(RolloutConfig(model=tiny_model, engine="transformers"), Context(seed=5))
+
+
+def tokens(batch: Batch) -> dict[int, list[list[int]]]:
+    """Responses by prompt, in the order of their rows."""
+    found: dict[int, list[list[int]]] = {}
+    for parent, ids in zip(batch.numpy("parent_id").tolist(), batch["response_ids"].to_pylist(), strict=True):
+        found.setdefault(parent, []).append(ids)
+    return found
+
+
+def test_generate_is_declared_as_an_expansion_of_prompts() -> None:
+    operation = operation_of(RolloutWorker.generate)
+    assert operation is not None and operation.shape is Shape.EXPAND and operation.reads == ("prompt_ids",)
+
+
+def test_every_prompt_gets_n_responses_with_all_columns(worker: RolloutWorker) -> None:
+    batch = Batch.concat(worker.generate(prompts_of([3, 5, 4]), n=4, sampling=Sampling(max_tokens=6, temperature=0.5)))
+    operation = operation_of(RolloutWorker.generate)
+    assert operation is not None and set(batch.columns) == {"parent_id", *operation.writes}
+    assert {parent: len(rows) for parent, rows in tokens(batch).items()} == {100: 4, 101: 4, 102: 4}
+    lengths = batch.lengths("response_ids")
+    assert (lengths <= 6).all()
+    for column in ("response_logprobs", "response_versions"):
+        assert batch.lengths(column).tolist() == lengths.tolist()
+    assert set(batch.numpy("temperature").tolist()) == {0.5}
+    assert set(batch["finish_reason"].to_pylist()) <= {"stop", "length"}
+
+
+def test_any_placement_samples_the_same_tokens(worker: RolloutWorker, tiny_model: Path) -> None:
+    prompts = prompts_of([3, 5, 4, 3, 6, 4])
+    whole = tokens(Batch.concat(worker.generate(prompts, n=4, sampling=Sampling(max_tokens=8))))
+    for rank, rows in enumerate(([0, 3, 5], [1, 2, 4])):
+        replica = RolloutWorker(worker.config, Context(rank=rank, world_size=2, seed=5))
+        part = tokens(Batch.concat(replica.generate(prompts.take(rows), n=4, sampling=Sampling(max_tokens=8))))
+        assert part == {parent: whole[parent] for parent in part}
+    other = RolloutWorker(worker.config, Context(seed=6))
+    assert tokens(Batch.concat(other.generate(prompts, n=4, sampling=Sampling(max_tokens=8)))) != whole
+
+
+def test_rows_of_one_group_with_other_prompts_are_drawn_independently(worker: RolloutWorker) -> None:
+    prompts = prompts_of([3, 3]).with_columns(group_id=[100, 100])
+    found = tokens(Batch.concat(worker.generate(prompts, n=2, sampling=Sampling(max_tokens=12, ignore_stop=True))))
+    assert found[100] != found[101] and found[100][0] != found[100][1]
+
+
+def test_without_seeds_two_replicas_draw_different_tokens(tiny_model: Path) -> None:
+    config = RolloutConfig(model=tiny_model, engine="transformers", seeded=False)
+    replicas = [RolloutWorker(config, Context(rank=rank, world_size=2)) for rank in range(2)]
+    one, other = (tokens(Batch.concat(r.generate(prompts_of([4]), sampling=Sampling(max_tokens=16)))) for r in replicas)
+    assert one != other
+
+
+def test_groups_are_handed_over_whole_and_before_the_last_is_done(tiny_model: Path) -> None:
+    config = RolloutConfig(model=tiny_model, engine="transformers", transformers=TransformersSettings(max_num_seqs=4))
+    sampling = Sampling(max_tokens=5, ignore_stop=True)
+    parts = list(RolloutWorker(config).generate(prompts_of([3] * 5), n=2, sampling=sampling))
+    assert [part.numpy("parent_id").tolist() for part in parts] == [
+        [100, 100, 101, 101],
+        [102, 102, 103, 103],
+        [104, 104],
+    ]
+
+
+def test_weights_are_taken_over_and_stamped_on_tokens(worker: RolloutWorker) -> None:
+    assert isinstance(worker.engine, TransformersEngine)
+    publisher = WeightPublisher()
+    weights = publisher.publish(((n, p * 1.5) for n, p in worker.engine.model.named_parameters()), version=2)
+    assert worker.receive_weights(weights) == weights.checksum
+    versions, _ = Batch.concat(worker.generate(prompts_of([3, 4]))).ragged("response_versions")
+    assert set(versions.tolist()) == {2}
+    worker.offload()
+    worker.onload()
+    worker.close()
+
+
+def test_greedy_rows_say_that_their_logprobs_are_undivided(worker: RolloutWorker) -> None:
+    batch = Batch.concat(worker.generate(prompts_of([3]), sampling=Sampling(temperature=0, max_tokens=3)))
+    assert batch.numpy("temperature").tolist() == [1.0]
+
+
+def test_no_prompts_give_no_batches(worker: RolloutWorker) -> None:
+    assert list(worker.generate(prompts_of([3]).slice(0, 0))) == []
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message", "sample_ids"),
+    [
+        ([3, 0], "sample 101: the prompt has no tokens", (101,)),
+        ([3, 30, 4, 31], "sample 101: 30 prompt tokens and max_tokens=8 exceed the context of 32", (101, 103)),
+    ],
+)
+def test_prompts_that_cannot_be_answered_are_named(
+    tiny_model: Path, lengths: list[int], message: str, sample_ids: tuple[int, ...]
+) -> None:
+    worker = RolloutWorker(RolloutConfig(model=tiny_model, engine="transformers", max_context=32))
+    with pytest.raises(SampleError, match=message) as caught:
+        list(worker.generate(prompts_of(lengths), sampling=Sampling(max_tokens=8)))
+    assert caught.value.sample_ids == sample_ids
+
+
+# What `check` says before any process is started
+
+
+class Table(SimpleNamespace):
+    """A source of rows that is only a table."""
+
+    name = "train.parquet"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(self.table.column_names)
+
+
+def folder_with(folder: Path, **changes: Any) -> Path:
+    config = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "max_position_embeddings": 64}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+def check(config: RolloutConfig, lengths: list[int], **arguments: Any) -> None:
+    node: Any = SimpleNamespace(name="generate", arguments=arguments)
+    source: Any = Table(table=pa.table({"prompt_ids": pa.array([[7] * n for n in lengths], pa.list_(pa.int32()))}))
+    RolloutWorker.check(config, [node], source)
+
+
+def test_a_config_that_fits_passes(tmp_path: Path) -> None:
+    check(RolloutConfig(model=folder_with(tmp_path / "m")), [3, 32], n=8, sampling=Sampling(max_tokens=32))
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "message"),
+    [
+        (
+            {},
+            {"sampling": Sampling(max_tokens=50)},
+            r"node 'generate': row 1 of train.parquet has 20 prompt tokens and max_tokens=50, together more than the "
+            r"context of 64 \(so have 1 of 3 rows\); lower max_tokens to 44$",
+        ),
+        (
+            {"max_context": 40},
+            {"sampling": Sampling(max_tokens=30)},
+            r"context of 40 .* lower max_tokens to 20, or raise max_context to up to 64$",
+        ),
+        (
+            {"max_context": 16},
+            {"sampling": Sampling(max_tokens=8)},
+            r"drop prompts above 8 tokens, or raise max_context",
+        ),
+        ({}, {"sampling": Sampling(max_tokens=64)}, r"max_tokens=64 leaves no room for a prompt in a context of 64"),
+        ({"max_context": 65}, {}, r"max_context=65: the model in .* takes 64 tokens"),
+        (
+            {"vllm": VllmSettings(tensor_parallel=4)},
+            {},
+            r"tensor_parallel=4 does not divide the model's 2 attention heads.* is 2",
+        ),
+        ({}, {"sampling": Sampling(), "n": 0}, r"node 'generate': n=0; it is a number of responses"),
+        ({}, {"sampling": Sampling(max_tokens=4, min_tokens=5)}, r"min_tokens=5 is more than max_tokens=4"),
+    ],
+)
+def test_what_does_not_fit_is_said_with_the_nearest_fix(
+    tmp_path: Path, settings: dict[str, Any], arguments: dict[str, Any], message: str
+) -> None:
+    config = RolloutConfig(model=folder_with(tmp_path / "m"), **settings)
+    with pytest.raises(UserError, match=message):
+        check(config, [5, 20, 3], **arguments)
+
+
+@pytest.mark.vllm
+def test_heads_too_small_for_vllm_on_cpu_are_refused(tmp_path: Path) -> None:
+    model = folder_with(tmp_path / "m", num_attention_heads=4)
+    with pytest.raises(UserError, match="heads of 16; vLLM on CPU takes heads of 32 and up"):
+        check(RolloutConfig(model=model), [3])
+    check(RolloutConfig(model=model, engine="transformers"), [3])
+
+
+def test_a_wrong_model_path_is_answered_with_the_nearest(tmp_path: Path) -> None:
+    folder_with(tmp_path / "qwen-tiny")
+    (tmp_path / "empty").mkdir()
+    for path, message in (
+        (tmp_path / "qwen-tniy", r"no such folder; did you mean 'qwen-tiny'\?"),
+        (tmp_path / "something", r"no such folder; model folders in .* are: qwen-tiny"),
+        (tmp_path / "empty", r"the folder has no config.json"),
+        (tmp_path / "qwen-tiny" / "config.json", r"is a file; give the folder"),
+        ("Nobody/no-such-model", r"no model of that name in the local Hugging Face cache; `hf download"),
+    ):
+        with pytest.raises(UserError, match=message):
+            RolloutWorker.check(RolloutConfig(model=path), [], Table(table=pa.table({})))  # pyright: ignore
+    (tmp_path / "qwen-tiny" / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"cannot be read"):
+        read_model_config(tmp_path / "qwen-tiny")
+
+
+def test_settings_are_checked_where_they_are_made() -> None:
+    with pytest.raises(UserError, match="did you mean 'max_context'"):
+        RolloutConfig(model="m", max_contxt=3)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(UserError, match="engine"):
+        RolloutConfig(model="m", engine="vlm")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [(None, 5, (5,)), ({"eos_token_id": [1, 2]}, 5, (1, 2)), ({}, [3, 4], (3, 4)), (None, None, ())],
+)
+def test_stop_tokens_are_those_that_generation_names(
+    tmp_path: Path, generation: dict[str, Any] | None, config: Any, expected: tuple[int, ...]
+) -> None:
+    model = folder_with(tmp_path / "m", eos_token_id=config)
+    if generation is not None:
+        (model / "generation_config.json").write_text(json.dumps(generation))
+    assert read_stop_tokens(model) == expected
+
+
+def test_checking_needs_neither_torch_nor_vllm(tmp_path: Path) -> None:
+    folder_with(tmp_path / "m")
+    program = (
+        "import sys, types, pyarrow as pa\n"
+        "from weft.workers.rollout import RolloutConfig, RolloutWorker\n"
+        "source = types.SimpleNamespace(name='s', columns=(), table=pa.table({}))\n"
+        f"RolloutWorker.check(RolloutConfig(model={str(tmp_path / 'm')!r}), [], source)\n"
+        "assert not {'torch', 'vllm', 'transformers', 'ray'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
