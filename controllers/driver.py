@@ -174,7 +174,6 @@ class Driver:
         self._record_every = record_every
         self._call_timeout_s = call_timeout_s
         self._stop = stop
-        self._show_progress = progress
         self._follows = tuple(dict.fromkeys(edge for g in graphs for edge in g.follows))
         functions = FunctionConfig(
             functions={n.name: n.function for g in graphs for n in g.nodes if n.group is None},
@@ -184,6 +183,7 @@ class Driver:
         self._placement = resolve(self._placement, self._handles)
         self._graphs = {"train": graph} | {e.name: e.graph for e in evaluations}
         self.directory = RunDirectory.create(Path(root), name)
+        self._progress = Progress(schedule.steps, self.directory.path, enabled=progress)
         described = {
             "seed": seed,
             "settings": settings,
@@ -215,6 +215,7 @@ class Driver:
     def __enter__(self) -> Driver:
         """Start the worker groups and give every follower its leader's weights."""
         ids = Ids()
+        self._progress.starting(self._handles, repr(self._backend))
         try:
             self.groups = self._backend.start(
                 Setup(self._handles, self._placement, self.directory.path, self._seed, ids)
@@ -225,6 +226,7 @@ class Driver:
             for leader in dict.fromkeys(e.leader for e in self._follows):
                 self._pass_weights_on(leader)
             self._wait_for_all()
+            self._progress.started(self._graphs, self.groups)
         except BaseException:
             self.close()
             raise
@@ -259,14 +261,13 @@ class Driver:
 
     def run(self) -> list[dict[str, float]]:
         """Run to the end of the schedule; returns the metrics of every step."""
-        with Progress(self._schedule.steps, self.directory.path, enabled=self._show_progress) as self._progress:
-            self._progress.started(self._graphs, self.groups)
-            self._close_step({})
-            while not self._finished:
-                self._admit()
-                self._dispatch()
-                self._settle()
-                self._close()
+        self._close_step({})
+        while not self._finished:
+            self._admit()
+            self._dispatch()
+            self._settle()
+            self._close()
+        self._progress.ended()
         self.directory.flush()
         return self.directory.metrics
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ..dataflow.graph import Graph
@@ -26,45 +25,44 @@ class Progress:
         self._shown = 0.0
         self._evaluated = ""
         self._open_line = False
+        self._row: Mapping[str, float] = {}
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._end_line()
+    def starting(self, groups: Iterable[str], backend: str) -> None:
+        self._say(f"run {self._run_dir.name}: starting {', '.join(groups)} with {backend}; files in {self._run_dir}")
 
     def started(self, graphs: Mapping[str, Graph], groups: Mapping[str, Any]) -> None:
         sizes = ", ".join(f"{name} x{len(group.mesh)}" for name, group in groups.items())
-        self._say(
-            f"run {self._run_dir.name}: {', '.join(g.name for g in graphs.values())} on {sizes}; files in {self._run_dir}"
-        )
+        self._say(f"{', '.join(g.name for g in graphs.values())} on {sizes}")
+        self._began = time.monotonic()
 
     def stepped(self, row: Mapping[str, float]) -> None:
-        step = int(row["step"])
-        if not step:
-            self._began = time.monotonic()
-            return
-        now = time.monotonic()
-        last = step >= self._steps
-        if not last and now - self._shown < (0.2 if self._terminal else self.interval_s):
-            return
-        self._shown = now
-        left = (now - self._began) / step * (self._steps - step)
-        parts = [f"step {step}/{self._steps}"]
-        parts += [f"{label} {row[key]:{form}}" for key, label, form in _SHOWN if key in row]
-        parts += [self._evaluated] if self._evaluated else []
-        parts.append(f"{_clock(left)} left")
-        self._line("  ".join(parts))
+        self._row = row
+        if int(row["step"]) and time.monotonic() - self._shown > (0.2 if self._terminal else self.interval_s):
+            self._show()
 
     def evaluated(self, name: str, step: int, row: Mapping[str, float]) -> None:
         value = next((v for k, v in row.items() if k.endswith("reward/mean")), None)
         if value is None:
             value = next(iter(row.values()), float("nan"))
         self._evaluated = f"{name} {value:.3f}"
-        if not self._terminal:
-            self._say(f"{name} at step {step}: {value:.3f}")
+        if not step:
+            self._say(f"before the first step: {self._evaluated}")
+
+    def ended(self) -> None:
+        """Show where the run stands, whenever it was last shown."""
+        if self._row and int(self._row["step"]):
+            self._show()
+        self._end_line()
+
+    def _show(self) -> None:
+        self._shown = time.monotonic()
+        step = int(self._row["step"])
+        left = (self._shown - self._began) / step * (self._steps - step)
+        parts = [f"step {step}/{self._steps}"]
+        parts += [f"{label} {self._row[key]:{form}}" for key, label, form in _SHOWN if key in self._row]
+        parts += [self._evaluated] if self._evaluated else []
+        parts.append(f"{_clock(left)} left")
+        self._line("  ".join(parts))
 
     def _line(self, text: str) -> None:
         if not self._enabled:

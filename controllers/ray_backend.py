@@ -49,6 +49,9 @@ class RayBackend:
             require_cpus(placement, machine_cpus(), "this machine")
 
     def start(self, setup: Setup) -> dict[str, WorkerGroup]:
+        os.environ.setdefault(
+            "RAY_AUTH_MODE", "token"
+        )  # its default for local clusters; said aloud, it prints no warning
         import ray
 
         self._run_dir = setup.run_dir

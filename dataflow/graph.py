@@ -283,7 +283,7 @@ class Recording:
     def name_handle(self, handle: Handle, parameter: str | None) -> str:
         """The group's name; a handle without one takes that of the parameter that it came in."""
         if handle.name is None:
-            handle.name = parameter or handle.worker_class.__name__
+            handle.name = parameter or handle.worker_class.__name__.removesuffix("Worker").lower()
         other = self.handles.setdefault(handle.name, handle)
         if other is not handle:
             raise GraphError(

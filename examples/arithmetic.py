@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -45,6 +46,9 @@ def make_model(folder: Path, seed: int, hidden_size: int = 64) -> None:
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from tokenizers.decoders import Fuse
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
 
     characters = Tokenizer(models.WordLevel({s: i for i, s in enumerate(SYMBOLS)}, unk_token="<pad>"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")  # pyright: ignore[reportAttributeAccessIssue]
@@ -82,7 +86,7 @@ def warm_start(folder: Path, seed: int, steps: int = 1000) -> None:
     with weft.Driver(
         supervised(answers, actor=actor),
         schedule=weft.Synchronous(steps=steps, prompts_per_step=256),
-        evaluations=[weft.Evaluation(accuracy, every=10)],
+        evaluations=[weft.Evaluation(accuracy, every=4)],
         stop=lambda metrics: metrics.get("eval/reward/mean", 0.0) >= WARM_ACCURACY,
         root=folder,
         name="warm_start",
@@ -93,11 +97,27 @@ def warm_start(folder: Path, seed: int, steps: int = 1000) -> None:
         driver.call(actor, "save", path=folder / "model")
 
 
-def prepare(folder: Path, seed: int, warm_steps: int = 1000) -> Path:
-    """Data, tokenizer and warm-started model in `folder`, made on first use."""
+def prepare(root: Path, seed: int, small: bool = False) -> Path:
+    """Folder with data, tokenizer and warm-started model, made on first use."""
+    folder = root / f"arithmetic-{seed}{'-small' if small else ''}"
     if not (folder / "model").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        print("preparing: data, tokenizer, model and a supervised warm start", flush=True)
+        shutil.rmtree(folder, ignore_errors=True)  # what an interrupted warm start left
+        folder.mkdir(parents=True)
+        print("preparing: data, tokenizer, model, and a supervised warm start", flush=True)
         make_data(folder, seed)
-        warm_start(folder, seed, warm_steps)
+        warm_start(folder, seed, steps=20 if small else 1000)
     return folder
+
+
+def summary(metrics: list[dict[str, float]], seconds: float) -> dict[str, float]:
+    """What a run reached: held-out accuracy, and how far the generator's log-probabilities were from the trainer's."""
+    steps = [row for row in metrics if "actor/mean_logprob_gap" in row]
+    return {
+        "accuracy_before": metrics[0]["eval/reward/mean"],
+        "accuracy_after": metrics[-1]["eval/reward/mean"],
+        "seconds": round(seconds, 1),
+        "mean_logprob_gap": max(row["actor/mean_logprob_gap"] for row in steps),
+        "max_logprob_gap": max(row["actor/max_logprob_gap"] for row in steps),
+        "steps": len(steps),
+        "samples": int(sum(row["samples"] for row in steps)),
+    }

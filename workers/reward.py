@@ -54,7 +54,7 @@ class RewardConfig(Config):
             raise ValueError(f"reward function {takes} takes neither 'response' nor 'response_ids'{hint}")
         return function
 
-    @cached_property
+    @property
     def arguments(self) -> tuple[str, ...]:
         """Names that the function is called with; parameters with a default are the function's own business."""
         parameters = inspect.signature(self.function).parameters.values()
