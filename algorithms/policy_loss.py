@@ -79,20 +79,26 @@ class PolicyLoss(Config):
             (scalar, metrics `clip_fraction`, `approx_kl` (k3 from the old policy) and, where asked for, `kl`
             and `entropy`; means over trained tokens). 0 with a gradient of 0 when every token is masked.
         """
-        weights, trained = self.aggregation.weights(rows), rows.trained
-        # A masked token may hold anything, even inf; it must not reach the sums, and 0 * inf would.
-        log_ratio = torch.where(trained > 0, logprobs - rows[self.old], 0.0)
-        ratio = self.ratio(log_ratio, rows).exp()
-        losses, clipped = clipped_surrogate(ratio, rows[ADVANTAGES], self.clip_low, self.clip_high)
+        weights, trained = self.aggregation.weights(rows), rows.trained > 0
+
+        def read(column: str) -> Tensor:
+            # A masked token may hold anything, even nan, which would survive a weight of 0, forwards and backwards.
+            return torch.where(trained, rows[column], 0.0)
+
+        log_ratio = torch.where(trained, logprobs - read(self.old), 0.0)
+        losses, clipped = clipped_surrogate(
+            self.ratio(log_ratio, rows).exp(), read(str(ADVANTAGES)), self.clip_low, self.clip_high
+        )
         watched = {"clip_fraction": clipped, "approx_kl": k3(-log_ratio.detach(), torch.zeros_like(log_ratio))}
         if self.kl:
-            kl = self.kl.estimator(logprobs, rows[REFERENCE_LOGPROBS])
+            kl = self.kl.estimator(logprobs, read(str(REFERENCE_LOGPROBS)))
             losses, watched["kl"] = losses + self.kl.coefficient * kl, kl
         if self.needs_entropy:
-            losses, watched["entropy"] = losses - self.entropy_coefficient * rows["entropy"], rows["entropy"]
-        loss_sum = (weights * torch.where(trained > 0, losses, 0.0)).sum()
+            entropy = read("entropy")
+            losses, watched["entropy"] = losses - self.entropy_coefficient * entropy, entropy
+        loss_sum = (weights * losses).sum()
         with torch.no_grad():
-            sums = [torch.where(trained > 0, values, 0.0).sum() for values in watched.values()]
+            sums = [torch.where(trained, values, 0.0).sum() for values in watched.values()]
             totals = torch.stack([trained.sum(), *sums]).tolist()  # one transfer from the device for all of them
         return loss_sum, {name: Mean(total, totals[0]) for name, total in zip(watched, totals[1:], strict=True)}
 

@@ -1,0 +1,71 @@
+"""The graphs: what they read and write, and what is missing when something is."""
+
+import subprocess
+import sys
+
+import pyarrow as pa
+import pytest
+
+from weft.algorithms.advantages import leave_one_out
+from weft.algorithms.grpo import grpo
+from weft.algorithms.kl import KlPenalty
+from weft.algorithms.policy_loss import PolicyLoss
+from weft.algorithms.supervised import supervised
+from weft.dataflow.errors import UserError
+from weft.dataflow.graph import TableSource
+from weft.dataflow.handle import group
+from weft.workers.actor import ActorWorker
+from weft.workers.reference import ReferenceWorker
+
+PAIRS = TableSource("pairs", pa.table({"prompt_ids": [[1, 2]], "response_ids": [[3]]}))
+
+
+def test_supervised_is_one_node():
+    graph = supervised(PAIRS, actor=group(ActorWorker, model="m"))
+    (node,) = graph.nodes
+    assert node.name == "actor.update" and node.reads == ("prompt_ids", "response_ids")
+
+
+def test_a_loss_that_reads_what_no_node_writes_is_refused():
+    with pytest.raises(UserError, match="reads column 'advantages', which no node writes"):
+        supervised(PAIRS, actor=group(ActorWorker, model="m"), loss=PolicyLoss())
+
+
+def rollout_and_reward() -> tuple:
+    pytest.importorskip("weft.workers.rollout")
+    from weft.workers.reward import RewardWorker
+    from weft.workers.rollout import RolloutWorker
+
+    return group(RolloutWorker, model="m"), group(RewardWorker, function=always_one, tokenizer="m")
+
+
+def always_one(response: str) -> float:
+    return 1.0
+
+
+def test_grpo_records_the_graph_of_the_paper():
+    rollout, reward = rollout_and_reward()
+    actor, reference = group(ActorWorker, model="m"), group(ReferenceWorker, model="m")
+    loss = PolicyLoss(kl=KlPenalty(coefficient=0.04))
+    prompts = TableSource("prompts", pa.table({"prompt": ["1+1="], "prompt_ids": [[1]], "answer": ["2"]}))
+    graph = grpo(prompts, rollout=rollout, reward=reward, actor=actor, reference=reference, loss=loss, advantages=leave_one_out)
+    assert [n.name for n in graph.nodes] == [
+        "rollout.generate",
+        "reward.score",
+        "reference.logprobs",
+        "group_advantages",
+        "actor.update",
+    ]
+    assert graph["group_advantages"].arguments["estimator"] is leave_one_out
+    assert {"advantages", "response_logprobs", "reference_logprobs"} <= set(graph["actor.update"].reads)
+    with pytest.raises(UserError, match="reads column 'reference_logprobs', which no node writes"):
+        grpo(prompts, rollout=rollout, reward=reward, actor=actor, loss=loss)
+
+
+def test_algorithms_and_training_workers_are_imported_without_torch():
+    code = (
+        "import sys, weft.algorithms.grpo, weft.algorithms.supervised, weft.workers.actor, weft.workers.reference; "
+        "print(*{'torch', 'transformers', 'ray', 'vllm'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

@@ -1,0 +1,183 @@
+"""Losses: numbers by hand, a plain float64 reference with gradients, and properties that must hold for every variant."""
+
+import itertools
+
+import pytest
+import torch
+
+from weft.algorithms.aggregation import fixed_length, sequence_mean, token_mean
+from weft.algorithms.kl import KlPenalty, k1, k2, k3
+from weft.algorithms.loss import Loss, PackedRows
+from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
+from weft.algorithms.ratios import clipped_surrogate, sequence_ratio, token_ratio
+from weft.dataflow.errors import UserError
+
+LENGTHS = [3, 1, 5, 2, 4]
+VARIANTS = [
+    PolicyLoss(ratio=ratio, aggregation=aggregation, kl=kl, clip_high=0.3, entropy_coefficient=entropy)
+    for (ratio, aggregation), kl, entropy in itertools.product(
+        [(token_ratio, token_mean), (token_ratio, sequence_mean), (token_ratio, fixed_length(6)), (sequence_ratio, sequence_mean)],
+        [None, KlPenalty(coefficient=0.1), KlPenalty(coefficient=0.1, estimator=k2), KlPenalty(coefficient=0.1, estimator=k1)],
+        [0.0, 0.01],
+    )
+]
+
+
+def random_rows(seed: int = 0, *, mask: bool = True) -> tuple[torch.Tensor, PackedRows]:
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens = sum(LENGTHS)
+    draw = lambda: torch.randn(num_tokens, generator=generator, dtype=torch.float64)  # noqa: E731
+    logprobs = -2 + 0.5 * draw()
+    columns = {
+        "advantages": draw(),
+        "response_logprobs": logprobs + 0.3 * draw(),
+        "reference_logprobs": logprobs + 0.3 * draw(),
+        "entropy": draw().abs(),
+    }
+    if mask:
+        columns["response_mask"] = (torch.rand(num_tokens, generator=generator) < 0.7).to(torch.uint8)
+        columns["response_mask"][3] = 0  # the second row, of one token, is masked whole
+    return logprobs.requires_grad_(), PackedRows.of(LENGTHS, **columns)
+
+
+def reference(loss: PolicyLoss, logprobs: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+    """The mean that the papers write, one row and token at a time."""
+    kept, start = [], 0
+    for length in LENGTHS:
+        tokens = [t for t in range(start, start + length) if "response_mask" not in rows or rows["response_mask"][t]]
+        start += length
+        log_ratios = [logprobs[t] - rows["response_logprobs"][t] for t in tokens]
+        if loss.ratio is sequence_ratio and tokens:
+            log_ratios = [sum(log_ratios) / len(tokens)] * len(tokens)
+        losses = []
+        for t, log_ratio in zip(tokens, log_ratios, strict=True):
+            r, a = torch.exp(log_ratio), rows["advantages"][t]
+            value = -torch.minimum(r * a, torch.clamp(r, 1 - loss.clip_low, 1 + loss.clip_high) * a)
+            d = logprobs[t] - rows["reference_logprobs"][t]
+            if loss.kl:
+                estimators = {k1: d, k2: d * d / 2, k3: torch.exp(-d) - 1 + d}
+                value = value + loss.kl.coefficient * estimators[loss.kl.estimator]
+            losses.append(value - loss.entropy_coefficient * rows["entropy"][t])
+        kept.append(losses)
+    kept = [losses for losses in kept if losses]
+    if loss.aggregation is token_mean:
+        return sum(sum(row) for row in kept) / sum(len(row) for row in kept)
+    divisors = [len(row) if loss.aggregation is sequence_mean else 6 for row in kept]
+    return sum(sum(row) / n for row, n in zip(kept, divisors, strict=True)) / len(kept)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("loss", VARIANTS, ids=range(len(VARIANTS)))
+def test_every_variant_against_the_papers_formula(loss: PolicyLoss, masked: bool):
+    logprobs, rows = random_rows(mask=masked)
+    loss_sum, _ = loss(logprobs, rows)
+    mine = loss_sum / loss.count(rows)
+    expected = reference(loss, logprobs, rows)
+    torch.testing.assert_close(mine, expected, atol=1e-6, rtol=1e-6)
+    (mine_grad,), (expected_grad,) = (torch.autograd.grad(value, logprobs) for value in (mine, expected))
+    torch.testing.assert_close(mine_grad, expected_grad, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("loss", [*VARIANTS[::3], NegativeLogLikelihood(), NegativeLogLikelihood(aggregation=sequence_mean)])
+def test_sums_and_counts_add_up_over_microbatches_in_any_order(loss: Loss):
+    logprobs, rows = random_rows()
+    whole, whole_metrics = loss(logprobs, rows)
+    total, count, parts = torch.zeros((), dtype=torch.float64), 0.0, []
+    for row in (3, 0, 4, 2, 1):
+        tokens = slice(int(rows.cu_seqlens[row]), int(rows.cu_seqlens[row + 1]))
+        part = PackedRows.of([LENGTHS[row]], **{name: values[tokens] for name, values in rows.columns.items()})
+        part_sum, metrics = loss(logprobs[tokens], part)
+        total, count = total + part_sum, count + loss.count(part)
+        parts.append(metrics)
+    torch.testing.assert_close(total, whole)
+    assert count == loss.count(rows)
+    from weft.dataflow.metrics import merge
+
+    assert {n: m.value for n, m in merge(parts).items()} == pytest.approx({n: m.value for n, m in whole_metrics.items()})
+
+
+@pytest.mark.parametrize("loss", [*VARIANTS, NegativeLogLikelihood()], ids=range(len(VARIANTS) + 1))
+def test_masked_tokens_have_no_gradient_and_may_hold_anything(loss: Loss):
+    logprobs, rows = random_rows()
+    clean, _ = loss(logprobs, rows)
+    masked = rows["response_mask"] == 0
+    poisoned = {n: torch.where(masked, torch.nan, v) if v.is_floating_point() else v for n, v in rows.columns.items()}
+    dirty, metrics = loss(logprobs, PackedRows(rows.cu_seqlens, poisoned))
+    assert dirty.item() == clean.item() and all(m.value == m.value for m in metrics.values())
+    (gradient,) = torch.autograd.grad(dirty, logprobs)
+    assert (gradient[masked] == 0).all() and gradient.isfinite().all()
+
+
+def test_all_masked_is_zero_with_zero_gradient():
+    logprobs, rows = random_rows()
+    nothing = PackedRows(rows.cu_seqlens, {**rows.columns, "response_mask": torch.zeros(sum(LENGTHS))})
+    for loss in (PolicyLoss(), PolicyLoss(ratio=sequence_ratio, aggregation=sequence_mean), NegativeLogLikelihood()):
+        value, _ = loss(logprobs, nothing)
+        assert value.item() == 0 and loss.count(nothing) == 0
+        assert torch.autograd.grad(value, logprobs)[0].abs().max() == 0
+
+
+def test_clipping_by_hand():
+    ratio = torch.tensor([0.5, 0.5, 1.5, 1.5, 1.1], requires_grad=True)
+    loss, clipped = clipped_surrogate(ratio, torch.tensor([1.0, -1.0, 1.0, -1.0, 2.0]), 0.2, 0.28)
+    assert loss.tolist() == pytest.approx([-0.5, 0.8, -1.28, 1.5, -2.2])
+    assert clipped.tolist() == [False, True, True, False, False]
+    assert torch.autograd.grad(loss.sum(), ratio)[0].tolist() == [-1, 0, 0, 1, -2]
+
+
+def test_kl_estimators_by_hand_and_on_average():
+    torch.manual_seed(0)
+    p, q = torch.log_softmax(torch.randn(5, dtype=torch.float64), 0), torch.log_softmax(torch.randn(5, dtype=torch.float64), 0)
+    exact = (p.exp() * (p - q)).sum()
+    for estimator in (k1, k3):  # unbiased
+        torch.testing.assert_close((p.exp() * estimator(p, q)).sum(), exact)
+    assert (k2(p, q) >= 0).all() and (k3(p, q) >= 0).all()
+    for estimator in (k1, k2, k3):
+        assert estimator(p, p).abs().max() == 0
+        assert estimator(torch.tensor([]), torch.tensor([])).tolist() == []
+
+
+def test_the_gradients_of_the_estimators_are_those_that_they_state():
+    torch.manual_seed(0)
+    logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    q = torch.log_softmax(torch.randn(5, dtype=torch.float64), 0)
+    p = torch.log_softmax(logits, 0)
+    weights = p.detach().exp()  # tokens are drawn from p; the draw itself has no gradient
+
+    def expected(estimator) -> torch.Tensor:
+        return torch.autograd.grad((weights * estimator(p, q)).sum(), logits, retain_graph=True)[0]
+
+    forward = torch.autograd.grad((p.exp() * (p - q)).sum(), logits, retain_graph=True)[0]
+    backward = torch.autograd.grad((q.exp() * (q - p)).sum(), logits, retain_graph=True)[0]
+    assert expected(k1).abs().max() < 1e-12
+    torch.testing.assert_close(expected(k2), forward)
+    torch.testing.assert_close(expected(k3), backward)
+
+
+def test_k3_stays_finite_where_the_policy_has_left_the_reference():
+    p = torch.tensor([-1000.0], requires_grad=True)
+    k3(p, torch.tensor([-1.0])).sum().backward()
+    assert p.grad is not None and p.grad.isfinite().all()
+
+
+def test_what_a_loss_reads_depends_on_its_parts():
+    assert PolicyLoss().reads == ("advantages", "response_logprobs")
+    with_kl = PolicyLoss(kl=KlPenalty(coefficient=0.1), old="old_logprobs")
+    assert with_kl.reads == ("advantages", "old_logprobs", "reference_logprobs")
+    assert NegativeLogLikelihood().reads == ()
+    assert isinstance(PolicyLoss(), Loss) and isinstance(NegativeLogLikelihood(), Loss)
+    assert PolicyLoss(aggregation=fixed_length(8)) == PolicyLoss(aggregation=fixed_length(8))
+
+
+def test_a_missing_column_and_a_wrong_setting_are_named():
+    logprobs, rows = random_rows()
+    with pytest.raises(UserError, match="reads column 'old_logprobs'"):
+        PolicyLoss(old="old_logprobs")(logprobs, rows)
+    with pytest.raises(UserError, match="did you mean 'clip_high'"):
+        PolicyLoss(clip_hgh=0.1)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(UserError, match="PolicyLoss.aggregation"):
+        PolicyLoss(aggregation="token_mean")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UserError, match="greater than 0"):
+        KlPenalty(coefficient=0)
+    with pytest.raises(UserError, match="at least 1, not 0"):
+        fixed_length(0)

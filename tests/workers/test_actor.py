@@ -1,0 +1,184 @@
+"""ActorWorker and ReferenceWorker: updates, what they report, and where their weights go."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
+from weft.dataflow.batch import Batch
+from weft.dataflow.errors import UserError
+from weft.workers.actor import ActorConfig, ActorWorker
+from weft.workers.reference import ReferenceConfig, ReferenceWorker
+
+LOSS = PolicyLoss(old="old_logprobs")
+
+
+def actor(model: Path, **settings: Any) -> ActorWorker:
+    return ActorWorker(ActorConfig(model=str(model), **{"learning_rate": 1e-3, **settings}))
+
+
+def values(metrics: Any) -> dict[str, float]:
+    return {name: metric.value for name, metric in metrics.items()}
+
+
+def as_generated(worker: ActorWorker, rows: Batch, version: int = 0) -> Batch:
+    """The rows, as if sampled by these weights."""
+    scored = worker.logprobs(rows, into="response_logprobs")
+    logprobs, cu_seqlens = scored.ragged_numpy("response_logprobs")
+    return scored.with_columns(response_versions=(np.full(len(logprobs), version), cu_seqlens))
+
+
+def test_it_learns_what_it_is_shown(tiny_model: Path, rows: Batch):
+    worker = actor(tiny_model, learning_rate=3e-3)
+    losses = [values(worker.update(rows, loss=NegativeLogLikelihood()))["loss"] for _ in range(30)]
+    assert losses[-1] < 0.7 * losses[0]
+    assert worker.version == 30
+
+
+def test_a_step_moves_probability_towards_positive_advantages(tiny_model: Path, rows: Batch):
+    worker = actor(tiny_model)
+    rows = as_generated(worker, rows)
+    before, _ = rows.ragged_numpy("response_logprobs")
+    metrics = values(worker.update(rows, loss=PolicyLoss()))
+    after, _ = worker.logprobs(rows, into="after").ragged_numpy("after")
+    trained = rows.ragged_numpy("response_mask")[0].astype(bool)
+    gain = ((after - before) * rows.ragged_numpy("advantages")[0])[trained]
+    assert gain.mean() > 0
+    assert metrics["loss"] == pytest.approx(-rows.ragged_numpy("advantages")[0][trained].mean(), abs=1e-5)  # all ratios are 1
+    assert metrics["clip_fraction"] == 0 and metrics["tokens"] == trained.sum() and metrics["skipped_steps"] == 0
+
+
+def test_the_gap_to_the_generator_is_measured_before_the_update(tiny_model: Path, rows: Batch):
+    worker = actor(tiny_model)
+    rows = as_generated(worker, rows)
+    fresh = values(worker.update(rows, epochs=2, minibatches=2))
+    assert fresh["max_logprob_gap"] < 1e-5 and fresh["mean_logprob_gap"] < 1e-6
+    assert fresh["max_staleness"] == 0 and fresh["mean_staleness"] == 0
+    stale = values(worker.update(rows))
+    assert stale["mean_logprob_gap"] > 1e-3 and stale["max_logprob_gap"] > 1e-2
+    assert stale["max_staleness"] == 1 and stale["mean_staleness"] == 1
+
+
+def test_rows_without_a_generator_have_no_gap_and_no_staleness(tiny_model: Path, rows: Batch):
+    metrics = actor(tiny_model).update(rows, loss=LOSS)
+    assert not {"mean_logprob_gap", "max_logprob_gap", "mean_staleness", "max_staleness"} & set(metrics)
+
+
+def test_epochs_and_minibatches_are_optimizer_steps_of_one_version(tiny_model: Path, rows: Batch):
+    worker = actor(tiny_model)
+    metrics = worker.update(rows, loss=LOSS, epochs=2, minibatches=3)
+    trained = int(rows.ragged_numpy("response_mask")[0].sum())
+    assert worker.version == 1 and worker.engine.steps == 6  # pyright: ignore[reportAttributeAccessIssue]
+    assert values(metrics)["tokens"] == 2 * trained
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_step_that_is_not_finite_is_skipped_and_counted(tiny_model: Path, rows: Batch, poison: float):
+    worker = actor(tiny_model)
+    worker.update(rows, loss=LOSS)  # moments that would move the weights even without a gradient
+    weights = {name: tensor.clone() for name, tensor in worker.engine.named_tensors()}
+    advantages, cu_seqlens = rows.ragged_numpy("advantages")
+    poisoned = advantages.copy()
+    poisoned[rows.ragged_numpy("response_mask")[0].argmax()] = poison
+    metrics = values(worker.update(rows.with_columns(advantages=(poisoned, cu_seqlens)), loss=LOSS))
+    assert metrics["skipped_steps"] == 1 and "grad_norm" not in metrics
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in worker.engine.named_tensors())
+    healthy = values(worker.update(rows, loss=LOSS))
+    assert healthy["skipped_steps"] == 0 and math.isfinite(healthy["loss"])
+
+
+def test_what_stands_under_the_mask_changes_nothing(tiny_model: Path, rows: Batch):
+    masked = rows.ragged_numpy("response_mask")[0] == 0
+    results = []
+    for poison in (0.0, float("nan")):
+        worker = actor(tiny_model)
+        columns = {}
+        for name in ("advantages", "old_logprobs"):
+            content, cu_seqlens = rows.ragged_numpy(name)
+            columns[name] = (np.where(masked, np.float32(poison), content), cu_seqlens)
+        results.append(values(worker.update(rows.with_columns(**columns), loss=LOSS)))
+    assert results[0] == results[1]
+
+
+def test_rows_without_a_token_to_train_on_move_nothing(tiny_model: Path, rows: Batch):
+    worker = actor(tiny_model)
+    before = {name: tensor.clone() for name, tensor in worker.engine.named_tensors()}
+    mask, cu_seqlens = rows.ragged_numpy("response_mask")
+    metrics = values(worker.update(rows.with_columns(response_mask=(np.zeros_like(mask), cu_seqlens)), loss=LOSS))
+    assert metrics["skipped_steps"] == 1 and metrics["tokens"] == 0
+    nothing = values(worker.update(rows.slice(0, 0), loss=LOSS))
+    assert nothing["skipped_steps"] == 1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in worker.engine.named_tensors())
+
+
+def test_an_empty_response_has_no_logprobs_and_costs_nothing(tiny_model: Path):
+    batch = Batch.of(prompt_ids=[[1, 2], [3], [4]], response_ids=[[], [5, 6], []], advantages=[[], [1.0, 1.0], []])
+    scored = actor(tiny_model).logprobs(batch)["old_logprobs"].to_pylist()
+    assert [len(row) for row in scored] == [0, 2, 0]
+    assert actor(tiny_model).logprobs(batch.slice(0, 1))["old_logprobs"].to_pylist() == [[]]
+
+
+def test_a_saved_policy_loads_with_transformers_and_with_an_actor(tiny_model: Path, rows: Batch, tmp_path: Path):
+    worker = actor(tiny_model)
+    worker.update(rows, loss=LOSS)
+    for _ in range(2):  # the second replaces the first
+        worker.save(tmp_path / "policy")
+    assert {p.name for p in (tmp_path / "policy").iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
+    assert [p.name for p in tmp_path.iterdir()] == ["policy"]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    assert loaded.config.attention_dropout == 0.1  # the engine trains without dropout and does not write that down
+    weights = dict(worker.engine.named_tensors())
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in loaded.named_parameters())
+    mine, theirs = worker.logprobs(rows, into="x"), actor(tmp_path / "policy").logprobs(rows, into="x")
+    assert mine == theirs
+
+
+def test_a_reference_follows_the_actor(tiny_model: Path, rows: Batch):
+    worker, reference = actor(tiny_model), ReferenceWorker(ReferenceConfig(model=str(tiny_model)))
+    worker.update(rows, loss=LOSS)
+    weights = worker.publish_weights(version=worker.version)
+    assert weights is not None and weights.version == 1
+    mine = worker.logprobs(rows, into="x")
+    assert reference.logprobs(rows, into="x") != mine
+    assert reference.receive_weights(weights) == weights.checksum
+    assert reference.version == 1 and reference.logprobs(rows, into="x") == mine
+    worker.close()
+
+
+def test_weights_of_another_model_are_refused(tiny_model: Path):
+    reference = ReferenceWorker(ReferenceConfig(model=str(tiny_model)))
+    tensors = dict(actor(tiny_model).engine.named_tensors())
+    name = "model.norm.weight"
+    with pytest.raises(UserError, match="has no tensor 'head'"):
+        reference.engine.load({"head": tensors[name]}.items())
+    with pytest.raises(UserError, match=r"'model.norm.weight' has shape \[64\], not \[3\]"):
+        reference.engine.load({name: torch.zeros(3)}.items())
+    with pytest.raises(UserError, match="came without"):
+        reference.engine.load({name: tensors[name]}.items())
+
+
+def check(config: ActorConfig, **arguments: Any) -> None:
+    ActorWorker.check(config, [SimpleNamespace(name="actor.update", arguments=arguments)], None)  # pyright: ignore[reportArgumentType]
+
+
+def test_mistakes_are_found_before_any_process_starts(tiny_model: Path):
+    config = ActorConfig(model=str(tiny_model))
+    check(config, loss=PolicyLoss(), epochs=1, minibatches=4)
+    with pytest.raises(UserError, match=r"loss is|make a value of it: PolicyLoss\(\)"):
+        check(config, loss=PolicyLoss)
+    with pytest.raises(UserError, match="loss must be a Loss such as PolicyLoss"):
+        check(config, loss="ppo")
+    with pytest.raises(UserError, match="minibatches must be a whole number of at least 1, not 0"):
+        check(config, minibatches=0)
+    with pytest.raises(UserError, match="no such folder"):
+        check(ActorConfig(model=str(tiny_model.with_name("tinny"))))
+    with pytest.raises(UserError, match=r"tensor_parallel=4 does not divide the model's num_key_value_heads \(2\)"):
+        check(ActorConfig(model=str(tiny_model), tensor_parallel=4))
+    with pytest.raises(UserError, match="did you mean 'learning_rate'"):
+        ActorConfig(model="x", learning_rat=1)  # pyright: ignore[reportCallIssue]
