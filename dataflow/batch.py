@@ -34,8 +34,15 @@ class Batch:
     def __init__(self, record: pa.RecordBatch) -> None:
         self.record = record
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As one Arrow IPC message: Arrow's own pickles of a slice carry every row of the batch that it was cut from.
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, self.record.schema) as writer:
+            writer.write_batch(self.record)
+        return _from_message, (sink.getvalue(),)
+
     @classmethod
-    def of(cls, **columns: Any) -> Batch:
+    def of(cls, /, **columns: Any) -> Batch:
         """A batch from columns given as Arrow arrays, numpy arrays, tensors, lists, or `(values, cu_seqlens)` pairs.
 
         Columns that Weft declares (`dataflow/column.py`) get their declared type; others keep the type found.
@@ -51,11 +58,24 @@ class Batch:
 
     @classmethod
     def concat(cls, batches: Iterable[Batch]) -> Batch:
-        """The rows of all batches, in order; every batch must have the same columns."""
+        """The rows of all batches, in order; every batch must have the same columns.
+
+        Types may differ as far as one holds the other: a list column that is empty in one batch, integers among floats.
+        """
         records = [b.record for b in batches]
         if not records:
             raise UserError("Batch.concat needs at least one batch")
-        return cls(records[0]) if len(records) == 1 else cls(pa.concat_batches(records))
+        if all(r.schema.equals(records[0].schema) for r in records):
+            return cls(records[0]) if len(records) == 1 else cls(pa.concat_batches(records))
+        for record in records:
+            if set(record.schema.names) != set(records[0].schema.names):
+                names = (", ".join(r.schema.names) or "none" for r in (records[0], record))
+                raise UserError("batches to concatenate must have the same columns, not {} and {}".format(*names))
+        try:
+            table = pa.concat_tables([pa.Table.from_batches([r]) for r in records], promote_options="permissive")
+        except (pa.ArrowTypeError, pa.ArrowInvalid) as error:
+            raise UserError(f"batches to concatenate must have columns of the same types: {error}") from None
+        return cls.of(**{name: table.column(name) for name in table.column_names})
 
     def __len__(self) -> int:
         return self.record.num_rows
@@ -93,11 +113,17 @@ class Batch:
     def numpy(self, column: object) -> np.ndarray:
         """A fixed-width column, `[rows]`, without a copy (read-only); strings as an object array."""
         array = self[column]
-        return array.to_numpy(zero_copy_only=pa.types.is_primitive(array.type) and array.null_count == 0)
+        return array.to_numpy(zero_copy_only=_has_fixed_width(array.type) and array.null_count == 0)
 
     def tensor(self, column: object) -> Tensor:
         """A fixed-width column as a torch tensor `[rows]`, without a copy. Do not write to it."""
-        return _tensor(self[column])
+        array = self[column]
+        if pa.types.is_boolean(array.type):  # one bit each in Arrow
+            return torch.from_numpy(array.to_numpy(zero_copy_only=False))
+        if not _has_fixed_width(array.type):
+            better = "ragged()" if pa.types.is_list(array.type) else "numpy()"
+            raise UserError(f"column {str(column)!r} is {array.type}, not one number a row; read it with {better}")
+        return _tensor(array)
 
     def ragged(self, column: object) -> tuple[Tensor, Tensor]:
         """A ragged column as `(values [T], cu_seqlens [rows + 1] int32)` torch tensors, without a copy.
@@ -159,7 +185,7 @@ class Batch:
         starts = np.cumsum([0, *sizes])
         return [self.slice(int(start), size) for start, size in zip(starts, sizes, strict=False)]
 
-    def with_columns(self, **columns: Any) -> Batch:
+    def with_columns(self, /, **columns: Any) -> Batch:
         """This batch with columns added (or replaced); values as for `of`, one per row."""
         merged: dict[str, Any] = {name: self.record.column(name) for name in self.columns}
         for name, data in columns.items():
@@ -188,6 +214,14 @@ class Batch:
         if start:  # a slice of a larger batch: rebase the offsets
             offsets = pa.array(offsets.to_numpy() - np.int32(start))
         return values, offsets
+
+
+def _from_message(message: pa.Buffer) -> Batch:
+    return Batch(pa.ipc.open_stream(message).read_next_batch())
+
+
+def _has_fixed_width(type: pa.DataType) -> bool:
+    return pa.types.is_primitive(type) and not pa.types.is_boolean(type)
 
 
 def _tensor(array: pa.Array) -> Tensor:
