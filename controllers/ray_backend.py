@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,8 @@ from .shell import Failure, Task, failure_of, run
 
 START_TIMEOUT_S = 300.0
 """Longest wait for workers to be up: vLLM's imports and a large model's loading are in it."""
+CLOSE_TIMEOUT_S = 5.0
+"""Longest wait for workers to release what they hold, before they are ended without being asked."""
 
 
 class RayBackend:
@@ -87,12 +91,21 @@ class RayBackend:
 
         if ray.is_initialized():
             return
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self._init_ray(placement)
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                for number, handler in before.items():  # Ray puts its own in place, which end the process on the spot
+                    signal.signal(number, handler)
+
+    def _init_ray(self, placement: Mapping[str, Place]) -> None:
+        import ray
+
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
         if self.address:
             ray.init(address=self.address, namespace="weft", **quiet)
             return
-        # Ray listens on loopback alone when this is set; tests/controllers/test_sockets.py holds it to that.
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         self._folder = tempfile.mkdtemp(prefix="weft-")
         pools = {p.pool.name: p.pool for p in placement.values()}
@@ -228,22 +241,21 @@ class RayBackend:
     def close(self) -> None:
         import ray
 
-        for actor in self._actors.values():
-            actor.close.remote()
-        closing = [a.__ray_terminate__.remote() for a in self._actors.values()]
-        if closing:
-            ray.wait(closing, num_returns=len(closing), timeout=5)
-        for actor in self._actors.values():
-            ray.kill(actor)
-        for group in self._groups:
-            ray.util.remove_placement_group(group)
-        self._actors.clear()
-        self._streams.clear()
-        self._groups.clear()
-        if self._folder:
+        closing = [actor.close.remote() for actor in self._actors.values()]
+        if closing and ray.is_initialized():
+            ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
+        if self._folder:  # a cluster of our own: everything in it ends with it, also when part of it is dead already
             ray.shutdown()
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+        else:
+            for actor in self._actors.values():
+                ray.kill(actor)
+            for group in self._groups:
+                ray.util.remove_placement_group(group)
+        self._actors.clear()
+        self._streams.clear()
+        self._groups.clear()
 
 
 class Rank:

@@ -17,7 +17,7 @@ import pyarrow as pa
 from .column import IDENTITY
 from .errors import UserError, nearest
 from .handle import Handle
-from .operation import Operation, Shape, bind
+from .operation import Operation, Shape, bind, bind_signature
 
 SOURCE = 0
 """Level of the rows that come from the source; each EXPAND makes a further level."""
@@ -61,7 +61,7 @@ class Rows:
     def __or__(self, other: Rows) -> Rows:
         """Two branches over the same rows, joined: the columns of both."""
         if other.level != self.level:
-            raise UserError("| joins two branches over the same rows; one of these was expanded from the other")
+            raise UserError("| joins two branches over the same rows; these were expanded from one another, or apart")
         return Rows(
             self.recording,
             self.level,
@@ -189,7 +189,8 @@ class Graph:
             for column in node.writes:
                 if column in {str(c) for c in IDENTITY}:
                     yield f"node {node.name!r} writes column {column!r}, which identifies rows and belongs to the buffer"
-                elif column in written:
+                # The rows of an EXPAND are new: the prompt of a dialogue's next turn may be called what the first was called.
+                elif column in written and node.makes_level is None:
                     already = written[column]
                     yield f"node {node.name!r} writes column {column!r}, which {already} writes already; rename it (into=...)"
                 written.setdefault(column, f"node {node.name!r}")
@@ -242,30 +243,32 @@ class Graph:
     def mermaid(self) -> str:
         """The graph as a Mermaid flowchart: solid edges carry columns, dotted ones carry parameters."""
         ids = {"": "source"} | {n.name: f"n{i}" for i, n in enumerate(self.nodes)}
-        shapes = {Shape.MAP: '["{}"]', Shape.GROUP: '[["{}"]]', Shape.FILTER: '{{"{}"}}', Shape.EXPAND: '[/"{}"/]'}
-        lines = ["flowchart LR", f'  source[("{self.source.name}")]']
+        lines = ["flowchart LR", f"  source[({_quoted(self.source.name)})]"]
         for path in dict.fromkeys(n.path for n in self.nodes):
-            inside = [n for n in self.nodes if n.path == path]
-            drawn = [
-                "  "
-                + ids[n.name]
-                + (shapes[n.operation.shape].format(n.name) if not n.operation.updates else f'(["{n.name}"])')
-                for n in inside
-            ]
-            lines += [f'  subgraph "{"/".join(path)}"', *("  " + d for d in drawn), "  end"] if path else drawn
+            drawn = [f"  {ids[n.name]}{_outline(n)}" for n in self.nodes if n.path == path]
+            lines += [f"  subgraph {_quoted('/'.join(path))}", *("  " + d for d in drawn), "  end"] if path else drawn
         for node in self.nodes:
             carried: dict[str, list[str]] = {w: [] for w in node.after}
             for column in node.reads:
                 carried.setdefault(node.writers[column], []).append(column)
             for writer, columns in carried.items():
-                label = f'-- "{", ".join(columns)}" ' if columns else ""
+                label = f"-- {_quoted(', '.join(columns))} " if columns else ""
                 lines.append(f"  {ids[writer]} {label}--> {ids[node.name]}")
+        # A parameter edge leaves the node that updates, and reaches each node that uses the weights. A group that has no
+        # such node here (it may have one in another graph of the run) is drawn itself.
+        groups = dict.fromkeys(g for e in self.follows for g in (e.leader, e.follower))
+        updates = {g: [n for n in self.nodes if n.group == g and n.operation.updates] for g in groups}
+        uses = {g: [n for n in self.nodes if n.group == g] for g in groups}
+        alone = {g: f"g{i}" for i, g in enumerate(groups)}
+        drawn_alone: dict[str, None] = {}
+        edges: list[str] = []
         for edge in self.follows:
-            updates = [n for n in self.nodes if n.group == edge.leader and n.operation.updates]
-            targets = [n for n in self.nodes if n.group == edge.follower]
-            for node in targets:
-                start = ids[updates[-1].name] if updates else edge.leader
-                lines.append(f'  {start} -. "weights, {_every(edge.every)}" .-> {ids[node.name]}')
+            start = ids[updates[edge.leader][-1].name] if updates[edge.leader] else alone[edge.leader]
+            ends = [ids[n.name] for n in uses[edge.follower]] or [alone[edge.follower]]
+            drawn_alone |= dict.fromkeys(g for g in (edge.leader, edge.follower) if alone[g] in (start, *ends))
+            label = _quoted(f"weights, {_every(edge.every)}")
+            edges += [f"  {start} -. {label} .-> {end}" for end in ends]
+        lines += [f"  {alone[g]}[{_quoted(g)}]" for g in drawn_alone] + edges
         return "\n".join(lines) + "\n"
 
 
@@ -368,19 +371,18 @@ def graph(function: Callable[..., Any]) -> Callable[..., Graph]:
     Raises:
         GraphError: when the rows of the recorded graph break a rule (see `Graph.validate`).
     """
-    parameters = inspect.signature(function)
+    if not inspect.signature(function).parameters:
+        raise UserError(f"graph {function.__name__!r} must take rows as its first parameter")
 
     @functools.wraps(function)
     def record(*args: Any, **kwargs: Any) -> Any:
-        bound = parameters.bind(*args, **kwargs)
-        bound.apply_defaults()
+        bound = bind_signature(function, 0, args, kwargs)
         first = next(iter(bound.arguments))
         source = bound.arguments[first]
         outer = source.recording if isinstance(source, Rows) else None
         recording = outer or Recording(function.__name__, _checked_source(function.__name__, source))
-        for name, value in bound.arguments.items():
-            if isinstance(value, Handle):
-                recording.name_handle(value, name)
+        for name, handle in _handles(bound.arguments):
+            recording.name_handle(handle, name)
         if outer is not None:
             path, outer.path = outer.path, (*outer.path, function.__name__)
             try:
@@ -412,12 +414,34 @@ class TableSource:
         return tuple(self.table.column_names)
 
 
+def _handles(arguments: Mapping[str, Any]) -> Iterable[tuple[str, Handle]]:
+    """Handles among the arguments of a graph, each with the name that it takes from there; lists are numbered."""
+    for name, value in arguments.items():
+        if isinstance(value, Handle):
+            yield name, value
+        elif isinstance(value, Mapping):
+            yield from _handles({str(k): v for k, v in value.items()})
+        elif isinstance(value, list | tuple):
+            yield from _handles({f"{name}_{k}": v for k, v in enumerate(value)})
+
+
 def _checked_source(graph_name: str, source: object) -> Source:
     if isinstance(source, Handle) or not all(hasattr(source, a) for a in ("name", "columns", "table")):
         raise UserError(
             f"graph {graph_name!r} takes a source of rows first (weft.Prompts.read(...) or weft.TableSource), not {source!r}"
         )
     return source  # pyright: ignore[reportReturnType]
+
+
+_OUTLINES = {Shape.MAP: "[{}]", Shape.GROUP: "[[{}]]", Shape.FILTER: "{{{}}}", Shape.EXPAND: "[/{}/]"}
+
+
+def _outline(node: Node) -> str:
+    return ("([{}])" if node.operation.updates else _OUTLINES[node.operation.shape]).format(_quoted(node.name))
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace('"', "#quot;") + '"'
 
 
 def _every(every: int) -> str:

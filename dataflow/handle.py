@@ -20,6 +20,10 @@ class Following:
     every: int
 
 
+class NoSuchNodeError(UserError, AttributeError):
+    """A handle was asked for what its worker class cannot do; `hasattr(actor, "logprobs")` may ask."""
+
+
 class Handle:
     """Stands for a worker group: its class, its configuration, its name.
 
@@ -44,8 +48,8 @@ class Handle:
         """
         if not isinstance(leader, Handle):
             raise UserError(f"{self.name or self.worker_class.__name__}.follows() takes a handle, not {leader!r}")
-        if every < 1:
-            raise UserError(f"{self!r}.follows(every={every}): every must be at least 1")
+        if not isinstance(every, int) or every < 1:
+            raise UserError(f"{self!r}.follows(every={every!r}): every must be a whole number of at least 1")
         for handle, method in ((leader, "publish_weights"), (self, "receive_weights")):
             if not hasattr(handle.worker_class, method):
                 raise UserError(f"{self!r} cannot follow {leader!r}: {handle.worker_class.__name__} has no {method}()")
@@ -61,7 +65,7 @@ class Handle:
         if operation is None:
             known = [n for n in dir(self.worker_class) if operation_of(getattr(self.worker_class, n, None))]
             hint = nearest(method, known) or f"; it has {', '.join(known) or 'none'}"
-            raise UserError(f"{self.worker_class.__name__} has no node {method!r}{hint}")
+            raise NoSuchNodeError(f"{self.worker_class.__name__} has no node {method!r}{hint}")
 
         def record(*args: Any, **kwargs: Any) -> Any:
             recorder = getattr(args[0], "__record__", None) if args else None

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import isnan
 from typing import TypeAlias
+
+from .errors import UserError
 
 
 @dataclass(frozen=True)
@@ -28,12 +31,12 @@ class Mean:
 
 @dataclass(frozen=True)
 class Max:
-    """The largest value seen."""
+    """The largest value seen; NaN when any was."""
 
     value: float
 
     def __add__(self, other: Max) -> Max:
-        return Max(max(self.value, other.value))
+        return self if isnan(self.value) else other if isnan(other.value) else Max(max(self.value, other.value))
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,16 @@ def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
 
     >>> merge([{"rows": Sum(2)}, {"rows": Sum(3), "gap": Max(0.5)}])
     {'rows': Sum(value=5), 'gap': Max(value=0.5)}
+
+    Raises:
+        UserError: for a name that is a Mean in one part and a Max in another, say.
     """
     merged: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
-            merged[name] = merged[name] + metric if name in merged else metric  # pyright: ignore[reportOperatorIssue]
+            before = merged.get(name)
+            if before is not None and type(before) is not type(metric):
+                kinds = f"{type(before).__name__} in one part and a {type(metric).__name__}"
+                raise UserError(f"metric {name!r} is a {kinds} in another")
+            merged[name] = metric if before is None else before + metric  # pyright: ignore[reportOperatorIssue]
     return merged

@@ -144,15 +144,33 @@ def bind(function: Callable[..., Any], skip: int, args: tuple[Any, ...], kwargs:
     Raises:
         UserError: for an argument that the function does not take, naming the nearest one that it does.
     """
+    bound = bind_signature(function, skip, args, kwargs)
+    arguments: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL and value:
+            raise UserError(f"{function.__qualname__}: give the arguments of a node by name, not as *{name}")
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            arguments |= value
+        elif kind is not inspect.Parameter.VAR_POSITIONAL:
+            arguments[name] = value
+    return arguments
+
+
+def bind_signature(
+    function: Callable[..., Any], skip: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> inspect.BoundArguments:
+    """`inspect.Signature.bind` with defaults filled in, whose errors name the nearest right argument."""
     parameters = list(inspect.signature(function).parameters.values())[skip:]
-    names = [p.name for p in parameters]
+    named = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    takes = ", ".join(named) or "only rows"
     for name in kwargs:
-        if name not in names and not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            hint = nearest(name, names) or f"; it takes {', '.join(names) or 'only rows'}"
+        if name not in named and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            hint = nearest(name, named) or f"; it takes {takes}"
             raise UserError(f"{function.__qualname__} takes no argument {name!r}{hint}")
     try:
         bound = inspect.Signature(parameters).bind(*args, **kwargs)
-    except TypeError as error:
-        raise UserError(f"{function.__qualname__}: {error}; it takes {', '.join(names) or 'only rows'}") from None
+    except TypeError as error:  # one too many, one that must be given, or one given twice
+        raise UserError(f"{function.__qualname__}: {error}; it takes {takes}") from None
     bound.apply_defaults()
-    return dict(bound.arguments)
+    return bound

@@ -6,7 +6,10 @@ class; importing it registers the transfer engine, so tensor-parallel children n
 
 from __future__ import annotations
 
+import glob
+import os
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,7 +108,7 @@ def _process_tied(model: torch.nn.Module) -> None:
 
 
 class WeightReport:
-    """vLLM worker extension: lets the engine ask every rank which weights it holds."""
+    """vLLM worker extension: what the engine asks of every rank besides vLLM's own calls."""
 
     weight_transfer_engine: WeightTransferEngine[Any, Any] | None
 
@@ -113,6 +116,15 @@ class WeightReport:
         """Version and checksum of this rank's last finished update, or None before the first."""
         engine = self.weight_transfer_engine
         return engine.loaded if isinstance(engine, SharedMemoryReceiver) else None
+
+    def weft_unlink_shared_memory(self) -> None:
+        """Take away the names under which ranks on CPU found each other's memory; it stays as long as they use it.
+
+        vLLM leaves the files behind even when it is shut down in order.
+        """
+        if name := os.environ.get("VLLM_DIST_IDENT"):  # set by vLLM where ranks are processes on CPU
+            for file in Path("/dev/shm").glob(f"{glob.escape(name)}-*"):
+                file.unlink(missing_ok=True)
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryReceiver)

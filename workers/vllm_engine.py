@@ -105,6 +105,8 @@ class VllmEngine:
         if kv_cache_gib is not None:
             arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * GIB)
         self._engine = _start(arguments, tensor_parallel=settings.tensor_parallel, on_gpu=on_gpu, compile=self._compile)
+        if settings.tensor_parallel > 1:
+            self._engine.collective_rpc("weft_unlink_shared_memory")
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[Response]]:
         """Responses as they finish; see `GenerationEngine`. Several iterators may be open at once."""
@@ -256,7 +258,7 @@ def _start(arguments: dict[str, Any], *, tensor_parallel: int, on_gpu: bool, com
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork would copy OpenMP's locks, held or not
     if tensor_parallel > 1 and not on_gpu:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _cores(tensor_parallel))
-    for_children = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    for_children = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
     if not compile:
         for_children["TORCH_COMPILE_DISABLE"] = "1"
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()

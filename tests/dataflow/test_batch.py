@@ -1,6 +1,7 @@
 """Batch against a naive model: a list of dictionaries."""
 
 import copy
+import itertools
 import pickle
 from typing import Any
 
@@ -191,7 +192,7 @@ def test_cutting_and_adding_columns_shares_the_rest():
     where = address(batch["response_ids"])
     others = [batch.slice(1, 2), batch.select(["response_ids"]), batch.with_columns(x=[0] * 4), *batch.split([1, 3])]
     assert [address(b["response_ids"]) for b in others] == [where] * 5
-    assert batch.with_columns(**{"reward": batch["reward"]})["reward"].buffers()[1].address == address(batch["reward"])
+    assert batch.with_columns(reward=batch["reward"])["reward"].buffers()[1].address == address(batch["reward"])
 
 
 def test_making_a_ragged_column_from_numpy_does_not_copy_it():
@@ -242,9 +243,7 @@ def test_a_batch_is_a_list_of_dictionaries(rows: list[Row], data: st.DataObject)
     if "response_ids" in batch:
         values, offsets = batch.ragged_numpy("response_ids")
         assert offsets[0] == 0 and len(offsets) == len(model) + 1
-        assert [values[a:b].tolist() for a, b in zip(offsets, offsets[1:], strict=False)] == [
-            r["response_ids"] for r in model
-        ]
+        assert [values[a:b].tolist() for a, b in itertools.pairwise(offsets)] == [r["response_ids"] for r in model]
         assert batch.lengths("response_ids").tolist() == [len(r["response_ids"]) for r in model]
     if "group_id" in batch:
         keys, index = batch.groups()

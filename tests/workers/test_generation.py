@@ -388,6 +388,7 @@ def test_two_tensor_parallel_ranks_give_the_logprobs_of_one(folder: Path) -> Non
             engine.close()
             print("done", flush=True)
     """
+    before = set(os.listdir("/dev/shm"))
     # A program of its own: vLLM's ranks are processes, and start from a main module that they can import.
     file = folder / "two_ranks.py"
     file.write_text(textwrap.dedent(program))
@@ -399,6 +400,7 @@ def test_two_tensor_parallel_ranks_give_the_logprobs_of_one(folder: Path) -> Non
         timeout=300,
     )
     assert done.returncode == 0 and "done" in done.stdout, done.stderr
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("vllm")}
 
 
 @pytest.mark.gpu
