@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
@@ -32,7 +33,7 @@ class Shape(enum.Enum):
 class Operation:
     """The declaration that `@remote` and `@node` attach to a method or function.
 
-    `reads`, `may_read` (used where present) and `writes` are column names. A name like "{into}" stands for the
+    `reads`, `may_read` (used where present) and `writes` are column names. "{into}", alone or within a name, stands for the
     value of that argument of the call, "{loss.reads}" for the names in that attribute of it, and "{config.reads}" for
     those in the worker group's configuration, so that what a node reads can depend on how it is made and called.
     """
@@ -55,17 +56,15 @@ class Operation:
         """
         names: list[str] = []
         for template in templates:
-            if not (template.startswith("{") and template.endswith("}")):
-                names.append(template)
+            whole = re.fullmatch(r"\{([\w.]+)\}", template)
+            if whole is None:
+                names.append(re.sub(r"\{(\w+)\}", lambda part: str(arguments[part[1]]), template))
                 continue
-            value: Any = arguments
-            first, *rest = template[1:-1].split(".")
-            value = arguments[first]
+            first, *rest = whole[1].split(".")
+            value: Any = arguments[first]
             for attribute in rest:
                 value = getattr(value, attribute, ())
-            names.extend(
-                [str(value)] if isinstance(value, str) or not isinstance(value, Iterable) else [str(v) for v in value]
-            )
+            names.extend([str(value)] if isinstance(value, str) or not isinstance(value, Iterable) else map(str, value))
         return tuple(dict.fromkeys(names))
 
 

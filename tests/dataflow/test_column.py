@@ -1,0 +1,19 @@
+"""Columns and their declarations."""
+
+import pyarrow as pa
+
+from weft.dataflow.column import IDENTITY, KNOWN, RESPONSE_IDS, REWARD, Column, ragged
+
+
+def test_a_column_stands_for_its_name():
+    assert str(REWARD) == "reward" and f"{RESPONSE_IDS}" == "response_ids"
+
+
+def test_every_declared_column_is_known_by_its_name_with_a_unit_or_a_meaning():
+    assert all(isinstance(c, Column) and KNOWN[c.name] is c and c.doc for c in KNOWN.values())
+    assert {c.name for c in IDENTITY} == {"sample_id", "group_id", "parent_id"} <= set(KNOWN)
+
+
+def test_ragged_columns_have_int32_offsets():
+    assert ragged(pa.int32()) == pa.list_(pa.int32())
+    assert all(not pa.types.is_large_list(c.type) for c in KNOWN.values())

@@ -1,0 +1,70 @@
+"""Configuration: mistakes are answered with the place, the rule, the value and the nearest right name."""
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+import pytest
+from pydantic import Field
+
+from weft.dataflow.config import Config
+from weft.dataflow.errors import UserError
+
+
+class Inner(Config):
+    depth: int = Field(default=1, ge=1)
+
+
+class Outer(Config):
+    learning_rate: float = Field(default=1e-3, gt=0)
+    """Step size."""
+    model: str | Path
+    mode: Literal["fast", "slow"] = "fast"
+    inner: Inner = Inner()
+
+    @pydantic.field_validator("model")
+    @classmethod
+    def _not_empty(cls, model: str) -> str:
+        if not model:
+            raise ValueError("give a folder")
+        return model
+
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"model": "m", "learning_rat": 1}, "Outer has no setting 'learning_rat' (value 1); did you mean 'learning_rate'?"),
+    ({"model": "m", "xyz": 1}, "Outer has no setting 'xyz' (value 1); it has learning_rate, model, mode, inner"),
+    ({"model": "m", "learning_rate": -1}, "Outer.learning_rate: input should be greater than 0, not -1"),
+    ({"model": "m", "learning_rate": "big"}, "Outer.learning_rate: input should be a valid number, unable to parse"),
+    ({}, "Outer.model must be given"),
+    ({"model": ""}, "Outer.model: give a folder"),
+    ({"model": "m", "mode": "fsat"}, "Outer.mode: input should be 'fast' or 'slow', not 'fsat'"),
+    ({"model": "m", "inner": {"deph": 1}}, "Inner has no setting 'deph' (value 1); did you mean 'depth'?"),
+    ({"model": "m", "inner": {"depth": 0}}, "Inner.depth: input should be greater than or equal to 1, not 0"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), MISTAKES)
+def test_a_mistake_is_named(settings: dict[str, Any], message: str):
+    with pytest.raises(UserError) as caught:
+        Outer(**settings)
+    assert message in str(caught.value)
+    assert "pydantic" not in str(caught.value)
+
+
+def test_every_mistake_is_named_at_once():
+    with pytest.raises(UserError) as caught:
+        Outer(learning_rate=-1, mdoel="m")
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_a_configuration_is_frozen_and_travels():
+    config = Outer(model="m", inner=Inner(depth=3))
+    with pytest.raises(pydantic.ValidationError):
+        config.learning_rate = 2.0  # pyright: ignore[reportAttributeAccessIssue]
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+
+
+def test_the_text_under_a_field_is_its_description():
+    assert Outer.model_fields["learning_rate"].description == "Step size."

@@ -1,0 +1,38 @@
+"""Metrics merge exactly, in any order."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.dataflow.errors import UserError
+from weft.dataflow.metrics import Max, Mean, Sum, merge
+
+
+def test_a_mean_is_weighted_and_nan_without_weight():
+    assert (Mean(6.0, 3.0) + Mean(2.0, 1.0)).value == 2.0
+    assert math.isnan(Mean(0.0, 0.0).value)
+    assert (Mean(0.0, 0.0) + Mean(3.0, 2.0)).value == 1.5
+
+
+def test_nan_is_not_lost_in_a_maximum():
+    assert math.isnan((Max(math.nan) + Max(1.0)).value) and math.isnan((Max(1.0) + Max(math.nan)).value)
+
+
+def test_merging_nothing_is_nothing():
+    assert merge([]) == {} and merge([{}, {}]) == {}
+
+
+def test_a_name_has_one_kind():
+    with pytest.raises(UserError, match="metric 'loss' is a Mean in one part and a Sum in another"):
+        merge([{"loss": Mean(1.0)}, {"loss": Sum(1.0)}])
+
+
+@given(values=st.lists(st.tuples(st.integers(-50, 50), st.integers(1, 9)), min_size=1), cut=st.integers(0, 20))
+def test_merging_in_parts_or_at_once_is_the_same(values: list[tuple[int, int]], cut: int):
+    parts = [{"mean": Mean(v, w), "max": Max(v), "sum": Sum(v)} for v, w in values]
+    at_once = merge(parts)
+    assert merge([merge(parts[:cut]), merge(parts[cut:])]) == at_once == merge(parts[::-1])
+    assert at_once["mean"].value == sum(v for v, _ in values) / sum(w for _, w in values)
+    assert at_once["max"].value == max(v for v, _ in values) and at_once["sum"].value == sum(v for v, _ in values)
