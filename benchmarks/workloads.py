@@ -1,0 +1,167 @@
+"""The three workloads: a random model in a folder, with its tokenizer and its prompts. Imports no Weft: TRL's process uses it too.
+
+(a) a small model, where everything but arithmetic shows; (b) one where the head on a vocabulary of 32k is most of the work;
+(c) like (b) with responses that end by themselves: most are short, a few are long.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+STOP, PAD = 1, 0
+"""Token ids."""
+PROMPT_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every system does in a step, and each one's best setting for it."""
+
+    name: str
+    num_prompts: int
+    max_tokens: int
+    vocabulary: int
+    hidden: int
+    layers: int
+    heads: int
+    mlp: int
+    num_samples: int = 8
+    """Responses to each prompt."""
+    mean_tokens: int | None = None
+    """Mean length of responses that end by themselves; None: all have exactly `max_tokens`."""
+    placement: tuple[int, int] = (2, 2)
+    """Weft's ranks of actor and of rollout on the cores of the machine, each with an equal share of them."""
+    trl_microbatch: int = 16
+    """Rows in TRL's microbatch with which it was fastest."""
+
+    @property
+    def rows(self) -> int:
+        return self.num_prompts * self.num_samples
+
+    @property
+    def context(self) -> int:
+        return PROMPT_TOKENS + self.max_tokens
+
+    def small(self) -> Workload:
+        """The same shape in seconds, for tests."""
+        return replace(
+            self,
+            num_prompts=2,
+            num_samples=4,
+            max_tokens=16 if self.mean_tokens else 8,
+            mean_tokens=6 if self.mean_tokens else None,
+            vocabulary=256,
+            hidden=64,
+            layers=2,
+            heads=2,
+            mlp=128,
+            trl_microbatch=4,
+        )
+
+
+_25M = Workload(
+    "b", num_prompts=8, max_tokens=64, vocabulary=32_000, hidden=384, layers=6, heads=6, mlp=1280, trl_microbatch=8
+)
+
+WORKLOADS = {
+    "a": Workload("a", num_prompts=32, max_tokens=64, vocabulary=1024, hidden=128, layers=4, heads=4, mlp=512),
+    "b": _25M,
+    "c": replace(_25M, name="c", max_tokens=256, mean_tokens=48),
+}
+
+
+def reward(response: str) -> float:
+    """Something that differs within a group and costs nothing: the share of words with a 7 in them."""
+    words = response.split()
+    return sum("7" in word for word in words) / max(1, len(words))
+
+
+def prompts_of(workload: Workload) -> list[str]:
+    """The prompts of each step, every one `PROMPT_TOKENS` tokens."""
+    size = workload.vocabulary - 2
+    return [
+        " ".join(f"w{2 + (7919 * row + 104_729 * column) % size}" for column in range(PROMPT_TOKENS))
+        for row in range(workload.num_prompts)
+    ]
+
+
+def prepare(workload: Workload, folder: Path) -> Path:
+    """Write `model/` (weights, tokenizer) and `prompts.jsonl`; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts_of(workload)))
+    make_tokenizer(workload, folder / "model")
+    make_model(workload, folder / "model")
+    return folder
+
+
+def make_tokenizer(workload: Workload, folder: Path) -> None:
+    """A tokenizer of one token per word: w2, w3, ..."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<stop>", *(f"w{i}" for i in range(2, workload.vocabulary))]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<stop>")
+    tokenizer.padding_side = "left"
+    tokenizer.save_pretrained(folder)
+
+
+def make_model(workload: Workload, folder: Path) -> float:
+    """A Qwen2-architecture model with random weights and tied embeddings, that stops as often as the workload says.
+
+    The first coordinate of the residual stream is made a constant, so that the first coordinate of the stop token's
+    embedding works as a bias of its logit; it is set so that the mean probability of stopping is 1 / `mean_tokens`
+    (without `mean_tokens`: nothing).
+
+    Returns:
+        The mean probability of the stop token over random contexts.
+    """
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=workload.vocabulary,
+        hidden_size=workload.hidden,
+        intermediate_size=workload.mlp,
+        num_hidden_layers=workload.layers,
+        num_attention_heads=workload.heads,
+        num_key_value_heads=workload.heads,
+        max_position_embeddings=max(128, workload.context),
+        tie_word_embeddings=True,
+        bos_token_id=STOP,
+        eos_token_id=STOP,
+        pad_token_id=PAD,
+    )
+    model = Qwen2ForCausalLM(config).float().eval()
+    embedding: torch.Tensor = model.model.embed_tokens.weight
+    with torch.no_grad():
+        embedding[:, 0] = 1.0
+        contexts = torch.randint(2, workload.vocabulary, (16, min(64, workload.context)))
+        hidden = model.model(input_ids=contexts).last_hidden_state.flatten(0, 1)
+        others = (hidden @ embedding.T).index_fill_(1, torch.tensor([STOP]), -math.inf).logsumexp(-1)
+        rest = hidden[:, 1:] @ embedding[STOP, 1:]
+
+        def stops(value: float) -> float:
+            return float(torch.sigmoid(hidden[:, 0] * value + rest - others).mean())
+
+        if workload.mean_tokens is None:
+            embedding[STOP, 0] = -100.0 / float(hidden[:, 0].mean())
+        else:
+            low, high = -100.0, 100.0
+            if float(hidden[:, 0].mean()) < 0:
+                low, high = high, low
+            for _ in range(50):
+                middle = (low + high) / 2
+                low, high = (middle, high) if stops(middle) < 1 / workload.mean_tokens else (low, middle)
+            embedding[STOP, 0] = low
+        probability = stops(float(embedding[STOP, 0]))
+    model.generation_config.update(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
+    model.save_pretrained(folder)
+    return probability

@@ -1,0 +1,116 @@
+"""What `make bench` measures with: the workloads, and the arithmetic of its summary. No system is started."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def grpo_step(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("grpo_step")
+
+
+@pytest.fixture
+def workloads(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("workloads")
+
+
+def test_examples_in_docstrings_are_true(grpo_step: ModuleType):
+    assert doctest.testmod(grpo_step).failed == 0
+
+
+def test_workloads_are_those_that_are_promised(workloads: ModuleType):
+    a, b, c = (workloads.WORKLOADS[name] for name in "abc")
+    assert (a.num_prompts, a.num_samples, a.max_tokens) == (32, 8, 64)
+    assert (b.num_prompts, b.num_samples, b.max_tokens, b.vocabulary) == (8, 8, 64, 32_000)
+    assert (c.num_prompts, c.num_samples, c.max_tokens, c.mean_tokens) == (8, 8, 256, 48)
+    assert replace(c, name="b", max_tokens=64, mean_tokens=None) == b
+    for workload in (a, b, c):
+        assert workload.rows % workload.trl_microbatch == 0
+        assert len(set(workloads.prompts_of(workload))) == workload.num_prompts
+
+
+@pytest.mark.parametrize("name", ["a", "c"])
+def test_a_model_stops_as_often_as_its_workload_says(workloads: ModuleType, name: str, tmp_path: Path):
+    workload = workloads.WORKLOADS[name].small()
+    wanted = 1 / workload.mean_tokens if workload.mean_tokens else 0.0
+    assert math.isclose(workloads.make_model(workload, tmp_path), wanted, abs_tol=1e-3)
+
+
+def test_prompts_have_one_length_and_responses_come_back_as_words(workloads: ModuleType, tmp_path: Path):
+    from tokenizers import Tokenizer
+
+    workload = workloads.WORKLOADS["b"].small()
+    workloads.make_tokenizer(workload, tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    lengths = {len(ids.ids) for ids in tokenizer.encode_batch(workloads.prompts_of(workload))}
+    assert lengths == {workloads.PROMPT_TOKENS}
+    text = tokenizer.decode([7, 20, 17, workloads.STOP])
+    assert text == "w7 w20 w17"
+    assert workloads.reward(text) == pytest.approx(2 / 3)
+    assert workloads.reward("") == 0.0
+
+
+def call(node: str, start_s: float, end_s: float) -> dict[str, Any]:
+    return {"node": node, "start_s": start_s, "end_s": end_s, "worker_s": 0.75 * (end_s - start_s)}
+
+
+def step(seconds: float, *calls: dict[str, Any]) -> dict[str, Any]:
+    return {"step_s": seconds, "tokens": 100, "lengths": [50, 50], "calls": list(calls)}
+
+
+def test_shares_count_every_moment_once(grpo_step: ModuleType):
+    steps = [
+        # publish_weights of the start, before the step, does not count
+        step(
+            4.0, call("publish_weights", 0.0, 1.0), call("rollout.generate", 1.0, 3.0), call("actor.update", 3.0, 5.0)
+        ),
+        step(4.0, call("rollout.generate", 6.0, 7.0), call("record", 7.0, 9.0), call("actor.update", 8.0, 10.0)),
+    ]
+    shares = grpo_step.shares(steps)
+    assert sum(shares.values()) == pytest.approx(1)
+    assert {k: v for k, v in shares.items() if v} == {"generate": 0.375, "update": 0.5, "record": 0.125}
+    assert grpo_step.outside_workers(steps) == pytest.approx(0.25 * 10 / 8)
+
+
+def test_summary_compares_medians_with_the_bound_and_the_better_peer(grpo_step: ModuleType, workloads: ModuleType):
+    def others(*seconds: float, tokens: int = 100) -> list[dict[str, Any]]:
+        return [{"step_s": s, "generate_s": s / 4, "train_s": 3 * s / 4, "tokens": tokens} for s in seconds]
+
+    weft = [step(s, call("actor.update", 0.0, s)) for s in (2.0, 1.0, 9.0)]
+    measured = {
+        "weft": weft,
+        "bound": others(1.6, 1.5, 30.0),
+        "trl": others(8.0, 8.0),
+        "trl_vllm": others(5.0, tokens=50),
+    }
+    result = grpo_step.summarize(workloads.WORKLOADS["b"], measured)
+    assert (result["step_s"], result["bound_s"], result["trl_s"], result["trl_vllm_s"]) == (2.0, 1.6, 8.0, 5.0)
+    assert (result["bound_generate_s"], result["bound_train_s"]) == (0.4, 1.2)
+    assert (result["ratio_to_bound"], result["ratio_to_trl"]) == (0.8, 2.5)
+    assert result["ratio_to_trl_per_token"] == 2.0  # 0.08 s a token for TRL without vLLM, 0.04 for Weft
+    assert (result["samples_per_s"], result["tokens_per_s"]) == (32.0, 50.0)
+
+
+def test_without_peers_their_ratios_are_null(grpo_step: ModuleType, workloads: ModuleType):
+    result = grpo_step.summarize(workloads.WORKLOADS["a"], {"weft": [step(1.0, call("actor.update", 0.0, 1.0))]})
+    assert (
+        result["ratio_to_bound"]
+        is result["ratio_to_trl"]
+        is result["ratio_to_trl_per_token"]
+        is result["trl_s"]
+        is None
+    )
+    assert "ratio_to_trl None" in grpo_step.table({**result, "placement": {"actor": 2, "rollout": 2}})
