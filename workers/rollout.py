@@ -26,6 +26,7 @@ from ..dataflow.column import (
 )
 from ..dataflow.config import Config
 from ..dataflow.errors import UserError
+from ..dataflow.metrics import Mean, Metrics, Sum
 from ..dataflow.operation import Shape
 from .dispatch import Dispatch
 from .generation import GenerationEngine, Request, Response, Sampling
@@ -88,7 +89,9 @@ class RolloutWorker(Worker):
         reads=(PROMPT_IDS,),
         writes=(RESPONSE_IDS, RESPONSE_LOGPROBS, RESPONSE_VERSIONS, FINISH_REASON, TEMPERATURE),
     )
-    def generate(self, prompts: Batch, *, n: int = 1, sampling: Sampling = Sampling()) -> Iterator[Batch]:
+    def generate(
+        self, prompts: Batch, *, n: int = 1, sampling: Sampling = Sampling()
+    ) -> Iterator[tuple[Batch, Metrics]]:
         """`n` responses to each prompt. Yields whole groups as they finish, those of one engine step together.
 
         Args:
@@ -99,6 +102,7 @@ class RolloutWorker(Worker):
         Returns:
             Batches with `parent_id` (the prompt's `sample_id`) and what a response consists of. Log-probabilities are
             those of the distribution sampled from; of greedy responses, of the model's own (their `temperature` is 1).
+            With each batch come `tokens`, `response_length` and `stopped` (share that ended before the limit).
 
         Raises:
             SampleError: for prompts that are empty or leave no room in the context, naming their `sample_id`.
@@ -121,7 +125,7 @@ class RolloutWorker(Worker):
                 whole = sorted(row for row in rows if len(finished[row]) == n)
                 if whole:
                     responses = [finished[row].pop(row * n + index) for row in whole for index in range(n)]
-                    yield _batch(np.repeat(sample_ids[whole], n), responses, sampling)
+                    yield _batch(np.repeat(sample_ids[whole], n), responses, sampling), _metrics(responses)
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def receive_weights(self, weights: Weights) -> str:
@@ -191,6 +195,13 @@ def _batch(parent_ids: np.ndarray, responses: Sequence[Response], sampling: Samp
         # What the logits are to be divided by to arrive at these log-probabilities: greedy ones are undivided.
         temperature=np.full(len(responses), sampling.temperature or 1.0, dtype=np.float32),
     )
+
+
+def _metrics(responses: Sequence[Response]) -> Metrics:
+    tokens = float(sum(len(r.token_ids) for r in responses))
+    stopped = float(sum(r.finish_reason == "stop" for r in responses))
+    count = float(len(responses))
+    return {"tokens": Sum(tokens), "response_length": Mean(tokens, count), "stopped": Mean(stopped, count)}
 
 
 def _hash(*numbers: int, content: bytes = b"") -> int:

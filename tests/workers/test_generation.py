@@ -352,12 +352,12 @@ def test_vllm_through_the_worker_gives_whole_groups_and_takes_over_weights(
         parent_id=np.arange(12) + 50,
         prompt_ids=prompts_of(12),
     )
-    parts = list(vllm_worker.generate(prompts, n=3, sampling=Sampling(max_tokens=24)))
+    parts = [batch for batch, _ in vllm_worker.generate(prompts, n=3, sampling=Sampling(max_tokens=24))]
     assert len(parts) > 1
     assert sorted(Batch.concat(parts).numpy("parent_id").tolist()) == sorted(3 * list(range(50, 62)))
     weights = published(model, publisher, version=1, scale=1.1)
     assert vllm_worker.receive_weights(weights) == weights.checksum
-    versions, _ = Batch.concat(list(vllm_worker.generate(prompts))).ragged("response_versions")
+    versions, _ = Batch.concat([batch for batch, _ in vllm_worker.generate(prompts)]).ragged("response_versions")
     assert set(versions.tolist()) == {1}
     vllm_worker.offload()
     vllm_worker.onload()

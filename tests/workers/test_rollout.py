@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
+from weft.dataflow.metrics import Metrics, Sum, merge
 from weft.dataflow.operation import Shape, operation_of
 from weft.resharding.shared_memory import WeightPublisher
 from weft.workers.generation import Sampling
@@ -39,6 +41,10 @@ def worker(tiny_model: Path) -> RolloutWorker:
     return RolloutWorker(RolloutConfig(model=tiny_model, engine="transformers"), Context(seed=5))
 
 
+def rows_of(parts: Iterator[tuple[Batch, Metrics]]) -> Batch:
+    return Batch.concat([batch for batch, _ in parts])
+
+
 def tokens(batch: Batch) -> dict[int, list[list[int]]]:
     """Responses by prompt, in the order of their rows."""
     found: dict[int, list[list[int]]] = {}
@@ -52,8 +58,17 @@ def test_generate_is_declared_as_an_expansion_of_prompts() -> None:
     assert operation is not None and operation.shape is Shape.EXPAND and operation.reads == ("prompt_ids",)
 
 
+def test_every_batch_comes_with_its_tokens_and_the_share_that_stopped(worker: RolloutWorker) -> None:
+    parts = list(worker.generate(prompts_of([3, 5]), n=4, sampling=Sampling(max_tokens=6)))
+    metrics = merge(metrics for _, metrics in parts)
+    batch = rows_of(iter(parts))
+    assert metrics["tokens"] == Sum(float(batch.lengths("response_ids").sum()))
+    assert metrics["response_length"].value == batch.lengths("response_ids").mean()
+    assert metrics["stopped"].value == batch["finish_reason"].to_pylist().count("stop") / 8
+
+
 def test_every_prompt_gets_n_responses_with_all_columns(worker: RolloutWorker) -> None:
-    batch = Batch.concat(worker.generate(prompts_of([3, 5, 4]), n=4, sampling=Sampling(max_tokens=6, temperature=0.5)))
+    batch = rows_of(worker.generate(prompts_of([3, 5, 4]), n=4, sampling=Sampling(max_tokens=6, temperature=0.5)))
     operation = operation_of(RolloutWorker.generate)
     assert operation is not None and set(batch.columns) == {"parent_id", *operation.writes}
     assert {parent: len(rows) for parent, rows in tokens(batch).items()} == {100: 4, 101: 4, 102: 4}
@@ -67,32 +82,32 @@ def test_every_prompt_gets_n_responses_with_all_columns(worker: RolloutWorker) -
 
 def test_any_placement_samples_the_same_tokens(worker: RolloutWorker, tiny_model: Path) -> None:
     prompts = prompts_of([3, 5, 4, 3, 6, 4])
-    whole = tokens(Batch.concat(worker.generate(prompts, n=4, sampling=Sampling(max_tokens=8))))
+    whole = tokens(rows_of(worker.generate(prompts, n=4, sampling=Sampling(max_tokens=8))))
     for rank, rows in enumerate(([0, 3, 5], [1, 2, 4])):
         replica = RolloutWorker(worker.config, Context(rank=rank, world_size=2, seed=5))
-        part = tokens(Batch.concat(replica.generate(prompts.take(rows), n=4, sampling=Sampling(max_tokens=8))))
+        part = tokens(rows_of(replica.generate(prompts.take(rows), n=4, sampling=Sampling(max_tokens=8))))
         assert part == {parent: whole[parent] for parent in part}
     other = RolloutWorker(worker.config, Context(seed=6))
-    assert tokens(Batch.concat(other.generate(prompts, n=4, sampling=Sampling(max_tokens=8)))) != whole
+    assert tokens(rows_of(other.generate(prompts, n=4, sampling=Sampling(max_tokens=8)))) != whole
 
 
 def test_rows_of_one_group_with_other_prompts_are_drawn_independently(worker: RolloutWorker) -> None:
     prompts = prompts_of([3, 3]).with_columns(group_id=[100, 100])
-    found = tokens(Batch.concat(worker.generate(prompts, n=2, sampling=Sampling(max_tokens=12, ignore_stop=True))))
+    found = tokens(rows_of(worker.generate(prompts, n=2, sampling=Sampling(max_tokens=12, ignore_stop=True))))
     assert found[100] != found[101] and found[100][0] != found[100][1]
 
 
 def test_without_seeds_two_replicas_draw_different_tokens(tiny_model: Path) -> None:
     config = RolloutConfig(model=tiny_model, engine="transformers", seeded=False)
     replicas = [RolloutWorker(config, Context(rank=rank, world_size=2)) for rank in range(2)]
-    one, other = (tokens(Batch.concat(r.generate(prompts_of([4]), sampling=Sampling(max_tokens=16)))) for r in replicas)
+    one, other = (tokens(rows_of(r.generate(prompts_of([4]), sampling=Sampling(max_tokens=16)))) for r in replicas)
     assert one != other
 
 
 def test_groups_are_handed_over_whole_and_before_the_last_is_done(tiny_model: Path) -> None:
     config = RolloutConfig(model=tiny_model, engine="transformers", transformers=TransformersSettings(max_num_seqs=4))
     sampling = Sampling(max_tokens=5, ignore_stop=True)
-    parts = list(RolloutWorker(config).generate(prompts_of([3] * 5), n=2, sampling=sampling))
+    parts = [batch for batch, _ in RolloutWorker(config).generate(prompts_of([3] * 5), n=2, sampling=sampling)]
     assert [part.numpy("parent_id").tolist() for part in parts] == [
         [100, 100, 101, 101],
         [102, 102, 103, 103],
@@ -105,7 +120,7 @@ def test_weights_are_taken_over_and_stamped_on_tokens(worker: RolloutWorker) -> 
     publisher = WeightPublisher()
     weights = publisher.publish(((n, p * 1.5) for n, p in worker.engine.model.named_parameters()), version=2)
     assert worker.receive_weights(weights) == weights.checksum
-    versions, _ = Batch.concat(worker.generate(prompts_of([3, 4]))).ragged("response_versions")
+    versions, _ = rows_of(worker.generate(prompts_of([3, 4]))).ragged("response_versions")
     assert set(versions.tolist()) == {2}
     worker.offload()
     worker.onload()
@@ -113,7 +128,7 @@ def test_weights_are_taken_over_and_stamped_on_tokens(worker: RolloutWorker) -> 
 
 
 def test_greedy_rows_say_that_their_logprobs_are_undivided(worker: RolloutWorker) -> None:
-    batch = Batch.concat(worker.generate(prompts_of([3]), sampling=Sampling(temperature=0, max_tokens=3)))
+    batch = rows_of(worker.generate(prompts_of([3]), sampling=Sampling(temperature=0, max_tokens=3)))
     assert batch.numpy("temperature").tolist() == [1.0]
 
 
