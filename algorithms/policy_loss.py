@@ -1,10 +1,10 @@
 """Losses that a training engine can take a step on: the policy gradient, and plain likelihood.
 
-    PolicyLoss()                                                            GRPO with DAPO's token mean, no KL
-    PolicyLoss(aggregation=sequence_mean, kl=KlPenalty(coefficient=0.04))               GRPO as published
-    PolicyLoss(aggregation=fixed_length(1024))                              Dr. GRPO
-    PolicyLoss(clip_high=0.28)                                              DAPO
-    PolicyLoss(ratio=sequence_ratio, aggregation=sequence_mean, clip_low=3e-4, clip_high=4e-4)   GSPO
+PolicyLoss()                                                            GRPO with DAPO's token mean, no KL
+PolicyLoss(aggregation=sequence_mean, kl=KlPenalty(coefficient=0.04))               GRPO as published
+PolicyLoss(aggregation=fixed_length(1024))                              Dr. GRPO
+PolicyLoss(clip_high=0.28)                                              DAPO
+PolicyLoss(ratio=sequence_ratio, aggregation=sequence_mean, clip_low=3e-4, clip_high=4e-4)   GSPO
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class PolicyLoss(Config):
     (-2.2, 2.0, 0.5)
     """
 
-    clip_low: float = Field(0.2, ge=0, lt=1)
+    clip_low: float = Field(default=0.2, ge=0, lt=1)
     """How far below 1 the ratio earns."""
-    clip_high: float = Field(0.2, ge=0)
+    clip_high: float = Field(default=0.2, ge=0)
     """How far above 1 the ratio earns; DAPO takes more here than below."""
     ratio: Callable[..., Any] = token_ratio
     """(log_ratio [T], rows) -> log-ratio [T]: `token_ratio` or `sequence_ratio`."""
@@ -48,7 +48,7 @@ class PolicyLoss(Config):
     """`token_mean`, `sequence_mean` or `fixed_length(max_tokens)`."""
     kl: KlPenalty | None = None
     """Penalty for leaving the reference; the graph must then write `reference_logprobs`."""
-    entropy_coefficient: float = Field(0.0, ge=0)
+    entropy_coefficient: float = Field(default=0.0, ge=0)
     """Bonus for entropy; above 0 it costs one more pass over the logits."""
     old: str = str(RESPONSE_LOGPROBS)
     """Column with the log-probabilities under the policy that the ratio compares with."""

@@ -26,13 +26,25 @@ from weft.dataflow.batch import Batch
 WORKLOADS: dict[str, dict[str, Any]] = {
     # Model settings, rows, prompt and response lengths (all rows equally long, as in the workloads a and b).
     "1m": {
-        "model": {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4},
+        "model": {
+            "vocab_size": 256,
+            "hidden_size": 128,
+            "intermediate_size": 512,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+        },
         "rows": 256,
         "prompt": 7,
         "response": 64,
     },
     "25m": {
-        "model": {"vocab_size": 32000, "hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 5, "num_attention_heads": 6},
+        "model": {
+            "vocab_size": 32000,
+            "hidden_size": 384,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 5,
+            "num_attention_heads": 6,
+        },
         "rows": 64,
         "prompt": 16,
         "response": 64,
@@ -85,7 +97,9 @@ class BareStep:
         for start in range(0, len(self.ids), microbatch):
             part = slice(start, start + microbatch)
             ids = self.ids[part]
-            logits = self.model(ids, attention_mask=torch.ones_like(ids), logits_to_keep=self.length + 1, use_cache=False).logits[:, :-1]
+            logits = self.model(
+                ids, attention_mask=torch.ones_like(ids), logits_to_keep=self.length + 1, use_cache=False
+            ).logits[:, :-1]
             targets = ids[:, -self.length :]
             logprobs = logits.float().log_softmax(-1).gather(-1, targets[..., None])[..., 0]
             ratio = (logprobs - self.old[part]).exp()
@@ -111,7 +125,10 @@ def one_process(model: Path, rows: Batch, repeats: int, sizes: list[int], thread
 
     torch.set_num_threads(threads)
     bare = BareStep(model, rows)
-    actors = {size: ActorWorker(ActorConfig(model=str(model), learning_rate=1e-5, microbatch_tokens=size or None)) for size in sizes}
+    actors = {
+        size: ActorWorker(ActorConfig(model=str(model), learning_rate=1e-5, microbatch_tokens=size or None))
+        for size in sizes
+    }
     best = min(BARE_MICROBATCHES, key=lambda size: min(timed(bare, size) for _ in range(2)))
     for actor in actors.values():
         actor.update(rows)
@@ -133,7 +150,8 @@ def two_ranks(model: Path, rows: Batch, repeats: int) -> dict[str, float]:
         queue, barrier = context.Queue(), context.Barrier(2)
         parts = [rows.slice(0, half), rows.slice(half, len(rows) - half)]
         ranks = [
-            context.Process(target=_rank, args=(rank, folder, model, part, repeats, barrier, queue)) for rank, part in enumerate(parts)
+            context.Process(target=_rank, args=(rank, folder, model, part, repeats, barrier, queue))
+            for rank, part in enumerate(parts)
         ]
         for process in ranks:
             process.start()
@@ -150,7 +168,9 @@ def _rank(rank: int, folder: str, model: Path, rows: Batch, repeats: int, barrie
     from weft.workers.worker import Context
 
     torch.set_num_threads(1)
-    actor = ActorWorker(ActorConfig(model=str(model), learning_rate=1e-5), Context("actor", rank, 2, f"file://{folder}/rendezvous"))
+    actor = ActorWorker(
+        ActorConfig(model=str(model), learning_rate=1e-5), Context("actor", rank, 2, f"file://{folder}/rendezvous")
+    )
     bare = BareStep(model, rows)
     best = min(BARE_MICROBATCHES[:3], key=lambda size: min(timed(bare, size) for _ in range(2)))
     actor.update(rows)
@@ -168,7 +188,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--sizes", nargs="*", type=int, default=[0], help="microbatch_tokens to try; 0 is the default one")
+    parser.add_argument(
+        "--sizes", nargs="*", type=int, default=[0], help="microbatch_tokens to try; 0 is the default one"
+    )
     parser.add_argument("--threads", type=int, default=2, help="of the one process")
     parser.add_argument("--one-process", action="store_true", help="leave out the two ranks")
     arguments = parser.parse_args()
@@ -179,13 +201,17 @@ def main() -> None:
             parameters, rows = make_model(workload, model), make_rows(workload)
             tokens = rows.ragged_numpy("prompt_ids")[0].size + rows.ragged_numpy("response_ids")[0].size
             print(f"{workload}: {parameters / 1e6:.1f}M parameters, {len(rows)} rows, {tokens} tokens", flush=True)
-            results[workload] = {"one_process": one_process(model, rows, arguments.repeats, arguments.sizes, arguments.threads)}
+            results[workload] = {
+                "one_process": one_process(model, rows, arguments.repeats, arguments.sizes, arguments.threads)
+            }
             if not arguments.one_process:
                 results[workload]["two_ranks"] = two_ranks(model, rows, arguments.repeats)
             for setting, seconds in results[workload].items():
                 if "weft_s" in seconds:
                     seconds["ratio_to_bare"] = seconds["bare_s"] / seconds["weft_s"]
-                print(f"  {setting}: " + ", ".join(f"{name} {value:.3g}" for name, value in seconds.items()), flush=True)
+                print(
+                    f"  {setting}: " + ", ".join(f"{name} {value:.3g}" for name, value in seconds.items()), flush=True
+                )
     print(json.dumps(results))
 
 

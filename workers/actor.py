@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import Field
 
 from ..algorithms.loss import Loss, PackedRows
 from ..algorithms.policy_loss import PolicyLoss

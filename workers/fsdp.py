@@ -47,14 +47,21 @@ class FsdpEngine:
     """
 
     def __init__(
-        self, config: ModelConfig, context: Context, optimizer: OptimizerConfig | None = None, *, activation_checkpointing: bool = False
+        self,
+        config: ModelConfig,
+        context: Context,
+        optimizer: OptimizerConfig | None = None,
+        *,
+        activation_checkpointing: bool = False,
     ) -> None:
         self.config, self.context, self.schedule = config, context, optimizer
         self.steps = 0
         """Optimizer steps applied."""
-        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        )
         self.mesh = _mesh(context, config.tensor_parallel, self.device)
-        self.microbatch_tokens = config.microbatch_tokens or (2048 if self.device.type == "cpu" else 16384)
+        self.microbatch_tokens = config.microbatch_tokens or (1280 if self.device.type == "cpu" else 16384)
         self.model = ResponseModel(_load(config.model))
         self.vocabulary = self.model.causal_lm.get_input_embeddings().weight.shape[0]
         if activation_checkpointing:
@@ -130,7 +137,8 @@ class FsdpEngine:
         if math.isfinite(norm):
             limit = self.schedule.max_grad_norm
             if limit is not None and norm > limit:
-                torch._foreach_mul_([_local(g) for g in gradients], limit / norm)
+                for gradient in gradients:
+                    _local(gradient).mul_(limit / norm)
             rate = self.schedule.rate(self.steps)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
@@ -158,7 +166,9 @@ class FsdpEngine:
             values, _ = batch.ragged_numpy(name)
             if len(values) and not 0 <= int(values.min()) <= int(values.max()) < self.vocabulary:
                 wrong = values.max() if values.max() >= self.vocabulary else values.min()
-                raise UserError(f"column {str(name)!r} has token id {wrong}; {self.config.model} has ids 0 to {self.vocabulary - 1}")
+                raise UserError(
+                    f"column {str(name)!r} has token id {wrong}; {self.config.model} has ids 0 to {self.vocabulary - 1}"
+                )
         temperatures = None
         if TEMPERATURE in batch:
             found = batch.numpy(TEMPERATURE)
@@ -166,7 +176,9 @@ class FsdpEngine:
                 temperatures = np.where(found == 0, np.float32(1), found)
         ragged = {c: torch.tensor(batch.ragged_numpy(c)[0]) for c in columns if _is_list(batch, c)}
         scalars = {c: torch.tensor(batch.numpy(c)) for c in columns if not _is_list(batch, c)}
-        return _Rows(batch.ragged_numpy(PROMPT_IDS), batch.ragged_numpy(RESPONSE_IDS), temperatures, ragged, scalars, self.device)
+        return _Rows(
+            batch.ragged_numpy(PROMPT_IDS), batch.ragged_numpy(RESPONSE_IDS), temperatures, ragged, scalars, self.device
+        )
 
     # Collectives
 
@@ -253,7 +265,9 @@ class FsdpEngine:
                     raise UserError(f"{self.config.model} has no tensor {name!r}")
                 target = own[name]
                 if target.shape != tensor.shape:
-                    raise UserError(f"{self.config.model}: {name!r} has shape {list(target.shape)}, not {list(tensor.shape)}")
+                    raise UserError(
+                        f"{self.config.model}: {name!r} has shape {list(target.shape)}, not {list(tensor.shape)}"
+                    )
                 missing.discard(name)
                 if isinstance(target, DTensor):
                     full = tensor.to(self.device, target.dtype)
@@ -361,7 +375,11 @@ class _Rows:
         if part is None:
             lengths, tokens, rows = np.diff(cu_seqlens), slice(None), slice(None)
         else:
-            lengths, tokens, rows = np.diff(cu_seqlens)[part], torch.from_numpy(tokens_of(cu_seqlens, part)), torch.from_numpy(part)
+            lengths, tokens, rows = (
+                np.diff(cu_seqlens)[part],
+                torch.from_numpy(tokens_of(cu_seqlens, part)),
+                torch.from_numpy(part),
+            )
         columns = {c: v[tokens] for c, v in self.ragged.items()} | {c: v[rows] for c, v in self.scalars.items()}
         packed = PackedRows.of(torch.from_numpy(lengths.astype(np.int64)), **columns)
         if self.device.type == "cpu":
@@ -383,7 +401,7 @@ def gradient_norm(gradients: Iterable[Tensor], also: float = 0.0) -> float:
         groups.setdefault((mesh, shards), []).append(_local(gradient))
     total = 0.0
     for (mesh, shards), locals_ in groups.items():
-        squares = torch.stack(torch._foreach_norm(locals_)).double().square().sum() + also
+        squares = nn.utils.get_total_norm(locals_).double().square() + also
         for dimension in shards:
             assert mesh is not None
             dist.all_reduce(squares, group=mesh.get_group(dimension))
@@ -405,7 +423,9 @@ _TENSOR_PARALLEL_PLAN = {
 def _mesh(context: Context, tensor_parallel: int, device: torch.device) -> DeviceMesh | None:
     """The (dp, tp) mesh of the group, joined through the rendezvous; None for a group of one, which needs no sockets."""
     if context.world_size % tensor_parallel:
-        raise UserError(f"tensor_parallel={tensor_parallel} does not divide the {context.world_size} ranks of {context.name!r}")
+        raise UserError(
+            f"tensor_parallel={tensor_parallel} does not divide the {context.world_size} ranks of {context.name!r}"
+        )
     if context.world_size == 1:
         return None
     if context.rendezvous is None:

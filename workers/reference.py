@@ -26,7 +26,9 @@ class ReferenceWorker(Worker):
 
     Config = ReferenceConfig
 
-    def __init__(self, config: ReferenceConfig, context: Context = Context(), engine: TrainingEngine | None = None) -> None:
+    def __init__(
+        self, config: ReferenceConfig, context: Context = Context(), engine: TrainingEngine | None = None
+    ) -> None:
         super().__init__(config, context)
         if engine is None:
             from .fsdp import FsdpEngine

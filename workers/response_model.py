@@ -53,7 +53,11 @@ class ResponseModel(nn.Module):
             if temperatures is not None:  # a linear head: cheaper on [T, hidden] than on [T, vocabulary]
                 hidden = hidden / temperatures[:, None].to(hidden.dtype)
             if not entropy:
-                dtype = torch.get_autocast_dtype(hidden.device.type) if torch.is_autocast_enabled(hidden.device.type) else hidden.dtype
+                dtype = (
+                    torch.get_autocast_dtype(hidden.device.type)
+                    if torch.is_autocast_enabled(hidden.device.type)
+                    else hidden.dtype
+                )
                 hidden, weight = (hidden * scale).to(dtype), head.weight.to(dtype)
                 return _HeadLogprobs.apply(hidden, weight, targets, torch.is_grad_enabled()), None
             temperatures = None
@@ -116,7 +120,7 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def _any_head(
-    head: nn.Module, hidden: Tensor, targets: Tensor, temperatures: Tensor | None, entropy: bool, scale: float, softcap: float
+    head: Any, hidden: Tensor, targets: Tensor, temperatures: Tensor | None, entropy: bool, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor | None]:
     """The general form, by autograd: heads with a bias or a soft cap, and entropies."""
 

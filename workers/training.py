@@ -35,9 +35,9 @@ class ModelConfig(Config):
     """Folder with a Hugging Face causal language model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What it computes in, and what is published; parameters and optimizer state are held in float32 either way."""
-    microbatch_tokens: int | None = Field(None, ge=1)
-    """Most tokens, padding included, in one forward pass; None: 2,048 on a CPU, 16,384 on a GPU."""
-    tensor_parallel: int = Field(1, ge=1)
+    microbatch_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens, padding included, in one forward pass; None: 1,280 on a CPU, 16,384 on a GPU."""
+    tensor_parallel: int = Field(default=1, ge=1)
     """Ranks that share each layer; must divide the ranks of the group and the model's attention heads."""
     gather: Literal["auto", "once", "layerwise"] = "auto"
     """When ranks gather the parameters that they share: once a step, all of them (fastest; needs room for the whole model
@@ -53,10 +53,14 @@ class ModelConfig(Config):
         if self.tensor_parallel > 1:
             if settings.get("model_type") not in TENSOR_PARALLEL_MODELS:
                 known = ", ".join(TENSOR_PARALLEL_MODELS)
-                raise UserError(f"tensor_parallel={self.tensor_parallel} knows models of type {known}, not {settings.get('model_type')!r}")
+                raise UserError(
+                    f"tensor_parallel={self.tensor_parallel} knows models of type {known}, not {settings.get('model_type')!r}"
+                )
             for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
                 if settings.get(name, 0) % self.tensor_parallel:
-                    raise UserError(f"tensor_parallel={self.tensor_parallel} does not divide the model's {name} ({settings[name]})")
+                    raise UserError(
+                        f"tensor_parallel={self.tensor_parallel} does not divide the model's {name} ({settings[name]})"
+                    )
 
 
 TENSOR_PARALLEL_MODELS = ("llama", "mistral", "qwen2", "qwen3")
@@ -66,21 +70,21 @@ TENSOR_PARALLEL_MODELS = ("llama", "mistral", "qwen2", "qwen3")
 class OptimizerConfig(Config):
     """AdamW (arXiv:1711.05101), its learning-rate schedule, and gradient clipping."""
 
-    learning_rate: float = Field(1e-6, gt=0)
+    learning_rate: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which the rate rises linearly from 0 to its peak."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """How the rate falls after the warm-up."""
-    decay_steps: int | None = Field(None, ge=1)
+    decay_steps: int | None = Field(default=None, ge=1)
     """Optimizer step, counted from the start, at which the rate has fallen to its last value; needed unless constant."""
-    final_ratio: float = Field(0.1, ge=0, le=1)
+    final_ratio: float = Field(default=0.1, ge=0, le=1)
     """Last rate over peak rate."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of matrices; norms and biases have none."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of the two moments."""
-    max_grad_norm: float | None = Field(1.0, gt=0)
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Gradients of a larger norm are scaled down to it; None leaves them."""
 
     @model_validator(mode="after")
@@ -185,7 +189,9 @@ def check_rows(batch: Batch, columns: Iterable[str]) -> None:
     lengths = batch.lengths(RESPONSE_IDS)
     empty = np.flatnonzero((batch.lengths(PROMPT_IDS) == 0) & (lengths > 0))
     if len(empty):
-        raise UserError(f"row {_name_of(batch, empty[0])} has an empty prompt, so its first token has no log-probability")
+        raise UserError(
+            f"row {_name_of(batch, empty[0])} has an empty prompt, so its first token has no log-probability"
+        )
     for column in columns:
         if _is_ragged(batch, column):
             wrong = np.flatnonzero(batch.lengths(column) != lengths)

@@ -70,7 +70,11 @@ def test_every_token_of_a_response_gets_its_rows_advantage():
     out = group_advantages(samples.slice(0, 4), estimator=group_centred)
     assert out["advantages"].to_pylist() == [[0.5, 0.5], [0.0], [-0.5, -0.5, -0.5], []]
     assert group_advantages(samples.slice(0, 0))["advantages"].to_pylist() == []
-    assert group_advantages(samples.slice(1, 3), estimator=group_centred)["advantages"].to_pylist() == [[0.0], [0.0] * 3, []]
+    assert group_advantages(samples.slice(1, 3), estimator=group_centred)["advantages"].to_pylist() == [
+        [0.0],
+        [0.0] * 3,
+        [],
+    ]
 
 
 def test_thirty_two_thousand_rows_take_milliseconds():

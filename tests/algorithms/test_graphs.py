@@ -48,7 +48,9 @@ def test_grpo_records_the_graph_of_the_paper():
     actor, reference = group(ActorWorker, model="m"), group(ReferenceWorker, model="m")
     loss = PolicyLoss(kl=KlPenalty(coefficient=0.04))
     prompts = TableSource("prompts", pa.table({"prompt": ["1+1="], "prompt_ids": [[1]], "answer": ["2"]}))
-    graph = grpo(prompts, rollout=rollout, reward=reward, actor=actor, reference=reference, loss=loss, advantages=leave_one_out)
+    graph = grpo(
+        prompts, rollout=rollout, reward=reward, actor=actor, reference=reference, loss=loss, advantages=leave_one_out
+    )
     assert [n.name for n in graph.nodes] == [
         "rollout.generate",
         "reward.score",

@@ -15,6 +15,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # a tiny model gains nothing from more, and on a busy machine loses much
     folder = tmp_path_factory.mktemp("models") / "tiny"
     config = Qwen2Config(
         vocab_size=97,

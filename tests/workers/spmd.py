@@ -8,6 +8,7 @@ It takes one step on its share of the rows and writes, on rank 0, the full gradi
 import json
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pyarrow as pa
 import torch
@@ -27,13 +28,14 @@ LOSSES = {"policy": LOSS, "entropy": LOSS_ENTROPY}
 def one_step(worker: ActorWorker, rows: Batch, loss: PolicyLoss = LOSS) -> tuple[dict, dict]:
     """(gradient by name, metrics) of one update."""
     gradient = {}
+    engine = cast(Any, worker.engine)
 
     def keep(*_: object) -> None:
-        for name, parameter in worker.engine.model.causal_lm.named_parameters():
+        for name, parameter in engine.model.causal_lm.named_parameters():
             full = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
             gradient[name] = full.clone()
 
-    worker.engine.optimizer.register_step_pre_hook(keep)
+    engine.optimizer.register_step_pre_hook(keep)
     metrics = worker.update(rows, loss=loss)
     return gradient, {name: metric.value for name, metric in metrics.items()} | {"_metrics": metrics}
 

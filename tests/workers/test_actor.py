@@ -50,7 +50,9 @@ def test_a_step_moves_probability_towards_positive_advantages(tiny_model: Path, 
     trained = rows.ragged_numpy("response_mask")[0].astype(bool)
     gain = ((after - before) * rows.ragged_numpy("advantages")[0])[trained]
     assert gain.mean() > 0
-    assert metrics["loss"] == pytest.approx(-rows.ragged_numpy("advantages")[0][trained].mean(), abs=1e-5)  # all ratios are 1
+    assert metrics["loss"] == pytest.approx(
+        -rows.ragged_numpy("advantages")[0][trained].mean(), abs=1e-5
+    )  # all ratios are 1
     assert metrics["clip_fraction"] == 0 and metrics["tokens"] == trained.sum() and metrics["skipped_steps"] == 0
 
 

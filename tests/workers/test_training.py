@@ -51,13 +51,17 @@ def difference(gradient: dict[str, torch.Tensor], other: dict[str, torch.Tensor]
     return (squares / sum(float(g.double().square().sum()) for g in other.values())) ** 0.5
 
 
-def run_ranks(folder: Path, model: Path, rows: Batch, shares: list[list[int]], loss: str = "policy", **settings: Any) -> list[dict]:
+def run_ranks(
+    folder: Path, model: Path, rows: Batch, shares: list[list[int]], loss: str = "policy", **settings: Any
+) -> list[dict]:
     """One step by `len(shares)` processes, and what each of them wrote."""
     folder.mkdir()
     with pa.ipc.new_file(folder / "rows.arrow", rows.record.schema) as file:
         file.write_batch(rows.record)
     config = {"model": str(model), "learning_rate": 1e-3, "max_grad_norm": None, **settings}
-    (folder / "case.json").write_text(json.dumps({"folder": str(folder), "shares": shares, "config": config, "loss": loss}))
+    (folder / "case.json").write_text(
+        json.dumps({"folder": str(folder), "shares": shares, "config": config, "loss": loss})
+    )
     command = [sys.executable, str(SPMD), str(folder / "case.json")]
     ranks = [subprocess.Popen([*command, str(r)], stderr=subprocess.PIPE, text=True) for r in range(len(shares))]
     try:
@@ -79,7 +83,12 @@ def test_a_head_in_chunks_and_one_that_computes_logits_twice_give_the_same(monke
     from weft.workers import response_model
 
     torch.manual_seed(0)
-    hidden, weight, targets, upstream = torch.randn(37, 8), torch.randn(50, 8), torch.randint(50, (37,)), torch.randn(37)
+    hidden, weight, targets, upstream = (
+        torch.randn(37, 8),
+        torch.randn(50, 8),
+        torch.randint(50, (37,)),
+        torch.randn(37),
+    )
 
     def gradients(function: Any) -> list[torch.Tensor]:
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -139,14 +148,18 @@ def test_the_gradient_does_not_depend_on_the_number_of_ranks(tiny_model: Path, r
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("gather", ["once", "layerwise"])
-def test_the_gradient_does_not_depend_on_tensor_parallel(tiny_model: Path, rows: Batch, tmp_path: Path, replicas: int, gather: str):
+def test_the_gradient_does_not_depend_on_tensor_parallel(
+    tiny_model: Path, rows: Batch, tmp_path: Path, replicas: int, gather: str
+):
     parts = [list(range(r, 23, replicas)) for r in range(replicas)]
     shares = [part for part in parts for _ in range(2)]
     ranks = check_ranks(tiny_model, rows, tmp_path, shares, {"tensor_parallel": 2, "gather": gather})
     assert [r["coordinates"] for r in ranks] == [Coordinates(dp=d, tp=t) for d in range(replicas) for t in range(2)]
 
 
-def check_ranks(model: Path, rows: Batch, folder: Path, shares: list[list[int]], settings: dict[str, Any]) -> list[dict]:
+def check_ranks(
+    model: Path, rows: Batch, folder: Path, shares: list[list[int]], settings: dict[str, Any]
+) -> list[dict]:
     alone = actor(model)
     gradient, metrics = spmd.one_step(alone, rows)
     ranks = run_ranks(folder / "run", model, rows, shares, **settings)
@@ -205,7 +218,9 @@ def test_rows_that_cannot_be_scored_are_named():
     with pytest.raises(UserError, match="row with sample_id 8 has an empty prompt"):
         check_rows(Batch.of(sample_id=[7, 8], prompt_ids=[[1], []], response_ids=[[1], [2]]), ())
     with pytest.raises(UserError, match="row 1: column 'advantages' has 1 values for a response of 2 tokens"):
-        check_rows(Batch.of(prompt_ids=[[1], [1]], response_ids=[[1], [2, 3]], advantages=[[1.0], [1.0]]), ["advantages"])
+        check_rows(
+            Batch.of(prompt_ids=[[1], [1]], response_ids=[[1], [2, 3]], advantages=[[1.0], [1.0]]), ["advantages"]
+        )
 
 
 def test_a_token_that_the_model_does_not_have_is_named(tiny_model: Path):
