@@ -106,10 +106,8 @@ class Flow:
     """An evaluation that waits for its turn."""
     open: bool = False
     """Something was issued of a step (or evaluation) that is not closed yet."""
-
-    @property
-    def updates(self) -> list[Node]:
-        return [n for n in self.graph.nodes if n.operation.updates]
+    closed_at: int = -1
+    """Step at which an evaluation was made last."""
 
     def issue(self, number: int, round: int) -> None:
         chosen = list(itertools.islice(self.positions, number))
@@ -156,6 +154,12 @@ class Driver:
         Raises:
             UserError: naming the place, the rule, the value and the nearest right name.
         """
+        names = ["train", *(e.name for e in evaluations)]
+        for taken in names:
+            if names.count(taken) > 1:
+                raise UserError(
+                    f"two graphs of the run are called {taken!r}; give each Evaluation(..., name=...) its own"
+                )
         graphs = [graph, *(e.graph for e in evaluations)]
         for one in graphs:
             one.validate(also=graphs)
@@ -176,7 +180,6 @@ class Driver:
         self._stop = stop
         self._follows = tuple(dict.fromkeys(edge for g in graphs for edge in g.follows))
         functions = FunctionConfig(
-            functions={n.name: n.function for g in graphs for n in g.nodes if n.group is None},
             tokenizer=next((str(h.config.model) for h in handles.values() if getattr(h.config, "model", None)), None),
         )
         self._handles = {**handles, FUNCTIONS: Handle(FunctionWorker, functions, FUNCTIONS)}
@@ -289,13 +292,14 @@ class Driver:
         train = self._flows["train"]
         if evaluating or self._stopped or self._passing_weights or self.step >= self._schedule.steps:
             return
-        number = self._schedule.admit(train.ledger, train.updates)
-        if number and train.ledger.groups_in_flight:
+        number = self._schedule.admit(train.ledger, self.step)
+        if number and train.open:
             train.refills += 1
             if train.refills > self._schedule.max_refills:
+                dropped = ", ".join(f"{rows} by {name!r}" for name, rows in train.ledger.dropped.items())
                 raise StalledError(
                     f"step {self.step + 1} issued more prompts {self._schedule.max_refills} times and still lacks {number} groups; "
-                    f"filters dropped {train.ledger.dropped} rows so far"
+                    f"rows dropped so far: {dropped or 'none'}"
                 )
         if number:
             train.issue(number, self.step)
@@ -318,8 +322,7 @@ class Driver:
         return not any(g is not group and g.busy and g.place.pool.name == pool for g in self.groups.values())
 
     def _start(self, flow: Flow, node: Node, group: WorkerGroup) -> None:
-        max_groups = self._schedule.prompts_per_step if node.operation.updates else None
-        lease = flow.ledger.claim(node, max_groups=max_groups)
+        lease = flow.ledger.claim(node)
         if lease is None:
             return
         extra: dict[str, Any] = {}
@@ -380,7 +383,7 @@ class Driver:
         waiting = any(f.due for f in self._flows.values())
         claimable = any(f.schedule.claimable(f.ledger, n) for f in self._flows.values() for n in f.graph.nodes)
         train = self._flows["train"]
-        admissible = self.step < self._schedule.steps and self._schedule.admit(train.ledger, train.updates) > 0
+        admissible = self.step < self._schedule.steps and self._schedule.admit(train.ledger, self.step) > 0
         return waiting or claimable or admissible
 
     def _take(self, event: Event) -> None:
@@ -476,9 +479,15 @@ class Driver:
     def _close(self) -> None:
         """End the step, or the evaluation, of which nothing is left to do."""
         for flow in self._flows.values():
-            if not flow.open or flow.ledger.groups_in_flight or self._passing_weights:
+            if (
+                not flow.open
+                or flow.ledger.groups_in_flight
+                or flow.schedule.lacks(flow.ledger)
+                or self._passing_weights
+            ):
                 continue
             flow.open = False
+            flow.closed_at = self.step
             if isinstance(flow.schedule, OnePass):
                 row = flow.take_metrics(f"{flow.name}/")
                 self.directory.metrics[-1].update(row)
@@ -512,14 +521,18 @@ class Driver:
             self._flows[name].due = self.step % evaluation.every == 0 or last
 
     def _ask_to_stop(self) -> None:
-        if self._stop is not None and self._stop(self.directory.metrics[-1]):
+        if self._stop is not None and not self._stopped and self._stop(self.directory.metrics[-1]):
             self._stopped = True
+            for name in self._evaluations:  # a run ends with all of its evaluations
+                self._flows[name].due |= self._flows[name].closed_at != self.step
 
     # Beside the loop
 
     def call(self, handle: object, method: str, **arguments: Any) -> list[Any]:
         """Call a method of a group between runs (to save a model, say) and wait; returns each rank's result."""
-        group = next(g for g in self.groups.values() if g.handle is handle)
+        group = next((g for g in self.groups.values() if g.handle is handle), None)
+        if group is None:
+            raise UserError(f"{handle!r} is no group of this run; its groups: {', '.join(self._handles)}")
         return self._call_and_wait(group, method, **arguments)
 
     def _call_and_wait(self, group: WorkerGroup, method: str, **arguments: Any) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from ..dataflow.errors import UserError, nearest
 from ..dataflow.graph import Node
 from ..dataflow.handle import Handle
-from ..dataflow.ledger import Ids, Lease, Ledger
+from ..dataflow.ledger import Ids, Lease, Ledger, Piece
 from ..dataflow.metrics import Metric, Metrics, merge
 from ..dataflow.operation import Shape
 from ..workers.dispatch import Coordinates, Dispatch, PerRank, RowSizes
@@ -148,7 +148,9 @@ class WorkerGroup:
         call = Call(self, method, ranks, node, ledger, lease)
         call.waiting = set(ranks)
         arguments = (
-            {**node.arguments, **extra} if node.group else {"function": node.name, "arguments": dict(node.arguments)}
+            {**node.arguments, **extra}
+            if node.group
+            else {"function": node.function, "arguments": dict(node.arguments)}
         )
         whole = _Rows(lease, lease.ids, lease.group_ids, lease.parent_ids)
         tasks: dict[tuple[int, ...], RowTask] = {}
@@ -210,6 +212,12 @@ class _Rows:
             ids=self.ids[index],
             group_ids=self.group_ids[index],
             parent_ids=self.parent_ids[index],
-            pieces=ledger.pieces(node, [self.lease.rows[i] for i in share]),
+            pieces=self._pieces(ledger, share),
             first_new_id=first_new_id,
         )
+
+    def _pieces(self, ledger: Ledger, share: tuple[int, ...]) -> Sequence[Piece]:
+        if share:
+            return ledger.pieces(self.lease.node, [self.lease.rows[i] for i in share])
+        # A rank without rows gets an empty batch; the columns' types are those of some row.
+        return [replace(p, keys=p.keys[:0]) for p in ledger.pieces(self.lease.node, self.lease.rows[:1])]

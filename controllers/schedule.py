@@ -26,20 +26,22 @@ class Synchronous(Config):
         """Updates that a row may lag the weights that it trains."""
         return 0
 
-    def admit(self, ledger: Ledger, updates: list[Node]) -> int:
-        """Groups to issue now: a batch when nothing is in flight, and what filters took away from a batch."""
-        if ledger.groups_in_flight == 0:
+    def admit(self, ledger: Ledger, step: int) -> int:
+        """Groups to issue now: a batch when the step is new, and later what filters took away from it."""
+        if ledger.round != step:
             return self.prompts_per_step
-        missing = [
-            self.prompts_per_step - ledger.ready_groups(n) for n in updates if ledger.settled(n) or ledger.exhausted(n)
-        ]
-        return max(missing) if updates and len(missing) == len(updates) else 0
+        updates = [n for n in ledger.graph.nodes if n.operation.updates]
+        return self.lacks(ledger) if all(ledger.settled(n) or ledger.exhausted(n) for n in updates) else 0
+
+    def lacks(self, ledger: Ledger) -> int:
+        """Groups that an update lacks to make up its batch of the step."""
+        updates = [n for n in ledger.graph.nodes if n.operation.updates]
+        reached = (ledger.ready_groups(n) + ledger.claimed_groups(n) for n in updates)
+        return max(0, self.prompts_per_step - min(reached, default=self.prompts_per_step))
 
     def claimable(self, ledger: Ledger, node: Node) -> bool:
-        """Whether a node may start: everything of the step has come to it."""
-        if node.operation.updates and ledger.ready_groups(node) < self.prompts_per_step:
-            return False
-        return ledger.settled(node)
+        """Whether a node may start: everything of the step has come to it, and an update sees no half of a step."""
+        return ledger.settled(node) and not (node.operation.updates and self.lacks(ledger))
 
 
 class OnePass(Config):
@@ -48,6 +50,10 @@ class OnePass(Config):
     @property
     def max_staleness(self) -> None:
         return None
+
+    def lacks(self, ledger: Ledger) -> int:
+        """An evaluation has as many groups as come through."""
+        return 0
 
     def claimable(self, ledger: Ledger, node: Node) -> bool:
         return ledger.settled(node)

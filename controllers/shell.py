@@ -24,7 +24,7 @@ from ..dataflow.column import (
 )
 from ..dataflow.errors import UserError
 from ..dataflow.ledger import Piece, Published
-from ..dataflow.metrics import Metrics
+from ..dataflow.metrics import Metric, Metrics
 from ..dataflow.operation import Operation, Shape
 from ..workers.worker import Worker
 
@@ -106,14 +106,11 @@ def run(worker: Worker, task: Task, fetch: Fetch) -> Iterator[tuple[Reply, Batch
         result = method(_gather(rows, fetch), **task.arguments)
         next_id = rows.first_new_id
         for part in result if isinstance(result, Iterator) else (result,):
-            batch, metrics = (
-                part if isinstance(part, tuple) else (part, {}) if isinstance(part, Batch) else (None, part or {})
-            )
+            batch, metrics = _checked(rows.operation.name, part)
             if not task.keep:
                 continue
-            if batch is None or not (
-                rows.writes or rows.operation.shape is Shape.FILTER
-            ):  # an update, say: nothing was written
+            if batch is None or not (rows.writes or rows.operation.shape in (Shape.FILTER, Shape.EXPAND)):
+                # an update, say: nothing was written
                 yield Reply(metrics=metrics), None
                 continue
             published, kept = _publish(rows, batch, next_id)
@@ -134,6 +131,22 @@ def failure_of(error: Exception, sample_ids: tuple[int, ...] = ()) -> Failure:
     return Failure(
         f"{name}{error}", text, isinstance(error, UserError), tuple(getattr(error, "sample_ids", ())) or sample_ids
     )
+
+
+def _checked(name: str, part: Any) -> tuple[Batch | None, Metrics]:
+    """What a method returned (or yielded), taken apart."""
+    batch, metrics = part if isinstance(part, tuple) and len(part) == 2 else (part, {})
+    if isinstance(batch, Mapping):
+        batch, metrics = None, batch
+    if not isinstance(batch, Batch | None) or not isinstance(metrics, Mapping):
+        got = f"({type(batch).__name__}, {type(metrics).__name__})" if isinstance(part, tuple) else type(part).__name__
+        raise TypeError(f"{name} must return a Batch, metrics, or both as a pair, not {got}")
+    for key, metric in metrics.items():
+        if not isinstance(metric, Metric):
+            raise TypeError(
+                f"{name}: metric {key!r} must be a Mean, Max or Sum, which know how to be merged, not {metric!r}"
+            )
+    return batch, metrics
 
 
 def _gather(rows: RowTask, fetch: Fetch) -> Batch:

@@ -4,10 +4,14 @@ each node has done with it; it never holds a token. Every event costs O(1) per r
 A row is *offered* to a node when everything in the node's `after` is done with it; a node that sees whole groups is
 offered a group when no more rows of it can come and all are ready. A claim is a lease: rows come back when it is
 released, and only the holder of its token may publish. Consumption is exactly once per node.
+
+What a node that takes groups publishes counts when its lease is finished: a lease that is released in between gives whole
+groups back.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -116,7 +120,7 @@ class Row:
 class Group:
     """All rows that come from one issued row, on every level."""
 
-    __slots__ = ("expanded", "id", "levels", "open", "ready", "round", "skipped", "whole")
+    __slots__ = ("expanded", "id", "levels", "offered", "open", "ready", "round", "skipped", "whole")
 
     def __init__(self, id: int, round: int, num_levels: int) -> None:
         self.id = id
@@ -124,6 +128,8 @@ class Group:
         self.levels: list[list[Row]] = [[] for _ in range(num_levels)]
         self.whole = [False] * num_levels
         """No more rows of this level can come."""
+        self.offered = 0
+        """Mask of the nodes that it was offered to."""
         self.open = 0
         """(row, node) pairs not yet done or skipped."""
         self.ready: Counter[int] = Counter()
@@ -143,6 +149,8 @@ class Lease:
     rows: list[Row]
     open: dict[int, Row] = field(default_factory=dict)
     """Rows not yet published, by sample id."""
+    staged: list[tuple[dict[int, Row], Published, Segment]] = field(default_factory=list)
+    """What was published of it and does not count yet (nodes that take groups): rows (parents of an EXPAND) and data."""
 
     @property
     def ids(self) -> np.ndarray:
@@ -192,9 +200,14 @@ class Ledger:
             for n in graph.nodes
         ]
         self._downstream = [self._closure(n.name) for n in graph.nodes]
-        self._offers: list[dict[int, Row]] = [{} for _ in graph.nodes]
-        self._group_offers: list[dict[int, Group]] = [{} for _ in graph.nodes]
+        self._maker = {n.makes_level: i for i, n in enumerate(graph.nodes) if n.makes_level is not None}
+        # What may be claimed by each node: heaps of (group, sample) ids, or of group ids where the node takes groups.
+        self._offers: list[list[tuple[int, int]]] = [[] for _ in graph.nodes]
+        self._group_offers: list[list[int]] = [[] for _ in graph.nodes]
+        self._ready = [0] * len(graph.nodes)
         self._todo = [0] * len(graph.nodes)
+        self._round = -1
+        self._claimed = [0] * len(graph.nodes)
         self._unfinished_levels = [0] * self._num_levels
         self._rows: dict[int, Row] = {}
         self._groups: dict[int, Group] = {}
@@ -230,6 +243,9 @@ class Ledger:
 
     def issue(self, positions: Sequence[int], num_tokens: Sequence[int], *, round: int) -> None:
         """New rows from these rows of the source; each is the root of a group of its own."""
+        if round != self._round:
+            self._round = round
+            self._claimed = [0] * len(self.graph.nodes)
         first = self._ids.take(len(positions))
         for id, (position, tokens) in enumerate(zip(positions, num_tokens, strict=True), first):
             group = Group(next(self._ids.groups), round, self._num_levels)
@@ -262,42 +278,53 @@ class Ledger:
             if _ancestor(row, level).done & mask != mask:
                 return
         row.offered |= bit
-        if self.graph.nodes[i].operation.whole_groups or self.graph.nodes[i].operation.updates:
+        if self.graph.nodes[i].operation.takes_groups:
             row.group.ready[i] += 1
             self._offer_group_if_ready(row.group, i)
         else:
-            self._offers[i][row.id] = row
+            heapq.heappush(self._offers[i], (row.group.id, row.id))
+            self._ready[i] += 1
 
     def _offer_group_if_ready(self, group: Group, i: int) -> None:
-        level = self.graph.nodes[i].level
-        expected = len(group.levels[level]) - group.skipped[i]
-        if group.whole[level] and expected and group.ready[i] == expected:
-            self._group_offers[i][group.id] = group
+        node = self.graph.nodes[i]
+        expected = len(group.levels[node.level]) - group.skipped[i]
+        offered = group.offered >> i & 1
+        if node.operation.takes_groups and group.whole[node.level] and group.ready[i] == expected > 0 and not offered:
+            group.offered |= 1 << i
+            heapq.heappush(self._group_offers[i], group.id)
+            self._ready[i] += expected
 
     def _finish_level_if_whole(self, group: Group, level: int) -> None:
         """Mark a level whole when nothing that makes its rows is left to do, then look one level further."""
-        for maker in (n for n in self.graph.nodes if n.makes_level == level):
-            i = self._index[maker.name]
-            parents = len(group.levels[maker.level])
-            if group.whole[level] or not group.whole[maker.level] or group.expanded[i] + group.skipped[i] < parents:
-                return
-        if group.whole[level]:
+        i = self._maker[level]
+        above = self.graph.nodes[i].level
+        finished = group.expanded[i] + group.skipped[i]
+        if group.whole[level] or not group.whole[above] or finished < len(group.levels[above]):
             return
         group.whole[level] = True
         self._unfinished_levels[level] -= 1
-        for i in self._on_level[level]:
-            self._offer_group_if_ready(group, i)
-            if self.graph.nodes[i].makes_level is not None:
-                self._finish_level_if_whole(group, self.graph.nodes[i].makes_level or 0)
+        for j in self._on_level[level]:
+            self._offer_group_if_ready(group, j)
+            makes = self.graph.nodes[j].makes_level
+            if makes is not None:
+                self._finish_level_if_whole(group, makes)
 
     def ready(self, node: Node) -> int:
         """Rows that a claim on this node could get now."""
-        i = self._index[node.name]
-        return len(self._offers[i]) + sum(g.ready[i] for g in self._group_offers[i].values())
+        return self._ready[self._index[node.name]]
 
     def ready_groups(self, node: Node) -> int:
         """Whole groups that a claim on this node could get now (nodes that take groups or batches)."""
         return len(self._group_offers[self._index[node.name]])
+
+    @property
+    def round(self) -> int:
+        """The latest round of which rows were issued; -1 before."""
+        return self._round
+
+    def claimed_groups(self, node: Node) -> int:
+        """Groups of the latest round that this node has claimed (nodes that take groups or batches)."""
+        return self._claimed[self._index[node.name]]
 
     def settled(self, node: Node) -> bool:
         """Everything issued so far that will reach this node is ready for it, and none of it is leased."""
@@ -324,17 +351,13 @@ class Ledger:
     def claim(self, node: Node, *, max_rows: int | None = None, max_groups: int | None = None) -> Lease | None:
         """Lease ready rows to this node, in order of group and sample id; None when there are none."""
         i = self._index[node.name]
-        if node.operation.whole_groups or node.operation.updates:
-            chosen = sorted(self._group_offers[i])[:max_groups]
-            bit = 1 << i
-            rows = [r for g in chosen for r in self._group_offers[i].pop(g).levels[node.level] if not r.skipped & bit]
+        if node.operation.takes_groups:
+            groups = [self._groups[g] for g in _smallest(self._group_offers[i], max_groups)]
+            self._claimed[i] += sum(g.round == self._round for g in groups)
+            rows = [r for g in groups for r in sorted(g.levels[node.level], key=_id) if not r.skipped >> i & 1]
         else:
-            rows = list(self._offers[i].values())
-        rows.sort(key=lambda r: (r.group.id, r.id))
-        if not (node.operation.whole_groups or node.operation.updates):
-            rows = rows[:max_rows]
-            for row in rows:
-                del self._offers[i][row.id]
+            rows = [self._rows[id] for _, id in _smallest(self._offers[i], max_rows)]
+        self._ready[i] -= len(rows)
         if not rows:
             return None
         for row in rows:
@@ -364,52 +387,51 @@ class Ledger:
         """Rows of a lease that its node has finished, all or some of them, with what it wrote.
 
         Of an EXPAND these are the new rows, together with all others of the same parents; the parents are done.
+
+        Raises:
+            LeaseError: for rows (or parents) that are not in the lease, or were published before; nothing is changed then.
         """
         self._check(lease)
         node = lease.node
-        if node.makes_level is not None:
-            self._publish_children(lease, node, published, segment)
+        ids = published.ids.tolist()
+        held = ids if published.parents is None else published.parents.tolist()
+        wrong = next((id for id in held if id not in lease.open), None)
+        if wrong is not None:
+            what = "published row" if published.parents is None else "made a row of"
+            raise LeaseError(f"node {node.name!r} {what} {wrong}, which is not (or no longer) in lease {lease.token}")
+        if len(set(ids)) != len(ids) or (published.parents is not None and any(id in self._rows for id in ids)):
+            raise LeaseError(f"node {node.name!r} published a row twice in lease {lease.token}")
+        rows = {id: lease.open.pop(id) for id in dict.fromkeys(held)}
+        if node.operation.takes_groups:
+            lease.staged.append((rows, published, segment))
+        else:
+            self._accept(node, rows, published, segment)
+
+    def _accept(self, node: Node, rows: dict[int, Row], published: Published, segment: Segment) -> None:
+        i = self._index[node.name]
+        if published.parents is not None:
+            self._accept_children(node, rows, published, segment)
+            for parent in rows.values():
+                parent.group.expanded[i] += 1
+                self._finish(parent, i)
             return
-        for k, id in enumerate(published.ids.tolist()):
-            row = lease.open.pop(id, None)
-            if row is None:
-                raise LeaseError(
-                    f"node {node.name!r} published row {id}, which is not (or no longer) in lease {lease.token}"
-                )
+        for row, tokens in zip(rows.values(), published.num_tokens.tolist(), strict=True):
             if node.writes:
                 row.parts[node.name] = segment
-            row.tokens += int(published.num_tokens[k])
-            self._finish(row, self._index[node.name])
+            row.tokens += tokens
+            self._finish(row, i)
 
-    def _publish_children(self, lease: Lease, node: Node, published: Published, segment: Segment) -> None:
+    def _accept_children(self, node: Node, parents: dict[int, Row], published: Published, segment: Segment) -> None:
         assert published.parents is not None and node.makes_level is not None
-        i = self._index[node.name]
-        parents: dict[int, Row] = {}
         versions = published.versions
         for k, (id, parent_id) in enumerate(zip(published.ids.tolist(), published.parents.tolist(), strict=True)):
-            parent = lease.open.get(parent_id)
-            if parent is None:
-                raise LeaseError(
-                    f"node {node.name!r} made a row of {parent_id}, which is not (or no longer) in lease {lease.token}"
-                )
-            parents[parent_id] = parent
+            parent = parents[parent_id]
+            tokens = parent.tokens + int(published.num_tokens[k])
             version = parent.version if versions is None else int(versions[k])
-            row = Row(
-                id,
-                parent.group,
-                parent,
-                node.makes_level,
-                parent.position,
-                parent.tokens + int(published.num_tokens[k]),
-                version,
-            )
+            row = Row(id, parent.group, parent, node.makes_level, parent.position, tokens, version)
             row.parts[node.name] = segment
             parent.children.append(row)
             self._add(row)
-        for parent in parents.values():
-            del lease.open[parent.id]
-            parent.group.expanded[i] += 1
-            self._finish(parent, i)
 
     def finish(self, lease: Lease) -> None:
         """The node is through with the lease. Rows that a FILTER did not publish are dropped; an EXPAND made nothing of
@@ -426,6 +448,8 @@ class Ledger:
             raise LeaseError(
                 f"node {lease.node.name!r} returned no row for {len(lease.open)} of its rows (sample ids {some})"
             )
+        for staged in lease.staged:
+            self._accept(lease.node, *staged)
         for row in lease.open.values():
             if shape is Shape.FILTER:
                 self._drop(row, i)
@@ -436,16 +460,23 @@ class Ledger:
         del self._leases[lease.token]
 
     def release(self, lease: Lease) -> None:
-        """Give the unpublished rows of a lease back: they are ready again, and the lease is void."""
+        """Give the rows of a lease back that were not published (of a node that takes groups: all of them): they are ready
+        again, and the lease is void."""
         self._check(lease)
         i = self._index[lease.node.name]
-        bit = 1 << i
-        for row in lease.open.values():
-            row.leased &= ~bit
-            if lease.node.operation.whole_groups or lease.node.operation.updates:
-                self._group_offers[i][row.group.id] = row.group
-            else:
-                self._offers[i][row.id] = row
+        if lease.node.operation.takes_groups:
+            back = lease.rows
+            groups = {r.group.id: r.group for r in back}
+            for group in groups.values():
+                heapq.heappush(self._group_offers[i], group.id)
+                self._claimed[i] -= group.round == self._round
+        else:
+            back = list(lease.open.values())
+            for row in back:
+                heapq.heappush(self._offers[i], (row.group.id, row.id))
+        for row in back:
+            row.leased &= ~(1 << i)
+        self._ready[i] += len(back)
         del self._leases[lease.token]
 
     def _check(self, lease: Lease) -> None:
@@ -583,6 +614,19 @@ class Ledger:
         if self._makes_ancestor(node, row.level):
             return True
         return bool(_ancestor(row, node.level).done >> self._index[name] & 1)
+
+
+def _id(row: Row) -> int:
+    return row.id
+
+
+def _smallest(heap: list[Any], number: int | None) -> list[Any]:
+    """Take the smallest entries (or all of them) off a heap, in order."""
+    if number is None or number >= len(heap):
+        taken = sorted(heap)
+        heap.clear()
+        return taken
+    return [heapq.heappop(heap) for _ in range(number)]
 
 
 def _ancestor(row: Row, level: int) -> Row:

@@ -48,6 +48,11 @@ class Operation:
     updates: bool = False
     """Waits for a whole training batch and makes a new version of its worker group's parameters."""
 
+    @property
+    def takes_groups(self) -> bool:
+        """Claims whole groups rather than rows."""
+        return self.whole_groups or self.updates
+
     def columns(self, templates: Iterable[str], arguments: Mapping[str, Any]) -> tuple[str, ...]:
         """Column names for one call: templates filled in from its arguments.
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from pydantic import Field
 
 from ..dataflow.batch import Batch
 from ..dataflow.column import PROMPT, PROMPT_IDS, RESPONSE, RESPONSE_IDS
@@ -19,8 +18,6 @@ from .worker import Worker
 
 
 class FunctionConfig(Config):
-    functions: dict[str, Callable[..., Any]] = Field(default_factory=dict)
-    """Node name -> function."""
     tokenizer: str | None = None
     """Model folder whose tokenizer turns recorded tokens into text."""
 
@@ -31,13 +28,14 @@ class FunctionWorker(Worker):
     Config = FunctionConfig
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
-    def apply(self, rows: Batch, *, function: str, arguments: Mapping[str, Any]) -> Any:
-        """Run the function of this node."""
-        return self.config.functions[function](rows, **arguments)
+    def apply(self, rows: Batch, *, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """Run the function of a node."""
+        return function(rows, **arguments)
 
     @remote(dispatch=Dispatch.ONE_TO_ALL, shape=Shape.MAP)
     def record(self, rows: Batch, *, path: Path) -> None:
-        """Write rows to an Arrow file, tokens also as text."""
+        """Write rows to an Arrow file, tokens also as text. Of a step that was refilled the rows come in parts: they are
+        added to the file."""
         texts = {
             str(text): self._decode(rows, ids)
             for ids, text in ((PROMPT_IDS, PROMPT), (RESPONSE_IDS, RESPONSE))
@@ -45,8 +43,14 @@ class FunctionWorker(Worker):
         }
         kept = rows.with_columns(**{name: column for name, column in texts.items() if column is not None})
         path.parent.mkdir(parents=True, exist_ok=True)
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, kept.record.schema) as writer:
+        if path.exists():
+            with pa.OSFile(str(path), "rb") as source:
+                earlier = pa.ipc.open_file(source).read_all().combine_chunks()
+            kept = Batch.concat([Batch(earlier.to_batches()[0]), kept])
+        unfinished = path.with_name(f".{path.name}")  # a reader never sees half a file
+        with pa.OSFile(str(unfinished), "wb") as sink, pa.ipc.new_file(sink, kept.record.schema) as writer:
             writer.write_batch(kept.record)
+        unfinished.rename(path)
 
     def _decode(self, rows: Batch, ids: object) -> list[str] | None:
         tokenizer = self.config.tokenizer and Path(self.config.tokenizer) / "tokenizer.json"

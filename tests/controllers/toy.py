@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +13,7 @@ import pyarrow as pa
 from weft.dataflow.batch import Batch
 from weft.dataflow.config import Config
 from weft.dataflow.graph import TableSource, graph
-from weft.dataflow.metrics import Mean, Metrics, Sum
+from weft.dataflow.metrics import Max, Mean, Metrics, Sum
 from weft.dataflow.operation import Shape, node
 from weft.workers.dispatch import Coordinates, Dispatch
 from weft.workers.remote import remote
@@ -24,6 +26,10 @@ class ToyConfig(Config):
     ranks_per_replica: int = 1
     skip_update_at: int = -1
     """Version that is received without being taken over."""
+    garble: bool = False
+    """Receive weights with a wrong checksum."""
+    model: str | None = None
+    """Folder with a tokenizer.json."""
 
 
 class ToyRollout(Worker):
@@ -63,7 +69,7 @@ class ToyRollout(Worker):
     def receive_weights(self, weights: ToyWeights) -> str:
         if weights.version != self.config.skip_update_at:
             self.version = weights.version
-        return weights.checksum
+        return "garbled" if self.config.garble else weights.checksum
 
 
 class ToyWeights:
@@ -72,13 +78,24 @@ class ToyWeights:
         self.checksum = f"{zlib.crc32(str(version).encode()):08x}"
 
 
+class ToyLoss(Config):
+    """A user's own loss: a value with settings, which says what it reads."""
+
+    scale: float = 1.0
+    column: str = "advantages"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.column,)
+
+
 class ToyActor(Worker):
     """Remembers what it was trained on."""
 
     Config = ToyConfig
     seen: list[list[int]]
 
-    def __init__(self, *args: object) -> None:
+    def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.seen = []
 
@@ -89,14 +106,19 @@ class ToyActor(Worker):
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
-        reads=("prompt_ids", "response_ids", "advantages"),
+        reads=("prompt_ids", "response_ids", "{loss.reads}"),
         may_read=("response_versions",),
         updates=True,
     )
-    def update(self, samples: Batch) -> Metrics:
+    def update(self, samples: Batch, *, loss: ToyLoss = ToyLoss()) -> Metrics:
         self.seen.append(samples["group_id"].to_pylist())
-        advantages, _ = samples.ragged_numpy("advantages")
-        return {"rows": Sum(len(samples)), "advantage": Mean(float(advantages.sum()), len(advantages))}
+        values, _ = samples.ragged_numpy(loss.column)
+        prompt_tokens = int(samples.lengths("prompt_ids").sum())
+        return {
+            "rows": Sum(len(samples)),
+            "prompt_tokens": Sum(prompt_tokens),
+            "largest": Max(loss.scale * float(values.max(initial=0.0))),
+        }
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids",), writes=("{into}",))
     def logprobs(self, samples: Batch, *, into: str = "old_logprobs") -> Batch:
@@ -107,6 +129,10 @@ class ToyActor(Worker):
     def publish_weights(self, version: int) -> ToyWeights | None:
         return ToyWeights(version) if self.context.rank == 0 else None
 
+    @remote(dispatch=Dispatch.ALL_TO_ALL)
+    def process(self) -> int:
+        return os.getpid()
+
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def seen_groups(self) -> list[list[int]]:
         return self.seen
@@ -114,6 +140,35 @@ class ToyActor(Worker):
     @remote(dispatch=Dispatch.ALL_TO_ALL)
     def echo(self, value: object) -> object:
         return (self.context.rank, value)
+
+
+class ToyCritic(ToyActor):
+    """A second model that is updated."""
+
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids",), writes=("values",))
+    def values(self, samples: Batch) -> Batch:
+        return samples.with_columns(values=samples.lengths("response_ids").astype(np.float32))
+
+
+class ToyTeacher(Worker):
+    """Scores with the version of the weights that it took over last."""
+
+    Config = ToyConfig
+    received: list[int]
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.received = []
+
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids",), writes=("taught",))
+    def teach(self, samples: Batch) -> tuple[Batch, Metrics]:
+        version = self.received[-1]
+        return samples.with_columns(taught=[float(version)] * len(samples)), {"version": Max(version)}
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def receive_weights(self, weights: ToyWeights) -> str:
+        self.received.append(weights.version)
+        return weights.checksum
 
 
 class ToyReward(Worker):
@@ -131,7 +186,7 @@ class ToyReward(Worker):
 def centred(samples: Batch) -> Batch:
     """Reward minus the mean of the group, repeated over the tokens."""
     reward = samples.numpy("reward")
-    keys, index = samples.groups()
+    _, index = samples.groups()
     mean = np.bincount(index, reward) / np.bincount(index)
     lengths = samples.lengths("response_ids")
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -146,11 +201,24 @@ def odd_prompts(samples: Batch) -> Batch:
 
 
 @graph
-def toy_grpo(prompts, *, rollout, reward, actor, n=2):
+def toy_grpo(prompts, *, rollout, reward, actor, n=2, loss=ToyLoss()):
     samples = rollout.generate(prompts, n=n)
     samples = reward.score(samples)
     samples = centred(samples)
-    return actor.update(samples)
+    return actor.update(samples, loss=loss)
+
+
+@graph
+def toy_ppo(prompts, *, rollout, reward, critic, actor, n=2):
+    samples = critic.values(reward.score(rollout.generate(prompts, n=n)))
+    samples = centred(samples)
+    return critic.update(samples), actor.update(samples)
+
+
+@graph
+def toy_distillation(prompts, *, rollout, reward, teacher, actor):
+    samples = teacher.teach(reward.score(rollout.generate(prompts)))
+    return actor.update(centred(samples))
 
 
 @graph

@@ -1,0 +1,494 @@
+"""The driver in one process, with toy workers: what must have happened can be counted."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from toy import (
+    ToyActor,
+    ToyCritic,
+    ToyLoss,
+    ToyReward,
+    ToyRollout,
+    ToyTeacher,
+    centred,
+    prompts,
+    toy_dapo,
+    toy_distillation,
+    toy_evaluation,
+    toy_grpo,
+    toy_ppo,
+)
+
+from weft.controllers.backend import Local
+from weft.controllers.driver import DeadlineError, Driver, Evaluation, StalledError
+from weft.controllers.group import Call, WorkerError
+from weft.controllers.placement import Place, ResourcePool
+from weft.controllers.schedule import Synchronous
+from weft.controllers.shell import Task
+from weft.dataflow.batch import Batch
+from weft.dataflow.errors import UserError
+from weft.dataflow.graph import Graph, TableSource, graph
+from weft.dataflow.handle import group
+from weft.dataflow.operation import Shape, node
+
+
+def handles(*, rollout: dict[str, Any] | None = None, follow: bool = True) -> dict[str, Any]:
+    made = {"rollout": group(ToyRollout, **(rollout or {})), "reward": group(ToyReward), "actor": group(ToyActor)}
+    if follow:
+        made["rollout"].follows(made["actor"])
+    return made
+
+
+def drive(graph: Graph, root: Path, *, steps: int = 3, prompts_per_step: int = 4, **settings: Any) -> Driver:
+    schedule = settings.pop("schedule", None) or Synchronous(steps=steps, prompts_per_step=prompts_per_step)
+    return Driver(graph, schedule=schedule, root=root, progress=False, **{"name": "run", **settings})
+
+
+def training(**settings: Any) -> Graph:
+    return toy_grpo(prompts(8), **handles(**settings))
+
+
+def samples_of(run: Path, name: str) -> list[dict[str, Any]]:
+    with pa.OSFile(str(run / "samples" / name)) as file:
+        return pa.ipc.open_file(file).read_all().to_pylist()
+
+
+# The loop
+
+
+def test_every_step_has_its_metrics(tmp_path: Path):
+    with drive(training(), tmp_path) as driver:
+        metrics = driver.run()
+    assert [row["step"] for row in metrics] == [0, 1, 2, 3]
+    for row in metrics[1:]:
+        assert row["reward/mean"] == 1.5 and row["actor/rows"] == row["samples"] == 8
+        assert row["rollout/tokens"] == 4 * (1 + 2)
+        assert row["step_s"] > 0 and row["tokens_per_s"] > 0 and row["time_s"] > 0
+    assert pq.read_table(tmp_path / "run" / "metrics.parquet").to_pylist()[1:] == metrics[1:]
+
+
+def test_each_step_trains_on_whole_groups_and_on_each_group_once(tmp_path: Path):
+    graph = training()
+    with drive(graph, tmp_path) as driver:
+        driver.run()
+        (seen,) = driver.call(graph.handles["actor"], "seen_groups")
+    assert seen == [[g for g in range(4 * step, 4 * step + 4) for _ in range(2)] for step in range(3)]
+
+
+def test_an_epoch_shows_every_prompt_once_in_an_order_drawn_from_the_seed(tmp_path: Path):
+    def order(name: str, **settings: Any) -> list[list[int]]:
+        with drive(training(), tmp_path, steps=4, name=name, **settings) as driver:
+            driver.run()
+        return [
+            sorted({r["prompt_ids"][0] for r in samples_of(tmp_path / name, f"train_{k:06d}.arrow")}) for k in range(4)
+        ]
+
+    first = order("a", seed=1)
+    everything = sorted(ids[0] for ids in prompts(8).table["prompt_ids"].to_pylist())
+    assert sorted(first[0] + first[1]) == sorted(first[2] + first[3]) == everything
+    assert order("b", seed=1) == first and order("c", seed=2) != first
+    straight = order("d", schedule=Synchronous(steps=4, prompts_per_step=4, shuffle=False))
+    assert straight[0] + straight[1] == everything
+
+
+def test_a_run_can_be_stopped_by_its_metrics(tmp_path: Path):
+    with drive(training(), tmp_path, steps=50, stop=lambda row: row["step"] >= 2) as driver:
+        assert [row["step"] for row in driver.run()] == [0, 1, 2]
+
+
+def test_evaluations_run_first_every_so_often_and_last(tmp_path: Path):
+    made = handles()
+    evaluation = toy_evaluation(prompts(6, "held_out"), rollout=made["rollout"], reward=made["reward"])
+    evaluations = [Evaluation(evaluation, every=2), Evaluation(evaluation, every=10, name="seldom")]
+    with drive(toy_grpo(prompts(8), **made), tmp_path, steps=5, evaluations=evaluations) as driver:
+        metrics = driver.run()
+    assert [row["step"] for row in metrics if "eval/reward/mean" in row] == [0, 2, 4, 5]
+    assert [row["step"] for row in metrics if "seldom/reward/mean" in row] == [0, 5]
+    assert all(row["eval/rollout/tokens"] == 6 for row in metrics if "eval/rollout/tokens" in row)
+    assert all(row["reward/mean"] == 1.5 for row in metrics[1:]), "the two are not mixed"
+
+
+def test_a_stop_by_an_evaluation_still_ends_with_every_evaluation(tmp_path: Path):
+    made = handles()
+    evaluation = toy_evaluation(prompts(6, "held_out"), rollout=made["rollout"], reward=made["reward"])
+    evaluations = [Evaluation(evaluation, every=1), Evaluation(evaluation, every=10, name="seldom")]
+
+    def stop(row: Any) -> bool:
+        return row["step"] >= 2 and "eval/reward/mean" in row
+
+    with drive(toy_grpo(prompts(8), **made), tmp_path, steps=5, evaluations=evaluations, stop=stop) as driver:
+        metrics = driver.run()
+    assert metrics[-1]["step"] == 2 and "seldom/reward/mean" in metrics[-1]
+
+
+def test_an_evaluation_of_the_same_function_name_runs_its_own_function(tmp_path: Path):
+    def scored(value: float) -> Any:
+        @node(reads=("response_ids",), writes=("reward", "advantages"))
+        def constant(samples: Batch) -> Batch:
+            lists = [[value] * n for n in samples.lengths("response_ids")]
+            return samples.with_columns(reward=[value] * len(samples), advantages=lists)
+
+        @graph
+        def constantly(prompts: Any, *, rollout: Any, actor: Any = None) -> Any:
+            samples = constant(rollout.generate(prompts))
+            return actor.update(samples) if actor else samples
+
+        return constantly
+
+    made = handles()
+    train = scored(1.0)(prompts(4), rollout=made["rollout"], actor=made["actor"])
+    held_out = scored(2.0)(prompts(4), rollout=made["rollout"])
+    with drive(train, tmp_path, steps=1, evaluations=[Evaluation(held_out)]) as driver:
+        driver.run()
+    assert {r["reward"] for r in samples_of(tmp_path / "run", "train_000000.arrow")} == {1.0}
+    assert {r["reward"] for r in samples_of(tmp_path / "run", "eval_000000.arrow")} == {2.0}
+
+
+# Filters
+
+
+def test_a_step_is_refilled_for_the_groups_that_a_filter_dropped(tmp_path: Path):
+    graph = toy_dapo(prompts(16), **handles())
+    with drive(graph, tmp_path, prompts_per_step=5) as driver:
+        metrics = driver.run()
+        (seen,) = driver.call(graph.handles["actor"], "seen_groups")
+        dropped = driver._flows["train"].ledger.dropped
+    assert all(row["actor/rows"] == row["samples"] == 10 for row in metrics[1:])
+    assert [len(set(groups)) for groups in seen] == [5, 5, 5]
+    assert dropped["odd_prompts"] > 0
+    for step in range(3):
+        recorded = samples_of(tmp_path / "run", f"train_{step:06d}.arrow")
+        assert sorted({r["group_id"] for r in recorded}) == sorted(set(seen[step])), (
+            "all parts of the step are recorded"
+        )
+        assert len(recorded) == 10 and all(r["prompt_ids"][0] % 2 for r in recorded)
+
+
+def test_refills_are_bounded(tmp_path: Path):
+    even = prompts(8)
+    even = TableSource("even", even.table.take([0, 2, 4, 6]))
+    schedule = Synchronous(steps=2, prompts_per_step=2, max_refills=3)
+    with (
+        drive(toy_dapo(even, **handles()), tmp_path, schedule=schedule) as driver,
+        pytest.raises(StalledError) as caught,
+    ):
+        driver.run()
+    assert "step 1 issued more prompts 3 times and still lacks 2 groups" in str(caught.value)
+    assert "rows dropped so far: 16 by 'odd_prompts'" in str(caught.value)
+
+
+# Several updating nodes, several followers
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_two_updating_nodes_each_update_once_a_step(tmp_path: Path, shared: bool):
+    made = handles() | {"critic": group(ToyCritic)}
+    recorded = toy_ppo(prompts(8), **made)
+    pool = ResourcePool("shared", cpus=1)
+    placement = {"actor": Place(pool), "critic": Place(pool)} if shared else None
+    with drive(recorded, tmp_path, placement=placement) as driver:
+        metrics = driver.run()
+        seen = [driver.call(made[name], "seen_groups")[0] for name in ("actor", "critic")]
+    assert seen[0] == seen[1] and [len(groups) for groups in seen[0]] == [8, 8, 8]
+    assert all(row["actor/rows"] == row["critic/rows"] == 8 for row in metrics[1:])
+    issued = {c["rows"] for c in driver.directory.timeline if c["node"] == "rollout.generate"}
+    assert issued == {4}, "no prompts beyond those of the step"
+
+
+def test_updates_that_see_different_filters_wait_for_one_whole_step(tmp_path: Path):
+    @node(shape=Shape.FILTER, whole_groups=True, reads=("prompt_ids",))
+    def not_the_first(samples: Batch) -> Batch:
+        return samples.take([k for k, ids in enumerate(samples["prompt_ids"].to_pylist()) if ids[0]])
+
+    @graph
+    def two_ways(prompts: Any, *, rollout: Any, reward: Any, critic: Any, actor: Any) -> Any:
+        samples = centred(reward.score(rollout.generate(prompts)))
+        return critic.update(samples), actor.update(not_the_first(samples))
+
+    made = handles() | {"critic": group(ToyCritic)}
+    schedule = Synchronous(steps=2, prompts_per_step=4, shuffle=False)
+    with drive(two_ways(prompts(8), **made), tmp_path, schedule=schedule) as driver:
+        metrics = driver.run()
+    assert [row["actor/rows"] for row in metrics[1:]] == [8, 8]
+    assert [row["critic/rows"] for row in metrics[1:]] == [10, 10]
+
+
+def test_a_teacher_follows_every_second_update(tmp_path: Path):
+    made = handles() | {"teacher": group(ToyTeacher)}
+    made["teacher"].follows(made["actor"], every=2)
+    with drive(toy_distillation(prompts(8), **made), tmp_path, steps=5) as driver:
+        metrics = driver.run()
+    assert [row["teacher/version"] for row in metrics[1:]] == [0, 0, 2, 2, 4]
+
+
+def test_versions_count_updates_and_travel_with_the_tokens(tmp_path: Path):
+    with drive(training(), tmp_path) as driver:
+        driver.run()
+        assert driver.groups["actor"].version == driver.groups["rollout"].version == driver.step == 3
+    for step in range(3):
+        for row in samples_of(tmp_path / "run", f"train_{step:06d}.arrow"):
+            assert set(row["response_versions"]) == {step}
+
+
+def test_a_skipped_weight_update_is_caught_at_once(tmp_path: Path):
+    with drive(training(rollout={"skip_update_at": 1}), tmp_path) as driver:
+        with pytest.raises(RuntimeError) as caught:
+            driver.run()
+        assert driver.step == 1, "in the very next step"
+    assert str(caught.value) == (
+        "'actor' is at version 1, but rows claimed for its update were generated by version 0; the schedule allows a "
+        "staleness of 0. Was a weight update skipped? Followers: {'rollout': 1}"
+    )
+
+
+def test_nobody_following_is_off_policy_and_refused(tmp_path: Path):
+    with (
+        drive(training(follow=False), tmp_path) as driver,
+        pytest.raises(RuntimeError, match="Was a weight update skipped"),
+    ):
+        driver.run()
+
+
+def test_weights_that_arrive_garbled_are_refused(tmp_path: Path):
+    message = r"weights of version 0 arrived at rollout\[0\] with checksum garbled, but f4dbdf21 was published"
+    with pytest.raises(RuntimeError, match=message), drive(training(rollout={"garble": True}), tmp_path):
+        pass
+
+
+def test_a_loss_of_the_users_own_travels_as_an_argument(tmp_path: Path):
+    made = handles()
+    recorded = toy_grpo(prompts(8), **made, loss=ToyLoss(scale=10.0, column="response_logprobs"))
+    assert "response_logprobs" in recorded["actor.update"].reads and "advantages" not in recorded["actor.update"].reads
+    with drive(toy_grpo(prompts(8), **handles(), loss=ToyLoss(scale=10.0)), tmp_path, steps=1) as driver:
+        assert driver.run()[1]["actor/largest"] == 5.0
+
+
+# What goes wrong
+
+
+def test_a_failing_worker_is_named_with_node_samples_and_its_own_traceback(tmp_path: Path):
+    with drive(training(rollout={"fail_on": 31}), tmp_path) as driver, pytest.raises(WorkerError) as caught:
+        driver.run()
+    text = str(caught.value)
+    assert re.match(
+        r"worker rollout\[0\], node 'rollout.generate', samples [\d, ]+: RuntimeError: token 31 is not to my taste\n",
+        text,
+    )
+    assert "in generate\n" in text and "toy.py" in text and 'raise RuntimeError(f"token' in text
+    assert "shell.py" not in text and "driver.py" not in text
+
+
+def test_a_failing_function_is_named_by_its_node(tmp_path: Path):
+    @node(shape=Shape.GROUP, reads=("reward",), writes=("advantages",))
+    def broken(samples: Batch) -> Batch:
+        raise ZeroDivisionError("no deviation")
+
+    @graph
+    def breaking(prompts: Any, *, rollout: Any, reward: Any, actor: Any) -> Any:
+        return actor.update(broken(reward.score(rollout.generate(prompts))))
+
+    with drive(breaking(prompts(8), **handles()), tmp_path) as driver, pytest.raises(WorkerError) as caught:
+        driver.run()
+    assert "node 'broken', samples" in str(caught.value) and "ZeroDivisionError: no deviation" in str(caught.value)
+
+
+WRONG_RESULTS = [
+    (lambda rows: rows.select(["reward"]), "TypeError: wrong must write column 'advantages', but returned reward"),
+    (lambda rows: rows.take([0]).with_columns(advantages=[[]]), "node 'wrong' returned no row for 7 of its rows"),
+    (lambda rows: [1, 2], "TypeError: wrong must return a Batch, metrics, or both as a pair, not list"),
+    (lambda rows: (rows, 1.0), r"TypeError: wrong must return a Batch, metrics, or both as a pair, not (Batch, float)"),
+    (lambda rows: (rows, {"loss": 1.0}), "TypeError: wrong: metric 'loss' must be a Mean, Max or Sum"),
+    (
+        lambda rows: Batch.of(advantages=[[1.0]]),
+        "TypeError: wrong returned 1 rows without sample_id for the 8 that it was given",
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "message"), WRONG_RESULTS)
+def test_a_node_that_returns_something_else_is_told_what_it_must_return(tmp_path: Path, function: Any, message: str):
+    @node(reads=("reward",), writes=("advantages",))
+    def wrong(samples: Batch) -> Any:
+        return function(samples)
+
+    @graph
+    def going_wrong(prompts: Any, *, rollout: Any, reward: Any, actor: Any) -> Any:
+        return actor.update(wrong(reward.score(rollout.generate(prompts))))
+
+    with drive(going_wrong(prompts(8), **handles()), tmp_path) as driver, pytest.raises(RuntimeError) as caught:
+        driver.run()
+    assert message in str(caught.value)
+
+
+class Stubborn(Synchronous):
+    def claimable(self, ledger: Any, node: Any) -> bool:
+        return node.name != "centred" and super().claimable(ledger, node)
+
+
+def test_a_run_that_cannot_go_on_says_what_its_rows_wait_for(tmp_path: Path):
+    with (
+        drive(training(), tmp_path, schedule=Stubborn(prompts_per_step=2)) as driver,
+        pytest.raises(StalledError) as caught,
+    ):
+        driver.run()
+    assert "graph 'toy_grpo', group 0:" in str(caught.value)
+    assert "centred: 2 of 2 rows to do; ready, not claimed" in str(caught.value)
+    assert "actor.update: 2 of 2 rows to do; waits for centred" in str(caught.value)
+
+
+class Silent(Local):
+    """Workers that never answer from a certain call on."""
+
+    def _submit(self, rank: int, task: Task, call: Call) -> None:
+        if task.method != "score":
+            super()._submit(rank, task, call)
+
+
+def test_a_wait_has_an_end_and_says_who_was_waited_for(tmp_path: Path):
+    with (
+        drive(training(), tmp_path, backend=Silent(), call_timeout_s=0) as driver,
+        pytest.raises(DeadlineError) as caught,
+    ):
+        driver.run()
+    assert re.fullmatch(
+        r"nobody answered for 0 s\. Waited for: worker reward, node 'reward\.score' \(ranks \[0\], called 0 s ago\)",
+        str(caught.value),
+    )
+
+
+def test_a_user_error_in_a_worker_stays_the_users(tmp_path: Path):
+    @node(reads=("reward",), writes=("advantages",))
+    def picky(samples: Batch) -> Batch:
+        return samples.select(["rewards"])
+
+    @graph
+    def being_picky(prompts: Any, *, rollout: Any, reward: Any, actor: Any) -> Any:
+        return actor.update(picky(reward.score(rollout.generate(prompts))))
+
+    with drive(being_picky(prompts(8), **handles()), tmp_path) as driver, pytest.raises(UserError) as caught:
+        driver.run()
+    assert "node 'picky'" in str(caught.value) and "did you mean 'reward'?" in str(caught.value)
+
+
+# Before anything starts
+
+
+def refused(root: Path, recorded: Graph | None = None, **settings: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        drive(recorded or training(), root, **settings)
+    assert not (root / "run").exists(), "nothing was made"
+    return str(caught.value)
+
+
+def test_a_placement_is_checked(tmp_path: Path):
+    text = refused(tmp_path, placement={"rolout": Place(ResourcePool())})
+    assert text == (
+        "the placement names a group 'rolout', which no graph has; did you mean 'rollout'? (groups: rollout, reward, actor)"
+    )
+    text = refused(tmp_path, placement={"actor": Place(ResourcePool("big", cpus=4096))})
+    assert re.search(r"asks for 4096 CPUs \(big: 4096\), but this machine has \d+", text)
+    pools = {"actor": Place(ResourcePool("a", cpus=1)), "rollout": Place(ResourcePool("a", cpus=2))}
+    assert refused(tmp_path, placement=pools) == "two resource pools are called 'a'"
+
+
+def test_a_source_without_rows_is_refused(tmp_path: Path):
+    empty = TableSource("nothing", prompts(1).table.slice(0, 0))
+    assert refused(tmp_path, toy_grpo(empty, **handles())) == "source 'nothing' of graph 'toy_grpo' has no rows"
+
+
+def test_two_groups_of_one_name_in_two_graphs_are_refused(tmp_path: Path):
+    other = toy_evaluation(prompts(), rollout=group(ToyRollout, name="rollout"), reward=group(ToyReward, name="judge"))
+    assert refused(tmp_path, evaluations=[Evaluation(other)]).startswith("two worker groups are called 'rollout'")
+
+
+def test_a_leader_that_no_graph_updates_is_refused(tmp_path: Path):
+    made = handles()
+    recorded = toy_evaluation(prompts(), rollout=made["rollout"], reward=made["reward"])
+    assert "follows 'toyactor', which no node updates" in refused(tmp_path, recorded)
+
+
+def test_evaluations_have_names_of_their_own(tmp_path: Path):
+    made = handles()
+    evaluation = toy_evaluation(prompts(), rollout=made["rollout"], reward=made["reward"])
+    both = [Evaluation(evaluation), Evaluation(evaluation)]
+    assert "two graphs of the run are called 'eval'" in refused(tmp_path, toy_grpo(prompts(), **made), evaluations=both)
+    one = [Evaluation(evaluation, name="train")]
+    assert "'train'" in refused(tmp_path, toy_grpo(prompts(), **made), evaluations=one)
+
+
+def test_a_used_run_directory_is_refused(tmp_path: Path):
+    with drive(training(), tmp_path, steps=1) as driver:
+        driver.run()
+    with pytest.raises(
+        UserError, match=r"run directory .*run is used already; give the run another name, or remove it"
+    ):
+        drive(training(), tmp_path)
+
+
+# What a run leaves behind
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A folder with a tokenizer that writes token 7 as `t7`."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    words = tokenizers.models.WordLevel({f"t{k}": k for k in range(200)}, unk_token="t0")
+    tokenizers.Tokenizer(words).save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+def test_the_run_directory_has_everything(tmp_path: Path, model: str):
+    recorded = training(rollout={"model": model})
+    with drive(recorded, tmp_path, settings={"steps": 3, "where": tmp_path, "how": math.inf}, record_every=2) as driver:
+        driver.run()
+    run = tmp_path / "run"
+    assert sorted(p.name for p in run.iterdir()) == [
+        "config.json",
+        "graph.mmd",
+        "logs",
+        "metrics.parquet",
+        "samples",
+        "timeline.parquet",
+    ]
+    config = json.loads((run / "config.json").read_text())
+    assert config["groups"]["rollout"] | {"class": "toy.ToyRollout", "model": model} == config["groups"]["rollout"]
+    assert config["schedule"] | {"kind": "Synchronous", "steps": 3, "prompts_per_step": 4} == config["schedule"]
+    assert config["settings"]["where"] == str(tmp_path) and config["backend"] == "Local()"
+    assert config["graphs"]["train"] == str(recorded).splitlines()
+    assert (run / "graph.mmd").read_text() == recorded.mermaid()
+    assert sorted(p.name for p in (run / "samples").iterdir()) == ["train_000000.arrow", "train_000002.arrow"]
+    row = samples_of(run, "train_000000.arrow")[1]
+    first = row["prompt_ids"][0]
+    assert row["response"] == f"t{first} t{first + 1}" and row["prompt"].startswith(f"t{first} ")
+    assert row["reward"] == 2.0 and row["advantages"] == [0.5, 0.5] and row["response_logprobs"] == [-1.0, -1.0]
+    assert {"sample_id", "group_id", "parent_id", "answer", "response_versions"} <= set(row)
+    timeline = pq.read_table(run / "timeline.parquet").to_pylist()
+    assert [c["node"] for c in timeline if c["step"] == 1 and c["rows"] and c["group"] != "functions"] == [
+        "rollout.generate",
+        "reward.score",
+        "actor.update",
+    ]
+    assert all(0 <= c["start_s"] <= c["end_s"] and c["worker_s"] >= 0 for c in timeline)
+
+
+def test_metrics_of_a_run_that_failed_are_on_disk(tmp_path: Path):
+    with drive(training(rollout={"skip_update_at": 1}), tmp_path) as driver, pytest.raises(RuntimeError):
+        driver.run()
+    assert pq.read_table(tmp_path / "run" / "metrics.parquet")["step"].to_pylist() == [0, 1]
+
+
+def test_calls_beside_the_loop_are_checked(tmp_path: Path):
+    recorded = training()
+    with drive(recorded, tmp_path) as driver:
+        with pytest.raises(UserError, match="ToyActor has no remote method 'sav'"):
+            driver.call(recorded.handles["actor"], "sav")
+        with pytest.raises(UserError, match="no group of this run"):
+            driver.call(group(ToyActor, name="stranger"), "seen_groups")
