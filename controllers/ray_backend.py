@@ -56,6 +56,9 @@ class RayBackend:
         os.environ.setdefault(
             "RAY_AUTH_MODE", "token"
         )  # its default for local clusters; said aloud, it prints no warning
+        if not self.address:
+            # Ray reads it when it is imported, and listens on loopback alone; test_sockets.py holds it to that.
+            os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         import ray
 
         self._run_dir = setup.run_dir
@@ -107,7 +110,8 @@ class RayBackend:
             ray.init(address=self.address, namespace="weft", **quiet)
             return
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        self._folder = tempfile.mkdtemp(prefix="weft-")
+        # Ray's sockets lie in it, 64 characters deeper, and the path of a socket has at most 107.
+        self._folder = tempfile.mkdtemp(prefix="weft-", dir=None if len(tempfile.gettempdir()) <= 30 else "/tmp")
         pools = {p.pool.name: p.pool for p in placement.values()}
         ray.init(
             address="local",

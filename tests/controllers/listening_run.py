@@ -1,0 +1,41 @@
+"""A default run on Ray for `test_sockets.py`: says when it is up, then trains until it is told to end (or interrupted)."""
+
+import sys
+from pathlib import Path
+
+from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
+
+import weft
+
+
+class Settings(weft.Config):
+    root: Path
+
+
+def main(settings: Settings) -> None:
+    """A run with two ranks of one group, stopped by a line on standard input."""
+    rollout, reward, actor = weft.group(ToyRollout), weft.group(ToyReward), weft.group(ToyActor)
+    rollout.follows(actor)
+    told: list[str] = []
+
+    def stop(row: object) -> bool:
+        if not told:
+            print("up", flush=True)
+            told.append(sys.stdin.readline())
+        return told == ["end\n"]
+
+    with weft.Driver(
+        toy_grpo(prompts(8), rollout=rollout, reward=reward, actor=actor),
+        schedule=weft.Synchronous(steps=10**6, prompts_per_step=4),
+        placement={"actor": weft.Place(weft.ResourcePool("cores", cpus=2), ranks=2)},
+        backend=weft.RayBackend(),
+        root=settings.root,
+        name="run",
+        progress=False,
+        stop=stop,
+    ) as driver:
+        driver.run()
+
+
+if __name__ == "__main__":
+    raise SystemExit(weft.launch(main))
