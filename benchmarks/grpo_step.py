@@ -18,11 +18,11 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from turns import System
 from workloads import WORKLOADS, Workload, prepare
@@ -33,6 +33,8 @@ WARM_UP = 2
 """Steps of each system that are not counted."""
 ROUND = 2
 """Steps that each system makes in its turn."""
+MICROBATCHES = (4, 8, 16, 32, 64)
+"""Rows of a microbatch of TRL that --tune tries."""
 
 NODES = {
     "actor.update": "update",
@@ -48,6 +50,7 @@ PARTS = ("generate", "reward", "advantages", "update", "weights", "record", "dri
 """`driver`: when no call is under way."""
 
 Steps = list[dict[str, Any]]
+T = TypeVar("T")
 
 
 def main() -> None:
@@ -71,7 +74,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--no-peers", action="store_true", help="leave TRL out")
     parser.add_argument("--small", action="store_true", help="tiny models and few steps: not a measurement")
     parser.add_argument(
-        "--try-placements", action="store_true", help="time every placement of Weft, and go on with the best"
+        "--tune", action="store_true", help="first find Weft's best placement and TRL's best microbatch"
     )
     arguments = parser.parse_args()
     arguments.steps = arguments.steps or (2 if arguments.small else 8)
@@ -96,16 +99,23 @@ def measure(workload: Workload, folder: Path, arguments: argparse.Namespace) -> 
         ranks = ["--actor-ranks", placement[0], "--rollout-ranks", placement[1], "--cores", cores()]
         return System(_python("weft_step.py", *flags, *ranks), folder / "weft.log")
 
+    def trl(microbatch: int, name: str = "trl", *more: str) -> System:
+        command = _python("trl_step.py", *flags, "--microbatch", microbatch, *more, python=PEERS)
+        return System(command, folder / f"{name}.log")
+
     placement = (min(workload.placement[0], cores()), min(workload.placement[1], cores()))
-    if arguments.try_placements:
-        placement = best_placement(weft)
+    microbatch = workload.trl_microbatch
+    if arguments.tune:
+        placement = fastest("placement", weft, [(a, r) for a in sorted({1, cores()}) for r in sorted({1, cores()})])
+        if with_peers(arguments):
+            microbatch = fastest("TRL's microbatch", trl, [size for size in MICROBATCHES if size <= workload.rows])
     with ExitStack() as running:
         systems: dict[str, System] = {}
         for name, start in {
             "weft": lambda: weft(placement),
             "bound": lambda: System(_python("bound.py", *flags), folder / "bound.log"),
-            "trl": lambda: System(_python("trl_step.py", *flags, python=PEERS), folder / "trl.log"),
-            "trl_vllm": lambda: System(_python("trl_step.py", *flags, "--vllm", python=PEERS), folder / "trl_vllm.log"),
+            "trl": lambda: trl(microbatch),
+            "trl_vllm": lambda: trl(microbatch, "trl_vllm", "--vllm"),
         }.items():
             if name.startswith("trl") and not with_peers(arguments):
                 continue
@@ -141,19 +151,18 @@ def with_peers(arguments: argparse.Namespace) -> bool:
     return not arguments.no_peers
 
 
-def best_placement(weft: Any) -> tuple[int, int]:
-    """Actor and rollout each as one rank on all cores, or as one rank a core: whichever makes the shortest step."""
-    seconds: dict[tuple[int, int], float] = {}
-    for actor in {1, cores()}:
-        for rollout in {1, cores()}:
-            system = weft((actor, rollout))
-            try:
-                system.run(WARM_UP)
-                seconds[actor, rollout] = median(step["step_s"] for step in system.run(3))
-            finally:
-                system.close()
-            print(f"  actor x{actor}, rollout x{rollout}: {seconds[actor, rollout]:.2f} s a step", flush=True)
-    return min(seconds, key=lambda placement: seconds[placement])
+def fastest(what: str, start: Callable[[T], System], values: Iterable[T]) -> T:
+    """The value with which a system makes the shortest step; each is started, tried and ended."""
+    seconds: dict[T, float] = {}
+    for value in values:
+        system = start(value)
+        try:
+            system.run(WARM_UP)
+            seconds[value] = median(step["step_s"] for step in system.run(3))
+        finally:
+            system.close()
+        print(f"  {what} {value}: {seconds[value]:.2f} s a step", flush=True)
+    return min(seconds, key=lambda value: seconds[value])
 
 
 def _python(script: str, *arguments: object, python: Path | str = sys.executable) -> list[str]:

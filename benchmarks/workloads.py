@@ -33,9 +33,10 @@ class Workload:
     mean_tokens: int | None = None
     """Mean length of responses that end by themselves; None: all have exactly `max_tokens`."""
     placement: tuple[int, int] = (2, 2)
-    """Weft's ranks of actor and of rollout on the cores of the machine, each with an equal share of them."""
+    """Weft's ranks of actor and of rollout on the cores of the machine, each with an equal share of them. This and the next are
+    what `grpo_step.py --tune` looks for."""
     trl_microbatch: int = 16
-    """Rows in TRL's microbatch with which it was fastest."""
+    """Rows in TRL's microbatch."""
 
     @property
     def rows(self) -> int:
