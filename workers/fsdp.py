@@ -251,10 +251,29 @@ class FsdpEngine:
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         dtype = getattr(torch, self.config.dtype)
-        for name, tensor in self._own_tensors().items():
-            tensor = tensor.detach()
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            yield name, full.to(dtype) if full.is_floating_point() else full
+        for unit, names in self._names_by_unit():
+            # One collective for all parameters of a unit; beside its own part a rank holds one gathered unit at a time.
+            if unit is not None:
+                unit.unshard()
+            try:
+                own = self._own_tensors()
+                for name in names:
+                    tensor = own[name].detach()
+                    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                    yield name, full.to(dtype) if full.is_floating_point() else full
+            finally:
+                if unit is not None:
+                    unit.reshard()
+
+    def _names_by_unit(self) -> list[tuple[FSDPModule | None, list[str]]]:
+        """Tensors by the FSDP unit that gathers them: the innermost one around them."""
+        units = {name: module for name, module in self.model.named_modules() if isinstance(module, FSDPModule)}
+        found: dict[str | None, list[str]] = {}
+        for name in self._own_tensors():
+            inside = f"causal_lm.{name}"
+            around = [unit for unit in units if not unit or inside.startswith(f"{unit}.")]
+            found.setdefault(max(around, key=len, default=None), []).append(name)
+        return [(None if unit is None else units[unit], names) for unit, names in found.items()]
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         own = self._own_tensors()

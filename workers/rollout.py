@@ -90,14 +90,14 @@ class RolloutWorker(Worker):
         writes=(RESPONSE_IDS, RESPONSE_LOGPROBS, RESPONSE_VERSIONS, FINISH_REASON, TEMPERATURE),
     )
     def generate(
-        self, prompts: Batch, *, n: int = 1, sampling: Sampling = Sampling()
+        self, prompts: Batch, *, n: int = 1, sampling: Sampling | None = None
     ) -> Iterator[tuple[Batch, Metrics]]:
         """`n` responses to each prompt. Yields whole groups as they finish, those of one engine step together.
 
         Args:
             prompts: columns `sample_id`, `group_id`, `prompt_ids`.
             n: responses to each prompt; row order within a prompt is 0..n-1.
-            sampling: how tokens are drawn.
+            sampling: how tokens are drawn; None: `Sampling()`.
 
         Returns:
             Batches with `parent_id` (the prompt's `sample_id`) and what a response consists of. Log-probabilities are
@@ -107,6 +107,7 @@ class RolloutWorker(Worker):
         Raises:
             SampleError: for prompts that are empty or leave no room in the context, naming their `sample_id`.
         """
+        sampling = sampling or Sampling()
         values, offsets = prompts.ragged_numpy(PROMPT_IDS)
         prompt_ids = np.split(values, offsets[1:-1]) if len(prompts) else []
         sample_ids, group_ids = prompts.numpy(SAMPLE_ID), prompts.numpy(GROUP_ID)
@@ -171,16 +172,17 @@ class RolloutWorker(Worker):
         if config.engine == "vllm":
             _check_vllm(config, model_config)
         for node in nodes:
-            if isinstance(sampling := node.arguments.get("sampling"), Sampling):
-                n = node.arguments.get("n", 1)
-                if not isinstance(n, int) or n < 1:
-                    raise UserError(f"node {node.name!r}: n={n!r}; it is a number of responses, at least 1")
-                if sampling.min_tokens > sampling.max_tokens:
-                    raise UserError(
-                        f"node {node.name!r}: min_tokens={sampling.min_tokens} is more than "
-                        f"max_tokens={sampling.max_tokens}"
-                    )
-                _check_prompts(source, node.name, sampling, config.max_context or of_model, of_model)
+            sampling = node.arguments.get("sampling") or Sampling()
+            if not isinstance(sampling, Sampling):
+                raise UserError(f"node {node.name!r}: sampling must be a weft.Sampling(...), not {sampling!r}")
+            n = node.arguments.get("n", 1)
+            if not isinstance(n, int) or n < 1:
+                raise UserError(f"node {node.name!r}: n={n!r}; it is a number of responses, at least 1")
+            if sampling.min_tokens > sampling.max_tokens:
+                raise UserError(
+                    f"node {node.name!r}: min_tokens={sampling.min_tokens} is more than max_tokens={sampling.max_tokens}"
+                )
+            _check_prompts(source, node.name, sampling, config.max_context or of_model, of_model)
 
 
 def _batch(parent_ids: np.ndarray, responses: Sequence[Response], sampling: Sampling) -> Batch:

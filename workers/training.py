@@ -63,7 +63,7 @@ class ModelConfig(Config):
                     )
 
 
-TENSOR_PARALLEL_MODELS = ("llama", "mistral", "qwen2", "qwen3")
+TENSOR_PARALLEL_MODELS = ("llama", "mistral", "qwen2")
 """Model types whose layers have the names and shapes that the plan of `fsdp.py` splits."""
 
 
