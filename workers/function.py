@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,15 @@ class FunctionWorker(Worker):
         unfinished.rename(path)
 
     def _decode(self, rows: Batch, ids: object) -> list[str] | None:
-        tokenizer = self.config.tokenizer and Path(self.config.tokenizer) / "tokenizer.json"
-        if not tokenizer or not tokenizer.exists():
+        if self._tokenizer is None:
+            return None
+        return self._tokenizer.decode_batch(rows[ids].to_pylist(), skip_special_tokens=True)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        path = self.config.tokenizer and Path(self.config.tokenizer) / "tokenizer.json"
+        if not path or not path.exists():
             return None
         import tokenizers
 
-        return tokenizers.Tokenizer.from_file(str(tokenizer)).decode_batch(
-            rows[ids].to_pylist(), skip_special_tokens=True
-        )
+        return tokenizers.Tokenizer.from_file(str(path))
