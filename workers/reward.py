@@ -42,7 +42,7 @@ class RewardConfig(Config):
     @pydantic.field_validator("function")
     @classmethod
     def _takes_a_response(cls, function: Callable[..., float]) -> Callable[..., float]:
-        takes = f"{function.__qualname__}{inspect.signature(function)}"
+        takes = f"{_name(function)}{inspect.signature(function)}"
         parameters = inspect.signature(function).parameters.values()
         if any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in parameters):
             raise ValueError(f"reward function {takes} must name its parameters: each is a column")
@@ -111,12 +111,18 @@ class RewardWorker(Worker):
 
     def _checked(self, reward: object, sample_id: int) -> float:
         try:
-            value = float(reward)  # pyright: ignore[reportArgumentType]
+            value = math.nan if isinstance(reward, str | bytes) else float(reward)  # pyright: ignore[reportArgumentType]
         except (TypeError, ValueError):
             value = math.nan
         if not math.isfinite(value):
             raise SampleError(
-                f"reward function {self.config.function.__qualname__} returned {reward!r}; a reward is a finite number",
+                f"reward function {_name(self.config.function)} returned {reward!r}; a reward is a finite number",
                 (sample_id,),
             )
         return value
+
+
+def _name(function: Any) -> str:
+    """What a person calls it: a function's name, that of a partial's function, else the class of the callable object."""
+    inner = getattr(function, "func", function)
+    return getattr(inner, "__qualname__", type(inner).__name__)

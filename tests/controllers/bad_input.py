@@ -1,0 +1,65 @@
+"""A script with one mistake, named on the command line, for `test_bad_input.py`. Its last line says what was imported."""
+
+import atexit
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+from toy import ToyActor, ToyRollout, centred
+
+import weft
+
+atexit.register(lambda: print("imported:", *sorted({"torch", "ray", "vllm", "transformers"} & set(sys.modules))))
+
+
+class Settings(weft.Config):
+    mistake: str = "none"
+    """What to get wrong."""
+    root: Path = Path()
+    learning_rate: float = 1e-3
+    mode: Literal["fast", "slow"] = "fast"
+
+
+def exact(response: str, answer: str) -> float:
+    return float(response == answer)
+
+
+def nan(response: str, answer: str) -> float:
+    return float("nan")
+
+
+def unnamed(completion: str) -> float:
+    return 0.0
+
+
+@weft.graph
+def scored(prompts: Any, *, rollout: Any, reward: Any, actor: Any) -> Any:
+    return actor.update(centred(reward.score(rollout.generate(prompts))))
+
+
+def main(settings: Settings) -> None:
+    """A run with a mistake in it."""
+    wrong = settings.mistake
+    columns: dict[str, Any] = {"prompt_ids": [[1], [2]], "answer" if wrong != "column" else "answr": ["a", "b"]}
+    source = weft.TableSource("prompts", pa.table(columns))
+    settings_of_rollout: dict[str, Any] = {"fail_onn": 3} if wrong == "setting" else {}
+    rollout = weft.group(ToyRollout, **settings_of_rollout)
+    function = {"signature": unnamed, "nan": nan}.get(wrong, exact)
+    tokenizer = settings.root if wrong != "tokenizer" else settings.root / "nowhere"
+    reward = weft.group(weft.RewardWorker, function=function, tokenizer=tokenizer)
+    actor = weft.group(ToyActor)
+    rollout.follows(actor)
+    with weft.Driver(
+        scored(source, rollout=rollout, reward=reward, actor=actor),
+        schedule=weft.Synchronous(steps=1, prompts_per_step=2),
+        placement={"actor": weft.Place(weft.ResourcePool("big", cpus=5000 if wrong == "cpus" else 1))},
+        backend=weft.RayBackend() if wrong == "cpus" else weft.Local(),
+        root=settings.root,
+        progress=False,
+    ) as driver:
+        driver.run()
+
+
+if __name__ == "__main__":
+    raise SystemExit(weft.launch(main))

@@ -1,0 +1,212 @@
+"""Dispatch protocols: who gets which rows, and whose results are kept."""
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.controllers.backend import Local
+from weft.controllers.group import WorkerGroup
+from weft.controllers.placement import Place, ResourcePool
+from weft.dataflow.config import Config
+from weft.dataflow.errors import UserError
+from weft.dataflow.graph import Graph, Node, TableSource
+from weft.dataflow.handle import Handle
+from weft.dataflow.ledger import Ids, Ledger
+from weft.dataflow.operation import Shape, operation_of
+from weft.workers.dispatch import Coordinates, Dispatch, PerRank, RowSizes, balance, one_per_replica
+from weft.workers.remote import dispatch_of, remote
+from weft.workers.worker import Worker
+
+
+def mesh(dp: int, tp: int = 1, pp: int = 1) -> list[Coordinates]:
+    return [Coordinates(d, t, p) for p in range(pp) for d in range(dp) for t in range(tp)]
+
+
+def sizes(tokens: Sequence[int], groups: Sequence[int] | None = None) -> RowSizes:
+    return RowSizes(
+        np.asarray(tokens), np.asarray(range(len(tokens)) if groups is None else groups), groups is not None
+    )
+
+
+# The protocols
+
+
+def test_one_to_all_gives_everybody_everything_and_keeps_one():
+    assert Dispatch.ONE_TO_ALL.distribute(sizes([1, 2]), mesh(2, 2)) == [[0, 1]] * 4
+    assert Dispatch.ONE_TO_ALL.collect(mesh(2, 2)) == [0]
+
+
+def test_rows_are_split_over_replicas_and_copied_within_them():
+    ranks = mesh(dp=2, tp=2)
+    shares = Dispatch.SPLIT_BY_DP.distribute(sizes([5, 1, 1, 3]), ranks)
+    assert shares == [[0], [0], [1, 2, 3], [1, 2, 3]]
+    assert Dispatch.SPLIT_BY_DP.collect(ranks) == [0, 2]
+
+
+def test_the_last_pipeline_stage_answers():
+    ranks = mesh(dp=2, tp=2, pp=2)
+    kept = one_per_replica(ranks)
+    assert [ranks[r] for r in kept] == [Coordinates(0, 0, 1), Coordinates(1, 0, 1)]
+
+
+def test_whole_groups_stay_together():
+    shares = Dispatch.SPLIT_BY_DP.distribute(sizes([9, 1, 9, 1, 5], groups=[4, 2, 4, 2, 3]), mesh(2))
+    assert shares == [[0, 2], [1, 3, 4]]
+
+
+def test_ranks_may_go_without_rows():
+    assert Dispatch.SPLIT_BY_DP.distribute(sizes([3]), mesh(3)) == [[0], [], []]
+    assert Dispatch.SPLIT_BY_DP.distribute(sizes([]), mesh(2)) == [[], []]
+    assert Dispatch.SPLIT_BY_DP.distribute(sizes([], groups=[]), mesh(2)) == [[], []]
+
+
+@given(tokens=st.lists(st.integers(0, 1000), max_size=40), parts=st.integers(1, 6))
+def test_a_balanced_split_has_every_row_once_and_no_part_far_above_the_mean(tokens: list[int], parts: int):
+    split = balance(tokens, parts)
+    assert sorted(i for part in split for i in part) == list(range(len(tokens)))
+    assert all(part == sorted(part) for part in split)
+    heaviest = max(sum(tokens[i] for i in part) for part in split)
+    assert heaviest <= sum(tokens) / parts + max(tokens, default=0)
+
+
+@given(data=st.data(), dp=st.integers(1, 4), tp=st.integers(1, 3), pp=st.integers(1, 3), whole=st.booleans())
+def test_collected_ranks_hold_each_row_exactly_once(data: st.DataObject, dp: int, tp: int, pp: int, whole: bool):
+    groups = data.draw(st.lists(st.integers(0, 4), max_size=20))
+    ranks = data.draw(st.permutations(mesh(dp, tp, pp)))
+    rows = sizes(data.draw(st.lists(st.integers(0, 50), min_size=len(groups), max_size=len(groups))), groups)
+    rows = RowSizes(rows.num_tokens, rows.group_ids, whole)
+    shares = [s or () for s in Dispatch.SPLIT_BY_DP.distribute(rows, ranks)]
+    kept = Dispatch.SPLIT_BY_DP.collect(ranks)
+    assert sorted(i for r in kept for i in shares[r]) == list(range(len(groups)))
+    assert all(
+        shares[a] == shares[b] for a in range(len(ranks)) for b in range(len(ranks)) if ranks[a].dp == ranks[b].dp
+    )
+    if whole:
+        homes = [{groups[i] for i in shares[r]} for r in kept]
+        assert sum(map(len, homes)) == len(set(groups))
+
+
+# As values
+
+
+def first_rank_only(rows: RowSizes, mesh: Sequence[Coordinates]) -> Any:
+    return [list(range(len(rows)))] + [None] * (len(mesh) - 1)
+
+
+def zeroth(mesh: Sequence[Coordinates]) -> list[int]:
+    return [0]
+
+
+def test_named_protocols_survive_a_pickle_as_themselves():
+    for name in ("ONE_TO_ALL", "ALL_TO_ALL", "SPLIT_BY_DP"):
+        named = getattr(Dispatch, name)
+        assert repr(named) == f"Dispatch.{name}"
+        for module in (pickle, cloudpickle):
+            assert module.loads(module.dumps(named)) is named
+
+
+def test_a_users_protocol_survives_a_pickle_even_under_a_known_name():
+    for name in ("mine", "SPLIT_BY_DP"):
+        mine = cloudpickle.loads(cloudpickle.dumps(Dispatch(name, first_rank_only, zeroth)))
+        assert mine.name == name and mine.distribute(sizes([1, 2]), mesh(2)) == [[0, 1], None]
+
+
+def test_remote_leaves_the_method_what_it_is():
+    def method(self: object) -> int:
+        """Says three."""
+        return 3
+
+    marked = remote(dispatch=Dispatch.ALL_TO_ALL)(method)
+    assert marked is method and marked(None) == 3 and dispatch_of(method) is Dispatch.ALL_TO_ALL
+    assert dispatch_of(print) is None
+
+
+# On a group
+
+
+class Counter(Worker):
+    Config = Config
+
+    @remote(dispatch=Dispatch("mine", first_rank_only, zeroth))
+    def mine(self, rows: Any) -> None: ...
+
+    @remote(dispatch=Dispatch("lossy", lambda rows, mesh: [[0], [0]], lambda mesh: [0, 1]))
+    def lossy(self, rows: Any) -> None: ...
+
+    @remote(dispatch=Dispatch("short", lambda rows, mesh: [[0]], zeroth))
+    def short(self, rows: Any) -> None: ...
+
+    @remote(dispatch=Dispatch.ALL_TO_ALL)
+    def each(self, value: int) -> int:
+        return value
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def all(self, value: int) -> int:
+        return value
+
+
+class Quiet(Local):
+    """Notes tasks instead of running them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tasks: list[tuple[int, Any]] = []
+
+    def _submit(self, rank: int, task: Any, call: Any) -> None:
+        self.tasks.append((rank, task))
+
+
+def counters(ranks: int) -> tuple[WorkerGroup, Quiet]:
+    backend, handle = Quiet(), Handle(Counter, Config(), "counters")
+    place = Place(ResourcePool(), ranks=ranks)
+    return WorkerGroup("counters", handle, place, mesh(ranks), backend._submit, Ids()), backend
+
+
+def lease(method: str, rows: int) -> tuple[Ledger, Any]:
+    operation = operation_of(getattr(Counter, method))
+    assert operation is not None and operation.shape is Shape.MAP
+    node = Node(f"counters.{method}", "counters", operation, getattr(Counter, method), {}, (), (), (), 0, None, {}, ())
+    ledger = Ledger(Graph("g", TableSource("s", None), (node,)))  # pyright: ignore[reportArgumentType]
+    ledger.issue(range(rows), [1] * rows, round=0)
+    return ledger, ledger.claim(node)
+
+
+def test_a_protocol_of_the_users_own_decides_who_is_called():
+    group, backend = counters(2)
+    call = group.call_node(*lease("mine", 3))
+    assert call.ranks == (0,)
+    ((rank, task),) = backend.tasks
+    assert rank == 0 and task.keep and task.rows.ids.tolist() == [0, 1, 2]
+
+
+def test_a_protocol_that_loses_or_doubles_rows_is_refused():
+    group, backend = counters(2)
+    with pytest.raises(
+        UserError,
+        match=r"Dispatch\.lossy on 'counters': the collected ranks hold 2 rows of 3; each must be held exactly once",
+    ):
+        group.call_node(*lease("lossy", 3))
+    with pytest.raises(UserError, match="hold 2 rows of 2; each must be held exactly once"):
+        group.call_node(*lease("lossy", 2))
+    with pytest.raises(UserError, match=r"Dispatch\.short gave 1 shares for the 2 ranks of 'counters'"):
+        group.call_node(*lease("short", 1))
+    assert not backend.tasks
+
+
+def test_one_value_for_each_rank_is_said_aloud():
+    group, backend = counters(3)
+    group.call("each", value=PerRank((5, 6, 7)))
+    group.call("all", value=(5, 6, 7))
+    assert [task.arguments["value"] for _, task in backend.tasks] == [5, 6, 7, (5, 6, 7), (5, 6, 7), (5, 6, 7)]
+    with pytest.raises(UserError, match=r"counters\.each\(value=PerRank\(\.\.\.\)\) has 2 values for 3 ranks"):
+        group.call("each", value=PerRank((5, 6)))
+    with pytest.raises(UserError, match=r"all is Dispatch\.ONE_TO_ALL; one value per rank needs ALL_TO_ALL"):
+        group.call("all", value=PerRank((5, 6, 7)))
+    with pytest.raises(UserError, match="Counter has no remote method 'eech'; did you mean 'each'"):
+        group.call("eech")
