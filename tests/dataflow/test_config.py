@@ -54,8 +54,9 @@ def test_a_mistake_is_named(settings: dict[str, Any], message: str):
 
 
 def test_every_mistake_is_named_at_once():
+    settings: dict[str, Any] = {"learning_rate": -1, "mdoel": "m"}
     with pytest.raises(UserError) as caught:
-        Outer(learning_rate=-1, mdoel="m")
+        Outer(**settings)
     assert len(str(caught.value).splitlines()) == 3
 
 
