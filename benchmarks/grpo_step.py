@@ -43,7 +43,7 @@ NODES = {
     "rollout.generate": "generate",
     "group_advantages": "advantages",
     "reward.score": "reward",
-    "record": "record",
+    "weft.record": "record",
 }
 """Call -> part of a step. Where calls overlap, the time is counted once, for the first of them here."""
 PARTS = ("generate", "reward", "advantages", "update", "weights", "record", "driver")
@@ -189,7 +189,7 @@ def shares(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
     >>> generate = {"node": "rollout.generate", "start_s": 10.0, "end_s": 11.0}
     >>> update = {"node": "actor.update", "start_s": 11.5, "end_s": 12.0}
-    >>> record = {"node": "record", "start_s": 11.25, "end_s": 11.75}
+    >>> record = {"node": "weft.record", "start_s": 11.25, "end_s": 11.75}
     >>> {k: v for k, v in shares([{"step_s": 2.0, "calls": [generate, update, record]}]).items() if v}
     {'generate': 0.5, 'update': 0.25, 'record': 0.125, 'driver': 0.125}
     """

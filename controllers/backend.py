@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from ..dataflow.handle import Handle
 from ..dataflow.ledger import Ids, Segment
 from ..workers.worker import Context, Worker
 from .group import Call, WorkerGroup
-from .placement import Place, machine_cpus, require_cpus
+from .placement import Place
 from .shell import Reply, Task, run
 
 
@@ -70,7 +71,7 @@ class Local:
         return "Local()"
 
     def check(self, placement: Mapping[str, Place]) -> None:
-        require_cpus(placement, machine_cpus(), "this machine")
+        """Nothing is refused: whatever a placement asks for, one process does the work here."""
 
     def start(self, setup: Setup) -> dict[str, WorkerGroup]:
         groups: dict[str, WorkerGroup] = {}
@@ -94,9 +95,10 @@ class Local:
         return events
 
     def close(self) -> None:
-        for worker in self._workers.values():
-            worker.close()
-        self._workers.clear()
+        with contextlib.ExitStack() as closing:  # each is closed, also when another's close() raises
+            for worker in self._workers.values():
+                closing.callback(worker.close)
+            self._workers.clear()
 
 
 def _themselves(references: Sequence[Batch]) -> Sequence[Batch]:

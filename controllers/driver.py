@@ -43,13 +43,14 @@ from ..dataflow.metrics import Metric, merge
 from ..dataflow.operation import Shape, operation_of
 from ..workers.function import FunctionConfig, FunctionWorker
 from .backend import Backend, Event, Local, Setup
-from .group import Call, WorkerGroup
+from .group import Call, RunError, WorkerGroup
 from .placement import Placement, resolve
 from .progress import Progress
 from .run_directory import RunDirectory
 from .schedule import OnePass, Synchronous
+from .shell import TOKEN_COLUMNS
 
-FUNCTIONS = "functions"
+FUNCTIONS = "weft.functions"
 """The worker group that runs pure functions."""
 RECORDED = (
     PROMPT,
@@ -71,7 +72,15 @@ class DeadlineError(TimeoutError):
     """Nobody answered in time; the message says who was waited for."""
 
 
-class StalledError(RuntimeError):
+class StalenessError(RunError):
+    """Rows are older than the schedule allows: a weight update did not reach whoever generated them."""
+
+
+class WeightSyncError(RunError):
+    """A follower holds other weights than its leader published."""
+
+
+class StalledError(RunError):
     """Rows are in flight, nothing can run, and nothing is under way; the message says what they wait for."""
 
 
@@ -108,6 +117,11 @@ class Flow:
     """Something was issued of a step (or evaluation) that is not closed yet."""
     closed_at: int = -1
     """Step at which an evaluation was made last."""
+
+    @property
+    def evaluates(self) -> bool:
+        """It is run when it is due, beside the training that is run to its end."""
+        return self.name != "train"
 
     def issue(self, number: int, round: int) -> None:
         chosen = list(itertools.islice(self.positions, number))
@@ -172,6 +186,7 @@ class Driver:
                 raise UserError(f"source {one.source.name!r} of graph {one.name!r} has no rows")
             for group, handle in one.handles.items():
                 handle.worker_class.check(handle.config, [n for n in one.nodes if n.group == group], one.source)
+        _check_followed(graph, schedule)
         self._schedule = schedule
         self._evaluations = {e.name: e for e in evaluations}
         self._seed = seed
@@ -205,7 +220,7 @@ class Driver:
         self._under_way: list[Call] = []
         self._then: dict[Call, Callable[[Call], None]] = {}
         self._turn_of: dict[str, str] = {}
-        self._stopped = False
+        self._stopped = self._failed = False
         self._samples: Counter[str] = Counter()
         """Rows that each updating node has trained on in this step."""
         self._tokens: Counter[str] = Counter()
@@ -225,7 +240,8 @@ class Driver:
             )
             for name, graph in self._graphs.items():
                 self._flows[name] = self._flow(name, graph, ids)
-            self._started = self._heard = time.monotonic()
+            self._started = time.monotonic()
+            self._clear_devices()
             for leader in dict.fromkeys(e.leader for e in self._follows):
                 self._pass_weights_on(leader)
             self._wait_for_all()
@@ -240,20 +256,22 @@ class Driver:
 
     def close(self) -> None:
         """End every process of the run; what was measured is on disk."""
-        self.directory.flush()
-        self._backend.close()
+        try:
+            self.directory.flush()
+        finally:
+            self._backend.close()
 
     def _flow(self, name: str, graph: Graph, ids: Ids) -> Flow:
         recorded = _with_recording(graph)
         table = graph.source.table.combine_chunks()
         source = Batch(table.to_batches()[0])
         tokens = np.zeros(len(source), np.int64)
-        for column in (PROMPT_IDS, RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS):
+        for column in TOKEN_COLUMNS:
             if column in source:
                 tokens += source.lengths(column)
         schedule = self._schedule if name == "train" else OnePass()
         ledger = Ledger(recorded, ids=ids, source=self._backend.store(source))
-        positions = self._positions(len(source), shuffle=isinstance(schedule, Synchronous) and schedule.shuffle)
+        positions = self._positions(len(source), shuffle=schedule.shuffle)
         return Flow(name, recorded, schedule, ledger, positions, tokens)
 
     def _positions(self, size: int, shuffle: bool) -> Iterator[int]:
@@ -264,6 +282,7 @@ class Driver:
 
     def run(self) -> list[dict[str, float]]:
         """Run to the end of the schedule; returns the metrics of every step."""
+        self._refuse_when_failed()
         self._close_step({})
         while not self._finished:
             self._admit()
@@ -284,7 +303,7 @@ class Driver:
     def _admit(self) -> None:
         evaluating = False
         for flow in self._flows.values():
-            if isinstance(flow.schedule, OnePass):
+            if flow.evaluates:
                 if flow.due and not self._under_way:
                     flow.due = False
                     flow.issue(len(flow.num_tokens), self.step)
@@ -340,8 +359,10 @@ class Driver:
     def _check_staleness(self, group: WorkerGroup, versions: np.ndarray) -> None:
         """The bound of the schedule, on every row trained."""
         made = versions[versions >= 0]
+        if not self._followers(group.name):
+            return  # the versions in the rows count some other group's updates
         if len(made) and (group.version - made).max() > self._schedule.max_staleness:
-            raise RuntimeError(
+            raise StalenessError(
                 f"{group.name!r} is at version {group.version}, but rows claimed for its update were generated by "
                 f"version {int(made.min())}; the schedule allows a staleness of {self._schedule.max_staleness}. "
                 f"Was a weight update skipped? Followers: {self._followers(group.name)}"
@@ -353,15 +374,24 @@ class Driver:
     def _take_device(self, group: WorkerGroup) -> None:
         """On a shared pool with GPUs, the group whose turn it was makes room for the one whose turn it is."""
         pool = group.place.pool
+        if not pool.gpus or self._turn_of.get(pool.name) == group.name:
+            return
         before = self._turn_of.get(pool.name)
         self._turn_of[pool.name] = group.name
-        if not pool.gpus or before == group.name:
-            return
         if before is not None:
-            self._call_and_wait(self.groups[before], "offload")
-        self._call_and_wait(group, "onload")
+            self._call_and_wait(self.groups[before], "offload", on_device=False)
+        self._call_and_wait(group, "onload", on_device=False)
+
+    def _clear_devices(self) -> None:
+        """Groups that share a pool with GPUs begin with their models in host memory."""
+        for group in self.groups.values():
+            sharing = [g for g in self.groups.values() if g.place.pool.name == group.place.pool.name]
+            if group.place.pool.gpus and len(sharing) > 1:
+                self._call_and_wait(group, "offload", on_device=False)
 
     def _watch(self, call: Call, then: Callable[[Call], None]) -> None:
+        if not self._under_way:
+            self._heard = time.monotonic()
         call.group.calls.append(call)
         self._under_way.append(call)
         self._then[call] = then
@@ -370,10 +400,14 @@ class Driver:
 
     def _settle(self) -> None:
         if self._under_way:
-            events = self._backend.wait(timeout_s=1.0)
-            self._check_deadlines(bool(events))
-            for event in events:
-                self._take(event)
+            try:
+                events = self._backend.wait(timeout_s=1.0)
+                self._check_deadlines(bool(events))
+                for event in events:
+                    self._take(event)
+            except BaseException:
+                self._failed = True
+                raise
         elif not self._finished and not self._can_move:
             raise StalledError(self._why_stalled())
 
@@ -456,6 +490,7 @@ class Driver:
         group = self.groups[leader]
         edges = [e for e in self._follows if e.leader == leader and group.version % e.every == 0]
         if edges:
+            self._take_device(group)
             self._watch(
                 group.call("publish_weights", version=group.version), lambda call: self._weights_published(call, edges)
             )
@@ -464,12 +499,13 @@ class Driver:
         weights = next(w for w in call.results if w is not None)
         for edge in edges:
             follower = self.groups[edge.follower]
+            self._take_device(follower)
             self._watch(follower.call("receive_weights", weights=weights), lambda c: self._weights_received(c, weights))
 
     def _weights_received(self, call: Call, weights: Any) -> None:
         for rank, checksum in enumerate(call.results):
             if checksum != weights.checksum:
-                raise RuntimeError(
+                raise WeightSyncError(
                     f"weights of version {weights.version} arrived at {call.group.name}[{rank}] with checksum {checksum}, "
                     f"but {weights.checksum} was published"
                 )
@@ -488,7 +524,7 @@ class Driver:
                 continue
             flow.open = False
             flow.closed_at = self.step
-            if isinstance(flow.schedule, OnePass):
+            if flow.evaluates:
                 row = flow.take_metrics(f"{flow.name}/")
                 self.directory.metrics[-1].update(row)
                 self._progress.evaluated(flow.name, self.step, row)
@@ -535,21 +571,26 @@ class Driver:
             raise UserError(f"{handle!r} is no group of this run; its groups: {', '.join(self._handles)}")
         return self._call_and_wait(group, method, **arguments)
 
-    def _call_and_wait(self, group: WorkerGroup, method: str, **arguments: Any) -> list[Any]:
+    def _call_and_wait(self, group: WorkerGroup, method: str, *, on_device: bool = True, **arguments: Any) -> list[Any]:
+        self._refuse_when_failed()
         finished: list[Call] = []
-        self._heard = time.monotonic()
+        if on_device:
+            self._take_device(group)
         self._watch(group.call(method, **arguments), finished.append)
         while not finished:
             self._settle()
         return finished[0].results
 
+    def _refuse_when_failed(self) -> None:
+        if self._failed:
+            raise RunError("this run has failed; leave the driver's `with` block and start another")
+
     def _wait_for_all(self) -> None:
-        self._heard = time.monotonic()
         while self._under_way:
             self._settle()
 
 
-_RECORD = "record"
+_RECORD = "weft.record"
 
 
 def _with_recording(graph: Graph) -> Graph:
@@ -585,6 +626,30 @@ def _with_recording(graph: Graph) -> Graph:
         after=tuple(dict.fromkeys(w for c in reads if (w := writers[c]))),
     )
     return replace(graph, nodes=(*graph.nodes, node))
+
+
+def _check_followed(graph: Graph, schedule: Synchronous) -> None:
+    """Whoever generates what a policy gradient is computed on takes over each new version in time.
+
+    Raises:
+        UserError: naming the generating group and what to say of it.
+    """
+    follows = {e.follower: e for e in graph.follows}
+    generating = {n.group for n in graph.nodes if str(RESPONSE_VERSIONS) in n.writes and n.group}
+    for node in graph.nodes:
+        needs_policy = str(RESPONSE_LOGPROBS) in getattr(node.arguments.get("loss"), "reads", ())
+        for group in generating if node.operation.updates and needs_policy else ():
+            edge = follows.get(group)
+            if edge is None:
+                raise UserError(
+                    f"node {node.name!r} compares its policy with the one that generated, but {group!r} follows nobody: "
+                    f"say {group}.follows({node.group})"
+                )
+            if edge.leader == node.group and edge.every - 1 > schedule.max_staleness:
+                raise UserError(
+                    f"{group!r} follows {node.group!r} every {edge.every} updates, but {type(schedule).__name__} "
+                    f"allows a staleness of {schedule.max_staleness}; take every={schedule.max_staleness + 1}"
+                )
 
 
 def _all_handles(graphs: Sequence[Graph]) -> dict[str, Handle]:

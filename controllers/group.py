@@ -24,7 +24,11 @@ Submit = Callable[[int, Task, "Call"], None]
 """Give a task to a rank; its replies come back through the backend's `wait`, addressed to the call."""
 
 
-class WorkerError(RuntimeError):
+class RunError(RuntimeError):
+    """A run cannot go on. The message says all that there is to say; a traceback of the driver would not help."""
+
+
+class WorkerError(RunError):
     """A call on a worker failed: who, in which node, on which sample, and the worker's own traceback."""
 
 
@@ -139,12 +143,8 @@ class WorkerGroup:
             raise UserError(f"{dispatch!r} gave {len(shares)} shares for the {len(self.mesh)} ranks of {self.name!r}")
         keep = set(dispatch.collect(self.mesh))
         self._check_shares(dispatch, shares, keep, len(lease.rows))
-        # A rank without rows is called all the same when it must take part in the collectives of an update.
-        ranks = tuple(
-            r
-            for r, share in enumerate(shares)
-            if share is not None and (share or node.operation.updates or len(self.mesh) > 1)
-        )
+        # A rank without rows is called all the same: it takes part in the collectives of its group.
+        ranks = tuple(rank for rank, share in enumerate(shares) if share is not None)
         call = Call(self, method, ranks, node, ledger, lease)
         call.waiting = set(ranks)
         arguments = (
@@ -163,9 +163,9 @@ class WorkerGroup:
 
     def _dispatch(self, method: str) -> Dispatch:
         worker_class = self.handle.worker_class
-        dispatch = dispatch_of(getattr(worker_class, method, None))
+        dispatch = dispatch_of(worker_class, method)
         if dispatch is None:
-            known = [n for n in dir(worker_class) if dispatch_of(getattr(worker_class, n, None))]
+            known = [n for n in dir(worker_class) if dispatch_of(worker_class, n)]
             hint = nearest(method, known) or f"; it has {', '.join(known)}"
             raise UserError(f"{worker_class.__name__} has no remote method {method!r}{hint}")
         return dispatch

@@ -11,13 +11,13 @@ from typing import Any
 
 from ..dataflow.config import Config
 from ..dataflow.errors import UserError
-from .group import WorkerError
+from .group import RunError
 
 
 def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> int:
     """Run `main(settings)`, its settings read from the command line; the type of its parameter says which there are.
 
-    Returns the exit code: 0; 2 when the user can mend it (one message, no traceback); 1 when a worker failed; 130 after
+    Returns the exit code: 0; 2 when the user can mend it (one message, no traceback); 1 when the run cannot go on; 130 after
     Ctrl-C and 143 after SIGTERM, both with everything cleaned up. Other exceptions pass through.
     """
     import tyro
@@ -35,7 +35,7 @@ def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> in
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (WorkerError, TimeoutError) as error:
+    except (RunError, TimeoutError, ConnectionError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..dataflow.errors import UserError, nearest
 
@@ -55,6 +56,9 @@ class Place:
         return self.pool.gpus // self.ranks
 
 
+OWN = "'s own"
+"""Ends the name of the pool of a group that no placement mentions."""
+
 Placement = Mapping[str, Place]
 """Group name -> place. A group that is not mentioned runs as one rank on a pool of one CPU of its own."""
 
@@ -75,23 +79,34 @@ def resolve(placement: Placement | None, groups: Mapping[str, object]) -> dict[s
     for place in given.values():
         if by_name.setdefault(place.pool.name, place.pool) != place.pool:
             raise UserError(f"two resource pools are called {place.pool.name!r}")
-    return {name: given.get(name) or Place(ResourcePool(f"{name}'s own")) for name in groups}
+    return {name: given.get(name) or Place(ResourcePool(f"{name}{OWN}")) for name in groups}
 
 
-def require_cpus(placement: Mapping[str, Place], available: int, where: str) -> None:
-    """Refuse a placement that asks for more CPUs than there are.
+def require_devices(placement: Mapping[str, Place], cpus: int, gpus: int, where: str) -> None:
+    """Refuse a placement that asks for more CPUs or GPUs than there are.
 
     Only pools that the user sized count: a group without a place shares what is left.
     """
-    pools = {p.pool.name: p.pool for p in placement.values() if not p.pool.name.endswith("'s own")}
-    wanted = sum(p.cpus for p in pools.values())
-    if wanted > available:
-        sizes = ", ".join(f"{p.name}: {p.cpus}" for p in pools.values())
-        raise UserError(
-            f"the placement asks for {wanted} CPUs ({sizes}), but {where} has {available}; make a pool smaller or let groups share one"
-        )
+    pools = {p.pool.name: p.pool for p in placement.values() if not p.pool.name.endswith(OWN)}
+    for kind, wanted, available in (
+        ("CPUs", {p.name: p.cpus for p in pools.values()}, cpus),
+        ("GPUs", {p.name: p.gpus for p in pools.values()}, gpus),
+    ):
+        if sum(wanted.values()) > available:
+            sizes = ", ".join(f"{name}: {number}" for name, number in wanted.items())
+            raise UserError(
+                f"the placement asks for {sum(wanted.values())} {kind} ({sizes}), but {where} has {available}; "
+                "make a pool smaller or let groups share one"
+            )
 
 
 def machine_cpus() -> int:
     """CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machine_gpus() -> int:
+    """NVIDIA GPUs that this process may use, found without loading CUDA."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return present if visible is None else min(present, len([d for d in visible.split(",") if d.strip()]))

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,23 @@ from ..dataflow.ledger import Segment
 from ..workers.worker import Context
 from .backend import Event, Setup
 from .group import Call, WorkerError, WorkerGroup
-from .placement import Place, ResourcePool, machine_cpus, require_cpus
+from .placement import Place, ResourcePool, machine_cpus, machine_gpus, require_devices
 from .shell import Failure, Task, failure_of, run
 
 START_TIMEOUT_S = 300.0
 """Longest wait for workers to be up: vLLM's imports and a large model's loading are in it."""
 CLOSE_TIMEOUT_S = 5.0
 """Longest wait for workers to release what they hold, before they are ended without being asked."""
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """A resource pool that the cluster has set aside."""
+
+    strategy: Any
+    """Schedules an actor into it."""
+    gpus: Sequence[str]
+    """Its devices, as `CUDA_VISIBLE_DEVICES` names them on its node."""
 
 
 class RayBackend:
@@ -43,6 +55,9 @@ class RayBackend:
         self._actors: dict[tuple[str, int], Any] = {}
         self._groups: list[Any] = []
         self._folder: str | None = None
+        self._name = f"weft-{uuid.uuid4().hex[:12]}"
+        self._connected = False
+        """Whether it was this backend that connected to Ray, and so disconnects."""
         self._run_dir = Path()
 
     def __repr__(self) -> str:
@@ -50,22 +65,23 @@ class RayBackend:
 
     def check(self, placement: Mapping[str, Place]) -> None:
         if not self.address:
-            require_cpus(placement, machine_cpus(), "this machine")
+            require_devices(placement, machine_cpus(), machine_gpus(), "this machine")
 
     def start(self, setup: Setup) -> dict[str, WorkerGroup]:
-        os.environ.setdefault(
-            "RAY_AUTH_MODE", "token"
-        )  # its default for local clusters; said aloud, it prints no warning
         if not self.address:
-            # Ray reads it when it is imported, and listens on loopback alone; test_sockets.py holds it to that.
+            # Ray reads these when it is imported: listen on loopback alone (test_sockets.py holds it to that), and ask
+            # for a token, which is its default for local clusters (said aloud, it prints no warning).
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
         import ray
 
         self._run_dir = setup.run_dir
         self._connect(setup.placement)
         if self.address:
-            require_cpus(setup.placement, int(ray.cluster_resources().get("CPU", 0)), f"the cluster at {self.address}")
-        pools = self._reserve({p.pool.name: p for p in setup.placement.values()}, setup.placement)
+            held = ray.cluster_resources()
+            cluster = f"the cluster at {self.address}"
+            require_devices(setup.placement, int(held.get("CPU", 0)), int(held.get("GPU", 0)), cluster)
+        pools = self._reserve({p.pool.name: p.pool for p in setup.placement.values()})
         starting: dict[Any, str] = {}
         for name, handle in setup.handles.items():
             place = setup.placement[name]
@@ -77,12 +93,18 @@ class RayBackend:
                 self._actors[name, rank] = actor
                 starting[actor.coordinates.remote()] = f"{name}[{rank}]"
         meshes = self._wait_until_up(starting)
+        nodes = {node for _, node in meshes.values()}
+        if len(nodes) > 1:
+            raise UserError(
+                f"the workers of this run stand on {len(nodes)} nodes ({', '.join(sorted(nodes))}); weights still pass "
+                "through the memory of one node: put all groups on one resource pool"
+            )
         return {
             name: WorkerGroup(
                 name,
                 handle,
                 setup.placement[name],
-                [meshes[f"{name}[{r}]"] for r in range(setup.placement[name].ranks)],
+                [meshes[f"{name}[{r}]"][0] for r in range(setup.placement[name].ranks)],
                 self._submit,
                 setup.ids,
             )
@@ -94,6 +116,7 @@ class RayBackend:
 
         if ray.is_initialized():
             return
+        self._connected = True
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             self._init_ray(placement)
@@ -115,10 +138,8 @@ class RayBackend:
         pools = {p.pool.name: p.pool for p in placement.values()}
         ray.init(
             address="local",
-            num_cpus=max(
-                machine_cpus(), sum(p.cpus for p in pools.values())
-            ),  # groups without a place share the machine
-            num_gpus=sum(p.gpus for p in pools.values()) or None,
+            # Groups without a place share the machine with the pools.
+            num_cpus=max(machine_cpus(), sum(p.cpus for p in pools.values())),
             object_store_memory=_object_store_bytes(),
             include_dashboard=False,
             _temp_dir=self._folder,
@@ -126,30 +147,38 @@ class RayBackend:
             **quiet,
         )
 
-    def _reserve(self, pools: Mapping[str, Place], placement: Mapping[str, Place]) -> dict[str, Any]:
-        """A placement group for each pool: one bundle per device, so that rank i of each group shares bundle i."""
+    def _reserve(self, pools: Mapping[str, ResourcePool]) -> dict[str, Reserved]:
+        """A placement group of one bundle for each pool: all of it on one node, where weights pass through memory."""
         import ray
         from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        reserved = {
-            name: placement_group(_bundles(p.pool, _most_ranks(name, placement)), strategy="PACK")
-            for name, p in pools.items()
-        }
-        self._groups = list(reserved.values())
-        for name, group in reserved.items():
+        groups = {}
+        for name, pool in pools.items():
+            bundle: dict[str, float] = {"CPU": pool.cpus}
+            if pool.gpus:
+                bundle["GPU"] = pool.gpus
+            groups[name] = placement_group([bundle], strategy="STRICT_PACK")
+        self._groups = list(groups.values())
+        reserved: dict[str, Reserved] = {}
+        for name, group in groups.items():
             ready, _ = ray.wait([group.ready()], timeout=30)
             if not ready:
                 raise UserError(
-                    f"resource pool {name!r} ({pools[name].pool}) did not get its devices within 30 s; "
+                    f"resource pool {name!r} ({pools[name]}) did not get its devices on one node within 30 s; "
                     f"the cluster has {ray.available_resources()}"
                 )
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+            gpus: list[str] = []
+            if pools[name].gpus:  # which ones they are, is known only to who holds them
+                held = ray.remote(_gpu_ids).options(num_gpus=pools[name].gpus, num_cpus=0, scheduling_strategy=strategy)
+                gpus = ray.get(held.remote(), timeout=START_TIMEOUT_S)
+            reserved[name] = Reserved(strategy, gpus)
         return reserved
 
-    def _actor(self, handle: Handle, place: Place, context: Context, reserved: Any, sharing: int) -> Any:
+    def _actor(self, handle: Handle, place: Place, context: Context, reserved: Reserved, sharing: int) -> Any:
         import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        num_bundles = len(reserved.bundle_specs)
         threads = str(place.threads)
         # Threads are set in the environment: they must be known before anything in the process imports torch.
         env = {
@@ -158,28 +187,28 @@ class RayBackend:
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         }
+        if place.pool.gpus:
+            # Rank i of every group on a pool sees the same devices. Ray, asked for shares of GPUs, would not promise that.
+            own = reserved.gpus[context.rank * place.gpus : (context.rank + 1) * place.gpus]
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(own)
         if not self.address:
             env |= {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
         options: dict[str, Any] = {
-            "num_cpus": place.pool.cpus / num_bundles / (sharing * max(1, -(-place.ranks // num_bundles))),
-            "num_gpus": place.gpus / sharing if place.gpus else 0,
+            "num_cpus": place.pool.cpus / (sharing * place.ranks),
+            "num_gpus": 0,
             "runtime_env": {"env_vars": env},
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                reserved, placement_group_bundle_index=context.rank % num_bundles
-            ),
+            "scheduling_strategy": reserved.strategy,
             "max_restarts": 0,
         }
         return ray.remote(Rank).options(**options).remote(handle.worker_class, handle.config, context)
 
     def _rendezvous(self, name: str) -> str:
-        """Where the ranks of a group meet: a file on one machine (no port is opened), a TCP port of the driver's host else."""
-        if self._folder:
-            return f"file://{self._folder}/rendezvous-{name}"
-        import ray
-
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return f"tcp://{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+        """Where the ranks of a group meet: a file on the node of its pool; no port is opened for it."""
+        return (
+            f"file:///tmp/{self._name}-{name.replace('/', '_')}"
+            if not self._folder
+            else f"file://{self._folder}/{name}"
+        )
 
     def _wait_until_up(self, starting: dict[Any, str]) -> dict[str, Any]:
         import ray
@@ -195,14 +224,14 @@ class RayBackend:
                 )
             for ref in ready:
                 try:
-                    failure, coordinates = ray.get(ref)
+                    failure, coordinates, node = ray.get(ref)
                 except RayError as error:
                     raise WorkerError(self._died(starting[ref], error)) from None
                 if failure is not None:
                     if failure.user_error:
                         raise UserError(f"worker {starting[ref]}: {failure.message}")
                     raise WorkerError(f"worker {starting[ref]} could not start: {failure.message}\n{failure.traceback}")
-                meshes[starting[ref]] = coordinates
+                meshes[starting[ref]] = coordinates, node
         return meshes
 
     def store(self, batch: Batch) -> Segment:
@@ -243,23 +272,32 @@ class RayBackend:
         return f"its process ended ({type(error).__name__}); the end of {log.name}:\n{tail}"
 
     def close(self) -> None:
+        if not self._connected and not self._actors:
+            return
         import ray
+        from ray.exceptions import RayError
 
-        closing = [actor.close.remote() for actor in self._actors.values()]
-        if closing and ray.is_initialized():
-            ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
-        if self._folder:  # a cluster of our own: everything in it ends with it, also when part of it is dead already
-            ray.shutdown()
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
-        else:
-            for actor in self._actors.values():
-                ray.kill(actor)
-            for group in self._groups:
-                ray.util.remove_placement_group(group)
-        self._actors.clear()
-        self._streams.clear()
-        self._groups.clear()
+        try:
+            closing = [actor.close.remote() for actor in self._actors.values()]
+            if closing:
+                ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
+            if not self._folder:
+                for actor in self._actors.values():
+                    ray.kill(actor)
+                for group in self._groups:
+                    ray.util.remove_placement_group(group)
+        except RayError:  # the cluster is gone, and everything in it
+            pass
+        finally:
+            self._actors.clear()
+            self._streams.clear()
+            self._groups.clear()
+            if self._connected:
+                ray.shutdown()
+                self._connected = False
+            if self._folder:
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._folder = None
 
 
 class Rank:
@@ -275,8 +313,8 @@ class Rank:
         except Exception as error:  # reported by coordinates(), as text: not every exception survives a pickle
             self.failure = failure_of(error)
 
-    def coordinates(self) -> tuple[Any, Any]:
-        return self.failure, None if self.failure else self.worker.coordinates
+    def coordinates(self) -> tuple[Any, Any, str]:
+        return self.failure, None if self.failure else self.worker.coordinates, platform.node()
 
     def call(self, task: Task) -> Iterator[Any]:
         for reply, batch in run(self.worker, task, _fetch):
@@ -304,17 +342,11 @@ def _log_to(path: Path) -> None:
     os.close(descriptor)
 
 
-def _most_ranks(pool: str, placement: Mapping[str, Place]) -> int:
-    return max(p.ranks for p in placement.values() if p.pool.name == pool)
+def _gpu_ids() -> list[str]:
+    """The devices of the pool in whose bundle this runs."""
+    import ray
 
-
-def _bundles(pool: ResourcePool, ranks: int) -> list[dict[str, float]]:
-    """The pool cut into as many equal bundles as its widest group has ranks (fewer when there are fewer CPUs)."""
-    number = max(1, min(ranks, pool.gpus or pool.cpus))
-    bundle: dict[str, float] = {"CPU": pool.cpus / number}
-    if pool.gpus:
-        bundle["GPU"] = pool.gpus / number
-    return [bundle] * number
+    return [str(i) for i in ray.get_gpu_ids()]
 
 
 def _object_store_bytes() -> int:

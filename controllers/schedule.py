@@ -47,6 +47,8 @@ class Synchronous(Config):
 class OnePass(Config):
     """The source once, all of it, as it stands: how an evaluation graph runs."""
 
+    shuffle: bool = False
+
     @property
     def max_staleness(self) -> None:
         return None

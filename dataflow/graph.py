@@ -120,13 +120,25 @@ class Graph:
     source: Source
     nodes: tuple[Node, ...]
     handles: Mapping[str, Handle] = field(default_factory=dict)
-    follows: tuple[ParameterEdge, ...] = ()
 
     def __getitem__(self, name: str) -> Node:
         for node in self.nodes:
             if node.name == name:
                 return node
         raise KeyError(f"graph {self.name!r} has no node {name!r}{nearest(name, [n.name for n in self.nodes])}")
+
+    @property
+    def follows(self) -> tuple[ParameterEdge, ...]:
+        """The parameter edges that end at this graph's groups, and those that lead up to them."""
+        edges: list[ParameterEdge] = []
+        pending, seen = list(self.handles.values()), set[int]()
+        for handle in pending:
+            if handle.following is not None and id(handle) not in seen:
+                leader = handle.following.leader
+                edges.append(ParameterEdge(handle.called, leader.called, handle.following.every))
+                pending.append(leader)
+            seen.add(id(handle))
+        return tuple(edges)
 
     @property
     def levels(self) -> dict[int, str]:
@@ -286,7 +298,7 @@ class Recording:
     def name_handle(self, handle: Handle, parameter: str | None) -> str:
         """The group's name; a handle without one takes that of the parameter that it came in."""
         if handle.name is None:
-            handle.name = parameter or handle.worker_class.__name__.removesuffix("Worker").lower()
+            handle.name = parameter or handle.called
         other = self.handles.setdefault(handle.name, handle)
         if other is not handle:
             raise GraphError(
@@ -346,21 +358,7 @@ class Recording:
         )
 
     def finish(self) -> Graph:
-        # Leaders and followers that no node uses still belong to the run: a teacher may be led by a group of another graph.
-        edges: list[ParameterEdge] = []
-        pending = list(self.handles.values())
-        while pending:
-            handle = pending.pop(0)
-            if handle.following is not None:
-                leader = handle.following.leader
-                if leader.name not in self.handles:
-                    pending.append(leader)
-                edges.append(
-                    ParameterEdge(
-                        self.name_handle(handle, None), self.name_handle(leader, None), handle.following.every
-                    )
-                )
-        return Graph(self.name, self.source, tuple(self.nodes), dict(self.handles), tuple(edges))
+        return Graph(self.name, self.source, tuple(self.nodes), dict(self.handles))
 
 
 def graph(function: Callable[..., Any]) -> Callable[..., Graph]:

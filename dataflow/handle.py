@@ -37,6 +37,11 @@ class Handle:
         self.name = name
         self.following: Following | None = None
 
+    @property
+    def called(self) -> str:
+        """Its name, or as long as no graph has given it one, that of its class: "actor" for `ActorWorker`."""
+        return self.name or self.worker_class.__name__.removesuffix("Worker").lower()
+
     def __repr__(self) -> str:
         return f"<handle {self.name or '(unnamed)'}: {self.worker_class.__name__}>"
 
@@ -62,8 +67,9 @@ class Handle:
             raise AttributeError(method)
         function = inspect.getattr_static(self.worker_class, method, None)
         operation = operation_of(function)
-        if operation is None:
-            known = [n for n in dir(self.worker_class) if operation_of(getattr(self.worker_class, n, None))]
+        if operation is None or not operation.takes_rows:
+            operations = ((n, operation_of(getattr(self.worker_class, n, None))) for n in dir(self.worker_class))
+            known = [name for name, each in operations if each is not None and each.takes_rows]
             hint = nearest(method, known) or f"; it has {', '.join(known) or 'none'}"
             raise NoSuchNodeError(f"{self.worker_class.__name__} has no node {method!r}{hint}")
 

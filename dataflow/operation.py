@@ -53,6 +53,11 @@ class Operation:
         """Claims whole groups rather than rows."""
         return self.whole_groups or self.updates
 
+    @property
+    def takes_rows(self) -> bool:
+        """It can be a node; other remote methods (saving, publishing weights) are called beside the graph."""
+        return bool(self.reads or self.may_read or self.writes or self.updates or self.shape is not Shape.MAP)
+
     def columns(self, templates: Iterable[str], arguments: Mapping[str, Any]) -> tuple[str, ...]:
         """Column names for one call: templates filled in from its arguments.
 

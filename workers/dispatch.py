@@ -96,7 +96,7 @@ def balance(sizes: Sequence[int] | np.ndarray, parts: int) -> list[list[int]]:
     for index in np.argsort(-np.asarray(sizes), kind="stable").tolist():
         load, part = heapq.heappop(heap)
         out[part].append(index)
-        heapq.heappush(heap, (load + int(sizes[index]), part))
+        heapq.heappush(heap, (load + max(1, int(sizes[index])), part))  # rows without tokens are spread by number
     return [sorted(part) for part in out]
 
 

@@ -43,6 +43,10 @@ def remote(
     return attach
 
 
-def dispatch_of(method: object) -> Dispatch | None:
-    """The dispatch protocol attached to a method, or None when it is not remote."""
-    return getattr(method, "__dispatch__", None)
+def dispatch_of(worker_class: type, method: str) -> Dispatch | None:
+    """The dispatch protocol of a worker's method, its own or that of the one which it overrides; None: not remote."""
+    for each in worker_class.__mro__:
+        dispatch = getattr(vars(each).get(method), "__dispatch__", None)
+        if dispatch is not None:
+            return dispatch
+    return None

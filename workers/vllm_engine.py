@@ -221,9 +221,11 @@ def _response(output: RequestOutput, request_id: int) -> Response:
     completion = output.outputs[0]
     if completion.finish_reason not in ("stop", "length"):
         raise GenerationError(f"vLLM ended request {request_id} with {completion.finish_reason!r}")
-    versions = np.empty(len(completion.token_ids), dtype=np.int32)
+    versions = np.full(len(completion.token_ids), -1, dtype=np.int32)
     for span in completion.weight_versions or ():
         versions[span.start : span.end] = 0 if span.version == "default" else int(span.version.removeprefix("v"))
+    if (versions < 0).any():
+        raise GenerationError(f"vLLM did not say which weights sampled all tokens of request {request_id}")
     return Response(
         request_id=request_id,
         token_ids=np.asarray(completion.token_ids, dtype=np.int32),

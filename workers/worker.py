@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..dataflow.config import Config
-from .dispatch import Coordinates
+from .dispatch import Coordinates, Dispatch
+from .remote import remote
 
 if TYPE_CHECKING:
     from ..dataflow.graph import Node, Source
@@ -63,15 +64,18 @@ class Worker:
             f"follows() is said of the handles that weft.group returns, not of a {type(self).__name__} itself"
         )
 
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
     def health(self) -> Mapping[str, Any]:
         """Resident memory in bytes and the like, for logs and the dashboard."""
         import resource
 
         return {"max_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
     def onload(self) -> None:
         """Bring device memory back before this group's turn on a shared pool."""
 
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
     def offload(self) -> None:
         """Give device memory up after this group's turn on a shared pool."""
 

@@ -29,6 +29,7 @@ from weft.controllers.backend import Local
 from weft.controllers.driver import DeadlineError, Driver, Evaluation, StalledError
 from weft.controllers.group import Call, WorkerError
 from weft.controllers.placement import Place, ResourcePool
+from weft.controllers.ray_backend import RayBackend
 from weft.controllers.schedule import Synchronous
 from weft.controllers.shell import Task
 from weft.dataflow.batch import Batch
@@ -247,12 +248,46 @@ def test_a_skipped_weight_update_is_caught_at_once(tmp_path: Path):
     )
 
 
-def test_nobody_following_is_off_policy_and_refused(tmp_path: Path):
-    with (
-        drive(training(follow=False), tmp_path) as driver,
-        pytest.raises(RuntimeError, match="Was a weight update skipped"),
-    ):
+def test_a_policy_gradient_wants_a_generator_that_takes_over_every_version(tmp_path: Path):
+    ratio = ToyLoss(column="response_logprobs")
+    text = refused(tmp_path, toy_grpo(prompts(8), **handles(follow=False), loss=ratio))
+    assert "'rollout' follows nobody: say rollout.follows(actor)" in text
+    slow = handles(follow=False)
+    slow["rollout"].follows(slow["actor"], every=2)
+    text = refused(tmp_path, toy_grpo(prompts(8), **slow, loss=ratio))
+    assert "'rollout' follows 'actor' every 2 updates, but Synchronous allows a staleness of 0; take every=1" in text
+
+
+def test_a_generator_that_follows_nobody_may_teach(tmp_path: Path):
+    with drive(training(follow=False), tmp_path) as driver:
+        assert len(driver.run()) == 4
+
+
+def test_groups_on_a_pool_with_gpus_make_room_for_each_other(tmp_path: Path):
+    device = ResourcePool("device", cpus=1, gpus=1)
+    places = {name: Place(device) for name in ("rollout", "actor")}
+    with drive(training(), tmp_path, steps=2, placement=places) as driver:
         driver.run()
+        turns = [
+            (call["group"], call["node"]) for call in driver.directory.timeline if call["node"] in ("onload", "offload")
+        ]
+    assert turns[:2] == [("rollout", "offload"), ("actor", "offload")], "both begin in host memory"
+    onloaded: set[str] = set()
+    for group_name, method in turns[2:]:
+        if method == "onload":
+            assert not onloaded, "one model at a time"
+            onloaded.add(group_name)
+        else:
+            onloaded.discard(group_name)
+    assert turns.count(("actor", "onload")) == 3, "to publish at the start, and for each update"
+
+
+def test_a_run_that_has_failed_says_so_when_it_is_used_again(tmp_path: Path):
+    with drive(training(rollout={"fail_on": 20}), tmp_path) as driver:
+        with pytest.raises(WorkerError, match="not to my taste"):
+            driver.run()
+        with pytest.raises(RuntimeError, match="this run has failed"):
+            driver.run()
 
 
 def test_weights_that_arrive_garbled_are_refused(tmp_path: Path):
@@ -391,7 +426,8 @@ def test_a_placement_is_checked(tmp_path: Path):
     assert text == (
         "the placement names a group 'rolout', which no graph has; did you mean 'rollout'? (groups: rollout, reward, actor)"
     )
-    text = refused(tmp_path, placement={"actor": Place(ResourcePool("big", cpus=4096))})
+    big = {"actor": Place(ResourcePool("big", cpus=4096))}
+    text = refused(tmp_path, placement=big, backend=RayBackend())
     assert re.search(r"asks for 4096 CPUs \(big: 4096\), but this machine has \d+", text)
     pools = {"actor": Place(ResourcePool("a", cpus=1)), "rollout": Place(ResourcePool("a", cpus=2))}
     assert refused(tmp_path, placement=pools) == "two resource pools are called 'a'"
@@ -471,7 +507,7 @@ def test_the_run_directory_has_everything(tmp_path: Path, model: str):
     assert row["reward"] == 2.0 and row["advantages"] == [0.5, 0.5] and row["response_logprobs"] == [-1.0, -1.0]
     assert {"sample_id", "group_id", "parent_id", "answer", "response_versions"} <= set(row)
     timeline = pq.read_table(run / "timeline.parquet").to_pylist()
-    assert [c["node"] for c in timeline if c["step"] == 1 and c["rows"] and c["group"] != "functions"] == [
+    assert [c["node"] for c in timeline if c["step"] == 1 and c["rows"] and c["group"] != "weft.functions"] == [
         "rollout.generate",
         "reward.score",
         "actor.update",

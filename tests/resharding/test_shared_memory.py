@@ -136,9 +136,7 @@ def test_another_process_maps_the_weights_and_nothing_is_left_when_it_is_killed(
         publisher.kill()
         publisher.wait()
         publisher.stdout.close()
-    with pytest.raises(
-        WeightSyncError, match=r"version 5 cannot be opened .* has the process"
-    ):
+    with pytest.raises(WeightSyncError, match=r"version 5 cannot be opened .* has the process"):
         open_weights(weights)
     assert not [name for name in set(os.listdir("/dev/shm")) - before if "weft" in name]
 

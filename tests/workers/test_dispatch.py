@@ -117,14 +117,22 @@ def test_a_users_protocol_survives_a_pickle_even_under_a_known_name():
         assert mine.name == name and mine.distribute(sizes([1, 2]), mesh(2)) == [[0, 1], None]
 
 
-def test_remote_leaves_the_method_what_it_is():
+def test_remote_leaves_the_method_what_it_is_and_an_override_inherits_the_protocol():
     def method(self: object) -> int:
         """Says three."""
         return 3
 
-    marked = remote(dispatch=Dispatch.ALL_TO_ALL)(method)
-    assert marked is method and marked(None) == 3 and dispatch_of(method) is Dispatch.ALL_TO_ALL
-    assert dispatch_of(print) is None
+    assert remote(dispatch=Dispatch.ALL_TO_ALL)(method) is method and method(None) == 3
+
+    class Parent(Worker):
+        three = method
+
+    class Child(Parent):
+        def three(self) -> int:
+            return 4
+
+    assert dispatch_of(Child, "three") is Dispatch.ALL_TO_ALL and dispatch_of(Child, "onload") is Dispatch.ONE_TO_ALL
+    assert dispatch_of(Child, "four") is None
 
 
 # On a group
