@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import arithmetic
+from pydantic import Field
 
 import weft
 from weft.algorithms.evaluation import evaluate
@@ -25,9 +26,9 @@ class Settings(weft.Config):
     """What generates; auto is vllm under Ray and transformers in one process."""
     seed: int = 0
     """Of data, model, sampling and order."""
-    steps: int = 400
+    steps: int = Field(default=400, ge=1)
     """Updates of the policy."""
-    prompts: int = 64
+    prompts: int = Field(default=64, ge=1)
     """Prompts in a step; each is answered eight times."""
     root: Path = Path("runs")
     """Where data, model and run directory go."""
@@ -38,6 +39,10 @@ class Settings(weft.Config):
 def main(settings: Settings) -> None:
     """GRPO on two-digit addition."""
     started = time.monotonic()
+    cores = weft.ResourcePool("cores", cpus=2)
+    placement = {"actor": weft.Place(cores, ranks=2), "rollout": weft.Place(cores, ranks=2)}
+    backend = weft.RayBackend() if settings.backend == "ray" else weft.Local()
+    backend.check(placement)  # the driver does, too; this is before the warm start
     steps, prompts = (3, 8) if settings.small else (settings.steps, settings.prompts)
     # Data (columns prompt and answer), and a model that a supervised phase has brought to a third of right answers.
     task = arithmetic.prepare(settings.root, settings.seed, settings.small)
@@ -60,13 +65,12 @@ def main(settings: Settings) -> None:
     accuracy = evaluate(held_out, rollout=rollout, reward=reward, sampling=greedy)
 
     # When and where.
-    cores = weft.ResourcePool("cores", cpus=2)
     with weft.Driver(
         training,
         schedule=weft.Synchronous(steps=steps, prompts_per_step=prompts),
         evaluations=[weft.Evaluation(accuracy, every=25)],
-        placement={"actor": weft.Place(cores, ranks=2), "rollout": weft.Place(cores, ranks=2)},
-        backend=weft.RayBackend() if settings.backend == "ray" else weft.Local(),
+        placement=placement,
+        backend=backend,
         root=settings.root,
         seed=settings.seed,
         settings=settings,

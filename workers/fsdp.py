@@ -62,7 +62,7 @@ class FsdpEngine:
         )
         self.mesh = _mesh(context, config.tensor_parallel, self.device)
         self.microbatch_tokens = config.microbatch_tokens or (1280 if self.device.type == "cpu" else 16384)
-        self.model = ResponseModel(_load(config.model))
+        self.model = ResponseModel(_load(str(config.model)))
         self.vocabulary = self.model.causal_lm.get_input_embeddings().weight.shape[0]
         if activation_checkpointing:
             self.model.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class ModelConfig(Config):
     """A causal language model, and how it lies over the ranks of its group."""
 
-    model: str
+    model: str | Path
     """Folder with a Hugging Face causal language model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What it computes in, and what is published; parameters and optimizer state are held in float32 either way."""
