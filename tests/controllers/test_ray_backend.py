@@ -75,7 +75,7 @@ def test_the_same_script_gives_the_same_results_with_and_without_ray(tmp_path: P
         results.append((numbers, trained, [(f.name, rows(f)) for f in files]))
         logs = sorted(p.name for p in (tmp_path / name / "logs").iterdir())
         assert logs == (
-            ["actor_0.log", "weft.functions_0.log", "reward_0.log", "rollout_0.log"] if name == "ray" else []
+            ["actor_0.log", "reward_0.log", "rollout_0.log", "weft.functions_0.log"] if name == "ray" else []
         )
     assert results[0] == results[1]
 
