@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from .errors import UserError, nearest
-from .operation import operation_of
+from .operation import Operation, operation_of
 
 W = TypeVar("W")
 
@@ -66,9 +66,9 @@ class Handle:
         if method.startswith("__"):
             raise AttributeError(method)
         function = inspect.getattr_static(self.worker_class, method, None)
-        operation = operation_of(function)
+        operation = declared(self.worker_class, method)
         if operation is None or not operation.takes_rows:
-            operations = ((n, operation_of(getattr(self.worker_class, n, None))) for n in dir(self.worker_class))
+            operations = ((n, declared(self.worker_class, n)) for n in dir(self.worker_class))
             known = [name for name, each in operations if each is not None and each.takes_rows]
             hint = nearest(method, known) or f"; it has {', '.join(known) or 'none'}"
             raise NoSuchNodeError(f"{self.worker_class.__name__} has no node {method!r}{hint}")
@@ -82,6 +82,15 @@ class Handle:
             return recorder(self, function, operation, args[1:], kwargs)
 
         return record
+
+
+def declared(worker_class: type, method: str) -> Operation | None:
+    """The operation of a worker's method, its own or that of the one which it overrides; None: not remote."""
+    for each in worker_class.__mro__:
+        operation = operation_of(vars(each).get(method))
+        if operation is not None:
+            return operation
+    return None
 
 
 def group(worker_class: type[W], *, name: str | None = None, **settings: Any) -> W:

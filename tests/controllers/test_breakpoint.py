@@ -1,0 +1,14 @@
+"""`Local()` runs workers in this process: a `breakpoint()` in one of them stops there, in a terminal of the user's."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_a_breakpoint_in_a_worker_method_stops_the_run_there(tmp_path: Path):
+    command = [sys.executable, str(Path(__file__).with_name("stops.py")), str(tmp_path)]
+    told = "p len(samples), type(self).__name__\ncontinue\n"
+    done = subprocess.run(command, input=told, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "stops.py" in done.stdout and "(Pdb) (8, 'StoppingReward')" in done.stdout
+    assert done.stdout.rstrip().endswith("2"), "told to go on, it does"
