@@ -1,5 +1,5 @@
 """Shell: what stands around a worker in its process. It gathers the rows of a call, runs the method, and publishes
-what comes back. The same shell serves the in-process backend and Ray; only `Store` differs."""
+what comes back. The same shell serves the in-process backend and Ray; only the way to the batches differs."""
 
 from __future__ import annotations
 

@@ -156,6 +156,7 @@ def plan_microbatches(lengths: np.ndarray, max_tokens: int) -> list[np.ndarray]:
     """Rows cut into microbatches of at most `max_tokens`, counting every row as long as the longest beside it.
 
     Rows of like length stand together, longest first, so that little is padded; a row longer than the limit is a
+    microbatch of its own.
 
     >>> [rows.tolist() for rows in plan_microbatches(np.array([3, 9, 2, 8]), max_tokens=18)]
     [[1, 3], [0, 2]]
