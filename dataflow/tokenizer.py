@@ -162,6 +162,10 @@ class Tokenizer:
             values.append(np.fromiter(itertools.chain.from_iterable(chunk), np.int32, int(counts.sum())))
         return (np.concatenate(values) if values else np.zeros(0, np.int32)), np.cumsum(lengths)
 
+    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """Texts of rows of token ids, special tokens skipped."""
+        return self.backend.decode_batch(rows, skip_special_tokens=True)
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

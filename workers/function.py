@@ -12,7 +12,9 @@ import pyarrow as pa
 from ..dataflow.batch import Batch
 from ..dataflow.column import PROMPT, PROMPT_IDS, RESPONSE, RESPONSE_IDS
 from ..dataflow.config import Config
+from ..dataflow.errors import UserError
 from ..dataflow.operation import Shape
+from ..dataflow.tokenizer import Tokenizer
 from .dispatch import Dispatch
 from .remote import remote
 from .worker import Worker
@@ -56,13 +58,11 @@ class FunctionWorker(Worker):
     def _decode(self, rows: Batch, ids: object) -> list[str] | None:
         if self._tokenizer is None:
             return None
-        return self._tokenizer.decode_batch(rows[ids].to_pylist(), skip_special_tokens=True)
+        return self._tokenizer.decode(rows[ids].to_pylist())
 
     @cached_property
-    def _tokenizer(self) -> Any:
-        path = self.config.tokenizer and Path(self.config.tokenizer) / "tokenizer.json"
-        if not path or not path.exists():
+    def _tokenizer(self) -> Tokenizer | None:
+        try:
+            return Tokenizer.load(self.config.tokenizer) if self.config.tokenizer else None
+        except UserError:  # a model without a tokenizer of its own: its samples are recorded as tokens alone
             return None
-        import tokenizers
-
-        return tokenizers.Tokenizer.from_file(str(path))

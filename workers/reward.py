@@ -16,6 +16,7 @@ from ..dataflow.column import RESPONSE, RESPONSE_IDS, REWARD
 from ..dataflow.config import Config
 from ..dataflow.errors import UserError, nearest
 from ..dataflow.metrics import Max, Mean, Metrics
+from ..dataflow.tokenizer import Tokenizer
 from .dispatch import Dispatch
 from .remote import remote
 from .worker import Worker
@@ -37,7 +38,7 @@ class RewardConfig(Config):
     """Called once per sample with the columns that its parameters name, e.g. `def score(response, answer) -> float`.
     `response` is the text of the response; every column of the data and of earlier nodes can be asked for."""
     tokenizer: str | Path
-    """Model folder with the tokenizer.json that turns response tokens into text."""
+    """Model folder (or Hugging Face id) whose tokenizer turns response tokens into text."""
 
     @pydantic.field_validator("function")
     @classmethod
@@ -73,18 +74,11 @@ class RewardWorker(Worker):
 
     @classmethod
     def check(cls, config: RewardConfig, nodes: Sequence[Node], source: Source) -> None:
-        path = Path(config.tokenizer) / "tokenizer.json"
-        if not path.exists():
-            raise UserError(
-                f"RewardConfig.tokenizer: {str(config.tokenizer)!r} has no tokenizer.json; "
-                "give the folder of the model that writes the responses"
-            )
+        Tokenizer.load(config.tokenizer)
 
     @cached_property
-    def _tokenizer(self) -> Any:
-        import tokenizers
-
-        return tokenizers.Tokenizer.from_file(str(Path(self.config.tokenizer) / "tokenizer.json"))
+    def _tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(self.config.tokenizer)
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(RESPONSE_IDS, "{config.reads}"), writes=("{into}",))
     def score(self, samples: Batch, *, into: str = str(REWARD)) -> tuple[Batch, Metrics]:
@@ -95,9 +89,7 @@ class RewardWorker(Worker):
         """
         values = {name: samples[name].to_pylist() for name in self.config.reads}
         if str(RESPONSE) in self.config.arguments:
-            values[str(RESPONSE)] = self._tokenizer.decode_batch(
-                samples[RESPONSE_IDS].to_pylist(), skip_special_tokens=True
-            )
+            values[str(RESPONSE)] = self._tokenizer.decode(samples[RESPONSE_IDS].to_pylist())
         rewards: list[float] = []
         for k, sample_id in enumerate(samples["sample_id"].to_pylist()):
             try:

@@ -32,7 +32,7 @@ MISTAKES = {
     "column": "error: node 'reward.score' reads column 'answer', which no node writes; did you mean 'answr'?",
     "signature": "error: RewardConfig.function: reward function unnamed(completion: str) -> float takes neither 'response' nor "
     "'response_ids'",
-    "tokenizer": "has no tokenizer.json; give the folder of the model that writes the responses",
+    "tokenizer": "/nowhere' does not exist",
     "cpus": "error: the placement asks for 5000 CPUs (big: 5000), but this machine has ",
     "nan": "error: worker reward[0], node 'reward.score', samples ",
 }
