@@ -272,7 +272,7 @@ class RayBackend:
         return f"its process ended ({type(error).__name__}); the end of {log.name}:\n{tail}"
 
     def close(self) -> None:
-        if not self._connected and not self._actors:
+        if not (self._connected or self._actors or self._groups):
             return
         import ray
         from ray.exceptions import RayError

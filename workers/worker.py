@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -63,13 +63,6 @@ class Worker:
         raise TypeError(
             f"follows() is said of the handles that weft.group returns, not of a {type(self).__name__} itself"
         )
-
-    @remote(dispatch=Dispatch.ONE_TO_ALL)
-    def health(self) -> Mapping[str, Any]:
-        """Resident memory in bytes and the like, for logs and the dashboard."""
-        import resource
-
-        return {"max_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def onload(self) -> None:
