@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import hmac
 import json
+import logging
 import os
 import threading
 import time
@@ -21,12 +22,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.flight as pf
 
-from .segment_files import END_OF_STREAM, write_all
+from .segment_files import END_OF_STREAM, room_named, write_all
 from .segments import FILE, DamagedSegment, Segment, SegmentReader, delete_local
 
 PIECE_BYTES = 16 << 20
 PIECES = pa.schema([("bytes", pa.large_binary())])
 DAMAGED = b"damaged"
+
+logger = logging.getLogger(__name__)
 
 
 class SegmentServer(pf.FlightServerBase):
@@ -135,12 +138,18 @@ def delete(location: str, token: str, node: str, file: str, timeout_s: float) ->
     _call(location, token, timeout_s, f"deleting file {file} of node {node!r} at {location}", act)
 
 
-def delete_everywhere(peers: Mapping[str, str], token: str, timeout_s: float = 60.0) -> Callable[[str, str], None]:
-    """What `SegmentStore` wants for `delete_remote`: drops a file, and the copies of its messages, on all `peers`."""
+def delete_everywhere(peers: Mapping[str, str], token: str, timeout_s: float = 5.0) -> Callable[[str, str], None]:
+    """What `SegmentStore` wants for `delete_remote`: drops a file, and the copies of its messages, on all `peers`.
+
+    A peer that does not answer is logged and passed over: what it keeps costs room on its own disk, no more.
+    """
 
     def delete_remote(node: str, file: str) -> None:
         for location in peers.values():
-            delete(location, token, node, file, timeout_s)
+            try:
+                delete(location, token, node, file, timeout_s)
+            except TimeoutError as error:
+                logger.warning("%s", error)
 
     return delete_remote
 
@@ -166,7 +175,8 @@ def fetch_into(path: Path, location: str, token: str, segment: Segment, timeout_
             return
         stream = fetch(location, token, segment, max(deadline - time.monotonic(), 1e-3))
         part = path.with_name(f"{path.name}.part")
-        with open(part, "wb") as file:
+        who = f"the copy of a message of node {segment.node!r}"
+        with room_named(path.parent, who, len(stream)), open(part, "wb") as file:
             write_all(file.fileno(), [stream], 0)
         os.rename(part, path)
 

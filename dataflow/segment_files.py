@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +129,21 @@ def new_file(path: Path, capacity: int, start: bytes) -> int:
     return descriptor
 
 
+@contextmanager
+def room_named(folder: Path, who: str, num_bytes: int) -> Iterator[None]:
+    """An `OSError` for want of room says who needed how much, and where."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            raise
+        free = shutil.disk_usage(folder).free
+        raise OSError(
+            error.errno,
+            f"{error.strerror}: {who} needs {num_bytes} bytes in folder {folder}, where {free} bytes are free",
+        ) from None
+
+
 def recycle(path: Path, max_free_bytes: int) -> None:
     """Leave a file to whoever needs one next, and delete the oldest free files beyond the bound."""
     try:
@@ -150,9 +168,8 @@ def spill(folder: Path, memory_bytes: int) -> int:
     """
     resident = []
     for path in [*folder.glob("*.arrows"), *(folder / FETCHED).glob("*/*")]:
-        if not path.name.startswith("free-") and with_file(path, is_resident):
-            status = path.stat()
-            resident.append((status.st_mtime_ns, min(status.st_size, status.st_blocks * 512), path))
+        if not path.name.startswith("free-") and (found := with_file(path, _resident_since)):
+            resident.append((*found, path))
     excess = sum(size for _, size, _ in resident) - memory_bytes
     evicted = 0
     for _, size, path in sorted(resident):
@@ -185,6 +202,12 @@ def with_file(path: Path, do: Callable[[int], Any]) -> Any:
         return do(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _resident_since(descriptor: int) -> tuple[int, int] | None:
+    """When a file that is in memory was last written to, and the bytes of it that are not holes."""
+    status = os.fstat(descriptor)
+    return (status.st_mtime_ns, min(status.st_size, status.st_blocks * 512)) if is_resident(descriptor) else None
 
 
 def is_resident(descriptor: int) -> bool:

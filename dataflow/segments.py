@@ -14,12 +14,10 @@ the shared lock of the mapping tells. An array that was read never changes.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import mmap
 import os
 import re
-import shutil
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,6 +38,7 @@ from .segment_files import (
     chunks,
     new_file,
     recycle,
+    room_named,
     spill,
     with_file,
     write_all,
@@ -77,10 +76,14 @@ class DamagedSegment(RuntimeError):
     """A message that cannot be read any more: its file is missing or too short, or its bytes have changed."""
 
     def __init__(self, segment: Segment, path: object, problem: str) -> None:
-        super().__init__(
+        super().__init__(segment, str(path), problem)  # what a pickle makes it from again
+        self.segment = segment
+
+    def __str__(self) -> str:
+        segment, path, problem = self.args
+        return (
             f"segment of node {segment.node!r} in {path}, offset {segment.offset}, {segment.num_bytes} bytes: {problem}"
         )
-        self.segment = segment
 
 
 class SegmentWriter:
@@ -128,17 +131,8 @@ class SegmentWriter:
                 self._streams.append(stream := StreamFile(record.schema))
             pieces = stream.message(record)
             num_bytes = sum(map(len, pieces))
-            try:
+            with room_named(self.folder, f"writer {self.name!r}", num_bytes):
                 return self._write(stream, pieces, num_bytes)
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-                    raise
-                free = shutil.disk_usage(self.folder).free
-                raise OSError(
-                    error.errno,
-                    f"{error.strerror}: writer {self.name!r} needs {num_bytes} bytes for {len(batch)} rows in folder "
-                    f"{self.folder}, where {free} bytes are free",
-                ) from None
 
     def sync(self) -> None:
         """Bring everything written so far to the disk: from here on it survives a loss of power."""
@@ -319,7 +313,7 @@ class SegmentStore:
                 self._delete(stream, sequence)
 
     def writer_ended(self, writer_name: str, node: str) -> None:
-        """This writer appends nothing more: all its files are complete."""
+        """This writer appends nothing more, and every reply of it has been seen: all its files are complete."""
         self._ended.add((node, writer_name))
         streams = [s for s in self._live if s[:2] == (node, writer_name)]
         for stream in streams:

@@ -3,8 +3,11 @@
 import fcntl
 import json
 import os
+import pickle
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -232,6 +235,14 @@ def test_a_missing_file_is_found(tmp_path: Path):
     damaged(tmp_path, segment, "the file is missing")
 
 
+def test_the_error_and_the_reference_cross_processes(tmp_path: Path):
+    segment = Segment("n0", "w.0.000000.arrows", 0, 8, 1)
+    with pytest.raises(DamagedSegment) as caught:
+        verify(tmp_path, segment)
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert (copy.segment, str(copy)) == (segment, str(caught.value))
+
+
 def test_a_half_written_message_is_found_and_arrow_tools_do_not_see_it(tmp_path: Path):
     writer = SegmentWriter(tmp_path, "n0", "w")
     first, second = (writer.append(numbered(n)) for n in range(2))
@@ -280,7 +291,7 @@ def test_a_full_disk_is_an_error_and_the_next_append_overwrites_what_was_begun(t
     try:
         writer, reader = SegmentWriter(tmp_path, "n0", "w"), SegmentReader(tmp_path, "n0")
         first = writer.append(numbered(1))
-        with pytest.raises(OSError, match=r"needs \d+ bytes for 4000 rows in folder .*, where \d+ bytes are free"):
+        with pytest.raises(OSError, match=r"writer 'w' needs \d+ bytes in folder .*, where \d+ bytes are free"):
             writer.append(numbered(2, rows=4000))
         with pa.OSFile(str(tmp_path / first.file)) as file:
             assert pa.ipc.open_stream(file).read_all().num_rows == 4, "still a stream of the first message"
@@ -414,6 +425,35 @@ print(int(values.min()), int(values.max()), flush=True)
     assert inode in found, "now it may be used"
 
 
+def test_writers_that_take_over_each_others_files_at_once_keep_them_apart(tmp_path: Path):
+    store, one_at_a_time = SegmentStore(tmp_path, "n0"), threading.Lock()
+    start = threading.Barrier(4)
+
+    def work(k: int) -> set[int]:
+        writer = SegmentWriter(tmp_path, "n0", f"w{k}", file_bytes=6000)
+        reader = SegmentReader(tmp_path, "n0")
+        held: list[tuple[int, Segment, Batch]] = []
+        inodes = set()
+        start.wait()
+        for n in range(k, 600, 4):
+            segment = writer.append(numbered(n))
+            inodes.add((tmp_path / segment.file).stat().st_ino)
+            with one_at_a_time:
+                store.published(segment)
+            held.append((n, segment, reader.read(segment)))
+            if len(held) > 8:
+                _, old, _ = held.pop(0)
+                with one_at_a_time:
+                    store.freed([old])
+            assert all(batch == numbered(m) for m, _, batch in held)
+        assert all(SegmentReader(tmp_path, "n0").read(s) == numbered(m) for m, s, _ in held)
+        return inodes
+
+    with ThreadPoolExecutor(4) as pool:
+        used = list(pool.map(work, range(4)))
+    assert len(set().union(*used)) < sum(map(len, used)), "files went from writer to writer"
+
+
 def test_a_writer_that_is_believed_dead_cannot_spoil_a_recycled_file(tmp_path: Path):
     zombie = SegmentWriter(tmp_path, "n0", "zombie")
     segment = zombie.append(numbered(1))
@@ -426,7 +466,7 @@ def test_a_writer_that_is_believed_dead_cannot_spoil_a_recycled_file(tmp_path: P
     assert SegmentReader(tmp_path, "n0").read(fresh) == numbered(2)
 
 
-def test_a_reader_that_waited_for_the_lock_of_a_recycled_file_reports_it_missing(tmp_path: Path):
+def test_a_reference_into_a_file_that_was_recycled_is_reported_as_missing(tmp_path: Path):
     writer = SegmentWriter(tmp_path, "n0", "w")
     segment = writer.append(numbered(1))
     writer.close()
