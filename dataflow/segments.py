@@ -106,7 +106,7 @@ class SegmentWriter:
         if not NAME.fullmatch(name):
             raise UserError(f"a writer's name is letters, digits, '_' and '-', not starting with 'free-'; not {name!r}")
         folder.mkdir(parents=True, exist_ok=True)
-        if used := sorted(path.name for path in folder.glob(f"{name}.*.arrows")):
+        if used := sorted(path.name for kind in ("", "free-") for path in folder.glob(f"{kind}{name}.*")):
             raise UserError(
                 f"writer {name!r} has been here before, and {folder} has its {', '.join(used)}; take a new name"
             )
@@ -327,6 +327,8 @@ class SegmentStore:
 
         Returns: how many files.
         """
+        for unfinished in self.folder.glob("free-*.new"):  # its writer died while it made a file
+            unfinished.unlink()
         return self._sweep("*.arrows")
 
     def _sweep(self, pattern: str) -> int:

@@ -148,6 +148,10 @@ def test_a_writer_name_is_used_once(tmp_path: Path):
     SegmentWriter(tmp_path, "n0", "w").append(numbered(1))
     with pytest.raises(UserError, match=r"writer 'w' has been here before.*w\.0\.000000\.arrows"):
         SegmentWriter(tmp_path, "n0", "w")
+    store = SegmentStore(tmp_path, "n0")
+    store.writer_ended("w", "n0")
+    with pytest.raises(UserError, match=r"free-w\.0\.000000\.arrows"):
+        SegmentWriter(tmp_path, "n0", "w")
     for bad in ("free-w", "a/b", "a.b", ""):
         with pytest.raises(UserError, match="a writer's name is"):
             SegmentWriter(tmp_path, "n0", bad)
@@ -348,7 +352,9 @@ def test_what_a_dead_writer_never_published_goes_too_and_recovery_keeps_what_is_
     assert names(tmp_path) == ["free-w1.0.000000.arrows", "w10.0.000000.arrows", "w2.0.000000.arrows"]
     recovered = SegmentStore(tmp_path, "n0")
     recovered.published(Segment("n0", "w2.0.000000.arrows", 0, 8, 0))
+    (tmp_path / "free-w3.0.000000.arrows.new").touch()
     assert recovered.sweep() == 1
+    assert not list(tmp_path.glob("*.new"))
     assert "w2.0.000000.arrows" in names(tmp_path)
     assert "w10.0.000000.arrows" not in names(tmp_path)
 
