@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -231,6 +231,42 @@ class Graph:
                 some = ", ".join(dict.fromkeys(g for g in updated if g)) or "none"
                 yield f"{edge.follower!r} follows {edge.leader!r}, which no node updates; updated groups: {some}"
 
+    def outline(self) -> dict[str, Any]:
+        """What a ledger needs of the graph, as values of JSON: a run can be looked into without the user's code."""
+        return {
+            "name": self.name,
+            "source": self.source.name,
+            "nodes": [
+                {
+                    "name": n.name,
+                    "group": n.group,
+                    "operation": {**asdict(n.operation), "shape": n.operation.shape.value},
+                    "arguments": {k: n.arguments.get(k) for k in ("n", "deadline_s")} if n.operation.quorum else {},
+                    "reads": n.reads,
+                    "writes": n.writes,
+                    "level": n.level,
+                    "makes_level": n.makes_level,
+                    "writers": n.writers,
+                    "after": n.after,
+                }
+                for n in self.nodes
+            ],
+        }
+
+    @classmethod
+    def from_outline(cls, outline: Mapping[str, Any]) -> Graph:
+        """A graph that a ledger can walk and nobody can run; its source has no rows."""
+        nodes: list[Node] = []
+        for fields in outline["nodes"]:
+            operation = dict(fields["operation"])
+            operation |= {k: tuple(operation[k]) for k in ("reads", "may_read", "writes")}
+            operation["shape"] = Shape(operation["shape"])
+            columns = {k: tuple(fields[k]) for k in ("reads", "writes", "after")}
+            nodes.append(
+                Node(**{**fields, **columns, "operation": Operation(**operation)}, function=_without_code, missing=())
+            )
+        return cls(outline["name"], TableSource(outline["source"], pa.table({})), tuple(nodes))
+
     def __str__(self) -> str:
         levels = self.levels
         lines = [
@@ -410,6 +446,10 @@ class TableSource:
     @property
     def columns(self) -> tuple[str, ...]:
         return tuple(self.table.column_names)
+
+
+def _without_code(rows: object) -> None:
+    raise UserError("this graph was read from the log of a run: it has no code to run")
 
 
 def _handles(arguments: Mapping[str, Any]) -> Iterable[tuple[str, Handle]]:

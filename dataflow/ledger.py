@@ -2,176 +2,34 @@
 each node has done with it; it never holds a token. Every event costs O(1) per row and pushes readiness.
 
 A row is *offered* to a node when everything in the node's `after` is done with it; a node that sees whole groups is
-offered a group when no more rows of it can come and all are ready. A claim is a lease: rows come back when it is
-released, and only the holder of its token may publish. Consumption is exactly once per node.
+offered a group when no more rows of it can come and all are ready, or when its quorum is there. A claim is a lease: rows
+come back when it is released or its deadline passes, and only the holder of its token may publish. Consumption is exactly
+once per node. What a node that takes groups publishes counts when its lease is finished: a lease that is released in
+between gives whole groups back.
 
-What a node that takes groups publishes counts when its lease is finished: a lease that is released in between gives whole
-groups back.
+Each event is a record (`dataflow/log.py`), and the ledger is what its records make of it: `replay` them, and it stands
+where it stood. `state` says the same in records of its own, so that a log need not be read from its beginning.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from .graph import SOURCE, Graph, Node
+from .log import Log, Record
 from .operation import Shape
+from .rows import MAX_CHILDREN, Group, Ids, Lease, LeaseError, Part, Piece, Published, Row, Staleness
+from .segments import Segment
 
-
-class LeaseError(RuntimeError):
-    """A lease was used after it was released or acknowledged, or for rows that are not its own."""
-
-
-@dataclass(frozen=True, eq=False)
-class Segment:
-    """A piece of data that some node published: `reference` leads a consumer to it, whoever moves the data."""
-
-    reference: Any
-    num_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Where a consumer finds some columns of its rows: by `keys` (one per row, in order) among the segments.
-
-    `keys` are sample ids, or, when `by_position`, row numbers of the one segment that holds the source.
-    """
-
-    columns: tuple[str, ...]
-    keys: np.ndarray
-    segments: tuple[Segment, ...]
-    by_position: bool = False
-
-
-@dataclass(frozen=True)
-class Published:
-    """What the ledger must be told of rows that a node has finished; `ids` names them in a map or a filter."""
-
-    ids: np.ndarray
-    """[rows] int64 sample ids."""
-    num_tokens: np.ndarray
-    """[rows] int64 tokens that these columns add to each row."""
-    versions: np.ndarray | None = None
-    """[rows] int64 oldest policy version in each row, when the node generated it."""
-    parents: np.ndarray | None = None
-    """[rows] int64 sample ids of the rows that these were made from (EXPAND only)."""
-
-
-class Ids:
-    """Identities of one run: sample ids unique over all its graphs, group ids in order of issue.
-
-    >>> ids = Ids()
-    >>> ids.take(3), ids.take(1), next(ids.groups), next(ids.groups)
-    (0, 3, 0, 1)
-    """
-
-    def __init__(self) -> None:
-        self._next = 0
-        self.groups = itertools.count()
-
-    def take(self, number: int) -> int:
-        """The first of `number` consecutive sample ids that nobody else gets."""
-        first = self._next
-        self._next += number
-        return first
-
-
-class Row:
-    """State of one row. Bit i of each mask is node i of the graph."""
-
-    __slots__ = (
-        "children",
-        "done",
-        "group",
-        "id",
-        "leased",
-        "level",
-        "offered",
-        "parent",
-        "parts",
-        "position",
-        "skipped",
-        "tokens",
-        "version",
-    )
-
-    def __init__(
-        self, id: int, group: Group, parent: Row | None, level: int, position: int, tokens: int, version: int | None
-    ) -> None:
-        self.id = id
-        self.group = group
-        self.parent = parent
-        self.level = level
-        self.position = position
-        self.tokens = tokens
-        self.version = version
-        self.done = self.offered = self.leased = self.skipped = 0
-        self.parts: dict[str, Segment] = {}
-        self.children: list[Row] = []
-
-
-class Group:
-    """All rows that come from one issued row, on every level."""
-
-    __slots__ = ("expanded", "id", "levels", "offered", "open", "ready", "round", "skipped", "whole")
-
-    def __init__(self, id: int, round: int, num_levels: int) -> None:
-        self.id = id
-        self.round = round
-        self.levels: list[list[Row]] = [[] for _ in range(num_levels)]
-        self.whole = [False] * num_levels
-        """No more rows of this level can come."""
-        self.offered = 0
-        """Mask of the nodes that it was offered to."""
-        self.open = 0
-        """(row, node) pairs not yet done or skipped."""
-        self.ready: Counter[int] = Counter()
-        """Node -> rows offered to it."""
-        self.skipped: Counter[int] = Counter()
-        """Node -> rows that a filter took away from it."""
-        self.expanded: Counter[int] = Counter()
-        """Expanding node -> rows that it has finished."""
-
-
-@dataclass
-class Lease:
-    """Rows claimed by one node. `token` fences: whoever holds an old one is refused."""
-
-    token: int
-    node: Node
-    rows: list[Row]
-    open: dict[int, Row] = field(default_factory=dict)
-    """Rows not yet published, by sample id."""
-    staged: list[tuple[dict[int, Row], Published, Segment]] = field(default_factory=list)
-    """What was published of it and does not count yet (nodes that take groups): rows (parents of an EXPAND) and data."""
-
-    @property
-    def ids(self) -> np.ndarray:
-        return np.fromiter((r.id for r in self.rows), np.int64, len(self.rows))
-
-    @property
-    def group_ids(self) -> np.ndarray:
-        return np.fromiter((r.group.id for r in self.rows), np.int64, len(self.rows))
-
-    @property
-    def parent_ids(self) -> np.ndarray:
-        return np.fromiter((r.parent.id if r.parent else r.id for r in self.rows), np.int64, len(self.rows))
-
-    @property
-    def num_tokens(self) -> np.ndarray:
-        return np.fromiter((r.tokens for r in self.rows), np.int64, len(self.rows))
-
-    @property
-    def versions(self) -> np.ndarray:
-        """[rows] int64 oldest policy version of each row; -1 where no policy made it."""
-        return np.fromiter((-1 if r.version is None else r.version for r in self.rows), np.int64, len(self.rows))
+REMEMBERED_LEASES = 1000
+"""How many voided leases are remembered, to tell a late holder what became of its own."""
 
 
 class Ledger:
@@ -184,36 +42,80 @@ class Ledger:
     {'issued': 1, 'waiting': 0, 'leased': 0, 'done': 1, 'dropped': 0}
     """
 
-    def __init__(self, graph: Graph, *, ids: Ids | None = None, source: Segment | None = None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        *,
+        ids: Ids | None = None,
+        source: Segment | None = None,
+        name: str | None = None,
+        log: Log | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            ids: shared by all graphs of a run.
+            source: where the rows of the graph's source lie.
+            name: what the graph is called in the log.
+            log: where every event is noted before it takes effect; None keeps no log.
+            clock: seconds, for deadlines.
+        """
         self.graph = graph
-        self.source = source or Segment(None)
+        self.name = name or graph.name
+        self.source = source
+        self.log = log
+        self._clock = clock
         self._ids = ids or Ids()
-        self._tokens = itertools.count(1)
-        self._index = {n.name: i for i, n in enumerate(graph.nodes)}
-        self._num_levels = max([SOURCE, *(n.makes_level for n in graph.nodes if n.makes_level is not None)]) + 1
+        nodes = graph.nodes
+        self._index = {n.name: i for i, n in enumerate(nodes)}
+        self._num_levels = max([SOURCE, *(n.makes_level for n in nodes if n.makes_level is not None)]) + 1
         self._parent_level = {lv: graph.parent_level(lv) for lv in range(1, self._num_levels)}
-        self._on_level = [[i for i, n in enumerate(graph.nodes) if n.level == lv] for lv in range(self._num_levels)]
-        self._after = [self._requirements(n) for n in graph.nodes]
+        self._on_level = [[i for i, n in enumerate(nodes) if n.level == lv] for lv in range(self._num_levels)]
+        self._takes_groups = [n.operation.takes_groups for n in nodes]
+        self._quorum = [int(n.arguments["n"]) if n.operation.quorum else 0 for n in nodes]
+        self._after = [self._requirements(n) for n in nodes]
         # Which nodes to look at again when node i has finished a row: on the row's own level, and on deeper ones.
-        self._then = [
-            [j for j, m in enumerate(graph.nodes) if n.name in m.after and n.makes_level != m.level]
-            for n in graph.nodes
-        ]
-        self._downstream = [self._closure(n.name) for n in graph.nodes]
-        self._maker = {n.makes_level: i for i, n in enumerate(graph.nodes) if n.makes_level is not None}
-        # What may be claimed by each node: heaps of (group, sample) ids, or of group ids where the node takes groups.
-        self._offers: list[list[tuple[int, int]]] = [[] for _ in graph.nodes]
-        self._group_offers: list[list[int]] = [[] for _ in graph.nodes]
-        self._ready = [0] * len(graph.nodes)
-        self._todo = [0] * len(graph.nodes)
-        self._round = -1
-        self._claimed = [0] * len(graph.nodes)
-        self._unfinished_levels = [0] * self._num_levels
+        self._then = [[j for j, m in enumerate(nodes) if n.name in m.after and n.makes_level != m.level] for n in nodes]
+        self._downstream = [self._closure(n.name) for n in nodes]
+        # Nodes that work for node i's quorum alone, and, seen from them, the mask of those quorums.
+        self._servants = [self._serving_only(i) if self._quorum[i] else [] for i in range(len(nodes))]
+        self._serves = [sum(1 << i for i, own in enumerate(self._servants) if j in own) for j in range(len(nodes))]
+        self._maker = {n.makes_level: i for i, n in enumerate(nodes) if n.makes_level is not None}
         self._rows: dict[int, Row] = {}
         self._groups: dict[int, Group] = {}
         self._leases: dict[int, Lease] = {}
+        self._next_token = 1
+        # What may be claimed by each node: heaps of (group, sample) ids, or of group ids where the node takes groups.
+        # Entries of rows that were taken away since stay until they come up.
+        self._offers: list[list[tuple[int, int]]] = [[] for _ in nodes]
+        self._group_offers: list[list[int]] = [[] for _ in nodes]
+        self._ready = [0] * len(nodes)
+        self._ready_groups = [0] * len(nodes)
+        self._held: list[list[int]] = [[] for _ in nodes]
+        self._unclaimed = [0] * len(nodes)
+        self._todo = [0] * len(nodes)
+        self._round = -1
+        self._claimed = [0] * len(nodes)
+        self._unfinished_levels = [0] * self._num_levels
+        self._deadlines: list[tuple[float, int, int]] = []
+        """(when, node, group) of quorums that are not reached, and (when, -1, token) of leases."""
+        self._void: dict[int, str] = {}
+        self._freed: deque[Segment] = deque()
+        self.num_bytes = 0
+        """Bytes of the segments that rows in flight lie in."""
+        self.published_bytes = 0
+        """Bytes published so far."""
+        self.largest_group = 0
+        """Most rows that a finished group had, on all levels."""
+        self.groups_finished = 0
         self._issued = self._done = 0
         self._dropped: Counter[str] = Counter()
+        self.stale: Counter[str] = Counter()
+        """Groups that were too old when an update claimed them, by their fate."""
+        self.late = 0
+        """Refused uses of leases that were void."""
+
+    # What depends on the graph alone
 
     def _requirements(self, node: Node) -> list[tuple[int, int]]:
         """(level, mask of nodes of that level) that must be done before a row of `node` is ready."""
@@ -239,23 +141,123 @@ class Ledger:
                 reached.add(node.name)
         return [self._index[n] for n in reached if n != name]
 
+    def _serving_only(self, i: int) -> list[int]:
+        """Nodes of node i's level that work for it and for what comes after it alone."""
+        served = {i, *self._downstream[i]}
+        servants: list[int] = []
+        for j in range(i - 1, -1, -1):
+            node = self.graph.nodes[j]
+            users = {k for k, m in enumerate(self.graph.nodes) if node.name in m.after}
+            alike = node.level == self.graph.nodes[i].level and node.makes_level is None and not self._takes_groups[j]
+            if alike and users and users <= served:
+                served.add(j)
+                servants.append(j)
+        return servants
+
+    # The log
+
+    def _note(self, do: str, **what: Any) -> None:
+        if self.log is not None:
+            self.log.append({"do": do, "graph": self.name, **what})
+
+    def replay(self, record: Record) -> None:
+        """Do again what a record says.
+
+        Raises:
+            ValueError: when this ledger is not where it was when the record was written.
+        """
+        log, self.log = self.log, None
+        try:
+            what = dict(record)
+            getattr(self, f"_replay_{what.pop('do')}")(**{k: v for k, v in what.items() if k != "graph"})
+        finally:
+            self.log = log
+
+    def _replay_issue(
+        self, positions: list[int], tokens: list[int], round: int, first: int, group: int, **_: Any
+    ) -> None:
+        if (first, group) != (self._ids.next_id, self._ids.next_group):
+            raise ValueError(f"rows were issued from id {first}, but {self._ids.next_id} is next")
+        self.issue(positions, tokens, round=round)
+
+    def _replay_claim(
+        self,
+        lease: int,
+        node: str,
+        ids: list[int],
+        rows: int | None = None,
+        groups: int | None = None,
+        stale: list[Any] | None = None,
+        holder: str = "",
+        **_: Any,
+    ) -> None:
+        self._next_token = lease
+        made = self.claim(
+            self.graph[node],
+            max_rows=rows,
+            max_groups=groups,
+            holder=holder,
+            staleness=Staleness(*stale) if stale else None,
+        )
+        if (made.ids.tolist() if made else []) != ids:
+            raise ValueError(
+                f"lease {lease} of node {node!r} has rows {ids[:3]}..., which are not those that are ready"
+            )
+
+    def _replay_publish(
+        self,
+        lease: int,
+        ids: list[int],
+        tokens: list[int],
+        segment: list[Any] | None = None,
+        versions: list[int] | None = None,
+        parents: list[int] | None = None,
+        **_: Any,
+    ) -> None:
+        published = Published(int64_array(ids), int64_array(tokens), int64_array(versions), int64_array(parents))
+        self.publish(self._leases[lease], published, Segment.from_json(segment) if segment else None)
+
+    def _replay_finish(self, lease: int, **_: Any) -> None:
+        self.finish(self._leases[lease])
+
+    def _replay_release(self, lease: int, why: str, **_: Any) -> None:
+        self.release(self._leases[lease], why)
+
+    def _replay_lose(self, group: int, why: str, **_: Any) -> None:
+        self.lose(group, why)
+
+    def _replay_offer(self, node: str, group: int, **_: Any) -> None:
+        self._offer_short(self._index[node], self._groups[group])
+
     # Rows come in
 
     def issue(self, positions: Sequence[int], num_tokens: Sequence[int], *, round: int) -> None:
         """New rows from these rows of the source; each is the root of a group of its own."""
+        positions, num_tokens = [int(p) for p in positions], [int(t) for t in num_tokens]
+        self._note(
+            "issue",
+            first=self._ids.next_id,
+            group=self._ids.next_group,
+            round=round,
+            positions=positions,
+            tokens=num_tokens,
+        )
         if round != self._round:
             self._round = round
             self._claimed = [0] * len(self.graph.nodes)
-        first = self._ids.take(len(positions))
-        for id, (position, tokens) in enumerate(zip(positions, num_tokens, strict=True), first):
-            group = Group(next(self._ids.groups), round, self._num_levels)
-            self._groups[group.id] = group
-            for level in range(1, self._num_levels):
-                self._unfinished_levels[level] += 1
-            row = Row(id, group, None, SOURCE, int(position), int(tokens), None)
-            group.whole[SOURCE] = True
-            self._add(row)
-            self._retire_if_finished(group)
+        for position, tokens in zip(positions, num_tokens, strict=True):
+            self._issue(position, tokens, round)
+
+    def _issue(self, position: int, tokens: int, round: int) -> None:
+        group = Group(self._ids.take_group(), round, tokens, self._num_levels, len(self.graph.nodes))
+        self._groups[group.id] = group
+        for level in range(1, self._num_levels):
+            self._unfinished_levels[level] += 1
+        for i, takes_groups in enumerate(self._takes_groups):
+            self._unclaimed[i] += takes_groups
+        group.whole[SOURCE] = True
+        self._add(Row(self._ids.take(1), group, None, SOURCE, position, tokens, None))
+        self._retire_if_finished(group)
 
     def _add(self, row: Row) -> None:
         self._rows[row.id] = row
@@ -265,6 +267,9 @@ class Ledger:
         row.group.open += len(nodes)
         for i in nodes:
             self._todo[i] += 1
+        for i in nodes:
+            if row.group.closed >> i & 1:
+                self._drop(row, i, f"late at {self.graph.nodes[i].name}")
         for i in nodes:
             self._offer_if_ready(row, i)
 
@@ -278,21 +283,51 @@ class Ledger:
             if _ancestor(row, level).done & mask != mask:
                 return
         row.offered |= bit
-        if self.graph.nodes[i].operation.takes_groups:
-            row.group.ready[i] += 1
-            self._offer_group_if_ready(row.group, i)
+        if self._takes_groups[i]:
+            group = row.group
+            group.ready[i] += 1
+            if self._quorum[i]:
+                self._await_quorum(row, i)
+                self._ready[i] += group.offered >> i & 1
+            self._offer_group_if_ready(group, i)
         else:
             heapq.heappush(self._offers[i], (row.group.id, row.id))
             self._ready[i] += 1
 
+    def _await_quorum(self, row: Row, i: int) -> None:
+        group = row.group
+        group.order = group.order or {}
+        group.order.setdefault(i, []).append(row)
+        patience = self.graph.nodes[i].arguments.get("deadline_s")
+        if patience is not None and group.ready[i] == 1:
+            heapq.heappush(self._deadlines, (self._clock() + patience, i, group.id))
+
     def _offer_group_if_ready(self, group: Group, i: int) -> None:
-        node = self.graph.nodes[i]
-        expected = len(group.levels[node.level]) - group.skipped[i]
-        offered = group.offered >> i & 1
-        if node.operation.takes_groups and group.whole[node.level] and group.ready[i] == expected > 0 and not offered:
-            group.offered |= 1 << i
-            heapq.heappush(self._group_offers[i], group.id)
-            self._ready[i] += expected
+        if not self._takes_groups[i] or (group.offered | group.closed) >> i & 1:
+            return
+        level = self.graph.nodes[i].level
+        expected = len(group.levels[level]) - group.skipped[i]
+        whole = group.whole[level] and group.ready[i] == expected > 0
+        if whole or 0 < self._quorum[i] <= group.ready[i]:
+            self._offer_group(group, i)
+
+    def _offer_group(self, group: Group, i: int) -> None:
+        group.offered |= 1 << i
+        heapq.heappush(self._group_offers[i], group.id)
+        self._ready_groups[i] += 1
+        self._ready[i] += self._offered_rows(group, i)
+
+    def _offered_rows(self, group: Group, i: int) -> int:
+        """Rows of a group that are ready for node i, to which it is offered."""
+        if self._quorum[i]:
+            return group.ready[i]
+        return len(group.levels[self.graph.nodes[i].level]) - group.skipped[i]
+
+    def _offer_short(self, i: int, group: Group) -> None:
+        """A group whose quorum did not come in time is offered with the rows that did."""
+        if not (group.offered | group.closed) >> i & 1:
+            self._note("offer", node=self.graph.nodes[i].name, group=group.id)
+            self._offer_group(group, i)
 
     def _finish_level_if_whole(self, group: Group, level: int) -> None:
         """Mark a level whole when nothing that makes its rows is left to do, then look one level further."""
@@ -315,7 +350,15 @@ class Ledger:
 
     def ready_groups(self, node: Node) -> int:
         """Whole groups that a claim on this node could get now (nodes that take groups or batches)."""
-        return len(self._group_offers[self._index[node.name]])
+        return self._ready_groups[self._index[node.name]]
+
+    def unclaimed(self, node: Node) -> int:
+        """Groups in flight that this node (which takes groups or batches) has not claimed."""
+        return self._unclaimed[self._index[node.name]]
+
+    def held(self, node: Node) -> int:
+        """Groups that are too old for this node and wait for a larger bound."""
+        return len(self._held[self._index[node.name]])
 
     @property
     def round(self) -> int:
@@ -329,6 +372,8 @@ class Ledger:
     def settled(self, node: Node) -> bool:
         """Everything issued so far that will reach this node is ready for it, and none of it is leased."""
         i = self._index[node.name]
+        if self._quorum[i]:
+            return self._ready_groups[i] == self._unclaimed[i] > 0
         return self._todo[i] > 0 and self._unfinished_levels[node.level] == 0 and self.ready(node) == self._todo[i]
 
     def exhausted(self, node: Node) -> bool:
@@ -346,25 +391,173 @@ class Ledger:
         """Groups issued and not yet finished by every node."""
         return len(self._groups)
 
+    @property
+    def rows_in_flight(self) -> int:
+        """Rows issued and not yet retired with their group."""
+        return len(self._rows)
+
     # Rows are worked on
 
-    def claim(self, node: Node, *, max_rows: int | None = None, max_groups: int | None = None) -> Lease | None:
-        """Lease ready rows to this node, in order of group and sample id; None when there are none."""
+    def claim(
+        self,
+        node: Node,
+        *,
+        max_rows: int | None = None,
+        max_groups: int | None = None,
+        holder: str = "",
+        deadline_s: float | None = None,
+        staleness: Staleness | None = None,
+    ) -> Lease | None:
+        """Lease ready rows to this node, in order of group and sample id; None when there are none.
+
+        Args:
+            max_rows: where the node takes rows; of a node that takes groups, `max_groups`.
+            deadline_s: seconds from now after which the rows go back (see `expire`).
+            staleness: of an update: which groups are too old, and what becomes of them.
+        """
         i = self._index[node.name]
-        if node.operation.takes_groups:
-            groups = [self._groups[g] for g in _smallest(self._group_offers[i], max_groups)]
-            self._claimed[i] += sum(g.round == self._round for g in groups)
-            rows = [r for g in groups for r in sorted(g.levels[node.level], key=_id) if not r.skipped >> i & 1]
+        token, too_old = self._next_token, self.stale.total()
+        masked: list[int] = []
+        if self._takes_groups[i]:
+            rows = self._claim_groups(i, max_groups, staleness, masked)
         else:
-            rows = [self._rows[id] for _, id in _smallest(self._offers[i], max_rows)]
-        self._ready[i] -= len(rows)
+            rows = self._claim_rows(i, max_rows)
+        if not rows and self.stale.total() == too_old:
+            return None
+        self._next_token += 1
+        lease = Lease(token, node, rows, holder, masked=frozenset(masked))
+        if node.operation.shape is Shape.EXPAND:
+            lease.first_child = self._ids.take(len(rows) * MAX_CHILDREN)
+        what: dict[str, Any] = {"lease": token, "node": node.name, "ids": [r.id for r in rows]}
+        what |= {"rows": max_rows} if max_rows is not None else {}
+        what |= {"groups": max_groups} if max_groups is not None else {}
+        what |= {"stale": [staleness.version, staleness.bound, staleness.fate]} if staleness else {}
+        what |= {"holder": holder} if holder else {}
+        self._note("claim", **what)
         if not rows:
             return None
+        bit = 1 << i
         for row in rows:
-            row.leased |= 1 << i
-        lease = Lease(next(self._tokens), node, rows, {r.id: r for r in rows})
-        self._leases[lease.token] = lease
+            row.leased |= bit
+        lease.open = {r.id: r for r in rows}
+        if deadline_s is not None:
+            lease.deadline = self._clock() + deadline_s
+            heapq.heappush(self._deadlines, (lease.deadline, -1, token))
+        self._leases[token] = lease
         return lease
+
+    def _claim_rows(self, i: int, number: int | None) -> list[Row]:
+        heap, rows = self._offers[i], []
+        bit = 1 << i
+        if number is None or number >= len(heap):
+            ids, heap[:] = sorted(heap), []
+        else:
+            ids = _popped(heap)
+        for _, id in ids:
+            row = self._rows.get(id)
+            if row is not None and not row.skipped & bit:
+                rows.append(row)
+                if len(rows) == number:
+                    break
+        self._ready[i] -= len(rows)
+        return rows
+
+    def _claim_groups(self, i: int, number: int | None, staleness: Staleness | None, masked: list[int]) -> list[Row]:
+        rows: list[Row] = []
+        taken = 0
+        if staleness is not None and self._held[i]:
+            self._offer_held(i, staleness)
+        heap = self._group_offers[i]
+        while heap and (number is None or taken < number):
+            group = self._groups.get(heapq.heappop(heap))
+            if group is None:  # it was lost
+                continue
+            own = self._rows_offered(group, i)
+            self._ready[i] -= self._offered_rows(group, i)
+            self._ready_groups[i] -= 1
+            if staleness is not None and not staleness.allows(own):
+                self.stale[staleness.fate] += 1
+                if staleness.fate == "wait":
+                    self._held[i].append(group.id)
+                    continue
+                if staleness.fate != "mask":
+                    self._drop_stale(group, i, own, issue_again=staleness.fate == "requeue")
+                    continue
+                masked += [r.id for r in own if not staleness.allows((r,))]
+            taken += 1
+            rows += own
+            group.claimed |= 1 << i
+            self._unclaimed[i] -= 1
+            if self._quorum[i]:
+                self._close_quorum(group, i, own)
+            self._claimed[i] += group.round == self._round
+        return rows
+
+    def _rows_offered(self, group: Group, i: int) -> list[Row]:
+        if self._quorum[i]:
+            return sorted((group.order or {})[i][: self._quorum[i]], key=_id)
+        return sorted((r for r in group.levels[self.graph.nodes[i].level] if not r.skipped >> i & 1), key=_id)
+
+    def _offer_held(self, i: int, staleness: Staleness) -> None:
+        held, self._held[i] = self._held[i], []
+        for id in held:
+            group = self._groups[id]
+            if staleness.allows(self._rows_offered(group, i)):
+                self._offer_group(group, i)
+            else:
+                self._held[i].append(id)
+
+    def _drop_stale(self, group: Group, i: int, rows: list[Row], *, issue_again: bool) -> None:
+        root = group.levels[SOURCE][0]
+        if issue_again:
+            self._issue(root.position, group.tokens, group.round)
+        for row in rows:
+            self._drop(row, i, f"stale at {self.graph.nodes[i].name}")
+        self._retire_if_finished(group)
+
+    def _close_quorum(self, group: Group, i: int, chosen: list[Row]) -> None:
+        """The first n rows have won; the others of the group are cancelled, and so is work on them alone."""
+        if group.closed >> i & 1:
+            return
+        group.closed |= 1 << i
+        winners = {r.id for r in chosen}
+        for row in list(group.levels[self.graph.nodes[i].level]):
+            if row.id not in winners and not (row.skipped | row.done) >> i & 1:
+                self._drop(row, i, f"over-issued at {self.graph.nodes[i].name}")
+                for j in self._servants[i]:
+                    if not (row.done | row.leased | row.skipped) >> j & 1:
+                        self._skip(row, j)
+
+    def lose(self, group_id: int, why: str) -> None:
+        """Columns of a group cannot be read any more: its rows are dropped, and its prompt is issued again.
+
+        Raises:
+            LeaseError: when somebody works on it.
+        """
+        group = self._groups[group_id]
+        rows = [r for level in group.levels for r in level]
+        if any(r.leased for r in rows):
+            raise LeaseError(f"group {group_id} of graph {self.name!r} is lost ({why}) while rows of it are leased")
+        self._note("lose", group=group_id, why=why)
+        for i, node in enumerate(self.graph.nodes):
+            offered = group.offered & ~group.claimed & 1 << i
+            if offered and group_id in self._held[i]:
+                self._held[i].remove(group_id)
+            elif offered:
+                self._ready[i] -= self._offered_rows(group, i)
+                self._ready_groups[i] -= 1
+            group.offered |= 1 << i  # never again
+            for row in group.levels[node.level]:
+                if not (row.done | row.skipped) >> i & 1:
+                    self._skip(row, i)
+        for level in range(self._num_levels):
+            self._unfinished_levels[level] -= not group.whole[level]
+            group.whole[level] = True
+        for row in rows:
+            row.skipped |= 1 << len(self.graph.nodes)  # counted as dropped, whatever was done with it
+        self._dropped["lost"] += len(rows)
+        self._issue(group.levels[SOURCE][0].position, group.tokens, group.round)
+        self._retire_if_finished(group)
 
     def pieces(self, node: Node, rows: Sequence[Row]) -> list[Piece]:
         """Where a consumer finds the columns that this node reads of these rows."""
@@ -374,17 +567,19 @@ class Ledger:
         pieces: list[Piece] = []
         for writer, columns in by_writer.items():
             if not writer:
+                assert self.source is not None, f"graph {self.name!r} has no segment with the rows of its source"
                 keys = np.fromiter((_ancestor(r, SOURCE).position for r in rows), np.int64, len(rows))
                 pieces.append(Piece(tuple(columns), keys, (self.source,), by_position=True))
                 continue
             level = self.graph.level_of(writer)
             owners = [_ancestor(r, level) for r in rows]
             keys = np.fromiter((r.id for r in owners), np.int64, len(rows))
-            pieces.append(Piece(tuple(columns), keys, tuple(dict.fromkeys(r.parts[writer] for r in owners))))
+            parts = dict.fromkeys(r.parts[writer] for r in owners)
+            pieces.append(Piece(tuple(columns), keys, tuple(p.segment for p in parts)))
         return pieces
 
-    def publish(self, lease: Lease, published: Published, segment: Segment) -> None:
-        """Rows of a lease that its node has finished, all or some of them, with what it wrote.
+    def publish(self, lease: Lease, published: Published, segment: Segment | None) -> None:
+        """Rows of a lease that its node has finished, all or some of them, with what it wrote (None: nothing).
 
         Of an EXPAND these are the new rows, together with all others of the same parents; the parents are done.
 
@@ -401,35 +596,56 @@ class Ledger:
             raise LeaseError(f"node {node.name!r} {what} {wrong}, which is not (or no longer) in lease {lease.token}")
         if len(set(ids)) != len(ids) or (published.parents is not None and any(id in self._rows for id in ids)):
             raise LeaseError(f"node {node.name!r} published a row twice in lease {lease.token}")
-        rows = {id: lease.open.pop(id) for id in dict.fromkeys(held)}
-        if node.operation.takes_groups:
+        what = {"lease": lease.token, "ids": ids, "tokens": published.num_tokens.tolist()}
+        what |= {"segment": segment.to_json()} if segment is not None else {}
+        what |= {"versions": published.versions.tolist()} if published.versions is not None else {}
+        what |= {"parents": held} if published.parents is not None else {}
+        self._note("publish", **what)
+        if self._takes_groups[self._index[node.name]]:
+            rows = list(dict.fromkeys(held))
+            for id in rows:
+                del lease.open[id]
             lease.staged.append((rows, published, segment))
         else:
-            self._accept(node, rows, published, segment)
+            self._accept(node, [lease.open.pop(id) for id in dict.fromkeys(held)], published, segment)
 
-    def _accept(self, node: Node, rows: dict[int, Row], published: Published, segment: Segment) -> None:
+    def _accept(self, node: Node, rows: list[Row], published: Published, segment: Segment | None) -> None:
         i = self._index[node.name]
+        part = None
+        if node.writes and segment is not None:
+            part = Part(segment)
+            self.num_bytes += segment.num_bytes
+            self.published_bytes += segment.num_bytes
         if published.parents is not None:
-            self._accept_children(node, rows, published, segment)
-            for parent in rows.values():
+            self._accept_children(node, {r.id: r for r in rows}, published, part)
+            for parent in rows:
                 parent.group.expanded[i] += 1
                 self._finish(parent, i)
-            return
-        for row, tokens in zip(rows.values(), published.num_tokens.tolist(), strict=True):
-            if node.writes:
-                row.parts[node.name] = segment
-            row.tokens += tokens
-            self._finish(row, i)
+        else:
+            if part is not None:  # before any row is finished: a finished row may be the last of its group
+                part.rows = len(rows)
+                for row in rows:
+                    row.parts[node.name] = part
+            for row, tokens in zip(rows, published.num_tokens.tolist(), strict=True):
+                row.tokens += tokens
+                self._finish(row, i)
+        if part is not None and not part.rows and not len(published.ids):
+            self._free(part)
 
-    def _accept_children(self, node: Node, parents: dict[int, Row], published: Published, segment: Segment) -> None:
+    def _accept_children(self, node: Node, parents: dict[int, Row], published: Published, part: Part | None) -> None:
         assert published.parents is not None and node.makes_level is not None
-        versions = published.versions
-        for k, (id, parent_id) in enumerate(zip(published.ids.tolist(), published.parents.tolist(), strict=True)):
+        versions = published.versions.tolist() if published.versions is not None else None
+        if part is not None:
+            part.rows = len(published.ids)
+        for k, (id, parent_id, tokens) in enumerate(
+            zip(published.ids.tolist(), published.parents.tolist(), published.num_tokens.tolist(), strict=True)
+        ):
             parent = parents[parent_id]
-            tokens = parent.tokens + int(published.num_tokens[k])
-            version = parent.version if versions is None else int(versions[k])
-            row = Row(id, parent.group, parent, node.makes_level, parent.position, tokens, version)
-            row.parts[node.name] = segment
+            version = parent.version if versions is None else versions[k]
+            row = Row(id, parent.group, parent, node.makes_level, parent.position, parent.tokens + tokens, version)
+            if part is not None:
+                row.parts[node.name] = part
+            parent.children = parent.children or []
             parent.children.append(row)
             self._add(row)
 
@@ -448,40 +664,80 @@ class Ledger:
             raise LeaseError(
                 f"node {lease.node.name!r} returned no row for {len(lease.open)} of its rows (sample ids {some})"
             )
-        for staged in lease.staged:
-            self._accept(lease.node, *staged)
+        self._note("finish", lease=lease.token)
+        by_id = {r.id: r for r in lease.rows} if lease.staged else {}
+        for ids, published, segment in lease.staged:
+            self._accept(lease.node, [by_id[id] for id in ids], published, segment)
         for row in lease.open.values():
             if shape is Shape.FILTER:
-                self._drop(row, i)
+                self._drop_downstream(row, i, lease.node.name)
             else:
                 row.group.expanded[i] += 1
             self._finish(row, i)
-        lease.open.clear()
+        lease.open = {}
         del self._leases[lease.token]
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: Lease, why: str = "given back") -> None:
         """Give the rows of a lease back that were not published (of a node that takes groups: all of them): they are ready
         again, and the lease is void."""
         self._check(lease)
+        self._note("release", lease=lease.token, why=why)
         i = self._index[lease.node.name]
-        if lease.node.operation.takes_groups:
-            back = lease.rows
-            groups = {r.group.id: r.group for r in back}
-            for group in groups.values():
-                heapq.heappush(self._group_offers[i], group.id)
-                self._claimed[i] -= group.round == self._round
-        else:
-            back = list(lease.open.values())
-            for row in back:
-                heapq.heappush(self._offers[i], (row.group.id, row.id))
-        for row in back:
+        for row in lease.rows if self._takes_groups[i] else lease.open.values():
             row.leased &= ~(1 << i)
-        self._ready[i] += len(back)
+        if self._takes_groups[i]:
+            for group in dict.fromkeys(r.group for r in lease.rows):
+                self._offer_group(group, i)
+                self._claimed[i] -= group.round == self._round
+                group.claimed &= ~(1 << i)
+                self._unclaimed[i] += 1
+            for _, _, segment in lease.staged:
+                if segment is not None:
+                    self._freed.append(segment)
+        else:
+            for row in lease.open.values():
+                heapq.heappush(self._offers[i], (row.group.id, row.id))
+                self._ready[i] += 1
+                if row.skipped & self._serves[i]:  # it was cancelled meanwhile
+                    self._skip(row, i)
+                    self._retire_if_finished(row.group)
         del self._leases[lease.token]
+        self._void[lease.token] = why
+        if len(self._void) > REMEMBERED_LEASES:
+            del self._void[next(iter(self._void))]
+
+    def expire(self) -> list[Lease]:
+        """What is due by the clock: leases past their deadline are released (and returned), and groups whose quorum did
+        not come in time are offered as they are."""
+        now, released = self._clock(), []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, i, id = heapq.heappop(self._deadlines)
+            if i < 0:
+                lease = self._leases.get(id)
+                if lease is not None:
+                    self.release(lease, f"{lease.holder or 'its holder'} did not finish by its deadline")
+                    released.append(lease)
+            elif id in self._groups and self._groups[id].ready[i]:
+                self._offer_short(i, self._groups[id])
+        return released
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `expire` has something to look at, in seconds of the clock."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    @property
+    def leases(self) -> list[Lease]:
+        """Leases that are neither finished nor released, oldest first."""
+        return list(self._leases.values())
 
     def _check(self, lease: Lease) -> None:
         if self._leases.get(lease.token) is not lease:
-            raise LeaseError(f"lease {lease.token} of node {lease.node.name!r} was released or finished before")
+            self.late += 1
+            why = self._void.get(lease.token)
+            raise LeaseError(
+                f"lease {lease.token} of node {lease.node.name!r} was released or finished before{f' ({why})' if why else ''}"
+            )
 
     def _finish(self, row: Row, i: int) -> None:
         bit = 1 << i
@@ -492,38 +748,87 @@ class Ledger:
         group.open -= 1
         for j in self._then[i]:
             level = self.graph.nodes[j].level
-            for descendant in _descendants(row, level, self._parent_level):
-                self._offer_if_ready(descendant, j)
+            if level == row.level:
+                self._offer_if_ready(row, j)
+            else:
+                for descendant in _descendants(row, level, self._parent_level):
+                    self._offer_if_ready(descendant, j)
         made = self.graph.nodes[i].makes_level
         if made is not None:
             self._finish_level_if_whole(group, made)
-        self._retire_if_finished(group)
+        if not group.open:
+            self._retire_if_finished(group)
 
-    def _drop(self, row: Row, i: int) -> None:
-        """Take a row away from everything downstream of filter i."""
-        self._dropped[self.graph.nodes[i].name] += 1
+    def _drop(self, row: Row, i: int, reason: str) -> None:
+        """Take a row away from node i, which has not seen it, and from everything downstream of it."""
+        self._skip(row, i)
+        makes = self.graph.nodes[i].makes_level
+        if makes is not None:
+            self._finish_level_if_whole(row.group, makes)
+        self._drop_downstream(row, i, reason)
+
+    def _drop_downstream(self, row: Row, i: int, reason: str) -> None:
+        self._dropped[reason] += 1
         for j in self._downstream[i]:
             node = self.graph.nodes[j]
             for lost in _descendants(row, node.level, self._parent_level):
-                bit = 1 << j
-                if (lost.skipped | lost.done) & bit:
-                    continue
-                lost.skipped |= bit
-                self._todo[j] -= 1
-                lost.group.open -= 1
-                lost.group.skipped[j] += 1
-                self._offer_group_if_ready(lost.group, j)
+                if not (lost.skipped | lost.done) >> j & 1:
+                    self._skip(lost, j)
             if node.makes_level is not None:
                 self._finish_level_if_whole(row.group, node.makes_level)
 
+    def _skip(self, row: Row, j: int) -> None:
+        bit = 1 << j
+        row.skipped |= bit
+        self._todo[j] -= 1
+        group = row.group
+        group.open -= 1
+        group.skipped[j] += 1
+        if row.offered & bit:
+            if self._takes_groups[j]:
+                group.ready[j] -= 1
+            elif not row.leased & bit:
+                self._ready[j] -= 1
+        self._offer_group_if_ready(group, j)
+
     def _retire_if_finished(self, group: Group) -> None:
-        if group.open or not all(group.whole):
+        if group.open or not all(group.whole) or group.id not in self._groups:
             return
         for level in group.levels:
             for row in level:
                 self._done += not row.skipped
+                for part in row.parts.values():
+                    part.rows -= 1
+                    if not part.rows:
+                        self._free(part)
                 del self._rows[row.id]
+        for i, takes_groups in enumerate(self._takes_groups):
+            self._unclaimed[i] -= takes_groups and not group.claimed >> i & 1
+        self.largest_group = max(self.largest_group, sum(map(len, group.levels)))
+        self.groups_finished += 1
         del self._groups[group.id]
+
+    def _free(self, part: Part) -> None:
+        self.num_bytes -= part.segment.num_bytes
+        self._freed.append(part.segment)
+
+    def live_segments(self) -> list[Segment]:
+        """Segments that rows in flight refer to."""
+        return [p.segment for p in dict.fromkeys(p for r in self._rows.values() for p in r.parts.values())]
+
+    def groups_in(self, segments: Container[Segment]) -> list[tuple[int, Segment]]:
+        """Groups with columns in one of these segments, each with the first that it has."""
+        found: dict[int, Segment] = {}
+        for row in self._rows.values():
+            for part in row.parts.values():
+                if part.segment in segments:
+                    found.setdefault(row.group.id, part.segment)
+        return list(found.items())
+
+    def take_freed(self) -> list[Segment]:
+        """Segments to which no row in flight refers any more, each given once."""
+        freed, self._freed = list(self._freed), deque()
+        return freed
 
     # Inspection
 
@@ -543,7 +848,7 @@ class Ledger:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Rows dropped so far, by the filter that dropped them."""
+        """Rows dropped so far, by reason: the filter that dropped them, or "over-issued at", "late at", "stale at" a node."""
         return dict(self._dropped)
 
     def table(self) -> pa.Table:
@@ -620,13 +925,14 @@ def _id(row: Row) -> int:
     return row.id
 
 
-def _smallest(heap: list[Any], number: int | None) -> list[Any]:
-    """Take the smallest entries (or all of them) off a heap, in order."""
-    if number is None or number >= len(heap):
-        taken = sorted(heap)
-        heap.clear()
-        return taken
-    return [heapq.heappop(heap) for _ in range(number)]
+def _popped(heap: list[Any]) -> Iterator[Any]:
+    """The entries of a heap, smallest first, each taken off when it is asked for."""
+    while heap:
+        yield heapq.heappop(heap)
+
+
+def int64_array(numbers: Sequence[int] | None) -> Any:
+    return None if numbers is None else np.array(numbers, np.int64)
 
 
 def _ancestor(row: Row, level: int) -> Row:
@@ -647,5 +953,5 @@ def _descendants(row: Row, level: int, parent_level: dict[int, int]) -> Iterable
         return ()
     rows = [row]
     for step in reversed(path[:-1]):
-        rows = [c for r in rows for c in r.children if c.level == step]
+        rows = [c for r in rows for c in r.children or () if c.level == step]
     return rows

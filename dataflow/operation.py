@@ -47,6 +47,9 @@ class Operation:
     """Sees all rows of a group at once (always true of GROUP; a FILTER or EXPAND may ask for it)."""
     updates: bool = False
     """Waits for a whole training batch and makes a new version of its worker group's parameters."""
+    quorum: bool = False
+    """A FILTER that is given the first `n` rows of a group (its argument) as soon as they are ready, or what there is when its
+    `deadline_s` (the other argument, or None) has passed since the first was; the others of the group are cancelled."""
 
     @property
     def takes_groups(self) -> bool:
@@ -87,6 +90,7 @@ def declare(
     writes: Iterable[object] = (),
     whole_groups: bool = False,
     updates: bool = False,
+    quorum: bool = False,
 ) -> Operation:
     """The `Operation` of a function or method, columns given by name or as `Column`."""
     if whole_groups and shape is Shape.MAP:
@@ -97,8 +101,9 @@ def declare(
         reads=tuple(str(c) for c in reads),
         may_read=tuple(str(c) for c in may_read),
         writes=tuple(str(c) for c in writes),
-        whole_groups=whole_groups or shape is Shape.GROUP,
+        whole_groups=whole_groups or quorum or shape is Shape.GROUP,
         updates=updates,
+        quorum=quorum,
     )
 
 
@@ -114,6 +119,7 @@ def node(
     may_read: Iterable[object] = (),
     writes: Iterable[object] = (),
     whole_groups: bool = False,
+    quorum: bool = False,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a pure function `Batch -> Batch` usable as a node of a graph.
 
@@ -131,7 +137,13 @@ def node(
 
     def attach(function: Callable[P, R]) -> Callable[P, R]:
         operation = declare(
-            function, shape=shape, reads=reads, may_read=may_read, writes=writes, whole_groups=whole_groups
+            function,
+            shape=shape,
+            reads=reads,
+            may_read=may_read,
+            writes=writes,
+            whole_groups=whole_groups,
+            quorum=quorum,
         )
 
         @functools.wraps(function)

@@ -15,11 +15,17 @@ from hypothesis import strategies as st
 from weft.dataflow.config import Config
 from weft.dataflow.graph import SOURCE, Graph, Node, Recording, Rows, TableSource
 from weft.dataflow.handle import Handle
-from weft.dataflow.ledger import Ids, Lease, LeaseError, Ledger, Published, Segment
+from weft.dataflow.ledger import Ledger
 from weft.dataflow.operation import Operation, Shape
+from weft.dataflow.rows import Ids, Lease, LeaseError, Published
+from weft.dataflow.segments import Segment
 from weft.workers.worker import Worker
 
 PROMPTS = TableSource("prompts", pa.table({"prompt": ["a"]}))
+
+
+def segment(file: str = "data", num_bytes: int = 10) -> Segment:
+    return Segment("node", file, 0, num_bytes, 0)
 
 
 class Trainer(Worker):
@@ -77,9 +83,9 @@ def node(ledger: Ledger, name: str) -> Node:
     return next(n for n in ledger.graph.nodes if n.name in (name, f"{name}r.{name}"))
 
 
-def publish(ledger: Ledger, lease: Lease, ids: Any = None, segment: Segment = Segment("data")) -> None:
+def publish(ledger: Ledger, lease: Lease, ids: Any = None, into: Segment = segment()) -> None:
     ids = lease.ids if ids is None else np.asarray(ids, np.int64)
-    ledger.publish(lease, Published(ids, np.ones(len(ids), np.int64)), segment)
+    ledger.publish(lease, Published(ids, np.ones(len(ids), np.int64)), into)
 
 
 def expand(
@@ -87,7 +93,7 @@ def expand(
 ) -> None:
     parents = np.repeat(lease.ids if only is None else np.asarray(only, np.int64), number)
     ids = first + np.arange(len(parents))
-    ledger.publish(lease, Published(ids, np.full(len(ids), 5), versions, parents), Segment("children"))
+    ledger.publish(lease, Published(ids, np.full(len(ids), 5), versions, parents), segment("children"))
 
 
 def do(ledger: Ledger, name: str) -> None:
@@ -287,12 +293,12 @@ def test_pieces_lead_to_the_ancestor_that_has_the_column():
     prompts = draw.add(draw.prompts, "difficulty", reads=("prompt",))
     samples = draw.add(prompts, "generate", Shape.EXPAND, reads=("prompt",))
     draw.add(samples, "join", reads=("prompt", "difficulty_c", "generate_c"))
-    ledger = Ledger(draw.graph(), source=Segment("source"))
+    ledger = Ledger(draw.graph(), source=segment("source"))
     ledger.issue([5, 9], [1, 1], round=0)
     lease = claim(ledger, "generate")
     for parent, first in ((1, 200), (0, 100)):
         parents = np.full(2, parent)
-        ledger.publish(lease, Published(first + np.arange(2), np.zeros(2, int), None, parents), Segment(f"of {parent}"))
+        ledger.publish(lease, Published(first + np.arange(2), np.zeros(2, int), None, parents), segment(f"of {parent}"))
     ledger.finish(lease)
     assert ledger.claim(node(ledger, "join")) is None, "the prompts' difficulty is not known yet"
     do(ledger, "difficulty")
@@ -302,7 +308,7 @@ def test_pieces_lead_to_the_ancestor_that_has_the_column():
     assert found[("prompt",)].by_position and found[("prompt",)].keys.tolist() == [5, 9, 9]
     assert found[("difficulty_c",)].keys.tolist() == [0, 1, 1]
     assert found[("generate_c",)].keys.tolist() == [101, 200, 201]
-    assert [s.reference for s in found[("generate_c",)].segments] == ["of 0", "of 1"]
+    assert [s.file for s in found[("generate_c",)].segments] == ["of 0", "of 1"]
 
 
 # Inspection
@@ -483,7 +489,8 @@ class Play:
     stale: list[Lease] = field(default_factory=list)
     staged: dict[int, list[tuple[list[int], list[int]]]] = field(default_factory=dict)
     """Token -> what was published of a lease that does not count yet."""
-    issued: int = 0
+    stored: dict[str, dict[int, dict[str, str]]] = field(default_factory=dict)
+    """File of a segment -> sample id -> its columns."""
 
     def issue(self) -> None:
         number = self.chance.randint(1, 3)
@@ -524,8 +531,8 @@ class Play:
         for piece in self.ledger.pieces(n, lease.rows):
             columns |= set(piece.columns)
             store: dict[Any, Any] = {}
-            for segment in piece.segments:
-                store |= segment.reference
+            for found in piece.segments:
+                store |= self.stored.get(found.file, {})
             for id, key in zip(lease.ids.tolist(), piece.keys.tolist(), strict=True):
                 for column in piece.columns:
                     writer = n.writers[column]
@@ -554,9 +561,10 @@ class Play:
     def give(self, lease: Lease, ids: list[int], held: list[int]) -> None:
         n = lease.node
         parents = None if n.makes_level is None else np.array(held, np.int64)
-        segment = Segment({id: {c: f"{c} of {id}" for c in n.writes} for id in ids})
+        into = segment(f"{len(self.stored)}")
+        self.stored[into.file] = {id: {c: f"{c} of {id}" for c in n.writes} for id in ids}
         self.ledger.publish(
-            lease, Published(np.array(ids, np.int64), np.ones(len(ids), np.int64), None, parents), segment
+            lease, Published(np.array(ids, np.int64), np.ones(len(ids), np.int64), None, parents), into
         )
         if n.operation.takes_groups:
             self.staged[lease.token].append((ids, held))
@@ -619,7 +627,7 @@ class Play:
         for late in (
             self.ledger.finish,
             self.ledger.release,
-            lambda x: self.ledger.publish(x, publication, Segment(None)),
+            lambda x: self.ledger.publish(x, publication, None),
         ):
             with pytest.raises(LeaseError, match="released or finished before"):
                 late(lease)
@@ -686,7 +694,7 @@ def random_graph(chance: random.Random) -> Graph:
 def test_the_ledger_agrees_with_a_model_that_has_no_state(seed: int):
     chance = random.Random(seed)
     graph = random_graph(chance)
-    play = Play(Ledger(graph, source=Segment({})), Model(graph), chance)
+    play = Play(Ledger(graph, source=segment()), Model(graph), chance)
     moves = [
         play.issue,
         play.claim,

@@ -1,0 +1,406 @@
+"""SampleBuffer: the ledgers of a run's graphs, the log that they write, and the files of this node's segments.
+
+    runs/NAME/buffer/ledger.log                       every event, from the first
+    runs/NAME/buffer/ledger-000000123456.checkpoint   the state at that position of the log
+    runs/NAME/buffer/segments/                        the columns of rows in flight
+
+It lives in the driver. Worker processes write segments and read them; what they say of them passes through here.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from .config import Config
+from .disk import Disk
+from .errors import UserError, nearest
+from .graph import Graph
+from .ledger import Ledger
+from .ledger_state import load, save
+from .log import Log, LogReader, Position, Record, read_checkpoint, write_checkpoint
+from .operation import Shape
+from .rows import Fate, Ids, Lease, Published
+from .segments import DamagedSegment, Segment, SegmentStore, verify
+
+LOG = "ledger.log"
+SEGMENTS = "segments"
+
+
+class BufferConfig(Config):
+    """How much the sample buffer may hold, and how it keeps it."""
+
+    max_rows: int | None = Field(default=None, ge=1)
+    """Rows in flight of one graph, prompts and samples together; more prompts are issued when some are finished."""
+    max_bytes: int | None = Field(default=None, ge=1)
+    """Bytes of the columns of rows in flight of one graph."""
+    on_stale: Fate = "wait"
+    """What becomes of a group that is older than the schedule allows when an update claims it."""
+    lease_deadline_s: float | None = Field(default=None, gt=0)
+    """Seconds after which rows go back that a worker has claimed and not finished; None: the driver's own deadlines alone."""
+    memory_bytes: int | None = Field(default=None, ge=1)
+    """Bytes of segments that stay in memory on a node; older ones are written to disk and read back from there when they are
+    needed. None leaves that to the kernel."""
+    file_bytes: int = Field(default=64 << 20, ge=1 << 10)
+    """Size of a segment file. It is given free as a whole, when no row in flight lies in it."""
+    sync_interval_s: float = Field(default=0.5, ge=0)
+    """How much of the log a loss of power may cost; the death of a process costs nothing."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """Checkpoints of the ledgers that are kept."""
+
+
+class RecoveryError(RuntimeError):
+    """The log of a run cannot be replayed: it was written for other graphs, or by another version."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """How many groups may be issued now, and what stands against more."""
+
+    groups: int
+    reason: str = ""
+
+
+@dataclass
+class SampleBuffer:
+    """Ledgers by the name of their graph in the run. Made by `create` for a new run, by `recover` for one that goes on."""
+
+    folder: Path
+    config: BufferConfig
+    ledgers: dict[str, Ledger]
+    ids: Ids
+    log: Log
+    store: SegmentStore
+    notes: dict[str, Any] = field(default_factory=dict)
+    """Small facts that must come back with the rows: policy versions, the place in the prompts."""
+    damage: list[str] = field(default_factory=list)
+    """What was found damaged at recovery, and what was done about it."""
+    disk: Disk = field(default_factory=Disk)
+    _pinned: set[Segment] = field(default_factory=set)
+    """Segments that the latest checkpoint refers to: they outlive their rows until there is another."""
+    _unpinned: list[Segment] = field(default_factory=list)
+
+    @property
+    def segments(self) -> Path:
+        """The folder of this node's segments."""
+        return self.folder / SEGMENTS
+
+    # Life
+
+    @classmethod
+    def create(
+        cls,
+        folder: Path,
+        graphs: Mapping[str, Graph],
+        *,
+        config: BufferConfig = BufferConfig(),
+        node: str = "driver",
+        disk: Disk | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> SampleBuffer:
+        """A new buffer in a folder that has none.
+
+        Raises:
+            UserError: when the folder has a log already.
+        """
+        if (folder / LOG).exists():
+            raise UserError(f"{folder} holds the buffer of a run already; SampleBuffer.recover() goes on with it")
+        (folder / SEGMENTS).mkdir(parents=True, exist_ok=True)
+        disk = disk or Disk()
+        log = Log(folder / LOG, sync_interval_s=config.sync_interval_s, disk=disk, clock=clock)
+        ids = Ids()
+        ledgers = {name: Ledger(graph, ids=ids, name=name, log=log, clock=clock) for name, graph in graphs.items()}
+        for name, graph in graphs.items():
+            log.append({"do": "graph", "graph": name, "outline": graph.outline()})
+        log.commit(sync=True)
+        return cls(folder, config, ledgers, ids, log, SegmentStore(folder / SEGMENTS, node), disk=disk)
+
+    @classmethod
+    def recover(
+        cls,
+        folder: Path,
+        graphs: Mapping[str, Graph] | None = None,
+        *,
+        config: BufferConfig = BufferConfig(),
+        node: str = "driver",
+        at: Position | None = None,
+        check: Callable[[Segment], None] | None = None,
+        disk: Disk | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> SampleBuffer:
+        """The buffer of a run that was ended, as its log says it stood; who held leases is gone, so their rows are free.
+
+        A torn or damaged tail of the log is cut off (and kept beside it), a damaged checkpoint passed over, a group whose
+        columns cannot be read any more is issued again: all of that is said in `damage`.
+
+        Args:
+            graphs: those of the run; None takes their outlines from the log, for looking only.
+            at: go back to this position (of a checkpoint that belongs to a saved model); None: the end.
+            check: raises DamagedSegment for columns that cannot be read; None reads those of this node.
+
+        Raises:
+            UserError: when there is no log, or the graphs are not those of the run.
+            RecoveryError: when the log does not fit the ledger.
+        """
+        if not (folder / LOG).exists():
+            raise UserError(f"{folder} holds no log of a run ({LOG})")
+        (folder / SEGMENTS).mkdir(parents=True, exist_ok=True)
+        disk = disk or Disk()
+        history = restore(folder, graphs, at=at, clock=clock)
+        log = Log(folder / LOG, at=history.end, sync_interval_s=config.sync_interval_s, disk=disk, clock=clock)
+        for path in folder.glob("*.checkpoint"):  # of a future that was given up, or damaged
+            if path not in history.checkpoints:
+                path.unlink()
+        buffer = cls(
+            folder,
+            config,
+            history.ledgers,
+            history.ids,
+            log,
+            SegmentStore(folder / SEGMENTS, node),
+            history.notes,
+            history.damage,
+            disk,
+        )
+        for ledger in buffer.ledgers.values():
+            ledger.log = log
+            for lease in ledger.leases:
+                ledger.release(lease, "the run was started again")
+            buffer._drop_what_is_lost(ledger, check or (lambda segment: verify(folder / SEGMENTS, segment)))
+        buffer._take_stock()
+        buffer.commit(sync=True)
+        return buffer
+
+    def _drop_what_is_lost(self, ledger: Ledger, check: Callable[[Segment], None]) -> None:
+        lost: dict[Segment, str] = {}
+        for segment in ledger.live_segments():
+            try:
+                check(segment)
+            except DamagedSegment as error:
+                lost[segment] = str(error)
+        for group, segment in ledger.groups_in(lost):
+            self.damage.append(f"group {group} of graph {ledger.name!r} is issued again: {lost[segment]}")
+            ledger.lose(group, lost[segment])
+
+    def _take_stock(self) -> None:
+        """Tell the store which files hold rows, so that the others may go."""
+        for ledger in self.ledgers.values():
+            ledger.take_freed()
+            for segment in ledger.live_segments():
+                self.store.published(segment)
+        self.store.sweep()
+        writers = {(s.node, s.file.split(".")[0]) for g in self.ledgers.values() for s in g.live_segments()}
+        for node, writer in writers:
+            self.store.writer_ended(writer, node)
+
+    def close(self) -> None:
+        """Bring the log to the disk. When no row is left in flight, the folder of segments goes."""
+        self.commit(sync=True)
+        self.log.close()
+        if not any(ledger.groups_in_flight for ledger in self.ledgers.values()):
+            shutil.rmtree(self.segments, ignore_errors=True)
+
+    # What passes through
+
+    def publish(self, ledger: Ledger, lease: Lease, published: Published, segment: Segment | None) -> None:
+        """`Ledger.publish`, and the segment's file is kept as long as rows lie in it."""
+        ledger.publish(lease, published, segment)
+        if segment is not None:
+            self.store.published(segment)
+
+    def note(self, key: str, value: Any) -> None:
+        """Remember a small fact, as a value of JSON, that must come back with the rows (see `notes`)."""
+        self.notes[key] = value
+        self.log.append({"do": "note", "key": key, "value": value})
+
+    def commit(self, *, sync: bool = False) -> None:
+        """Write what happened to the log, then let go of the segments that no row needs."""
+        self.log.commit(sync=sync)
+        freed = [segment for ledger in self.ledgers.values() for segment in ledger.take_freed()]
+        self._unpinned += [s for s in freed if s in self._pinned]
+        self.store.freed(s for s in freed if s not in self._pinned)
+
+    def checkpoint(self) -> Position:
+        """Save the state at this position of the log, so that recovery starts from here; returns the position.
+
+        Everything that it refers to is on disk when this returns.
+        """
+        self.commit(sync=True)
+        position = self.log.position
+        records: list[Record] = [
+            {"do": "ids", "next_id": self.ids.next_id, "next_group": self.ids.next_group},
+            *({"do": "note", "key": key, "value": value} for key, value in self.notes.items()),
+            *({"do": "graph", "graph": n, "outline": g.graph.outline()} for n, g in self.ledgers.items()),
+            *(record for ledger in self.ledgers.values() for record in save(ledger)),
+        ]
+        write_checkpoint(self.folder / _checkpoint_name(position), position, records, disk=self.disk)
+        for old in checkpoints(self.folder)[self.config.keep_checkpoints :]:
+            old.unlink()
+        self.store.freed(self._unpinned)
+        self._unpinned = []
+        self._pinned = {s for ledger in self.ledgers.values() for s in ledger.live_segments()}
+        return position
+
+    def room(self, name: str, *, staleness: int | None = None, groups_per_update: int = 1) -> Room:
+        """How many groups of this graph may be issued now, by rows, bytes and optimizer steps, and which of them binds.
+
+        Args:
+            staleness: updates that a row may lag, when it is trained, the weights that generated it: as many groups as
+                will be trained within that are let in, so that the bound is kept by waiting, not by discarding.
+            groups_per_update: how many groups an update takes.
+        """
+        ledger, config = self.ledgers[name], self.config
+        bounds: list[tuple[int, str]] = []
+        if config.max_rows is not None:
+            each = max(expected_rows(ledger.graph), ledger.largest_group)
+            free = config.max_rows // each - ledger.groups_in_flight
+            bounds.append((free, f"{ledger.rows_in_flight} rows in flight, max_rows={config.max_rows}, {each} a group"))
+        if config.max_bytes is not None:
+            finished = max(1, ledger.groups_finished)
+            each_bytes = max(1, ledger.published_bytes // max(1, finished))
+            expected = max(ledger.num_bytes, each_bytes * ledger.groups_in_flight)
+            free = (config.max_bytes - expected) // each_bytes if ledger.published_bytes else 1 << 30
+            bounds.append((free, f"{ledger.num_bytes} bytes in flight, max_bytes={config.max_bytes}"))
+        updates = [n for n in ledger.graph.nodes if n.operation.updates]
+        if staleness is not None and updates:
+            ahead = max(ledger.unclaimed(n) for n in updates)
+            free = (staleness + 1) * groups_per_update - ahead
+            bounds.append((free, f"{ahead} groups wait to be trained on, max_staleness={staleness}"))
+        free, reason = min(bounds, default=(1 << 30, ""))
+        return Room(max(0, free), reason)
+
+
+def expected_rows(graph: Graph) -> int:
+    """Rows that a group will have on all levels, as far as the graph says (the argument `n` of its expansions)."""
+    sizes = {0: 1}
+    for node in graph.nodes:
+        if node.operation.shape is Shape.EXPAND and node.makes_level is not None:
+            number = node.arguments.get("n", 1)
+            sizes[node.makes_level] = sizes[node.level] * (number if isinstance(number, int) and number > 0 else 1)
+    return sum(sizes.values())
+
+
+# Recovery
+
+
+@dataclass
+class History:
+    """What a log and its checkpoints say of a run."""
+
+    ledgers: dict[str, Ledger]
+    ids: Ids
+    notes: dict[str, Any]
+    end: Position
+    """Behind the last record that was taken."""
+    checkpoints: list[Path]
+    """Those that are sound and not behind the end, latest first."""
+    damage: list[str]
+
+
+def restore(
+    folder: Path,
+    graphs: Mapping[str, Graph] | None = None,
+    *,
+    at: Position | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> History:
+    """The ledgers of a run as its log says they stood; reads only, also while the run goes on. Raises as `recover`."""
+    damage: list[str] = []
+    start, state, sound = _latest_checkpoint(folder, at, damage)
+    history = History({}, Ids(), {}, start, sound, damage)
+    for record in state:
+        _take(history, record, graphs, clock)
+    for name, ledger in history.ledgers.items():
+        load(ledger, [r for r in state if r.get("graph") == name])
+    reader = LogReader(folder / LOG, start)
+    for record in reader:
+        if at is not None and reader.end.offset > at.offset:
+            break
+        history.end = reader.end
+        try:
+            _take(history, record, graphs, clock)
+        except (KeyError, ValueError, TypeError) as error:
+            raise RecoveryError(f"{folder / LOG}, byte {history.end.offset}: {record['do']}: {error}") from error
+    if reader.damage:
+        damage.append(f"{reader.damage}; the state before it is used")
+    if graphs is not None and set(graphs) != set(history.ledgers):
+        raise UserError(f"{folder} is of a run of the graphs {sorted(history.ledgers)}, not {sorted(graphs)}")
+    return history
+
+
+def _take(history: History, record: Record, graphs: Mapping[str, Graph] | None, clock: Callable[[], float]) -> None:
+    match record["do"]:
+        case "graph":
+            name = record["graph"]
+            if name not in history.ledgers:
+                graph = _same_graph(name, record["outline"], graphs)
+                history.ledgers[name] = Ledger(graph, ids=history.ids, name=name, clock=clock)
+        case "ids":
+            history.ids.next_id, history.ids.next_group = record["next_id"], record["next_group"]
+        case "note":
+            history.notes[record["key"]] = record["value"]
+        case "ledger" | "group" | "lease":
+            pass  # the state of a ledger: loaded together
+        case _:
+            history.ledgers[record["graph"]].replay(record)
+
+
+def _same_graph(name: str, outline: Mapping[str, Any], graphs: Mapping[str, Graph] | None) -> Graph:
+    then = Graph.from_outline(outline)
+    if graphs is None:
+        return then
+    if name not in graphs:
+        raise UserError(f"the run has a graph {name!r}, which is not given{nearest(name, list(graphs))}")
+    now = graphs[name]
+    if json.loads(json.dumps(now.outline())) != outline:
+        names = [n.name for n in then.nodes]
+        changed = [n.name for n in now.nodes if n.name not in names] or [
+            n["name"]
+            for n, m in zip(json.loads(json.dumps(now.outline()["nodes"])), outline["nodes"], strict=False)
+            if n != m
+        ]
+        raise UserError(
+            f"graph {name!r} is not what it was when the run was started; see {', '.join(changed) or 'its source'}"
+        )
+    return now
+
+
+def _latest_checkpoint(
+    folder: Path, at: Position | None, damage: list[str]
+) -> tuple[Position, list[dict[str, Any]], list[Path]]:
+    size = (folder / LOG).stat().st_size
+    best: tuple[Position, list[dict[str, Any]]] | None = None
+    sound: list[Path] = []
+    for path in checkpoints(folder):
+        try:
+            position, state = read_checkpoint(path)
+        except (ValueError, OSError) as error:
+            damage.append(f"{error}; the checkpoint before it is used")
+            continue
+        if position.offset > size:
+            damage.append(
+                f"{path} is of byte {position.offset} of the log, which ends at {size}: part of it is missing"
+            )
+            continue
+        if at is not None and position.offset > at.offset:
+            continue
+        sound.append(path)
+        best = best or (position, state)
+    start, records = best or (Position(), [])
+    return start, records, sound
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints of the ledgers, latest first."""
+    return sorted(folder.glob("ledger-*.checkpoint"), reverse=True)
+
+
+def _checkpoint_name(position: Position) -> str:
+    return f"ledger-{position.offset:012d}.checkpoint"

@@ -1,0 +1,185 @@
+"""Log: the write-ahead log of a run. One JSON record a line, each with the checksum of everything up to it.
+
+    1f0c5a33 {"do":"claim","graph":"train","lease":7,"node":"reward.score","ids":[4096,4097]}
+
+The checksum is the CRC-32 of this record, started from that of the record before: a torn, changed, missing or repeated
+line shows, and what stands before it is still proven. Records are written together (group commit): `append` costs no
+system call, `commit` one. A position in the log is a number of bytes; a checkpoint names one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .disk import Disk
+
+Record = Mapping[str, Any]
+"""What happened: `do` says what, the rest depends on it. Values are those of JSON."""
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place between two records of a log, with the checksum that the next one starts from."""
+
+    offset: int = 0
+    checksum: int = 0
+
+
+class Log:
+    """The log of a run, open for writing at its end (`Log(path)` of a new run, `Log(path, at=end)` of one that goes on)."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        at: Position = Position(),
+        sync_interval_s: float = 0.5,
+        disk: Disk | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Whatever stands behind `at` is cut off, and kept beside the log as `NAME.cut-OFFSET`.
+
+        Args:
+            sync_interval_s: how much of the log the loss of power may cost at most; the death of a process costs nothing
+                that was committed.
+        """
+        self.path = path
+        self._disk = disk or Disk()
+        self._clock = clock
+        self._sync_interval_s = sync_interval_s
+        self._pending: list[bytes] = []
+        self.position = at
+        """The end of what was appended, committed or not."""
+        self._written = at.offset
+        self._unsynced = False
+        if path.exists():
+            self._keep_what_is_cut(at.offset)
+        self._descriptor = self._disk.open(path)
+        self._disk.truncate(self._descriptor, at.offset)
+        self._disk.sync_folder(path.parent)
+        self._synced = clock()
+
+    def _keep_what_is_cut(self, offset: int) -> None:
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            cut = file.read()
+        if cut:
+            self.path.with_name(f"{self.path.name}.cut-{offset}").write_bytes(cut)
+
+    def append(self, record: Record) -> None:
+        """Note what happened; it is on disk after the next `commit`."""
+        line = _line(record, self.position.checksum)
+        self._pending.append(line)
+        self.position = Position(self.position.offset + len(line), int(line[:8], 16))
+
+    def commit(self, *, sync: bool = False) -> None:
+        """Write what was appended, all at once; `sync` it, or when the last time is longer ago than the interval."""
+        if self._pending:
+            data = b"".join(self._pending)
+            try:
+                self._disk.write(self._descriptor, data)
+            except OSError:  # the disk is full, say: what was written of it goes, and is written again next time
+                self._disk.truncate(self._descriptor, self._written)
+                raise
+            self._pending.clear()
+            self._written += len(data)
+            self._unsynced = True
+        if self._unsynced and (sync or self._clock() - self._synced >= self._sync_interval_s):
+            self._disk.sync(self._descriptor)
+            self._synced = self._clock()
+            self._unsynced = False
+
+    def close(self) -> None:
+        """Commit, sync, and let go of the file."""
+        if self._descriptor >= 0:
+            self.commit(sync=True)
+            self._disk.close(self._descriptor)
+            self._descriptor = -1
+
+
+class LogReader:
+    """The records of a log, in order, as far as they are sound; safe to use on a log that is being written.
+
+    After the iteration, `end` is the position behind the last sound record, and `damage` says what is wrong there.
+    """
+
+    def __init__(self, path: Path, start: Position = Position()) -> None:
+        self.path = path
+        self.end = start
+        self.damage: str | None = None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        with self.path.open("rb") as file:
+            file.seek(self.end.offset)
+            for line in file:
+                checksum = self._checksum(line)
+                if checksum is None:
+                    return
+                self.end = Position(self.end.offset + len(line), checksum)
+                yield json.loads(line[9:])
+
+    def _checksum(self, line: bytes) -> int | None:
+        where = f"{self.path}, byte {self.end.offset}"
+        if not line.endswith(b"\n"):
+            self.damage = f"{where}: the last record is torn after {len(line)} bytes"
+            return None
+        checksum = zlib.crc32(line[9:-1], self.end.checksum)
+        if line[:9] != b"%08x " % checksum:
+            self.damage = f"{where}: a record's checksum is {line[:8].decode(errors='replace')!r}, not {checksum:08x}"
+            return None
+        return checksum
+
+
+def write_checkpoint(path: Path, position: Position, records: Iterable[Record], *, disk: Disk | None = None) -> None:
+    """Write a state as records, atomically: `path` is whole or what it was before, at every moment.
+
+    The first line names the position in the log that the state belongs to, the last one counts the records.
+    """
+    disk = disk or Disk()
+    partial = path.with_name(path.name + ".partial")
+    partial.unlink(missing_ok=True)
+    descriptor = disk.open(partial)
+    try:
+        checksum, lines = 0, []
+        start = {"do": "checkpoint", "offset": position.offset, "checksum": position.checksum}
+        for record in [start, *records]:
+            lines.append(_line(record, checksum))
+            checksum = int(lines[-1][:8], 16)
+        lines.append(_line({"do": "end", "records": len(lines) - 1}, checksum))
+        disk.write(descriptor, b"".join(lines))
+        disk.sync(descriptor)
+    finally:
+        disk.close(descriptor)
+    disk.rename(partial, path)
+    disk.sync_folder(path.parent)
+
+
+def read_checkpoint(path: Path) -> tuple[Position, list[dict[str, Any]]]:
+    """The position and the records of a checkpoint.
+
+    Raises:
+        ValueError: naming the file, the place and what is wrong there.
+    """
+    reader = LogReader(path)
+    records = list(reader)
+    if reader.damage:
+        raise ValueError(reader.damage)
+    if len(records) < 2 or records[0].get("do") != "checkpoint" or records[-1].get("do") != "end":
+        raise ValueError(f"{path}: the checkpoint has no end after {reader.end.offset} bytes")
+    first, *state, last = records
+    if last["records"] != len(state):
+        raise ValueError(f"{path}: the checkpoint has {len(state)} records, not {last['records']}")
+    return Position(first["offset"], first["checksum"]), state
+
+
+def _line(record: Record, checksum: int) -> bytes:
+    payload = _encode(record).encode()
+    return b"%08x %b\n" % (zlib.crc32(payload, checksum), payload)
