@@ -4,19 +4,49 @@
 from __future__ import annotations
 
 import contextlib
+import platform
+import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ..dataflow.batch import Batch
+from ..dataflow.graph import ParameterEdge
 from ..dataflow.handle import Handle
-from ..dataflow.ledger import Ids, Segment
+from ..dataflow.segments import SegmentReader, SegmentWriter
 from ..workers.worker import Context, Worker
 from .group import Call, WorkerGroup
 from .placement import Place
-from .shell import Reply, Task, run
+from .shell import DataAccess, Reply, Task, run
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where the processes of a run keep the columns of rows."""
+
+    folder: Path
+    """It has a folder for each node."""
+    file_bytes: int = 64 << 20
+    memory_bytes: int | None = None
+    start: int = 0
+    """How often the run was started again: a writer's name is never used twice."""
+
+    def access(
+        self, node: str, name: str, *, peers: Mapping[str, str] | None = None, token: str | None = None
+    ) -> DataAccess:
+        """The files of a process on this node; `name` is its own in the run."""
+        reader = SegmentReader(self.folder / node, node, peers=peers, token=token)
+        return DataAccess(reader, self.writer(node, name))
+
+    def writer(self, node: str, name: str) -> SegmentWriter:
+        return SegmentWriter(
+            self.folder / node,
+            node,
+            f"{plain_name(name)}-{self.start}",
+            file_bytes=self.file_bytes,
+            memory_bytes=self.memory_bytes,
+        )
 
 
 @dataclass(frozen=True)
@@ -27,17 +57,27 @@ class Setup:
     placement: Mapping[str, Place]
     run_dir: Path
     seed: int
-    ids: Ids
+    files: Files
+    follows: Sequence[ParameterEdge] = ()
+
+
+def plain_name(name: str) -> str:
+    """A name that files can bear: of the letters, digits, `_` and `-`."""
+    return re.sub(r"[^A-Za-z0-9_-]", "_", name) or "_"
+
+
+def this_node() -> str:
+    """What the node of this process is called in references."""
+    return plain_name(platform.node())
 
 
 @dataclass(frozen=True)
 class Event:
-    """A reply has come: from which rank of which call, and where the batch that it published lies."""
+    """A reply has come: from which rank of which call."""
 
     call: Call
     rank: int
     reply: Reply
-    segment: Segment | None = None
 
 
 class Backend(Protocol):
@@ -49,8 +89,8 @@ class Backend(Protocol):
 
     def start(self, setup: Setup) -> dict[str, WorkerGroup]: ...
 
-    def store(self, batch: Batch) -> Segment:
-        """Put rows where workers can fetch them (the rows of a source)."""
+    def delete(self, node: str, file: str) -> None:
+        """No row lies in this file any more: other nodes let go of it, or of what they fetched of it."""
         ...
 
     def wait(self, timeout_s: float) -> Sequence[Event]:
@@ -66,6 +106,7 @@ class Local:
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
         self._events: deque[Event] = deque()
+        self._data: DataAccess | None = None
 
     def __repr__(self) -> str:
         return "Local()"
@@ -75,20 +116,21 @@ class Local:
 
     def start(self, setup: Setup) -> dict[str, WorkerGroup]:
         groups: dict[str, WorkerGroup] = {}
+        self._data = setup.files.access(this_node(), "local")
         for name, handle in setup.handles.items():
             place = Place(setup.placement[name].pool)  # world size 1, whatever the placement says
             worker = handle.worker_class(handle.config, Context(name=name, run_dir=setup.run_dir, seed=setup.seed))
             self._workers[name] = worker
-            groups[name] = WorkerGroup(name, handle, place, [worker.coordinates], self._submit, setup.ids)
+            groups[name] = WorkerGroup(name, handle, place, [worker.coordinates], self._submit)
         return groups
 
-    def store(self, batch: Batch) -> Segment:
-        return Segment(batch, batch.num_bytes)
+    def delete(self, node: str, file: str) -> None:
+        """There is one node, and the buffer keeps its files itself."""
 
     def _submit(self, rank: int, task: Task, call: Call) -> None:
-        for reply, batch in run(self._workers[call.group.name], task, _themselves):
-            segment = Segment(batch, batch.num_bytes) if batch is not None else None
-            self._events.append(Event(call, rank, reply, segment))
+        assert self._data is not None
+        for reply in run(self._workers[call.group.name], task, self._data):
+            self._events.append(Event(call, rank, reply))
 
     def wait(self, timeout_s: float) -> Sequence[Event]:
         events, self._events = list(self._events), deque()
@@ -98,9 +140,7 @@ class Local:
         with contextlib.ExitStack() as closing:  # each is closed, also when another's close() raises
             for worker in self._workers.values():
                 closing.callback(worker.close)
+            if self._data is not None:
+                closing.callback(self._data.close)
+                self._data = None
             self._workers.clear()
-
-
-def _themselves(references: Sequence[Batch]) -> Sequence[Batch]:
-    """In one process a reference is the batch itself."""
-    return references

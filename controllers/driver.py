@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from ..dataflow.batch import Batch
+from ..dataflow.buffer import BufferConfig, SampleBuffer, expected_rows
 from ..dataflow.column import (
     ADVANTAGES,
     ANSWER,
@@ -38,11 +39,13 @@ from ..dataflow.column import (
 from ..dataflow.errors import UserError
 from ..dataflow.graph import Graph, Node, ParameterEdge
 from ..dataflow.handle import Handle
-from ..dataflow.ledger import Ids, Ledger, Published, Segment
+from ..dataflow.ledger import Ledger
 from ..dataflow.metrics import Metric, merge
 from ..dataflow.operation import Shape, operation_of
+from ..dataflow.rows import Lease, Published, Staleness
+from ..dataflow.segments import SegmentWriter
 from ..workers.function import FunctionConfig, FunctionWorker
-from .backend import Backend, Event, Local, Setup
+from .backend import Backend, Event, Files, Local, Setup, this_node
 from .group import Call, RunError, WorkerGroup
 from .placement import Placement, resolve
 from .progress import Progress
@@ -113,6 +116,8 @@ class Flow:
     refills: int = 0
     due: bool = False
     """An evaluation that waits for its turn."""
+    issued: int = 0
+    """Rows of the source issued so far."""
     open: bool = False
     """Something was issued of a step (or evaluation) that is not closed yet."""
     closed_at: int = -1
@@ -127,6 +132,7 @@ class Flow:
         chosen = list(itertools.islice(self.positions, number))
         self.ledger.issue(chosen, self.num_tokens[chosen].tolist(), round=round)
         self.open = True
+        self.issued += len(chosen)
 
     def take_metrics(self, prefix: str = "") -> dict[str, float]:
         merged = {prefix + name: metric.value for name, metric in merge(self.metrics).items()}
@@ -153,6 +159,7 @@ class Driver:
         seed: int = 0,
         record_every: int = 1,
         call_timeout_s: float = 600.0,
+        buffer: BufferConfig = BufferConfig(),
         progress: bool = True,
         stop: Callable[[Mapping[str, float]], bool] | None = None,
         settings: object = None,
@@ -162,6 +169,7 @@ class Driver:
         Args:
             record_every: samples of each `record_every`-th step are kept in the run directory; 0 keeps none.
             call_timeout_s: longest wait for any worker to answer.
+            buffer: how much the sample buffer may hold, and how it keeps it.
             stop: ends the run early when it says so of a step's metrics.
             settings: the script's own settings, kept with the run.
 
@@ -187,6 +195,7 @@ class Driver:
             for group, handle in one.handles.items():
                 handle.worker_class.check(handle.config, [n for n in one.nodes if n.group == group], one.source)
         _check_followed(graph, schedule)
+        _check_room(graph, schedule, buffer)
         self._schedule = schedule
         self._evaluations = {e.name: e for e in evaluations}
         self._seed = seed
@@ -207,12 +216,16 @@ class Driver:
             "settings": settings,
             "backend": repr(self._backend),
             "schedule": {"kind": type(schedule).__name__, **dict(schedule)},
+            "buffer": dict(buffer),
             "placement": {n: self._placement[n] for n in handles},
             "groups": {n: {"class": h.worker_class, **dict(h.config)} for n, h in handles.items()},
             "graphs": {n: str(g).splitlines() for n, g in self._graphs.items()},
             "python": platform.python_version(),
         }
         self.directory.write_config(described, graph.mermaid())
+        self._buffer_config = buffer
+        self.buffer: SampleBuffer | None = None
+        """The rows of the run, while it lives."""
         self.groups: dict[str, WorkerGroup] = {}
         self.step = 0
         """Updates made."""
@@ -232,14 +245,20 @@ class Driver:
 
     def __enter__(self) -> Driver:
         """Start the worker groups and give every follower its leader's weights."""
-        ids = Ids()
         self._progress.starting(self._handles, repr(self._backend))
+        graphs = {name: _with_recording(graph) for name, graph in self._graphs.items()}
+        config = self._buffer_config
+        self.buffer = SampleBuffer.create(self.directory.path / "buffer", graphs, config=config, node=this_node())
+        self.buffer.store.delete_remote = self._backend.delete
+        files = Files(self.buffer.folder / "segments", config.file_bytes, config.memory_bytes)
         try:
             self.groups = self._backend.start(
-                Setup(self._handles, self._placement, self.directory.path, self._seed, ids)
+                Setup(self._handles, self._placement, self.directory.path, self._seed, files, self._follows)
             )
-            for name, graph in self._graphs.items():
-                self._flows[name] = self._flow(name, graph, ids)
+            sources = files.writer(this_node(), "sources")
+            for name, graph in graphs.items():
+                self._flows[name] = self._flow(name, graph, self.buffer, sources)
+            sources.close()
             self._started = time.monotonic()
             self._clear_devices()
             for leader in dict.fromkeys(e.leader for e in self._follows):
@@ -259,10 +278,14 @@ class Driver:
         try:
             self.directory.flush()
         finally:
-            self._backend.close()
+            try:
+                self._backend.close()
+            finally:
+                if self.buffer is not None:
+                    self.buffer.close()
+                    self.buffer = None
 
-    def _flow(self, name: str, graph: Graph, ids: Ids) -> Flow:
-        recorded = _with_recording(graph)
+    def _flow(self, name: str, graph: Graph, buffer: SampleBuffer, sources: SegmentWriter) -> Flow:
         table = graph.source.table.combine_chunks()
         source = Batch(table.to_batches()[0])
         tokens = np.zeros(len(source), np.int64)
@@ -270,9 +293,9 @@ class Driver:
             if column in source:
                 tokens += source.lengths(column)
         schedule = self._schedule if name == "train" else OnePass()
-        ledger = Ledger(recorded, ids=ids, source=self._backend.store(source))
+        buffer.set_source(name, sources.append(source))
         positions = self._positions(len(source), shuffle=schedule.shuffle)
-        return Flow(name, recorded, schedule, ledger, positions, tokens)
+        return Flow(name, graph, schedule, buffer.ledgers[name], positions, tokens)
 
     def _positions(self, size: int, shuffle: bool) -> Iterator[int]:
         for epoch in itertools.count():
@@ -306,12 +329,19 @@ class Driver:
             if flow.evaluates:
                 if flow.due and not self._under_way:
                     flow.due = False
-                    flow.issue(len(flow.num_tokens), self.step)
+                    self._issue(flow, len(flow.num_tokens))
                 evaluating |= flow.due or flow.ledger.groups_in_flight > 0
         train = self._flows["train"]
         if evaluating or self._stopped or self._passing_weights or self.step >= self._schedule.steps:
             return
         number = self._schedule.admit(train.ledger, self.step)
+        room = self._live_buffer.room("train")
+        if number > room.groups:
+            if not train.ledger.groups_in_flight:
+                raise StalledError(
+                    f"step {self.step + 1} needs {number} groups at once; the buffer is full: {room.reason}"
+                )
+            return  # until some are finished; whoever works on them has a deadline
         if number and train.open:
             train.refills += 1
             if train.refills > self._schedule.max_refills:
@@ -321,7 +351,17 @@ class Driver:
                     f"rows dropped so far: {dropped or 'none'}"
                 )
         if number:
-            train.issue(number, self.step)
+            self._issue(train, number)
+
+    def _issue(self, flow: Flow, number: int) -> None:
+        flow.issue(number, self.step)
+        self._live_buffer.note(f"cursor/{flow.name}", flow.issued)
+
+    @property
+    def _live_buffer(self) -> SampleBuffer:
+        if self.buffer is None:
+            raise RunError("the run is over: its buffer is closed")
+        return self.buffer
 
     @property
     def _passing_weights(self) -> bool:
@@ -341,7 +381,12 @@ class Driver:
         return not any(g is not group and g.busy and g.place.pool.name == pool for g in self.groups.values())
 
     def _start(self, flow: Flow, node: Node, group: WorkerGroup) -> None:
-        lease = flow.ledger.claim(node)
+        lease = flow.ledger.claim(
+            node,
+            holder=group.name,
+            deadline_s=self._buffer_config.lease_deadline_s,
+            staleness=self._staleness(flow, node, group),
+        )
         if lease is None:
             return
         extra: dict[str, Any] = {}
@@ -351,22 +396,27 @@ class Driver:
                 flow.ledger.finish(lease)
                 return
             extra["path"] = self.directory.samples_path(flow.name, lease.rows[0].group.round)
-        if node.operation.updates:
-            self._check_staleness(group, lease.versions)
         self._take_device(group)
         self._watch(group.call_node(flow.ledger, lease, **extra), lambda call: self._node_done(flow, call))
 
-    def _check_staleness(self, group: WorkerGroup, versions: np.ndarray) -> None:
-        """The bound of the schedule, on every row trained."""
-        made = versions[versions >= 0]
-        if not self._followers(group.name):
-            return  # the versions in the rows count some other group's updates
-        if len(made) and (group.version - made).max() > self._schedule.max_staleness:
+    def _staleness(self, flow: Flow, node: Node, group: WorkerGroup) -> Staleness | None:
+        """The bound of the schedule, on every row that an update claims.
+
+        Raises:
+            StalenessError: when rows of an on-policy schedule are too old: nothing that they could wait for would help.
+        """
+        bound = flow.schedule.max_staleness
+        if not node.operation.updates or bound is None or not self._followers(group.name):
+            return None  # the versions in the rows, if any, count some other group's updates
+        staleness = Staleness(group.version, bound, self._buffer_config.on_stale)
+        oldest = flow.ledger.oldest_version(node)
+        if bound == 0 and oldest is not None and oldest < group.version:
             raise StalenessError(
-                f"{group.name!r} is at version {group.version}, but rows claimed for its update were generated by "
-                f"version {int(made.min())}; the schedule allows a staleness of {self._schedule.max_staleness}. "
+                f"{group.name!r} is at version {group.version}, but rows ready for its update were generated by "
+                f"version {oldest}; the schedule allows a staleness of {bound}. "
                 f"Was a weight update skipped? Followers: {self._followers(group.name)}"
             )
+        return staleness
 
     def _followers(self, leader: str) -> dict[str, int]:
         return {e.follower: self.groups[e.follower].version for e in self._follows if e.leader == leader}
@@ -399,6 +449,10 @@ class Driver:
             self._complete(call)
 
     def _settle(self) -> None:
+        buffer = self._live_buffer
+        buffer.commit()
+        for ledger in buffer.ledgers.values():
+            ledger.expire()
         if self._under_way:
             try:
                 events = self._backend.wait(timeout_s=1.0)
@@ -423,9 +477,10 @@ class Driver:
     def _take(self, event: Event) -> None:
         call = event.call
         call.take(event.rank, event.reply)
-        if event.reply.published is not None and call.ledger is not None and call.lease is not None:
-            segment = event.segment or Segment(None)
-            call.ledger.publish(call.lease, event.reply.published, segment)
+        published, ledger, lease = event.reply.published, call.ledger, call.lease
+        # A lease whose deadline has passed is void: its rows are somebody else's.
+        if published is not None and ledger is not None and lease is not None and ledger.holds(lease):
+            self._live_buffer.publish(ledger, lease, published, event.reply.segment)
         if call.done:
             self._complete(call)
 
@@ -470,6 +525,8 @@ class Driver:
     def _node_done(self, flow: Flow, call: Call) -> None:
         node, lease = call.node, call.lease
         assert node is not None and lease is not None
+        if not flow.ledger.holds(lease):
+            return  # its deadline passed: the rows are somebody else's
         if not node.writes and node.operation.shape in (Shape.MAP, Shape.GROUP):
             self._publish_all(flow, lease.ids, lease)
         if node.operation.updates:  # before finish(): a finished row may be forgotten
@@ -480,10 +537,11 @@ class Driver:
             flow.metrics.append({f"{call.group.name}/{name}": metric for name, metric in call.merged_metrics().items()})
         if node.operation.updates:
             call.group.version += 1
+            self._live_buffer.note(f"version/{call.group.name}", call.group.version)
             self._pass_weights_on(call.group.name)
 
-    def _publish_all(self, flow: Flow, ids: np.ndarray, lease: Any) -> None:
-        flow.ledger.publish(lease, Published(ids, np.zeros(len(ids), np.int64)), Segment(None))
+    def _publish_all(self, flow: Flow, ids: np.ndarray, lease: Lease) -> None:
+        flow.ledger.publish(lease, Published(ids, np.zeros(len(ids), np.int64)), None)
 
     def _pass_weights_on(self, leader: str) -> None:
         """The parameter edges: the leader publishes its weights, each follower whose turn it is takes them over."""
@@ -531,6 +589,7 @@ class Driver:
                 self._ask_to_stop()
             else:
                 self.step += 1
+                self._live_buffer.note("step", self.step)
                 flow.refills = 0
                 self._close_step(flow.take_metrics())
 
@@ -650,6 +709,20 @@ def _check_followed(graph: Graph, schedule: Synchronous) -> None:
                     f"{group!r} follows {node.group!r} every {edge.every} updates, but {type(schedule).__name__} "
                     f"allows a staleness of {schedule.max_staleness}; take every={schedule.max_staleness + 1}"
                 )
+
+
+def _check_room(graph: Graph, schedule: Synchronous, buffer: BufferConfig) -> None:
+    """A step must fit into the buffer.
+
+    Raises:
+        UserError: naming both numbers.
+    """
+    rows = schedule.prompts_per_step * expected_rows(graph)
+    if buffer.max_rows is not None and rows > buffer.max_rows:
+        raise UserError(
+            f"{type(schedule).__name__}(prompts_per_step={schedule.prompts_per_step}) has {rows} rows in flight at once "
+            f"({expected_rows(graph)} a prompt), but BufferConfig(max_rows={buffer.max_rows}) holds fewer"
+        )
 
 
 def _all_handles(graphs: Sequence[Graph]) -> dict[str, Handle]:

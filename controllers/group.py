@@ -12,13 +12,14 @@ import numpy as np
 from ..dataflow.errors import UserError, nearest
 from ..dataflow.graph import Node
 from ..dataflow.handle import Handle
-from ..dataflow.ledger import Ids, Lease, Ledger, Piece
+from ..dataflow.ledger import Ledger
 from ..dataflow.metrics import Metric, Metrics, merge
 from ..dataflow.operation import Shape
+from ..dataflow.rows import MAX_CHILDREN, Lease, Piece
 from ..workers.dispatch import Coordinates, Dispatch, PerRank, RowSizes
 from ..workers.remote import dispatch_of
 from .placement import Place
-from .shell import MAX_CHILDREN, Failure, Reply, RowTask, Task
+from .shell import Failure, Reply, RowTask, Task
 
 Submit = Callable[[int, Task, "Call"], None]
 """Give a task to a rank; its replies come back through the backend's `wait`, addressed to the call."""
@@ -91,15 +92,12 @@ class Call:
 class WorkerGroup:
     """The live side of a handle: ranks that registered their mesh coordinates, and how to call them."""
 
-    def __init__(
-        self, name: str, handle: Handle, place: Place, mesh: Sequence[Coordinates], submit: Submit, ids: Ids
-    ) -> None:
+    def __init__(self, name: str, handle: Handle, place: Place, mesh: Sequence[Coordinates], submit: Submit) -> None:
         self.name = name
         self.handle = handle
         self.place = place
         self.mesh = tuple(mesh)
         self._submit = submit
-        self._ids = ids
         self.calls: list[Call] = []
         """Calls under way, oldest first; a rank takes them one at a time."""
         self.version = 0
@@ -157,7 +155,7 @@ class WorkerGroup:
         for rank in ranks:
             share = tuple(shares[rank] or ())
             if share not in tasks:  # equal copies for the ranks of one replica
-                tasks[share] = whole.task(ledger, share, self._ids)
+                tasks[share] = whole.task(ledger, share)
             self._submit(rank, Task(method, arguments, tasks[share], keep=rank in keep), call)
         return call
 
@@ -200,12 +198,10 @@ class _Rows:
     group_ids: np.ndarray
     parent_ids: np.ndarray
 
-    def task(self, ledger: Ledger, share: tuple[int, ...], ids: Ids) -> RowTask:
+    def task(self, ledger: Ledger, share: tuple[int, ...]) -> RowTask:
         node = self.lease.node
         index = np.asarray(share, dtype=np.int64)
-        first_new_id = 0
-        if node.operation.shape is Shape.EXPAND:
-            first_new_id = ids.take(len(share) * MAX_CHILDREN)
+        expands = node.operation.shape is Shape.EXPAND
         return RowTask(
             operation=node.operation,
             writes=node.writes,
@@ -213,7 +209,8 @@ class _Rows:
             group_ids=self.group_ids[index],
             parent_ids=self.parent_ids[index],
             pieces=self._pieces(ledger, share),
-            first_new_id=first_new_id,
+            first_children=self.lease.first_child + index * MAX_CHILDREN if expands else None,
+            masked=self.lease.masked,
         )
 
     def _pieces(self, ledger: Ledger, share: tuple[int, ...]) -> Sequence[Piece]:

@@ -1,31 +1,31 @@
 """RayBackend: each rank is a Ray actor. The only file that knows Ray.
 
-Batches travel between workers through Ray's object store; the driver holds references and small replies. A local
+Ray carries calls and small replies; the columns of rows lie in segments, which workers write and map themselves, and
+fetch from other nodes by Arrow Flight. A local
 cluster listens on loopback alone, keeps its files in a folder of its own, and is gone when the run ends.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
-import platform
+import secrets
 import shutil
 import signal
 import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..dataflow.batch import Batch
 from ..dataflow.errors import UserError
 from ..dataflow.handle import Handle
-from ..dataflow.ledger import Segment
 from ..workers.worker import Context
-from .backend import Event, Setup
+from .backend import Event, Files, Setup, plain_name, this_node
 from .group import Call, WorkerError, WorkerGroup
 from .placement import Place, ResourcePool, machine_cpus, machine_gpus, require_devices
 from .shell import Failure, Task, failure_of, run
@@ -59,6 +59,8 @@ class RayBackend:
         self._connected = False
         """Whether it was this backend that connected to Ray, and so disconnects."""
         self._run_dir = Path()
+        self._servers: list[Any] = []
+        self._delete: Callable[[str, str], None] | None = None
 
     def __repr__(self) -> str:
         return f"RayBackend({self.address!r})" if self.address else "RayBackend()"
@@ -82,6 +84,7 @@ class RayBackend:
             cluster = f"the cluster at {self.address}"
             require_devices(setup.placement, int(held.get("CPU", 0)), int(held.get("GPU", 0)), cluster)
         pools = self._reserve({p.pool.name: p.pool for p in setup.placement.values()})
+        names = _node_names(ray.nodes(), ray.get_runtime_context().get_node_id())
         starting: dict[Any, str] = {}
         for name, handle in setup.handles.items():
             place = setup.placement[name]
@@ -89,16 +92,15 @@ class RayBackend:
             sharing = sum(1 for p in setup.placement.values() if p.pool.name == place.pool.name)
             for rank in range(place.ranks):
                 context = Context(name, rank, place.ranks, rendezvous, setup.run_dir, setup.seed)
-                actor = self._actor(handle, place, context, pools[place.pool.name], sharing)
+                actor = self._actor(handle, place, context, pools[place.pool.name], sharing, (setup.files, names))
                 self._actors[name, rank] = actor
                 starting[actor.coordinates.remote()] = f"{name}[{rank}]"
         meshes = self._wait_until_up(starting)
-        nodes = {node for _, node in meshes.values()}
-        if len(nodes) > 1:
-            raise UserError(
-                f"the workers of this run stand on {len(nodes)} nodes ({', '.join(sorted(nodes))}); weights still pass "
-                "through the memory of one node: put all groups on one resource pool"
-            )
+        standing = {who: node for who, (_, node) in meshes.items()}
+        _check_weights_stay(setup, standing)
+        used = {this_node(), *standing.values()}
+        if len(used) > 1:
+            self._connect_nodes(setup.files, {id: name for id, name in names.items() if name in used})
         return {
             name: WorkerGroup(
                 name,
@@ -106,10 +108,34 @@ class RayBackend:
                 setup.placement[name],
                 [meshes[f"{name}[{r}]"][0] for r in range(setup.placement[name].ranks)],
                 self._submit,
-                setup.ids,
             )
             for name, handle in setup.handles.items()
         }
+
+    def _connect_nodes(self, files: Files, names: Mapping[str, str]) -> None:
+        """A server of segments on each node, and every rank told where they are."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        from ..dataflow.flight import delete_everywhere
+
+        token = secrets.token_hex(32)
+        addresses = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
+        loopback = len({addresses[id] for id in names}) == 1  # all of them are this machine
+        for id, name in names.items():
+            host = "127.0.0.1" if loopback else addresses[id]
+            strategy = NodeAffinitySchedulingStrategy(id, soft=False)
+            server = ray.remote(SegmentHost).options(num_cpus=0, scheduling_strategy=strategy)
+            self._servers.append(server.remote(files.folder / name, name, host, token))
+        locations = [s.location.remote() for s in self._servers]
+        peers = dict(zip(names.values(), ray.get(locations, timeout=START_TIMEOUT_S), strict=True))
+        told = [actor.connect.remote(peers, token) for actor in self._actors.values()]
+        ray.get(told, timeout=START_TIMEOUT_S)
+        self._delete = delete_everywhere(peers, token)
+
+    def delete(self, node: str, file: str) -> None:
+        if self._delete is not None:
+            self._delete(node, file)
 
     def _connect(self, placement: Mapping[str, Place]) -> None:
         import ray
@@ -176,7 +202,9 @@ class RayBackend:
             reserved[name] = Reserved(strategy, gpus)
         return reserved
 
-    def _actor(self, handle: Handle, place: Place, context: Context, reserved: Reserved, sharing: int) -> Any:
+    def _actor(
+        self, handle: Handle, place: Place, context: Context, reserved: Reserved, sharing: int, data: Any
+    ) -> Any:
         import ray
 
         threads = str(place.threads)
@@ -200,7 +228,7 @@ class RayBackend:
             "scheduling_strategy": reserved.strategy,
             "max_restarts": 0,
         }
-        return ray.remote(Rank).options(**options).remote(handle.worker_class, handle.config, context)
+        return ray.remote(Rank).options(**options).remote(handle.worker_class, handle.config, context, *data)
 
     def _rendezvous(self, name: str) -> str:
         """Where the ranks of a group meet: a file on the node of its pool; no port is opened for it."""
@@ -234,11 +262,6 @@ class RayBackend:
                 meshes[starting[ref]] = coordinates, node
         return meshes
 
-    def store(self, batch: Batch) -> Segment:
-        import ray
-
-        return Segment(ray.put(batch), batch.num_bytes)
-
     def _submit(self, rank: int, task: Task, call: Call) -> None:
         stream = self._actors[call.group.name, rank].call.options(num_returns="streaming").remote(task)
         self._streams[stream] = (call, rank)
@@ -257,12 +280,11 @@ class RayBackend:
             call, rank = self._streams[stream]
             try:
                 reply: Any = ray.get(next(stream))
-                segment = Segment(next(stream), reply.num_bytes) if reply.stored else None
             except (RayError, StopIteration) as error:
                 raise WorkerError(f"{call.describe(rank)}: {self._died(f'{call.group.name}[{rank}]', error)}") from None
             if reply.done or reply.failure is not None:
                 del self._streams[stream]
-            events.append(Event(call, rank, reply, segment))
+            events.append(Event(call, rank, reply))
         return events
 
     def _died(self, who: str, error: BaseException) -> str:
@@ -282,7 +304,7 @@ class RayBackend:
             if closing:
                 ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
             if not self._folder:
-                for actor in self._actors.values():
+                for actor in (*self._actors.values(), *self._servers):
                     ray.kill(actor)
                 for group in self._groups:
                     ray.util.remove_placement_group(group)
@@ -292,6 +314,7 @@ class RayBackend:
             self._actors.clear()
             self._streams.clear()
             self._groups.clear()
+            self._servers.clear()
             if self._connected:
                 ray.shutdown()
                 self._connected = False
@@ -303,34 +326,80 @@ class RayBackend:
 class Rank:
     """One rank of a group, inside its Ray actor process: the worker and its shell, its log in the run directory."""
 
-    def __init__(self, worker_class: type, config: Any, context: Context) -> None:
+    def __init__(
+        self, worker_class: type, config: Any, context: Context, files: Files, names: Mapping[str, str]
+    ) -> None:
+        import ray
+
         if context.run_dir is not None:
             _log_to(context.run_dir / "logs" / f"{context.name}_{context.rank}.log")
         self.worker: Any = None
         self.failure: Failure | None = None
+        self.node = names[ray.get_runtime_context().get_node_id()]
+        self.data = files.access(self.node, f"{context.name}-{context.rank}")
         try:
             self.worker = worker_class(config, context)
         except Exception as error:  # reported by coordinates(), as text: not every exception survives a pickle
             self.failure = failure_of(error)
 
     def coordinates(self) -> tuple[Any, Any, str]:
-        return self.failure, None if self.failure else self.worker.coordinates, platform.node()
+        return self.failure, None if self.failure else self.worker.coordinates, self.node
+
+    def connect(self, peers: Mapping[str, str], token: str) -> None:
+        """The other nodes, and the secret that their servers ask for."""
+        self.data.reader.peers = {node: location for node, location in peers.items() if node != self.node}
+        self.data.reader.token = token
 
     def call(self, task: Task) -> Iterator[Any]:
-        for reply, batch in run(self.worker, task, _fetch):
-            yield reply
-            if batch is not None:
-                yield batch
+        yield from run(self.worker, task, self.data)
 
     def close(self) -> None:
-        if self.worker is not None:
-            self.worker.close()
+        try:
+            if self.worker is not None:
+                self.worker.close()
+        finally:
+            self.data.close()
 
 
-def _fetch(references: Sequence[Any]) -> Sequence[Batch]:
-    import ray
+class SegmentHost:
+    """The server of one node's segments, in its Ray actor process."""
 
-    return ray.get(list(references))
+    def __init__(self, folder: Path, node: str, host: str, token: str) -> None:
+        from ..dataflow.flight import SegmentServer
+
+        self.server = SegmentServer(folder, host=host, token=token, node=node)
+
+    def location(self) -> str:
+        return self.server.location
+
+
+def _node_names(nodes: Sequence[Mapping[str, Any]], here: str) -> dict[str, str]:
+    """Ray's node id -> what the node is called in references: after its host, the same in the next run."""
+    names = {here: this_node()}
+    for node in sorted(nodes, key=lambda n: (n["NodeManagerHostname"], n["NodeID"])):
+        if node["Alive"] and node["NodeID"] not in names:
+            base = name = plain_name(node["NodeManagerHostname"])
+            for number in itertools.count(2):
+                if name not in names.values():
+                    break
+                name = f"{base}-{number}"
+            names[node["NodeID"]] = name
+    return names
+
+
+def _check_weights_stay(setup: Setup, standing: Mapping[str, str]) -> None:
+    """Weights pass through the memory of one node.
+
+    Raises:
+        UserError: naming the groups that would need them to travel.
+    """
+    for edge in setup.follows:
+        nodes = {n for who, n in standing.items() if who.split("[")[0] in (edge.leader, edge.follower)}
+        if len(nodes) > 1:
+            raise UserError(
+                f"{edge.follower!r} follows {edge.leader!r}, but they stand on {len(nodes)} nodes ({', '.join(sorted(nodes))}); "
+                "weights still pass through the memory of one node: put both groups on one resource pool"
+            )
 
 
 def _log_to(path: Path) -> None:

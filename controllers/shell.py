@@ -1,5 +1,5 @@
-"""Shell: what stands around a worker in its process. It gathers the rows of a call, runs the method, and publishes
-what comes back. The same shell serves the in-process backend and Ray; only the way to the batches differs."""
+"""Shell: what stands around a worker in its process. It reads the rows of a call from segments, runs the method, and
+writes what comes back. The same shell serves the in-process backend and Ray."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,26 +19,31 @@ from ..dataflow.column import (
     PROMPT_IDS,
     REJECTED_IDS,
     RESPONSE_IDS,
+    RESPONSE_MASK,
     RESPONSE_VERSIONS,
     SAMPLE_ID,
 )
 from ..dataflow.errors import UserError
-from ..dataflow.ledger import Piece, Published
 from ..dataflow.metrics import Metric, Metrics
 from ..dataflow.operation import Operation, Shape
+from ..dataflow.rows import MAX_CHILDREN, Piece, Published
+from ..dataflow.segments import Segment, SegmentReader, SegmentWriter
 from ..workers.worker import Worker
 
 TOKEN_COLUMNS = (PROMPT_IDS, RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)
 """Columns whose lengths add up to the tokens of a row."""
 
-MAX_CHILDREN = 4096
-"""Most rows that one row may be expanded into: sample ids are set aside before it is known."""
 
+@dataclass(frozen=True)
+class DataAccess:
+    """How a process gets at rows: it maps the files of its node, and appends to some of its own."""
 
-class Fetch(Protocol):
-    """Turns segment references into batches, on the side of the consumer."""
+    reader: SegmentReader
+    writer: SegmentWriter
 
-    def __call__(self, references: Sequence[Any]) -> Sequence[Batch]: ...
+    def close(self) -> None:
+        self.reader.close()
+        self.writer.close()
 
 
 @dataclass(frozen=True)
@@ -51,8 +56,10 @@ class RowTask:
     group_ids: np.ndarray
     parent_ids: np.ndarray
     pieces: Sequence[Piece] = ()
-    first_new_id: int = 0
-    """Sample ids from here on are this call's to give to rows that it makes (EXPAND only)."""
+    first_children: np.ndarray | None = None
+    """For each row, where the MAX_CHILDREN sample ids begin that are set aside for the rows made of it (EXPAND only)."""
+    masked: frozenset[int] = frozenset()
+    """Rows of which no token is to be trained on."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +75,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Reply:
-    """One thing that a call gave back. A reply that is `stored` is followed by the batch itself."""
+    """One thing that a call gave back."""
 
     published: Published | None = None
-    stored: bool = False
-    num_bytes: int = 0
+    segment: Segment | None = None
+    """Where the columns of the published rows lie; None: nothing was written."""
     metrics: Metrics = field(default_factory=dict)
     value: Any = None
     """What a method without rows returned."""
@@ -93,35 +100,31 @@ class Failure:
     """The samples at fault where the worker knows them, else those of the call."""
 
 
-def run(worker: Worker, task: Task, fetch: Fetch) -> Iterator[tuple[Reply, Batch | None]]:
+def run(worker: Worker, task: Task, data: DataAccess) -> Iterator[Reply]:
     """Carry out a call; the last reply has `done` or `failure`."""
     started = time.perf_counter()
     try:
         method = getattr(worker, task.method)
         if task.rows is None:
             value = method(**task.arguments)
-            yield Reply(value=value if task.keep else None, done=True, seconds=time.perf_counter() - started), None
+            yield Reply(value=value if task.keep else None, done=True, seconds=time.perf_counter() - started)
             return
         rows = task.rows
-        result = method(_gather(rows, fetch), **task.arguments)
-        next_id = rows.first_new_id
+        result = method(_gather(rows, data.reader), **task.arguments)
+        children = _Children(rows)
         for part in result if isinstance(result, Iterator) else (result,):
             batch, metrics = _checked(rows.operation.name, part)
             if not task.keep:
                 continue
             if batch is None or not (rows.writes or rows.operation.shape in (Shape.FILTER, Shape.EXPAND)):
                 # an update, say: nothing was written
-                yield Reply(metrics=metrics), None
+                yield Reply(metrics=metrics)
                 continue
-            published, kept = _publish(rows, batch, next_id)
-            next_id += len(batch) if rows.operation.shape is Shape.EXPAND else 0
-            if next_id - rows.first_new_id > len(rows.ids) * MAX_CHILDREN:
-                raise ValueError(f"{rows.operation.name} made over {MAX_CHILDREN} rows out of each of {len(rows.ids)}")
-            stored = bool(rows.writes)
-            yield Reply(published, stored, kept.num_bytes, metrics), kept if stored else None
-        yield Reply(done=True, seconds=time.perf_counter() - started), None
+            published, kept = _publish(rows, batch, children)
+            yield Reply(published, data.writer.append(kept) if rows.writes else None, metrics)
+        yield Reply(done=True, seconds=time.perf_counter() - started)
     except Exception as error:
-        yield Reply(failure=failure_of(error, tuple(task.rows.ids[:4].tolist()) if task.rows else ())), None
+        yield Reply(failure=failure_of(error, tuple(task.rows.ids[:4].tolist()) if task.rows else ()))
 
 
 def failure_of(error: Exception, sample_ids: tuple[int, ...] = ()) -> Failure:
@@ -149,11 +152,11 @@ def _checked(name: str, part: Any) -> tuple[Batch | None, Metrics]:
     return batch, metrics
 
 
-def _gather(rows: RowTask, fetch: Fetch) -> Batch:
+def _gather(rows: RowTask, reader: SegmentReader) -> Batch:
     """The columns of a call's rows, in the order of its rows; without a copy where the data already stands so."""
     columns: dict[str, Any] = {str(SAMPLE_ID): rows.ids, str(GROUP_ID): rows.group_ids, str(PARENT_ID): rows.parent_ids}
     for piece in rows.pieces:
-        found = fetch([s.reference for s in piece.segments])
+        found = [reader.read(s) for s in piece.segments]
         if piece.by_position:
             part = found[0].select(piece.columns)
             where = piece.keys
@@ -166,13 +169,43 @@ def _gather(rows: RowTask, fetch: Fetch) -> Batch:
         if len(where) != len(part) or not np.array_equal(where, np.arange(len(part))):
             part = part.take(where)
         columns.update({name: part[name] for name in part.columns})
-    return Batch.of(**columns)
+    batch = Batch.of(**columns)
+    return _masked(batch, rows.masked) if rows.masked else batch
 
 
-def _publish(rows: RowTask, batch: Batch, next_id: int) -> tuple[Published, Batch]:
+def _masked(batch: Batch, ids: frozenset[int]) -> Batch:
+    """The batch with no token of these rows trained on."""
+    lengths = batch.lengths(RESPONSE_IDS)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    mask = batch.ragged_numpy(RESPONSE_MASK)[0] if RESPONSE_MASK in batch else np.ones(offsets[-1], np.uint8)
+    trained = np.repeat(~np.isin(batch.numpy(SAMPLE_ID), list(ids)), lengths)
+    return batch.with_columns(**{str(RESPONSE_MASK): (mask * trained.astype(np.uint8), offsets)})
+
+
+class _Children:
+    """Sample ids for the rows that a call makes: those set aside for each parent, in order."""
+
+    def __init__(self, rows: RowTask) -> None:
+        firsts = rows.first_children if rows.first_children is not None else ()
+        self._name = rows.operation.name
+        self._next = {int(parent): int(first) for parent, first in zip(rows.ids, firsts, strict=False)}
+        self._end = {parent: first + MAX_CHILDREN for parent, first in self._next.items()}
+
+    def of(self, parents: np.ndarray) -> np.ndarray:
+        ids = np.empty(len(parents), np.int64)
+        for k, parent in enumerate(parents.tolist()):
+            if parent not in self._next:
+                raise ValueError(f"{self._name} made a row of {parent}, which it was not given")
+            if self._next[parent] == self._end[parent]:
+                raise ValueError(f"{self._name} made over {MAX_CHILDREN} rows of row {parent}")
+            ids[k] = self._next[parent]
+            self._next[parent] += 1
+        return ids
+
+
+def _publish(rows: RowTask, batch: Batch, children: _Children) -> tuple[Published, Batch]:
     """What the ledger is told of a result, and the columns that are kept of it."""
     expands = rows.operation.shape is Shape.EXPAND
-    ids = np.arange(next_id, next_id + len(batch)) if expands else _ids(rows, batch)
     missing = [c for c in rows.writes if c not in batch]
     if missing:
         raise TypeError(
@@ -180,6 +213,8 @@ def _publish(rows: RowTask, batch: Batch, next_id: int) -> tuple[Published, Batc
         )
     if expands and PARENT_ID not in batch:
         raise TypeError(f"{rows.operation.name} expands rows: what it returns needs a 'parent_id' column")
+    parents = batch.numpy(PARENT_ID).astype(np.int64) if expands else None
+    ids = _ids(rows, batch) if parents is None else children.of(parents)
     kept = batch.select(rows.writes).with_columns(sample_id=ids)
     tokens = np.zeros(len(batch), np.int64)
     for column in TOKEN_COLUMNS:
@@ -189,7 +224,6 @@ def _publish(rows: RowTask, batch: Batch, next_id: int) -> tuple[Published, Batc
     if str(RESPONSE_VERSIONS) in rows.writes:
         values, offsets = batch.ragged_numpy(RESPONSE_VERSIONS)
         versions = _minimum_per_row(values, offsets)
-    parents = batch.numpy(PARENT_ID).astype(np.int64) if expands else None
     return Published(ids, tokens, versions, parents), kept
 
 

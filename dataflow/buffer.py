@@ -2,7 +2,7 @@
 
     runs/NAME/buffer/ledger.log                       every event, from the first
     runs/NAME/buffer/ledger-000000123456.checkpoint   the state at that position of the log
-    runs/NAME/buffer/segments/                        the columns of rows in flight
+    runs/NAME/buffer/segments/NODE/                   the columns of rows in flight, on each node
 
 It lives in the driver. Worker processes write segments and read them; what they say of them passes through here.
 """
@@ -73,6 +73,7 @@ class SampleBuffer:
     """Ledgers by the name of their graph in the run. Made by `create` for a new run, by `recover` for one that goes on."""
 
     folder: Path
+    node: str
     config: BufferConfig
     ledgers: dict[str, Ledger]
     ids: Ids
@@ -90,7 +91,7 @@ class SampleBuffer:
     @property
     def segments(self) -> Path:
         """The folder of this node's segments."""
-        return self.folder / SEGMENTS
+        return self.folder / SEGMENTS / self.node
 
     # Life
 
@@ -112,7 +113,7 @@ class SampleBuffer:
         """
         if (folder / LOG).exists():
             raise UserError(f"{folder} holds the buffer of a run already; SampleBuffer.recover() goes on with it")
-        (folder / SEGMENTS).mkdir(parents=True, exist_ok=True)
+        (folder / SEGMENTS / node).mkdir(parents=True, exist_ok=True)
         disk = disk or Disk()
         log = Log(folder / LOG, sync_interval_s=config.sync_interval_s, disk=disk, clock=clock)
         ids = Ids()
@@ -120,7 +121,7 @@ class SampleBuffer:
         for name, graph in graphs.items():
             log.append({"do": "graph", "graph": name, "outline": graph.outline()})
         log.commit(sync=True)
-        return cls(folder, config, ledgers, ids, log, SegmentStore(folder / SEGMENTS, node), disk=disk)
+        return cls(folder, node, config, ledgers, ids, log, SegmentStore(folder / SEGMENTS / node, node), disk=disk)
 
     @classmethod
     def recover(
@@ -143,7 +144,7 @@ class SampleBuffer:
         Args:
             graphs: those of the run; None takes their outlines from the log, for looking only.
             at: go back to this position (of a checkpoint that belongs to a saved model); None: the end.
-            check: raises DamagedSegment for columns that cannot be read; None reads those of this node.
+            check: raises DamagedSegment for columns that cannot be read; None reads the folders of all nodes here.
 
         Raises:
             UserError: when there is no log, or the graphs are not those of the run.
@@ -151,7 +152,7 @@ class SampleBuffer:
         """
         if not (folder / LOG).exists():
             raise UserError(f"{folder} holds no log of a run ({LOG})")
-        (folder / SEGMENTS).mkdir(parents=True, exist_ok=True)
+        (folder / SEGMENTS / node).mkdir(parents=True, exist_ok=True)
         disk = disk or Disk()
         history = restore(folder, graphs, at=at, clock=clock)
         log = Log(folder / LOG, at=history.end, sync_interval_s=config.sync_interval_s, disk=disk, clock=clock)
@@ -160,11 +161,12 @@ class SampleBuffer:
                 path.unlink()
         buffer = cls(
             folder,
+            node,
             config,
             history.ledgers,
             history.ids,
             log,
-            SegmentStore(folder / SEGMENTS, node),
+            SegmentStore(folder / SEGMENTS / node, node),
             history.notes,
             history.damage,
             disk,
@@ -173,7 +175,7 @@ class SampleBuffer:
             ledger.log = log
             for lease in ledger.leases:
                 ledger.release(lease, "the run was started again")
-            buffer._drop_what_is_lost(ledger, check or (lambda segment: verify(folder / SEGMENTS, segment)))
+            buffer._drop_what_is_lost(ledger, check or (lambda segment: verify(folder / SEGMENTS / segment.node, segment)))
         buffer._take_stock()
         buffer.commit(sync=True)
         return buffer
@@ -205,9 +207,14 @@ class SampleBuffer:
         self.commit(sync=True)
         self.log.close()
         if not any(ledger.groups_in_flight for ledger in self.ledgers.values()):
-            shutil.rmtree(self.segments, ignore_errors=True)
+            shutil.rmtree(self.folder / SEGMENTS, ignore_errors=True)
 
     # What passes through
+
+    def set_source(self, name: str, segment: Segment) -> None:
+        """Where the rows of a graph's source lie."""
+        self.ledgers[name].set_source(segment)
+        self.store.published(segment)
 
     def publish(self, ledger: Ledger, lease: Lease, published: Published, segment: Segment | None) -> None:
         """`Ledger.publish`, and the segment's file is kept as long as rows lie in it."""

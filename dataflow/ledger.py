@@ -223,6 +223,9 @@ class Ledger:
     def _replay_release(self, lease: int, why: str, **_: Any) -> None:
         self.release(self._leases[lease], why)
 
+    def _replay_source(self, segment: list[Any], **_: Any) -> None:
+        self.set_source(Segment.from_json(segment))
+
     def _replay_lose(self, group: int, why: str, **_: Any) -> None:
         self.lose(group, why)
 
@@ -230,6 +233,11 @@ class Ledger:
         self._offer_short(self._index[node], self._groups[group])
 
     # Rows come in
+
+    def set_source(self, segment: Segment) -> None:
+        """Where the rows of the graph's source lie from now on."""
+        self._note("source", segment=segment.to_json())
+        self.source = segment
 
     def issue(self, positions: Sequence[int], num_tokens: Sequence[int], *, round: int) -> None:
         """New rows from these rows of the source; each is the root of a group of its own."""
@@ -355,6 +363,13 @@ class Ledger:
     def unclaimed(self, node: Node) -> int:
         """Groups in flight that this node (which takes groups or batches) has not claimed."""
         return self._unclaimed[self._index[node.name]]
+
+    def oldest_version(self, node: Node) -> int | None:
+        """Oldest policy version among the groups that a claim on this node could get now; None: no policy made them."""
+        i = self._index[node.name]
+        groups = (self._groups[g] for g in self._group_offers[i] if g in self._groups)
+        made = (r.version for g in groups for r in self._rows_offered(g, i) if r.version is not None and r.version >= 0)
+        return min(made, default=None)
 
     def held(self, node: Node) -> int:
         """Groups that are too old for this node and wait for a larger bound."""
@@ -726,13 +741,17 @@ class Ledger:
         """When `expire` has something to look at, in seconds of the clock."""
         return self._deadlines[0][0] if self._deadlines else None
 
+    def holds(self, lease: Lease) -> bool:
+        """Whether the lease is neither finished nor released."""
+        return self._leases.get(lease.token) is lease
+
     @property
     def leases(self) -> list[Lease]:
         """Leases that are neither finished nor released, oldest first."""
         return list(self._leases.values())
 
     def _check(self, lease: Lease) -> None:
-        if self._leases.get(lease.token) is not lease:
+        if not self.holds(lease):
             self.late += 1
             why = self._void.get(lease.token)
             raise LeaseError(

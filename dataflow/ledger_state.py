@@ -22,6 +22,7 @@ def save(ledger: Ledger) -> Iterator[Record]:
     yield {
         "do": "ledger",
         "graph": ledger.name,
+        "source": ledger.source.to_json() if ledger.source else None,
         "round": ledger.round,
         "claimed": ledger._claimed,
         "issued": ledger._issued,
@@ -99,6 +100,7 @@ def load(ledger: Ledger, records: Iterable[Record]) -> None:
 
 
 def _load_totals(ledger: Ledger, record: Record) -> None:
+    ledger.source = Segment.from_json(record["source"]) if record["source"] else None
     ledger._round = record["round"]
     ledger._claimed = list(record["claimed"])
     ledger._issued, ledger._done = record["issued"], record["done"]

@@ -17,7 +17,7 @@ from weft.dataflow.config import Config
 from weft.dataflow.errors import UserError
 from weft.dataflow.graph import Graph, Node, TableSource
 from weft.dataflow.handle import Handle
-from weft.dataflow.ledger import Ids, Ledger
+from weft.dataflow.ledger import Ledger
 from weft.dataflow.operation import Shape, operation_of
 from weft.workers.dispatch import Coordinates, Dispatch, PerRank, RowSizes, balance, one_per_replica
 from weft.workers.remote import dispatch_of, remote
@@ -173,7 +173,7 @@ class Quiet(Local):
 def counters(ranks: int) -> tuple[WorkerGroup, Quiet]:
     backend, handle = Quiet(), Handle(Counter, Config(), "counters")
     place = Place(ResourcePool(), ranks=ranks)
-    return WorkerGroup("counters", handle, place, mesh(ranks), backend._submit, Ids()), backend
+    return WorkerGroup("counters", handle, place, mesh(ranks), backend._submit), backend
 
 
 def lease(method: str, rows: int) -> tuple[Ledger, Any]:
