@@ -27,7 +27,7 @@ class Files:
 
     folder: Path
     """It has a folder for each node."""
-    file_bytes: int = 64 << 20
+    file_bytes: int = 16 << 20
     memory_bytes: int | None = None
     start: int = 0
     """How often the run was started again: a writer's name is never used twice."""

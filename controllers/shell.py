@@ -110,7 +110,7 @@ def run(worker: Worker, task: Task, data: DataAccess) -> Iterator[Reply]:
             yield Reply(value=value if task.keep else None, done=True, seconds=time.perf_counter() - started)
             return
         rows = task.rows
-        result = method(_gather(rows, data.reader), **task.arguments)
+        result = method(gather(rows, data.reader), **task.arguments)
         children = _Children(rows)
         for part in result if isinstance(result, Iterator) else (result,):
             batch, metrics = _checked(rows.operation.name, part)
@@ -152,7 +152,7 @@ def _checked(name: str, part: Any) -> tuple[Batch | None, Metrics]:
     return batch, metrics
 
 
-def _gather(rows: RowTask, reader: SegmentReader) -> Batch:
+def gather(rows: RowTask, reader: SegmentReader) -> Batch:
     """The columns of a call's rows, in the order of its rows; without a copy where the data already stands so."""
     columns: dict[str, Any] = {str(SAMPLE_ID): rows.ids, str(GROUP_ID): rows.group_ids, str(PARENT_ID): rows.parent_ids}
     for piece in rows.pieces:

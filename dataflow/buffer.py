@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,14 @@ from .errors import UserError, nearest
 from .graph import Graph
 from .ledger import Ledger
 from .ledger_state import load, save
-from .log import Log, LogReader, Position, Record, read_checkpoint, write_checkpoint
+from .log import Log, LogReader, Position, Record, has_position, read_checkpoint, write_checkpoint
 from .operation import Shape
-from .rows import Fate, Ids, Lease, Published
+from .rows import Fate, Ids, Lease, LeaseError, Published
 from .segments import DamagedSegment, Segment, SegmentStore, verify
 
 LOG = "ledger.log"
 SEGMENTS = "segments"
+UNBOUNDED = 1 << 30
 
 
 class BufferConfig(Config):
@@ -48,7 +49,7 @@ class BufferConfig(Config):
     memory_bytes: int | None = Field(default=None, ge=1)
     """Bytes of segments that stay in memory on a node; older ones are written to disk and read back from there when they are
     needed. None leaves that to the kernel."""
-    file_bytes: int = Field(default=64 << 20, ge=1 << 10)
+    file_bytes: int = Field(default=16 << 20, ge=1 << 10)
     """Size of a segment file. It is given free as a whole, when no row in flight lies in it."""
     sync_interval_s: float = Field(default=0.5, ge=0)
     """How much of the log a loss of power may cost; the death of a process costs nothing."""
@@ -111,7 +112,7 @@ class SampleBuffer:
         Raises:
             UserError: when the folder has a log already.
         """
-        if (folder / LOG).exists():
+        if (folder / LOG).exists() and any(True for _ in LogReader(folder / LOG)):
             raise UserError(f"{folder} holds the buffer of a run already; SampleBuffer.recover() goes on with it")
         (folder / SEGMENTS / node).mkdir(parents=True, exist_ok=True)
         disk = disk or Disk()
@@ -156,9 +157,11 @@ class SampleBuffer:
         disk = disk or Disk()
         history = restore(folder, graphs, at=at, clock=clock)
         log = Log(folder / LOG, at=history.end, sync_interval_s=config.sync_interval_s, disk=disk, clock=clock)
-        for path in folder.glob("*.checkpoint"):  # of a future that was given up, or damaged
+        for path in folder.glob("*.checkpoint*"):  # of a future that was given up, damaged, or never completed
             if path not in history.checkpoints:
                 path.unlink()
+        for name in history.unwritten:
+            log.append({"do": "graph", "graph": name, "outline": history.ledgers[name].graph.outline()})
         buffer = cls(
             folder,
             node,
@@ -175,32 +178,42 @@ class SampleBuffer:
             ledger.log = log
             for lease in ledger.leases:
                 ledger.release(lease, "the run was started again")
-            buffer._drop_what_is_lost(ledger, check or (lambda segment: verify(folder / SEGMENTS / segment.node, segment)))
-        buffer._take_stock()
+            buffer._drop_what_is_lost(
+                ledger, check or (lambda segment: verify(folder / SEGMENTS / segment.node, segment))
+            )
+        buffer._take_stock(history.pinned)
         buffer.commit(sync=True)
         return buffer
 
     def _drop_what_is_lost(self, ledger: Ledger, check: Callable[[Segment], None]) -> None:
         lost: dict[Segment, str] = {}
-        for segment in ledger.live_segments():
+        for segment in [*ledger.live_segments(), *([ledger.source] if ledger.source else [])]:
             try:
                 check(segment)
             except DamagedSegment as error:
                 lost[segment] = str(error)
+        if ledger.source in lost:
+            self.damage.append(f"the source of graph {ledger.name!r} must be written again: {lost[ledger.source]}")
+            ledger.source = None
         for group, segment in ledger.groups_in(lost):
             self.damage.append(f"group {group} of graph {ledger.name!r} is issued again: {lost[segment]}")
             ledger.lose(group, lost[segment])
 
-    def _take_stock(self) -> None:
-        """Tell the store which files hold rows, so that the others may go."""
+    def _take_stock(self, pinned: set[Segment]) -> None:
+        """Tell the store which files hold rows, now or at the latest checkpoint, so that the others may go."""
         for ledger in self.ledgers.values():
             ledger.take_freed()
-            for segment in ledger.live_segments():
-                self.store.published(segment)
+        live = self._live_segments()
+        self._pinned = pinned
+        self._unpinned = [s for s in pinned if s not in live]
+        for segment in live | pinned:
+            self.store.published(segment)
         self.store.sweep()
-        writers = {(s.node, s.file.split(".")[0]) for g in self.ledgers.values() for s in g.live_segments()}
-        for node, writer in writers:
+        for node, writer in {(s.node, s.file.split(".")[0]) for s in live | pinned}:
             self.store.writer_ended(writer, node)
+
+    def _live_segments(self) -> set[Segment]:
+        return _segments_of(self.ledgers.values())
 
     def close(self) -> None:
         """Bring the log to the disk. When no row is left in flight, the folder of segments goes."""
@@ -213,8 +226,13 @@ class SampleBuffer:
 
     def set_source(self, name: str, segment: Segment) -> None:
         """Where the rows of a graph's source lie."""
+        before = self.ledgers[name].source
+        if segment == before:
+            return
         self.ledgers[name].set_source(segment)
         self.store.published(segment)
+        if before is not None:
+            self._unpinned.append(before)
 
     def publish(self, ledger: Ledger, lease: Lease, published: Published, segment: Segment | None) -> None:
         """`Ledger.publish`, and the segment's file is kept as long as rows lie in it."""
@@ -252,7 +270,7 @@ class SampleBuffer:
             old.unlink()
         self.store.freed(self._unpinned)
         self._unpinned = []
-        self._pinned = {s for ledger in self.ledgers.values() for s in ledger.live_segments()}
+        self._pinned = self._live_segments()
         return position
 
     def room(self, name: str, *, staleness: int | None = None, groups_per_update: int = 1) -> Room:
@@ -261,26 +279,31 @@ class SampleBuffer:
         Args:
             staleness: updates that a row may lag, when it is trained, the weights that generated it: as many groups as
                 will be trained within that are let in, so that the bound is kept by waiting, not by discarding.
-            groups_per_update: how many groups an update takes.
+            groups_per_update: how many groups an update takes: so many are let in whatever their bytes, since nothing
+                is given free before they are trained on.
+
+        Groups are taken to be as large as the largest that was finished; bytes are no bound before the first is.
         """
         ledger, config = self.ledgers[name], self.config
+        updates = [n for n in ledger.graph.nodes if n.operation.updates]
         bounds: list[tuple[int, str]] = []
         if config.max_rows is not None:
             each = max(expected_rows(ledger.graph), ledger.largest_group)
             free = config.max_rows // each - ledger.groups_in_flight
             bounds.append((free, f"{ledger.rows_in_flight} rows in flight, max_rows={config.max_rows}, {each} a group"))
         if config.max_bytes is not None:
-            finished = max(1, ledger.groups_finished)
-            each_bytes = max(1, ledger.published_bytes // max(1, finished))
-            expected = max(ledger.num_bytes, each_bytes * ledger.groups_in_flight)
-            free = (config.max_bytes - expected) // each_bytes if ledger.published_bytes else 1 << 30
-            bounds.append((free, f"{ledger.num_bytes} bytes in flight, max_bytes={config.max_bytes}"))
-        updates = [n for n in ledger.graph.nodes if n.operation.updates]
+            each_bytes = ledger.largest_group_bytes
+            written = round(ledger.published_bytes - ledger.finished_bytes)  # by groups in flight
+            expected = ledger.num_bytes + max(0, each_bytes * ledger.groups_in_flight - written)
+            free = (config.max_bytes - expected) // each_bytes if each_bytes else UNBOUNDED
+            free = max(free, groups_per_update - min([ledger.groups_in_flight, *map(ledger.unclaimed, updates)]))
+            reason = f"{ledger.num_bytes} bytes in flight, max_bytes={config.max_bytes}, up to {each_bytes} a group"
+            bounds.append((free, reason))
         if staleness is not None and updates:
-            ahead = max(ledger.unclaimed(n) for n in updates)
+            ahead = max(ledger.unclaimed(n) + ledger.leased_groups(n) for n in updates)
             free = (staleness + 1) * groups_per_update - ahead
             bounds.append((free, f"{ahead} groups wait to be trained on, max_staleness={staleness}"))
-        free, reason = min(bounds, default=(1 << 30, ""))
+        free, reason = min(bounds, default=(UNBOUNDED, ""))
         return Room(max(0, free), reason)
 
 
@@ -309,6 +332,10 @@ class History:
     checkpoints: list[Path]
     """Those that are sound and not behind the end, latest first."""
     damage: list[str]
+    unwritten: list[str] = field(default_factory=list)
+    """Graphs that the log does not name: the run was ended while it was being created."""
+    pinned: set[Segment] = field(default_factory=set)
+    """Segments that the latest checkpoint refers to."""
 
 
 def restore(
@@ -326,17 +353,28 @@ def restore(
         _take(history, record, graphs, clock)
     for name, ledger in history.ledgers.items():
         load(ledger, [r for r in state if r.get("graph") == name])
+    history.pinned = _segments_of(history.ledgers.values())
+    begun = bool(state)
     reader = LogReader(folder / LOG, start)
     for record in reader:
         if at is not None and reader.end.offset > at.offset:
             break
         history.end = reader.end
+        begun |= record["do"] != "graph"
         try:
             _take(history, record, graphs, clock)
-        except (KeyError, ValueError, TypeError) as error:
+        except (AttributeError, LookupError, ValueError, TypeError, LeaseError) as error:
             raise RecoveryError(f"{folder / LOG}, byte {history.end.offset}: {record['do']}: {error}") from error
     if reader.damage:
         damage.append(f"{reader.damage}; the state before it is used")
+    if at is not None and history.end != at:
+        damage.append(
+            f"{folder / LOG} is sound to byte {history.end.offset}: the state at byte {at.offset} is not there"
+        )
+    if graphs is not None and not begun:
+        history.unwritten = [name for name in graphs if name not in history.ledgers]
+        for name in history.unwritten:
+            history.ledgers[name] = Ledger(graphs[name], ids=history.ids, name=name, clock=clock)
     if graphs is not None and set(graphs) != set(history.ledgers):
         raise UserError(f"{folder} is of a run of the graphs {sorted(history.ledgers)}, not {sorted(graphs)}")
     return history
@@ -382,7 +420,6 @@ def _same_graph(name: str, outline: Mapping[str, Any], graphs: Mapping[str, Grap
 def _latest_checkpoint(
     folder: Path, at: Position | None, damage: list[str]
 ) -> tuple[Position, list[dict[str, Any]], list[Path]]:
-    size = (folder / LOG).stat().st_size
     best: tuple[Position, list[dict[str, Any]]] | None = None
     sound: list[Path] = []
     for path in checkpoints(folder):
@@ -391,9 +428,10 @@ def _latest_checkpoint(
         except (ValueError, OSError) as error:
             damage.append(f"{error}; the checkpoint before it is used")
             continue
-        if position.offset > size:
+        if not has_position(folder / LOG, position):
             damage.append(
-                f"{path} is of byte {position.offset} of the log, which ends at {size}: part of it is missing"
+                f"{path} is of byte {position.offset} of the log, which has no record with its checksum there: part of it "
+                "is missing, or it went on otherwise"
             )
             continue
         if at is not None and position.offset > at.offset:
@@ -402,6 +440,12 @@ def _latest_checkpoint(
         best = best or (position, state)
     start, records = best or (Position(), [])
     return start, records, sound
+
+
+def _segments_of(ledgers: Iterable[Ledger]) -> set[Segment]:
+    """What rows in flight refer to, their sources among it."""
+    sources = {ledger.source for ledger in ledgers if ledger.source is not None}
+    return sources.union(*(ledger.live_segments() for ledger in ledgers))
 
 
 def checkpoints(folder: Path) -> list[Path]:
