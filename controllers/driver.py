@@ -396,6 +396,7 @@ class Driver:
                 flow.ledger.finish(lease)
                 return
             extra["path"] = self.directory.samples_path(flow.name, lease.rows[0].group.round)
+        self._live_buffer.commit()  # the log is ahead of the work
         self._take_device(group)
         self._watch(group.call_node(flow.ledger, lease, **extra), lambda call: self._node_done(flow, call))
 

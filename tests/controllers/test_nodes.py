@@ -1,0 +1,35 @@
+"""A run over several Ray nodes: the columns of rows travel by Arrow Flight, once a node, and the results are the same."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
+
+from weft.controllers.driver import Driver
+from weft.controllers.schedule import Synchronous
+from weft.dataflow.handle import group
+
+pytestmark = pytest.mark.ray
+
+
+def test_groups_on_three_nodes_read_each_others_rows(tmp_path: Path):
+    script = Path(__file__).with_name("nodes_run.py")
+    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+
+    made = {"rollout": group(ToyRollout), "reward": group(ToyReward), "actor": group(ToyActor)}
+    schedule = Synchronous(steps=2, prompts_per_step=4)
+    with Driver(toy_grpo(prompts(8), **made), schedule=schedule, root=tmp_path, name="one", progress=False) as driver:
+        metrics = driver.run()
+        seen = driver.call(made["actor"], "seen_groups")
+    assert result["seen"] == seen and result["rewards"] == [row.get("reward/mean") for row in metrics]
+
+    here, second, third = sorted(result["wrote"])
+    wrote = {node: {w.rsplit("-", 2)[0] for w in writers} for node, writers in result["wrote"].items()}
+    assert wrote[here] == {"sources", "weft_functions"} and {*wrote[second], *wrote[third]} == {"rollout", "reward"}
+    assert all(number > 0 for number in result["fetched"].values()), "each node reads rows of another"
+    assert "'rollout' follows 'actor', but they stand on 2 nodes" in result["refused"], "weights do not travel yet"

@@ -1,0 +1,135 @@
+"""The driver over the sample buffer: what a run leaves in its log, what a killed one leaves to go on with."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_dapo, toy_grpo
+
+from weft.controllers.driver import Driver
+from weft.controllers.schedule import Synchronous
+from weft.controllers.shell import RowTask, gather
+from weft.dataflow.batch import Batch
+from weft.dataflow.buffer import LOG, BufferConfig, SampleBuffer
+from weft.dataflow.errors import UserError
+from weft.dataflow.handle import group
+from weft.dataflow.log import LogReader
+from weft.dataflow.operation import Operation
+from weft.dataflow.rows import Piece
+from weft.dataflow.segments import SegmentReader, SegmentWriter
+
+
+def training(graph: Any = toy_grpo, **rollout: Any) -> Any:
+    made = {"rollout": group(ToyRollout, **rollout), "reward": group(ToyReward), "actor": group(ToyActor)}
+    made["rollout"].follows(made["actor"])
+    return graph(prompts(8), **made)
+
+
+def drive(root: Path, graph: Any, **settings: Any) -> Driver:
+    settings = {"root": root, "name": "run", "progress": False, **settings}
+    return Driver(graph, schedule=Synchronous(steps=3, prompts_per_step=4), **settings)
+
+
+def test_every_row_of_a_run_is_in_its_log_and_no_segment_is_left(tmp_path: Path):
+    with drive(tmp_path, training()) as driver:
+        driver.run()
+    folder = tmp_path / "run" / "buffer"
+    records = list(LogReader(folder / LOG))
+    trained = [r for r in records if r["do"] == "claim" and r["node"] == "actor.update"]
+    assert [len(r["ids"]) for r in trained] == [8, 8, 8] and len({i for r in trained for i in r["ids"]}) == 24
+    assert {r["key"]: r["value"] for r in records if r["do"] == "note"} == {
+        "cursor/train": 12,
+        "version/actor": 3,
+        "step": 3,
+    }
+    assert not (folder / "segments").exists()
+
+
+def test_rows_that_a_filter_drops_are_counted_and_their_columns_go(tmp_path: Path):
+    with drive(tmp_path, training(toy_dapo)) as driver:
+        driver.run()
+        assert driver.buffer is not None
+        ledger = driver.buffer.ledgers["train"]
+        counts = ledger.counts()
+        assert counts["issued"] == counts["done"] + counts["dropped"] and ledger.dropped["odd_prompts"] > 0
+        assert ledger.num_bytes == 0 and ledger.groups_in_flight == 0
+
+
+def test_sample_ids_do_not_depend_on_who_finishes_first(tmp_path: Path):
+    ids = []
+    for name in ("one", "two"):
+        with drive(tmp_path, training(), name=name) as driver:
+            driver.run()
+        published = [r for r in LogReader(tmp_path / name / "buffer" / LOG) if r["do"] == "publish" and "parents" in r]
+        ids.append([(p, i) for r in published for p, i in zip(r["parents"], r["ids"], strict=True)])
+    assert ids[0] == ids[1]
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {here!r})
+from pathlib import Path
+from test_sample_buffer import drive, training
+import toy
+
+def score(self, samples):
+    if os.environ.get("KILL") and samples["group_id"][0].as_py() >= 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return score.before(self, samples)
+
+score.before = toy.ToyReward.score
+score.__operation__ = toy.ToyReward.score.__operation__
+score.__dict__.update(toy.ToyReward.score.__dict__)
+toy.ToyReward.score = score
+with drive(Path({root!r}), training()) as driver:
+    driver.run()
+"""
+
+
+def test_a_killed_run_can_be_recovered_from_its_log_and_segments(tmp_path: Path):
+    program = textwrap.dedent(KILLED).format(here=str(Path(__file__).parent), root=str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "KILL": "1"}, capture_output=True, check=False
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    folder = tmp_path / "run" / "buffer"
+    node = next((folder / "segments").iterdir()).name
+    buffer = SampleBuffer.recover(folder, node=node)
+    ledger = buffer.ledgers["train"]
+    assert buffer.damage == [] and buffer.notes["step"] == 1 and buffer.notes["version/actor"] == 1
+    score = ledger.graph["reward.score"]
+    assert ledger.ready(score) == 8, "what was leased to the reward worker is ready again"
+    lease = ledger.claim(score)
+    assert lease is not None
+    reader = SegmentReader(buffer.segments, node)
+    (answers, responses) = (p for p in ledger.pieces(score, lease.rows))
+    operation = score.operation
+    rows = gather(RowTask(operation, (), lease.ids, lease.group_ids, lease.parent_ids, (answers, responses)), reader)
+    assert set(rows["group_id"].to_pylist()) == {4, 5, 6, 7} and rows["response_ids"].null_count == 0
+    buffer.close()
+
+
+def test_a_step_that_does_not_fit_into_the_buffer_is_refused_before_anything_starts(tmp_path: Path):
+    with pytest.raises(
+        UserError,
+        match=r"Synchronous\(prompts_per_step=4\) has 12 rows in flight at once \(3 a prompt\), but BufferConfig\(max_rows=11\)",
+    ):
+        drive(tmp_path, training(), buffer=BufferConfig(max_rows=11))
+    with drive(tmp_path, training(), buffer=BufferConfig(max_rows=12)) as driver:
+        assert len(driver.run()) == 4
+
+
+def test_masked_rows_come_with_a_mask_of_zeros(tmp_path: Path):
+    writer, reader = SegmentWriter(tmp_path, "here", "writer"), SegmentReader(tmp_path, "here")
+    ids = np.array([3, 4])
+    segment = writer.append(Batch.of(sample_id=ids, response_ids=[[1, 2], [5]]))
+    piece = Piece(("response_ids",), ids, (segment,))
+    rows = gather(RowTask(Operation("update"), (), ids, ids, ids, [piece], masked=frozenset([3])), reader)
+    assert rows["response_mask"].to_pylist() == [[0, 0], [1]]
+    writer.close()
