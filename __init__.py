@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 _MODULES: dict[str, str] = {
     "ActorWorker": "workers.actor",
     "Batch": "dataflow.batch",
+    "BufferConfig": "dataflow.buffer",
     "Config": "dataflow.config",
     "Driver": "controllers.driver",
     "Evaluation": "controllers.driver",
@@ -52,6 +53,7 @@ if TYPE_CHECKING:  # the same names for editors and checkers; tests/test_packagi
     from .controllers.ray_backend import RayBackend as RayBackend
     from .controllers.schedule import Synchronous as Synchronous
     from .dataflow.batch import Batch as Batch
+    from .dataflow.buffer import BufferConfig as BufferConfig
     from .dataflow.config import Config as Config
     from .dataflow.errors import UserError as UserError
     from .dataflow.graph import TableSource as TableSource

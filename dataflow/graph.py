@@ -215,6 +215,10 @@ class Graph:
                     "put it after a node that expands rows (such as generate)"
                 )
 
+            n = node.arguments.get("n") if node.operation.quorum else 1
+            if not isinstance(n, int) or n < 1:
+                yield f"node {node.name!r} takes the first n={n!r} rows of a group; n must be a whole number of at least 1"
+
     def _cycle_problems(self) -> Iterable[str]:
         cycle = _cycle({n.name: n.after for n in self.nodes})
         if cycle:

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_dapo, toy_grpo
+from toy import ToyActor, ToyReward, ToyRollout, centred, prompts, toy_dapo, toy_grpo
 
+import weft
+from weft.algorithms.filters import first_of_group
 from weft.controllers.driver import Driver
 from weft.controllers.schedule import Synchronous
 from weft.controllers.shell import RowTask, gather
@@ -59,6 +61,34 @@ def test_rows_that_a_filter_drops_are_counted_and_their_columns_go(tmp_path: Pat
         counts = ledger.counts()
         assert counts["issued"] == counts["done"] + counts["dropped"] and ledger.dropped["odd_prompts"] > 0
         assert ledger.num_bytes == 0 and ledger.groups_in_flight == 0
+
+
+@weft.graph
+def over_issued(prompts, *, rollout, reward, actor):
+    samples = reward.score(rollout.generate(prompts, n=4))
+    return actor.update(centred(first_of_group(samples, 3)))
+
+
+def test_the_first_of_a_group_win_and_the_others_are_counted(tmp_path: Path):
+    with drive(tmp_path, training(over_issued)) as driver:
+        driver.run()
+        assert driver.buffer is not None
+        ledger = driver.buffer.ledgers["train"]
+    assert ledger.dropped == {"over-issued at first_of_group": 12}
+    assert ledger.counts() == {"issued": 60, "waiting": 0, "leased": 0, "done": 48, "dropped": 12}
+    trained = [r["ids"] for r in LogReader(tmp_path / "run" / "buffer" / LOG) if r.get("node") == "actor.update"]
+    assert [len(ids) for ids in trained] == [12, 12, 12]
+
+
+def test_a_quorum_of_nobody_is_refused():
+    with pytest.raises(UserError, match="takes the first n=0 rows of a group; n must be a whole number of at least 1"):
+
+        @weft.graph
+        def empty(prompts, *, rollout, reward, actor):
+            samples = first_of_group(reward.score(rollout.generate(prompts)), 0)
+            return actor.update(centred(samples))
+
+        training(empty)
 
 
 def test_sample_ids_do_not_depend_on_who_finishes_first(tmp_path: Path):
