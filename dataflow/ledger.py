@@ -105,8 +105,12 @@ class Ledger:
         """Bytes of the segments that rows in flight lie in."""
         self.published_bytes = 0
         """Bytes published so far."""
+        self.finished_bytes = 0.0
+        """Those of finished groups: of a segment that several groups share, each has its rows' part."""
         self.largest_group = 0
         """Most rows that a finished group had, on all levels."""
+        self.largest_group_bytes = 0
+        """Most bytes that a finished group had."""
         self.groups_finished = 0
         self._issued = self._done = 0
         self._dropped: Counter[str] = Counter()
@@ -242,6 +246,8 @@ class Ledger:
     def issue(self, positions: Sequence[int], num_tokens: Sequence[int], *, round: int) -> None:
         """New rows from these rows of the source; each is the root of a group of its own."""
         positions, num_tokens = [int(p) for p in positions], [int(t) for t in num_tokens]
+        if len(positions) != len(num_tokens):
+            raise ValueError(f"{len(positions)} rows were issued with the tokens of {len(num_tokens)}")
         self._note(
             "issue",
             first=self._ids.next_id,
@@ -277,7 +283,7 @@ class Ledger:
             self._todo[i] += 1
         for i in nodes:
             if row.group.closed >> i & 1:
-                self._drop(row, i, f"late at {self.graph.nodes[i].name}")
+                self._cancel(row, i, f"late at {self.graph.nodes[i].name}")
         for i in nodes:
             self._offer_if_ready(row, i)
 
@@ -296,7 +302,7 @@ class Ledger:
             group.ready[i] += 1
             if self._quorum[i]:
                 self._await_quorum(row, i)
-                self._ready[i] += group.offered >> i & 1
+                self._ready[i] += group.offered >> i & 1 and group.ready[i] <= self._quorum[i]
             self._offer_group_if_ready(group, i)
         else:
             heapq.heappush(self._offers[i], (row.group.id, row.id))
@@ -328,7 +334,7 @@ class Ledger:
     def _offered_rows(self, group: Group, i: int) -> int:
         """Rows of a group that are ready for node i, to which it is offered."""
         if self._quorum[i]:
-            return group.ready[i]
+            return min(group.ready[i], self._quorum[i])
         return len(group.levels[self.graph.nodes[i].level]) - group.skipped[i]
 
     def _offer_short(self, i: int, group: Group) -> None:
@@ -363,6 +369,12 @@ class Ledger:
     def unclaimed(self, node: Node) -> int:
         """Groups in flight that this node (which takes groups or batches) has not claimed."""
         return self._unclaimed[self._index[node.name]]
+
+    def leased_groups(self, node: Node) -> int:
+        """Groups that this node (which takes groups or batches) has claimed and not finished."""
+        return sum(
+            len({r.group.id for r in lease.rows}) for lease in self._leases.values() if lease.node.name == node.name
+        )
 
     def oldest_version(self, node: Node) -> int | None:
         """Oldest policy version among the groups that a claim on this node could get now; None: no policy made them."""
@@ -538,10 +550,15 @@ class Ledger:
         winners = {r.id for r in chosen}
         for row in list(group.levels[self.graph.nodes[i].level]):
             if row.id not in winners and not (row.skipped | row.done) >> i & 1:
-                self._drop(row, i, f"over-issued at {self.graph.nodes[i].name}")
-                for j in self._servants[i]:
-                    if not (row.done | row.leased | row.skipped) >> j & 1:
-                        self._skip(row, j)
+                self._cancel(row, i, f"over-issued at {self.graph.nodes[i].name}")
+
+    def _cancel(self, row: Row, i: int, reason: str) -> None:
+        """Node i has its quorum without this row."""
+        self._drop(row, i, reason)
+        row.cancelled |= 1 << i
+        for j in self._servants[i]:
+            if not (row.done | row.leased | row.skipped) >> j & 1:
+                self._skip(row, j)
 
     def lose(self, group_id: int, why: str) -> None:
         """Columns of a group cannot be read any more: its rows are dropped, and its prompt is issued again.
@@ -558,7 +575,7 @@ class Ledger:
             offered = group.offered & ~group.claimed & 1 << i
             if offered and group_id in self._held[i]:
                 self._held[i].remove(group_id)
-            elif offered:
+            elif offered and group.ready[i]:  # else it was too old, and dropped
                 self._ready[i] -= self._offered_rows(group, i)
                 self._ready_groups[i] -= 1
             group.offered |= 1 << i  # never again
@@ -609,6 +626,9 @@ class Ledger:
         if wrong is not None:
             what = "published row" if published.parents is None else "made a row of"
             raise LeaseError(f"node {node.name!r} {what} {wrong}, which is not (or no longer) in lease {lease.token}")
+        lengths = {len(a) for a in (ids, held, published.num_tokens, published.versions) if a is not None}
+        if len(lengths) != 1:
+            raise LeaseError(f"node {node.name!r} published columns of {sorted(lengths)} rows in lease {lease.token}")
         if len(set(ids)) != len(ids) or (published.parents is not None and any(id in self._rows for id in ids)):
             raise LeaseError(f"node {node.name!r} published a row twice in lease {lease.token}")
         what = {"lease": lease.token, "ids": ids, "tokens": published.num_tokens.tolist()}
@@ -628,9 +648,11 @@ class Ledger:
         i = self._index[node.name]
         part = None
         if node.writes and segment is not None:
-            part = Part(segment)
+            part = Part(segment, len(published.ids), len(published.ids))
             self.num_bytes += segment.num_bytes
             self.published_bytes += segment.num_bytes
+        elif segment is not None:  # nobody reads what a node wrote without saying so
+            self._freed.append(segment)
         if published.parents is not None:
             self._accept_children(node, {r.id: r for r in rows}, published, part)
             for parent in rows:
@@ -638,20 +660,18 @@ class Ledger:
                 self._finish(parent, i)
         else:
             if part is not None:  # before any row is finished: a finished row may be the last of its group
-                part.rows = len(rows)
                 for row in rows:
                     row.parts[node.name] = part
             for row, tokens in zip(rows, published.num_tokens.tolist(), strict=True):
                 row.tokens += tokens
                 self._finish(row, i)
-        if part is not None and not part.rows and not len(published.ids):
+        if part is not None and not part.written:
+            self.finished_bytes += part.segment.num_bytes
             self._free(part)
 
     def _accept_children(self, node: Node, parents: dict[int, Row], published: Published, part: Part | None) -> None:
         assert published.parents is not None and node.makes_level is not None
         versions = published.versions.tolist() if published.versions is not None else None
-        if part is not None:
-            part.rows = len(published.ids)
         for k, (id, parent_id, tokens) in enumerate(
             zip(published.ids.tolist(), published.parents.tolist(), published.num_tokens.tolist(), strict=True)
         ):
@@ -713,7 +733,7 @@ class Ledger:
             for row in lease.open.values():
                 heapq.heappush(self._offers[i], (row.group.id, row.id))
                 self._ready[i] += 1
-                if row.skipped & self._serves[i]:  # it was cancelled meanwhile
+                if row.cancelled & self._serves[i]:  # meanwhile
                     self._skip(row, i)
                     self._retire_if_finished(row.group)
         del self._leases[lease.token]
@@ -813,10 +833,12 @@ class Ledger:
     def _retire_if_finished(self, group: Group) -> None:
         if group.open or not all(group.whole) or group.id not in self._groups:
             return
+        num_bytes = 0.0
         for level in group.levels:
             for row in level:
                 self._done += not row.skipped
                 for part in row.parts.values():
+                    num_bytes += part.segment.num_bytes / part.written
                     part.rows -= 1
                     if not part.rows:
                         self._free(part)
@@ -824,6 +846,8 @@ class Ledger:
         for i, takes_groups in enumerate(self._takes_groups):
             self._unclaimed[i] -= takes_groups and not group.claimed >> i & 1
         self.largest_group = max(self.largest_group, sum(map(len, group.levels)))
+        self.largest_group_bytes = max(self.largest_group_bytes, round(num_bytes))
+        self.finished_bytes += num_bytes
         self.groups_finished += 1
         del self._groups[group.id]
 
@@ -892,7 +916,7 @@ class Ledger:
                     "leased": of(r.leased),
                     "dropped": of(r.skipped),
                 }
-                for r in self._rows.values()
+                for _, r in sorted(self._rows.items())
             ],
             schema=pa.schema(
                 [

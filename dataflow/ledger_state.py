@@ -32,6 +32,8 @@ def save(ledger: Ledger) -> Iterator[Record]:
         "late": ledger.late,
         "largest": ledger.largest_group,
         "bytes": ledger.published_bytes,
+        "finished_bytes": ledger.finished_bytes,
+        "largest_bytes": ledger.largest_group_bytes,
         "finished": ledger.groups_finished,
         "token": ledger._next_token,
         "held": ledger._held,
@@ -44,9 +46,9 @@ def save(ledger: Ledger) -> Iterator[Record]:
             for part in row.parts.values():
                 if id(part) not in numbers:
                     numbers[id(part)] = len(numbers)
-                    parts.append(part.segment.to_json())
+                    parts.append([part.segment.to_json(), part.written])
             own = [[ledger._index[name], numbers[id(part)]] for name, part in row.parts.items()]
-            masks = [row.done, row.offered, row.leased, row.skipped]
+            masks = [row.done, row.offered, row.leased, row.skipped, row.cancelled]
             parent = row.parent.id if row.parent else row.id
             rows.append([row.id, row.level, parent, row.position, row.tokens, row.version, *masks, own])
         yield {
@@ -67,7 +69,9 @@ def save(ledger: Ledger) -> Iterator[Record]:
             "graph": ledger.name,
             "token": lease.token,
             "node": lease.node.name,
-            "ids": [r.id for r in lease.rows],
+            "ids": [
+                r.id for r in lease.rows if r.id in ledger._rows
+            ],  # some were published, and their groups are finished
             "open": list(lease.open),
             "holder": lease.holder,
             "first_child": lease.first_child,
@@ -84,7 +88,7 @@ def load(ledger: Ledger, records: Iterable[Record]) -> None:
             case "ledger":
                 _load_totals(ledger, record)
             case "group":
-                parts += [Part(Segment.from_json(s)) for s in record["parts"]]
+                parts += [Part(Segment.from_json(s), written, 0) for s, written in record["parts"]]
                 _load_group(ledger, record, parts)
             case "lease":
                 rows = [ledger._rows[id] for id in record["ids"]]
@@ -107,6 +111,7 @@ def _load_totals(ledger: Ledger, record: Record) -> None:
     ledger._dropped, ledger.stale = Counter(record["dropped"]), Counter(record["stale"])
     ledger.late, ledger._next_token = record["late"], record["token"]
     ledger.largest_group, ledger.published_bytes = record["largest"], record["bytes"]
+    ledger.finished_bytes, ledger.largest_group_bytes = record["finished_bytes"], record["largest_bytes"]
     ledger.groups_finished = record["finished"]
     ledger._held = [list(held) for held in record["held"]]
 
@@ -116,10 +121,10 @@ def _load_group(ledger: Ledger, record: Record, parts: list[Part]) -> None:
     group = Group(record["id"], record["round"], record["tokens"], ledger._num_levels, len(nodes))
     group.offered, group.closed = record["offered"], record["closed"]
     ledger._groups[group.id] = group
-    for id, level, parent, position, tokens, version, done, offered, leased, skipped, own in record["rows"]:
+    for id, level, parent, position, tokens, version, done, offered, leased, skipped, cancelled, own in record["rows"]:
         above = ledger._rows[parent] if level != SOURCE else None
         row = Row(id, group, above, level, position, tokens, version)
-        row.done, row.offered, row.leased, row.skipped = done, offered, leased, skipped
+        row.done, row.offered, row.leased, row.skipped, row.cancelled = done, offered, leased, skipped, cancelled
         for i, number in own:
             row.parts[nodes[i].name] = parts[number]
             parts[number].rows += 1

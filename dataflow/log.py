@@ -55,11 +55,14 @@ class Log:
         self._disk = disk or Disk()
         self._clock = clock
         self._sync_interval_s = sync_interval_s
-        self._pending: list[bytes] = []
+        self._pending: tuple[int, list[bytes]] = at.offset, []
+        """What is not written yet, and where it goes: one value, so that an interrupt (Ctrl-C) finds it whole."""
+        self._torn = False
+        """Something may stand behind the place where what is pending goes."""
         self.position = at
         """The end of what was appended, committed or not."""
-        self._written = at.offset
-        self._unsynced = False
+        self._unsynced = path.exists()
+        """Whoever wrote what is there may have died before it was synced."""
         if path.exists():
             self._keep_what_is_cut(at.offset)
         self._descriptor = self._disk.open(path)
@@ -71,27 +74,36 @@ class Log:
         with self.path.open("rb") as file:
             file.seek(offset)
             cut = file.read()
+        number, name = 1, f"{self.path.name}.cut-{offset}"
+        kept = self.path.with_name(name)
+        while kept.exists() and not cut.startswith(kept.read_bytes()):  # of another cut at the same place
+            number += 1
+            kept = self.path.with_name(f"{name}-{number}")
         if cut:
-            self.path.with_name(f"{self.path.name}.cut-{offset}").write_bytes(cut)
+            kept.write_bytes(cut)
 
     def append(self, record: Record) -> None:
         """Note what happened; it is on disk after the next `commit`."""
         line = _line(record, self.position.checksum)
-        self._pending.append(line)
+        self._pending[1].append(line)
         self.position = Position(self.position.offset + len(line), int(line[:8], 16))
 
     def commit(self, *, sync: bool = False) -> None:
         """Write what was appended, all at once; `sync` it, or when the last time is longer ago than the interval."""
-        if self._pending:
-            data = b"".join(self._pending)
+        offset, lines = self._pending
+        if self._torn:
+            self._disk.truncate(self._descriptor, offset)
+            self._torn = False
+        if lines:
+            data = b"".join(lines)
+            self._torn = self._unsynced = True
             try:
                 self._disk.write(self._descriptor, data)
+                self._pending = offset + len(data), []
             except OSError:  # the disk is full, say: what was written of it goes, and is written again next time
-                self._disk.truncate(self._descriptor, self._written)
+                self._disk.truncate(self._descriptor, offset)
                 raise
-            self._pending.clear()
-            self._written += len(data)
-            self._unsynced = True
+            self._torn = False
         if self._unsynced and (sync or self._clock() - self._synced >= self._sync_interval_s):
             self._disk.sync(self._descriptor)
             self._synced = self._clock()
@@ -117,6 +129,7 @@ class LogReader:
         self.damage: str | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.damage = None
         with self.path.open("rb") as file:
             file.seek(self.end.offset)
             for line in file:
@@ -136,6 +149,22 @@ class LogReader:
             self.damage = f"{where}: a record's checksum is {line[:8].decode(errors='replace')!r}, not {checksum:08x}"
             return None
         return checksum
+
+
+def has_position(path: Path, position: Position) -> bool:
+    """Whether a record of the log ends there, with this checksum: a log that was cut and went on otherwise has another."""
+    if not position.offset:
+        return not position.checksum
+    with path.open("rb") as file:
+        file.seek(0, 2)
+        if file.tell() < position.offset:
+            return False
+        size, tail = 1 << 12, b""
+        while tail.count(b"\n", 0, -1) == 0 and len(tail) < position.offset:
+            start = max(0, position.offset - size)
+            file.seek(start)
+            tail, size = file.read(position.offset - start), 4 * size
+    return tail.endswith(b"\n") and tail[tail.rfind(b"\n", 0, -1) + 1 :].startswith(b"%08x " % position.checksum)
 
 
 def write_checkpoint(path: Path, position: Position, records: Iterable[Record], *, disk: Disk | None = None) -> None:

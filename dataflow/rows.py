@@ -46,12 +46,13 @@ class Ids:
 
 
 class Part:
-    """A segment, and how many rows in flight have columns in it."""
+    """A segment, how many rows were written into it, and how many of them are in flight."""
 
-    __slots__ = ("rows", "segment")
+    __slots__ = ("rows", "segment", "written")
 
-    def __init__(self, segment: Segment, rows: int = 0) -> None:
+    def __init__(self, segment: Segment, written: int, rows: int) -> None:
         self.segment = segment
+        self.written = written
         self.rows = rows
 
 
@@ -59,6 +60,7 @@ class Row:
     """State of one row. Bit i of each mask is node i of the graph."""
 
     __slots__ = (
+        "cancelled",
         "children",
         "done",
         "group",
@@ -86,7 +88,8 @@ class Row:
         self.tokens = tokens
         self.version = version
         """Oldest policy version in it; None where no policy made it."""
-        self.done = self.offered = self.leased = self.skipped = 0
+        self.done = self.offered = self.leased = self.skipped = self.cancelled = 0
+        """`cancelled` are the nodes that have their quorum without it; it is among the skipped there."""
         self.parts: dict[str, Part] = {}
         """Node -> where the columns lie that it wrote of this row."""
         self.children: list[Row] | None = None
