@@ -114,3 +114,52 @@ def test_without_peers_their_ratios_are_null(grpo_step: ModuleType, workloads: M
         is None
     )
     assert "ratio_to_trl None" in grpo_step.table({**result, "placement": {"actor": 2, "rollout": 2}})
+
+
+@pytest.fixture
+def buffer_work(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("buffer_work")
+
+
+def test_any_process_makes_the_same_groups_of_about_2000_tokens_a_row(buffer_work: ModuleType):
+    assert doctest.testmod(buffer_work).failed == 0
+    groups = buffer_work.ragged(1024, seed=7)
+    again = buffer_work.group(7, 5)
+    assert [*map(buffer_work.content_hash, groups[5].rows())] == [*map(buffer_work.content_hash, again.rows())]
+    assert len({buffer_work.content_hash(row) for group in groups for row in group.rows()}) == 1024
+    assert sum(group.num_tokens for group in groups) / 1024 == pytest.approx(2000, rel=0.05)
+    with pytest.raises(ValueError, match="no whole groups"):
+        buffer_work.ragged(12)
+
+
+def test_groups_are_the_same_rows_joined_and_in_arrow(buffer_work: ModuleType):
+    groups = buffer_work.ragged(24)
+    joined = buffer_work.joined(groups)
+    expected = [buffer_work.content_hash(row) for group in groups for row in group.rows()]
+    assert [buffer_work.content_hash(row) for row in joined.rows()] == expected
+    arrow = joined.to_arrow()
+    assert arrow.schema.names == list(buffer_work.DTYPES)
+    assert arrow["response_ids"][17].as_py() == joined["response_ids"][17].tolist()
+    assert arrow["reward"].to_pylist() == joined.scalars["reward"].tolist()
+
+
+@pytest.mark.slow
+def test_transfer_queue_does_all_its_work_in_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    python = BENCHMARKS.parent / ".venv-peers" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("no peers: `make bench-peers`")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    system = importlib.import_module("turns").System(
+        [python, BENCHMARKS / "transfer_queue.py", "--small"], tmp_path / "log"
+    )
+    try:
+        for work in system.facts["works"]:
+            [answer] = system.run(1, work=work)
+            assert answer["work"] == work
+            assert answer["verified"], answer
+            if work == "failures":
+                assert answer["lost_rows"] == answer["claimed_rows"] == 8
+                assert {answer["group_of"][row] for row in answer["sampled_group"]} == {0, 1}
+    finally:
+        system.close()
