@@ -185,6 +185,9 @@ def write_checkpoint(path: Path, position: Position, records: Iterable[Record], 
         lines.append(_line({"do": "end", "records": len(lines) - 1}, checksum))
         disk.write(descriptor, b"".join(lines))
         disk.sync(descriptor)
+    except OSError:
+        partial.unlink()
+        raise
     finally:
         disk.close(descriptor)
     disk.rename(partial, path)
