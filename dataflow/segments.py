@@ -21,7 +21,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ class Segment:
 
     def to_json(self) -> list[Any]:
         """The reference as it stands in the ledger's log."""
-        return list(astuple(self))
+        return [self.node, self.file, self.offset, self.num_bytes, self.checksum]
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> Segment:
@@ -124,9 +124,12 @@ class SegmentWriter:
         Raises:
             OSError: the folder has no room. Nothing is published, and the next append overwrites what was written.
         """
-        record = _decoded(batch.record)
+        record = batch.record
         with self._lock:
-            stream = next((s for s in self._streams if s.schema.equals(record.schema, check_metadata=True)), None)
+            stream = self._stream(record.schema)
+            if stream is None:  # a new schema, or one with dictionaries, which no stream has
+                record = _decoded(record)
+                stream = self._stream(record.schema)
             if stream is None:
                 self._streams.append(stream := StreamFile(record.schema))
             pieces = stream.message(record)
@@ -148,6 +151,9 @@ class SegmentWriter:
         with self._lock:
             for stream in self._streams:
                 stream.leave()
+
+    def _stream(self, schema: pa.Schema) -> StreamFile | None:
+        return next((s for s in self._streams if s.schema.equals(schema, check_metadata=True)), None)
 
     def _write(self, stream: StreamFile, pieces: list[Any], num_bytes: int) -> Segment:
         if stream.descriptor < 0 or stream.end + num_bytes + len(END_OF_STREAM) > stream.capacity:
