@@ -257,6 +257,9 @@ class Witness:
         self.counts: dict[str, GraphProof] = {}
         self.rows: dict[int, Row] = {}
         self.groups: dict[int, Group] = {}
+        self.notes: dict[str, Any] = {}
+        self.sources: dict[str, Sequence[Any]] = {}
+        """Graph -> the segment with the rows of its source."""
         self.violations: list[str] = []
         self.damage: list[str] = []
         self._on_retired, self._keep_parts = on_retired, keep_parts
@@ -275,6 +278,24 @@ class Witness:
         self._records, self._offset = 0, 0
         self._checkpoint_paths = checkpoints(folder)
         self._sound_checkpoints = 0
+
+    @property
+    def offset(self) -> int:
+        """Byte at which the record that is taken in begins; in the end, of the end."""
+        return self._offset
+
+    @property
+    def groups_issued(self) -> int:
+        return self._next_group
+
+    def waits_for_a_larger_bound(self, group: Group) -> list[str]:
+        """Nodes that found a group too old and let it wait."""
+        nodes = group.graph.nodes
+        return [
+            n.name
+            for n in nodes
+            if group.id in self._held_back.get((group.graph.name, n.index), ()) and not group.claimed & n.bit
+        ]
 
     # Reading
 
@@ -393,10 +414,10 @@ class Witness:
         return rules
 
     def _note(self, record: Record) -> None:
-        pass
+        self.notes[record["key"]] = record["value"]
 
     def _source(self, record: Record) -> None:
-        self._rules(record)
+        self.sources[self._rules(record).name] = record["segment"]
         self._refer(record["segment"])
 
     def _refer(self, segment: Sequence[Any]) -> None:

@@ -118,10 +118,14 @@ def locked_versions() -> dict[str, str]:
 
 def test_the_lock_satisfies_pyproject():
     extras = PYPROJECT["project"]["optional-dependencies"]
-    assert set(extras) == {"cpu", "cuda", "dev"}
+    assert set(extras) == {"cpu", "cuda", "dev", "inspect"}
     locked = locked_versions()
     for needed in (
-        PYPROJECT["project"]["dependencies"] + extras["cpu"] + extras["dev"] + PYPROJECT["build-system"]["requires"]
+        PYPROJECT["project"]["dependencies"]
+        + extras["cpu"]
+        + extras["dev"]
+        + extras["inspect"]
+        + PYPROJECT["build-system"]["requires"]
     ):
         requirement = Requirement(needed)
         version = locked.get(canonicalize_name(requirement.name))

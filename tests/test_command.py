@@ -1,0 +1,157 @@
+"""The command line `weft`: what it prints, and with which exit code it ends."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from weft.__main__ import main
+from weft.dataflow.buffer import SampleBuffer
+from weft.dataflow.graph import TableSource, graph
+from weft.dataflow.log import Log, LogReader
+from weft.dataflow.operation import node
+from weft.dataflow.rows import Published
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@node(reads=("prompt",), writes=("length",))
+def measure(batch):
+    return batch
+
+
+@graph
+def train(prompts):
+    measure(prompts)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with runs/tiny, of whose three rows one is done, one leased and one waiting."""
+    recorded = train(TableSource("prompts", pa.table({"prompt": ["a", "b", "c"]})))
+    buffer = SampleBuffer.create(tmp_path / "runs" / "tiny" / "buffer", {"train": recorded})
+    ledger = buffer.ledgers["train"]
+    ledger.issue([0, 1, 2], [1, 1, 1], round=0)
+    for _ in range(2):
+        lease = ledger.claim(ledger.graph["measure"], max_rows=1, holder="rank 0")
+        assert lease is not None
+        if lease.ids[0] == 0:
+            ledger.publish(lease, Published(lease.ids, np.zeros(1, np.int64)), None)
+            ledger.finish(lease)
+    buffer.commit()
+    buffer.log.close()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs"
+
+
+def test_check_counts_every_row_and_says_ok(runs: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["buffer", "check", "tiny"]) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines() == [
+        "graph  issued  waiting  leased  done  dropped  why",
+        "train       3        1       1     1        0",
+        "",
+        "graph  node     rows consumed",
+        "train  measure              1",
+        "",
+        "leases: 2 granted, 1 finished, 0 released, 1 open; 0 restarts, 0 segments, 0 checkpoints",
+        "OK: 6 records account for 3 rows",
+    ]
+    assert main(["buffer", "check", str(runs / "tiny")]) == 0
+
+
+def test_check_ends_with_one_when_the_log_is_refuted(runs: Path, capsys: pytest.CaptureFixture[str]):
+    path = runs / "tiny" / "buffer" / "ledger.log"
+    records = list(LogReader(path))
+    log = Log(path)
+    for record in [*records, records[-1] | {"lease": 3}]:
+        log.append(record)
+    log.close()
+    assert main(["buffer", "check", "tiny"]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        r"VIOLATION byte \d+: claim: lease 3 of node 'measure' takes row 1, of group 1, "
+        r"which it holds already \(lease 2\)",
+        said[-2],
+    )
+    assert said[-1].startswith("NOT OK: 1 violation")
+
+
+def test_check_notes_a_torn_tail(runs: Path, capsys: pytest.CaptureFixture[str]):
+    path = runs / "tiny" / "buffer" / "ledger.log"
+    path.write_bytes(path.read_bytes()[:-5])
+    assert main(["buffer", "check", "tiny"]) == 0
+    assert "note: " in (said := capsys.readouterr().out) and "the last record is torn" in said
+
+
+def test_what_the_user_can_mend_ends_with_two(runs: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["buffer", "check", "tinny"]) == 2
+    assert "error: there is no run runs/tinny; did you mean 'tiny'?" in capsys.readouterr().err
+    (runs / "empty").mkdir()
+    assert main(["buffer", "check", "empty"]) == 2
+    assert "runs/empty has no buffer/ledger.log" in capsys.readouterr().err
+    assert main(["buffer", "why", "tiny", "0", "--graph", "trian"]) == 2
+    assert "did you mean 'train'" in capsys.readouterr().err
+    assert main(["buffer", "archive", "tinny"]) == 2
+    assert "did you mean 'tiny'" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        main(["buffer", "chekc", "tiny"])
+    assert end.value.code == 2
+
+
+def test_why_says_what_became_of_a_group(runs: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["buffer", "why", "tiny", "0"]) == main(["buffer", "why", "tiny", "1"]) == 0
+    finished, flying, waits = capsys.readouterr().out.splitlines()
+    assert finished.startswith("group 0 of graph 'train' (row 0 of the source, round 0) was finished at byte")
+    assert flying.endswith("is in flight") and waits == "measure: 1 of 1 rows to do; 1 leased"
+
+
+def test_table_lists_rows_of_a_state(runs: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["buffer", "table", "tiny", "--state", "waiting"]) == 0
+    header, row = capsys.readouterr().out.splitlines()
+    said = dict(zip(header.split(), row.split(), strict=False))
+    assert (said["sample_id"], said["level"], said["state"]) == ("2", "prompts", "waiting")
+    assert main(["buffer", "table", "tiny", "--limit", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "... 2 more"
+
+
+def test_sql_prints_the_answer(runs: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["buffer", "sql", "tiny", "select state, count(*) as n from rows group by state order by state"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["state    n", "done     1", "leased   1", "waiting  1"]
+
+
+def test_archive_writes_one_file(runs: Path, capsys: pytest.CaptureFixture[str]):
+    (runs / "tiny" / "samples").mkdir()
+    table = pa.table({"sample_id": [1]})
+    with pa.ipc.new_file(runs / "tiny" / "samples" / "train_000001.arrow", table.schema) as writer:
+        writer.write_table(table)
+    assert main(["buffer", "archive", "tiny"]) == 0
+    assert capsys.readouterr().out == "runs/tiny/samples.parquet\n" and (runs / "tiny" / "samples.parquet").is_file()
+
+
+def test_help_is_quick_and_loads_nothing_heavy():
+    code = "import sys; from weft.__main__ import main\ntry: main(['buffer', 'check', '--help'])\nfinally: print(sorted(sys.modules))"
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    took = time.monotonic() - started
+    assert done.returncode == 0 and "the directory of a run, or its name under runs/" in done.stdout
+    loaded = set(json.loads(done.stdout.splitlines()[-1].replace("'", '"')))
+    assert not loaded & {"torch", "ray", "vllm", "transformers", "duckdb", "pyarrow", "tyro"}
+    assert took < 5, "on a busy machine; 0.05 s on an idle one"
+
+
+def test_the_module_and_the_script_are_the_same_command(runs: Path):
+    environment = os.environ | {"PYTHONWARNINGS": "error"}
+    command = [sys.executable, "-m", "weft", "buffer", "check", "tinny"]
+    done = subprocess.run(command, cwd=runs.parent, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "") and "did you mean 'tiny'" in done.stderr
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"weft": f"{main.__module__}:{main.__qualname__}"}
