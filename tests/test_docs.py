@@ -74,6 +74,11 @@ def check_command(words: list[str]) -> None:
                 check_options(script[1], given)
     elif program.startswith("python") and arguments[0].endswith(".py"):
         check_options(arguments[0], arguments[1:])
+    elif program == "weft":
+        command = [word for word in arguments[:2] if not word.startswith("-")]
+        known = run(sys.executable, "-m", "weft", *command, "--help", cwd=ROOT)
+        for option in (word.split("=")[0] for word in arguments if word.startswith("--")):
+            assert re.search(rf"{option}(?![\w-])", known), f"weft {shlex.join(command)} --help does not know {option}"
     elif program == "pip":
         named = {extra for group in re.findall(r"\[([\w,]+)\]", " ".join(arguments)) for extra in group.split(",")}
         assert named <= EXTRAS, f"pyproject.toml has no extra {named - EXTRAS}"
@@ -113,6 +118,16 @@ def run_python(document: Path, blocks: list[Block], folder: Path) -> list[str]:
     return run(sys.executable, program, cwd=folder).split(end_of_block)[:-1]
 
 
+def transcript_of(block: Block, folder: Path) -> str:
+    """A console block as it looks when its `weft` commands are run in the folder."""
+    lines = []
+    for line in block.code.splitlines():
+        if line.startswith("$ weft "):
+            command = shlex.split(line.removeprefix("$ weft "))
+            lines += [line, run(sys.executable, "-m", "weft", *command, cwd=folder).rstrip("\n")]
+    return "\n".join(lines) + "\n"
+
+
 def wrong_in(document: Path, folder: Path) -> list[str]:
     """Everything in the document's blocks that is not true, each with its line."""
     blocks, wrong = blocks_of(document.read_text()), []
@@ -130,10 +145,15 @@ def wrong_in(document: Path, folder: Path) -> list[str]:
             wrong.append(f"{document.name}:{block.line}: {error}")
     programs = [block for block in blocks if block.language == "python" and block.test != "compile"]
     printed = dict(zip(programs, run_python(document, programs, folder), strict=True)) if programs else {}
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     for program, block in pairwise(blocks):
-        flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
         if block.test == "output" and not doctest.OutputChecker().check_output(block.code, printed[program], flags):
             wrong.append(f"{document.name}:{block.line}: it printed\n{printed[program]}")
+    for block in blocks:
+        if block.language == "console" and block.test == "run":
+            said = transcript_of(block, folder)
+            if not doctest.OutputChecker().check_output(block.code, said, flags):
+                wrong.append(f"{document.name}:{block.line}: it printed\n{said}")
     return wrong
 
 
@@ -164,6 +184,9 @@ import needs_a_gpu
 ```bash test="run"
 test -f Makefile
 ```
+```bash
+weft buffer table my-run --state waiting --limit 5
+```
 """
 
 FALSE = """
@@ -189,11 +212,21 @@ x = = 1
 ```haskell
 main = pure ()
 ```
+```bash
+weft buffer chek my-run
+```
+```bash
+weft buffer check my-run --fast
+```
 ```python
 print(1)
 ```
 ```text test="output"
 2
+```
+```console test="run"
+$ weft --help
+usage: waft
 ```
 """
 
@@ -206,4 +239,4 @@ def test_true_blocks_pass(tmp_path: Path):
 def test_each_false_block_is_reported_with_its_line(tmp_path: Path):
     (tmp_path / "false.md").write_text(FALSE)
     lines = [int(message.split(":")[1]) for message in wrong_in(tmp_path / "false.md", tmp_path)]
-    assert lines == [3, 6, 9, 12, 16, 19, 22, 28]
+    assert lines == [3, 6, 9, 12, 16, 19, 22, 25, 28, 34, 37]
