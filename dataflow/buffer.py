@@ -279,24 +279,26 @@ class SampleBuffer:
         Args:
             staleness: updates that a row may lag, when it is trained, the weights that generated it: as many groups as
                 will be trained within that are let in, so that the bound is kept by waiting, not by discarding.
-            groups_per_update: how many groups an update takes: so many are let in whatever their bytes, since nothing
-                is given free before they are trained on.
+            groups_per_update: how many groups an update takes: so many are let in even if they prove larger than there
+                is room for, since nothing becomes free before they are trained on.
 
         Groups are taken to be as large as the largest that was finished; bytes are no bound before the first is.
         """
         ledger, config = self.ledgers[name], self.config
         updates = [n for n in ledger.graph.nodes if n.operation.updates]
+        missing = groups_per_update - ledger.groups_in_flight + max(map(ledger.held, updates), default=0)
         bounds: list[tuple[int, str]] = []
         if config.max_rows is not None:
             each = max(expected_rows(ledger.graph), ledger.largest_group)
             free = config.max_rows // each - ledger.groups_in_flight
+            free = max(free, missing) if ledger.largest_group > expected_rows(ledger.graph) else free
             bounds.append((free, f"{ledger.rows_in_flight} rows in flight, max_rows={config.max_rows}, {each} a group"))
         if config.max_bytes is not None:
             each_bytes = ledger.largest_group_bytes
             written = round(ledger.published_bytes - ledger.finished_bytes)  # by groups in flight
             expected = ledger.num_bytes + max(0, each_bytes * ledger.groups_in_flight - written)
             free = (config.max_bytes - expected) // each_bytes if each_bytes else UNBOUNDED
-            free = max(free, groups_per_update - min([ledger.groups_in_flight, *map(ledger.unclaimed, updates)]))
+            free = max(free, missing)
             reason = f"{ledger.num_bytes} bytes in flight, max_bytes={config.max_bytes}, up to {each_bytes} a group"
             bounds.append((free, reason))
         if staleness is not None and updates:
@@ -428,13 +430,13 @@ def _latest_checkpoint(
         except (ValueError, OSError) as error:
             damage.append(f"{error}; the checkpoint before it is used")
             continue
+        if at is not None and position.offset > at.offset:
+            continue
         if not has_position(folder / LOG, position):
             damage.append(
                 f"{path} is of byte {position.offset} of the log, which has no record with its checksum there: part of it "
                 "is missing, or it went on otherwise"
             )
-            continue
-        if at is not None and position.offset > at.offset:
             continue
         sound.append(path)
         best = best or (position, state)
