@@ -92,6 +92,7 @@ class Row:
 
     __slots__ = (
         "away",
+        "cancelled",
         "children",
         "done",
         "group",
@@ -116,8 +117,8 @@ class Row:
         self.position = position
         self.tokens = tokens
         self.version = version
-        self.done = self.held = self.away = 0
-        """Nodes that are through with it, hold it, and will never see it."""
+        self.done = self.held = self.away = self.cancelled = 0
+        """Nodes that are through with it, hold it, and will never see it; quorums that were chosen without it."""
         self.reason = ""
         """Why it is away."""
         self.children: list[Row] = []
@@ -462,7 +463,7 @@ class Witness:
         for node in nodes:
             if node.quorum:
                 if node.index in group.chosen:
-                    self._take_away(row, node, f"late at {node.name}", also_here=True)
+                    self._cancel(row, node, f"late at {node.name}")
                 elif _is_ready(row, node):
                     group.ready.setdefault(node.index, []).append((self._records, row))
 
@@ -571,10 +572,15 @@ class Witness:
         group.chosen[node.index] = taken
         for row in list(group.levels[node.level]):
             if row.id not in taken and not (row.away | row.done) & node.bit:
-                self._take_away(row, node, f"over-issued at {node.name}", also_here=True)
-                for servant in node.servants:
-                    if not (row.done | row.held | row.away) & servant.bit:
-                        self._skip(row, servant)
+                self._cancel(row, node, f"over-issued at {node.name}")
+
+    def _cancel(self, row: Row, node: NodeRules, reason: str) -> None:
+        """A quorum was chosen without this row: work on it for the quorum alone is over too, but where it is under way."""
+        self._take_away(row, node, reason, also_here=True)
+        row.cancelled |= node.bit
+        for servant in node.servants:
+            if not row.held & servant.bit:
+                self._skip(row, servant)
 
     def _passed_over(
         self, graph: GraphRules, node: NodeRules, ids: Sequence[int], limit: int | None, stale: Sequence[Any]
@@ -742,7 +748,7 @@ class Witness:
             self._restarting = True
         for row in lease.rows if node.takes_groups else lease.open.values():
             row.held &= ~node.bit
-            if not node.takes_groups and row.away & node.masters:
+            if not node.takes_groups and row.cancelled & node.masters:
                 self._skip(row, node)  # its quorum was chosen meanwhile
         for group in {row.group for row in lease.rows} if node.takes_groups else ():
             group.claimed &= ~node.bit
