@@ -511,7 +511,8 @@ def test_what_a_killed_process_wrote_is_safe_from_the_loss_of_power_once_the_nex
         position, size = driver.buffer.checkpoint(), (folder / LOG).stat().st_size
         disk.lose_power(random.Random(number))
         assert (folder / LOG).stat().st_size == size == position.offset
-        assert restore(folder, GRAPHS).end == position
+        history = restore(folder, GRAPHS)
+        assert history.end == position and len(history.checkpoints) == len(checkpoints(folder)) and not history.damage
 
 
 # What is damaged, missing, or of another time

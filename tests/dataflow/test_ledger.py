@@ -33,6 +33,14 @@ def segment(file: str = "data", num_bytes: int = 10) -> Segment:
     return Segment("node", file, 0, num_bytes, 0)
 
 
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class Trainer(Worker):
     Config = Config
 
@@ -235,6 +243,173 @@ def test_a_map_must_return_every_row():
         ledger.finish(lease)
 
 
+def test_a_lease_past_its_deadline_gives_its_rows_back():
+    clock = Clock()
+    ledger = Ledger(grpo(), clock=clock)
+    ledger.issue([0, 1], [1, 1], round=0)
+    late = claim(ledger, "generate", max_rows=1, deadline_s=3.0, holder="rollout 0")
+    claim(ledger, "generate", deadline_s=5.0)
+    assert ledger.next_deadline == 3.0 and ledger.expire() == []
+    clock.now = 3.0
+    assert ledger.expire() == [late] and ledger.next_deadline == 5.0
+    assert ledger.late == 0
+    with pytest.raises(LeaseError, match=r"released or finished before \(rollout 0 did not finish by its deadline\)"):
+        expand(ledger, late, 2)
+    assert ledger.late == 1 and ledger.ready(node(ledger, "generate")) == 1
+
+
+def test_columns_of_different_lengths_are_refused_before_they_are_noted():
+    ledger = generated(grpo())
+    lease = claim(ledger, "score")
+    with pytest.raises(LeaseError, match=r"node 'score' published columns of \[1, 2\] rows"):
+        ledger.publish(lease, Published(lease.ids[:2], np.ones(1, np.int64)), None)
+    with pytest.raises(ValueError, match="2 rows were issued with the tokens of 1"):
+        ledger.issue([0, 1], [1], round=0)
+    do_again = lease.ids.tolist()
+    publish(ledger, lease, do_again)
+    ledger.finish(lease)
+
+
+# Quorum
+
+
+def first_two(deadline_s: float | None = None, *, dialogues: bool = False) -> Graph:
+    draw = Drawing()
+    samples = draw.add(draw.prompts, "dialogues", Shape.EXPAND) if dialogues else draw.prompts
+    samples = draw.add(samples, "generate", Shape.EXPAND, reads=("prompt",))
+    samples = draw.add(samples, "score", reads=("generate_c",))
+    draw.add(
+        samples, "first", Shape.FILTER, reads=("score_c",), quorum=True, whole_groups=True, n=2, deadline_s=deadline_s
+    )
+    return draw.graph()
+
+
+def test_the_first_rows_that_are_ready_win_and_the_others_are_cancelled():
+    ledger = generated(first_two(), prompts=1, samples=5)
+    lease = claim(ledger, "score")
+    publish(ledger, lease, [1003])
+    assert ledger.ready_groups(node(ledger, "first")) == 0
+    publish(ledger, lease, [1004, 1001])
+    assert ledger.ready(node(ledger, "first")) == 2
+    winners = claim(ledger, "first")
+    assert winners.ids.tolist() == [1003, 1004]
+    ledger.release(winners)
+    assert claim(ledger, "first").ids.tolist() == [1003, 1004], "the choice stands"
+    assert ledger.dropped == {"over-issued at first": 3}
+    ledger.release(lease)
+    assert ledger.claim(node(ledger, "score")) is None, "nobody works for a row that was cancelled"
+
+
+def test_after_the_deadline_a_quorum_takes_what_there_is():
+    clock = Clock()
+    ledger = Ledger(first_two(5.0), clock=clock)
+    ledger.issue([0], [1], round=0)
+    lease = claim(ledger, "generate")
+    expand(ledger, lease, 3)
+    ledger.finish(lease)
+    clock.now = 7.0
+    publish(ledger, claim(ledger, "score"), [1002])
+    clock.now = 11.9
+    assert ledger.expire() == [] and ledger.claim(node(ledger, "first")) is None
+    clock.now = 12.0
+    assert ledger.expire() == [] and claim(ledger, "first").ids.tolist() == [1002]
+
+
+def test_rows_that_come_when_the_quorum_is_chosen_are_late():
+    ledger = Ledger(first_two(dialogues=True))
+    ledger.issue([0], [1], round=0)
+    lease = claim(ledger, "dialogues")
+    expand(ledger, lease, 2)
+    ledger.finish(lease)
+    lease = claim(ledger, "generate")
+    expand(ledger, lease, 2, first=2000, only=[1000])
+    do(ledger, "score")
+    do(ledger, "first")
+    expand(ledger, lease, 3, first=3000, only=[1001])
+    assert ledger.dropped == {"late at first": 3} and ledger.claim(node(ledger, "score")) is None
+    ledger.finish(lease)
+    assert ledger.groups_in_flight == 0 and ledger.counts()["dropped"] == 3
+
+
+# Staleness
+
+
+def aged(versions: list[int]) -> Ledger:
+    """A ledger with a group of one row, ready for its update, of each of these versions."""
+    ledger = Ledger(grpo())
+    ledger.issue(range(len(versions)), [1] * len(versions), round=0)
+    lease = claim(ledger, "generate")
+    expand(ledger, lease, 1, versions=np.array(versions))
+    ledger.finish(lease)
+    do(ledger, "score")
+    do(ledger, "advantages")
+    return ledger
+
+
+def test_a_group_that_is_too_old_waits_for_a_larger_bound():
+    ledger = aged([5, 3, 5])
+    update = node(ledger, "update")
+    assert ledger.oldest_version(update) == 3
+    assert claim(ledger, "update", staleness=Staleness(6, 2)).ids.tolist() == [1000, 1002]
+    assert (ledger.held(update), ledger.ready(update), ledger.stale) == (1, 0, {"wait": 1})
+    assert ledger.claim(update, staleness=Staleness(6, 2)) is None and ledger.claim(update) is None
+    assert claim(ledger, "update", staleness=Staleness(6, 3)).ids.tolist() == [1001]
+    assert ledger.stale == {"wait": 1} and ledger.held(update) == 0
+
+
+def test_a_group_that_is_too_old_is_masked():
+    ledger = aged([5, 3, 5])
+    lease = claim(ledger, "update", staleness=Staleness(6, 2, "mask"))
+    assert lease.ids.tolist() == [1000, 1001, 1002] and lease.masked == {1001} and ledger.stale == {"mask": 1}
+
+
+def test_the_prompt_of_a_group_that_is_too_old_is_issued_again():
+    ledger = aged([5, 3, 5])
+    lease = claim(ledger, "update", max_groups=2, staleness=Staleness(6, 2, "requeue"))
+    assert lease.ids.tolist() == [1000, 1002] and ledger.group_ids == [0, 2, 3]
+    assert [r.position for r in claim(ledger, "generate").rows] == [1]
+    assert ledger.stale == {"requeue": 1} and ledger.dropped == {"stale at updater.update": 1}
+
+
+def test_a_group_that_is_too_old_is_dropped():
+    ledger = aged([3])
+    assert ledger.claim(node(ledger, "update"), staleness=Staleness(6, 2, "drop")) is None
+    assert ledger.group_ids == [] and ledger.stale == {"drop": 1} and ledger.counts()["dropped"] == 1
+
+
+# Losses, and what is given free
+
+
+def test_a_lost_group_is_issued_again_unless_somebody_works_on_it():
+    ledger = generated(grpo())
+    lease = claim(ledger, "score", max_rows=1)
+    with pytest.raises(
+        LeaseError, match=r"group 0 of graph 'drawn' is lost \(its file is gone\) while rows of it are leased"
+    ):
+        ledger.lose(0, "its file is gone")
+    ledger.release(lease)
+    ledger.lose(0, "its file is gone")
+    assert ledger.group_ids == [1, 2] and ledger.dropped == {"lost": 4}
+    assert claim(ledger, "generate").rows[0].position == 0
+
+
+def test_a_segment_is_given_free_once_when_its_last_row_retires():
+    ledger = generated(grpo())
+    assert ledger.num_bytes == 10 and ledger.take_freed() == []
+    for name in ("score", "advantages"):
+        do(ledger, name)
+    lease = claim(ledger, "update", max_groups=1)
+    publish(ledger, lease, into=segment("of nobody"))
+    ledger.finish(lease)
+    assert [s.file for s in ledger.take_freed()] == ["of nobody"], "an update writes no columns"
+    assert ledger.groups_in_flight == 1 and ledger.num_bytes == 30
+    do(ledger, "update")
+    assert sorted(s.file for s in ledger.take_freed()) == ["children", "data", "data", "data"]
+    assert ledger.num_bytes == 0 and ledger.take_freed() == []
+    assert ledger.published_bytes == 30 and ledger.largest_group_bytes == 15
+    assert ledger.finished_bytes == pytest.approx(30)
+
+
 # Filters and expansions
 
 
@@ -407,14 +582,6 @@ def test_two_hundred_thousand_rows_take_seconds_in_small_claims():
 
 
 # Against a model
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass
@@ -968,6 +1135,12 @@ def random_graph(chance: random.Random) -> Graph:
     """Maps, groups, filters, quorums, expansions and updates on branches that part and join."""
     draw = Drawing()
     branches = [draw.prompts]
+    if chance.random() < 0.2:  # rows come late for a quorum, and some of them are under way to it
+        turns = draw.add(draw.add(draw.prompts, "dialogues", Shape.EXPAND), "turns", Shape.EXPAND)
+        scored = draw.add(turns, "score", reads=("turns_c",))
+        waits: dict[str, Any] = {"whole_groups": True, "quorum": True, "reads": ("score_c",)}
+        draw.add(scored, "first", Shape.FILTER, **waits, n=chance.randint(1, 3), deadline_s=1.0)
+        branches = [turns, scored]
     for number in range(chance.randint(1, 7)):
         rows = chance.choice(branches)
         others = [b for b in branches if b.level == rows.level]
