@@ -6,7 +6,7 @@ while the run goes on.
 
 What is proven of each graph:
 
-- every sample id is given out once, over all graphs of the run, and a child's is one of those set aside for its parent;
+- every sample id is given out once, over all graphs of the run, and a child's is one of those set aside for the lease;
 - a node claims rows that exist, are of its level, have everything done that it comes after, and that nobody holds;
 - no node consumes a row twice, or one that was dropped before it;
 - a node that takes groups claims all of a group, when no more rows of it can come; a quorum the first that were ready;
@@ -234,6 +234,8 @@ class LeaseNote:
     offset: int
     first_child: int
     open: dict[int, Row]
+    made: set[int] = field(default_factory=set)
+    """Rows that were made under it."""
     staged: list[tuple[Record, list[Row]]] = field(default_factory=list)
     """What was published of it and counts when it is finished (nodes that take groups)."""
 
@@ -663,7 +665,7 @@ class Witness:
             else:
                 rows.append(row)
         if parents is not None:
-            self._check_children(lease, ids, parents, what)
+            self._check_children(lease, ids, what)
         if "segment" in record:
             self._refer(record["segment"])
         if node.takes_groups:
@@ -671,16 +673,15 @@ class Witness:
         else:
             self._accept(node, record, rows)
 
-    def _check_children(self, lease: LeaseNote, ids: Sequence[int], parents: Sequence[int], what: str) -> None:
-        firsts = {row.id: lease.first_child + k * MAX_CHILDREN for k, row in enumerate(lease.rows)}
-        staged = {id for record, _ in lease.staged for id in record["ids"]}
-        for id, parent in zip(ids, parents, strict=True):
-            if id in self.rows or id in staged:
+    def _check_children(self, lease: LeaseNote, ids: Sequence[int], what: str) -> None:
+        end = lease.first_child + len(lease.rows) * MAX_CHILDREN
+        for id in ids:
+            if id in lease.made:
                 self._complain(f"publish: {what} makes row {id}, which was made before")
-            first = firsts.get(parent, id)
-            if not first <= id < first + MAX_CHILDREN:
-                ids_aside = f"for which {first} to {first + MAX_CHILDREN - 1} are set aside"
-                self._complain(f"publish: {what} makes row {id} of row {parent}, {ids_aside}")
+            elif not lease.first_child <= id < end:
+                aside = f"ids {lease.first_child} to {end - 1} are set aside for it"
+                self._complain(f"publish: {what} makes row {id}, but {aside}")
+        lease.made.update(ids)
 
     def _accept(self, node: NodeRules, record: Record, rows: Sequence[Row]) -> None:
         segment = record.get("segment") if self._keep_parts and node.writes else None

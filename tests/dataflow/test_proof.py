@@ -418,7 +418,7 @@ MUTATIONS: dict[str, tuple[Callable[[Records], int], str]] = {
     ),
     "a child has another's id": (
         changed("publish", "generate", ids=lambda ids: [99, *ids[1:]]),
-        "makes row 99 of row 0, for which 8194 to 12289 are set aside",
+        "makes row 99, but ids 8194 to 16385 are set aside for it",
     ),
     "a child has another's parent": (
         changed("publish", "generate", parents=lambda ids: [8194, *ids[1:]]),
