@@ -36,6 +36,8 @@ MOST_VIOLATIONS = 1000
 RESTARTED = "the run was started again"
 """Why recovery releases the leases of those who are gone."""
 
+_FOREIGN = "of another log, or of a future that was given up when the run went back; recovery passes it over"
+
 
 @dataclass
 class GraphProof:
@@ -350,7 +352,7 @@ class Witness:
             self.damage.append(reader.damage)
         for offset, path in places.items():
             if offset < position.offset:
-                self.violations.append(f"{path.name}: byte {offset} of the log is not between two records")
+                self.damage.append(f"{path.name}: {_FOREIGN}")
             else:
                 self.damage.append(f"{path.name}: of byte {offset} of the log, of which {position.offset} can be read")
 
@@ -376,8 +378,7 @@ class Witness:
         except (ValueError, OSError):
             return
         if place.checksum != position.checksum:
-            where = f"{path.name}: the log has checksum {position.checksum:08x} at byte {position.offset}"
-            self.violations.append(f"{where}, the checkpoint says {place.checksum:08x}: it is of another log")
+            self.damage.append(f"{path.name}: {_FOREIGN}")
             return
         self._sound_checkpoints += 1
         saved = {
