@@ -163,3 +163,70 @@ def test_transfer_queue_does_all_its_work_in_small(monkeypatch: pytest.MonkeyPat
                 assert {answer["group_of"][row] for row in answer["sampled_group"]} == {0, 1}
     finally:
         system.close()
+
+
+@pytest.fixture
+def buffer_kills(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("buffer_kills")
+
+
+def test_nothing_is_lost_when_simulated_processes_die(buffer_kills: ModuleType):
+    answer = buffer_kills.simulated(kills=200, rows=4_000, seed=1)
+    assert (answer["kills"], answer["rows"], answer["violations"]) == (200, 4_000, [])
+    assert (answer["lost"], answer["duplicated"], answer["mixed_groups"]) == (0, 0, 0)
+    assert 0 < answer["longest_stall_s"] <= buffer_kills.DEADLINE_S + buffer_kills.TICK_S
+    assert answer["late_refused"] > 0
+    assert answer["restarts"] > 0
+
+
+def test_nothing_is_lost_when_real_processes_are_killed(buffer_kills: ModuleType):
+    answer = buffer_kills.real(kills=4, seed=1)
+    assert (answer["kills"], answer["restarts"], answer["violations"]) == (4, 1, [])
+    assert (answer["lost"], answer["duplicated"], answer["mixed_groups"]) == (0, 0, 0)
+    assert answer["verified"] >= answer["rows"] > 0  # an update may be done again when its driver died before it heard
+    assert (answer["wrong"], answer["lost_segments"], answer["left_behind"]) == (0, 0, [])
+    assert answer["longest_stall_s"] < 10
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        ("none", (0, 0, 0)),
+        ("an update is not finished", (8, 0, 0)),
+        ("a row is scored twice", (0, 1, 0)),
+        ("an update takes seven rows", (1, 0, 1)),
+        ("a prompt is issued twice", (0, 8, 0)),
+        ("a prompt is not issued", (8, 0, 0)),
+    ],
+)
+def test_the_reader_of_the_log_finds_what_is_wrong(
+    buffer_kills: ModuleType, tmp_path: Path, change: str, wrong: tuple[int, int, int]
+):
+    from weft.dataflow.buffer import LOG
+    from weft.dataflow.log import Log
+
+    def group(k: int, position: int) -> list[dict[str, Any]]:
+        root, lease, ids = 100 * k, 10 * k, list(range(100 * k + 1, 100 * k + 9))
+        own = ids[:7] if change == "an update takes seven rows" and k == 1 else ids
+        records: list[dict[str, Any]] = [{"do": "issue", "first": root, "positions": [position]}]
+        for node, rows in (("generate", [root]), ("score", ids), ("advantages", ids), ("actor.update", own)):
+            lease += 1
+            publish = {"do": "publish", "lease": lease, "ids": ids if node == "generate" else rows}
+            publish |= {"parents": [root] * 8} if node == "generate" else {}
+            again = {"do": "publish", "lease": lease, "ids": ids[3:4]}
+            records += [{"do": "claim", "lease": lease, "node": node, "ids": rows}, publish]
+            records += [again] if change == "a row is scored twice" and node == "score" and k == 1 else []
+            records += [{"do": "finish", "lease": lease}]
+        if change == "an update is not finished" and k == 1:
+            records[-1] = {"do": "release", "lease": lease, "why": ""}
+        return records
+
+    positions = {"a prompt is issued twice": [0, 1, 1], "a prompt is not issued": [0]}.get(change, [0, 1])
+    log = Log(tmp_path / LOG)
+    for k, position in enumerate(positions):
+        for record in group(k, position):
+            log.append(record)
+    log.close()
+    found = buffer_kills.proof_of(tmp_path, 2)
+    assert (found["lost"], found["duplicated"], found["mixed_groups"]) == wrong
