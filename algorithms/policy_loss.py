@@ -5,6 +5,9 @@ PolicyLoss(aggregation=sequence_mean, kl=KlPenalty(coefficient=0.04))           
 PolicyLoss(aggregation=fixed_length(1024))                              Dr. GRPO
 PolicyLoss(clip_high=0.28)                                              DAPO
 PolicyLoss(ratio=sequence_ratio, aggregation=sequence_mean, clip_low=3e-4, clip_high=4e-4)   GSPO
+PolicyLoss(correction=TruncatedImportance(cap=2.0))                     truncated importance sampling (TIS)
+PolicyLoss(old="old_logprobs", correction=TruncatedImportance())        decoupled PPO
+PolicyLoss(correction=(TruncatedImportance(cap=5.0), Rejection(low=0.5, high=5.0)))          IcePop
 """
 
 from __future__ import annotations
@@ -12,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from ..dataflow.column import ADVANTAGES, REFERENCE_LOGPROBS, RESPONSE_LOGPROBS, RESPONSE_MASK
+from ..dataflow.column import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, RESPONSE_LOGPROBS, RESPONSE_MASK
 from ..dataflow.config import Config
 from ..dataflow.lazy import torch
-from ..dataflow.metrics import Mean, Metrics
+from ..dataflow.metrics import Max, Mean, Metric, Metrics, Sum
 from .aggregation import Aggregation, token_mean
+from .corrections import MAX_LOG_RATIO, Correction, combined
 from .kl import KlPenalty, k3
 from .loss import PackedRows
 from .ratios import clipped_surrogate, token_ratio
@@ -28,9 +32,9 @@ if TYPE_CHECKING:
 
 
 class PolicyLoss(Config):
-    """Clipped policy gradient: l_t = -min(r_t A_t, clip(r_t) A_t) + beta KL_t - c H_t, then aggregated.
+    """Clipped policy gradient: l_t = -w_t min(r_t A_t, clip(r_t) A_t) + beta KL_t - c H_t, then aggregated.
 
-    Variants are values of its parts, not branches.
+    r = current / old; w = 1, or what `correction` makes of trainer / generator. Variants are values of its parts, not branches.
 
     >>> rows = PackedRows.of([2], advantages=[1.0, 1.0], response_logprobs=[-1.0, -1.0])
     >>> loss_sum, metrics = PolicyLoss()(torch.tensor([-1.0, -0.5]), rows)  # ratios 1 and 1.65; the second is clipped
@@ -50,16 +54,53 @@ class PolicyLoss(Config):
     """Penalty for leaving the reference; the graph must then write `reference_logprobs`."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
     """Bonus for entropy; above 0 it costs one more pass over the logits."""
-    old: str = str(RESPONSE_LOGPROBS)
-    """Column with the log-probabilities under the policy that the ratio compares with."""
+    old: str | None = None
+    """Column with the log-probabilities under the policy that the ratio compares with. None: the generator's own,
+    `response_logprobs`; with a correction that weighs, `old_logprobs` where the rows have it, otherwise the policy as it
+    stands (r = 1: a plain policy gradient, right for one optimizer step a batch, and without a pass of its own)."""
+    correction: Correction | tuple[Correction, ...] = ()
+    """What to do about tokens that the generator drew from another distribution than the trainer's; several are multiplied.
+    It acts on the policy gradient, not on the KL penalty nor the entropy bonus."""
+
+    @model_validator(mode="after")
+    def _ratio_counts_once(self) -> PolicyLoss:
+        for one in self._corrections:
+            if isinstance(one, type):
+                raise ValueError(f"correction={one.__name__} is a class; make a value of it: {one.__name__}()")
+        weighing = [repr(one) for one in self._corrections if one.weighs]
+        if len(weighing) > 1:
+            raise ValueError(f"the ratio to the generator must be weighed with once, not by {' and '.join(weighing)}")
+        if weighing and self.old == str(RESPONSE_LOGPROBS):
+            raise ValueError(
+                f"{weighing[0]} weighs with the ratio to the generator, which is in the clipped ratio already when "
+                f"old={self.old!r}; leave `old` out, or compare with the trainer's own: old={str(OLD_LOGPROBS)!r}"
+            )
+        return self
 
     @property
     def reads(self) -> tuple[str, ...]:
-        return (str(ADVANTAGES), self.old, *((str(REFERENCE_LOGPROBS),) if self.kl else ()))
+        generator = (str(RESPONSE_LOGPROBS),) if self._corrections or not self.old else ()
+        reference = (str(REFERENCE_LOGPROBS),) if self.kl else ()
+        return tuple(dict.fromkeys((str(ADVANTAGES), *((self.old,) if self.old else ()), *generator, *reference)))
 
     @property
     def may_read(self) -> tuple[str, ...]:
-        return (str(RESPONSE_MASK),)
+        trainer = (str(OLD_LOGPROBS),) if self._weighs and not self.old else ()
+        return tuple(c for c in (str(RESPONSE_MASK), str(RESPONSE_LOGPROBS), *trainer) if c not in self.reads)
+
+    @property
+    def _corrections(self) -> tuple[Correction, ...]:
+        return self.correction if isinstance(self.correction, tuple) else (self.correction,)
+
+    @property
+    def _weighs(self) -> bool:
+        return any(one.weighs for one in self._corrections)
+
+    def _old_column(self, rows: PackedRows) -> str | None:
+        """The column that the ratio compares with; None: the policy as it stands."""
+        if self.old or not self._weighs:
+            return self.old or str(RESPONSE_LOGPROBS)
+        return str(OLD_LOGPROBS) if OLD_LOGPROBS in rows else None
 
     @property
     def needs_entropy(self) -> bool:
@@ -76,8 +117,13 @@ class PolicyLoss(Config):
             rows: with the columns of `reads`, none of which gets a gradient.
 
         Returns:
-            (scalar, metrics `clip_fraction`, `approx_kl` (k3 from the old policy) and, where asked for, `kl`
-            and `entropy`; means over trained tokens). 0 with a gradient of 0 when every token is masked.
+            (scalar, metrics). 0 with a gradient of 0 when every token is masked. Means over trained tokens:
+            `clip_fraction`, `approx_kl` (k3 from the old policy) and, where asked for, `kl` and `entropy`. Where the rows
+            have `response_logprobs`, of the generator against the trainer (the old policy; where that is the generator
+            itself, or none, the policy as it stands): `generator_kl_k1` and `generator_kl_k3` (nats, estimates of
+            KL(generator || trainer)), `mean_generator_ratio` and `max_generator_ratio` (trainer / generator, of single
+            tokens). With a correction: `mean_importance_weight`, `truncated_fraction`, `masked_fraction`, and the counts
+            `masked_tokens` and `masked_rows` (with every trained token left out).
         """
         weights, trained = self.aggregation.weights(rows), rows.trained > 0
 
@@ -85,11 +131,29 @@ class PolicyLoss(Config):
             # A masked token may hold anything, even nan, which would survive a weight of 0, forwards and backwards.
             return torch.where(trained, rows[column], 0.0)
 
-        log_ratio = torch.where(trained, logprobs - read(self.old), 0.0)
+        old_column = self._old_column(rows)
+        old = logprobs.detach() if old_column is None else read(old_column)
+        log_ratio = torch.where(trained, logprobs - old, 0.0)
         losses, clipped = clipped_surrogate(
             self.ratio(log_ratio, rows).exp(), read(str(ADVANTAGES)), self.clip_low, self.clip_high
         )
         watched = {"clip_fraction": clipped, "approx_kl": k3(-log_ratio.detach(), torch.zeros_like(log_ratio))}
+        largest: dict[str, Tensor] = {}
+        counted: dict[str, Tensor] = {}
+        if self._corrections or RESPONSE_LOGPROBS in rows:
+            trainer = logprobs.detach() if old_column == str(RESPONSE_LOGPROBS) else old
+            off = torch.where(trained, trainer - read(str(RESPONSE_LOGPROBS)), 0.0).detach()
+            ratio = off.clamp(max=MAX_LOG_RATIO).exp()
+            watched |= {"generator_kl_k1": -off, "generator_kl_k3": k3(-off, torch.zeros_like(off))}
+            watched["mean_generator_ratio"] = largest["max_generator_ratio"] = ratio
+            if self._corrections:
+                corrected = combined(self._corrections, off, rows)
+                losses = torch.where(corrected.masked, 0.0, losses * corrected.weights)
+                watched["mean_importance_weight"] = corrected.weights
+                watched |= {"truncated_fraction": corrected.truncated, "masked_fraction": corrected.masked}
+                counted["masked_tokens"] = trained & corrected.masked
+                left = rows.sums((trained & ~corrected.masked).float())
+                counted["masked_rows"] = (rows.trained_lengths > 0) & (left == 0)
         if self.kl:
             kl = self.kl.estimator(logprobs, read(str(REFERENCE_LOGPROBS)))
             losses, watched["kl"] = losses + self.kl.coefficient * kl, kl
@@ -98,9 +162,15 @@ class PolicyLoss(Config):
             losses, watched["entropy"] = losses - self.entropy_coefficient * entropy, entropy
         loss_sum = (weights * losses).sum()
         with torch.no_grad():
-            sums = [torch.where(trained, values, 0.0).sum() for values in watched.values()]
-            totals = torch.stack([trained.sum(), *sums]).tolist()  # one transfer from the device for all of them
-        return loss_sum, {name: Mean(total, totals[0]) for name, total in zip(watched, totals[1:], strict=True)}
+            tensors = [torch.where(trained, values, 0.0).sum() for values in watched.values()]
+            tensors += [torch.where(trained, values, 0.0).amax() for values in largest.values() if len(trained)]
+            tensors += [values.sum() for values in counted.values()]
+            # One transfer from the device for all of them.
+            count, *numbers = torch.stack([trained.sum(), *tensors]).tolist()
+        found = iter(numbers)
+        metrics: dict[str, Metric] = {name: Mean(next(found), count) for name in watched}
+        metrics |= {name: Max(next(found)) for name in largest if len(trained)}
+        return loss_sum, metrics | {name: Sum(next(found)) for name in counted}
 
 
 class NegativeLogLikelihood(Config):
