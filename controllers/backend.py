@@ -16,9 +16,10 @@ from ..dataflow.graph import ParameterEdge
 from ..dataflow.handle import Handle
 from ..dataflow.segments import SegmentReader, SegmentWriter
 from ..workers.worker import Context, Worker
+from .desk import Desk
 from .group import Call, WorkerGroup
 from .placement import Place
-from .shell import DataAccess, Reply, Task, run
+from .shell import DataAccess, Reply, Task
 
 
 @dataclass(frozen=True)
@@ -97,14 +98,19 @@ class Backend(Protocol):
         """Replies that have come since, at least one; empty when none came in time."""
         ...
 
+    def cancel(self, call: Call) -> None:
+        """End a call that gives way, on all of its ranks; its last reply comes all the same."""
+        ...
+
     def close(self) -> None: ...
 
 
 class Local:
-    """Every group in this process, one rank each, without Ray. A call runs to its end where it is made."""
+    """Every group in this process, one rank each, without Ray, on one thread: the groups work in turns, while the driver waits."""
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
+        self._desks: dict[str, Desk] = {}
         self._events: deque[Event] = deque()
         self._data: DataAccess | None = None
 
@@ -121,6 +127,7 @@ class Local:
             place = Place(setup.placement[name].pool)  # world size 1, whatever the placement says
             worker = handle.worker_class(handle.config, Context(name=name, run_dir=setup.run_dir, seed=setup.seed))
             self._workers[name] = worker
+            self._desks[name] = Desk(worker, self._data)
             groups[name] = WorkerGroup(name, handle, place, [worker.coordinates], self._submit)
         return groups
 
@@ -128,11 +135,16 @@ class Local:
         """There is one node, and the buffer keeps its files itself."""
 
     def _submit(self, rank: int, task: Task, call: Call) -> None:
-        assert self._data is not None
-        for reply in run(self._workers[call.group.name], task, self._data):
-            self._events.append(Event(call, rank, reply))
+        self._desks[call.group.name].add(task, lambda reply: self._events.append(Event(call, rank, reply)))
+
+    def cancel(self, call: Call) -> None:
+        self._desks[call.group.name].cancel(call.number)
 
     def wait(self, timeout_s: float) -> Sequence[Event]:
+        while not self._events and any(desk.busy for desk in self._desks.values()):
+            for desk in self._desks.values():
+                if desk.busy:
+                    desk.turn()
         events, self._events = list(self._events), deque()
         return events
 
@@ -144,3 +156,4 @@ class Local:
                 closing.callback(self._data.close)
                 self._data = None
             self._workers.clear()
+            self._desks.clear()

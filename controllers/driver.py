@@ -51,7 +51,7 @@ from .placement import Placement, resolve
 from .progress import Progress
 from .run_directory import RunDirectory
 from .schedule import OnePass, Synchronous
-from .shell import TOKEN_COLUMNS
+from .shell import TOKEN_COLUMNS, Reply
 
 FUNCTIONS = "weft.functions"
 """The worker group that runs pure functions."""
@@ -116,8 +116,6 @@ class Flow:
     refills: int = 0
     due: bool = False
     """An evaluation that waits for its turn."""
-    issued: int = 0
-    """Rows of the source issued so far."""
     open: bool = False
     """Something was issued of a step (or evaluation) that is not closed yet."""
     closed_at: int = -1
@@ -132,7 +130,6 @@ class Flow:
         chosen = list(itertools.islice(self.positions, number))
         self.ledger.issue(chosen, self.num_tokens[chosen].tolist(), round=round)
         self.open = True
-        self.issued += len(chosen)
 
     def take_metrics(self, prefix: str = "") -> dict[str, float]:
         merged = {prefix + name: metric.value for name, metric in merge(self.metrics).items()}
@@ -335,7 +332,7 @@ class Driver:
         if evaluating or self._stopped or self._passing_weights or self.step >= self._schedule.steps:
             return
         number = self._schedule.admit(train.ledger, self.step)
-        room = self._live_buffer.room("train")
+        room = self._live_buffer.room("train", groups_per_update=self._schedule.prompts_per_step)
         if number > room.groups:
             if not train.ledger.groups_in_flight:
                 raise StalledError(
@@ -355,7 +352,6 @@ class Driver:
 
     def _issue(self, flow: Flow, number: int) -> None:
         flow.issue(number, self.step)
-        self._live_buffer.note(f"cursor/{flow.name}", flow.issued)
 
     @property
     def _live_buffer(self) -> SampleBuffer:
@@ -477,6 +473,9 @@ class Driver:
 
     def _take(self, event: Event) -> None:
         call = event.call
+        void = call.ledger is not None and call.lease is not None and not call.ledger.holds(call.lease)
+        if void and event.reply.failure is not None:  # too late for anybody to care
+            event = replace(event, reply=Reply(done=True))
         call.take(event.rank, event.reply)
         published, ledger, lease = event.reply.published, call.ledger, call.lease
         # A lease whose deadline has passed is void: its rows are somebody else's.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,6 +42,8 @@ class Call:
     method: str
     ranks: tuple[int, ...]
     """Ranks that were called."""
+    number: int = field(default_factory=itertools.count(1).__next__)
+    """Its name among the calls of this process."""
     node: Node | None = None
     ledger: Ledger | None = None
     lease: Lease | None = None
@@ -124,7 +127,7 @@ class WorkerGroup:
                 k: v.values[rank] if isinstance(v, PerRank) else v
                 for k, v in self._checked(method, dispatch, arguments).items()
             }
-            self._submit(rank, Task(method, own), call)
+            self._submit(rank, Task(method, own, number=call.number), call)
         return call
 
     def call_node(self, ledger: Ledger, lease: Lease, **extra: Any) -> Call:
@@ -143,7 +146,7 @@ class WorkerGroup:
         self._check_shares(dispatch, shares, keep, len(lease.rows))
         # A rank without rows is called all the same: it takes part in the collectives of its group.
         ranks = tuple(rank for rank, share in enumerate(shares) if share is not None)
-        call = Call(self, method, ranks, node, ledger, lease)
+        call = Call(self, method, ranks, node=node, ledger=ledger, lease=lease)
         call.waiting = set(ranks)
         arguments = (
             {**node.arguments, **extra}
@@ -156,7 +159,7 @@ class WorkerGroup:
             share = tuple(shares[rank] or ())
             if share not in tasks:  # equal copies for the ranks of one replica
                 tasks[share] = whole.task(ledger, share)
-            self._submit(rank, Task(method, arguments, tasks[share], keep=rank in keep), call)
+            self._submit(rank, Task(method, arguments, tasks[share], keep=rank in keep, number=call.number), call)
         return call
 
     def _dispatch(self, method: str) -> Dispatch:

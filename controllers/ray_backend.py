@@ -7,15 +7,18 @@ cluster listens on loopback alone, keeps its files in a folder of its own, and i
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
+import queue
 import secrets
 import shutil
 import signal
 import sys
 import tempfile
 import threading
+import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,12 +29,15 @@ from ..dataflow.errors import UserError
 from ..dataflow.handle import Handle
 from ..workers.worker import Context
 from .backend import Event, Files, Setup, plain_name, this_node
+from .desk import Desk
 from .group import Call, WorkerError, WorkerGroup
 from .placement import Place, ResourcePool, machine_cpus, machine_gpus, require_devices
-from .shell import Failure, Task, failure_of, run
+from .shell import Failure, Reply, Task, failure_of
 
 START_TIMEOUT_S = 300.0
 """Longest wait for workers to be up: vLLM's imports and a large model's loading are in it."""
+MAX_CALLS = 64
+"""Calls on one rank that may be under way; all but one of them wait for their turn."""
 CLOSE_TIMEOUT_S = 5.0
 """Longest wait for workers to release what they hold, before they are ended without being asked."""
 
@@ -227,6 +233,7 @@ class RayBackend:
             "runtime_env": {"env_vars": env},
             "scheduling_strategy": reserved.strategy,
             "max_restarts": 0,
+            "max_concurrency": MAX_CALLS,
         }
         return ray.remote(Rank).options(**options).remote(handle.worker_class, handle.config, context, *data)
 
@@ -265,6 +272,10 @@ class RayBackend:
     def _submit(self, rank: int, task: Task, call: Call) -> None:
         stream = self._actors[call.group.name, rank].call.options(num_returns="streaming").remote(task)
         self._streams[stream] = (call, rank)
+
+    def cancel(self, call: Call) -> None:
+        for rank in call.ranks:
+            self._actors[call.group.name, rank].cancel.remote(call.number)
 
     def wait(self, timeout_s: float) -> Sequence[Event]:
         import ray
@@ -324,7 +335,10 @@ class RayBackend:
 
 
 class Rank:
-    """One rank of a group, inside its Ray actor process: the worker and its shell, its log in the run directory."""
+    """One rank of a group, inside its Ray actor process: the worker at its desk, its log in the run directory.
+
+    Ray calls in on a thread for each call; all of the work is done by one thread, which is the worker's own.
+    """
 
     def __init__(
         self, worker_class: type, config: Any, context: Context, files: Files, names: Mapping[str, str]
@@ -337,12 +351,39 @@ class Rank:
         self.failure: Failure | None = None
         self.node = names[ray.get_runtime_context().get_node_id()]
         self.data = files.access(self.node, f"{context.name}-{context.rank}")
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._desk: Desk | None = None
+        self._thread = threading.Thread(target=self._work, args=(worker_class, config, context), daemon=True)
+        self._up = threading.Event()
+        self._thread.start()
+
+    def _work(self, worker_class: type, config: Any, context: Context) -> None:
         try:
             self.worker = worker_class(config, context)
+            self._desk = Desk(self.worker, self.data)
         except Exception as error:  # reported by coordinates(), as text: not every exception survives a pickle
             self.failure = failure_of(error)
+        self._up.set()
+        try:
+            while True:
+                if self._desk is not None and self._desk.busy and self._inbox.empty():
+                    self._desk.turn()
+                    continue
+                wanted = self._inbox.get()
+                if wanted is None:
+                    break
+                wanted()
+        except BaseException:  # a worker that ends its thread ends its process: nobody waits for it in vain
+            traceback.print_exc()
+            os._exit(1)
+        try:
+            if self.worker is not None:
+                self.worker.close()
+        finally:
+            self.data.close()
 
     def coordinates(self) -> tuple[Any, Any, str]:
+        self._up.wait()
         return self.failure, None if self.failure else self.worker.coordinates, self.node
 
     def connect(self, peers: Mapping[str, str], token: str) -> None:
@@ -350,15 +391,23 @@ class Rank:
         self.data.reader.peers = {node: location for node, location in peers.items() if node != self.node}
         self.data.reader.token = token
 
-    def call(self, task: Task) -> Iterator[Any]:
-        yield from run(self.worker, task, self.data)
+    def call(self, task: Task) -> Iterator[Reply]:
+        replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
+        assert self._desk is not None
+        self._inbox.put(functools.partial(self._desk.add, task, replies.put))
+        while True:
+            reply = replies.get()
+            yield reply
+            if reply.done or reply.failure is not None:
+                return
+
+    def cancel(self, number: int) -> None:
+        assert self._desk is not None
+        self._inbox.put(functools.partial(self._desk.cancel, number))
 
     def close(self) -> None:
-        try:
-            if self.worker is not None:
-                self.worker.close()
-        finally:
-            self.data.close()
+        self._inbox.put(None)
+        self._thread.join()
 
 
 class SegmentHost:

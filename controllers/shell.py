@@ -71,6 +71,13 @@ class Task:
     rows: RowTask | None = None
     keep: bool = True
     """Publish the rows that come back (one rank per replica does)."""
+    number: int = 0
+    """Of the call, in the run."""
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether other calls on the worker have a turn while this one goes on."""
+        return self.rows is not None and self.rows.operation.gives_way
 
 
 @dataclass(frozen=True)
@@ -100,8 +107,8 @@ class Failure:
     """The samples at fault where the worker knows them, else those of the call."""
 
 
-def run(worker: Worker, task: Task, data: DataAccess) -> Iterator[Reply]:
-    """Carry out a call; the last reply has `done` or `failure`."""
+def run(worker: Worker, task: Task, data: DataAccess) -> Iterator[Reply | None]:
+    """Carry out a call; the last reply has `done` or `failure`. None: nothing to say, somebody else may have a turn."""
     started = time.perf_counter()
     try:
         method = getattr(worker, task.method)
@@ -113,6 +120,9 @@ def run(worker: Worker, task: Task, data: DataAccess) -> Iterator[Reply]:
         result = method(gather(rows, data.reader), **task.arguments)
         children = _Children(rows)
         for part in result if isinstance(result, Iterator) else (result,):
+            if part is None and rows.operation.gives_way:
+                yield None
+                continue
             batch, metrics = _checked(rows.operation.name, part)
             if not task.keep:
                 continue

@@ -10,6 +10,7 @@ It lives in the driver. Worker processes write segments and read them; what they
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -28,6 +29,7 @@ from .ledger_state import load, save
 from .log import Log, LogReader, Position, Record, has_position, read_checkpoint, write_checkpoint
 from .operation import Shape
 from .rows import Fate, Ids, Lease, LeaseError, Published
+from .segment_files import with_file
 from .segments import DamagedSegment, Segment, SegmentStore, verify
 
 LOG = "ledger.log"
@@ -81,7 +83,7 @@ class SampleBuffer:
     log: Log
     store: SegmentStore
     notes: dict[str, Any] = field(default_factory=dict)
-    """Small facts that must come back with the rows: policy versions, the place in the prompts."""
+    """Small facts that must come back with the rows: policy versions, the step."""
     damage: list[str] = field(default_factory=list)
     """What was found damaged at recovery, and what was done about it."""
     disk: Disk = field(default_factory=Disk)
@@ -255,9 +257,12 @@ class SampleBuffer:
     def checkpoint(self) -> Position:
         """Save the state at this position of the log, so that recovery starts from here; returns the position.
 
-        Everything that it refers to is on disk when this returns.
+        Everything that it refers to on this node is on disk when this returns.
         """
         self.commit(sync=True)
+        here = {s.file for g in self.ledgers.values() for s in g.live_segments() if s.node == self.node}
+        for file in sorted(here):
+            with_file(self.segments / file, os.fdatasync)
         position = self.log.position
         records: list[Record] = [
             {"do": "ids", "next_id": self.ids.next_id, "next_group": self.ids.next_group},
@@ -273,12 +278,16 @@ class SampleBuffer:
         self._pinned = self._live_segments()
         return position
 
-    def room(self, name: str, *, staleness: int | None = None, groups_per_update: int = 1) -> Room:
+    def room(
+        self, name: str, *, groups_per_update: int = 1, staleness: int | None = None, lag: int = 0, taken: int = 0
+    ) -> Room:
         """How many groups of this graph may be issued now, by rows, bytes and optimizer steps, and which of them binds.
 
         Args:
             staleness: updates that a row may lag, when it is trained, the weights that generated it: as many groups as
                 will be trained within that are let in, so that the bound is kept by waiting, not by discarding.
+            lag: updates that the weights which generate now are behind those that are trained.
+            taken: groups that the update under way has claimed so far, finished or not.
             groups_per_update: how many groups an update takes: so many are let in even if they prove larger than there
                 is room for, since nothing becomes free before they are trained on.
 
@@ -302,8 +311,8 @@ class SampleBuffer:
             reason = f"{ledger.num_bytes} bytes in flight, max_bytes={config.max_bytes}, up to {each_bytes} a group"
             bounds.append((free, reason))
         if staleness is not None and updates:
-            ahead = max(ledger.unclaimed(n) + ledger.leased_groups(n) for n in updates)
-            free = (staleness + 1) * groups_per_update - ahead
+            ahead = max(ledger.unclaimed(n) + max(taken, ledger.leased_groups(n)) for n in updates)
+            free = (staleness + 1 - lag) * groups_per_update - ahead
             bounds.append((free, f"{ahead} groups wait to be trained on, max_staleness={staleness}"))
         free, reason = min(bounds, default=(UNBOUNDED, ""))
         return Room(max(0, free), reason)

@@ -265,6 +265,7 @@ class Graph:
             operation = dict(fields["operation"])
             operation |= {k: tuple(operation[k]) for k in ("reads", "may_read", "writes")}
             operation["shape"] = Shape(operation["shape"])
+            operation["in_parts"] = tuple(operation["in_parts"]) if operation.get("in_parts") is not None else None
             columns = {k: tuple(fields[k]) for k in ("reads", "writes", "after")}
             nodes.append(
                 Node(**{**fields, **columns, "operation": Operation(**operation)}, function=_without_code, missing=())

@@ -112,6 +112,8 @@ class Ledger:
         self.largest_group_bytes = 0
         """Most bytes that a finished group had."""
         self.groups_finished = 0
+        self.prompts_issued = 0
+        """Rows of the source that `issue` was called with so far: the place in the source."""
         self._issued = self._done = 0
         self._dropped: Counter[str] = Counter()
         self.stale: Counter[str] = Counter()
@@ -259,6 +261,7 @@ class Ledger:
         if round != self._round:
             self._round = round
             self._claimed = [0] * len(self.graph.nodes)
+        self.prompts_issued += len(positions)
         for position, tokens in zip(positions, num_tokens, strict=True):
             self._issue(position, tokens, round)
 
@@ -529,7 +532,8 @@ class Ledger:
         held, self._held[i] = self._held[i], []
         for id in held:
             group = self._groups[id]
-            if staleness.allows(self._rows_offered(group, i)):
+            # Under another fate than the one that they waited for, that one is theirs.
+            if staleness.fate != "wait" or staleness.allows(self._rows_offered(group, i)):
                 self._offer_group(group, i)
             else:
                 self._held[i].append(id)
@@ -629,7 +633,10 @@ class Ledger:
         lengths = {len(a) for a in (ids, held, published.num_tokens, published.versions) if a is not None}
         if len(lengths) != 1:
             raise LeaseError(f"node {node.name!r} published columns of {sorted(lengths)} rows in lease {lease.token}")
-        if len(set(ids)) != len(ids) or (published.parents is not None and any(id in self._rows for id in ids)):
+        taken = {id for _, p, _ in lease.staged for id in p.ids.tolist()} if published.parents is not None else ()
+        if len(set(ids)) != len(ids) or (
+            published.parents is not None and any(id in self._rows or id in taken for id in ids)
+        ):
             raise LeaseError(f"node {node.name!r} published a row twice in lease {lease.token}")
         what = {"lease": lease.token, "ids": ids, "tokens": published.num_tokens.tolist()}
         what |= {"segment": segment.to_json()} if segment is not None else {}
@@ -951,7 +958,8 @@ class Ledger:
             if not group.whole[node.level]:
                 maker = self.graph.levels[node.level]
                 missing.append(f"the rest of the group from {maker!r}")
-            state = (
+            too_old = group_id in self._held[i] and "too old; waits for a larger bound"
+            state = too_old or (
                 f"{leased} leased" if leased else f"waits for {', '.join(missing)}" if missing else "ready, not claimed"
             )
             lines.append(f"{node.name}: {len(left)} of {len(rows)} rows to do; {state}")

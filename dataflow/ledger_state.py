@@ -25,6 +25,7 @@ def save(ledger: Ledger) -> Iterator[Record]:
         "source": ledger.source.to_json() if ledger.source else None,
         "round": ledger.round,
         "claimed": ledger._claimed,
+        "prompts": ledger.prompts_issued,
         "issued": ledger._issued,
         "done": ledger._done,
         "dropped": dict(ledger._dropped),
@@ -107,6 +108,7 @@ def _load_totals(ledger: Ledger, record: Record) -> None:
     ledger.source = Segment.from_json(record["source"]) if record["source"] else None
     ledger._round = record["round"]
     ledger._claimed = list(record["claimed"])
+    ledger.prompts_issued = record["prompts"]
     ledger._issued, ledger._done = record["issued"], record["done"]
     ledger._dropped, ledger.stale = Counter(record["dropped"]), Counter(record["stale"])
     ledger.late, ledger._next_token = record["late"], record["token"]

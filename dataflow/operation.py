@@ -47,6 +47,11 @@ class Operation:
     """Sees all rows of a group at once (always true of GROUP; a FILTER or EXPAND may ask for it)."""
     updates: bool = False
     """Waits for a whole training batch and makes a new version of its worker group's parameters."""
+    gives_way: bool = False
+    """A generator that lets other calls on its worker have a turn each time it yields; so several may be under way."""
+    in_parts: tuple[str, ...] | None = None
+    """An update whose rows may come in several calls, the last of which says so (`last=True`), as long as these arguments are
+    1; None: it takes its batch at once."""
     quorum: bool = False
     """A FILTER that is given the first `n` rows of a group (its argument) as soon as they are ready, or what there is when its
     `deadline_s` (the other argument, or None) has passed since the first was; the others of the group are cancelled."""
@@ -91,6 +96,8 @@ def declare(
     whole_groups: bool = False,
     updates: bool = False,
     quorum: bool = False,
+    gives_way: bool = False,
+    in_parts: tuple[str, ...] | None = None,
 ) -> Operation:
     """The `Operation` of a function or method, columns given by name or as `Column`."""
     if whole_groups and shape is Shape.MAP:
@@ -104,6 +111,8 @@ def declare(
         whole_groups=whole_groups or quorum or shape is Shape.GROUP,
         updates=updates,
         quorum=quorum,
+        gives_way=gives_way,
+        in_parts=in_parts,
     )
 
 

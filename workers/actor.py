@@ -91,11 +91,15 @@ class ActorWorker(Worker):
         reads=(PROMPT_IDS, RESPONSE_IDS, "{loss.reads}"),
         may_read=("{loss.may_read}", TEMPERATURE, RESPONSE_MASK, RESPONSE_LOGPROBS, RESPONSE_VERSIONS),
         updates=True,
+        in_parts=("epochs", "minibatches"),
     )
-    def update(self, batch: Batch, *, loss: Loss = PolicyLoss(), epochs: int = 1, minibatches: int = 1) -> Metrics:
+    def update(
+        self, batch: Batch, *, loss: Loss = PolicyLoss(), epochs: int = 1, minibatches: int = 1, last: bool = True
+    ) -> Metrics:
         """One new version of the weights: `epochs` passes over the rows, each of `minibatches` optimizer steps.
 
-        With several minibatches each rank shuffles and cuts its own rows.
+        With several minibatches each rank shuffles and cuts its own rows. In one pass of one step the rows may come in
+        several calls, as they become ready: gradients are accumulated until the `last` of them (the driver says which).
 
         Returns:
             `loss`, `grad_norm` (before clipping), `learning_rate`, `tokens` (trained on, over all passes), `skipped_steps`
@@ -106,10 +110,12 @@ class ActorWorker(Worker):
         """
         parts: list[Metrics] = [self._staleness(batch)]
         observed = _WithGap(loss) if RESPONSE_LOGPROBS in batch else loss
+        if not last:
+            return merge([*parts, self.engine.accumulate(batch, observed, last=False)])
         for epoch in range(epochs):
             for rows in self._cut(len(batch), minibatches, epoch):
                 part = batch if minibatches == 1 else batch.take(rows)
-                parts.append(self.engine.step(part, observed))
+                parts += [self.engine.accumulate(part, observed, last=True), self.engine.apply()]
                 observed = loss  # later steps see other weights than those before the update
         self.version += 1
         return merge(parts)

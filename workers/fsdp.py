@@ -70,6 +70,8 @@ class FsdpEngine:
         self.model.requires_grad_(optimizer is not None)
         self.gathers_once = self._distribute()
         self.optimizer = None if optimizer is None else self._make_optimizer(optimizer)
+        self._count = self._loss_total = 0.0
+        """Of the rows whose gradients have been accumulated since the last step: what the sum is divided by, and the sum."""
 
     @property
     def coordinates(self) -> Coordinates:
@@ -89,50 +91,50 @@ class FsdpEngine:
         self._reshard()
         return out, rows.response[1]
 
-    def step(self, batch: Batch, loss: Loss) -> Metrics:
-        if self.optimizer is None or self.schedule is None:
+    def accumulate(self, batch: Batch, loss: Loss, *, last: bool) -> Metrics:
+        if self.optimizer is None:
             raise RuntimeError("this engine was made without an optimizer; it computes log-probabilities only")
         rows = self._pack(batch, [c for c in (*loss.reads, *loss.may_read) if c in batch])
         plan = rows.plan(self.microbatch_tokens)
         everything = rows.packed()
         local_count, num_tokens = loss.count(everything), float(everything.trained.sum())
         replicas = self._over_replicas(len(plan), local_count)
-        count = float(replicas[:, 1].sum())
+        self._count += float(replicas[:, 1].sum())
         parts: list[Metrics] = []
         loss_total = torch.zeros((), device=self.device)
-        if count > 0:
-            plan = self._padded_plan(plan, replicas)
-            for number, part in enumerate(plan):
-                self._sync_gradients(number == len(plan) - 1)
-                logprobs, entropy = self._forward(rows, part, entropy=loss.needs_entropy)
-                if len(part):
-                    packed = rows.packed(part)
-                    if entropy is not None:
-                        packed = PackedRows(packed.cu_seqlens, {**packed.columns, "entropy": entropy})
-                    loss_sum, metrics = loss(logprobs, packed)
-                    parts.append(metrics)
-                else:
-                    loss_sum = 0.0 * logprobs.sum()
-                # FSDP averages over replicas; the loss is a sum.
-                (loss_sum * (len(replicas) / count)).backward()
-                loss_total += loss_sum.detach()
+        plan = self._padded_plan(plan, replicas) or [np.empty(0, dtype=np.int64)] * last
+        for number, part in enumerate(plan if self._count > 0 else ()):
+            self._sync_gradients(last and number == len(plan) - 1)
+            logprobs, entropy = self._forward(rows, part, entropy=loss.needs_entropy)
+            if len(part):
+                packed = rows.packed(part)
+                if entropy is not None:
+                    packed = PackedRows(packed.cu_seqlens, {**packed.columns, "entropy": entropy})
+                loss_sum, metrics = loss(logprobs, packed)
+                parts.append(metrics)
+            else:
+                loss_sum = 0.0 * logprobs.sum()
+            (loss_sum * len(replicas)).backward()  # FSDP averages over replicas; the loss is a sum
+            loss_total += loss_sum.detach()
+        if last:
             self._reshard()
         total = loss_total.item()
-        applied: dict[str, Metric] = self._apply(total) if count > 0 else {}
-        skipped = not applied and self.coordinates.dp == 0  # said once, not by every replica
-        return {
-            **merge(parts),
-            "loss": Mean(total, local_count),
-            **applied,
-            "tokens": Sum(num_tokens),
-            "skipped_steps": Sum(float(skipped)),
-        }
+        self._loss_total += total
+        return {**merge(parts), "loss": Mean(total, local_count), "tokens": Sum(num_tokens)}
 
-    def _apply(self, loss_total: float) -> dict[str, Metric]:
+    def apply(self) -> Metrics:
+        applied = self._apply() if self._count > 0 else {}
+        self._count = self._loss_total = 0.0
+        skipped = not applied and self.coordinates.dp == 0  # said once, not by every replica
+        return {**applied, "skipped_steps": Sum(float(skipped))}
+
+    def _apply(self) -> dict[str, Metric]:
         """Clip and step; or, when the loss or the gradient is not finite on any rank, do nothing and return nothing."""
         assert self.optimizer is not None and self.schedule is not None
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = gradient_norm(gradients, also=0.0 * loss_total)  # 0 * inf is nan, and reaches every rank
+        for gradient in gradients:
+            _local(gradient).div_(self._count)
+        norm = gradient_norm(gradients, also=0.0 * self._loss_total)  # 0 * inf is nan, and reaches every rank
         applied: dict[str, Metric] = {}
         if math.isfinite(norm):
             limit = self.schedule.max_grad_norm

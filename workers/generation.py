@@ -70,7 +70,8 @@ class GenerationEngine(Protocol):
     """Policy version of the weights that the next step samples from; 0 for those of the model's folder."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[Response]]:
-        """Responses as they finish, those of one step together. All requests are admitted before the first step.
+        """Responses as they finish, those of one step together; an empty list where nothing finished, after each step. All
+        requests are admitted before the first step.
 
         Closing the iterator early gives up the requests that are not finished. `update_weights` may be called
         between two items: requests go on under the new version.

@@ -20,11 +20,13 @@ def remote(
     writes: Iterable[object] = (),
     whole_groups: bool = False,
     updates: bool = False,
+    gives_way: bool = False,
+    in_parts: tuple[str, ...] | None = None,
 ) -> Callable[[F], F]:
-    """Attach an `Operation` and a `Dispatch` to a method. The method itself stays what it is.
+    """Attach an `Operation` (which explains the arguments) and a `Dispatch` to a method. The method itself stays what it is.
 
     A method with columns takes a `Batch` first and returns a `Batch`, metrics, `(Batch, metrics)`, or an iterator of
-    these (each is passed on as soon as it is yielded). A map returns a row for each row, in the same order.
+    these (each is passed on as soon as it is yielded; None says nothing and gives way). A map returns a row for each row, in the same order.
     """
 
     def attach(method: F) -> F:
@@ -36,6 +38,8 @@ def remote(
             writes=writes,
             whole_groups=whole_groups,
             updates=updates,
+            gives_way=gives_way,
+            in_parts=in_parts,
         )
         method.__dispatch__ = dispatch  # pyright: ignore[reportFunctionMemberAccess]
         return method

@@ -86,13 +86,15 @@ class RolloutWorker(Worker):
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
         shape=Shape.EXPAND,
+        gives_way=True,
         reads=(PROMPT_IDS,),
         writes=(RESPONSE_IDS, RESPONSE_LOGPROBS, RESPONSE_VERSIONS, FINISH_REASON, TEMPERATURE),
     )
     def generate(
         self, prompts: Batch, *, n: int = 1, sampling: Sampling | None = None
-    ) -> Iterator[tuple[Batch, Metrics]]:
-        """`n` responses to each prompt. Yields whole groups as they finish, those of one engine step together.
+    ) -> Iterator[tuple[Batch, Metrics] | None]:
+        """`n` responses to each prompt. Yields whole groups as they finish, those of one engine step together, and None after
+        a step in which none did: another call on this worker may have its turn then.
 
         Args:
             prompts: columns `sample_id`, `group_id`, `prompt_ids`.
@@ -127,6 +129,8 @@ class RolloutWorker(Worker):
                 if whole:
                     responses = [finished[row].pop(row * n + index) for row in whole for index in range(n)]
                     yield _batch(np.repeat(sample_ids[whole], n), responses, sampling), _metrics(responses)
+                else:
+                    yield None
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def receive_weights(self, weights: Weights) -> str:

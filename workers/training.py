@@ -125,8 +125,13 @@ class TrainingEngine(Protocol):
         """Log-probability of each response token: `(values [T] float32 nats, cu_seqlens [rows + 1])`."""
         ...
 
-    def step(self, batch: Batch, loss: Loss) -> Metrics:
-        """One optimizer step on the rows of all replicas. Merged over replicas, the metrics are those of the whole step."""
+    def accumulate(self, batch: Batch, loss: Loss, *, last: bool) -> Metrics:
+        """Add the gradient of these rows (of all replicas) to that of the optimizer step to come; `last`: no more rows come.
+        Merged over calls and replicas, the metrics are those of the whole step."""
+        ...
+
+    def apply(self) -> Metrics:
+        """The optimizer step: the gradient that was accumulated, divided by the count of all rows, clipped and applied."""
         ...
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -160,6 +160,8 @@ class TransformersEngine:
                 keep = torch.from_numpy(np.flatnonzero(~done)).to(self._device)
                 batch.keep(keep)
                 sampled = sampled[keep]
+            else:
+                yield []
             logits = self._forward(batch, sampled)
 
     def _prefill(self, requests: Sequence[Request], max_tokens: int) -> tuple[_Rows, Tensor]:

@@ -118,7 +118,7 @@ class VllmEngine:
                 done = waiting & self._finished.keys()
                 if not done:
                     self._step()
-                    continue
+                    done = waiting & self._finished.keys()
                 waiting -= done
                 yield [self._finished.pop(key) for key in sorted(done, key=int)]
         finally:

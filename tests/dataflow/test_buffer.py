@@ -910,7 +910,10 @@ class Stream:
         return lease is not None or self.claim_any()
 
     def claim_any(self) -> bool:
-        leases = (self.ledger.claim(n, max_rows=3, max_groups=1) for n in (self.generate, self.score, self.advantages))
+        leases = (
+            self.ledger.claim(n, max_rows=self.shared, max_groups=1)
+            for n in (self.generate, self.score, self.advantages)
+        )
         lease = next((lease for lease in leases if lease), None)
         self.at_work += [(lease, self.version)] if lease else []
         return lease is not None

@@ -41,8 +41,16 @@ def worker(tiny_model: Path) -> RolloutWorker:
     return RolloutWorker(RolloutConfig(model=tiny_model, engine="transformers"), Context(seed=5))
 
 
-def rows_of(parts: Iterator[tuple[Batch, Metrics]]) -> Batch:
-    return Batch.concat([batch for batch, _ in parts])
+Parts = Iterator[tuple[Batch, Metrics] | None]
+
+
+def said(parts: Parts) -> list[tuple[Batch, Metrics]]:
+    """Without the turns that were given away."""
+    return [part for part in parts if part is not None]
+
+
+def rows_of(parts: Parts) -> Batch:
+    return Batch.concat([batch for batch, _ in said(parts)])
 
 
 def tokens(batch: Batch) -> dict[int, list[list[int]]]:
@@ -59,7 +67,7 @@ def test_generate_is_declared_as_an_expansion_of_prompts() -> None:
 
 
 def test_every_batch_comes_with_its_tokens_and_the_share_that_stopped(worker: RolloutWorker) -> None:
-    parts = list(worker.generate(prompts_of([3, 5]), n=4, sampling=Sampling(max_tokens=6)))
+    parts = said(worker.generate(prompts_of([3, 5]), n=4, sampling=Sampling(max_tokens=6)))
     metrics = merge(metrics for _, metrics in parts)
     batch = rows_of(iter(parts))
     assert metrics["tokens"] == Sum(float(batch.lengths("response_ids").sum()))
@@ -107,7 +115,7 @@ def test_without_seeds_two_replicas_draw_different_tokens(tiny_model: Path) -> N
 def test_groups_are_handed_over_whole_and_before_the_last_is_done(tiny_model: Path) -> None:
     config = RolloutConfig(model=tiny_model, engine="transformers", transformers=TransformersSettings(max_num_seqs=4))
     sampling = Sampling(max_tokens=5, ignore_stop=True)
-    parts = [batch for batch, _ in RolloutWorker(config).generate(prompts_of([3] * 5), n=2, sampling=sampling)]
+    parts = [batch for batch, _ in said(RolloutWorker(config).generate(prompts_of([3] * 5), n=2, sampling=sampling))]
     assert [part.numpy("parent_id").tolist() for part in parts] == [
         [100, 100, 101, 101],
         [102, 102, 103, 103],
