@@ -1,4 +1,4 @@
-"""The command line: `weft buffer check | why | table | sql | archive RUN`."""
+"""The command line: `weft buffer check | why | table | sql | archive RUN`, `weft timeline RUN`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what a command needs is imported when it runs: --help is quick
     from .dataflow.proof import Proof
@@ -36,8 +36,8 @@ def _parser() -> argparse.ArgumentParser:
     buffer = rooms.add_parser("buffer", help="the sample buffer of a run: its log, its rows, its samples")
     commands = buffer.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def add(name: str, command: object, help: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
+    def add(name: str, command: object, help: str, to: Any = commands) -> argparse.ArgumentParser:
+        added = to.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
         added.add_argument("run", metavar="RUN", help=f"the directory of a run, or its name under {RUNS}/")
         added.set_defaults(command=command)
         return added
@@ -53,6 +53,13 @@ def _parser() -> argparse.ArgumentParser:
     sql.add_argument("query", metavar="QUERY", help="such as 'select state, count(*) from rows group by state'")
     sql.add_argument("--limit", type=int, default=100, help="how many rows are shown (100)")
     add("archive", _archive, "write all samples into one Parquet file, samples.parquet")
+    timeline = add(
+        "timeline", _timeline, "say how busy each worker group of a run was, and draw what it did when", rooms
+    )
+    timeline.add_argument(
+        "--steps", default=":", help="such as 10:20 (10 to 19), 10:, :20 or 10; all of them without it"
+    )
+    timeline.add_argument("--out", metavar="FILE", type=Path, help="the picture to write (RUN/timeline.png)")
     return parser
 
 
@@ -147,6 +154,16 @@ def _archive(options: argparse.Namespace) -> int:
         others = [p.name for p in run.parent.iterdir() if p.is_dir()] if run.parent.is_dir() else []
         raise UserError(f"there is no run {run}{nearest(run.name, others)}")
     print(archive(run))
+    return 0
+
+
+def _timeline(options: argparse.Namespace) -> int:
+    from .dashboard.timeline import draw_timeline, parse_steps, read_timeline, summary
+
+    run = _run(options.run)
+    timeline = read_timeline(run, parse_steps(options.steps))
+    print(summary(timeline))
+    print(f"\npicture: {draw_timeline(timeline, options.out or run / 'timeline.png', run.resolve().name)}")
     return 0
 
 

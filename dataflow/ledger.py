@@ -532,8 +532,7 @@ class Ledger:
         held, self._held[i] = self._held[i], []
         for id in held:
             group = self._groups[id]
-            # Under another fate than the one that they waited for, that one is theirs.
-            if staleness.fate != "wait" or staleness.allows(self._rows_offered(group, i)):
+            if staleness.allows(self._rows_offered(group, i)):
                 self._offer_group(group, i)
             else:
                 self._held[i].append(id)
