@@ -162,8 +162,8 @@ def _timeline(options: argparse.Namespace) -> int:
 
     run = _run(options.run)
     timeline = read_timeline(run, parse_steps(options.steps))
-    print(summary(timeline))
-    print(f"\npicture: {draw_timeline(timeline, options.out or run / 'timeline.png', run.resolve().name)}")
+    picture = draw_timeline(timeline, options.out or run / "timeline.png", run.resolve().name)
+    print(f"{summary(timeline)}\n\npicture: {picture}")
     return 0
 
 

@@ -1,0 +1,226 @@
+"""The timeline: idle time and shares by hand, windows of steps, and pictures of few and of many calls."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo  # pyright: ignore[reportMissingImports]
+
+from weft.controllers.driver import Driver
+from weft.controllers.run_directory import RunDirectory
+from weft.controllers.schedule import Synchronous
+from weft.dashboard.timeline import (
+    COLOURS,
+    Call,
+    Gap,
+    Timeline,
+    draw_timeline,
+    parse_steps,
+    read_timeline,
+    summary,
+    window,
+)
+from weft.dataflow.errors import UserError
+from weft.dataflow.handle import group
+
+
+def call(step: int, group: str, node: str, start_s: float, end_s: float, rows: int = 8) -> Call:
+    return Call(step, group, node, start_s, end_s, worker_s=(end_s - start_s) / 2, rows=rows)
+
+
+STEPS = [
+    call(0, "actor", "publish", 0, 1, rows=0),
+    call(0, "rollout", "generate", 1, 4),
+    call(0, "actor", "update", 4, 6),
+    call(1, "rollout", "generate", 6, 7),
+    call(1, "actor", "update", 7, 10),
+]
+"""Two steps; nobody works at the same time as another."""
+
+
+def many(num_calls: int, groups: int = 4, nodes: int = 3) -> list[Call]:
+    """Calls in turn over all groups, 6 to a step, with a longer pause in the middle."""
+    return [
+        call(
+            k // 6,
+            f"group {k % groups}",
+            f"node {k % nodes}",
+            0.01 * k + 20 * (k > num_calls / 2),
+            0.01 * (k + 0.9) + 20 * (k > num_calls / 2),
+        )
+        for k in range(num_calls)
+    ]
+
+
+def write(calls: list[Call], root: Path) -> Path:
+    """A run directory with these calls, as the driver writes it."""
+    directory = RunDirectory.create(root, "run")
+    for one in calls:
+        directory.add_call(**vars(one))
+    directory.flush()
+    return directory.path
+
+
+def pixels(path: Path, colour: str) -> float:
+    """Share of the picture that has this colour."""
+    from matplotlib.colors import to_rgb
+    from matplotlib.image import imread
+
+    return float((np.abs(imread(path)[..., :3] - np.array(to_rgb(colour))) < 0.01).all(axis=-1).mean())
+
+
+# Numbers
+
+
+def test_idle_time_and_gaps_by_hand():
+    actor, rollout = window(STEPS).lanes
+    assert [lane.group for lane in (actor, rollout)] == ["actor", "rollout"]
+    assert actor.gaps == [Gap(1, 4, "publish", "update"), Gap(6, 7, "update", "update")]
+    assert rollout.gaps == [
+        Gap(0, 1, "start", "generate"),
+        Gap(4, 6, "generate", "generate"),
+        Gap(7, 10, "generate", "end"),
+    ]
+    assert (actor.idle, rollout.idle) == (0.4, 0.6)
+    assert actor.longest_gap == Gap(1, 4, "publish", "update")
+
+
+def test_calls_that_overlap_are_one_busy_stretch_on_two_tracks():
+    calls = [call(0, "g", "long", 0, 8), call(0, "g", "inner", 2, 3), call(0, "g", "next", 9, 10)]
+    (lane,) = window(calls).lanes
+    assert lane.gaps == [Gap(8, 9, "long", "next")] and lane.tracks == [0, 1, 0]
+
+
+def test_a_window_cuts_what_hangs_over_its_ends():
+    calls = [call(0, "a", "n", 0, 4), call(1, "b", "n", 2, 6), call(1, "a", "n", 7, 8), call(2, "b", "n", 7, 12)]
+    cut = window(calls, (1, 2))
+    assert (cut.start_s, cut.end_s, cut.ends_of_steps) == (4, 8, [(1, 8)])
+    a, b = cut.lanes
+    assert (a.idle, b.idle) == (0.75, 0.25)
+    assert len(cut.ended) == 2, "the call of step 2 is seen, and counted in its own step"
+
+
+def test_a_group_without_a_call_in_the_window_is_idle():
+    cut = window([*STEPS, call(2, "actor", "update", 10, 12)], (2, 3))
+    assert [(lane.group, lane.idle) for lane in cut.lanes] == [("actor", 0.0), ("rollout", 1.0)]
+
+
+@pytest.mark.parametrize("num_bins", [1, 7, 400])
+def test_shares_of_time_add_up_to_the_busy_time(num_bins: int):
+    timeline = window(many(3000))
+    for lane in timeline.lanes:
+        shares = lane.shares(timeline.nodes, num_bins)
+        assert shares.min() >= 0 and shares.sum(axis=0).max() <= 1 + 1e-9
+        assert shares.sum() / num_bins == pytest.approx(1 - lane.idle, rel=1e-6)
+
+
+@pytest.mark.parametrize("text", ["", "a", "10-20", "1:2:3", "-1", "1.5"])
+def test_steps_that_are_none_are_refused(text: str):
+    with pytest.raises(UserError, match=r"steps are given as 10:20"):
+        parse_steps(text)
+
+
+@pytest.mark.parametrize("steps", [(2, None), (None, 0), (1, 1)])
+def test_steps_that_the_run_does_not_have_are_named(steps: tuple[int | None, int | None]):
+    with pytest.raises(UserError, match="it has steps 0 to 1"):
+        window(STEPS, steps)
+
+
+# Text
+
+
+def test_the_summary_says_who_was_busy_and_what_took_the_time():
+    assert summary(window(STEPS)).splitlines() == [
+        "steps 0 to 1: 5 calls in 10.00 s",
+        "",
+        "group    calls  busy %  idle %  longest gap  between",
+        "actor        3    60.0    40.0       3.00 s  publish and update, at 1.00 s",
+        "rollout      2    40.0    60.0       3.00 s  generate and end, at 7.00 s",
+        "",
+        "group    node      calls  rows  seconds   in worker  mean call  share %",
+        "actor    update        2    16      5.00       2.50     2.50 s     50.0",
+        "rollout  generate      2    16      4.00       2.00     2.00 s     40.0",
+        "actor    publish       1     0      1.00       0.50     1.00 s     10.0",
+    ]
+    assert summary(window(STEPS, (1, 2))).startswith("step 1: 2 calls in 4.00 s")
+
+
+# Pictures
+
+
+def test_a_picture_of_few_calls_has_a_bar_for_each(tmp_path: Path):
+    path = draw_timeline(window(STEPS), tmp_path / "few.png", "run")
+    for colour in COLOURS[:3]:
+        assert pixels(path, colour) > 0.005
+    assert pixels(path, COLOURS[3]) == 0
+
+
+def test_a_picture_of_many_calls_is_quick_and_shows_the_pause(tmp_path: Path):
+    timeline = window(many(10_000))
+    assert timeline.lanes[0].longest_gap is not None and timeline.lanes[0].longest_gap.seconds > 19
+    started = time.monotonic()
+    path = draw_timeline(timeline, tmp_path / "many.png", "run")
+    assert time.monotonic() - started < 10, "on a busy machine; 1 s on an idle one"
+    assert all(pixels(path, colour) > 0.005 for colour in COLOURS[:3])
+
+
+def test_a_picture_has_room_for_many_groups_and_nodes(tmp_path: Path):
+    path = draw_timeline(window(many(300, groups=20, nodes=15)), tmp_path / "wide.png", "run")
+    assert all(pixels(path, colour) > 0 for colour in COLOURS)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [[call(0, "a", "n", 1, 1)], [call(0, "a", "n", 0, 0)], [call(3, "a", "n", 0, 1e-9)], many(2000, groups=1, nodes=1)],
+    ids=["a moment", "nothing", "a blink", "one group"],
+)
+def test_odd_timelines_are_drawn_too(calls: list[Call], tmp_path: Path):
+    timeline = window(calls)
+    assert draw_timeline(timeline, tmp_path / "odd.svg", "run").stat().st_size > 1000
+    assert "calls in" in summary(timeline)
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path):
+    for name in ("picture.xyz", "nowhere/picture.png"):
+        with pytest.raises(UserError, match=f"the picture cannot be written to .*{name}"):
+            draw_timeline(window(STEPS), tmp_path / name, "run")
+
+
+# Files
+
+
+def test_what_a_run_writes_is_read_back(tmp_path: Path):
+    read = read_timeline(write(STEPS, tmp_path))
+    assert read.calls == STEPS and isinstance(read, Timeline)
+
+
+def test_a_real_run_accounts_for_all_of_its_time(tmp_path: Path):
+    rollout, actor = group(ToyRollout), group(ToyActor)
+    rollout.follows(actor)
+    training = toy_grpo(prompts(8), rollout=rollout, reward=group(ToyReward), actor=actor)
+    with Driver(
+        training, schedule=Synchronous(steps=5, prompts_per_step=4), root=tmp_path, name="toy", progress=False
+    ) as driver:
+        driver.run()
+    timeline = read_timeline(tmp_path / "toy")
+    assert [step for step, _ in timeline.ends_of_steps] == [0, 1, 2, 3, 4]
+    updates = [c for c in timeline.ended if c.node == "actor.update"]
+    assert len(updates) == 5 and all(c.rows == 8 for c in updates)
+    for lane in timeline.lanes:
+        busy = sum(c.end_s - c.start_s for c in lane.calls)
+        assert busy + lane.idle_s >= timeline.seconds - 1e-9 and 0 <= lane.idle <= 1
+    ends = [end for _, end in timeline.ends_of_steps]
+    assert ends == sorted(ends) and ends[-1] == timeline.end_s
+    assert pixels(draw_timeline(timeline, tmp_path / "toy.png", "toy"), COLOURS[0]) > 0.005
+
+
+def test_a_run_without_a_timeline_says_so(tmp_path: Path):
+    (tmp_path / "toy").mkdir()
+    with pytest.raises(UserError, match=r"there is no run .*tyo; did you mean 'toy'"):
+        read_timeline(tmp_path / "tyo")
+    with pytest.raises(UserError, match=r"has no timeline\.parquet"):
+        read_timeline(tmp_path / "toy")
+    (tmp_path / "toy" / "timeline.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_timeline(tmp_path / "toy")
