@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -117,20 +118,21 @@ class Lane:
         return max(self.gaps, key=lambda gap: gap.seconds, default=None)
 
     @cached_property
-    def tracks(self) -> list[int]:
-        """For each call, the track on which it is drawn: 0, or more where it overlaps others.
+    def stretches(self) -> list[tuple[float, float, list[str]]]:
+        """Start, end and nodes of each stretch in which the same calls went on, idle ones left out.
 
-        >>> calls = [Call(0, "g", "n", a, b, 0.0, 0) for a, b in ((0, 2), (1, 3), (2, 4))]
-        >>> Lane("g", calls, 0, 4).tracks
-        [0, 1, 0]
+        >>> calls = [Call(0, "g", "long", 0, 3, 0.0, 0), Call(0, "g", "inner", 1, 2, 0.0, 0)]
+        >>> Lane("g", calls, 0, 4).stretches
+        [(0, 1, ['long']), (1, 2, ['long', 'inner']), (2, 3, ['long'])]
         """
-        free_at: list[float] = []
-        tracks = []
+        times = sorted({time for call in self.calls for time in (call.start_s, call.end_s)})
+        at = {time: place for place, time in enumerate(times)}
+        nodes: list[list[str]] = [[] for _ in times]
         for call in self.calls:
-            track = next((k for k, end in enumerate(free_at) if end <= call.start_s), len(free_at))
-            free_at[track:] = [call.end_s, *free_at[track + 1 :]]
-            tracks.append(track)
-        return tracks
+            for place in range(at[call.start_s], at[call.end_s]):
+                nodes[place].append(call.node)
+        moments = [(call.start_s, call.end_s, [call.node]) for call in self.calls if call.start_s == call.end_s]
+        return [(start, end, now) for (start, end), now in zip(pairwise(times), nodes, strict=False) if now] + moments
 
     def shares(self, nodes: Sequence[str], num_bins: int) -> np.ndarray:
         """[nodes, bins] share of each stretch of the window that the group spent on each node; overlapping calls share it.
@@ -389,19 +391,14 @@ def _draw_lane(
     top = place - HEIGHT / 2
     axes.broken_barh([(lane.start_s, lane.end_s - lane.start_s)], (top, HEIGHT), facecolor=IDLE, zorder=0)
     if as_bars:
-        num_tracks = max(lane.tracks, default=0) + 1
-        for key in dict.fromkeys(zip((c.node for c in lane.calls), lane.tracks, strict=True)):
-            node, track = key
-            spans = [
-                (call.start_s, call.end_s - call.start_s)
-                for call, its in zip(lane.calls, lane.tracks, strict=True)
-                if (call.node, its) == key
-            ]
-            height = HEIGHT / num_tracks
+        spans: dict[tuple[str, float, float], list[tuple[float, float]]] = {}
+        for start, end, now in lane.stretches:  # calls that overlap share the height
+            for place_in, node in enumerate(now):
+                height = HEIGHT / len(now)
+                spans.setdefault((node, top + place_in * height, height), []).append((start, end - start))
+        for (node, low, height), of_node in spans.items():
             # The edge keeps a call visible that is shorter than a pixel.
-            axes.broken_barh(
-                spans, (top + track * height, height), facecolor=colours[node], edgecolor=colours[node], linewidth=0.3
-            )
+            axes.broken_barh(of_node, (low, height), facecolor=colours[node], edgecolor=colours[node], linewidth=0.3)
     else:
         shares = lane.shares(nodes, NUM_BINS)
         edges = np.linspace(lane.start_s, lane.end_s, NUM_BINS + 1)

@@ -86,10 +86,16 @@ def test_idle_time_and_gaps_by_hand():
     assert actor.longest_gap == Gap(1, 4, "publish", "update")
 
 
-def test_calls_that_overlap_are_one_busy_stretch_on_two_tracks():
+def test_calls_that_overlap_are_one_busy_stretch():
     calls = [call(0, "g", "long", 0, 8), call(0, "g", "inner", 2, 3), call(0, "g", "next", 9, 10)]
     (lane,) = window(calls).lanes
-    assert lane.gaps == [Gap(8, 9, "long", "next")] and lane.tracks == [0, 1, 0]
+    assert lane.gaps == [Gap(8, 9, "long", "next")]
+    assert [(start, end, len(nodes)) for start, end, nodes in lane.stretches] == [
+        (0, 2, 1),
+        (2, 3, 2),
+        (3, 8, 1),
+        (9, 10, 1),
+    ]
 
 
 def test_a_window_cuts_what_hangs_over_its_ends():
