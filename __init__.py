@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 _MODULES: dict[str, str] = {
     "ActorWorker": "workers.actor",
+    "Asynchronous": "controllers.schedule",
     "Batch": "dataflow.batch",
     "BufferConfig": "dataflow.buffer",
     "Config": "dataflow.config",
     "Driver": "controllers.driver",
     "Evaluation": "controllers.driver",
     "Local": "controllers.backend",
+    "Pipelined": "controllers.schedule",
     "Place": "controllers.placement",
     "Prompts": "dataflow.prompts",
     "RayBackend": "controllers.ray_backend",
@@ -51,6 +53,8 @@ if TYPE_CHECKING:  # the same names for editors and checkers; tests/test_packagi
     from .controllers.placement import Place as Place
     from .controllers.placement import ResourcePool as ResourcePool
     from .controllers.ray_backend import RayBackend as RayBackend
+    from .controllers.schedule import Asynchronous as Asynchronous
+    from .controllers.schedule import Pipelined as Pipelined
     from .controllers.schedule import Synchronous as Synchronous
     from .dataflow.batch import Batch as Batch
     from .dataflow.buffer import BufferConfig as BufferConfig

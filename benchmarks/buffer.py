@@ -68,7 +68,9 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--works", default=",".join(COMMANDS), help=f"some of {', '.join(COMMANDS)}; default: all, and the kills")
+    parser.add_argument(
+        "--works", default=",".join(COMMANDS), help=f"some of {', '.join(COMMANDS)}; default: all, and the kills"
+    )
     parser.add_argument("--rounds", type=int, help="measurements of each; default: 5 (--small: 1)")
     parser.add_argument("--no-peers", action="store_true", help="leave TransferQueue out")
     parser.add_argument("--small", action="store_true", help="few rows: not a measurement")

@@ -15,60 +15,33 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..dataflow.batch import Batch
-from ..dataflow.buffer import BufferConfig, SampleBuffer, expected_rows
-from ..dataflow.column import (
-    ADVANTAGES,
-    ANSWER,
-    CHOSEN_IDS,
-    FINISH_REASON,
-    PROMPT,
-    PROMPT_IDS,
-    REJECTED_IDS,
-    RESPONSE_IDS,
-    RESPONSE_LOGPROBS,
-    RESPONSE_VERSIONS,
-    REWARD,
-)
+from ..dataflow.buffer import BufferConfig, Room, SampleBuffer
+from ..dataflow.column import RESPONSE_VERSIONS
 from ..dataflow.errors import UserError
-from ..dataflow.graph import Graph, Node, ParameterEdge
+from ..dataflow.graph import Graph, Node
 from ..dataflow.handle import Handle
-from ..dataflow.ledger import Ledger
-from ..dataflow.metrics import Metric, merge
-from ..dataflow.operation import Shape, operation_of
+from ..dataflow.operation import Shape
 from ..dataflow.rows import Lease, Published, Staleness
 from ..dataflow.segments import SegmentWriter
 from ..workers.function import FunctionConfig, FunctionWorker
 from .backend import Backend, Event, Files, Local, Setup, this_node
+from .checks import all_handles, check_apart, check_followed, check_room
+from .flow import Flow
 from .group import Call, RunError, WorkerGroup
 from .placement import Placement, resolve
 from .progress import Progress
+from .recording import FUNCTIONS, RECORD, with_recording
 from .run_directory import RunDirectory
-from .schedule import OnePass, Synchronous
+from .schedule import Asynchronous, OnePass, Share, Training
 from .shell import TOKEN_COLUMNS, Reply
-
-FUNCTIONS = "weft.functions"
-"""The worker group that runs pure functions."""
-RECORDED = (
-    PROMPT,
-    PROMPT_IDS,
-    ANSWER,
-    RESPONSE_IDS,
-    RESPONSE_LOGPROBS,
-    RESPONSE_VERSIONS,
-    FINISH_REASON,
-    REWARD,
-    ADVANTAGES,
-    CHOSEN_IDS,
-    REJECTED_IDS,
-)
-"""Columns of a sample that go to the run directory, where they exist."""
+from .weight_passing import WeightPassing
 
 
 class DeadlineError(TimeoutError):
@@ -77,10 +50,6 @@ class DeadlineError(TimeoutError):
 
 class StalenessError(RunError):
     """Rows are older than the schedule allows: a weight update did not reach whoever generated them."""
-
-
-class WeightSyncError(RunError):
-    """A follower holds other weights than its leader published."""
 
 
 class StalledError(RunError):
@@ -100,43 +69,6 @@ class Evaluation:
             raise UserError(f"Evaluation(every={self.every}): every must be at least 1")
 
 
-@dataclass
-class Flow:
-    """One graph while it runs: its ledger, its place in the source, what its calls measured."""
-
-    name: str
-    graph: Graph
-    schedule: Synchronous | OnePass
-    ledger: Ledger
-    positions: Iterator[int]
-    """Rows of the source still to issue, in order."""
-    num_tokens: np.ndarray
-    """[source rows] tokens of each."""
-    metrics: list[Mapping[str, Metric]] = field(default_factory=list)
-    refills: int = 0
-    due: bool = False
-    """An evaluation that waits for its turn."""
-    open: bool = False
-    """Something was issued of a step (or evaluation) that is not closed yet."""
-    closed_at: int = -1
-    """Step at which an evaluation was made last."""
-
-    @property
-    def evaluates(self) -> bool:
-        """It is run when it is due, beside the training that is run to its end."""
-        return self.name != "train"
-
-    def issue(self, number: int, round: int) -> None:
-        chosen = list(itertools.islice(self.positions, number))
-        self.ledger.issue(chosen, self.num_tokens[chosen].tolist(), round=round)
-        self.open = True
-
-    def take_metrics(self, prefix: str = "") -> dict[str, float]:
-        merged = {prefix + name: metric.value for name, metric in merge(self.metrics).items()}
-        self.metrics = []
-        return merged
-
-
 class Driver:
     """One run: graphs, a schedule, a placement and a backend.
 
@@ -147,7 +79,7 @@ class Driver:
         self,
         graph: Graph,
         *,
-        schedule: Synchronous,
+        schedule: Training,
         evaluations: Sequence[Evaluation] = (),
         placement: Placement | None = None,
         backend: Backend | None = None,
@@ -182,7 +114,7 @@ class Driver:
         graphs = [graph, *(e.graph for e in evaluations)]
         for one in graphs:
             one.validate(also=graphs)
-        handles = _all_handles(graphs)
+        handles = all_handles(graphs)
         self._placement = resolve(placement, handles)
         self._backend = backend or Local()
         self._backend.check(self._placement)
@@ -191,8 +123,9 @@ class Driver:
                 raise UserError(f"source {one.source.name!r} of graph {one.name!r} has no rows")
             for group, handle in one.handles.items():
                 handle.worker_class.check(handle.config, [n for n in one.nodes if n.group == group], one.source)
-        _check_followed(graph, schedule)
-        _check_room(graph, schedule, buffer)
+        check_followed(graph, schedule)
+        check_room(graph, schedule, buffer)
+        check_apart(graph, schedule, self._placement)
         self._schedule = schedule
         self._evaluations = {e.name: e for e in evaluations}
         self._seed = seed
@@ -224,8 +157,6 @@ class Driver:
         self.buffer: SampleBuffer | None = None
         """The rows of the run, while it lives."""
         self.groups: dict[str, WorkerGroup] = {}
-        self.step = 0
-        """Updates made."""
         self._flows: dict[str, Flow] = {}
         self._under_way: list[Call] = []
         self._then: dict[Call, Callable[[Call], None]] = {}
@@ -238,12 +169,17 @@ class Driver:
         self._closed_at = 0.0
         self._started = self._heard = time.monotonic()
 
+    @property
+    def step(self) -> int:
+        """Updates made."""
+        return self._flows["train"].step if self._flows else 0
+
     # Life
 
     def __enter__(self) -> Driver:
         """Start the worker groups and give every follower its leader's weights."""
         self._progress.starting(self._handles, repr(self._backend))
-        graphs = {name: _with_recording(graph) for name, graph in self._graphs.items()}
+        graphs = {name: with_recording(graph) for name, graph in self._graphs.items()}
         config = self._buffer_config
         self.buffer = SampleBuffer.create(self.directory.path / "buffer", graphs, config=config, node=this_node())
         self.buffer.store.delete_remote = self._backend.delete
@@ -257,9 +193,11 @@ class Driver:
                 self._flows[name] = self._flow(name, graph, self.buffer, sources)
             sources.close()
             self._started = time.monotonic()
+            partial = self._schedule.partial_rollouts if isinstance(self._schedule, Asynchronous) else "continue"
+            self._weights = WeightPassing(self._follows, self.groups, self, partial)
             self._clear_devices()
             for leader in dict.fromkeys(e.leader for e in self._follows):
-                self._pass_weights_on(leader)
+                self._weights.pass_on(leader)
             self._wait_for_all()
             self._progress.started(self._graphs, self.groups)
         except BaseException:
@@ -314,11 +252,16 @@ class Driver:
         return self.directory.metrics
 
     @property
+    def _over(self) -> bool:
+        """No step is to come any more."""
+        return self._stopped or self.step >= self._schedule.steps
+
+    @property
     def _finished(self) -> bool:
-        over = self.step >= self._schedule.steps or self._stopped
-        return (
-            over and not self._under_way and not any(f.due or f.ledger.groups_in_flight for f in self._flows.values())
-        )
+        # What generation that ran ahead has left over at the end of training stays as it is in the log.
+        left = (f for f in self._flows.values() if f.evaluates or not self._schedule.overlaps)
+        due = any(f.due for f in self._flows.values())
+        return self._over and not self._under_way and not due and not any(f.ledger.groups_in_flight for f in left)
 
     def _admit(self) -> None:
         evaluating = False
@@ -326,20 +269,22 @@ class Driver:
             if flow.evaluates:
                 if flow.due and not self._under_way:
                     flow.due = False
-                    self._issue(flow, len(flow.num_tokens))
+                    flow.issue(flow.schedule.admit(flow), self.step)
                 evaluating |= flow.due or flow.ledger.groups_in_flight > 0
         train = self._flows["train"]
-        if evaluating or self._stopped or self._passing_weights or self.step >= self._schedule.steps:
+        if evaluating or self._over or (self._passing_weights and not self._schedule.overlaps):
             return
-        number = self._schedule.admit(train.ledger, self.step)
-        room = self._live_buffer.room("train", groups_per_update=self._schedule.prompts_per_step)
-        if number > room.groups:
+        number = self._schedule.admit(train)
+        room = self._room(train)
+        if self._schedule.overlaps:
+            number = min(number, room.groups)
+        elif number > room.groups:
             if not train.ledger.groups_in_flight:
                 raise StalledError(
                     f"step {self.step + 1} needs {number} groups at once; the buffer is full: {room.reason}"
                 )
             return  # until some are finished; whoever works on them has a deadline
-        if number and train.open:
+        if number and train.open and not self._schedule.overlaps:
             train.refills += 1
             if train.refills > self._schedule.max_refills:
                 dropped = ", ".join(f"{rows} by {name!r}" for name, rows in train.ledger.dropped.items())
@@ -348,10 +293,20 @@ class Driver:
                     f"rows dropped so far: {dropped or 'none'}"
                 )
         if number:
-            self._issue(train, number)
+            train.issue(number, self.step)
 
-    def _issue(self, flow: Flow, number: int) -> None:
-        flow.issue(number, self.step)
+    def _room(self, flow: Flow) -> Room:
+        each = self._schedule.prompts_per_step
+        if not self._schedule.overlaps:
+            return self._live_buffer.room(flow.name, groups_per_update=each)
+        generating = [n.group for n in flow.graph.nodes if n.group and str(RESPONSE_VERSIONS) in n.writes]
+        return self._live_buffer.room(
+            flow.name,
+            groups_per_update=each,
+            staleness=self._schedule.max_staleness,
+            lag=self._weights.lag(generating),
+            taken=max((flow.taken[n.name] for n in flow.updates), default=0),
+        )
 
     @property
     def _live_buffer(self) -> SampleBuffer:
@@ -364,37 +319,73 @@ class Driver:
         return any(call.node is None for call in self._under_way)
 
     def _dispatch(self) -> None:
+        self._weights.settle()
         for flow in self._flows.values():
             for node in flow.graph.nodes:
                 group = self.groups[node.group or FUNCTIONS]
-                if group.busy or not self._may_take_turn(group) or not flow.schedule.claimable(flow.ledger, node):
+                share = self._share(flow, node, group)
+                if share is None:
                     continue
-                self._start(flow, node, group)
+                if node.operation.gives_way and flow.schedule.overlaps:
+                    self._start_by_load(flow, node, group)
+                else:
+                    self._start(flow, node, group, share)
+
+    def _share(self, flow: Flow, node: Node, group: WorkerGroup) -> Share | None:
+        """What a node may begin with now: nothing while its group is at something else, or another one on its pool is."""
+        joins = node.operation.gives_way and flow.schedule.overlaps and all(c.gives_way for c in group.calls)
+        if (group.busy and not joins) or self._weights.holds_back(group) or not self._may_take_turn(group):
+            return None
+        if not flow.evaluates and self._over and not flow.observes(node):
+            return None
+        return flow.schedule.share(flow, node, group.version)
+
+    def _start_by_load(self, flow: Flow, node: Node, group: WorkerGroup) -> None:
+        """Rows that are ready go to the replicas that have least left to do."""
+        for replica, number in group.least_loaded(flow.ledger.ready(node)).items():
+            self._start(flow, node, group, Share(), replica=replica, max_rows=number)
 
     def _may_take_turn(self, group: WorkerGroup) -> bool:
         """Groups on one pool take turns."""
         pool = group.place.pool.name
         return not any(g is not group and g.busy and g.place.pool.name == pool for g in self.groups.values())
 
-    def _start(self, flow: Flow, node: Node, group: WorkerGroup) -> None:
+    def _start(
+        self,
+        flow: Flow,
+        node: Node,
+        group: WorkerGroup,
+        share: Share,
+        *,
+        replica: int | None = None,
+        max_rows: int | None = None,
+    ) -> None:
         lease = flow.ledger.claim(
             node,
+            max_rows=max_rows,
+            max_groups=share.max_groups,
             holder=group.name,
             deadline_s=self._buffer_config.lease_deadline_s,
             staleness=self._staleness(flow, node, group),
+            version=group.version if str(RESPONSE_VERSIONS) in node.writes else None,
         )
         if lease is None:
             return
         extra: dict[str, Any] = {}
-        if node.name == _RECORD:
+        if node.name == RECORD:
             if not self._record_every or self.step % self._record_every:
                 self._publish_all(flow, lease.ids, lease)
                 flow.ledger.finish(lease)
                 return
             extra["path"] = self.directory.samples_path(flow.name, lease.rows[0].group.round)
+        if node.operation.updates:
+            flow.taken[node.name] += len(set(lease.group_ids.tolist()))
+            if node.operation.in_parts is not None:
+                extra["last"] = share.last
         self._live_buffer.commit()  # the log is ahead of the work
-        self._take_device(group)
-        self._watch(group.call_node(flow.ledger, lease, **extra), lambda call: self._node_done(flow, call))
+        self.take_device(group)
+        call = group.call_node(flow.ledger, lease, replica=replica, **extra)
+        self.watch(call, lambda call: self._node_done(flow, call, share.last))
 
     def _staleness(self, flow: Flow, node: Node, group: WorkerGroup) -> Staleness | None:
         """The bound of the schedule, on every row that an update claims.
@@ -403,7 +394,7 @@ class Driver:
             StalenessError: when rows of an on-policy schedule are too old: nothing that they could wait for would help.
         """
         bound = flow.schedule.max_staleness
-        if not node.operation.updates or bound is None or not self._followers(group.name):
+        if not node.operation.updates or bound is None or not self._weights.followers(group.name):
             return None  # the versions in the rows, if any, count some other group's updates
         staleness = Staleness(group.version, bound, self._buffer_config.on_stale)
         oldest = flow.ledger.oldest_version(node)
@@ -411,14 +402,11 @@ class Driver:
             raise StalenessError(
                 f"{group.name!r} is at version {group.version}, but rows ready for its update were generated by "
                 f"version {oldest}; the schedule allows a staleness of {bound}. "
-                f"Was a weight update skipped? Followers: {self._followers(group.name)}"
+                f"Was a weight update skipped? Followers: {self._weights.followers(group.name)}"
             )
         return staleness
 
-    def _followers(self, leader: str) -> dict[str, int]:
-        return {e.follower: self.groups[e.follower].version for e in self._follows if e.leader == leader}
-
-    def _take_device(self, group: WorkerGroup) -> None:
+    def take_device(self, group: WorkerGroup) -> None:
         """On a shared pool with GPUs, the group whose turn it was makes room for the one whose turn it is."""
         pool = group.place.pool
         if not pool.gpus or self._turn_of.get(pool.name) == group.name:
@@ -436,7 +424,7 @@ class Driver:
             if group.place.pool.gpus and len(sharing) > 1:
                 self._call_and_wait(group, "offload", on_device=False)
 
-    def _watch(self, call: Call, then: Callable[[Call], None]) -> None:
+    def watch(self, call: Call, then: Callable[[Call], None]) -> None:
         if not self._under_way:
             self._heard = time.monotonic()
         call.group.calls.append(call)
@@ -466,9 +454,10 @@ class Driver:
     def _can_move(self) -> bool:
         """Whether the next turn of the loop will find something to do."""
         waiting = any(f.due for f in self._flows.values())
-        claimable = any(f.schedule.claimable(f.ledger, n) for f in self._flows.values() for n in f.graph.nodes)
+        flows = self._flows.values()
+        claimable = any(self._share(f, n, self.groups[n.group or FUNCTIONS]) for f in flows for n in f.graph.nodes)
         train = self._flows["train"]
-        admissible = self.step < self._schedule.steps and self._schedule.admit(train.ledger, self.step) > 0
+        admissible = not self._over and self._schedule.admit(train) > 0 and self._room(train).groups > 0
         return waiting or claimable or admissible
 
     def _take(self, event: Event) -> None:
@@ -522,75 +511,49 @@ class Driver:
 
     # What follows a call
 
-    def _node_done(self, flow: Flow, call: Call) -> None:
+    def _node_done(self, flow: Flow, call: Call, last: bool) -> None:
         node, lease = call.node, call.lease
         assert node is not None and lease is not None
         if not flow.ledger.holds(lease):
-            return  # its deadline passed: the rows are somebody else's
+            return  # its deadline passed, or it was given up: the rows are somebody else's
         if not node.writes and node.operation.shape in (Shape.MAP, Shape.GROUP):
             self._publish_all(flow, lease.ids, lease)
         if node.operation.updates:  # before finish(): a finished row may be forgotten
             self._samples[node.name] += len(lease.rows)
             self._tokens[node.name] += int(lease.num_tokens.sum())
+            flow.trained[node.name] += len(set(lease.group_ids.tolist()))
         flow.ledger.finish(lease)
-        if node.name != _RECORD:
+        if node.name != RECORD:
             flow.metrics.append({f"{call.group.name}/{name}": metric for name, metric in call.merged_metrics().items()})
-        if node.operation.updates:
+        if node.operation.updates and last:
             call.group.version += 1
             self._live_buffer.note(f"version/{call.group.name}", call.group.version)
-            self._pass_weights_on(call.group.name)
+            self._weights.pass_on(call.group.name)
+
+    def give_up(self, call: Call) -> None:
+        """End a call that gives way; the rows that it has not finished go back."""
+        assert call.ledger is not None and call.lease is not None
+        call.ledger.release(call.lease, "new weights came, and what was unfinished is asked again")
+        self._backend.cancel(call)
 
     def _publish_all(self, flow: Flow, ids: np.ndarray, lease: Lease) -> None:
         flow.ledger.publish(lease, Published(ids, np.zeros(len(ids), np.int64)), None)
 
-    def _pass_weights_on(self, leader: str) -> None:
-        """The parameter edges: the leader publishes its weights, each follower whose turn it is takes them over."""
-        group = self.groups[leader]
-        edges = [e for e in self._follows if e.leader == leader and group.version % e.every == 0]
-        if edges:
-            self._take_device(group)
-            self._watch(
-                group.call("publish_weights", version=group.version), lambda call: self._weights_published(call, edges)
-            )
-
-    def _weights_published(self, call: Call, edges: list[ParameterEdge]) -> None:
-        weights = next(w for w in call.results if w is not None)
-        for edge in edges:
-            follower = self.groups[edge.follower]
-            self._take_device(follower)
-            self._watch(follower.call("receive_weights", weights=weights), lambda c: self._weights_received(c, weights))
-
-    def _weights_received(self, call: Call, weights: Any) -> None:
-        for rank, checksum in enumerate(call.results):
-            if checksum != weights.checksum:
-                raise WeightSyncError(
-                    f"weights of version {weights.version} arrived at {call.group.name}[{rank}] with checksum {checksum}, "
-                    f"but {weights.checksum} was published"
-                )
-        call.group.version = weights.version
-        self._pass_weights_on(call.group.name)  # whoever follows the follower
-
     def _close(self) -> None:
         """End the step, or the evaluation, of which nothing is left to do."""
         for flow in self._flows.values():
-            if (
-                not flow.open
-                or flow.ledger.groups_in_flight
-                or flow.schedule.lacks(flow.ledger)
-                or self._passing_weights
-            ):
+            waits = self._passing_weights and not flow.schedule.overlaps
+            if waits or not flow.schedule.over(flow):
                 continue
-            flow.open = False
             flow.closed_at = self.step
+            flow.close()
             if flow.evaluates:
                 row = flow.take_metrics(f"{flow.name}/")
                 self.directory.metrics[-1].update(row)
                 self._progress.evaluated(flow.name, self.step, row)
                 self._ask_to_stop()
             else:
-                self.step += 1
                 self._live_buffer.note("step", self.step)
-                flow.refills = 0
                 self._close_step(flow.take_metrics())
 
     def _close_step(self, metrics: dict[str, float]) -> None:
@@ -611,7 +574,7 @@ class Driver:
         self.directory.add_metrics(row)
         self._progress.stepped(row)
         self._ask_to_stop()
-        last = self.step >= self._schedule.steps or self._stopped
+        last = self._over
         for name, evaluation in self._evaluations.items():
             self._flows[name].due = self.step % evaluation.every == 0 or last
 
@@ -634,8 +597,8 @@ class Driver:
         self._refuse_when_failed()
         finished: list[Call] = []
         if on_device:
-            self._take_device(group)
-        self._watch(group.call(method, **arguments), finished.append)
+            self.take_device(group)
+        self.watch(group.call(method, **arguments), finished.append)
         while not finished:
             self._settle()
         return finished[0].results
@@ -647,95 +610,3 @@ class Driver:
     def _wait_for_all(self) -> None:
         while self._under_way:
             self._settle()
-
-
-_RECORD = "weft.record"
-
-
-def _with_recording(graph: Graph) -> Graph:
-    """The graph with one node more, which writes samples to the run directory."""
-    writers: dict[str, str] = dict.fromkeys(graph.source.columns, "")
-    level = 0
-    for node in graph.nodes:
-        writers |= dict.fromkeys(node.writes, node.name)
-        if node.makes_level is not None and str(RESPONSE_IDS) in node.writes:
-            level = node.makes_level
-    on_path = {level}
-    while level:
-        level = graph.parent_level(level)
-        on_path.add(level)
-    level = max(on_path)
-    reads = tuple(str(c) for c in RECORDED if str(c) in writers and graph.level_of(writers[str(c)]) in on_path)
-    if not reads:
-        return graph
-    operation = operation_of(FunctionWorker.record)
-    assert operation is not None
-    node = Node(
-        name=_RECORD,
-        group=FUNCTIONS,
-        operation=replace(operation, reads=reads),
-        function=FunctionWorker.record,
-        arguments={},
-        reads=reads,
-        missing=(),
-        writes=(),
-        level=level,
-        makes_level=None,
-        writers={c: writers[c] for c in reads},
-        after=tuple(dict.fromkeys(w for c in reads if (w := writers[c]))),
-    )
-    return replace(graph, nodes=(*graph.nodes, node))
-
-
-def _check_followed(graph: Graph, schedule: Synchronous) -> None:
-    """Whoever generates what a policy gradient is computed on takes over each new version in time.
-
-    Raises:
-        UserError: naming the generating group and what to say of it.
-    """
-    follows = {e.follower: e for e in graph.follows}
-    generating = {n.group for n in graph.nodes if str(RESPONSE_VERSIONS) in n.writes and n.group}
-    for node in graph.nodes:
-        needs_policy = str(RESPONSE_LOGPROBS) in getattr(node.arguments.get("loss"), "reads", ())
-        for group in generating if node.operation.updates and needs_policy else ():
-            edge = follows.get(group)
-            if edge is None:
-                raise UserError(
-                    f"node {node.name!r} compares its policy with the one that generated, but {group!r} follows nobody: "
-                    f"say {group}.follows({node.group})"
-                )
-            if edge.leader == node.group and edge.every - 1 > schedule.max_staleness:
-                raise UserError(
-                    f"{group!r} follows {node.group!r} every {edge.every} updates, but {type(schedule).__name__} "
-                    f"allows a staleness of {schedule.max_staleness}; take every={schedule.max_staleness + 1}"
-                )
-
-
-def _check_room(graph: Graph, schedule: Synchronous, buffer: BufferConfig) -> None:
-    """A step must fit into the buffer.
-
-    Raises:
-        UserError: naming both numbers.
-    """
-    rows = schedule.prompts_per_step * expected_rows(graph)
-    if buffer.max_rows is not None and rows > buffer.max_rows:
-        raise UserError(
-            f"{type(schedule).__name__}(prompts_per_step={schedule.prompts_per_step}) has {rows} rows in flight at once "
-            f"({expected_rows(graph)} a prompt), but BufferConfig(max_rows={buffer.max_rows}) holds fewer"
-        )
-
-
-def _all_handles(graphs: Sequence[Graph]) -> dict[str, Handle]:
-    """Every worker group of a run, by name.
-
-    Raises:
-        UserError: when two of them share a name.
-    """
-    handles: dict[str, Handle] = {}
-    for graph in graphs:
-        for name, handle in graph.handles.items():
-            if handles.setdefault(name, handle) is not handle:
-                raise UserError(
-                    f"two worker groups are called {name!r}: give one of them another name with weft.group(..., name=...)"
-                )
-    return handles

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -45,6 +46,8 @@ class Call:
     number: int = field(default_factory=itertools.count(1).__next__)
     """Its name among the calls of this process."""
     node: Node | None = None
+    replica: int | None = None
+    """The data-parallel replica that has all of its rows; None: they are spread over all."""
     ledger: Ledger | None = None
     lease: Lease | None = None
     started: float = field(default_factory=time.monotonic)
@@ -58,6 +61,11 @@ class Call:
     @property
     def done(self) -> bool:
         return not self.waiting
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether other calls on the group may go on beside it."""
+        return self.node is not None and self.node.operation.gives_way
 
     @property
     def results(self) -> list[Any]:
@@ -130,23 +138,43 @@ class WorkerGroup:
             self._submit(rank, Task(method, own, number=call.number), call)
         return call
 
-    def call_node(self, ledger: Ledger, lease: Lease, **extra: Any) -> Call:
+    def least_loaded(self, rows: int) -> dict[int, int]:
+        """How many of so many rows each data-parallel replica is to have, so that the tokens that all have left to do are
+        alike: a replica with a long response to finish gets fewer. Replicas that get none are left out."""
+        left = dict.fromkeys(sorted({c.dp for c in self.mesh}), 0.0)
+        for call in self.calls:
+            if call.replica is not None and call.lease is not None:
+                left[call.replica] += len(call.lease.open)
+        given: Counter[int] = Counter()
+        for _ in range(rows):
+            replica = min(left, key=lambda r: (left[r], r))
+            given[replica] += 1
+            left[replica] += 1
+        return dict(sorted(given.items()))
+
+    def call_node(self, ledger: Ledger, lease: Lease, *, replica: int | None = None, **extra: Any) -> Call:
         """Call a node's method on the rows of a lease, distributed by its dispatch protocol; returns at once.
 
-        `extra` are arguments beside those that the graph recorded.
+        All rows go to one data-parallel `replica`, when it is given. `extra` are arguments beside those that the graph
+        recorded.
         """
         node = lease.node
         method = node.operation.name if node.group else "apply"
         dispatch = self._dispatch(method)
         sizes = RowSizes(lease.num_tokens, lease.group_ids, node.operation.whole_groups)
-        shares = dispatch.distribute(sizes, self.mesh)
-        if len(shares) != len(self.mesh):
-            raise UserError(f"{dispatch!r} gave {len(shares)} shares for the {len(self.mesh)} ranks of {self.name!r}")
-        keep = set(dispatch.collect(self.mesh))
+        chosen = [rank for rank, c in enumerate(self.mesh) if replica is None or c.dp == replica]
+        mesh = [self.mesh[rank] if replica is None else replace(self.mesh[rank], dp=0) for rank in chosen]
+        given = dispatch.distribute(sizes, mesh)
+        if len(given) != len(mesh):
+            raise UserError(f"{dispatch!r} gave {len(given)} shares for the {len(mesh)} ranks of {self.name!r}")
+        shares: list[Sequence[int] | None] = [None] * len(self.mesh)
+        for rank, share in zip(chosen, given, strict=True):
+            shares[rank] = share
+        keep = {chosen[k] for k in dispatch.collect(mesh)}
         self._check_shares(dispatch, shares, keep, len(lease.rows))
         # A rank without rows is called all the same: it takes part in the collectives of its group.
         ranks = tuple(rank for rank, share in enumerate(shares) if share is not None)
-        call = Call(self, method, ranks, node=node, ledger=ledger, lease=lease)
+        call = Call(self, method, ranks, node=node, replica=replica, ledger=ledger, lease=lease)
         call.waiting = set(ranks)
         arguments = (
             {**node.arguments, **extra}

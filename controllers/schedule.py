@@ -1,16 +1,56 @@
-"""Schedules: when nodes run. A schedule is a value; the driver's one loop asks it two questions."""
+"""Schedules: when nodes run. A schedule is a value; the driver's one loop asks it how many prompts to issue, what a node may
+claim now, and whether the step is over."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from pydantic import Field
 
 from ..dataflow.config import Config
 from ..dataflow.graph import Node
-from ..dataflow.ledger import Ledger
+from .flow import Flow
 
 
-class Synchronous(Config):
-    """Each step: generate all, score all, update. Exactly on-policy."""
+@dataclass(frozen=True)
+class Share:
+    """What a node may claim now."""
+
+    max_groups: int | None = None
+    """Of a node that takes groups; None: all that are ready."""
+    last: bool = True
+    """An update has its whole batch with these."""
+
+
+class Schedule(Protocol):
+    """What the driver asks."""
+
+    @property
+    def max_staleness(self) -> int | None:
+        """Updates that a row may lag the weights that it trains; None: nobody counts."""
+        ...
+
+    @property
+    def overlaps(self) -> bool:
+        """Generation goes on while weights are trained and passed on."""
+        ...
+
+    def admit(self, flow: Flow) -> int:
+        """Groups that are wanted now; the buffer may have less room."""
+        ...
+
+    def share(self, flow: Flow, node: Node, version: int) -> Share | None:
+        """What a node, whose worker group is at this policy version, may claim now; None: nothing."""
+        ...
+
+    def over(self, flow: Flow) -> bool:
+        """Whether the step (or the evaluation) that was begun is done."""
+        ...
+
+
+class Stepwise(Config):
+    """What all schedules of training have in common: steps of so many groups."""
 
     steps: int = Field(default=100, ge=1)
     """Updates to make."""
@@ -22,26 +62,111 @@ class Synchronous(Config):
     """How many times a step may issue more prompts because a filter dropped groups."""
 
     @property
-    def max_staleness(self) -> int:
-        """Updates that a row may lag the weights that it trains."""
-        return 0
+    def overlaps(self) -> bool:
+        return False
 
-    def admit(self, ledger: Ledger, step: int) -> int:
-        """Groups to issue now: a batch when the step is new, and later what filters took away from it."""
-        if ledger.round != step:
+    def admit(self, flow: Flow) -> int:
+        """A batch when the step is new, and later what filters took away from it."""
+        if not flow.open:
             return self.prompts_per_step
-        updates = [n for n in ledger.graph.nodes if n.operation.updates]
-        return self.lacks(ledger) if all(ledger.settled(n) or ledger.exhausted(n) for n in updates) else 0
+        come = all(flow.ledger.settled(n) or flow.ledger.exhausted(n) for n in flow.updates)
+        return self.lacks(flow) if come else 0
 
-    def lacks(self, ledger: Ledger) -> int:
+    def lacks(self, flow: Flow) -> int:
         """Groups that an update lacks to make up its batch of the step."""
-        updates = [n for n in ledger.graph.nodes if n.operation.updates]
-        reached = (ledger.ready_groups(n) + ledger.claimed_groups(n) for n in updates)
+        reached = (flow.ledger.ready_groups(n) + flow.taken[n.name] for n in flow.updates)
         return max(0, self.prompts_per_step - min(reached, default=self.prompts_per_step))
 
-    def claimable(self, ledger: Ledger, node: Node) -> bool:
-        """Whether a node may start: everything of the step has come to it, and an update sees no half of a step."""
-        return ledger.settled(node) and not (node.operation.updates and self.lacks(ledger))
+    def over(self, flow: Flow) -> bool:
+        return flow.open and not flow.ledger.groups_in_flight and not self.lacks(flow)
+
+    def _when_settled(self, flow: Flow, node: Node) -> Share | None:
+        """Everything of the step at once, and an update sees no half of a step."""
+        return Share() if flow.ledger.settled(node) and not (node.operation.updates and self.lacks(flow)) else None
+
+    def _when_ready(self, flow: Flow, node: Node, part: int, reserved: int = 0) -> Share | None:
+        """What there is, but of an update at least `part` groups, or the rest of its batch; `reserved` places in the batch
+        are kept for groups that are not ready."""
+        if flow.observes(node):
+            enough = flow.ledger.ready_groups(node) >= self.prompts_per_step or flow.ledger.settled(node)
+            return Share() if enough else None
+        if not node.operation.updates:
+            return Share() if flow.ledger.ready(node) else None
+        left = self.prompts_per_step - flow.taken[node.name]
+        number = min(flow.ledger.ready_groups(node), left - reserved)
+        whole = number == left > 0
+        if whole or (comes_in_parts(node) and number >= min(part, left)):
+            return Share(number, last=whole) if number else None
+        return None
+
+
+class Synchronous(Stepwise):
+    """Each step: generate all, score all, update. Exactly on-policy."""
+
+    @property
+    def max_staleness(self) -> int:
+        return 0
+
+    def share(self, flow: Flow, node: Node, version: int) -> Share | None:
+        return self._when_settled(flow, node)
+
+
+class Pipelined(Stepwise):
+    """The updates of `Synchronous`, but every node begins with the first groups that are ready for it: rewards, references and
+    advantages while others are still generated, and gradients are accumulated as groups come."""
+
+    groups_per_part: int = Field(default=1, ge=1)
+    """Groups that an update waits for before it accumulates their gradient; large models want full microbatches."""
+
+    @property
+    def max_staleness(self) -> int:
+        return 0
+
+    def share(self, flow: Flow, node: Node, version: int) -> Share | None:
+        return self._when_ready(flow, node, self.groups_per_part)
+
+
+class Asynchronous(Stepwise):
+    """Generation never waits for training within the staleness bound: prompts are issued as far ahead as will be trained on in
+    time (arXiv:2505.24298, section 4.1; arXiv:2507.01663), and new weights go in between two steps of generation."""
+
+    max_staleness: int = Field(default=1, ge=0)
+    """Updates that a row's oldest token may lag the weights that it trains; 0 is `Synchronous`."""
+    partial_rollouts: Literal["continue", "finish", "requeue"] = "continue"
+    """What becomes of responses that are unfinished when new weights come: they go on under these (every token knows its
+    version); they are finished first, and the weights wait; or they are given up, and their prompts asked again."""
+    groups_per_part: int = Field(default=1, ge=1)
+    """See `Pipelined`."""
+
+    @property
+    def overlaps(self) -> bool:
+        return self.max_staleness > 0
+
+    def admit(self, flow: Flow) -> int:
+        if not self.overlaps:
+            return super().admit(flow)
+        # As many as the rest of the run needs: the buffer's room says how many of them now.
+        still = (flow.taken[n.name] + flow.ledger.unclaimed(n) for n in flow.updates)
+        return max(0, (self.steps - flow.step) * self.prompts_per_step - min(still, default=0))
+
+    def share(self, flow: Flow, node: Node, version: int) -> Share | None:
+        if not self.overlaps:
+            return self._when_settled(flow, node)
+        reserved = 0
+        if node.operation.updates:
+            # Groups that would be too old for the next batch belong to this one: it waits for them.
+            due, ready = flow.ledger.groups_until(node, version - self.max_staleness)
+            reserved = due - ready
+        return self._when_ready(flow, node, self.groups_per_part, reserved)
+
+    def over(self, flow: Flow) -> bool:
+        if not self.overlaps:
+            return super().over(flow)
+        return bool(flow.updates) and all(flow.trained[n.name] >= self.prompts_per_step for n in flow.updates)
+
+
+Training = Synchronous | Pipelined | Asynchronous
+"""How a training graph may run."""
 
 
 class OnePass(Config):
@@ -53,9 +178,21 @@ class OnePass(Config):
     def max_staleness(self) -> None:
         return None
 
-    def lacks(self, ledger: Ledger) -> int:
-        """An evaluation has as many groups as come through."""
-        return 0
+    @property
+    def overlaps(self) -> bool:
+        return False
 
-    def claimable(self, ledger: Ledger, node: Node) -> bool:
-        return ledger.settled(node)
+    def admit(self, flow: Flow) -> int:
+        return 0 if flow.open else len(flow.num_tokens)
+
+    def share(self, flow: Flow, node: Node, version: int) -> Share | None:
+        return Share() if flow.ledger.settled(node) else None
+
+    def over(self, flow: Flow) -> bool:
+        return flow.open and not flow.ledger.groups_in_flight
+
+
+def comes_in_parts(node: Node) -> bool:
+    """Whether the rows of an update may come in several calls."""
+    single = node.operation.in_parts
+    return single is not None and all(node.arguments.get(name, 1) == 1 for name in single)

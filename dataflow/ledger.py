@@ -195,6 +195,7 @@ class Ledger:
         groups: int | None = None,
         stale: list[Any] | None = None,
         holder: str = "",
+        version: int | None = None,
         **_: Any,
     ) -> None:
         self._next_token = lease
@@ -204,6 +205,7 @@ class Ledger:
             max_groups=groups,
             holder=holder,
             staleness=Staleness(*stale) if stale else None,
+            version=version,
         )
         if (made.ids.tolist() if made else []) != ids:
             raise ValueError(
@@ -386,6 +388,17 @@ class Ledger:
         made = (r.version for g in groups for r in self._rows_offered(g, i) if r.version is not None and r.version >= 0)
         return min(made, default=None)
 
+    def groups_until(self, node: Node, version: int) -> tuple[int, int]:
+        """Groups whose generation began at this version or before and that this node (which takes groups) has not claimed:
+        how many, and how many of them are ready for it."""
+        bit = 1 << self._index[node.name]
+        unclaimed = ready = 0
+        for group in self._groups.values():
+            if group.version is not None and group.version <= version and not group.claimed & bit:
+                unclaimed += 1
+                ready += bool(group.offered & bit)
+        return unclaimed, ready
+
     def held(self, node: Node) -> int:
         """Groups that are too old for this node and wait for a larger bound."""
         return len(self._held[self._index[node.name]])
@@ -437,12 +450,14 @@ class Ledger:
         holder: str = "",
         deadline_s: float | None = None,
         staleness: Staleness | None = None,
+        version: int | None = None,
     ) -> Lease | None:
         """Lease ready rows to this node, in order of group and sample id; None when there are none.
 
         Args:
             max_rows: where the node takes rows; of a node that takes groups, `max_groups`.
             deadline_s: seconds from now after which the rows go back (see `expire`).
+            version: of a node that generates: of its weights now, which the groups are noted to begin with.
             staleness: of an update: which groups are too old, and what becomes of them.
         """
         i = self._index[node.name]
@@ -462,6 +477,7 @@ class Ledger:
         what |= {"rows": max_rows} if max_rows is not None else {}
         what |= {"groups": max_groups} if max_groups is not None else {}
         what |= {"stale": [staleness.version, staleness.bound, staleness.fate]} if staleness else {}
+        what |= {"version": version} if version is not None else {}
         what |= {"holder": holder} if holder else {}
         self._note("claim", **what)
         if not rows:
@@ -469,6 +485,8 @@ class Ledger:
         bit = 1 << i
         for row in rows:
             row.leased |= bit
+            if version is not None and row.group.version is None:
+                row.group.version = version
         lease.open = {r.id: r for r in rows}
         if deadline_s is not None:
             lease.deadline = self._clock() + deadline_s
@@ -737,6 +755,8 @@ class Ledger:
                     self._freed.append(segment)
         else:
             for row in lease.open.values():
+                if lease.node.makes_level is not None and row.level == SOURCE:
+                    row.group.version = None  # its generation begins again
                 heapq.heappush(self._offers[i], (row.group.id, row.id))
                 self._ready[i] += 1
                 if row.cancelled & self._serves[i]:  # meanwhile

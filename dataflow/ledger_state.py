@@ -58,6 +58,7 @@ def save(ledger: Ledger) -> Iterator[Record]:
             "id": group.id,
             "round": group.round,
             "tokens": group.tokens,
+            "version": group.version,
             "offered": group.offered,
             "closed": group.closed,
             "order": [[i, [r.id for r in order]] for i, order in (group.order or {}).items()],
@@ -121,6 +122,7 @@ def _load_totals(ledger: Ledger, record: Record) -> None:
 def _load_group(ledger: Ledger, record: Record, parts: list[Part]) -> None:
     nodes = ledger.graph.nodes
     group = Group(record["id"], record["round"], record["tokens"], ledger._num_levels, len(nodes))
+    group.version = record["version"]
     group.offered, group.closed = record["offered"], record["closed"]
     ledger._groups[group.id] = group
     for id, level, parent, position, tokens, version, done, offered, leased, skipped, cancelled, own in record["rows"]:

@@ -111,6 +111,7 @@ class Group:
         "round",
         "skipped",
         "tokens",
+        "version",
         "whole",
     )
 
@@ -119,6 +120,8 @@ class Group:
         self.round = round
         self.tokens = tokens
         """Of the row that was issued, as it was issued."""
+        self.version: int | None = None
+        """Policy version of the weights when its generation began."""
         self.levels: list[list[Row]] = [[] for _ in range(num_levels)]
         self.whole = [False] * num_levels
         """No more rows of this level can come."""

@@ -30,7 +30,7 @@ from weft.controllers.driver import DeadlineError, Driver, Evaluation, StalledEr
 from weft.controllers.group import Call, WorkerError
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.ray_backend import RayBackend
-from weft.controllers.schedule import Synchronous
+from weft.controllers.schedule import Share, Synchronous
 from weft.controllers.shell import Task
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
@@ -362,8 +362,8 @@ def test_a_node_that_returns_something_else_is_told_what_it_must_return(tmp_path
 
 
 class Stubborn(Synchronous):
-    def claimable(self, ledger: Any, node: Any) -> bool:
-        return node.name != "centred" and super().claimable(ledger, node)
+    def share(self, flow: Any, node: Any, version: int) -> Share | None:
+        return None if node.name == "centred" else super().share(flow, node, version)
 
 
 def test_a_run_that_cannot_go_on_says_what_its_rows_wait_for(tmp_path: Path):

@@ -1,0 +1,87 @@
+"""Checks of a run as a whole, made before any process is started. Each raises a UserError that says how to mend it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..dataflow.buffer import BufferConfig, expected_rows
+from ..dataflow.column import RESPONSE_LOGPROBS, RESPONSE_VERSIONS
+from ..dataflow.errors import UserError
+from ..dataflow.graph import Graph
+from ..dataflow.handle import Handle
+from .placement import Place
+from .schedule import Training
+
+
+def check_followed(graph: Graph, schedule: Training) -> None:
+    """Whoever generates what a policy gradient is computed on takes over each new version in time.
+
+    Raises:
+        UserError: naming the generating group and what to say of it.
+    """
+    follows = {e.follower: e for e in graph.follows}
+    generating = {n.group for n in graph.nodes if str(RESPONSE_VERSIONS) in n.writes and n.group}
+    for node in graph.nodes:
+        needs_policy = str(RESPONSE_LOGPROBS) in getattr(node.arguments.get("loss"), "reads", ())
+        for group in generating if node.operation.updates and needs_policy else ():
+            edge = follows.get(group)
+            if edge is None:
+                raise UserError(
+                    f"node {node.name!r} compares its policy with the one that generated, but {group!r} follows nobody: "
+                    f"say {group}.follows({node.group})"
+                )
+            if edge.leader == node.group and edge.every - 1 > schedule.max_staleness:
+                raise UserError(
+                    f"{group!r} follows {node.group!r} every {edge.every} updates, but {type(schedule).__name__} "
+                    f"allows a staleness of {schedule.max_staleness}; take every={schedule.max_staleness + 1}"
+                )
+
+
+def check_room(graph: Graph, schedule: Training, buffer: BufferConfig) -> None:
+    """A step must fit into the buffer.
+
+    Raises:
+        UserError: naming both numbers.
+    """
+    rows = schedule.prompts_per_step * expected_rows(graph)
+    if buffer.max_rows is not None and rows > buffer.max_rows:
+        raise UserError(
+            f"{type(schedule).__name__}(prompts_per_step={schedule.prompts_per_step}) has {rows} rows in flight at once "
+            f"({expected_rows(graph)} a prompt), but BufferConfig(max_rows={buffer.max_rows}) holds fewer"
+        )
+
+
+def all_handles(graphs: Sequence[Graph]) -> dict[str, Handle]:
+    """Every worker group of a run, by name.
+
+    Raises:
+        UserError: when two of them share a name.
+    """
+    handles: dict[str, Handle] = {}
+    for graph in graphs:
+        for name, handle in graph.handles.items():
+            if handles.setdefault(name, handle) is not handle:
+                raise UserError(
+                    f"two worker groups are called {name!r}: give one of them another name with weft.group(..., name=...)"
+                )
+    return handles
+
+
+def check_apart(graph: Graph, schedule: Training, placement: Mapping[str, Place]) -> None:
+    """What overlaps needs devices of its own: groups on one pool take turns, and generation that never stops gives no turn.
+
+    Raises:
+        UserError: naming the two groups and their pool.
+    """
+    if not schedule.overlaps:
+        return
+    generating = {n.group for n in graph.nodes if n.operation.gives_way and n.group}
+    others = {n.group for n in graph.nodes if n.group} - generating
+    for group in sorted(generating):
+        pool = placement[group].pool.name
+        for other in sorted(others):
+            if placement[other].pool.name == pool:
+                raise UserError(
+                    f"{type(schedule).__name__} generates without a stop, but {group!r} and {other!r} take turns on pool {pool!r}: "
+                    "give each a resource pool of its own"
+                )

@@ -1,0 +1,80 @@
+"""Flow: one graph while it runs."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..dataflow.graph import Graph, Node
+from ..dataflow.ledger import Ledger
+from ..dataflow.metrics import Metric, merge
+from ..dataflow.operation import Shape
+
+if TYPE_CHECKING:
+    from .schedule import Schedule
+
+
+@dataclass
+class Flow:
+    """A graph's ledger, its place in the source, how far its step has come, and what its calls measured."""
+
+    name: str
+    graph: Graph
+    schedule: Schedule
+    ledger: Ledger
+    positions: Iterator[int]
+    """Rows of the source still to issue, in order."""
+    num_tokens: np.ndarray
+    """[source rows] tokens of each."""
+    step: int = 0
+    """Steps that are over."""
+    open: bool = False
+    """Something was issued of a step (or evaluation) that is not closed yet."""
+    taken: Counter[str] = field(default_factory=Counter)
+    """Groups that each update has claimed for the step under way."""
+    trained: Counter[str] = field(default_factory=Counter)
+    """Of these, those that it has finished."""
+    refills: int = 0
+    due: bool = False
+    """An evaluation that waits for its turn."""
+    closed_at: int = -1
+    """Step at which an evaluation was made last."""
+    metrics: list[Mapping[str, Metric]] = field(default_factory=list)
+
+    @property
+    def evaluates(self) -> bool:
+        """It is run when it is due, beside the training that is run to its end."""
+        return self.name != "train"
+
+    @cached_property
+    def updates(self) -> tuple[Node, ...]:
+        """Nodes that make new versions of weights."""
+        return tuple(n for n in self.graph.nodes if n.operation.updates)
+
+    def observes(self, node: Node) -> bool:
+        """Whether nothing can come of a node: it writes no column, takes no row away, and updates nothing."""
+        return not node.writes and not node.operation.updates and node.operation.shape in (Shape.MAP, Shape.GROUP)
+
+    def issue(self, number: int, round: int) -> None:
+        chosen = list(itertools.islice(self.positions, number))
+        self.ledger.issue(chosen, self.num_tokens[chosen].tolist(), round=round)
+        self.open = True
+
+    def close(self) -> None:
+        """The step (or evaluation) is over."""
+        self.open = False
+        self.refills = 0
+        self.taken.clear()
+        self.trained.clear()
+        self.step += 1
+
+    def take_metrics(self, prefix: str = "") -> dict[str, float]:
+        merged = {prefix + name: metric.value for name, metric in merge(self.metrics).items()}
+        self.metrics = []
+        return merged

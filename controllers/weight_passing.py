@@ -1,0 +1,115 @@
+"""WeightPassing: the parameter edges of a run. A leader publishes its weights; each follower whose turn it is takes them over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from ..dataflow.graph import ParameterEdge
+from .group import Call, RunError, WorkerGroup
+
+
+class WeightSyncError(RunError):
+    """A follower holds other weights than its leader published."""
+
+
+class Hands(Protocol):
+    """What the driver does for it."""
+
+    def take_device(self, group: WorkerGroup) -> None: ...
+    def watch(self, call: Call, then: Callable[[Call], None]) -> None: ...
+    def give_up(self, call: Call) -> None:
+        """End a call that gives way; its rows go back."""
+        ...
+
+
+class WeightPassing:
+    """One passing at a time from each leader: what it published stays in memory until everybody has it."""
+
+    def __init__(
+        self,
+        edges: Sequence[ParameterEdge],
+        groups: Mapping[str, WorkerGroup],
+        hands: Hands,
+        partial_rollouts: Literal["continue", "finish", "requeue"],
+    ) -> None:
+        self._edges = edges
+        self._groups = groups
+        self._hands = hands
+        self._partial_rollouts = partial_rollouts
+        self._owing: dict[str, set[str]] = {}
+        """Leader -> followers that have not taken over what it passes on now."""
+        self._waiting: dict[str, Any] = {}
+        """Follower -> weights that it takes over when its responses are finished."""
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._owing)
+
+    def lag(self, generating: Sequence[str]) -> int:
+        """Versions that the weights of these groups are behind those of whom they follow, the most of them."""
+        behind = (
+            self._groups[e.leader].version - self._groups[e.follower].version
+            for e in self._edges
+            if e.follower in generating
+        )
+        return max(behind, default=0)
+
+    def followers(self, leader: str) -> dict[str, int]:
+        """Follower -> the version that it holds."""
+        return {e.follower: self._groups[e.follower].version for e in self._edges if e.leader == leader}
+
+    def holds_back(self, group: WorkerGroup) -> bool:
+        """Whether a group may begin nothing new, because weights wait for it to finish."""
+        return group.name in self._waiting
+
+    def pass_on(self, leader: str) -> None:
+        """Give the followers of a group its present weights, now, or when those of an earlier version have arrived."""
+        group = self._groups[leader]
+        edges = [e for e in self._edges if e.leader == leader and group.version % e.every == 0]
+        if not edges or leader in self._owing:
+            return
+        self._owing[leader] = {e.follower for e in edges}
+        self._hands.take_device(group)
+        call = group.call("publish_weights", version=group.version)
+        self._hands.watch(call, lambda call: self._published(call, edges))
+
+    def settle(self) -> None:
+        """Let those take over their weights who have finished what they were at."""
+        for name in list(self._waiting):
+            if not self._groups[name].calls:
+                self._receive(self._groups[name], self._waiting.pop(name))
+
+    def _published(self, call: Call, edges: Sequence[ParameterEdge]) -> None:
+        weights = next(w for w in call.results if w is not None)
+        for edge in edges:
+            follower = self._groups[edge.follower]
+            unfinished = [c for c in follower.calls if c.gives_way]
+            if unfinished and self._partial_rollouts == "finish":
+                self._waiting[follower.name] = weights
+                continue
+            if self._partial_rollouts == "requeue":
+                for other in unfinished:
+                    self._hands.give_up(other)
+            self._receive(follower, weights)
+
+    def _receive(self, follower: WorkerGroup, weights: Any) -> None:
+        self._hands.take_device(follower)
+        self._hands.watch(follower.call("receive_weights", weights=weights), lambda c: self._received(c, weights))
+
+    def _received(self, call: Call, weights: Any) -> None:
+        for rank, checksum in enumerate(call.results):
+            if checksum != weights.checksum:
+                raise WeightSyncError(
+                    f"weights of version {weights.version} arrived at {call.group.name}[{rank}] with checksum {checksum}, "
+                    f"but {weights.checksum} was published"
+                )
+        call.group.version = weights.version
+        for leader, owing in list(self._owing.items()):
+            if call.group.name in owing:
+                owing.discard(call.group.name)
+                if not owing:
+                    del self._owing[leader]
+                    if self._groups[leader].version > weights.version:  # it was updated meanwhile
+                        self.pass_on(leader)
+        self.pass_on(call.group.name)  # whoever follows the follower

@@ -1,0 +1,247 @@
+"""One graph under every schedule: the same updates where they must be, fresh enough rows always."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy import ToyActor, ToyConfig, ToyLoss, ToyReward, prompts, toy_dapo, toy_evaluation, toy_grpo
+
+from weft.controllers.driver import Driver, Evaluation
+from weft.controllers.placement import Place, ResourcePool
+from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
+from weft.dataflow.batch import Batch
+from weft.dataflow.buffer import LOG
+from weft.dataflow.errors import UserError
+from weft.dataflow.handle import group
+from weft.dataflow.log import LogReader
+from weft.dataflow.metrics import Max, Metrics, Sum
+from weft.dataflow.operation import Shape
+from weft.dataflow.proof import prove
+from weft.workers.dispatch import Dispatch
+from weft.workers.remote import remote
+from weft.workers.worker import Worker
+
+
+class SlowConfig(ToyConfig):
+    slowest: int = 6
+    """Most turns that a response takes."""
+    seed: int = 0
+
+
+class SlowRollout(Worker):
+    """Answers each prompt after a number of turns of its own; every token is of the version that is held then."""
+
+    Config = SlowConfig
+    version = 0
+
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        shape=Shape.EXPAND,
+        gives_way=True,
+        reads=("prompt_ids",),
+        writes=("response_ids", "response_logprobs", "response_versions"),
+    )
+    def generate(self, prompts: Batch, *, n: int = 2) -> Iterator[tuple[Batch, Metrics] | None]:
+        chance = np.random.default_rng((self.config.seed, *prompts.numpy("sample_id").tolist()))
+        left = {k: int(chance.integers(1, self.config.slowest + 1)) for k in range(len(prompts))}
+        versions: dict[int, list[int]] = {k: [] for k in left}
+        while left:
+            done = [k for k, turns in left.items() if turns == 1]
+            for k in left:
+                left[k] -= 1
+                versions[k].append(self.version)
+            for k in done:
+                del left[k]
+            if not done:
+                yield None
+                continue
+            ids = [[prompts["prompt_ids"][k].as_py()[0]] * len(versions[k]) for k in done for _ in range(n)]
+            yield (
+                Batch.of(
+                    parent_id=[prompts["sample_id"][k].as_py() for k in done for _ in range(n)],
+                    response_ids=ids,
+                    response_logprobs=[[-1.0] * len(r) for r in ids],
+                    response_versions=[versions[k] for k in done for _ in range(n)],
+                ),
+                {"tokens": Sum(sum(map(len, ids)))},
+            )
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def receive_weights(self, weights: Any) -> str:
+        self.version = weights.version
+        return weights.checksum
+
+
+class PartsActor(ToyActor):
+    """Notes what came in which part; its version is the number of its steps."""
+
+    parts: list[tuple[list[int], bool]]
+    version = 0
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.parts = []
+
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        reads=("response_ids", "{loss.reads}"),
+        may_read=("response_versions",),
+        updates=True,
+        in_parts=("epochs",),
+    )
+    def update(self, samples: Batch, *, loss: ToyLoss = ToyLoss(), epochs: int = 1, last: bool = True) -> Metrics:
+        values, _ = samples.ragged_numpy("response_versions")
+        self.parts.append((samples["group_id"].to_pylist(), last))
+        lag = self.version - int(values.min(initial=self.version))
+        self.version += last
+        return {"rows": Sum(len(samples)), "lag": Max(float(lag))}
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def seen_parts(self) -> list[tuple[list[int], bool]]:
+        return self.parts
+
+
+def groups(**rollout: Any) -> dict[str, Any]:
+    made = {"rollout": group(SlowRollout, **rollout), "reward": group(ToyReward), "actor": group(PartsActor)}
+    made["rollout"].follows(made["actor"])
+    return made
+
+
+def run(
+    root: Path, schedule: Training, graph: Any = toy_grpo, **rollout: Any
+) -> tuple[list[Any], list[dict[str, float]], Driver]:
+    made = groups(**rollout)
+    name = f"run-{len(list(root.iterdir()))}"
+    with Driver(graph(prompts(40), **made), schedule=schedule, root=root, name=name, progress=False) as driver:
+        metrics = driver.run()
+        parts = driver.call(made["actor"], "seen_parts")[0]
+    return parts, metrics, driver
+
+
+def steps_of(parts: list[tuple[list[int], bool]]) -> list[list[int]]:
+    """Groups of each update, whatever parts they came in."""
+    steps: list[list[int]] = [[]]
+    for ids, last in parts:
+        steps[-1] += ids
+        if last:
+            steps.append([])
+    return [sorted(set(ids)) for ids in steps[:-1]]
+
+
+def test_pipelined_makes_the_updates_of_synchronous_and_begins_them_earlier(tmp_path: Path):
+    whole, expected, _ = run(tmp_path, Synchronous(steps=4, prompts_per_step=6))
+    parts, found, driver = run(tmp_path, Pipelined(steps=4, prompts_per_step=6))
+    assert [last for _, last in whole] == [True] * 4 and len(parts) > 8
+    assert steps_of(parts) == steps_of(whole)
+    clocks = ("time_s", "step_s", "tokens_per_s")
+    same = [{k: v for k, v in row.items() if k not in clocks} for row in expected]
+    assert [{k: v for k, v in row.items() if k not in clocks} for row in found] == same
+    first = {
+        node: min(c["start_s"] for c in driver.directory.timeline if c["node"] == node)
+        for node in ("reward.score", "actor.update")
+    }
+    generated = min(c["end_s"] for c in driver.directory.timeline if c["node"] == "rollout.generate")
+    assert first["reward.score"] < generated and first["actor.update"] < generated
+
+
+def test_parts_of_an_update_can_have_a_least_size(tmp_path: Path):
+    parts, _, _ = run(tmp_path, Pipelined(steps=3, prompts_per_step=6, groups_per_part=3))
+    sizes = [len(set(ids)) for ids, _ in parts]
+    assert all(size >= 3 for size, (_, last) in zip(sizes, parts, strict=True) if not last) and sum(sizes) == 18
+
+
+@pytest.mark.parametrize("partial_rollouts", ["continue", "finish", "requeue"])
+@settings(max_examples=12, deadline=None)
+@given(staleness=st.integers(1, 3), size=st.integers(1, 5), slowest=st.integers(1, 9), seed=st.integers(0, 99))
+def test_no_row_is_older_than_the_bound_and_every_prompt_is_trained_once(
+    tmp_path_factory: pytest.TempPathFactory, partial_rollouts: Any, staleness: int, size: int, slowest: int, seed: int
+):
+    root = tmp_path_factory.mktemp("runs")
+    schedule = Asynchronous(steps=5, prompts_per_step=size, max_staleness=staleness, partial_rollouts=partial_rollouts)
+    parts, metrics, driver = run(root, schedule, slowest=slowest, seed=seed)
+    steps = steps_of(parts)
+    assert [len(step) for step in steps] == [size] * 5
+    assert sorted(g for step in steps for g in step) == list(range(5 * size)), "admission paces, nothing is discarded"
+    assert max(row.get("actor/lag", 0) for row in metrics) <= staleness
+    folder = driver.directory.path / "buffer"
+    proof = prove(folder)
+    assert not proof.violations
+    versions = [v for r in LogReader(folder / LOG) if r["do"] == "publish" for v in r.get("versions", ())]
+    assert staleness == 0 or len(set(versions)) > 1
+
+
+def test_generation_goes_on_while_an_update_is_made(tmp_path: Path):
+    _, metrics, driver = run(tmp_path, Asynchronous(steps=6, prompts_per_step=3, max_staleness=2), slowest=9)
+    calls = driver.directory.timeline
+    updates = [c for c in calls if c["node"] == "actor.update"]
+    generating = [c for c in calls if c["node"] == "rollout.generate"]
+    assert any(g["start_s"] < u["start_s"] and u["end_s"] < g["end_s"] for u in updates for g in generating)
+    assert max(row.get("actor/lag", 0) for row in metrics) >= 1, "it ran ahead"
+
+
+def test_a_staleness_of_nothing_is_synchronous(tmp_path: Path):
+    whole, expected, _ = run(tmp_path, Synchronous(steps=3, prompts_per_step=4))
+    parts, found, _ = run(tmp_path, Asynchronous(steps=3, prompts_per_step=4, max_staleness=0))
+    assert parts == whole
+    clocks = ("time_s", "step_s", "tokens_per_s")
+    assert [{k: v for k, v in r.items() if k not in clocks} for r in found] == [
+        {k: v for k, v in r.items() if k not in clocks} for r in expected
+    ]
+
+
+@pytest.mark.parametrize(
+    "schedule", [Pipelined(steps=3, prompts_per_step=4), Asynchronous(steps=3, prompts_per_step=4)]
+)
+def test_what_a_filter_drops_is_made_up_for(tmp_path: Path, schedule: Training):
+    parts, _, driver = run(tmp_path, schedule, toy_dapo)
+    assert [len(step) for step in steps_of(parts)] == [4, 4, 4]
+    assert driver.directory.metrics[-1]["step"] == 3
+
+
+def test_evaluations_are_made_beside_asynchronous_training(tmp_path: Path):
+    made = groups()
+    held_out = toy_evaluation(prompts(5, "held_out"), rollout=made["rollout"], reward=made["reward"])
+    schedule = Asynchronous(steps=4, prompts_per_step=3, max_staleness=1)
+    driver = Driver(
+        toy_grpo(prompts(20), **made),
+        schedule=schedule,
+        evaluations=[Evaluation(held_out, every=2)],
+        root=tmp_path,
+        progress=False,
+    )
+    with driver:
+        metrics = driver.run()
+    assert next(int(row["step"]) for row in metrics if "eval/reward/mean" in row) == 0
+    assert "eval/reward/mean" in metrics[-1] and sum("eval/reward/mean" in row for row in metrics) >= 3
+
+
+def test_a_run_that_is_stopped_early_leaves_what_ran_ahead(tmp_path: Path):
+    made = groups()
+    schedule = Asynchronous(steps=50, prompts_per_step=3, max_staleness=2)
+    with Driver(
+        toy_grpo(prompts(20), **made),
+        schedule=schedule,
+        root=tmp_path,
+        progress=False,
+        stop=lambda row: row["step"] >= 2,
+    ) as driver:
+        assert driver.run()[-1]["step"] == 2
+        folder = driver.directory.path / "buffer"
+    proof = prove(folder)
+    assert not proof.violations
+
+
+def test_what_overlaps_needs_pools_of_its_own(tmp_path: Path):
+    made = groups()
+    pool = ResourcePool("everything", cpus=2)
+    with pytest.raises(UserError, match="'rollout' and 'actor' take turns on pool 'everything': give each"):
+        Driver(
+            toy_grpo(prompts(8), **made),
+            schedule=Asynchronous(),
+            placement={name: Place(pool) for name in ("rollout", "actor")},
+            root=tmp_path,
+        )
