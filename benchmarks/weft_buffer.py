@@ -404,6 +404,7 @@ def _ragged(folder: Path, rows: int, groups_per_put: int, claim: int, in_flight:
         nodes = system.graph.nodes
         system.workers["producer"].ask("make", groups=len(groups), per_put=groups_per_put, columns=list(DTYPES))
         expected, verified = _hashes(groups, tuple(DTYPES)), True
+        put_s = get_s = 0.0
         passes = 5 + 3 * FILE_BYTES // sum(batch.num_bytes for batch in groups)
         for _ in range(passes):  # the last one counts: files go round by then, as they do in a run
             put_s = system.put_everything(nodes[0], sizes, groups_per_put)

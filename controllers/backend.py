@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import platform
 import re
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -98,6 +99,10 @@ class Backend(Protocol):
         """Replies that have come since, at least one; empty when none came in time."""
         ...
 
+    def clock(self) -> float:
+        """Seconds, from any beginning: what deadlines and timelines go by."""
+        ...
+
     def cancel(self, call: Call) -> None:
         """End a call that gives way, on all of its ranks; its last reply comes all the same."""
         ...
@@ -136,6 +141,9 @@ class Local:
 
     def _submit(self, rank: int, task: Task, call: Call) -> None:
         self._desks[call.group.name].add(task, lambda reply: self._events.append(Event(call, rank, reply)))
+
+    def clock(self) -> float:
+        return time.monotonic()
 
     def cancel(self, call: Call) -> None:
         self._desks[call.group.name].cancel(call.number)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import platform
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -167,7 +166,7 @@ class Driver:
         self._tokens: Counter[str] = Counter()
         """Their tokens, prompts included."""
         self._closed_at = 0.0
-        self._started = self._heard = time.monotonic()
+        self._started = self._heard = self._backend.clock()
 
     @property
     def step(self) -> int:
@@ -181,7 +180,9 @@ class Driver:
         self._progress.starting(self._handles, repr(self._backend))
         graphs = {name: with_recording(graph) for name, graph in self._graphs.items()}
         config = self._buffer_config
-        self.buffer = SampleBuffer.create(self.directory.path / "buffer", graphs, config=config, node=this_node())
+        self.buffer = SampleBuffer.create(
+            self.directory.path / "buffer", graphs, config=config, node=this_node(), clock=self._backend.clock
+        )
         self.buffer.store.delete_remote = self._backend.delete
         files = Files(self.buffer.folder / "segments", config.file_bytes, config.memory_bytes)
         try:
@@ -192,7 +193,7 @@ class Driver:
             for name, graph in graphs.items():
                 self._flows[name] = self._flow(name, graph, self.buffer, sources)
             sources.close()
-            self._started = time.monotonic()
+            self._started = self._backend.clock()
             partial = self._schedule.partial_rollouts if isinstance(self._schedule, Asynchronous) else "continue"
             self._weights = WeightPassing(self._follows, self.groups, self, partial)
             self._clear_devices()
@@ -426,7 +427,8 @@ class Driver:
 
     def watch(self, call: Call, then: Callable[[Call], None]) -> None:
         if not self._under_way:
-            self._heard = time.monotonic()
+            self._heard = self._backend.clock()
+        call.started = self._backend.clock()
         call.group.calls.append(call)
         self._under_way.append(call)
         self._then[call] = then
@@ -476,7 +478,7 @@ class Driver:
     def _complete(self, call: Call) -> None:
         call.group.calls.remove(call)
         self._under_way.remove(call)
-        now = time.monotonic()
+        now = self._backend.clock()
         self.directory.add_call(
             step=self.step,
             group=call.group.name,
@@ -489,7 +491,7 @@ class Driver:
         self._then.pop(call)(call)
 
     def _check_deadlines(self, heard: bool) -> None:
-        now = time.monotonic()
+        now = self._backend.clock()
         if heard:
             self._heard = now
         elif now - self._heard > self._call_timeout_s:
@@ -558,7 +560,7 @@ class Driver:
 
     def _close_step(self, metrics: dict[str, float]) -> None:
         """Note the metrics of a step (the start of the run counts as step 0) and mark the evaluations that are due."""
-        now = time.monotonic()
+        now = self._backend.clock()
         seconds = now - (self._closed_at or now)
         row = {"step": float(self.step), "time_s": now - self._started, **metrics}
         if self.step:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -50,7 +49,8 @@ class Call:
     """The data-parallel replica that has all of its rows; None: they are spread over all."""
     ledger: Ledger | None = None
     lease: Lease | None = None
-    started: float = field(default_factory=time.monotonic)
+    started: float = 0.0
+    """By the backend's clock."""
     waiting: set[int] = field(default_factory=set)
     """Ranks that have not answered yet."""
     values: dict[int, Any] = field(default_factory=dict)

@@ -18,6 +18,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -272,6 +273,9 @@ class RayBackend:
     def _submit(self, rank: int, task: Task, call: Call) -> None:
         stream = self._actors[call.group.name, rank].call.options(num_returns="streaming").remote(task)
         self._streams[stream] = (call, rank)
+
+    def clock(self) -> float:
+        return time.monotonic()
 
     def cancel(self, call: Call) -> None:
         for rank in call.ranks:

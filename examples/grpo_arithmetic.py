@@ -2,6 +2,7 @@
 
 python examples/grpo_arithmetic.py                  Ray, two FSDP2 ranks, two vLLM replicas
 python examples/grpo_arithmetic.py --backend local  one process, no Ray, no vLLM: breakpoints work
+python examples/grpo_arithmetic.py --schedule asynchronous --placement apart    a core generates, the other one trains
 """
 
 import json
@@ -24,6 +25,10 @@ class Settings(weft.Config):
     """Processes on a Ray cluster, or everything in this process."""
     engine: Literal["auto", "vllm", "transformers"] = "auto"
     """What generates; auto is vllm under Ray and transformers in one process."""
+    schedule: Literal["synchronous", "pipelined", "asynchronous"] = "synchronous"
+    """When nodes run; asynchronous lets generation run one update ahead."""
+    placement: Literal["colocated", "apart"] = "colocated"
+    """Actor and rollouts take turns on all cores, or each has its own."""
     seed: int = 0
     """Of data, model, sampling and order."""
     steps: int = Field(default=400, ge=1)
@@ -41,6 +46,8 @@ def main(settings: Settings) -> None:
     started = time.monotonic()
     cores = weft.ResourcePool("cores", cpus=2)
     placement = {"actor": weft.Place(cores, ranks=2), "rollout": weft.Place(cores, ranks=2)}
+    if settings.placement == "apart":
+        placement = {name: weft.Place(weft.ResourcePool(name, cpus=1)) for name in ("actor", "rollout")}
     backend = weft.RayBackend() if settings.backend == "ray" else weft.Local()
     backend.check(placement)  # the driver does, too; this is before the warm start
     steps, prompts = (3, 8) if settings.small else (settings.steps, settings.prompts)
@@ -65,9 +72,10 @@ def main(settings: Settings) -> None:
     accuracy = evaluate(held_out, rollout=rollout, reward=reward, sampling=greedy)
 
     # When and where.
+    schedules = {"synchronous": weft.Synchronous, "pipelined": weft.Pipelined, "asynchronous": weft.Asynchronous}
     with weft.Driver(
         training,
-        schedule=weft.Synchronous(steps=steps, prompts_per_step=prompts),
+        schedule=schedules[settings.schedule](steps=steps, prompts_per_step=prompts),
         evaluations=[weft.Evaluation(accuracy, every=25)],
         placement=placement,
         backend=backend,

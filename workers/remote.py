@@ -26,7 +26,8 @@ def remote(
     """Attach an `Operation` (which explains the arguments) and a `Dispatch` to a method. The method itself stays what it is.
 
     A method with columns takes a `Batch` first and returns a `Batch`, metrics, `(Batch, metrics)`, or an iterator of
-    these (each is passed on as soon as it is yielded; None says nothing and gives way). A map returns a row for each row, in the same order.
+    these (each is passed on as soon as it is yielded; None says nothing and gives way). A map returns a row for each
+    row, in the same order.
     """
 
     def attach(method: F) -> F:

@@ -27,9 +27,11 @@ def main(root: Path) -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     for _ in range(2):
         cluster.add_node(num_cpus=4)
-    ray.init(address=cluster.address, namespace="weft", log_to_driver=False, logging_level=logging.ERROR)
+    address = cluster.address
+    assert address is not None
+    ray.init(address=address, namespace="weft", log_to_driver=False, logging_level=logging.ERROR)
     try:
-        print(json.dumps({**run(root, cluster.address), "refused": refused(root, cluster.address)}))
+        print(json.dumps({**run(root, address), "refused": refused(root, address)}))
     finally:
         ray.shutdown()
         cluster.shutdown()
