@@ -472,6 +472,8 @@ class Driver:
         # A lease whose deadline has passed is void: its rows are somebody else's.
         if published is not None and ledger is not None and lease is not None and ledger.holds(lease):
             self._live_buffer.publish(ledger, lease, published, event.reply.segment)
+            if published.versions is not None:
+                self._flows[ledger.name].generated.append(published.num_tokens)
         if call.done:
             self._complete(call)
 
@@ -481,12 +483,14 @@ class Driver:
         now = self._backend.clock()
         self.directory.add_call(
             step=self.step,
+            graph=call.ledger.name if call.ledger else "",
             group=call.group.name,
             node=call.node.name if call.node else call.method,
             start_s=call.started - self._started,
             end_s=now - self._started,
             worker_s=max(call.seconds.values(), default=0.0),
             rows=len(call.lease.rows) if call.lease else 0,
+            tokens=int(call.lease.num_tokens.sum()) if call.lease else 0,
         )
         self._then.pop(call)(call)
 
@@ -524,6 +528,7 @@ class Driver:
             self._samples[node.name] += len(lease.rows)
             self._tokens[node.name] += int(lease.num_tokens.sum())
             flow.trained[node.name] += len(set(lease.group_ids.tolist()))
+            flow.consumed[node.name] += [r.tokens - r.group.tokens for r in lease.rows]
         flow.ledger.finish(lease)
         if node.name != RECORD:
             flow.metrics.append({f"{call.group.name}/{name}": metric for name, metric in call.merged_metrics().items()})
@@ -548,15 +553,16 @@ class Driver:
             if waits or not flow.schedule.over(flow):
                 continue
             flow.closed_at = self.step
+            metrics = flow.take_metrics(f"{flow.name}/" if flow.evaluates else "")
             flow.close()
             if flow.evaluates:
-                row = flow.take_metrics(f"{flow.name}/")
+                row = metrics
                 self.directory.metrics[-1].update(row)
                 self._progress.evaluated(flow.name, self.step, row)
                 self._ask_to_stop()
             else:
                 self._live_buffer.note("step", self.step)
-                self._close_step(flow.take_metrics())
+                self._close_step(metrics)
 
     def _close_step(self, metrics: dict[str, float]) -> None:
         """Note the metrics of a step (the start of the run counts as step 0) and mark the evaluations that are due."""

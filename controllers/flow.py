@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..algorithms.diagnostics import length_bias
 from ..dataflow.graph import Graph, Node
 from ..dataflow.ledger import Ledger
 from ..dataflow.metrics import Metric, merge
@@ -46,6 +47,10 @@ class Flow:
     closed_at: int = -1
     """Step at which an evaluation was made last."""
     metrics: list[Mapping[str, Metric]] = field(default_factory=list)
+    generated: list[np.ndarray] = field(default_factory=list)
+    """Tokens of the responses that were finished in this step,"""
+    consumed: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """and of those that each update has trained on in it."""
 
     @property
     def evaluates(self) -> bool:
@@ -75,6 +80,12 @@ class Flow:
         self.step += 1
 
     def take_metrics(self, prefix: str = "") -> dict[str, float]:
+        if self.schedule.overlaps and self.updates and self.generated:  # else both are the same rows
+            trained = self.consumed[self.updates[-1].name]
+            self.metrics.append(length_bias(np.array(trained), np.concatenate(self.generated)))
         merged = {prefix + name: metric.value for name, metric in merge(self.metrics).items()}
+        merged |= {f"{prefix}stale/{fate}": float(groups) for fate, groups in self.ledger.stale.items()}
         self.metrics = []
+        self.generated.clear()
+        self.consumed.clear()
         return merged
