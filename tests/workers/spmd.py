@@ -17,6 +17,7 @@ from weft.algorithms.aggregation import sequence_mean
 from weft.algorithms.kl import KlPenalty
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.dataflow.batch import Batch
+from weft.dataflow.metrics import merge
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.worker import Context
 
@@ -25,8 +26,10 @@ LOSS_ENTROPY = PolicyLoss(entropy_coefficient=0.01, old="old_logprobs")
 LOSSES = {"policy": LOSS, "entropy": LOSS_ENTROPY}
 
 
-def one_step(worker: ActorWorker, rows: Batch, loss: PolicyLoss = LOSS) -> tuple[dict, dict]:
-    """(gradient by name, metrics) of one update."""
+def one_step(
+    worker: ActorWorker, rows: Batch, loss: PolicyLoss = LOSS, parts: list[list[int]] | None = None
+) -> tuple[dict, dict]:
+    """(gradient by name, metrics) of one update, its rows (by their numbers) coming in parts."""
     gradient = {}
     engine = cast(Any, worker.engine)
 
@@ -36,7 +39,9 @@ def one_step(worker: ActorWorker, rows: Batch, loss: PolicyLoss = LOSS) -> tuple
             gradient[name] = full.clone()
 
     engine.optimizer.register_step_pre_hook(keep)
-    metrics = worker.update(rows, loss=loss)
+    *first, last = parts or [list(range(len(rows)))]
+    said = [worker.update(rows.take(part), loss=loss, last=False) for part in first]
+    metrics = merge([*said, worker.update(rows.take(last), loss=loss)])
     return gradient, {name: metric.value for name, metric in metrics.items()} | {"_metrics": metrics}
 
 
@@ -49,7 +54,9 @@ def main() -> None:
     worker = ActorWorker(ActorConfig(**case["config"]), context)
     share = rows.take(case["shares"][rank])
     logprobs = worker.logprobs(share)["old_logprobs"].to_pylist() if "old_logprobs" not in share else None
-    gradient, metrics = one_step(worker, share, LOSSES[case["loss"]])
+    # Each rank has its own places of the rows; of a part that is all on others it has none.
+    parts = [[k for k, row in enumerate(case["shares"][rank]) if row in part] for part in case["parts"]]
+    gradient, metrics = one_step(worker, share, LOSSES[case["loss"]], parts or None)
     weights = {name: tensor.clone() for name, tensor in worker.engine.named_tensors()}
     worker.save(folder / "saved")
     published = worker.publish_weights(1)

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,13 @@ def difference(gradient: dict[str, torch.Tensor], other: dict[str, torch.Tensor]
 
 
 def run_ranks(
-    folder: Path, model: Path, rows: Batch, shares: list[list[int]], loss: str = "policy", **settings: Any
+    folder: Path,
+    model: Path,
+    rows: Batch,
+    shares: list[list[int]],
+    loss: str = "policy",
+    parts: Sequence[list[int]] = (),
+    **settings: Any,
 ) -> list[dict]:
     """One step by `len(shares)` processes, and what each of them wrote."""
     folder.mkdir()
@@ -60,7 +67,7 @@ def run_ranks(
         file.write_batch(rows.record)
     config = {"model": str(model), "learning_rate": 1e-3, "max_grad_norm": None, **settings}
     (folder / "case.json").write_text(
-        json.dumps({"folder": str(folder), "shares": shares, "config": config, "loss": loss})
+        json.dumps({"folder": str(folder), "shares": shares, "config": config, "loss": loss, "parts": parts})
     )
     command = [sys.executable, str(SPMD), str(folder / "case.json")]
     ranks = [subprocess.Popen([*command, str(r)], stderr=subprocess.PIPE, text=True) for r in range(len(shares))]
@@ -145,6 +152,27 @@ def test_the_gradient_does_not_depend_on_the_number_of_ranks(tiny_model: Path, r
     check_ranks(tiny_model, rows, tmp_path, shares, settings)
 
 
+def test_the_gradient_does_not_depend_on_the_parts_that_rows_come_in(tiny_model: Path, rows: Batch):
+    whole, metrics = spmd.one_step(actor(tiny_model), rows)
+    order = np.random.default_rng(1).permutation(len(rows)).tolist()
+    for cuts in ([1], [7, 8, 20], [22]):
+        parts = [part.tolist() for part in np.split(np.array(order), cuts)]
+        gradient, found = spmd.one_step(actor(tiny_model, microbatch_tokens=60), rows, parts=parts)
+        assert difference(gradient, whole) < 1e-6
+        for name in ("loss", "tokens", "grad_norm"):
+            assert found[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6), name
+
+
+PARTS = ([3, 1, 22], [0, 2], [20, 21], [k for k in range(23) if k not in (0, 1, 2, 3, 20, 21, 22)])
+
+
+@pytest.mark.parametrize("gather", ["once", "layerwise"])
+def test_nor_do_parts_depend_on_the_ranks_that_they_are_on(tiny_model: Path, rows: Batch, tmp_path: Path, gather: str):
+    shares = [list(range(20)), [20, 21, 22]]  # neither has rows of every part
+    settings = {"gather": gather, "microbatch_tokens": 60}
+    check_ranks(tiny_model, rows, tmp_path, shares, settings, PARTS)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("gather", ["once", "layerwise"])
@@ -158,11 +186,16 @@ def test_the_gradient_does_not_depend_on_tensor_parallel(
 
 
 def check_ranks(
-    model: Path, rows: Batch, folder: Path, shares: list[list[int]], settings: dict[str, Any]
+    model: Path,
+    rows: Batch,
+    folder: Path,
+    shares: list[list[int]],
+    settings: dict[str, Any],
+    parts: Sequence[list[int]] = (),
 ) -> list[dict]:
     alone = actor(model)
     gradient, metrics = spmd.one_step(alone, rows)
-    ranks = run_ranks(folder / "run", model, rows, shares, **settings)
+    ranks = run_ranks(folder / "run", model, rows, shares, parts=parts, **settings)
     assert difference(ranks[0]["gradient"], gradient) < 1e-6
     collected = merge(r["metrics"]["_metrics"] for r in ranks if r["coordinates"].tp == 0)
     for name, metric in collected.items():
