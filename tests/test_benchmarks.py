@@ -230,3 +230,75 @@ def test_the_reader_of_the_log_finds_what_is_wrong(
     log.close()
     found = buffer_kills.proof_of(tmp_path, 2)
     assert (found["lost"], found["duplicated"], found["mixed_groups"]) == wrong
+
+
+@pytest.fixture
+def schedules(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("schedules")
+
+
+@pytest.fixture
+def schedules_weft(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("schedules_weft")
+
+
+def test_examples_of_the_schedules_are_true(schedules: ModuleType, schedules_weft: ModuleType):
+    assert doctest.testmod(schedules).failed == doctest.testmod(schedules_weft).failed == 0
+
+
+def test_a_prompt_has_the_same_lengths_under_every_schedule_and_they_have_a_long_tail(schedules_weft: ModuleType):
+    lengths = [schedules_weft.response_length(seed, 48.0, 0.8, 256) for seed in range(2000)]
+    assert lengths == [schedules_weft.response_length(seed, 48.0, 0.8, 256) for seed in range(2000)]
+    ordered = sorted(lengths)
+    assert ordered[1000] == pytest.approx(48, rel=0.1)
+    assert ordered[0] >= 1 and ordered[-1] == 256
+    assert sum(lengths) / 2000 > 60, "a few long ones"
+
+
+def test_no_two_prompts_of_a_run_are_alike(schedules: ModuleType, workloads: ModuleType):
+    for work in (schedules.Work(), schedules.Work().small()):
+        prompts = workloads.prompts_of(work.workload())
+        assert len(set(prompts)) == len(prompts) == work.groups * work.steps
+        assert work.tail > max(bound for _, bound, _ in schedules.SCHEDULES.values()), "nobody runs out of prompts"
+
+
+def test_a_row_that_is_too_old_is_found_in_the_log(schedules_weft: ModuleType, tmp_path: Path):
+    from weft.dataflow.buffer import LOG
+    from weft.dataflow.log import Log
+
+    log = Log(tmp_path / LOG)
+    for record in (
+        {"do": "publish", "lease": 1, "ids": [1, 2, 3], "parents": [0, 0, 0], "versions": [0, 1, 3]},
+        {"do": "claim", "lease": 2, "node": "reward.score", "ids": [1, 2, 3]},
+        {"do": "claim", "lease": 3, "node": "actor.update", "ids": [1, 2, 3], "stale": [3, 1, "wait"]},
+    ):
+        log.append(record)
+    log.close()
+    assert [schedules_weft.rows_too_old(tmp_path, bound) for bound in (0, 1, 2, 3)] == [2, 2, 1, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.vllm
+def test_schedules_do_the_same_work_on_real_workers(schedules: ModuleType, workloads: ModuleType, tmp_path: Path):
+    work = schedules.Work().small()
+    folder = workloads.prepare(work.workload(), tmp_path)
+    runs = {name: schedules.run(work, name, folder, name) for name in ("synchronous", "asynchronous_1")}
+    for facts in runs.values():
+        assert len(facts["step_s"]) == work.counted
+        assert (facts["stale_rows"], facts["violations"]) == (0, [])
+    assert runs["synchronous"]["max_staleness"] == 0 < runs["asynchronous_1"]["max_staleness"] <= 1
+    lengths = [facts["all_tokens"] for facts in runs.values()]
+    assert lengths[0] == lengths[1]
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_a_dispatched_microbatch_is_measured(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    dispatch = importlib.import_module("dispatch")
+    row = dispatch.measure("copied", 2, dispatch.MIB, steps=3)
+    assert (row["workers"], row["mib"]) == (2, 1.0)
+    assert 0 < row["ms"] < row["wall_ms"] and row["cpu_ms"] > 0

@@ -1,0 +1,278 @@
+"""Weft under one schedule, from start to end: says one line of what it measured (turns.py), and ends.
+
+    python benchmarks/schedules_weft.py FOLDER '{"schedule": "asynchronous_1", ...}'       # schedules.py fills in the rest
+
+The workers are Weft's own but for two things: each is kept on its core, and a response has the length that its prompt and its
+place in the group say, whatever is sampled. So every schedule has the same responses to make and to train on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from schedules import APART, SCHEDULES, Work
+from turns import Turns
+from workloads import reward
+
+import weft
+from weft.algorithms.grpo import grpo
+from weft.dataflow.buffer import LOG
+from weft.dataflow.log import LogReader
+from weft.dataflow.proof import prove
+from weft.workers.actor import ActorConfig, ActorWorker
+from weft.workers.dispatch import Dispatch
+from weft.workers.generation import Request, Sampling
+from weft.workers.remote import remote
+from weft.workers.rollout import RolloutConfig, RolloutWorker
+from weft.workers.vllm_engine import VllmEngine, VllmSettings
+from weft.workers.worker import Context, Worker
+
+Calls = Sequence[Mapping[str, Any]]
+
+
+class LongTailedConfig(RolloutConfig):
+    cores: tuple[int, ...]
+    """Of rank 0, 1, ..."""
+    median: float
+    sigma: float
+    """Of the log-normal distribution of lengths."""
+
+
+class PinnedConfig(ActorConfig):
+    cores: tuple[int, ...]
+
+
+class LongTailedEngine(VllmEngine):
+    """Each request has a length of its own, drawn by its seed."""
+
+    def __init__(self, config: LongTailedConfig, max_context: int) -> None:
+        super().__init__(str(config.model), config.vllm, max_context=max_context)
+        self._lengths = config.median, config.sigma
+        self.steps_s: dict[int, list[float]] = {}
+        """Responses in the batch -> seconds of each step that was made of so many."""
+        self._slots = config.vllm.max_num_seqs
+
+    def _add(self, request: Request, sampling: Sampling) -> str:
+        assert request.seed is not None
+        length = response_length(request.seed, *self._lengths, sampling.max_tokens)
+        return super()._add(request, sampling.model_copy(update={"max_tokens": length}))
+
+    def _step(self) -> None:
+        number, started = min(self.num_unfinished, self._slots), time.perf_counter()
+        super()._step()
+        self.steps_s.setdefault(number, []).append(time.perf_counter() - started)
+
+
+def response_length(seed: int, median: float, sigma: float, longest: int) -> int:
+    length = median * np.exp(sigma * np.random.default_rng(seed).standard_normal())
+    return int(np.clip(round(length), 1, longest))
+
+
+class LongTailedRollout(RolloutWorker):
+    Config = LongTailedConfig
+
+    def __init__(self, config: LongTailedConfig, context: Context = Context()) -> None:
+        pin(config.cores, context)
+        Worker.__init__(self, config, context)
+        assert config.max_context is not None
+        self.max_context = config.max_context
+        self.engine = LongTailedEngine(config, self.max_context)
+
+    def _seed(self, group_id: int, prompt_ids: np.ndarray, index: int) -> int | None:
+        return super()._seed(0, prompt_ids, index)  # prompts differ; what number a group has, depends on the schedule
+
+    @remote(dispatch=Dispatch.ALL_TO_ALL)
+    def steps_s(self) -> dict[int, float]:
+        """Responses in the batch -> median seconds of a step, of this rank."""
+        assert isinstance(self.engine, LongTailedEngine)
+        return {number: float(np.median(seconds)) for number, seconds in sorted(self.engine.steps_s.items())}
+
+
+class PinnedActor(ActorWorker):
+    Config = PinnedConfig
+
+    def __init__(self, config: PinnedConfig, context: Context = Context()) -> None:
+        pin(config.cores, context)
+        super().__init__(config, context)
+
+
+def pin(cores: Sequence[int], context: Context) -> None:
+    """Keep this thread, and all that it starts, on the core of its rank."""
+    os.sched_setaffinity(0, {cores[context.rank % len(cores)]})
+
+
+def main(work: Work, name: str, folder: Path) -> None:
+    turns = Turns()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave by the `with` below
+    model = str(folder / "model")
+    kind, bound, apart = SCHEDULES[name]
+    first, second, *_ = [*sorted(os.sched_getaffinity(0)), *sorted(os.sched_getaffinity(0))]
+    cores = {"rollout": (first,), "actor": (second,)} if apart else dict.fromkeys(("rollout", "actor"), (first, second))
+    prompts = weft.Prompts.read(folder / "prompts.jsonl", model)
+    actor = weft.group(PinnedActor, name="actor", model=model, learning_rate=1e-8, cores=cores["actor"])
+    rollout = weft.group(
+        LongTailedRollout,
+        name="rollout",
+        model=model,
+        max_context=work.context,
+        vllm=VllmSettings(max_num_seqs=work.slots),
+        cores=cores["rollout"],
+        median=work.median,
+        sigma=work.sigma,
+    )
+    rollout.follows(actor)
+    algorithm = grpo(
+        prompts,
+        rollout=rollout,
+        reward=weft.group(weft.RewardWorker, name="reward", function=reward, tokenizer=model),
+        actor=actor,
+        n=work.samples,
+        sampling=Sampling(max_tokens=work.longest, ignore_stop=True),
+    )
+    settings = {"steps": work.steps, "prompts_per_step": work.groups, "shuffle": False}
+    schedule = {
+        "synchronous": lambda: weft.Synchronous(**settings),
+        "pipelined": lambda: weft.Pipelined(**settings, groups_per_part=work.groups_per_part),
+        "asynchronous": lambda: weft.Asynchronous(
+            **settings, max_staleness=bound, groups_per_part=work.groups_per_part
+        ),
+    }[kind]()
+    if apart:
+        pools = {group: weft.ResourcePool(f"the core of {group}") for group in APART}
+        placement = {group: weft.Place(pools[group]) for group in APART}
+    else:
+        pool = weft.ResourcePool("both cores", cpus=2)
+        placement = {group: weft.Place(pool, ranks=2) for group in APART}
+    driver_cpu_s: list[float] = []
+    machine: list[tuple[float, float]] = []
+
+    def after_step(metrics: Mapping[str, float]) -> bool:
+        driver_cpu_s.append(time.process_time())
+        machine.append(machine_cpu_s())
+        return False
+
+    with weft.Driver(
+        algorithm,
+        placement=placement,
+        schedule=schedule,
+        backend=weft.RayBackend(),
+        root=folder / "runs",
+        progress=False,
+        stop=after_step,
+    ) as driver:
+        metrics = driver.run()
+        steps_s = driver.call(rollout, "steps_s")[0]
+        timeline = driver.directory.timeline
+        path = driver.directory.path
+    start, end = work.warm_up, work.warm_up + work.counted
+    closed = [row["time_s"] for row in metrics]
+    window = closed[start], closed[end]
+    proof = prove(path / "buffer")
+    busy, total = (b - a for a, b in zip(machine[start], machine[end], strict=True))
+    turns.say(
+        schedule=name,
+        step_s=[after - before for before, after in zip(closed[start:end], closed[start + 1 : end + 1], strict=True)],
+        busy_s={group: union(intervals(timeline, group), window) / work.counted for group in APART},
+        nodes_s={node: union(intervals(timeline, node=node), window) / work.counted for node in NODES},
+        idle=idle_gaps(timeline, window),
+        calls=sum(window[0] <= c["end_s"] < window[1] for c in timeline) / work.counted,
+        tokens=sum(row.get("rollout/tokens", 0.0) for row in metrics[start + 1 : end + 1]) / work.counted,
+        trained_tokens=sum(row.get("actor/tokens", 0.0) for row in metrics[start + 1 : end + 1]) / work.counted,
+        all_tokens=sum(row.get("actor/tokens", 0.0) for row in metrics),
+        driver_cpu_s=(driver_cpu_s[end] - driver_cpu_s[start]) / work.counted,
+        machine_busy=busy / total,
+        max_staleness=max(row.get("actor/max_staleness", 0.0) for row in metrics),
+        mean_staleness=float(np.mean([row.get("actor/mean_staleness", 0.0) for row in metrics[start + 1 : end + 1]])),
+        violations=proof.violations[:5],
+        stale_rows=rows_too_old(path / "buffer", bound)
+        + sum(row.get("actor/max_staleness", 0.0) > bound for row in metrics),
+        records=proof.records,
+        decode_step_s=steps_s,
+        timeline=[c for c in timeline if c["end_s"] >= closed[0]],
+        window=window,
+    )
+
+
+NODES = ("rollout.generate", "receive_weights", "reward.score", "group_advantages", "actor.update", "publish_weights")
+
+
+def rows_too_old(buffer: Path, bound: int) -> int:
+    """Rows that an update claimed though their oldest token was more than `bound` versions behind, by the log."""
+    oldest: dict[int, int] = {}
+    count = 0
+    for record in LogReader(buffer / LOG):
+        if record["do"] == "publish" and "versions" in record:
+            oldest.update(zip(record["ids"], record["versions"], strict=True))
+        elif record["do"] == "claim" and record["node"] == "actor.update":
+            version = record["stale"][0]
+            count += sum(version - oldest[id] > bound for id in record["ids"])
+    return count
+
+
+def intervals(timeline: Calls, group: str | None = None, *, node: str | None = None) -> list[tuple[float, float]]:
+    return [(c["start_s"], c["end_s"]) for c in timeline if group in (None, c["group"]) and node in (None, c["node"])]
+
+
+def merged(spans: Iterable[tuple[float, float]], window: tuple[float, float]) -> list[tuple[float, float]]:
+    """The parts of a window that are covered, in order and without overlap.
+
+    >>> merged([(0, 2), (1, 3), (5, 9)], (1, 8))
+    [(1, 3), (5, 8)]
+    """
+    out: list[tuple[float, float]] = []
+    for start, end in sorted((max(a, window[0]), min(b, window[1])) for a, b in spans):
+        if end <= start:
+            continue
+        if out and start <= out[-1][1]:
+            out[-1] = out[-1][0], max(out[-1][1], end)
+        else:
+            out.append((start, end))
+    return out
+
+
+def union(spans: Iterable[tuple[float, float]], window: tuple[float, float]) -> float:
+    return sum(end - start for start, end in merged(spans, window))
+
+
+def idle_gaps(timeline: Calls, window: tuple[float, float]) -> dict[str, dict[str, Any]]:
+    """Group -> seconds of the window in which it had no call, and by which of its calls they ended.
+
+    >>> calls = [{"group": "actor", "node": n, "start_s": a, "end_s": b} for n, a, b in (("u", 0, 2), ("p", 3, 4))]
+    >>> idle_gaps(calls, (0.0, 5.0))["actor"]
+    {'idle_s': 2.0, 'before': {'p': 1.0, 'the end': 1.0}}
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for group in APART:
+        covered = merged(intervals(timeline, group), window)
+        starts = {c["start_s"]: c["node"] for c in timeline if c["group"] == group}
+        before: dict[str, float] = {}
+        at = window[0]
+        for start, end in [*covered, (window[1], window[1])]:
+            if start > at:
+                what = starts.get(start, "the end")
+                before[what] = before.get(what, 0.0) + float(start - at)
+            at = end
+        found[group] = {"idle_s": float(sum(before.values())), "before": before}
+    return found
+
+
+def machine_cpu_s() -> tuple[float, float]:
+    """Core-seconds that the machine was busy, and that there were, since it was started."""
+    with open("/proc/stat") as file:
+        numbers = [int(word) for word in file.readline().split()[1:9]]
+    ticks = os.sysconf("SC_CLK_TCK")
+    return (sum(numbers) - numbers[3] - numbers[4]) / ticks, sum(numbers) / ticks
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[2])
+    chosen = given.pop("schedule")
+    main(Work(**given), chosen, Path(sys.argv[1]))
