@@ -140,7 +140,11 @@ class Local:
         """There is one node, and the buffer keeps its files itself."""
 
     def _submit(self, rank: int, task: Task, call: Call) -> None:
-        self._desks[call.group.name].add(task, lambda reply: self._events.append(Event(call, rank, reply)))
+        def begin() -> None:
+            call.started = self.clock()  # until then it waited for this thread, not for the worker
+
+        desk = self._desks[call.group.name]
+        desk.add(task, lambda reply: self._events.append(Event(call, rank, reply)), begin)
 
     def clock(self) -> float:
         return time.monotonic()

@@ -10,7 +10,41 @@ from ..dataflow.errors import UserError
 from ..dataflow.graph import Graph
 from ..dataflow.handle import Handle
 from .placement import Place
-from .schedule import Training
+from .schedule import Stepwise, Training
+
+
+def check_kinds(*, graph: object, schedule: object, buffer: object, placement: object, backend: object) -> None:
+    """What the driver was given must be values of the right kind, made and not only named.
+
+    Raises:
+        UserError: naming the argument, what was given, and an example of what is right.
+    """
+    wanted: list[tuple[str, object, bool, str]] = [
+        (
+            "graph",
+            graph,
+            isinstance(graph, Graph),
+            "what a @weft.graph function returns when it is called with a source",
+        ),
+        ("schedule", schedule, isinstance(schedule, Stepwise), "a value such as weft.Synchronous(steps=100)"),
+        ("buffer", buffer, isinstance(buffer, BufferConfig), "a weft.BufferConfig(...)"),
+        (
+            "placement",
+            placement,
+            placement is None
+            or (isinstance(placement, Mapping) and all(isinstance(p, Place) for p in placement.values())),
+            'a mapping of group names to weft.Place(pool, ranks=...), such as {"actor": weft.Place(pool)}',
+        ),
+        (
+            "backend",
+            backend,
+            backend is None or (hasattr(backend, "wait") and not isinstance(backend, type)),
+            "weft.Local() or weft.RayBackend()",
+        ),
+    ]
+    for name, given, right, example in wanted:
+        if not right:
+            raise UserError(f"Driver({name}=...) takes {example}, not {given!r}")
 
 
 def check_followed(graph: Graph, schedule: Training) -> None:

@@ -21,6 +21,8 @@ class _Turn:
     task: Task
     replies: Iterator[Reply | None]
     hear: Hear
+    begin: Callable[[], None]
+    begun: bool = False
 
 
 class Desk:
@@ -35,12 +37,16 @@ class Desk:
     def busy(self) -> bool:
         return bool(self._turns)
 
-    def add(self, task: Task, hear: Hear) -> None:
-        self._turns.append(_Turn(task, run(self._worker, task, self._data), hear))
+    def add(self, task: Task, hear: Hear, begin: Callable[[], None] = lambda: None) -> None:
+        """A call that takes its turn when those before it have had theirs; `begin` is called when it does."""
+        self._turns.append(_Turn(task, run(self._worker, task, self._data), hear, begin))
 
     def turn(self) -> None:
         """Let the call whose turn it is go on until it says something, or gives way."""
         turn = self._turns[0]
+        if not turn.begun:
+            turn.begun = True
+            turn.begin()
         reply = next(turn.replies)
         if reply is not None and (reply.done or reply.failure is not None):
             self._turns.popleft()

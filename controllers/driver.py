@@ -31,7 +31,7 @@ from ..dataflow.rows import Lease, Published, Staleness
 from ..dataflow.segments import SegmentWriter
 from ..workers.function import FunctionConfig, FunctionWorker
 from .backend import Backend, Event, Files, Local, Setup, this_node
-from .checks import all_handles, check_apart, check_followed, check_room
+from .checks import all_handles, check_apart, check_followed, check_kinds, check_room
 from .flow import Flow
 from .group import Call, RunError, WorkerGroup
 from .placement import Placement, resolve
@@ -104,6 +104,7 @@ class Driver:
         Raises:
             UserError: naming the place, the rule, the value and the nearest right name.
         """
+        check_kinds(graph=graph, schedule=schedule, buffer=buffer, placement=placement, backend=backend)
         names = ["train", *(e.name for e in evaluations)]
         for taken in names:
             if names.count(taken) > 1:

@@ -72,7 +72,7 @@ class Proof:
     checkpoints: int
     """Sound ones, each of a position between two records."""
     damage: list[str]
-    """Torn or changed parts of the log, unreadable checkpoints, and tails that were cut off when a run went back."""
+    """A torn end of the log, unreadable checkpoints, and tails that were cut off when a run went back."""
     violations: list[str]
     """Each with the place in the log: the byte at which the record begins."""
 
@@ -349,7 +349,15 @@ class Witness:
             self._end_restart()
         self._offset = position.offset
         if reader.damage:
-            self.damage.append(reader.damage)
+            with self.log.open("rb") as file:
+                file.seek(position.offset)
+                lines = sum(1 for line in file if line.endswith(b"\n"))
+            if lines:  # what a kill leaves behind is one line without an end; this was changed, or the disk lost a part
+                self.violations.append(f"{reader.damage}; {lines} whole lines from there on prove nothing")
+            else:
+                self.damage.append(reader.damage)
+        if not self._records:
+            self.violations.append(f"{self.log} has no record: the run never began, or its log was emptied")
         for offset, path in places.items():
             if offset < position.offset:
                 self.damage.append(f"{path.name}: {_FOREIGN}")

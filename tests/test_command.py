@@ -93,6 +93,17 @@ def test_check_notes_a_torn_tail(runs: Path, capsys: pytest.CaptureFixture[str])
     assert "note: " in (said := capsys.readouterr().out) and "the last record is torn" in said
 
 
+def test_check_refutes_a_log_that_was_changed_or_emptied(runs: Path, capsys: pytest.CaptureFixture[str]):
+    path = runs / "tiny" / "buffer" / "ledger.log"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], lines[2].replace(b"train", b"trXin"), *lines[3:]]))
+    assert main(["buffer", "check", "tiny"]) == 1
+    assert f"{len(lines) - 2} whole lines from there on prove nothing" in capsys.readouterr().out
+    path.write_bytes(b"")
+    assert main(["buffer", "check", "tiny"]) == 1
+    assert "has no record" in capsys.readouterr().out
+
+
 def test_what_the_user_can_mend_ends_with_two(runs: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["buffer", "check", "tinny"]) == 2
     assert "error: there is no run runs/tinny; did you mean 'tiny'?" in capsys.readouterr().err

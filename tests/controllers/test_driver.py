@@ -481,6 +481,28 @@ def model(tmp_path: Path) -> str:
     return str(folder)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            {"schedule": "sync"},
+            r"Driver\(schedule=...\) takes a value such as weft.Synchronous\(steps=100\), not 'sync'",
+        ),
+        ({"schedule": Synchronous}, r"Driver\(schedule=...\) takes a value"),
+        ({"buffer": {"max_rows": 10}}, r"Driver\(buffer=...\) takes a weft.BufferConfig"),
+        ({"backend": "local"}, r"Driver\(backend=...\) takes weft.Local\(\) or weft.RayBackend\(\), not 'local'"),
+        (
+            {"placement": {"actor": ResourcePool()}},
+            r"Driver\(placement=...\) takes a mapping of group names to weft.Place",
+        ),
+    ],
+)
+def test_a_thing_of_another_kind_is_refused_by_name(tmp_path: Path, wrong: dict[str, Any], message: str):
+    settings: dict[str, Any] = {"schedule": Synchronous(steps=1, prompts_per_step=4), "root": tmp_path, **wrong}
+    with pytest.raises(UserError, match=message):
+        Driver(training(), **settings)
+
+
 def test_the_run_directory_has_everything(tmp_path: Path, model: str):
     recorded = training(rollout={"model": model})
     with drive(recorded, tmp_path, settings={"steps": 3, "where": tmp_path, "how": math.inf}, record_every=2) as driver:
