@@ -27,6 +27,7 @@ _MODULES: dict[str, str] = {
     "RolloutWorker": "workers.rollout",
     "Sampling": "workers.generation",
     "Shape": "dataflow.operation",
+    "Simulated": "controllers.simulated",
     "Synchronous": "controllers.schedule",
     "TableSource": "dataflow.graph",
     "UserError": "dataflow.errors",
@@ -56,6 +57,7 @@ if TYPE_CHECKING:  # the same names for editors and checkers; tests/test_packagi
     from .controllers.schedule import Asynchronous as Asynchronous
     from .controllers.schedule import Pipelined as Pipelined
     from .controllers.schedule import Synchronous as Synchronous
+    from .controllers.simulated import Simulated as Simulated
     from .dataflow.batch import Batch as Batch
     from .dataflow.buffer import BufferConfig as BufferConfig
     from .dataflow.config import Config as Config
