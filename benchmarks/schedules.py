@@ -114,6 +114,7 @@ def main() -> None:
     parser.add_argument(
         "--calibrate", action="store_true", help="first find the number of slots that balances the stages"
     )
+    parser.add_argument("--steps", type=int, help="steps counted of each run; default: 10 (--small: 3)")
     parser.add_argument("--no-dispatch", action="store_true", help="leave the driver's overhead out")
     parser.add_argument("--no-peers", action="store_true", help="leave verl out")
     parser.add_argument("--small", action="store_true", help="tiny: not a measurement")
@@ -122,6 +123,7 @@ def main() -> None:
     if unknown := set(names) - set(SCHEDULES):
         parser.error(f"no schedule {', '.join(unknown)}; there are {', '.join(SCHEDULES)}")
     work = Work().small() if arguments.small else Work()
+    work = replace(work, counted=arguments.steps or work.counted)
     load = [os.getloadavg()[0]]
     with tempfile.TemporaryDirectory(prefix="weft-schedules-") as folder:
         if arguments.calibrate:
@@ -163,6 +165,7 @@ def measure(work: Work, folder: Path, names: Sequence[str], rounds: int, at_once
                 measured[name].append(facts)
                 steps = ", ".join(f"{s:.2f}" for s in facts["step_s"])
                 busy = ", ".join(f"{group} {s:.2f}" for group, s in facts["busy_s"].items())
+                busy += "; core seconds " + ", ".join(f"{who} {s:.2f}" for who, s in facts["core_s"].items())
                 print(
                     f"  {name}: {mean(facts['step_s']):.3f} s a step ({steps}); busy {busy}; "
                     f"cores busy {100 * facts['machine_busy']:.0f} %, load {os.getloadavg()[0]:.1f}",
@@ -188,7 +191,8 @@ def summarize(measured: Measured) -> dict[str, Any]:
 
     >>> def facts(*steps, rollout=1.0, actor=1.0):
     ...     return {"step_s": steps, "busy_s": {"rollout": rollout, "actor": actor}, "stale_rows": 0, "violations": [],
-    ...             "idle": {"actor": {"idle_s": 1.0}}, "machine_busy": 1.0, "driver_cpu_s": 0.1}
+    ...             "idle": {"actor": {"idle_s": 1.0}}, "machine_busy": 1.0,
+    ...             "core_s": {"driver": 0.1, "rollout": 1.0, "actor": 1.0}}
     >>> runs = {"synchronous": [facts(2.0, 4.0, rollout=1.4, actor=1.5)], "asynchronous_1": [facts(1.5, 1.9)]}
     >>> result = summarize(runs)
     >>> result["async_speedup"], result["share_of_bound"], result["pipelined_speedup"], result["staleness_violations"]
@@ -223,7 +227,10 @@ def summarize(measured: Measured) -> dict[str, Any]:
             for name, each in measured.items()
         },
         "idle": {name: each[0]["idle"] for name, each in measured.items()},
-        "driver_cpu_s": {name: round(median(f["driver_cpu_s"] for f in each), 4) for name, each in measured.items()},
+        "core_s": {
+            name: {who: round(median(f["core_s"][who] for f in each), 4) for who in ("driver", *APART)}
+            for name, each in measured.items()
+        },
         "machine_busy": {name: round(median(f["machine_busy"] for f in each), 3) for name, each in measured.items()},
     }
 

@@ -90,6 +90,10 @@ class LongTailedRollout(RolloutWorker):
         return super()._seed(0, prompt_ids, index)  # prompts differ; what number a group has, depends on the schedule
 
     @remote(dispatch=Dispatch.ALL_TO_ALL)
+    def process(self) -> int:
+        return os.getpid()
+
+    @remote(dispatch=Dispatch.ALL_TO_ALL)
     def steps_s(self) -> dict[int, float]:
         """Responses in the batch -> median seconds of a step, of this rank."""
         assert isinstance(self.engine, LongTailedEngine)
@@ -102,6 +106,10 @@ class PinnedActor(ActorWorker):
     def __init__(self, config: PinnedConfig, context: Context = Context()) -> None:
         pin(config.cores, context)
         super().__init__(config, context)
+
+    @remote(dispatch=Dispatch.ALL_TO_ALL)
+    def process(self) -> int:
+        return os.getpid()
 
 
 def pin(cores: Sequence[int], context: Context) -> None:
@@ -151,11 +159,13 @@ def main(work: Work, name: str, folder: Path) -> None:
     else:
         pool = weft.ResourcePool("both cores", cpus=2)
         placement = {group: weft.Place(pool, ranks=2) for group in APART}
-    driver_cpu_s: list[float] = []
+    processes: dict[str, list[int]] = {"driver": [os.getpid()]}
+    core_s: dict[str, list[float]] = {"driver": [], "rollout": [], "actor": []}
     machine: list[tuple[float, float]] = []
 
     def after_step(metrics: Mapping[str, float]) -> bool:
-        driver_cpu_s.append(time.process_time())
+        for who, so_far in core_s.items():
+            so_far.append(sum(map(cpu_s, processes[who])))
         machine.append(machine_cpu_s())
         return False
 
@@ -168,6 +178,7 @@ def main(work: Work, name: str, folder: Path) -> None:
         progress=False,
         stop=after_step,
     ) as driver:
+        processes |= {"rollout": driver.call(rollout, "process"), "actor": driver.call(actor, "process")}
         metrics = driver.run()
         steps_s = driver.call(rollout, "steps_s")[0]
         timeline = driver.directory.timeline
@@ -187,7 +198,7 @@ def main(work: Work, name: str, folder: Path) -> None:
         tokens=sum(row.get("rollout/tokens", 0.0) for row in metrics[start + 1 : end + 1]) / work.counted,
         trained_tokens=sum(row.get("actor/tokens", 0.0) for row in metrics[start + 1 : end + 1]) / work.counted,
         all_tokens=sum(row.get("actor/tokens", 0.0) for row in metrics),
-        driver_cpu_s=(driver_cpu_s[end] - driver_cpu_s[start]) / work.counted,
+        core_s={who: (so_far[end] - so_far[start]) / work.counted for who, so_far in core_s.items()},
         machine_busy=busy / total,
         max_staleness=max(row.get("actor/max_staleness", 0.0) for row in metrics),
         mean_staleness=float(np.mean([row.get("actor/mean_staleness", 0.0) for row in metrics[start + 1 : end + 1]])),
@@ -262,6 +273,12 @@ def idle_gaps(timeline: Calls, window: tuple[float, float]) -> dict[str, dict[st
             at = end
         found[group] = {"idle_s": float(sum(before.values())), "before": before}
     return found
+
+
+def cpu_s(process: int) -> float:
+    """Core-seconds of a process so far."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def machine_cpu_s() -> tuple[float, float]:
