@@ -9,8 +9,9 @@ from ..dataflow.column import RESPONSE_LOGPROBS, RESPONSE_VERSIONS
 from ..dataflow.errors import UserError
 from ..dataflow.graph import Graph
 from ..dataflow.handle import Handle
+from ..dataflow.operation import Shape
 from .placement import Place
-from .schedule import Stepwise, Training
+from .schedule import Stepwise, Synchronous, Training
 
 
 def check_kinds(*, graph: object, schedule: object, buffer: object, placement: object, backend: object) -> None:
@@ -101,12 +102,26 @@ def all_handles(graphs: Sequence[Graph]) -> dict[str, Handle]:
     return handles
 
 
+def _filters_before(graph: Graph, name: str) -> frozenset[str]:
+    """Filters that the rows of a node have passed."""
+    node = graph[name]
+    own = {a for a in node.after if graph[a].operation.shape is Shape.FILTER}
+    return frozenset(own.union(*(_filters_before(graph, a) for a in node.after)))
+
+
 def check_apart(graph: Graph, schedule: Training, placement: Mapping[str, Place]) -> None:
     """What overlaps needs devices of its own: groups on one pool take turns, and generation that never stops gives no turn.
 
     Raises:
         UserError: naming the two groups and their pool.
     """
+    updates = [n for n in graph.nodes if n.operation.updates]
+    seen = {n.name: _filters_before(graph, n.name) for n in updates}
+    if not isinstance(schedule, Synchronous) and len(set(seen.values())) > 1:
+        raise UserError(
+            f"{type(schedule).__name__}: updates {', '.join(seen)} stand behind different filters "
+            f"({'; '.join(', '.join(sorted(f)) or 'none' for f in seen.values())}), so their batches differ; take weft.Synchronous"
+        )
     if not schedule.overlaps:
         return
     generating = {n.group for n in graph.nodes if n.operation.gives_way and n.group}

@@ -16,7 +16,7 @@ from .shell import DataAccess, Reply, Task, run
 Hear = Callable[[Reply], None]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Turn:
     task: Task
     replies: Iterator[Reply | None]
@@ -32,6 +32,8 @@ class Desk:
         self._worker = worker
         self._data = data
         self._turns: deque[_Turn] = deque()
+        self._cancelled: set[int] = set()
+        """Numbers of calls that were cancelled before they came."""
 
     @property
     def busy(self) -> bool:
@@ -39,7 +41,14 @@ class Desk:
 
     def add(self, task: Task, hear: Hear, begin: Callable[[], None] = lambda: None) -> None:
         """A call that takes its turn when those before it have had theirs; `begin` is called when it does."""
-        self._turns.append(_Turn(task, run(self._worker, task, self._data), hear, begin))
+        if task.number in self._cancelled:
+            self._cancelled.discard(task.number)
+            hear(Reply(done=True))
+            return
+        turn = _Turn(task, run(self._worker, task, self._data), hear, begin)
+        # What does not give way goes before what does, and after those like it: weights do not wait for a round of turns.
+        first = next((k for k, other in enumerate(self._turns) if other.task.gives_way), len(self._turns))
+        self._turns.insert(len(self._turns) if task.gives_way else first, turn)
 
     def turn(self) -> None:
         """Let the call whose turn it is go on until it says something, or gives way."""
@@ -56,9 +65,11 @@ class Desk:
             turn.hear(reply)
 
     def cancel(self, number: int) -> None:
-        """End a call where it stands; what it has published counts. Nothing happens when it has ended already."""
-        for turn in list(self._turns):
-            if turn.task.number == number:
-                self._turns.remove(turn)
-                turn.replies.close()  # pyright: ignore[reportAttributeAccessIssue]
-                turn.hear(Reply(done=True))
+        """End a call where it stands, or when it comes; what it has published counts."""
+        turn = next((t for t in self._turns if t.task.number == number), None)
+        if turn is None:
+            self._cancelled.add(number)
+            return
+        self._turns.remove(turn)
+        turn.replies.close()  # pyright: ignore[reportAttributeAccessIssue]
+        turn.hear(Reply(done=True))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import platform
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -159,6 +159,8 @@ class Driver:
         self.groups: dict[str, WorkerGroup] = {}
         self._flows: dict[str, Flow] = {}
         self._under_way: list[Call] = []
+        self._events: deque[Event] = deque()
+        """Replies that have come and are not taken yet."""
         self._then: dict[Call, Callable[[Call], None]] = {}
         self._turn_of: dict[str, str] = {}
         self._stopped = self._failed = False
@@ -263,13 +265,16 @@ class Driver:
         # What generation that ran ahead has left over at the end of training stays as it is in the log.
         left = (f for f in self._flows.values() if f.evaluates or not self._schedule.overlaps)
         due = any(f.due for f in self._flows.values())
-        return self._over and not self._under_way and not due and not any(f.ledger.groups_in_flight for f in left)
+        train = self._flows["train"]
+        unrecorded = any(train.observes(n) and train.ledger.ready(n) for n in train.graph.nodes)
+        at_rest = self._over and not self._under_way and not due and not unrecorded
+        return at_rest and not any(f.ledger.groups_in_flight for f in left)
 
     def _admit(self) -> None:
         evaluating = False
         for flow in self._flows.values():
             if flow.evaluates:
-                if flow.due and not self._under_way:
+                if flow.due and not self._under_way and not self._weights.under_way:
                     flow.due = False
                     flow.issue(flow.schedule.admit(flow), self.step)
                 evaluating |= flow.due or flow.ledger.groups_in_flight > 0
@@ -280,6 +285,11 @@ class Driver:
         room = self._room(train)
         if self._schedule.overlaps:
             number = min(number, room.groups)
+            ahead = 1 + self._schedule.max_staleness + self._schedule.max_refills
+            if number and train.issued > ahead * self._schedule.prompts_per_step:
+                raise StalledError(
+                    f"{train.issued} prompts were issued since step {self.step}, and none is over; {self._dropped(train)}"
+                )
         elif number > room.groups:
             if not train.ledger.groups_in_flight:
                 raise StalledError(
@@ -289,13 +299,16 @@ class Driver:
         if number and train.open and not self._schedule.overlaps:
             train.refills += 1
             if train.refills > self._schedule.max_refills:
-                dropped = ", ".join(f"{rows} by {name!r}" for name, rows in train.ledger.dropped.items())
                 raise StalledError(
                     f"step {self.step + 1} issued more prompts {self._schedule.max_refills} times and still lacks {number} groups; "
-                    f"rows dropped so far: {dropped or 'none'}"
+                    f"{self._dropped(train)}"
                 )
         if number:
             train.issue(number, self.step)
+
+    def _dropped(self, flow: Flow) -> str:
+        dropped = ", ".join(f"{rows} by {name!r}" for name, rows in flow.ledger.dropped.items())
+        return f"rows dropped so far: {dropped or 'none'}"
 
     def _room(self, flow: Flow) -> Room:
         each = self._schedule.prompts_per_step
@@ -338,8 +351,10 @@ class Driver:
         joins = node.operation.gives_way and flow.schedule.overlaps and all(c.gives_way for c in group.calls)
         if (group.busy and not joins) or self._weights.holds_back(group) or not self._may_take_turn(group):
             return None
-        if not flow.evaluates and self._over and not flow.observes(node):
-            return None
+        if not flow.evaluates and self._over:  # what was trained on is still recorded
+            return Share() if flow.observes(node) and flow.ledger.ready(node) else None
+        if node.operation.updates and any(f.due or f.open for f in self._flows.values() if f.evaluates):
+            return None  # an evaluation is of the version after whose update it became due
         return flow.schedule.share(flow, node, group.version)
 
     def _start_by_load(self, flow: Flow, node: Node, group: WorkerGroup) -> None:
@@ -367,7 +382,8 @@ class Driver:
             max_rows=max_rows,
             max_groups=share.max_groups,
             holder=group.name,
-            deadline_s=self._buffer_config.lease_deadline_s,
+            # An update that was begun cannot be taken back: its group's own deadline ends the run.
+            deadline_s=None if node.operation.updates else self._buffer_config.lease_deadline_s,
             staleness=self._staleness(flow, node, group),
             version=group.version if str(RESPONSE_VERSIONS) in node.writes else None,
         )
@@ -375,11 +391,12 @@ class Driver:
             return
         extra: dict[str, Any] = {}
         if node.name == RECORD:
-            if not self._record_every or self.step % self._record_every:
+            issued_at = lease.rows[0].group.round
+            if not self._record_every or issued_at % self._record_every:
                 self._publish_all(flow, lease.ids, lease)
                 flow.ledger.finish(lease)
                 return
-            extra["path"] = self.directory.samples_path(flow.name, lease.rows[0].group.round)
+            extra["path"] = self.directory.samples_path(flow.name, issued_at)
         if node.operation.updates:
             flow.taken[node.name] += len(set(lease.group_ids.tolist()))
             if node.operation.in_parts is not None:
@@ -440,13 +457,18 @@ class Driver:
         buffer = self._live_buffer
         buffer.commit()
         for ledger in buffer.ledgers.values():
-            ledger.expire()
+            expired = ledger.expire()
+            for call in [c for c in self._under_way if c.gives_way and any(c.lease is lease for lease in expired)]:
+                self._backend.cancel(call)
         if self._under_way:
             try:
-                events = self._backend.wait(timeout_s=1.0)
-                self._check_deadlines(bool(events))
-                for event in events:
-                    self._take(event)
+                if not self._events:
+                    self._events.extend(self._backend.wait(timeout_s=1.0))
+                    self._check_deadlines(bool(self._events))
+                while (
+                    self._events
+                ):  # one after the other, also when what follows from one of them waits for a later one
+                    self._take(self._events.popleft())
             except BaseException:
                 self._failed = True
                 raise
@@ -541,8 +563,9 @@ class Driver:
     def give_up(self, call: Call) -> None:
         """End a call that gives way; the rows that it has not finished go back."""
         assert call.ledger is not None and call.lease is not None
-        call.ledger.release(call.lease, "new weights came, and what was unfinished is asked again")
-        self._backend.cancel(call)
+        if call.ledger.holds(call.lease):
+            call.ledger.release(call.lease, "new weights came, and what was unfinished is asked again")
+            self._backend.cancel(call)
 
     def _publish_all(self, flow: Flow, ids: np.ndarray, lease: Lease) -> None:
         flow.ledger.publish(lease, Published(ids, np.zeros(len(ids), np.int64)), None)
@@ -585,7 +608,7 @@ class Driver:
         self._ask_to_stop()
         last = self._over
         for name, evaluation in self._evaluations.items():
-            self._flows[name].due = self.step % evaluation.every == 0 or last
+            self._flows[name].due |= self.step % evaluation.every == 0 or last
 
     def _ask_to_stop(self) -> None:
         if self._stop is not None and not self._stopped and self._stop(self.directory.metrics[-1]):

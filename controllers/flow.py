@@ -41,6 +41,8 @@ class Flow:
     """Groups that each update has claimed for the step under way."""
     trained: Counter[str] = field(default_factory=Counter)
     """Of these, those that it has finished."""
+    issued: int = 0
+    """Groups issued since the last step was over."""
     refills: int = 0
     due: bool = False
     """An evaluation that waits for its turn."""
@@ -70,11 +72,12 @@ class Flow:
         chosen = list(itertools.islice(self.positions, number))
         self.ledger.issue(chosen, self.num_tokens[chosen].tolist(), round=round)
         self.open = True
+        self.issued += len(chosen)
 
     def close(self) -> None:
         """The step (or evaluation) is over."""
         self.open = False
-        self.refills = 0
+        self.refills = self.issued = 0
         self.taken.clear()
         self.trained.clear()
         self.step += 1

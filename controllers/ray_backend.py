@@ -37,7 +37,7 @@ from .shell import Failure, Reply, Task, failure_of
 
 START_TIMEOUT_S = 300.0
 """Longest wait for workers to be up: vLLM's imports and a large model's loading are in it."""
-MAX_CALLS = 64
+MAX_CALLS = 256
 """Calls on one rank that may be under way; all but one of them wait for their turn."""
 CLOSE_TIMEOUT_S = 5.0
 """Longest wait for workers to release what they hold, before they are ended without being asked."""

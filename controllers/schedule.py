@@ -154,9 +154,10 @@ class Asynchronous(Stepwise):
             return self._when_settled(flow, node)
         reserved = 0
         if node.operation.updates:
-            # Groups that would be too old for the next batch belong to this one: it waits for them.
-            due, ready = flow.ledger.groups_until(node, version - self.max_staleness)
-            reserved = due - ready
+            # Whatever is taken now, each later batch must have room for the groups that are due by then.
+            for later in range(self.max_staleness + 1):
+                due, ready = flow.ledger.groups_until(node, version - self.max_staleness + later)
+                reserved = max(reserved, due - ready - later * self.prompts_per_step)
         return self._when_ready(flow, node, self.groups_per_part, reserved)
 
     def over(self, flow: Flow) -> bool:

@@ -39,6 +39,8 @@ class WeightPassing:
         self._partial_rollouts = partial_rollouts
         self._owing: dict[str, set[str]] = {}
         """Leader -> followers that have not taken over what it passes on now."""
+        self._passed: dict[str, int] = {}
+        """Follower -> the version that it was last given."""
         self._waiting: dict[str, Any] = {}
         """Follower -> weights that it takes over when its responses are finished."""
 
@@ -66,13 +68,17 @@ class WeightPassing:
     def pass_on(self, leader: str) -> None:
         """Give the followers of a group its present weights, now, or when those of an earlier version have arrived."""
         group = self._groups[leader]
-        edges = [e for e in self._edges if e.leader == leader and group.version % e.every == 0]
+        edges = [e for e in self._edges if e.leader == leader and self._is_due(e, group.version)]
         if not edges or leader in self._owing:
             return
         self._owing[leader] = {e.follower for e in edges}
         self._hands.take_device(group)
         call = group.call("publish_weights", version=group.version)
         self._hands.watch(call, lambda call: self._published(call, edges))
+
+    def _is_due(self, edge: ParameterEdge, version: int) -> bool:
+        """Whether an `every`-th version has come since the follower was last given one."""
+        return version // edge.every > self._passed.get(edge.follower, -1) // edge.every
 
     def settle(self) -> None:
         """Let those take over their weights who have finished what they were at."""
@@ -104,7 +110,7 @@ class WeightPassing:
                     f"weights of version {weights.version} arrived at {call.group.name}[{rank}] with checksum {checksum}, "
                     f"but {weights.checksum} was published"
                 )
-        call.group.version = weights.version
+        call.group.version = self._passed[call.group.name] = weights.version
         for leader, owing in list(self._owing.items()):
             if call.group.name in owing:
                 owing.discard(call.group.name)
