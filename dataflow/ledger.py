@@ -94,8 +94,6 @@ class Ledger:
         self._held: list[list[int]] = [[] for _ in nodes]
         self._unclaimed = [0] * len(nodes)
         self._todo = [0] * len(nodes)
-        self._round = -1
-        self._claimed = [0] * len(nodes)
         self._unfinished_levels = [0] * self._num_levels
         self._deadlines: list[tuple[float, int, int]] = []
         """(when, node, group) of quorums that are not reached, and (when, -1, token) of leases."""
@@ -260,9 +258,6 @@ class Ledger:
             positions=positions,
             tokens=num_tokens,
         )
-        if round != self._round:
-            self._round = round
-            self._claimed = [0] * len(self.graph.nodes)
         self.prompts_issued += len(positions)
         for position, tokens in zip(positions, num_tokens, strict=True):
             self._issue(position, tokens, round)
@@ -403,15 +398,6 @@ class Ledger:
         """Groups that are too old for this node and wait for a larger bound."""
         return len(self._held[self._index[node.name]])
 
-    @property
-    def round(self) -> int:
-        """The latest round of which rows were issued; -1 before."""
-        return self._round
-
-    def claimed_groups(self, node: Node) -> int:
-        """Groups of the latest round that this node has claimed (nodes that take groups or batches)."""
-        return self._claimed[self._index[node.name]]
-
     def settled(self, node: Node) -> bool:
         """Everything issued so far that will reach this node is ready for it, and none of it is leased."""
         i = self._index[node.name]
@@ -538,7 +524,6 @@ class Ledger:
             self._unclaimed[i] -= 1
             if self._quorum[i]:
                 self._close_quorum(group, i, own)
-            self._claimed[i] += group.round == self._round
         return rows
 
     def _rows_offered(self, group: Group, i: int) -> list[Row]:
@@ -747,7 +732,6 @@ class Ledger:
         if self._takes_groups[i]:
             for group in dict.fromkeys(r.group for r in lease.rows):
                 self._offer_group(group, i)
-                self._claimed[i] -= group.round == self._round
                 group.claimed &= ~(1 << i)
                 self._unclaimed[i] += 1
             for _, _, segment in lease.staged:

@@ -23,8 +23,6 @@ def save(ledger: Ledger) -> Iterator[Record]:
         "do": "ledger",
         "graph": ledger.name,
         "source": ledger.source.to_json() if ledger.source else None,
-        "round": ledger.round,
-        "claimed": ledger._claimed,
         "prompts": ledger.prompts_issued,
         "issued": ledger._issued,
         "done": ledger._done,
@@ -107,8 +105,6 @@ def load(ledger: Ledger, records: Iterable[Record]) -> None:
 
 def _load_totals(ledger: Ledger, record: Record) -> None:
     ledger.source = Segment.from_json(record["source"]) if record["source"] else None
-    ledger._round = record["round"]
-    ledger._claimed = list(record["claimed"])
     ledger.prompts_issued = record["prompts"]
     ledger._issued, ledger._done = record["issued"], record["done"]
     ledger._dropped, ledger.stale = Counter(record["dropped"]), Counter(record["stale"])

@@ -454,20 +454,6 @@ def test_settled_and_exhausted_say_whether_more_can_come():
     assert ledger.exhausted(keep) and ledger.exhausted(update) and not ledger.settled(update)
 
 
-def test_claimed_groups_are_counted_for_the_latest_round():
-    ledger = generated(grpo(), prompts=3)
-    do(ledger, "score")
-    advantages = node(ledger, "advantages")
-    lease = claim(ledger, "advantages", max_groups=2)
-    assert ledger.claimed_groups(advantages) == 2
-    ledger.release(lease)
-    assert ledger.claimed_groups(advantages) == 0
-    do(ledger, "advantages")
-    assert ledger.claimed_groups(advantages) == 3
-    ledger.issue([0], [1], round=1)
-    assert ledger.claimed_groups(advantages) == 0
-
-
 # Where columns are
 
 
@@ -1068,12 +1054,12 @@ class Play:
         assert copy.table() == one.table()
         assert (copy._ids.next_id, copy._ids.next_group) == (one._ids.next_id, one._ids.next_group)
         of_rows = [Ledger.ready, Ledger.settled, Ledger.exhausted]
-        of_groups = [Ledger.ready_groups, Ledger.unclaimed, Ledger.held, Ledger.claimed_groups]
+        of_groups = [Ledger.ready_groups, Ledger.unclaimed, Ledger.held]
         of_groups += [Ledger.oldest_version, Ledger.leased_groups]
         for n in self.graph.nodes:
             for ask in [*of_rows, *(of_groups if n.operation.takes_groups else [])]:
                 assert ask(copy, n) == ask(one, n), ask.__name__
-        assert copy.counts() == one.counts() and copy.dropped == one.dropped and copy.round == one.round
+        assert copy.counts() == one.counts() and copy.dropped == one.dropped
         assert copy.num_bytes == one.num_bytes and copy.group_ids == one.group_ids
         assert [copy.why(g) for g in one.group_ids] == [one.why(g) for g in one.group_ids]
         assert set(copy.live_segments()) == set(one.live_segments())
@@ -1102,8 +1088,6 @@ class Play:
                 assert ledger.ready_groups(n) == len(ready)
                 held = sum(name == n.name for _, name in model.held)
                 assert ledger.held(n) == held
-                this_round = sum(model.round[g] == self.round and name == n.name for g, name in model.claimed)
-                assert ledger.claimed_groups(n) == this_round
                 leased = {model.group[i] for i in rows if n.name in model.leased[i]}
                 assert ledger.leased_groups(n) == len(leased)
                 made = [v for r in ready for i in r if (v := model.version[i]) is not None]
