@@ -149,8 +149,10 @@ class Ledger:
         """Nodes of node i's level that work for it and for what comes after it alone."""
         served = {i, *self._downstream[i]}
         servants: list[int] = []
-        for j in range(i - 1, -1, -1):
+        for j in reversed(range(len(self.graph.nodes))):  # recorded before node i or after it, on a branch of its own
             node = self.graph.nodes[j]
+            if j in served:
+                continue
             users = {k for k, m in enumerate(self.graph.nodes) if node.name in m.after}
             alike = node.level == self.graph.nodes[i].level and node.makes_level is None and not self._takes_groups[j]
             if alike and users and users <= served:

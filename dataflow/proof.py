@@ -218,7 +218,9 @@ class GraphRules:
 
     def _find_servants(self, quorum: NodeRules) -> None:
         served = {quorum.name, *(n.name for n in quorum.downstream)}
-        for node in reversed(self.nodes[: quorum.index]):
+        for node in reversed(self.nodes):  # recorded before the quorum or after it, on a branch of its own
+            if node.name in served:
+                continue
             users = {n.name for n in self.nodes if node.name in n.after}
             alike = node.level == quorum.level and node.makes is None and not node.takes_groups
             if alike and users and users <= served:
