@@ -6,10 +6,12 @@ Run by `test_nodes.py` as a program: a process can be connected to one cluster o
 import json
 import logging
 import os
+import secrets
 import sys
 from pathlib import Path
 
 os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
+os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # a cluster by hand makes none, unlike ray.init
 
 import ray
 from ray.cluster_utils import Cluster
