@@ -463,17 +463,23 @@ class Driver:
         if self._under_way:
             try:
                 if not self._events:
-                    self._events.extend(self._backend.wait(timeout_s=1.0))
+                    self._events.extend(self._backend.wait(timeout_s=self._patience))
                     self._check_deadlines(bool(self._events))
-                while (
-                    self._events
-                ):  # one after the other, also when what follows from one of them waits for a later one
+                # One after the other, also when what follows from one of them waits for a later one.
+                while self._events:
                     self._take(self._events.popleft())
             except BaseException:
                 self._failed = True
                 raise
         elif not self._finished and not self._can_move:
             raise StalledError(self._why_stalled())
+
+    @property
+    def _patience(self) -> float:
+        """Seconds until the driver looks up: when a lease or a quorum is due, or a second."""
+        due = (ledger.next_deadline for ledger in self._live_buffer.ledgers.values())
+        now = self._backend.clock()
+        return max(0.0, min([1.0, *(d - now for d in due if d is not None)]))
 
     @property
     def _can_move(self) -> bool:
@@ -580,9 +586,8 @@ class Driver:
             metrics = flow.take_metrics(f"{flow.name}/" if flow.evaluates else "")
             flow.close()
             if flow.evaluates:
-                row = metrics
-                self.directory.metrics[-1].update(row)
-                self._progress.evaluated(flow.name, self.step, row)
+                self.directory.metrics[-1].update(metrics)
+                self._progress.evaluated(flow.name, self.step, metrics)
                 self._ask_to_stop()
             else:
                 self._live_buffer.note("step", self.step)

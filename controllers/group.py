@@ -139,8 +139,8 @@ class WorkerGroup:
         return call
 
     def least_loaded(self, rows: int) -> dict[int, int]:
-        """How many of so many rows each data-parallel replica is to have, so that the tokens that all have left to do are
-        alike: a replica with a long response to finish gets fewer. Replicas that get none are left out."""
+        """How many of so many rows each data-parallel replica is to have, so that all have as many unfinished ones: whoever
+        is still at long responses gets fewer. Replicas that get none are left out."""
         left = dict.fromkeys(sorted({c.dp for c in self.mesh}), 0.0)
         for call in self.calls:
             if call.replica is not None and call.lease is not None:

@@ -472,6 +472,6 @@ def _gpu_ids() -> list[str]:
 
 
 def _object_store_bytes() -> int:
-    """An eighth of the free shared memory: rows are small beside weights, and Ray would take a third of the machine."""
+    """An eighth of the free shared memory: calls and replies are all that Ray carries, and it would take a third of the machine."""
     free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 1 << 30
     return max(128 << 20, min(4 << 30, free // 8))

@@ -156,12 +156,8 @@ def why(folder: Path, group_id: int, graph: str | None = None) -> str:
         fates = Counter(row.reason if row.away else "done" for row in (r for lv in finished.levels for r in lv))
         became = ", ".join(f"{n} {fate if fate == 'done' else f'dropped: {fate}'}" for fate, n in fates.items())
         return f"{where}) was finished at byte {offset} of the log{after}: of {len(rows)} rows {became}"
-    lines = [f"{where}, {len(rows)} rows) is in flight"]
-    versions = [row.version for row in rows if row.version is not None and row.version >= 0]
-    for node in witness.waits_for_a_larger_bound(group):
-        lines.append(f"{node}: too old, of version {min(versions)}; it waits for a larger bound")
     ledger = restore(folder).ledgers[group.graph.name]
-    return "\n".join([*lines, ledger.why(group_id)])
+    return f"{where}, {len(rows)} rows) is in flight\n{ledger.why(group_id)}"
 
 
 # SQL

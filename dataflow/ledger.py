@@ -1,5 +1,6 @@
 """Ledger: the control plane of the sample buffer. It knows of each row which columns exist, where they are, and what
-each node has done with it; it never holds a token. Every event costs O(1) per row and pushes readiness.
+each node has done with it; it never holds a token. Every event costs O(1) per row and pushes readiness; only what a bound
+on staleness asks (`groups_until`, `leased_groups`, `oldest_version`) looks through groups in flight.
 
 A row is *offered* to a node when everything in the node's `after` is done with it; a node that sees whole groups is
 offered a group when no more rows of it can come and all are ready, or when its quorum is there. A claim is a lease: rows
@@ -8,7 +9,8 @@ once per node. What a node that takes groups publishes counts when its lease is 
 between gives whole groups back.
 
 Each event is a record (`dataflow/log.py`), and the ledger is what its records make of it: `replay` them, and it stands
-where it stood. `state` says the same in records of its own, so that a log need not be read from its beginning.
+where it stood. `dataflow/ledger_state.py` says the same in records of its own, so that a log need not be read from its
+beginning.
 """
 
 from __future__ import annotations
@@ -963,7 +965,8 @@ class Ledger:
             if not group.whole[node.level]:
                 maker = self.graph.levels[node.level]
                 missing.append(f"the rest of the group from {maker!r}")
-            too_old = group_id in self._held[i] and "too old; waits for a larger bound"
+            oldest = min((r.version for r in left if r.version is not None and r.version >= 0), default=None)
+            too_old = group_id in self._held[i] and f"too old, of version {oldest}; waits for a larger bound"
             state = too_old or (
                 f"{leased} leased" if leased else f"waits for {', '.join(missing)}" if missing else "ready, not claimed"
             )

@@ -295,15 +295,6 @@ class Witness:
     def groups_issued(self) -> int:
         return self._next_group
 
-    def waits_for_a_larger_bound(self, group: Group) -> list[str]:
-        """Nodes that found a group too old and let it wait."""
-        nodes = group.graph.nodes
-        return [
-            n.name
-            for n in nodes
-            if group.id in self._held_back.get((group.graph.name, n.index), ()) and not group.claimed & n.bit
-        ]
-
     # Reading
 
     def read(self) -> Iterator[None]:
