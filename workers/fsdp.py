@@ -82,7 +82,7 @@ class FsdpEngine:
     def logprobs(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         rows = self._pack(batch, ())
         out = np.zeros(int(rows.response[1][-1]), dtype=np.float32)
-        plan = rows.plan(self.microbatch_tokens)
+        plan = rows.plan(self.microbatch_tokens, packed=self.model.packs)
         with torch.no_grad():
             for part in self._padded_plan(plan, self._over_replicas(len(plan))):
                 values, _ = self._forward(rows, part)
@@ -95,7 +95,7 @@ class FsdpEngine:
         if self.optimizer is None:
             raise RuntimeError("this engine was made without an optimizer; it computes log-probabilities only")
         rows = self._pack(batch, [c for c in (*loss.reads, *loss.may_read) if c in batch])
-        plan = rows.plan(self.microbatch_tokens)
+        plan = rows.plan(self.microbatch_tokens, packed=self.model.packs)
         everything = rows.packed()
         local_count, num_tokens = loss.count(everything), float(everything.trained.sum())
         replicas = self._over_replicas(len(plan), local_count)
@@ -363,32 +363,31 @@ class _Rows:
     scalars: Mapping[str, Tensor]
     device: torch.device
 
-    def plan(self, max_tokens: int) -> list[np.ndarray]:
+    def plan(self, max_tokens: int, *, packed: bool) -> list[np.ndarray]:
         """Microbatches of the rows that have a response."""
         prompts, responses = np.diff(self.prompt[1]), np.diff(self.response[1])
         rows = np.flatnonzero(responses)
         num_inputs = (prompts + responses - 1)[rows]  # the last token is only predicted
-        return [rows[part] for part in plan_microbatches(num_inputs, max_tokens)]
+        return [rows[part] for part in plan_microbatches(num_inputs, max_tokens, packed=packed)]
 
-    def inputs(self, part: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+    def inputs(self, part: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
         """Arguments of `ResponseModel` for these rows; for none, one token that nobody reads."""
         if not len(part):
             zero = np.zeros(1, dtype=np.int64)
-            return zero[None], zero, zero, None
+            return zero, zero + 1, zero, zero, None
         (prompts, p_starts), (responses, r_starts) = self.prompt, self.response
-        width = max(int(p_starts[i + 1] - p_starts[i] + r_starts[i + 1] - r_starts[i]) for i in part) - 1
-        ids = np.zeros((len(part), width), dtype=np.int64)
-        positions = []
-        for k, i in enumerate(part):
+        ids, predicting, before = [], [], 0
+        for i in part:
             prompt, response = prompts[p_starts[i] : p_starts[i + 1]], responses[r_starts[i] : r_starts[i + 1]]
-            ids[k, : len(prompt)] = prompt
-            ids[k, len(prompt) : len(prompt) + len(response) - 1] = response[:-1]
-            positions.append(np.arange(len(response)) + (k * width + len(prompt) - 1))
+            ids += [prompt, response[:-1]]
+            predicting.append(np.arange(len(response)) + (before + len(prompt) - 1))
+            before += len(prompt) + len(response) - 1
+        lengths = (np.diff(p_starts)[part] + np.diff(r_starts)[part] - 1).astype(np.int64)
         targets = responses[tokens_of(r_starts, part)].astype(np.int64)
         temperatures = None
         if self.temperatures is not None:
             temperatures = np.repeat(self.temperatures[part], np.diff(r_starts)[part])
-        return ids, np.concatenate(positions), targets, temperatures
+        return np.concatenate(ids).astype(np.int64), lengths, np.concatenate(predicting), targets, temperatures
 
     def packed(self, part: np.ndarray | None = None) -> PackedRows:
         """These rows (None: all) as a loss reads them."""

@@ -6,12 +6,16 @@ response tokens, and works through them in chunks.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from .packed_attention import NAME as PACKED
+from .packed_attention import Rows, can_pack
 
 _CHUNK_BYTES = 128 * 2**20
 """Logits computed at once."""
@@ -22,22 +26,33 @@ _KEPT_BYTES = 2**30
 class ResponseModel(nn.Module):
     """Backbone, then head, of a `transformers` causal language model.
 
-    Rows are padded on the right and attention is causal: no real token sees padding, so no mask is needed, and the
-    fastest attention kernel can be used.
+    Where the model lets us (`packs`), rows stand one behind the other. Else they are padded on the right: attention is causal, no
+    real token sees padding, so no mask is needed, and the fastest attention kernel can be used.
     """
 
     def __init__(self, causal_lm: Any) -> None:
         super().__init__()
         self.causal_lm = causal_lm
+        self.packs = can_pack(causal_lm)
+        """Whether a microbatch costs its tokens, or its rows times the longest."""
+        if self.packs:
+            causal_lm.set_attn_implementation(PACKED)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, targets: Tensor, temperatures: Tensor | None, entropy: bool = False
+        self,
+        input_ids: Tensor,
+        lengths: Tensor,
+        predicting: Tensor,
+        targets: Tensor,
+        temperatures: Tensor | None,
+        entropy: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities of chosen tokens.
 
         Args:
-            input_ids: [B, S] int64, padded on the right.
-            positions: [T] int64, index into the flattened [B * S] of the token *before* each target.
+            input_ids: [N] int64, row after row.
+            lengths: [B] int64 tokens of each row, at least 1.
+            predicting: [T] int64, index into the N of the token *before* each target.
             targets: [T] int64.
             temperatures: [T] divides the logits; None: 1.
             entropy: also give the entropy of each predicting distribution, with gradient.
@@ -45,8 +60,16 @@ class ResponseModel(nn.Module):
         Returns:
             ([T] float32 nats, [T] float32 nats or None).
         """
-        hidden = self.causal_lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-        hidden = hidden.flatten(0, 1).index_select(0, positions)
+        rows = Rows(lengths, int(lengths.max()))
+        if self.packs:
+            inputs = {"input_ids": input_ids[None], "position_ids": rows.positions[None], "rows": rows}
+        else:
+            padded = input_ids.new_zeros(math.prod(rows.shape))
+            padded[rows.slots] = input_ids
+            inputs = {"input_ids": padded.view(rows.shape)}
+            predicting = rows.slots[predicting]
+        hidden = self.causal_lm.base_model(**inputs, use_cache=False).last_hidden_state
+        hidden = hidden.flatten(0, 1).index_select(0, predicting)
         head = self.causal_lm.get_output_embeddings()
         scale, softcap = _logit_scale(self.causal_lm.config)
         if head.bias is None and not softcap:

@@ -36,7 +36,7 @@ class ModelConfig(Config):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What it computes in, and what is published; parameters and optimizer state are held in float32 either way."""
     microbatch_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens, padding included, in one forward pass; None: 1,280 on a CPU, 16,384 on a GPU."""
+    """Most tokens in one forward pass (with padding, for a model whose rows cannot be packed); None: 1,280 on a CPU, 16,384 on a GPU."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Ranks that share each layer; must divide the ranks of the group and the model's attention heads."""
     gather: Literal["auto", "once", "layerwise"] = "auto"
@@ -157,21 +157,29 @@ class TrainingEngine(Protocol):
     def close(self) -> None: ...
 
 
-def plan_microbatches(lengths: np.ndarray, max_tokens: int) -> list[np.ndarray]:
-    """Rows cut into microbatches of at most `max_tokens`, counting every row as long as the longest beside it.
+def plan_microbatches(lengths: np.ndarray, max_tokens: int, *, packed: bool = False) -> list[np.ndarray]:
+    """Rows cut into microbatches of at most `max_tokens`, counting every row as long as the longest beside it, or, when they
+    are `packed`, as long as it is.
 
     Rows of like length stand together, longest first, so that little is padded; a row longer than the limit is a
     microbatch of its own.
 
     >>> [rows.tolist() for rows in plan_microbatches(np.array([3, 9, 2, 8]), max_tokens=18)]
     [[1, 3], [0, 2]]
+    >>> [rows.tolist() for rows in plan_microbatches(np.array([3, 9, 2, 8]), max_tokens=20, packed=True)]
+    [[1, 3, 0], [2]]
     """
     order = np.argsort(-lengths, kind="stable")
+    ends = np.cumsum(lengths[order])
     parts, start = [], 0
     while start < len(order):
-        size = max(1, max_tokens // max(1, int(lengths[order[start]])))
-        parts.append(order[start : start + size])
-        start += size
+        if packed:
+            before = ends[start] - lengths[order[start]]
+            size = int(np.searchsorted(ends, before + max_tokens, side="right")) - start
+        else:
+            size = max_tokens // max(1, int(lengths[order[start]]))
+        parts.append(order[start : start + max(1, size)])
+        start += max(1, size)
     return parts
 
 

@@ -226,6 +226,9 @@ def test_microbatches_hold_every_row_once_and_keep_to_the_budget():
     assert all(len(part) * lengths[part].max() <= 1000 for part in plan)
     padded = sum(len(part) * lengths[part].max() for part in plan)
     assert padded < 1.02 * lengths.sum()
+    packed = plan_microbatches(lengths, 1000, packed=True)
+    assert sorted(np.concatenate(packed)) == list(range(1000))
+    assert all(500 < lengths[part].sum() <= 1000 for part in packed[:-1])
     assert plan_microbatches(np.array([], dtype=np.int64), 10) == []
     assert [len(p) for p in plan_microbatches(np.array([50, 50]), 10)] == [1, 1]
 
