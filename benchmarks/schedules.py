@@ -55,7 +55,7 @@ class Work:
     longest: int = 192
     slots: int = 24
     """Responses that the engine works on at once: fewer take it longer, and do nothing to training."""
-    groups_per_part: int = 4
+    groups_per_part: int = 2
     """Of a part the rows are padded to the longest of each microbatch, and single groups have long and short ones: parts of one
     group cost the actor 1.6 times the CPU seconds of whole batches, which are sorted by length."""
     vocabulary: int = 4096

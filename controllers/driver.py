@@ -404,7 +404,8 @@ class Driver:
         self._live_buffer.commit()  # the log is ahead of the work
         self.take_device(group)
         call = group.call_node(flow.ledger, lease, replica=replica, **extra)
-        self.watch(call, lambda call: self._node_done(flow, call, share.last))
+        call.last = share.last
+        self.watch(call, lambda call: self._node_done(flow, call))
 
     def _staleness(self, flow: Flow, node: Node, group: WorkerGroup) -> Staleness | None:
         """The bound of the schedule, on every row that an update claims.
@@ -520,6 +521,7 @@ class Driver:
             worker_s=max(call.seconds.values(), default=0.0),
             rows=len(call.lease.rows) if call.lease else 0,
             tokens=int(call.lease.num_tokens.sum()) if call.lease else 0,
+            last=call.last,
         )
         self._then.pop(call)(call)
 
@@ -546,7 +548,7 @@ class Driver:
 
     # What follows a call
 
-    def _node_done(self, flow: Flow, call: Call, last: bool) -> None:
+    def _node_done(self, flow: Flow, call: Call) -> None:
         node, lease = call.node, call.lease
         assert node is not None and lease is not None
         if not flow.ledger.holds(lease):
@@ -561,7 +563,7 @@ class Driver:
         flow.ledger.finish(lease)
         if node.name != RECORD:
             flow.metrics.append({f"{call.group.name}/{name}": metric for name, metric in call.merged_metrics().items()})
-        if node.operation.updates and last:
+        if node.operation.updates and call.last:
             call.group.version += 1
             self._live_buffer.note(f"version/{call.group.name}", call.group.version)
             self._weights.pass_on(call.group.name)

@@ -49,6 +49,8 @@ class Call:
     """The data-parallel replica that has all of its rows; None: they are spread over all."""
     ledger: Ledger | None = None
     lease: Lease | None = None
+    last: bool = True
+    """Of an update that comes in parts: its batch is whole with this one."""
     started: float = 0.0
     """By the backend's clock."""
     waiting: set[int] = field(default_factory=set)

@@ -7,31 +7,40 @@ from typing import Any
 import pytest
 import torch
 import transformers
+
 from weft.workers.response_model import ResponseModel
 
 LENGTHS = [9, 1, 4, 7]
-SMALL: dict[str, Any] = dict(
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=32,
-    sliding_window=5,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+    "sliding_window": 5,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def make(kind: str) -> Any:
     torch.manual_seed(0)
-    settings = SMALL
+    settings: dict[str, Any] = SMALL
     if kind == "GPT2":
-        settings = dict(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=2)
-        settings |= dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+        settings = {
+            "vocab_size": 97,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 32,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+        settings |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
     config = getattr(transformers, f"{kind}Config")(**settings)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     for parameter in model.parameters():  # far enough from uniform for a mistake to show
