@@ -47,7 +47,7 @@ Measured = Mapping[str, Sequence[Mapping[str, Any]]]
 class Work:
     """What every schedule does. Generation and training alone take about the same time a step with these."""
 
-    groups: int = 16
+    groups: int = 32
     samples: int = 8
     median: float = 32.0
     """Tokens of a response; lengths are log-normal."""
@@ -55,17 +55,16 @@ class Work:
     longest: int = 192
     slots: int = 24
     """Responses that the engine works on at once: fewer take it longer, and do nothing to training."""
-    groups_per_part: int = 2
-    """Of a part the rows are padded to the longest of each microbatch, and single groups have long and short ones: parts of one
-    group cost the actor 1.6 times the CPU seconds of whole batches, which are sorted by length."""
+    groups_per_part: int = 4
+    """About as many tokens as a microbatch holds."""
     vocabulary: int = 4096
     hidden: int = 256
     layers: int = 4
     heads: int = 4
     mlp: int = 1024
-    warm_up: int = 2
-    counted: int = 10
-    tail: int = 4
+    warm_up: int = 1
+    counted: int = 6
+    tail: int = 3
     """Steps after the counted ones, in which generation that runs ahead comes to its end: more than the staleness."""
 
     @property
@@ -117,10 +116,11 @@ def main() -> None:
     parser.add_argument(
         "--calibrate", action="store_true", help="first find the number of slots that balances the stages"
     )
-    parser.add_argument("--steps", type=int, help="steps counted of each run; default: 10 (--small: 3)")
+    parser.add_argument("--steps", type=int, help="steps counted of each run; default: 6 (--small: 3)")
     parser.add_argument("--no-dispatch", action="store_true", help="leave the driver's overhead out")
     parser.add_argument("--no-peers", action="store_true", help="leave verl out")
     parser.add_argument("--small", action="store_true", help="tiny: not a measurement")
+    parser.add_argument("--raw", type=Path, help="write all that the runs said to this file, as JSON")
     arguments = parser.parse_args()
     names = arguments.schedules.split(",")
     if unknown := set(names) - set(SCHEDULES):
@@ -134,6 +134,8 @@ def main() -> None:
         made = prepare(work.workload(), Path(folder) / "work")
         rounds = arguments.rounds or (1 if arguments.small else 2)
         measured = measure(work, made, names, rounds, at_once=2 if arguments.small else 1)
+    if arguments.raw:
+        arguments.raw.write_text(json.dumps(measured))
     results: dict[str, Any] = summarize(measured) | simulated(work, measured)
     results |= {"load": [*load, os.getloadavg()[0]], "work": asdict(work)}
     print(table(results), flush=True)

@@ -58,6 +58,9 @@ class LongTailedEngine(VllmEngine):
         self._lengths = config.median, config.sigma
         self.steps_s: dict[int, list[float]] = {}
         """Responses in the batch -> seconds of each step that was made of so many."""
+        self.between_s: list[float] = []
+        """Seconds from one step to the next: what the worker does with its answers, weights that are taken over."""
+        self._ended: float | None = None
         self._slots = config.vllm.max_num_seqs
 
     def _add(self, request: Request, sampling: Sampling) -> str:
@@ -67,8 +70,12 @@ class LongTailedEngine(VllmEngine):
 
     def _step(self) -> None:
         number, started = min(self.num_unfinished, self._slots), time.perf_counter()
+        if self._ended is not None:
+            self.between_s.append(started - self._ended)
         super()._step()
-        self.steps_s.setdefault(number, []).append(time.perf_counter() - started)
+        ended = time.perf_counter()
+        self.steps_s.setdefault(number, []).append(ended - started)
+        self._ended = ended if self.num_unfinished else None
 
 
 def response_length(seed: int, median: float, sigma: float, longest: int) -> int:
@@ -95,9 +102,10 @@ class LongTailedRollout(RolloutWorker):
 
     @remote(dispatch=Dispatch.ALL_TO_ALL)
     def steps_s(self) -> dict[int, float]:
-        """Responses in the batch -> median seconds of a step, of this rank."""
+        """Responses in the batch -> mean seconds from one step to the next, of this rank."""
         assert isinstance(self.engine, LongTailedEngine)
-        return {number: float(np.median(seconds)) for number, seconds in sorted(self.engine.steps_s.items())}
+        between = float(np.median(self.engine.between_s or [0.0]))
+        return {number: float(np.mean(seconds)) + between for number, seconds in sorted(self.engine.steps_s.items())}
 
 
 class PinnedActor(ActorWorker):
