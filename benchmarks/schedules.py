@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,6 +35,8 @@ SCHEDULES: dict[str, tuple[str, int, bool]] = {
     "colocated": ("synchronous", 0, False),
 }
 """Name -> the schedule, its staleness, and whether rollout and actor have a core each or both of them in turns."""
+DEVICES = (8, 32, 64, 256, 1024)
+"""That are simulated."""
 SLOTS = (12, 16, 24, 32, 48)
 """Responses at once that --calibrate tries."""
 
@@ -134,13 +135,16 @@ def main() -> None:
         made = prepare(work.workload(), Path(folder) / "work")
         rounds = arguments.rounds or (1 if arguments.small else 2)
         measured = measure(work, made, names, rounds, at_once=2 if arguments.small else 1)
+        from simulated_schedules import simulated  # imports Weft, which the processes above do for themselves
+
+        predicted = simulated(work, made, measured, devices=(8,) if arguments.small else DEVICES)
     if arguments.raw:
         arguments.raw.write_text(json.dumps(measured))
-    results: dict[str, Any] = summarize(measured) | simulated(work, measured)
+    results: dict[str, Any] = summarize(measured) | predicted
     results |= {"load": [*load, os.getloadavg()[0]], "work": asdict(work)}
     print(table(results), flush=True)
     if not arguments.no_dispatch:
-        from dispatch import run  # imports Weft, which the processes above do for themselves
+        from dispatch import run
 
         results |= run(arguments.small, not arguments.no_peers)
     print(json.dumps(results))
@@ -242,22 +246,6 @@ def summarize(measured: Measured) -> dict[str, Any]:
 
 def ratio(above: float | None, below: float | None) -> float | None:
     return None if above is None or below is None else round(above / below, 4)
-
-
-def simulated(work: Work, measured: Measured) -> dict[str, Any]:
-    """The same graph in the simulator, calibrated from the measured runs: null while there is no `weft.controllers.simulated`.
-
-    What is to come here: `Costs` from the timeline of `measured["synchronous"]` (`"timeline"`: all calls of the run;
-    `"decode_step_s"`: responses in the batch -> seconds of a step of vLLM; lengths as `schedules_weft.response_length`
-    draws them), then every schedule of `SCHEDULES` on them (`simulated_error`: the largest share by which it misses
-    a measured step), then 8 to 1,024 devices.
-    """
-    nothing = {"simulated_256_speedup": None, "simulated_error": None}
-    if find_spec("weft.controllers.simulated") is None or find_spec("simulated_schedules") is None:
-        return nothing
-    from importlib import import_module
-
-    return import_module("simulated_schedules").simulated(work, measured)
 
 
 def table(results: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ place in the group say, whatever is sampled. So every schedule has the same resp
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 from schedules import APART, SCHEDULES, Work
 from turns import Turns
-from workloads import reward
+from workloads import reward as score
 
 import weft
 from weft.algorithms.grpo import grpo
@@ -83,6 +84,23 @@ def response_length(seed: int, median: float, sigma: float, longest: int) -> int
     return int(np.clip(round(length), 1, longest))
 
 
+def response_seed(prompt_ids: np.ndarray, index: int) -> int:
+    digest = hashlib.blake2b(prompt_ids.astype("<i8").tobytes() + bytes([index]), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def lengths_of(work: Work, folder: Path) -> list[list[int]]:
+    """Tokens of each response to each prompt of the run, in order."""
+    prompts = weft.Prompts.read(folder / "prompts.jsonl", str(folder / "model"))
+    return [
+        [
+            response_length(response_seed(np.array(ids), index), work.median, work.sigma, work.longest)
+            for index in range(work.samples)
+        ]
+        for ids in prompts.table["prompt_ids"].to_pylist()
+    ]
+
+
 class LongTailedRollout(RolloutWorker):
     Config = LongTailedConfig
 
@@ -94,7 +112,7 @@ class LongTailedRollout(RolloutWorker):
         self.engine = LongTailedEngine(config, self.max_context)
 
     def _seed(self, group_id: int, prompt_ids: np.ndarray, index: int) -> int | None:
-        return super()._seed(0, prompt_ids, index)  # prompts differ; what number a group has, depends on the schedule
+        return response_seed(prompt_ids, index)  # prompts differ; what number a group has, depends on the schedule
 
     @remote(dispatch=Dispatch.ALL_TO_ALL)
     def process(self) -> int:
@@ -125,14 +143,12 @@ def pin(cores: Sequence[int], context: Context) -> None:
     os.sched_setaffinity(0, {cores[context.rank % len(cores)]})
 
 
-def main(work: Work, name: str, folder: Path) -> None:
-    turns = Turns()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave by the `with` below
-    model = str(folder / "model")
-    kind, bound, apart = SCHEDULES[name]
+def groups(work: Work, name: str, folder: Path) -> tuple[Any, Any, Any]:
+    """rollout, actor, reward; rollout follows actor."""
     first, second, *_ = [*sorted(os.sched_getaffinity(0)), *sorted(os.sched_getaffinity(0))]
-    cores = {"rollout": (first,), "actor": (second,)} if apart else dict.fromkeys(("rollout", "actor"), (first, second))
-    prompts = weft.Prompts.read(folder / "prompts.jsonl", model)
+    apart = SCHEDULES[name][2]
+    cores = {"rollout": (first,), "actor": (second,)} if apart else dict.fromkeys(APART, (first, second))
+    model = str(folder / "model")
     actor = weft.group(PinnedActor, name="actor", model=model, learning_rate=1e-8, cores=cores["actor"])
     rollout = weft.group(
         LongTailedRollout,
@@ -145,22 +161,35 @@ def main(work: Work, name: str, folder: Path) -> None:
         sigma=work.sigma,
     )
     rollout.follows(actor)
-    algorithm = grpo(
-        prompts,
+    return rollout, actor, weft.group(weft.RewardWorker, name="reward", function=score, tokenizer=model)
+
+
+def algorithm(work: Work, folder: Path, *, rollout: Any, actor: Any, reward: Any) -> Any:
+    return grpo(
+        weft.Prompts.read(folder / "prompts.jsonl", str(folder / "model")),
         rollout=rollout,
-        reward=weft.group(weft.RewardWorker, name="reward", function=reward, tokenizer=model),
+        reward=reward,
         actor=actor,
         n=work.samples,
         sampling=Sampling(max_tokens=work.longest, ignore_stop=True),
     )
+
+
+def schedule_of(work: Work, name: str) -> Any:
+    kind, staleness, _ = SCHEDULES[name]
     settings = {"steps": work.steps, "prompts_per_step": work.groups, "shuffle": False}
-    schedule = {
-        "synchronous": lambda: weft.Synchronous(**settings),
-        "pipelined": lambda: weft.Pipelined(**settings, groups_per_part=work.groups_per_part),
-        "asynchronous": lambda: weft.Asynchronous(
-            **settings, max_staleness=bound, groups_per_part=work.groups_per_part
-        ),
-    }[kind]()
+    if kind == "synchronous":
+        return weft.Synchronous(**settings)
+    if kind == "pipelined":
+        return weft.Pipelined(**settings, groups_per_part=work.groups_per_part)
+    return weft.Asynchronous(**settings, max_staleness=staleness, groups_per_part=work.groups_per_part)
+
+
+def main(work: Work, name: str, folder: Path) -> None:
+    turns = Turns()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave by the `with` below
+    _, bound, apart = SCHEDULES[name]
+    rollout, actor, reward = groups(work, name, folder)
     if apart:
         pools = {group: weft.ResourcePool(f"the core of {group}") for group in APART}
         placement = {group: weft.Place(pools[group]) for group in APART}
@@ -178,9 +207,9 @@ def main(work: Work, name: str, folder: Path) -> None:
         return False
 
     with weft.Driver(
-        algorithm,
+        algorithm(work, folder, rollout=rollout, actor=actor, reward=reward),
         placement=placement,
-        schedule=schedule,
+        schedule=schedule_of(work, name),
         backend=weft.RayBackend(),
         root=folder / "runs",
         progress=False,
@@ -202,7 +231,9 @@ def main(work: Work, name: str, folder: Path) -> None:
         busy_s={group: union(intervals(timeline, group), window) / work.counted for group in APART},
         nodes_s={node: union(intervals(timeline, node=node), window) / work.counted for node in NODES},
         idle=idle_gaps(timeline, window),
-        calls=sum(window[0] <= c["end_s"] < window[1] for c in timeline) / work.counted,
+        ranks=1 if apart else 2,
+        dispatch_s=(core_s["driver"][end] - core_s["driver"][start])
+        / max(1, sum(window[0] <= c["end_s"] < window[1] for c in timeline)),
         tokens=sum(row.get("rollout/tokens", 0.0) for row in metrics[start + 1 : end + 1]) / work.counted,
         trained_tokens=sum(row.get("actor/tokens", 0.0) for row in metrics[start + 1 : end + 1]) / work.counted,
         all_tokens=sum(row.get("actor/tokens", 0.0) for row in metrics),

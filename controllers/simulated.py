@@ -702,12 +702,12 @@ def calibrate(
     """Costs of the nodes of a real run, fitted to its timeline by least squares with no cost below zero. Of lines that
     fit alike (calls all had as many rows, say) the one of the fewest terms is taken: tokens first, then the constant, then rows.
 
-    Take a `Synchronous` run, whose updates come whole. How long responses are is not in a timeline: the `Generation` of a node
-    that generates is to be given.
+    How long responses are is not in a timeline: the `Generation` of a node that generates is to be given. Updates that came in
+    parts have their constant with the last.
 
     Args:
-        timeline: `timeline.parquet`, its columns group, node, worker_s, rows, tokens; or the folder of a run, whose
-            `config.json` says how many ranks each group had.
+        timeline: `timeline.parquet`, its columns group, node, worker_s, rows, tokens, and last, if it is there; or the folder
+            of a run, whose `config.json` says how many ranks each group had.
         replicas: group -> replicas that shared the rows of a call; 1 where it is not mentioned.
         nodes: costs that are known, which are taken as they are.
         others: further settings of `Costs`.
@@ -729,13 +729,16 @@ def calibrate(
             raise UserError(
                 f"the timeline has no column {column!r}; calibrate() needs group, node, worker_s, rows, tokens"
             )
-    calls: dict[str, list[tuple[float, float, float]]] = {}
-    for group, node, seconds, rows, tokens in zip(
-        *(table[c].to_pylist() for c in ("group", "node", "worker_s", "rows", "tokens")), strict=True
+    calls: dict[str, list[tuple[float, float, float, float]]] = {}
+    last = table["last"].to_pylist() if "last" in table.column_names else [True] * len(table)
+    for group, node, seconds, rows, tokens, whole in zip(
+        *(table[c].to_pylist() for c in ("group", "node", "worker_s", "rows", "tokens")), last, strict=True
     ):
         known = group == FUNCTIONS or node.startswith(f"{group}.")
         share = counts.get(group, 1)
-        calls.setdefault(node if known else f"{group}.{node}", []).append((seconds, rows / share, tokens / share))
+        calls.setdefault(node if known else f"{group}.{node}", []).append(
+            (seconds, rows / share, tokens / share, float(whole))
+        )
     fitted = {name: _fit(np.array(own, float)) for name, own in calls.items()}
     return Costs(nodes={**fitted, **(nodes or {})}, **others)
 
@@ -749,8 +752,8 @@ def _ranks(config: Path) -> dict[str, int]:
 
 
 def _fit(calls: np.ndarray) -> Linear:
-    """[calls, (seconds, rows, tokens)] -> the line with no slope below zero, of the fewest terms, that is closest."""
-    seconds, terms = calls[:, 0], np.column_stack([calls[:, 2], calls[:, 1], np.ones(len(calls))])
+    """[calls, (seconds, rows, tokens, constants)] -> the line with no slope below zero, of the fewest terms, that is closest."""
+    seconds, terms = calls[:, 0], calls[:, [2, 1, 3]]
     found: tuple[float, np.ndarray] = float(seconds @ seconds), np.zeros(3)
     for chosen in ([0], [2], [1], [0, 2], [0, 1], [1, 2], [0, 1, 2]):
         if np.linalg.matrix_rank(terms[:, chosen]) < len(chosen):

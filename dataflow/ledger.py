@@ -1,6 +1,5 @@
 """Ledger: the control plane of the sample buffer. It knows of each row which columns exist, where they are, and what
-each node has done with it; it never holds a token. Every event costs O(1) per row and pushes readiness; only what a bound
-on staleness asks (`groups_until`, `leased_groups`, `oldest_version`) looks through groups in flight.
+each node has done with it; it never holds a token. Every event costs O(1) per row and pushes readiness.
 
 A row is *offered* to a node when everything in the node's `after` is done with it; a node that sees whole groups is
 offered a group when no more rows of it can come and all are ready, or when its quorum is there. A claim is a lease: rows
@@ -95,6 +94,10 @@ class Ledger:
         self._ready_groups = [0] * len(nodes)
         self._held: list[list[int]] = [[] for _ in nodes]
         self._unclaimed = [0] * len(nodes)
+        # Of nodes that update: unclaimed groups by the version at which their generation began, and those of them on offer.
+        self._unclaimed_of: list[Counter[int]] = [Counter() for _ in nodes]
+        self._offered_of: list[Counter[int]] = [Counter() for _ in nodes]
+        self._updates = [i for i, n in enumerate(nodes) if n.operation.updates]
         self._todo = [0] * len(nodes)
         self._unfinished_levels = [0] * self._num_levels
         self._deadlines: list[tuple[float, int, int]] = []
@@ -329,8 +332,21 @@ class Ledger:
         if whole or 0 < self._quorum[i] <= group.ready[i]:
             self._offer_group(group, i)
 
+    def _tally(self, group: Group, by: int) -> None:
+        """Take a group out of the counts by version (-1) before what they count changes, and in again (1) afterwards."""
+        if group.version is None:
+            return
+        for i in self._updates:
+            if not group.claimed >> i & 1:
+                for counts in (self._unclaimed_of[i], self._offered_of[i])[: 1 + (group.offered >> i & 1)]:
+                    counts[group.version] += by
+                    if not counts[group.version]:
+                        del counts[group.version]
+
     def _offer_group(self, group: Group, i: int) -> None:
+        self._tally(group, -1)
         group.offered |= 1 << i
+        self._tally(group, 1)
         heapq.heappush(self._group_offers[i], group.id)
         self._ready_groups[i] += 1
         self._ready[i] += self._offered_rows(group, i)
@@ -376,9 +392,7 @@ class Ledger:
 
     def leased_groups(self, node: Node) -> int:
         """Groups that this node (which takes groups or batches) has claimed and not finished."""
-        return sum(
-            len({r.group.id for r in lease.rows}) for lease in self._leases.values() if lease.node.name == node.name
-        )
+        return sum(lease.num_groups for lease in self._leases.values() if lease.node.name == node.name)
 
     def oldest_version(self, node: Node) -> int | None:
         """Oldest policy version among the groups that a claim on this node could get now; None: no policy made them."""
@@ -388,15 +402,11 @@ class Ledger:
         return min(made, default=None)
 
     def groups_until(self, node: Node, version: int) -> tuple[int, int]:
-        """Groups whose generation began at this version or before and that this node (which takes groups) has not claimed:
+        """Groups whose generation began at this version or before and that this node (which updates) has not claimed:
         how many, and how many of them are ready for it."""
-        bit = 1 << self._index[node.name]
-        unclaimed = ready = 0
-        for group in self._groups.values():
-            if group.version is not None and group.version <= version and not group.claimed & bit:
-                unclaimed += 1
-                ready += bool(group.offered & bit)
-        return unclaimed, ready
+        i = self._index[node.name]
+        unclaimed, offered = self._unclaimed_of[i], self._offered_of[i]
+        return sum(unclaimed[v] for v in unclaimed if v <= version), sum(offered[v] for v in offered if v <= version)
 
     def held(self, node: Node) -> int:
         """Groups that are too old for this node and wait for a larger bound."""
@@ -477,6 +487,7 @@ class Ledger:
             row.leased |= bit
             if version is not None and row.group.version is None:
                 row.group.version = version
+                self._tally(row.group, 1)
         lease.open = {r.id: r for r in rows}
         if deadline_s is not None:
             lease.deadline = self._clock() + deadline_s
@@ -524,7 +535,9 @@ class Ledger:
                 masked += [r.id for r in own if not staleness.allows((r,))]
             taken += 1
             rows += own
+            self._tally(group, -1)
             group.claimed |= 1 << i
+            self._tally(group, 1)
             self._unclaimed[i] -= 1
             if self._quorum[i]:
                 self._close_quorum(group, i, own)
@@ -581,6 +594,8 @@ class Ledger:
         if any(r.leased for r in rows):
             raise LeaseError(f"group {group_id} of graph {self.name!r} is lost ({why}) while rows of it are leased")
         self._note("lose", group=group_id, why=why)
+        self._tally(group, -1)
+        group.version = None  # what becomes of it below is counted no more
         for i, node in enumerate(self.graph.nodes):
             offered = group.offered & ~group.claimed & 1 << i
             if offered and group_id in self._held[i]:
@@ -735,8 +750,10 @@ class Ledger:
             row.leased &= ~(1 << i)
         if self._takes_groups[i]:
             for group in dict.fromkeys(r.group for r in lease.rows):
-                self._offer_group(group, i)
+                self._tally(group, -1)
                 group.claimed &= ~(1 << i)
+                self._tally(group, 1)
+                self._offer_group(group, i)
                 self._unclaimed[i] += 1
             for _, _, segment in lease.staged:
                 if segment is not None:
@@ -744,6 +761,7 @@ class Ledger:
         else:
             for row in lease.open.values():
                 if lease.node.makes_level is not None and row.level == SOURCE:
+                    self._tally(row.group, -1)
                     row.group.version = None  # its generation begins again
                 heapq.heappush(self._offers[i], (row.group.id, row.id))
                 self._ready[i] += 1
@@ -857,6 +875,7 @@ class Ledger:
                     if not part.rows:
                         self._free(part)
                 del self._rows[row.id]
+        self._tally(group, -1)
         for i, takes_groups in enumerate(self._takes_groups):
             self._unclaimed[i] -= takes_groups and not group.claimed >> i & 1
         self.largest_group = max(self.largest_group, sum(map(len, group.levels)))

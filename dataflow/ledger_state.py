@@ -136,6 +136,7 @@ def _load_group(ledger: Ledger, record: Record, parts: list[Part]) -> None:
     if record["order"]:
         group.order = {i: [ledger._rows[id] for id in order] for i, order in record["order"]}
     _count(ledger, group)
+    ledger._tally(group, 1)
     _offer(ledger, group)
 
 

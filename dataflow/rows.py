@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -158,6 +159,10 @@ class Lease:
     """Rows not yet published, by sample id."""
     staged: list[tuple[list[int], Published, Segment | None]] = field(default_factory=list)
     """What was published of it and does not count yet (nodes that take groups): rows (parents of an EXPAND) and data."""
+
+    @cached_property
+    def num_groups(self) -> int:
+        return len({r.group.id for r in self.rows})
 
     @property
     def ids(self) -> np.ndarray:

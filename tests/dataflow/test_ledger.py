@@ -1059,6 +1059,8 @@ class Play:
         for n in self.graph.nodes:
             for ask in [*of_rows, *(of_groups if n.operation.takes_groups else [])]:
                 assert ask(copy, n) == ask(one, n), ask.__name__
+            if n.operation.updates:
+                assert all(copy.groups_until(n, v) == one.groups_until(n, v) for v in range(6))
         assert copy.counts() == one.counts() and copy.dropped == one.dropped
         assert copy.num_bytes == one.num_bytes and copy.group_ids == one.group_ids
         assert [copy.why(g) for g in one.group_ids] == [one.why(g) for g in one.group_ids]
@@ -1093,6 +1095,13 @@ class Play:
                 made = [v for r in ready for i in r if (v := model.version[i]) is not None]
                 assert ledger.oldest_version(n) == min(made, default=None)
                 settled = len(ready) == unclaimed > 0 if n.operation.quorum else settled
+            if n.operation.updates:
+                i = ledger._index[n.name]
+                groups = [ledger._groups[g] for g in flying if (g, n.name) not in model.claimed]
+                for version in range(-1, 6):
+                    due = [g for g in groups if g.version is not None and g.version <= version]
+                    on_offer = sum(g.offered >> i & 1 for g in due)
+                    assert ledger.groups_until(n, version) == (len(due), on_offer)
             assert ledger.settled(n) == settled
         counts = ledger.counts()
         assert counts["issued"] == len(model.level) == sum(v for k, v in counts.items() if k != "issued")

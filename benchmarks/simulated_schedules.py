@@ -1,0 +1,151 @@
+"""The graph of schedules.py on a fake clock: as it was measured, to see how far the simulator is to be believed, and on 8 to
+1,024 devices. Called by schedules.py; imports Weft.
+
+A device here is a core of this machine: what a call takes was measured on one.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pyarrow as pa
+from schedules import SCHEDULES, Measured, Work
+from schedules_weft import algorithm, groups, lengths_of, schedule_of
+
+import weft
+from weft.controllers.simulated import Costs, Generation, Known, LogNormal, bound, calibrate
+from weft.dataflow.buffer import BufferConfig
+
+PROMPTS_PER_DEVICE = 4
+STEPS = 6
+"""Of a run on many devices, after the first, until generation that runs ahead has nothing left to make."""
+BUFFER = BufferConfig(sync_interval_s=1e9)
+"""Seconds of the fake clock go by fast: the log need not be synced at each half of one."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A simulated run."""
+
+    step_s: float
+    """Mean of the counted steps."""
+    bound_s: float
+
+
+def simulated(work: Work, folder: Path, measured: Measured, devices: Sequence[int]) -> dict[str, Any]:
+    """What schedules.py adds to its results.
+
+    Returns:
+        `simulated_error`: the largest share by which the simulator misses a schedule's seconds a step, with the costs of
+        calls taken from that schedule's own run; `simulated_error_from_synchronous`: from the synchronous run's, in which
+        nothing else used the caches. `simulated`: for each number of devices seconds a step and the bound.
+        `simulated_256_speedup`: `Asynchronous` (staleness 1) over `Synchronous` in the same placement, at 256 devices.
+    """
+    seconds = {name: median(_mean(facts["step_s"]) for facts in runs) for name, runs in measured.items()}
+    own = {name: _as_measured(work, folder, name, runs) for name, runs in measured.items()}
+    errors = {name: timed.step_s / seconds[name] - 1 for name, timed in own.items()}
+    found: dict[str, Any] = {
+        "simulated_error": _largest(errors),
+        "simulated_errors": {name: round(error, 4) for name, error in errors.items()},
+    }
+    print("  simulated as measured: " + ", ".join(f"{n} {t.step_s:.2f} s ({errors[n]:+.1%})" for n, t in own.items()))
+    synchronous = measured.get("synchronous")
+    if not synchronous:
+        return {**found, "simulated_256_speedup": None}
+    other = {
+        name: _as_measured(work, folder, name, synchronous).step_s / seconds[name] - 1
+        for name, (_, _, apart) in SCHEDULES.items()
+        if apart and name in measured
+    }
+    found["simulated_error_from_synchronous"] = _largest(other)
+    mean = work.median * math.exp(work.sigma**2 / 2)
+    costs = _costs(synchronous, LogNormal(mean=mean, sigma=work.sigma, max_tokens=work.longest), work.slots)
+    many = {number: _many(work, folder, costs, number) for number in devices}
+    for number, timed in many.items():
+        said = ", ".join(f"{name} {t.step_s:.2f}" for name, t in timed.items())
+        print(f"  {number:>5} devices, s a step: {said}; bound {timed['synchronous'].bound_s:.2f}")
+    at = many.get(256)
+    return {
+        **found,
+        "simulated": {d: {name: asdict(t) for name, t in timed.items()} for d, timed in many.items()},
+        "simulated_256_speedup": at and round(at["synchronous"].step_s / at["asynchronous_1"].step_s, 4),
+        "simulated_256_over_colocated": at and round(at["colocated"].step_s / at["asynchronous_1"].step_s, 4),
+        "simulated_256_share_of_bound": at and round(at["asynchronous_1"].bound_s / at["asynchronous_1"].step_s, 4),
+    }
+
+
+def _as_measured(work: Work, folder: Path, name: str, runs: Sequence[Mapping[str, Any]]) -> Timed:
+    lengths = Known(lengths=tuple(map(tuple, lengths_of(work, folder))))
+    return _run(work, folder, name, _costs(runs, lengths, work.slots), devices=2)
+
+
+def _costs(runs: Sequence[Mapping[str, Any]], lengths: Known | LogNormal, slots: int) -> Costs:
+    """Of these runs together, after their first step."""
+    calls = [call for facts in runs for call in facts["timeline"]]
+    ranks = {call["group"]: runs[0]["ranks"] for call in calls if call["group"] in ("rollout", "actor")}
+    tables = [facts["decode_step_s"] for facts in runs]
+    steps = {
+        int(number): median(table[number] for table in tables if number in table)
+        for number in {n for table in tables for n in table}
+    }
+    generation = Generation(lengths=lengths, step_s=tuple(sorted(steps.items())), max_num_seqs=slots)
+    timeline = pa.Table.from_pylist([c for c in calls if c["node"] != "rollout.generate"])
+    return calibrate(
+        timeline,
+        replicas=ranks,
+        nodes={"rollout.generate": generation},
+        dispatch_s=median(f["dispatch_s"] for f in runs),
+    )
+
+
+def _many(work: Work, folder: Path, costs: Costs, devices: int) -> dict[str, Timed]:
+    """Each schedule on so many devices: half of them generate and half train, or all do both in turns."""
+    groups_per_step = PROMPTS_PER_DEVICE * devices
+    large = replace(
+        work, groups=groups_per_step, groups_per_part=groups_per_step // 4, warm_up=1, counted=STEPS, tail=3
+    )
+    return {name: _run(large, folder, name, costs, devices) for name in SCHEDULES}
+
+
+def _run(work: Work, folder: Path, name: str, costs: Costs, devices: int) -> Timed:
+    _, _, apart = SCHEDULES[name]
+    rollout, actor, reward = groups(work, name, folder)
+    graph = algorithm(work, folder, rollout=rollout, reward=reward, actor=actor)
+    if apart:
+        placement = {
+            each: weft.Place(weft.ResourcePool(each, cpus=devices // 2), devices // 2) for each in ("rollout", "actor")
+        }
+    else:
+        pool = weft.ResourcePool("shared", cpus=devices)
+        placement = {each: weft.Place(pool, devices) for each in ("rollout", "actor")}
+    with (
+        tempfile.TemporaryDirectory() as root,
+        weft.Driver(
+            graph,
+            schedule=schedule_of(work, name),
+            placement=placement,
+            backend=weft.Simulated(costs),
+            buffer=BUFFER,
+            root=root,
+            record_every=0,
+            progress=False,
+        ) as driver,
+    ):
+        closed = [row["time_s"] for row in driver.run()]
+    step_s = (closed[work.warm_up + work.counted] - closed[work.warm_up]) / work.counted
+    at_best = bound(costs, graph, placement, prompts_per_step=work.groups, steps=work.steps, shuffle=False)
+    return Timed(step_s, at_best.seconds)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _largest(errors: Mapping[str, float]) -> float | None:
+    return round(max(map(abs, errors.values())), 4) if errors else None
