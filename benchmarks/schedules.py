@@ -135,11 +135,11 @@ def main() -> None:
         made = prepare(work.workload(), Path(folder) / "work")
         rounds = arguments.rounds or (1 if arguments.small else 2)
         measured = measure(work, made, names, rounds, at_once=2 if arguments.small else 1)
+        if arguments.raw:
+            arguments.raw.write_text(json.dumps(measured))
         from simulated_schedules import simulated  # imports Weft, which the processes above do for themselves
 
         predicted = simulated(work, made, measured, devices=(8,) if arguments.small else DEVICES)
-    if arguments.raw:
-        arguments.raw.write_text(json.dumps(measured))
     results: dict[str, Any] = summarize(measured) | predicted
     results |= {"load": [*load, os.getloadavg()[0]], "work": asdict(work)}
     print(table(results), flush=True)

@@ -232,8 +232,6 @@ def main(work: Work, name: str, folder: Path) -> None:
         nodes_s={node: union(intervals(timeline, node=node), window) / work.counted for node in NODES},
         idle=idle_gaps(timeline, window),
         ranks=1 if apart else 2,
-        dispatch_s=(core_s["driver"][end] - core_s["driver"][start])
-        / max(1, sum(window[0] <= c["end_s"] < window[1] for c in timeline)),
         tokens=sum(row.get("rollout/tokens", 0.0) for row in metrics[start + 1 : end + 1]) / work.counted,
         trained_tokens=sum(row.get("actor/tokens", 0.0) for row in metrics[start + 1 : end + 1]) / work.counted,
         all_tokens=sum(row.get("actor/tokens", 0.0) for row in metrics),

@@ -22,9 +22,17 @@ import weft
 from weft.controllers.simulated import Costs, Generation, Known, LogNormal, bound, calibrate
 from weft.dataflow.buffer import BufferConfig
 
-PROMPTS_PER_DEVICE = 4
-STEPS = 6
-"""Of a run on many devices, after the first, until generation that runs ahead has nothing left to make."""
+PROMPTS_PER_DEVICE = 16
+"""As many as are measured."""
+DEVICES_PER_REWARD = 16
+"""Rewards are computed beside, by a process for so many devices."""
+DISPATCH_S = 0.0015
+"""What dispatch.py measures for each rank of a call."""
+STEPS = 3
+"""Counted of a run on many devices, after the first, and before generation that runs ahead has nothing left to make."""
+MOST_DEVICES = 256
+"""On more of them only these are simulated, for time:"""
+FEW = ("synchronous", "asynchronous_1")
 BUFFER = BufferConfig(sync_interval_s=1e9)
 """Seconds of the fake clock go by fast: the log need not be synced at each half of one."""
 
@@ -110,7 +118,8 @@ def _many(work: Work, folder: Path, costs: Costs, devices: int) -> dict[str, Tim
     large = replace(
         work, groups=groups_per_step, groups_per_part=groups_per_step // 4, warm_up=1, counted=STEPS, tail=3
     )
-    return {name: _run(large, folder, name, costs, devices) for name in SCHEDULES}
+    names = FEW if devices > MOST_DEVICES else SCHEDULES
+    return {name: _run(large, folder, name, costs, devices) for name in names}
 
 
 def _run(work: Work, folder: Path, name: str, costs: Costs, devices: int) -> Timed:
@@ -124,6 +133,8 @@ def _run(work: Work, folder: Path, name: str, costs: Costs, devices: int) -> Tim
     else:
         pool = weft.ResourcePool("shared", cpus=devices)
         placement = {each: weft.Place(pool, devices) for each in ("rollout", "actor")}
+    beside = max(1, devices // DEVICES_PER_REWARD)
+    placement["reward"] = weft.Place(weft.ResourcePool("beside", cpus=beside), beside)
     with (
         tempfile.TemporaryDirectory() as root,
         weft.Driver(

@@ -3,10 +3,11 @@ writes what comes back. The same shell serves the in-process backend and Ray."""
 
 from __future__ import annotations
 
+import pickle
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,15 @@ class RowTask:
     masked: frozenset[int] = frozenset()
     """Rows of which no token is to be trained on."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By the plain pickler, as nothing in it is the user's. Ray's own asks Python about each object, for the sake of
+        # functions and classes that are defined in a script.
+        return _row_task, (pickle.dumps(self.__dict__, protocol=5),)
+
+
+def _row_task(state: bytes) -> RowTask:
+    return RowTask(**pickle.loads(state))
+
 
 @dataclass(frozen=True)
 class Task:
@@ -95,6 +105,15 @@ class Reply:
     """Time spent in the worker, on the last reply."""
     failure: Failure | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        plain = pickle.dumps((self.published, self.segment, self.done, self.seconds), protocol=5)
+        return _reply, (plain, self.metrics, self.value, self.failure)
+
+
+def _reply(plain: bytes, metrics: Metrics, value: Any, failure: Failure | None) -> Reply:
+    published, segment, done, seconds = pickle.loads(plain)
+    return Reply(published, segment, metrics, value, done, seconds, failure)
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -119,22 +138,31 @@ def run(worker: Worker, task: Task, data: DataAccess) -> Iterator[Reply | None]:
         rows = task.rows
         result = method(gather(rows, data.reader), **task.arguments)
         children = _Children(rows)
-        for part in result if isinstance(result, Iterator) else (result,):
+        if not isinstance(result, Iterator):
+            reply = _answer(task, rows, result, children, data)
+            yield replace(reply, done=True, seconds=time.perf_counter() - started)
+            return
+        for part in result:
             if part is None and rows.operation.gives_way:
                 yield None
                 continue
-            batch, metrics = _checked(rows.operation.name, part)
-            if not task.keep:
-                continue
-            if batch is None or not (rows.writes or rows.operation.shape in (Shape.FILTER, Shape.EXPAND)):
-                # an update, say: nothing was written
-                yield Reply(metrics=metrics)
-                continue
-            published, kept = _publish(rows, batch, children)
-            yield Reply(published, data.writer.append(kept) if rows.writes else None, metrics)
+            reply = _answer(task, rows, part, children, data)
+            if task.keep:
+                yield reply
         yield Reply(done=True, seconds=time.perf_counter() - started)
     except Exception as error:
         yield Reply(failure=failure_of(error, tuple(task.rows.ids[:4].tolist()) if task.rows else ()))
+
+
+def _answer(task: Task, rows: RowTask, part: Any, children: _Children, data: DataAccess) -> Reply:
+    """What a method returned, or yielded, written to a segment."""
+    batch, metrics = _checked(rows.operation.name, part)
+    if not task.keep:
+        return Reply()
+    if batch is None or not (rows.writes or rows.operation.shape in (Shape.FILTER, Shape.EXPAND)):
+        return Reply(metrics=metrics)  # an update, say: nothing was written
+    published, kept = _publish(rows, batch, children)
+    return Reply(published, data.writer.append(kept) if rows.writes else None, metrics)
 
 
 def failure_of(error: Exception, sample_ids: tuple[int, ...] = ()) -> Failure:

@@ -151,7 +151,7 @@ class Costs(Config):
     ranks_per_replica: Mapping[str, int] = Field(default_factory=dict)
     """Group -> ranks of one tensor-parallel replica; 1 where it is not mentioned. Costs are those of a replica."""
     dispatch_s: float = Field(default=0.0, ge=0)
-    """What a call costs the driver, which makes them one after the other."""
+    """What a call costs the driver for each rank, one after the other; all of a call begin when the first has been told."""
     seed: int = 0
     """Of the lengths: a prompt gets the same under every schedule and placement."""
 
@@ -261,8 +261,8 @@ class Simulated:
     # Calls
 
     def _submit(self, rank: int, task: Task, call: Call) -> None:
+        self._now += self.costs.dispatch_s
         if not self._asked or self._asked[-1][1] is not call:
-            self._now += self.costs.dispatch_s
             self._asked.append((self._now, call, []))
         self._asked[-1][2].append((rank, task))
 
@@ -375,7 +375,9 @@ def _value(task: Task, rank: int) -> Any:
     """What a method beside the graph returns."""
     if task.method == "publish_weights":
         return SimulatedWeights(task.arguments["version"]) if rank == 0 else None
-    return task.arguments["weights"].checksum if task.method == "receive_weights" else None
+    if task.method == "receive_weights":
+        return task.arguments["weights"].checksum
+    return {"save_checkpoint": 0.0, "checkpoint_written": True}.get(task.method)
 
 
 def _trained(call: Call, rows: Sequence[Row]) -> Metrics:
