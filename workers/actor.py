@@ -153,6 +153,21 @@ class ActorWorker(Worker):
         """Write the policy as a Hugging Face folder, tokenizer included; a folder of that name is replaced."""
         self.engine.save(Path(path))
 
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str | Path) -> float:
+        """Copy the state of training, to be written to a new folder while training goes on; returns seconds that it waited."""
+        return self.engine.snapshot(Path(path), {"version": self.version})
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def checkpoint_written(self, wait: bool = False) -> bool:
+        """Whether the last checkpoint is on the disk; raises what its writing failed with."""
+        return self.engine.written(wait=wait)
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Go on from a checkpoint, of any number of ranks: weights, optimizer, policy version, random states."""
+        self.version = self.engine.restore(Path(path))["version"]
+
     def onload(self) -> None:
         self.engine.onload()
 

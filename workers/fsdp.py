@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -25,8 +25,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from ..algorithms.loss import Loss, PackedRows
 from ..dataflow.batch import Batch
 from ..dataflow.column import PROMPT_IDS, RESPONSE_IDS, TEMPERATURE
+from ..dataflow.disk import Disk
 from ..dataflow.errors import UserError
 from ..dataflow.metrics import Mean, Metric, Metrics, Sum, merge
+from .checkpoint import SnapshotWriter, StoredState, set_random_states, write_model
 from .dispatch import Coordinates
 from .model_folder import find_model_config
 from .response_model import ResponseModel
@@ -53,6 +55,7 @@ class FsdpEngine:
         optimizer: OptimizerConfig | None = None,
         *,
         activation_checkpointing: bool = False,
+        disk: Disk | None = None,
     ) -> None:
         self.config, self.context, self.schedule = config, context, optimizer
         self.steps = 0
@@ -70,6 +73,10 @@ class FsdpEngine:
         self.model.requires_grad_(optimizer is not None)
         self.gathers_once = self._distribute()
         self.optimizer = None if optimizer is None else self._make_optimizer(optimizer)
+        self._disk = disk or Disk()
+        self._snapshots: SnapshotWriter | None = None
+        if optimizer is not None:
+            self._snapshots = SnapshotWriter(context, self.device, self._write_stored, self._disk)
         self._count = self._loss_total = 0.0
         """Of the rows whose gradients have been accumulated since the last step: what the sum is divided by, and the sum."""
 
@@ -300,7 +307,7 @@ class FsdpEngine:
             raise UserError(f"weights for {self.config.model} came without {', '.join(sorted(missing)[:5])}")
 
     def save(self, folder: Path) -> None:
-        gathered = {}
+        gathered: dict[str, Tensor] = {}
         for name, tensor in self.named_tensors():
             if self.context.rank == 0:
                 gathered[name] = tensor.to("cpu", copy=True)
@@ -308,19 +315,16 @@ class FsdpEngine:
             folder.parent.mkdir(parents=True, exist_ok=True)
             written = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
             written.chmod(0o755)
-            self.model.causal_lm.save_pretrained(written, state_dict=gathered)
-            source = find_model_config(self.config.model).parent
-            for file in source.iterdir():  # tokenizer, chat template, generation settings
-                if file.is_file() and "safetensors" not in file.name and file.suffix not in (".bin", ".pt", ".pth"):
-                    shutil.copy(file, written)
-            settings = json.loads((written / "config.json").read_text())
-            settings.pop("torch_dtype", None)  # what older versions called it
-            (written / "config.json").write_text(json.dumps({**settings, "dtype": self.config.dtype}, indent=2) + "\n")
+            self._write_model(written, gathered)
             if folder.exists():
                 shutil.rmtree(folder)
             written.rename(folder)  # a folder under its name is a whole one
         if self.mesh is not None:
             dist.barrier()  # no rank goes on to read what is still being written
+
+    def _write_model(self, folder: Path, tensors: dict[str, Tensor]) -> None:
+        source = find_model_config(self.config.model).parent
+        write_model(folder, self.model.causal_lm, tensors, source, self.config.dtype, self._disk)
 
     def _own_tensors(self) -> Mapping[str, Tensor]:
         """Parameters and buffers that are saved, by Hugging Face name; tied ones once."""
@@ -328,6 +332,59 @@ class FsdpEngine:
         parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         buffers = {name: tensor for name, tensor in module.state_dict().items() if name not in parameters}
         return {**dict(module.named_parameters()), **buffers}
+
+    # Checkpoints
+
+    def snapshot(self, folder: Path, notes: Mapping[str, Any] | None = None) -> float:
+        if self._snapshots is None:
+            raise RuntimeError("this engine was made without an optimizer; it has no state to go on with")
+        if self._count > 0:
+            raise RuntimeError(
+                "gradients of the step to come have been accumulated; a snapshot is taken between two steps"
+            )
+        start = time.perf_counter()
+        self._snapshots.snapshot(folder, self._state(), {"steps": self.steps, "notes": dict(notes or {})})
+        return time.perf_counter() - start
+
+    def written(self, *, wait: bool) -> bool:
+        return self._snapshots is None or self._snapshots.written(wait=wait)
+
+    def restore(self, folder: Path) -> Mapping[str, Any]:
+        if self.optimizer is None:
+            raise RuntimeError("this engine was made without an optimizer; it has no state to restore")
+        stored, state = StoredState(folder), self._state()
+        stored.check(state)
+        for name, tensor in state.items():
+            stored.read(name, tensor)
+        self.optimizer.zero_grad()
+        self._count = self._loss_total = 0.0
+        same_ranks = stored.num_ranks == self.context.world_size
+        known = stored.known(self.context.rank if same_ranks else 0)
+        if same_ranks:
+            set_random_states(known["random"])
+        self.steps = known["steps"]
+        return known["notes"]
+
+    def _state(self) -> dict[str, Tensor]:
+        """All that training changes: tensors of the model, and AdamW's state of each parameter, made when there is none yet."""
+        assert self.optimizer is not None
+        state: dict[str, Tensor] = {}
+        for name, tensor in self._own_tensors().items():
+            state[f"model.{name}"] = tensor.detach()
+            if tensor.requires_grad:
+                moments = self.optimizer.state[tensor]
+                if not moments:  # as AdamW makes it at its first step
+                    moments["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
+                    moments["exp_avg"] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
+                    moments["exp_avg_sq"] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
+                state |= {f"optimizer.{name}.{key}": value for key, value in moments.items()}
+        return state
+
+    def _write_stored(self, stored: StoredState, folder: Path) -> None:
+        """Write the model's folder from a checkpoint's files: the model itself is being trained."""
+        compute = getattr(torch, self.config.dtype)
+        names = [name for name in stored.shapes if name.startswith("model.")]
+        self._write_model(folder, {name.removeprefix("model."): stored.full(name, compute) for name in names})
 
     # Device memory
 
@@ -348,8 +405,12 @@ class FsdpEngine:
         torch.cuda.empty_cache()
 
     def close(self) -> None:
-        if self.mesh is not None and dist.is_initialized():
-            dist.destroy_process_group()
+        try:
+            if self._snapshots is not None:
+                self._snapshots.close()
+        finally:
+            if self.mesh is not None and dist.is_initialized():
+                dist.destroy_process_group()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ microbatches.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -144,6 +144,43 @@ class TrainingEngine(Protocol):
 
     def save(self, folder: Path) -> None:
         """Write a folder that `from_pretrained` loads, tokenizer included."""
+        ...
+
+    def snapshot(self, folder: Path, notes: Mapping[str, Any] | None = None) -> float:
+        """Copy all that training goes on from, and write it to `folder` in the background (`checkpoint.py` says what).
+
+        Args:
+            folder: a new one, the same for all ranks.
+            notes: values of JSON that `restore` returns.
+
+        Returns:
+            Seconds that it took. The first one also allocates memory for the copy; one that comes before the last is
+            written waits for that. Whether that one failed is for `written` to say, before.
+
+        Raises:
+            RuntimeError: gradients have been accumulated and not applied.
+        """
+        ...
+
+    def written(self, *, wait: bool) -> bool:
+        """Whether the last snapshot is on the disk, on all ranks, or failed.
+
+        Raises:
+            OSError: this rank could not write a file, which is named (and, when the disk is full, the bytes needed), or
+                the folder has a snapshot already.
+            RuntimeError: another rank could not.
+        """
+        ...
+
+    def restore(self, folder: Path) -> Mapping[str, Any]:
+        """Go on from a snapshot, of any number of ranks, as if nothing had happened since; returns its notes.
+
+        Random states are those of the snapshot when the number of ranks is.
+
+        Raises:
+            UserError: the folder is no snapshot, or one of another model.
+            ValueError: a file is damaged.
+        """
         ...
 
     def onload(self) -> None:

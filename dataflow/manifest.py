@@ -1,0 +1,139 @@
+"""Manifest: what every file below a folder must be, so that a checkpoint is known to be whole before it is read.
+
+    {"files": {"actor/rank_0.json": {"bytes": 8112, "xxh3_64": "0f3c…"}, …}, "xxh3_64": "77ab…"}
+
+The checksum at the end is that of the list of files, and the text has one form only: any changed byte of the manifest shows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from .disk import Disk
+
+MANIFEST = "manifest.json"
+_PARTIAL = MANIFEST + ".partial"
+_CHUNK_BYTES = 4 << 20
+_THREADS = 4
+"""Files that are read at once: reading and hashing both leave other threads alone."""
+
+_Entry = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is wrong with one file of a folder."""
+
+    file: str
+    """Below the folder, with `/` between the parts."""
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.file} {self.problem}"
+
+
+def write_manifest(folder: Path, *, disk: Disk | None = None) -> None:
+    """Sync every file below the folder, then write what each of them is; the manifest itself comes last, atomically.
+
+    Raises:
+        OSError: a file cannot be read, or the disk is full; there is no manifest then.
+    """
+    disk = disk or Disk()
+    (folder / MANIFEST).unlink(missing_ok=True)
+    (folder / _PARTIAL).unlink(missing_ok=True)
+    names = _files(folder)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        files = dict(zip(names, pool.map(lambda name: _describe(folder / name, disk), names), strict=True))
+    for inside in sorted({folder / parent for name in names for parent in Path(name).parents}, reverse=True):
+        disk.sync_folder(inside)
+    partial = folder / _PARTIAL
+    descriptor = disk.open(partial)
+    try:
+        disk.write(descriptor, _render(files))
+        disk.sync(descriptor)
+    except OSError:
+        partial.unlink()
+        raise
+    finally:
+        disk.close(descriptor)
+    disk.rename(partial, folder / MANIFEST)
+    disk.sync_folder(folder)
+
+
+def verify(folder: Path) -> list[Damage]:
+    """Everything that is wrong below the folder, by file; empty when all of it is as it was written.
+
+    Files that are missing, of another size, changed, unreadable, or not in the manifest are each named. When the manifest
+    itself is damaged, that is all that is said: nothing else is known.
+    """
+    try:
+        written = (folder / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        return [Damage(MANIFEST, "is missing")]
+    except OSError as error:
+        return [Damage(MANIFEST, f"cannot be read: {error.strerror}")]
+    files = _parse(written)
+    if files is None:
+        return [Damage(MANIFEST, f"is damaged: its {len(written)} bytes do not have the checksum that they name")]
+    found = set(_files(folder))
+    strange = [Damage(name, "is not in the manifest") for name in found - files.keys()]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        checked = pool.map(lambda name: _check(folder, name, files[name]) if name in found else "is missing", files)
+        wrong = [Damage(name, problem) for name, problem in zip(files, checked, strict=True) if problem]
+    return sorted([*wrong, *strange], key=lambda damage: damage.file)
+
+
+def _check(folder: Path, name: str, entry: _Entry) -> str:
+    """What is wrong with a file, or nothing."""
+    try:
+        size = (folder / name).stat().st_size
+        if size != entry["bytes"]:
+            return f"is {size} bytes, not {entry['bytes']}"
+        checksum = _describe(folder / name)["xxh3_64"]
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return f"has checksum {checksum}, not {entry['xxh3_64']}" if checksum != entry["xxh3_64"] else ""
+
+
+def _describe(path: Path, sync: Disk | None = None) -> _Entry:
+    digest, size = xxhash.xxh3_64(), 0
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        while count := os.readv(descriptor, [buffer]):
+            digest.update(buffer[:count])
+            size += count
+        if sync is not None:
+            sync.sync(descriptor)
+    finally:
+        os.close(descriptor)
+    return {"bytes": size, "xxh3_64": digest.hexdigest()}
+
+
+def _files(folder: Path) -> list[str]:
+    """Every file below the folder but its manifest; a link is taken for what it points to."""
+    found: Iterable[Path] = (path for path in folder.rglob("*") if not path.is_dir())
+    return sorted(name for path in found if (name := path.relative_to(folder).as_posix()) != MANIFEST)
+
+
+def _parse(written: bytes) -> Mapping[str, _Entry] | None:
+    """The files that a manifest lists; None when it is damaged."""
+    try:
+        files = json.loads(written)["files"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return files if _render(files) == written else None
+
+
+def _render(files: Mapping[str, _Entry]) -> bytes:
+    listed = json.dumps(files, sort_keys=True)
+    document = {"files": files, "xxh3_64": xxhash.xxh3_64_hexdigest(listed.encode())}
+    return json.dumps(document, indent=1, sort_keys=True).encode() + b"\n"

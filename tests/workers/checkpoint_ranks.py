@@ -1,0 +1,140 @@
+"""One rank of a training group that stops and goes on, as a program: the tests start several of them.
+
+    python checkpoint_ranks.py CASE.json RANK
+
+It checks what each rank can see for itself, and leaves checkpoints, and on rank 0 the full tensors, for the tests to compare.
+"""
+
+import errno
+import itertools
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from weft.algorithms.policy_loss import PolicyLoss
+from weft.dataflow.batch import Batch
+from weft.dataflow.disk import Disk
+from weft.workers.actor import ActorConfig, ActorWorker
+from weft.workers.fsdp import FsdpEngine
+from weft.workers.worker import Context
+
+LOSS = PolicyLoss(old="old_logprobs")
+SETTINGS = {"learning_rate": 1e-3, "warmup_steps": 2, "decay": "linear", "decay_steps": 6, "weight_decay": 0.1}
+
+
+class FullDisk(Disk):
+    """Has room for so many bytes in each file."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def write(self, descriptor: int, data: bytes) -> None:
+        if len(data) > self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().write(descriptor, data)
+
+
+def actor(model: Path, context: Context = Context(), disk: Disk | None = None, **settings: Any) -> ActorWorker:
+    config = ActorConfig(model=str(model), **{**SETTINGS, **settings})
+    return ActorWorker(config, context, FsdpEngine(config, context, config, disk=disk))
+
+
+def train(worker: ActorWorker, steps: list[Batch], **how: Any) -> None:
+    """Updates of the policy; each has its rows, of which a replica takes every n-th."""
+    replicas = worker.context.world_size // worker.config.tensor_parallel
+    for rows in steps:
+        worker.update(rows.take(np.arange(worker.coordinates.dp, len(rows), replicas)), loss=LOSS, **how)
+
+
+def state(worker: ActorWorker) -> dict[str, torch.Tensor]:
+    """This rank's part of everything that training changes."""
+    tensors = cast(Any, worker.engine)._state()
+    return {n: (t.to_local() if hasattr(t, "to_local") else t).clone() for n, t in tensors.items()}
+
+
+def full(worker: ActorWorker) -> dict[str, torch.Tensor]:
+    """Everything that training changes, whole."""
+    tensors = cast(Any, worker.engine)._state()
+    return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for n, t in tensors.items()}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def draw() -> list[float]:
+    return [random.random(), float(np.random.random()), float(torch.rand(()))]
+
+
+def seed(number: int) -> None:
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
+def contexts(folder: Path, rank: int, ranks: int) -> Iterator[Context]:
+    for number in itertools.count():
+        yield Context("actor", rank, ranks, f"file://{folder}/rendezvous-{number}")
+
+
+def main() -> None:
+    case, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
+    torch.set_num_threads(1)
+    folder, model = Path(case["folder"]), Path(case["model"])
+    groups = contexts(folder, rank, case["ranks"])
+    with pa.ipc.open_file(folder / "rows.arrow") as file:
+        steps = [Batch(file.get_batch(i)) for i in range(file.num_record_batches)]
+    results: dict[str, dict[str, torch.Tensor]] = {}
+
+    for name, settings in case["settings"].items():
+        worker = actor(model, next(groups), **settings)
+        train(worker, steps[:3])
+        seed(rank)
+        assert worker.save_checkpoint(folder / name) > 0
+        results[f"{name}, model"] = {n: t.clone() for n, t in worker.engine.named_tensors()}
+        drawn = draw()
+        train(worker, steps[3:])
+        assert worker.checkpoint_written(wait=True)
+        never_stopped = state(worker)
+        results[f"{name}, never stopped"] = full(worker)
+        worker.close()
+
+        worker = actor(model, next(groups), **settings)
+        seed(17)
+        worker.load_checkpoint(folder / name)
+        assert worker.version == 3 and draw() == drawn
+        train(worker, steps[3:])
+        assert equal(state(worker), never_stopped), name
+        worker.close()
+
+    for name, (checkpoint, settings) in case["restores"].items():
+        worker = actor(model, next(groups), **settings)
+        worker.load_checkpoint(checkpoint)
+        train(worker, steps[3:])
+        results[name] = full(worker)
+        worker.close()
+
+    last = case["ranks"] - 1
+    worker = actor(model, next(groups), disk=FullDisk(1000) if rank == last else None)
+    worker.save_checkpoint(folder / "full")
+    try:
+        worker.checkpoint_written(wait=True)
+    except (OSError, RuntimeError) as error:
+        expected = "the disk is full: " if rank == last else f"rank {last} could not write its part of {folder}/full"
+        assert expected in str(error)
+    else:
+        raise AssertionError("a disk of one rank was full, and nothing was said")
+    worker.close()
+    if rank == 0:
+        torch.save(results, folder / "results.pt")
+
+
+if __name__ == "__main__":
+    main()
