@@ -13,6 +13,7 @@ _MODULES: dict[str, str] = {
     "Asynchronous": "controllers.schedule",
     "Batch": "dataflow.batch",
     "BufferConfig": "dataflow.buffer",
+    "CheckpointConfig": "controllers.checkpoints",
     "Config": "dataflow.config",
     "Driver": "controllers.driver",
     "Evaluation": "controllers.driver",
@@ -48,6 +49,7 @@ if TYPE_CHECKING:  # the same names for editors and checkers; tests/test_packagi
     from . import resharding as resharding
     from . import workers as workers
     from .controllers.backend import Local as Local
+    from .controllers.checkpoints import CheckpointConfig as CheckpointConfig
     from .controllers.driver import Driver as Driver
     from .controllers.driver import Evaluation as Evaluation
     from .controllers.launch import launch as launch

@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from ..dataflow.rows import Lease, Published, Staleness
 from ..dataflow.segments import SegmentWriter
 from ..workers.function import FunctionConfig, FunctionWorker
 from .backend import Backend, Event, Files, Local, Setup, this_node
+from .checkpoints import CheckpointConfig, Checkpoints, Found, RunState, can_be_ended, find, has_state
 from .checks import all_handles, check_apart, check_followed, check_kinds, check_room
 from .flow import Flow
 from .group import Call, RunError, WorkerGroup
@@ -88,6 +89,8 @@ class Driver:
         record_every: int = 1,
         call_timeout_s: float = 600.0,
         buffer: BufferConfig = BufferConfig(),
+        checkpoint: CheckpointConfig = CheckpointConfig(),
+        resume: str | Path = "none",
         progress: bool = True,
         stop: Callable[[Mapping[str, float]], bool] | None = None,
         settings: object = None,
@@ -98,6 +101,9 @@ class Driver:
             record_every: samples of each `record_every`-th step are kept in the run directory; 0 keeps none.
             call_timeout_s: longest wait for any worker to answer.
             buffer: how much the sample buffer may hold, and how it keeps it.
+            checkpoint: when the run saves what it needs to go on.
+            resume: "none" for a new run; "latest" to go on from the last sound checkpoint of the run `name` (of the newest that has
+                any, without a name), or to begin where there is none; or the folder of a run or of one of its checkpoints.
             stop: ends the run early when it says so of a step's metrics.
             settings: the script's own settings, kept with the run.
 
@@ -139,7 +145,12 @@ class Driver:
         self._handles = {**handles, FUNCTIONS: Handle(FunctionWorker, functions, FUNCTIONS)}
         self._placement = resolve(self._placement, self._handles)
         self._graphs = {"train": graph} | {e.name: e.graph for e in evaluations}
-        self.directory = RunDirectory.create(Path(root), name)
+        self._resumed = self._find_checkpoint(resume, Path(root), name)
+        if self._resumed is None:
+            self.directory = RunDirectory.create(Path(root), name)
+        else:
+            state = self._resumed.state
+            self.directory = RunDirectory.reopen(self._resumed.run, state.step, state.time_s)
         self._progress = Progress(schedule.steps, self.directory.path, enabled=progress)
         described = {
             "seed": seed,
@@ -147,12 +158,14 @@ class Driver:
             "backend": repr(self._backend),
             "schedule": {"kind": type(schedule).__name__, **dict(schedule)},
             "buffer": dict(buffer),
+            "checkpoint": dict(checkpoint),
             "placement": {n: self._placement[n] for n in handles},
             "groups": {n: {"class": h.worker_class, **dict(h.config)} for n, h in handles.items()},
             "graphs": {n: str(g).splitlines() for n, g in self._graphs.items()},
             "python": platform.python_version(),
         }
         self.directory.write_config(described, graph.mermaid())
+        self._checkpoints = Checkpoints(self.directory.path, checkpoint, self)
         self._buffer_config = buffer
         self.buffer: SampleBuffer | None = None
         """The rows of the run, while it lives."""
@@ -183,11 +196,19 @@ class Driver:
         self._progress.starting(self._handles, repr(self._backend))
         graphs = {name: with_recording(graph) for name, graph in self._graphs.items()}
         config = self._buffer_config
-        self.buffer = SampleBuffer.create(
-            self.directory.path / "buffer", graphs, config=config, node=this_node(), clock=self._backend.clock
-        )
+        folder, resumed = self.directory.path / "buffer", self._resumed
+        if resumed is None:
+            self.buffer = SampleBuffer.create(
+                folder, graphs, config=config, node=this_node(), clock=self._backend.clock
+            )
+        else:
+            self.buffer = SampleBuffer.recover(
+                folder, graphs, config=config, node=this_node(), at=resumed.state.position, clock=self._backend.clock
+            )
+            self._progress.resumed(resumed.path, resumed.state.step, [*resumed.damage, *self.buffer.damage])
         self.buffer.store.delete_remote = self._backend.delete
-        files = Files(self.buffer.folder / "segments", config.file_bytes, config.memory_bytes)
+        starts = self.directory.starts
+        files = Files(self.buffer.folder / "segments", config.file_bytes, config.memory_bytes, starts)
         try:
             self.groups = self._backend.start(
                 Setup(self._handles, self._placement, self.directory.path, self._seed, files, self._follows)
@@ -199,6 +220,8 @@ class Driver:
             self._started = self._backend.clock()
             partial = self._schedule.partial_rollouts if isinstance(self._schedule, Asynchronous) else "continue"
             self._weights = WeightPassing(self._follows, self.groups, self, partial)
+            if resumed is not None:
+                self._load(resumed)
             self._clear_devices()
             for leader in dict.fromkeys(e.leader for e in self._follows):
                 self._weights.pass_on(leader)
@@ -233,24 +256,54 @@ class Driver:
                 tokens += source.lengths(column)
         schedule = self._schedule if name == "train" else OnePass()
         buffer.set_source(name, sources.append(source))
+        ledger = buffer.ledgers[name]
         positions = self._positions(len(source), shuffle=schedule.shuffle)
-        return Flow(name, graph, schedule, buffer.ledgers[name], positions, tokens)
+        flow = Flow(name, graph, schedule, ledger, itertools.islice(positions, ledger.prompts_issued, None), tokens)
+        if self._resumed is not None and not flow.evaluates:
+            flow.step = self._resumed.state.step
+            flow.open = ledger.groups_in_flight > 0
+        return flow
 
     def _positions(self, size: int, shuffle: bool) -> Iterator[int]:
         for epoch in itertools.count():
             yield from np.random.default_rng((self._seed, epoch)).permutation(size).tolist() if shuffle else range(size)
+
+    def _find_checkpoint(self, resume: str | Path, root: Path, name: str | None) -> Found | None:
+        """Where this run goes on; None where it begins."""
+        found = find(resume, root, name)
+        if found is not None and found.state.seed != self._seed:
+            raise UserError(f"{found.path} is of a run with seed={found.state.seed}, not {self._seed}")
+        return found
+
+    def _load(self, found: Found) -> None:
+        """Give every group that has a state the one of the checkpoint."""
+        for name, group in self.groups.items():
+            if has_state(group):
+                if not (found.path / name).is_dir():
+                    raise UserError(f"{found.path} has nothing of worker group {name!r}; it has {found.groups}")
+                self._call_and_wait(group, "load_checkpoint", path=found.path / name)
+            group.version = found.state.versions.get(name, 0)
+        self._started = self._backend.clock() - found.state.time_s
 
     # The loop
 
     def run(self) -> list[dict[str, float]]:
         """Run to the end of the schedule; returns the metrics of every step."""
         self._refuse_when_failed()
-        self._close_step({})
-        while not self._finished:
-            self._admit()
-            self._dispatch()
-            self._settle()
-            self._close()
+        if self._resumed is None:
+            self._close_step({})
+        else:
+            self._closed_at = self._backend.clock()
+            self._mark_evaluations()
+        with can_be_ended(bool(self._checkpoints.config.every)) as asked:
+            while not self._finished:
+                if asked() and self._can_be_saved:
+                    self._save_and_leave()
+                self._admit()
+                self._dispatch()
+                self._settle()
+                self._close()
+        self._finish_checkpoint()
         self._progress.ended()
         self.directory.flush()
         return self.directory.metrics
@@ -335,6 +388,7 @@ class Driver:
 
     def _dispatch(self) -> None:
         self._weights.settle()
+        self._checkpoints.poll()
         for flow in self._flows.values():
             for node in flow.graph.nodes:
                 group = self.groups[node.group or FUNCTIONS]
@@ -580,6 +634,7 @@ class Driver:
 
     def _close(self) -> None:
         """End the step, or the evaluation, of which nothing is left to do."""
+        self._checkpoints.complete(self.directory.metrics)
         for flow in self._flows.values():
             waits = self._passing_weights and not flow.schedule.overlaps
             if waits or not flow.schedule.over(flow):
@@ -613,9 +668,43 @@ class Driver:
         self.directory.add_metrics(row)
         self._progress.stepped(row)
         self._ask_to_stop()
-        last = self._over
+        self._mark_evaluations()
+        if self._checkpoints.is_due(self.step, self._over):
+            self._save()
+
+    def _mark_evaluations(self) -> None:
         for name, evaluation in self._evaluations.items():
-            self._flows[name].due |= self.step % evaluation.every == 0 or last
+            self._flows[name].due |= self.step % evaluation.every == 0 or self._over
+
+    def _save(self) -> None:
+        """Begin a checkpoint of the step that is over: no update is under way. Groups go on when their state is copied."""
+        self._finish_checkpoint()
+        self.directory.flush()
+        versions = {name: group.version for name, group in self.groups.items()}
+        position = self._live_buffer.checkpoint()
+        state = RunState(self.step, self._seed, self.directory.metrics[-1]["time_s"], versions, position)
+        self._checkpoints.begin(state, [g for g in self.groups.values() if has_state(g)])
+
+    @property
+    def _can_be_saved(self) -> bool:
+        """No update is under way, nor half a batch in the gradients, nor an evaluation: all else is in the buffer."""
+        train = self._flows["train"]
+        evaluating = any(f.evaluates and f.open for f in self._flows.values())
+        return not evaluating and not any(train.taken.values())
+
+    def _save_and_leave(self) -> NoReturn:
+        self._save()
+        self._finish_checkpoint()
+        self.directory.flush()
+        self._progress.left(self._checkpoints.folder)
+        raise SystemExit(0)
+
+    def _finish_checkpoint(self) -> None:
+        """Wait until the one that is being written is on the disk."""
+        while self._checkpoints.under_way:
+            self._checkpoints.poll(wait=True)
+            self._settle()
+            self._checkpoints.complete(self.directory.metrics)
 
     def _ask_to_stop(self) -> None:
         if self._stop is not None and not self._stopped and self._stop(self.directory.metrics[-1]):

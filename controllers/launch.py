@@ -18,7 +18,8 @@ def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> in
     """Run `main(settings)`, its settings read from the command line; the type of its parameter says which there are.
 
     Returns the exit code: 0; 2 when the user can mend it (one message, no traceback); 1 when the run cannot go on; 130 after
-    Ctrl-C and 143 after SIGTERM, both with everything cleaned up. Other exceptions pass through.
+    Ctrl-C. SIGTERM has a run that makes checkpoints write one and leave with 0; a second one, or a run that makes none, leaves
+    at once with 143. All with everything cleaned up. Other exceptions pass through.
     """
     import tyro
 
@@ -45,4 +46,7 @@ def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> in
 
 def _terminate(number: int, frame: object) -> None:
     """SIGTERM leaves the way an exception does, so that every `with` closes what it opened."""
-    raise SystemExit(128 + number)
+    from .checkpoints import ask_to_end
+
+    if not ask_to_end():
+        raise SystemExit(128 + number)

@@ -30,6 +30,14 @@ class Progress:
     def starting(self, groups: Iterable[str], backend: str) -> None:
         self._say(f"run {self._run_dir.name}: starting {', '.join(groups)} with {backend}; files in {self._run_dir}")
 
+    def resumed(self, checkpoint: Path, step: int, damage: Iterable[str]) -> None:
+        for what in damage:
+            self._say(f"damaged: {what}")
+        self._say(f"goes on after step {step}, from {checkpoint}")
+
+    def left(self, checkpoints: Path) -> None:
+        self._say(f"ended early, and saved in {checkpoints}; resume='latest' goes on from there")
+
     def started(self, graphs: Mapping[str, Graph], groups: Mapping[str, Any]) -> None:
         sizes = ", ".join(f"{name} x{len(group.mesh)}" for name, group in groups.items())
         self._say(f"{', '.join(g.name for g in graphs.values())} on {sizes}")

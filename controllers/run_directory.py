@@ -16,13 +16,15 @@ from ..dataflow.errors import UserError
 
 
 class RunDirectory:
-    """`config.json`, `graph.mmd`, `metrics.parquet`, `timeline.parquet`, `samples/`, `logs/`."""
+    """`config.json`, `graph.mmd`, `metrics.parquet`, `timeline.parquet`, `samples/`, `logs/`, `checkpoints/`."""
 
     flush_interval_s = 5.0
     """How old the metrics on disk may be while a run goes on."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, starts: int = 0) -> None:
         self.path = path
+        self.starts = starts
+        """How often the run was started again."""
         self._metrics: list[dict[str, float]] = []
         self._timeline: list[dict[str, Any]] = []
         self._flushed = time.monotonic()
@@ -46,11 +48,21 @@ class RunDirectory:
         (path / "logs").mkdir(exist_ok=True)
         return cls(path)
 
+    @classmethod
+    def reopen(cls, path: Path, step: int, time_s: float) -> RunDirectory:
+        """That of a run which goes on after `step`, `time_s` after its start: what came later is forgotten."""
+        before = json.loads((path / "config.json").read_text())
+        directory = cls(path, before.get("starts", 0) + 1)
+        directory._metrics = [row for row in _read(path / "metrics.parquet") if row["step"] <= step]
+        directory._timeline = [call for call in _read(path / "timeline.parquet") if call["end_s"] <= time_s]
+        return directory
+
     def samples_path(self, flow: str, step: int) -> Path:
         return self.path / "samples" / f"{flow}_{step:06d}.arrow"
 
     def write_config(self, config: Mapping[str, Any], drawing: str) -> None:
-        (self.path / "config.json").write_text(json.dumps(config, indent=2, default=_plain) + "\n")
+        described = {**config, "starts": self.starts}
+        (self.path / "config.json").write_text(json.dumps(described, indent=2, default=_plain) + "\n")
         (self.path / "graph.mmd").write_text(drawing)
 
     def add_metrics(self, row: Mapping[str, float]) -> None:
@@ -77,6 +89,12 @@ class RunDirectory:
                 columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(k for row in rows for k in row)}
                 pq.write_table(pa.table(columns), self.path / f".{name}.parquet")
                 (self.path / f".{name}.parquet").rename(self.path / f"{name}.parquet")
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [{k: v for k, v in row.items() if v is not None} for row in pq.read_table(path).to_pylist()]
 
 
 def _plain(value: object) -> Any:

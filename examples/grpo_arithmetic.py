@@ -37,6 +37,12 @@ class Settings(weft.Config):
     """Prompts in a step; each is answered eight times."""
     root: Path = Path("runs")
     """Where data, model and run directory go."""
+    name: str | None = None
+    """Of the run, and its directory; default: the time."""
+    checkpoint_every: int = Field(default=100, ge=0)
+    """Steps between two checkpoints; 0: none."""
+    resume: str = "none"
+    """latest: go on with the run of that name (or the newest); or the folder of a run or a checkpoint."""
     small: bool = False
     """Three steps of eight prompts from a barely trained model: does everything work?"""
 
@@ -80,6 +86,9 @@ def main(settings: Settings) -> None:
         placement=placement,
         backend=backend,
         root=settings.root,
+        name=settings.name,
+        checkpoint=weft.CheckpointConfig(every=settings.checkpoint_every),
+        resume=settings.resume,
         seed=settings.seed,
         settings=settings,
     ) as driver:

@@ -1,0 +1,237 @@
+"""A run that is ended anywhere goes on from its last checkpoint, and nothing is lost or trained on twice."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_schedules import PartsActor, SlowRollout
+from toy import ToyLoss, ToyReward, prompts, toy_evaluation, toy_grpo
+
+from weft.controllers.checkpoints import CheckpointConfig, ask_to_end, checkpoints
+from weft.controllers.driver import Driver, Evaluation
+from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
+from weft.dataflow.batch import Batch
+from weft.dataflow.errors import UserError
+from weft.dataflow.handle import group
+from weft.dataflow.metrics import Metrics
+from weft.dataflow.proof import prove
+from weft.workers.dispatch import Dispatch
+from weft.workers.remote import remote
+
+
+class SavingActor(PartsActor):
+    """Its weights are all that it was ever trained on."""
+
+    learnt: list[list[Any]]
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.learnt = []
+
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        reads=("response_ids", "{loss.reads}"),
+        may_read=("response_versions",),
+        updates=True,
+        in_parts=("epochs",),
+    )
+    def update(self, samples: Batch, *, loss: ToyLoss = ToyLoss(), epochs: int = 1, last: bool = True) -> Metrics:
+        ids = samples["response_ids"].to_pylist()
+        self.learnt += [[number, ids[k]] for k, number in enumerate(samples["group_id"].to_pylist())]
+        return super().update(samples, loss=loss, epochs=epochs, last=last)
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: Path) -> float:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / f"rank_{self.context.rank}.json").write_text(json.dumps([self.version, self.learnt]))
+        return 0.25
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def checkpoint_written(self, wait: bool = False) -> bool:
+        return True
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: Path) -> None:
+        self.version, self.learnt = json.loads((path / f"rank_{self.context.rank}.json").read_text())
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def weights(self) -> list[list[Any]]:
+        return self.learnt
+
+
+class Killed(Exception):
+    """What ends a run in the middle."""
+
+
+SCHEDULES: list[Training] = [
+    Synchronous(steps=9, prompts_per_step=3),
+    Pipelined(steps=9, prompts_per_step=3),
+    Asynchronous(steps=9, prompts_per_step=3, max_staleness=1),
+    Asynchronous(steps=9, prompts_per_step=3, max_staleness=2, partial_rollouts="requeue"),
+]
+TIMES = ("time_s", "step_s", "tokens_per_s")
+
+
+def run(
+    root: Path, schedule: Training, *, kill_at: int | None = None, evaluate: bool = True, **settings: Any
+) -> tuple[list[Any], list[dict[str, float]]]:
+    rollout, actor = group(SlowRollout, name="rollout"), group(SavingActor, name="actor")
+    reward = group(ToyReward, name="reward")
+    rollout.follows(actor)
+
+    def stop(metrics: Mapping[str, float]) -> bool:
+        if kill_at is not None and metrics["step"] >= kill_at:
+            raise Killed
+        return False
+
+    with Driver(
+        toy_grpo(prompts(10), rollout=rollout, reward=reward, actor=actor),
+        schedule=schedule,
+        evaluations=[Evaluation(toy_evaluation(prompts(2, "held_out"), rollout=rollout, reward=reward), 2)] * evaluate,
+        checkpoint=settings.pop("checkpoint", CheckpointConfig(every=2)),
+        root=root,
+        progress=settings.pop("progress", False),
+        stop=stop,
+        **{"name": "run", **settings},
+    ) as driver:
+        metrics = driver.run()
+        return driver.call(actor, "weights")[0], metrics
+
+
+def trained(weights: list[Any]) -> list[int]:
+    return sorted({group for group, _ in weights})
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES[:2], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("kill_at", [1, 2, 3, 6, 8])
+def test_a_synchronous_run_goes_on_as_if_it_had_never_been_ended(tmp_path: Path, schedule: Training, kill_at: int):
+    expected, metrics = run(tmp_path / "whole", schedule)
+    with pytest.raises(Killed):
+        run(tmp_path / "ended", schedule, kill_at=kill_at)
+    weights, again = run(tmp_path / "ended", schedule, resume="latest")
+    assert weights == expected
+    assert [{k: v for k, v in row.items() if k not in TIMES} for row in again] == [
+        {k: v for k, v in row.items() if k not in TIMES} for row in metrics
+    ]
+    assert [row["time_s"] for row in again] == sorted(row["time_s"] for row in again)
+    proof = prove(tmp_path / "ended" / "run" / "buffer")
+    assert not proof.violations
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES[2:], ids=lambda s: s.partial_rollouts)
+@pytest.mark.parametrize("kills", [(1,), (3,), (5, 7), (4, 4, 8)])
+def test_an_asynchronous_run_loses_nothing_and_trains_nothing_twice(
+    tmp_path: Path, schedule: Asynchronous, kills: tuple[int, ...]
+):
+    for number, kill_at in enumerate(kills):
+        with pytest.raises(Killed):
+            run(tmp_path, schedule, kill_at=kill_at, resume="latest" if number else "none")
+    weights, metrics = run(tmp_path, schedule, resume="latest")
+    assert [row["step"] for row in metrics] == list(range(10))
+    groups = [group for group, _ in weights]
+    assert len(groups) == 2 * len(set(groups)) == 2 * 27, "nobody is trained on twice, nor by half"
+    assert all(row.get("actor/lag", 0) <= schedule.max_staleness for row in metrics)
+    proof = prove(tmp_path / "run" / "buffer")
+    assert not proof.violations
+
+
+def test_the_latest_checkpoints_are_kept_and_the_best(tmp_path: Path):
+    run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig(every=1, keep=2, best="-step_s"))
+    folder = tmp_path / "run" / "checkpoints"
+    names = [p.name for p in checkpoints(folder)]
+    assert names[:2] == ["step_000009", "step_000008"] and 2 <= len(names) <= 3
+    assert not list(folder.glob(".*")), "nothing unfinished is left"
+
+
+def test_a_run_without_a_checkpoint_begins_again_and_what_it_left_is_moved_aside(tmp_path: Path):
+    with pytest.raises(Killed):
+        run(tmp_path, SCHEDULES[0], kill_at=1)
+    _, metrics = run(tmp_path, SCHEDULES[0], resume="latest")
+    assert len(metrics) == 10
+    assert (tmp_path / "run.begun-1" / "buffer").is_dir()
+
+
+def test_a_finished_run_can_be_made_longer(tmp_path: Path):
+    run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig(every=4))
+    weights, metrics = run(tmp_path, SCHEDULES[0].model_copy(update={"steps": 12}), resume="latest")
+    assert len(metrics) == 13 and len(trained(weights)) == 36
+
+
+DAMAGE = {
+    "truncated": lambda p: p.write_bytes(p.read_bytes()[:-1]),
+    "flipped": lambda p: p.write_bytes(bytes([p.read_bytes()[0] ^ 1]) + p.read_bytes()[1:]),
+    "missing": lambda p: p.unlink(),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.parametrize("file", ["run.json", "actor/rank_0.json", "manifest.json"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
+    tmp_path: Path, how: str, file: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(Killed):
+        run(tmp_path, SCHEDULES[0], kill_at=7)
+    DAMAGE[how](tmp_path / "run" / "checkpoints" / "step_000006" / file)
+    with pytest.raises(UserError, match=f"step_000006.*{file}"):
+        run(tmp_path, SCHEDULES[0], resume=tmp_path / "run" / "checkpoints" / "step_000006")
+    run(tmp_path, SCHEDULES[0], resume="latest", progress=True)
+    said = capsys.readouterr().out
+    assert file in said and "the checkpoint before it is used" in said and "after step 4" in said
+
+
+def test_a_log_that_ends_too_early_is_named_and_an_earlier_checkpoint_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(Killed):
+        run(tmp_path, SCHEDULES[0], kill_at=7)
+    folder = tmp_path / "run" / "checkpoints"
+    state = json.loads((folder / "step_000006" / "run.json").read_text())
+    log = tmp_path / "run" / "buffer" / "ledger.log"
+    log.write_bytes(log.read_bytes()[: state["position"]["offset"] - 10])
+    run(tmp_path, SCHEDULES[0], resume="latest", progress=True)
+    said = capsys.readouterr().out
+    assert "ledger.log" in said and "after step 4" in said
+
+
+def test_what_cannot_be_resumed_is_refused(tmp_path: Path):
+    with pytest.raises(Killed):
+        run(tmp_path, SCHEDULES[0], kill_at=3)
+    with pytest.raises(UserError, match="used already"):
+        run(tmp_path, SCHEDULES[0])
+    with pytest.raises(UserError, match="seed=0, not 1"):
+        run(tmp_path, SCHEDULES[0], resume="latest", seed=1)
+    with pytest.raises(UserError, match="neither a run that has a checkpoint"):
+        run(tmp_path, SCHEDULES[0], resume=tmp_path / "rnu")
+    with pytest.raises(UserError, match="the run has a graph 'eval', which is not given"):
+        run(tmp_path, SCHEDULES[0], resume="latest", evaluate=False)
+    shutil.rmtree(tmp_path / "run" / "buffer")
+    with pytest.raises(UserError, match="no checkpoint of the run is sound"):
+        run(tmp_path, SCHEDULES[0], resume="latest")
+
+
+@pytest.mark.parametrize("schedule", [SCHEDULES[0], SCHEDULES[2]], ids=lambda s: type(s).__name__)
+def test_a_run_that_is_asked_to_end_saves_itself_wherever_it_is(
+    tmp_path: Path, schedule: Training, monkeypatch: pytest.MonkeyPatch
+):
+    """In the middle of a step: what was generated of it is in the buffer."""
+    waits = 0
+    settle = Driver._settle
+
+    def settle_and_ask(driver: Driver) -> None:
+        nonlocal waits
+        settle(driver)
+        waits += driver.step >= 3
+        if waits == 4:
+            assert ask_to_end() and not ask_to_end()
+
+    monkeypatch.setattr(Driver, "_settle", settle_and_ask)
+    with pytest.raises(SystemExit) as left:
+        run(tmp_path, schedule, checkpoint=CheckpointConfig(every=100))
+    assert left.value.code == 0 and not ask_to_end()
+    weights, metrics = run(tmp_path, schedule, resume="latest")
+    assert [row["step"] for row in metrics] == list(range(10))
+    assert sorted(group for group, _ in weights) == sorted(2 * trained(weights)) and len(trained(weights)) == 27
+    assert not prove(tmp_path / "run" / "buffer").violations
