@@ -2,6 +2,10 @@
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -235,3 +239,38 @@ def test_a_run_that_is_asked_to_end_saves_itself_wherever_it_is(
     assert [row["step"] for row in metrics] == list(range(10))
     assert sorted(group for group, _ in weights) == sorted(2 * trained(weights)) and len(trained(weights)) == 27
     assert not prove(tmp_path / "run" / "buffer").violations
+
+
+def begun(root: Path, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(Path(__file__).with_name("ended_run.py")), "--root", str(root), *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_steps(process: subprocess.Popen[str], root: Path) -> None:
+    """Until the log has heard of a few."""
+    deadline = time.monotonic() + 60
+    log = root / "run" / "buffer" / "ledger.log"
+    while not log.exists() or log.read_bytes().count(b'"key":"step"') < 3:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.02)
+
+
+def test_sigterm_has_a_run_save_itself_and_leave_with_0(tmp_path: Path):
+    process = begun(tmp_path)
+    wait_for_steps(process, tmp_path)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=10)
+    assert process.returncode == 0 and "saved in" in said, said
+    (path,) = checkpoints(tmp_path / "run" / "checkpoints")
+    step = json.loads((path / "run.json").read_text())["step"]
+    assert step >= 3
+    again, _ = begun(tmp_path, "--steps", str(step + 2), "--resume", "latest").communicate(timeout=60)
+    assert f"goes on after step {step}" in again and f"step {step + 2}/{step + 2}" in again, again
+
+
+def test_sigterm_ends_a_run_without_checkpoints_at_once(tmp_path: Path):
+    process = begun(tmp_path, "--every", "0")
+    wait_for_steps(process, tmp_path)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=10)
+    assert process.returncode == 143

@@ -1,0 +1,48 @@
+"""A toy run under `weft.launch` that takes long enough to be ended: for `test_checkpoints.py`."""
+
+import time
+from pathlib import Path
+
+from test_checkpoints import SavingActor
+from test_schedules import SlowRollout
+from toy import ToyReward, prompts, toy_grpo
+
+import weft
+from weft.dataflow.batch import Batch
+from weft.dataflow.metrics import Metrics
+from weft.workers.dispatch import Dispatch
+from weft.workers.remote import remote
+
+
+class SlowReward(ToyReward):
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids", "answer"), writes=("reward",))
+    def score(self, samples: Batch) -> tuple[Batch, Metrics]:
+        time.sleep(0.05)
+        return super().score(samples)
+
+
+class Settings(weft.Config):
+    root: Path
+    every: int = 1000
+    steps: int = 100_000
+    resume: str = "none"
+
+
+def main(settings: Settings) -> None:
+    """A toy run."""
+    rollout, actor = weft.group(SlowRollout, name="rollout"), weft.group(SavingActor, name="actor")
+    reward = weft.group(SlowReward, name="reward")
+    rollout.follows(actor)
+    with weft.Driver(
+        toy_grpo(prompts(10), rollout=rollout, reward=reward, actor=actor),
+        schedule=weft.Synchronous(steps=settings.steps, prompts_per_step=3),
+        checkpoint=weft.CheckpointConfig(every=settings.every),
+        resume=settings.resume,
+        name="run",
+        root=settings.root,
+    ) as driver:
+        driver.run()
+
+
+if __name__ == "__main__":
+    raise SystemExit(weft.launch(main))

@@ -1,0 +1,60 @@
+"""The example, killed with SIGKILL and resumed, ends with the same bits as one that was not: with real models, either engine."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo_arithmetic.py"
+TIMES = {"time_s", "step_s", "tokens_per_s"}
+
+
+def start(root: Path, engine: str, name: str, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(EXAMPLE), "--small", "--backend", "local", "--engine", engine, "--root", str(root)]
+    command += ["--name", name, "--checkpoint-every", "1", *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said[-4000:]
+    return said
+
+
+def kill_after(process: subprocess.Popen[str], checkpoint: Path) -> None:
+    deadline = time.monotonic() + 300
+    while not checkpoint.exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0][-4000:]
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in pq.read_table(run / "metrics.parquet").to_pylist()]
+
+
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])])
+def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path: Path, engine: str):
+    finish(start(tmp_path, engine, "whole"))
+    for step in (1, 2):
+        name = f"killed-{step}"
+        kill_after(start(tmp_path, engine, name), tmp_path / name / "checkpoints" / f"step_{step:06d}")
+        said = finish(start(tmp_path, engine, name, "--resume", "latest"))
+        assert "goes on after step" in said
+        whole, resumed = (load_file(tmp_path / n / "model" / "model.safetensors") for n in ("whole", name))
+        assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+        assert metrics(tmp_path / name) == metrics(tmp_path / "whole")
+    saved = tmp_path / "whole" / "checkpoints" / "step_000003" / "actor" / "model"
+    loaded = AutoModelForCausalLM.from_pretrained(saved).state_dict()
+    assert all(torch.equal(loaded[key], whole[key]) for key in whole)
+
