@@ -63,7 +63,8 @@ def run(name: str, seed: int, more: Sequence[str], root: Path) -> Curve:
     schedule, placement = MODES[name]
     before = set(root.glob("*/metrics.parquet"))
     command = [sys.executable, str(EXAMPLE), "--seed", str(seed), "--schedule", schedule, "--placement", placement]
-    done = subprocess.run([*command, "--root", str(root), *more], capture_output=True, text=True, timeout=1800)
+    command += ["--root", str(root), "--checkpoint-every", "0"]
+    done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=1800)
     if done.returncode:
         raise RuntimeError(
             f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
@@ -103,22 +104,21 @@ def reached(curve: Curve, accuracy: float) -> tuple[float, float] | None:
 
 def summarize(curves: Mapping[str, Sequence[Curve]]) -> dict[str, Any]:
     """For each mode the accuracy in the end, and the samples and seconds, as a share of `synchronous` with the same seed, until it has
-    SHARE of what that reached."""
+    SHARE of what that reached (None: never)."""
     found: dict[str, Any] = {}
     for name, runs in curves.items():
-        ratios = []
+        ratios: list[tuple[float, float] | tuple[None, None]] = []
         for own, base in zip(runs, curves["synchronous"], strict=True):
             goal = SHARE * base[-1][2]
             mine, theirs = reached(own, goal), reached(base, goal)
-            if mine and theirs and theirs[0]:
-                ratios.append((mine[0] / theirs[0], mine[1] / theirs[1]))
+            there = mine and theirs and theirs[0] > 0
+            ratios.append((mine[0] / theirs[0], mine[1] / theirs[1]) if there else (None, None))  # pyright: ignore
         found[name] = {
             "accuracy": [round(run[-1][2], 4) for run in runs],
             "mean_accuracy": round(mean(run[-1][2] for run in runs), 4),
             "seconds": [round(run[-1][1], 1) for run in runs],
-            "samples_to_goal": [round(samples, 3) for samples, _ in ratios],
-            "seconds_to_goal": [round(seconds, 3) for _, seconds in ratios],
-            "reached_goal": len(ratios),
+            "samples_to_goal": [samples and round(samples, 3) for samples, _ in ratios],
+            "seconds_to_goal": [seconds and round(seconds, 3) for _, seconds in ratios],
         }
     return found
 

@@ -1,6 +1,6 @@
 """One graph under every schedule, on real workers: what overlapping generation and training is worth; and what the driver takes.
 
-    python benchmarks/schedules.py                       # a quarter of an hour, on two cores that nobody else uses
+    python benchmarks/schedules.py                       # half an hour, on two cores that nobody else uses
     python benchmarks/schedules.py --calibrate           # first finds how many responses at once balance the two stages
     python benchmarks/schedules.py --small               # a minute, to see that it works: not a measurement
 

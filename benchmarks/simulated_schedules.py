@@ -94,8 +94,8 @@ def _as_measured(work: Work, folder: Path, name: str, runs: Sequence[Mapping[str
 
 
 def _costs(runs: Sequence[Mapping[str, Any]], lengths: Known | LogNormal, slots: int) -> Costs:
-    """Of these runs together, after their first step."""
-    calls = [call for facts in runs for call in facts["timeline"]]
+    """Of these runs together, after the steps that are not counted in the beginning."""
+    calls = [call for facts in runs for call in facts["timeline"] if call["end_s"] >= facts["window"][0]]
     ranks = {call["group"]: runs[0]["ranks"] for call in calls if call["group"] in ("rollout", "actor")}
     tables = [facts["decode_step_s"] for facts in runs]
     steps = {
@@ -108,7 +108,7 @@ def _costs(runs: Sequence[Mapping[str, Any]], lengths: Known | LogNormal, slots:
         timeline,
         replicas=ranks,
         nodes={"rollout.generate": generation},
-        dispatch_s=median(f["dispatch_s"] for f in runs),
+        dispatch_s=DISPATCH_S,
     )
 
 
@@ -116,7 +116,12 @@ def _many(work: Work, folder: Path, costs: Costs, devices: int) -> dict[str, Tim
     """Each schedule on so many devices: half of them generate and half train, or all do both in turns."""
     groups_per_step = PROMPTS_PER_DEVICE * devices
     large = replace(
-        work, groups=groups_per_step, groups_per_part=groups_per_step // 4, warm_up=1, counted=STEPS, tail=3
+        work,
+        groups=groups_per_step,
+        groups_per_part=groups_per_step * work.groups_per_part // work.groups,
+        warm_up=1,
+        counted=STEPS,
+        tail=3,
     )
     names = FEW if devices > MOST_DEVICES else SCHEDULES
     return {name: _run(large, folder, name, costs, devices) for name in names}

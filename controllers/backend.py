@@ -107,6 +107,15 @@ class Backend(Protocol):
         """End a call that gives way, on all of its ranks; its last reply comes all the same."""
         ...
 
+    def replace(self, group: WorkerGroup, rank: int) -> None:
+        """Start another process in the place of one that died, and wait until it is up. What the old one had not answered is
+        never answered.
+
+        Raises:
+            WorkerError: it does not come up.
+        """
+        ...
+
     def close(self) -> None: ...
 
 
@@ -159,6 +168,9 @@ class Local:
                     desk.turn()
         events, self._events = list(self._events), deque()
         return events
+
+    def replace(self, group: WorkerGroup, rank: int) -> None:
+        raise RuntimeError(f"{group.name}[{rank}] has no process that could end")
 
     def close(self) -> None:
         with contextlib.ExitStack() as closing:  # each is closed, also when another's close() raises

@@ -11,11 +11,14 @@ the log back to there.
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -23,12 +26,16 @@ from pydantic import Field
 
 from ..dataflow.buffer import restore
 from ..dataflow.config import Config
+from ..dataflow.disk import Disk
 from ..dataflow.errors import UserError
+from ..dataflow.graph import Graph
+from ..dataflow.handle import Handle
 from ..dataflow.log import Position
 from ..dataflow.manifest import verify, write_manifest
 from ..workers.dispatch import Dispatch
 from ..workers.remote import dispatch_of
-from .group import Call, WorkerGroup
+from .group import Call, RunError, WorkerGroup
+from .run_directory import RunDirectory
 
 FOLDER = "checkpoints"
 RUN = "run.json"
@@ -49,7 +56,7 @@ class CheckpointConfig(Config):
 
 @dataclass(frozen=True)
 class RunState:
-    """What the driver itself knows at the end of a step."""
+    """What the driver itself knows when no update is under way."""
 
     step: int
     seed: int
@@ -59,6 +66,12 @@ class RunState:
     """Group -> policy version of its weights."""
     position: Position
     """In the buffer's log."""
+    schedule: str = ""
+    """Its kind: rows in flight are as old as it allows."""
+    evaluated: Mapping[str, int] = field(default_factory=dict)
+    """Evaluation -> the step at which it was made last."""
+    stopped: bool = False
+    """The run was over, whatever its schedule says."""
 
     def write(self, folder: Path) -> None:
         (folder / RUN).write_text(json.dumps(asdict(self), indent=2) + "\n")
@@ -96,9 +109,31 @@ def can_be_ended(able: bool) -> Iterator[Callable[[], bool]]:
         _Ending.asked = False
 
 
-def has_state(group: WorkerGroup) -> bool:
+def has_state(handle: Handle) -> bool:
     """Whether the workers of a group know what no other could tell them."""
-    return dispatch_of(group.handle.worker_class, "save_checkpoint") is Dispatch.ONE_TO_ALL
+    return dispatch_of(handle.worker_class, "save_checkpoint") is Dispatch.ONE_TO_ALL
+
+
+def check_saved(
+    config: CheckpointConfig, graphs: Sequence[Graph], handles: Mapping[str, Handle], found: Found | None
+) -> None:
+    """Everybody who is updated can be saved, and is in the checkpoint that the run goes on from.
+
+    Raises:
+        UserError: naming the group.
+    """
+    updated = {n.group for graph in graphs for n in graph.nodes if n.operation.updates and n.group}
+    for name in sorted(updated if config.every else ()):
+        if not has_state(handles[name]):
+            raise UserError(
+                f"CheckpointConfig(every={config.every}): worker group {name!r} is updated, but {handles[name].worker_class.__name__} "
+                "has no method save_checkpoint (with checkpoint_written and load_checkpoint; dispatch ONE_TO_ALL)"
+            )
+    for name, handle in handles.items():
+        if found is not None and has_state(handle) and name not in found.groups:
+            raise UserError(
+                f"{found.path} has nothing of worker group {name!r}; it has {', '.join(found.groups) or 'none'}"
+            )
 
 
 class Hands(Protocol):
@@ -114,12 +149,17 @@ class Checkpoints:
         self.folder = run / FOLDER
         self.config = config
         self._hands = hands
-        self._unfinished: tuple[Path, int] | None = None
-        """Where the one that is being written will be, and its step."""
+        self._path: Path | None = None
+        """Where the one that is being written will be; until then it stands beside it, with a dot in front."""
         self._copying: set[str] = set()
         self._writing: dict[str, WorkerGroup] = {}
         """Groups that have not said that their part is on the disk."""
+        self._naming: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
+        """Large files are read again there, and old ones removed, while the driver goes on."""
         self._asked = 0.0
+        self.saved_step = -1
+        """Step of the latest that was begun."""
         self.pause_s = 0.0
         """Longest that a group was kept from training by the last one."""
 
@@ -128,17 +168,24 @@ class Checkpoints:
 
     @property
     def under_way(self) -> bool:
-        return self._unfinished is not None
+        return self._path is not None
+
+    def go_on_from(self, found: Found) -> None:
+        """Let go of what was made after it, which no log goes with any more, and of what was never finished."""
+        self.saved_step = found.state.step
+        for path in [*checkpoints(self.folder), *self.folder.glob(".step_*")]:
+            if path.name.startswith(".") or step_of(path) > found.state.step:
+                shutil.rmtree(path)
 
     def begin(self, state: RunState, groups: Sequence[WorkerGroup]) -> None:
         """Have each of these groups copy its state, and write it in the background."""
         assert not self.under_way
-        path = self.folder / f"step_{state.step:06d}"
-        unfinished = _unfinished(path)
+        self._path = self.folder / f"step_{state.step:06d}"
+        unfinished = _unfinished(self._path)
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         state.write(unfinished)
-        self._unfinished = path, state.step
+        self.saved_step = state.step
         self.pause_s = self._asked = 0.0
         for group in groups:
             self._copying.add(group.name)
@@ -149,31 +196,47 @@ class Checkpoints:
         self._copying.discard(call.group.name)
         self.pause_s = max(self.pause_s, *call.results)
 
-    def poll(self, *, wait: bool = False) -> None:
+    def poll(self) -> None:
         """Ask those who are still writing and have nothing else to do whether it is done, twice a second at most."""
         now = time.monotonic()
-        if self._copying or not (wait or now - self._asked > POLL_S):
+        if self._copying or now - self._asked < POLL_S:
             return
         self._asked = now
         for group in self._writing.values():
             if not group.busy:
-                self._hands.watch(group.call("checkpoint_written", wait=wait), self._answered)
+                self._hands.watch(group.call("checkpoint_written"), self._answered)
 
     def _answered(self, call: Call) -> None:
         if all(call.results):
             self._writing.pop(call.group.name, None)
 
-    def complete(self, metrics: Sequence[Mapping[str, float]]) -> Path | None:
-        """Give it its name when everybody has written, and let go of those that are not to be kept."""
-        if self._unfinished is None or self._writing:
-            return None
-        path, _ = self._unfinished
-        self._unfinished = None
+    def complete(self, metrics: Sequence[Mapping[str, float]]) -> None:
+        """Give it its name when everybody has written, and let go of those that are not to be kept.
+
+        Raises:
+            RunError: the disk is full, say.
+        """
+        if self._path is None or self._writing:
+            return
+        if self._naming is None:
+            self._naming = self._thread.submit(self._name, self._path, [*metrics])
+        if self._naming.done():
+            path, naming = self._path, self._naming
+            self._path = self._naming = None
+            try:
+                naming.result()
+            except OSError as error:
+                raise RunError(f"checkpoint {path} could not be completed: {error}") from error
+
+    def _name(self, path: Path, metrics: Sequence[Mapping[str, float]]) -> None:
         write_manifest(_unfinished(path))
-        shutil.rmtree(path, ignore_errors=True)  # of a run that was taken back to before it
+        before = path.with_name(f".before_{path.name}")
+        if path.exists():  # of a run that was ended twice within a step
+            path.rename(before)
         _unfinished(path).rename(path)
+        Disk().sync_folder(self.folder)
+        shutil.rmtree(before, ignore_errors=True)
         self._prune(metrics)
-        return path
 
     def _prune(self, metrics: Sequence[Mapping[str, float]]) -> None:
         found = checkpoints(self.folder)
@@ -185,9 +248,12 @@ class Checkpoints:
     def _best(self, found: Sequence[Path], metrics: Sequence[Mapping[str, float]]) -> Path | None:
         name = self.config.best or ""
         sign, name = (-1, name[1:]) if name.startswith("-") else (1, name)
-        values = {int(row["step"]): sign * row[name] for row in metrics if name in row}
+        values = {int(row["step"]): sign * row[name] for row in metrics if math.isfinite(row.get(name, math.nan))}
         known = {path: values[step_of(path)] for path in found if step_of(path) in values}
         return max(known, key=lambda path: known[path], default=None)
+
+    def close(self) -> None:
+        self._thread.shutdown()
 
 
 def _unfinished(path: Path) -> Path:
@@ -196,7 +262,7 @@ def _unfinished(path: Path) -> Path:
 
 def checkpoints(folder: Path) -> list[Path]:
     """The whole checkpoints in a folder, latest first."""
-    return sorted((p for p in folder.glob("step_*") if p.is_dir()), reverse=True)
+    return sorted((p for p in folder.glob("step_*") if re.fullmatch(r"step_\d+", p.name)), key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:
@@ -215,6 +281,10 @@ class Found:
     @property
     def run(self) -> Path:
         return self.path.parent.parent
+
+    def reopen(self) -> RunDirectory:
+        """The directory of the run as it was then."""
+        return RunDirectory.reopen(self.run, self.state.step, self.state.time_s)
 
     @property
     def groups(self) -> list[str]:
@@ -276,8 +346,12 @@ def find(resume: str | Path, root: Path, name: str | None) -> Found | None:
     if path.parent.name == FOLDER and path.is_dir():
         if wrong := what_is_wrong(path):
             raise UserError(f"checkpoint {resume} is damaged: {wrong}")
-        return Found(path, RunState.read(path))
-    if found := latest_sound(path):
+        found = Found(path, RunState.read(path))
+    else:
+        found = latest_sound(path)
+    if found is not None and name not in (None, found.run.name):
+        raise UserError(f"resume={str(resume)!r} is of the run {found.run.name!r}, not of {name!r}")
+    if found is not None:
         return found
     raise UserError(f"resume={str(resume)!r} is neither a run that has a checkpoint, nor a checkpoint of one")
 

@@ -10,11 +10,14 @@ from ..dataflow.errors import UserError
 from ..dataflow.graph import Graph
 from ..dataflow.handle import Handle
 from ..dataflow.operation import Shape
+from .checkpoints import CheckpointConfig
 from .placement import Place
 from .schedule import Stepwise, Synchronous, Training
 
 
-def check_kinds(*, graph: object, schedule: object, buffer: object, placement: object, backend: object) -> None:
+def check_kinds(
+    *, graph: object, schedule: object, buffer: object, checkpoint: object, placement: object, backend: object
+) -> None:
     """What the driver was given must be values of the right kind, made and not only named.
 
     Raises:
@@ -29,6 +32,7 @@ def check_kinds(*, graph: object, schedule: object, buffer: object, placement: o
         ),
         ("schedule", schedule, isinstance(schedule, Stepwise), "a value such as weft.Synchronous(steps=100)"),
         ("buffer", buffer, isinstance(buffer, BufferConfig), "a weft.BufferConfig(...)"),
+        ("checkpoint", checkpoint, isinstance(checkpoint, CheckpointConfig), "a weft.CheckpointConfig(every=...)"),
         (
             "placement",
             placement,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import platform
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,10 +32,23 @@ from ..dataflow.rows import Lease, Published, Staleness
 from ..dataflow.segments import SegmentWriter
 from ..workers.function import FunctionConfig, FunctionWorker
 from .backend import Backend, Event, Files, Local, Setup, this_node
-from .checkpoints import CheckpointConfig, Checkpoints, Found, RunState, can_be_ended, find, has_state
+from .checkpoints import (
+    FOLDER,
+    POLL_S,
+    CheckpointConfig,
+    Checkpoints,
+    Found,
+    RunState,
+    can_be_ended,
+    check_saved,
+    checkpoints,
+    find,
+    has_state,
+    latest_sound,
+)
 from .checks import all_handles, check_apart, check_followed, check_kinds, check_room
 from .flow import Flow
-from .group import Call, RunError, WorkerGroup
+from .group import Call, RunError, WorkerDied, WorkerError, WorkerGroup
 from .placement import Placement, resolve
 from .progress import Progress
 from .recording import FUNCTIONS, RECORD, with_recording
@@ -42,6 +56,11 @@ from .run_directory import RunDirectory
 from .schedule import Asynchronous, OnePass, Share, Training
 from .shell import TOKEN_COLUMNS, Reply
 from .weight_passing import WeightPassing
+
+MAX_DEATHS = 3
+"""Deaths of processes at the same place after which the run is given up."""
+MAX_RESTARTS = 3
+"""How often a run goes on from a checkpoint by itself."""
 
 
 class DeadlineError(TimeoutError):
@@ -110,7 +129,9 @@ class Driver:
         Raises:
             UserError: naming the place, the rule, the value and the nearest right name.
         """
-        check_kinds(graph=graph, schedule=schedule, buffer=buffer, placement=placement, backend=backend)
+        check_kinds(
+            graph=graph, schedule=schedule, buffer=buffer, checkpoint=checkpoint, placement=placement, backend=backend
+        )
         names = ["train", *(e.name for e in evaluations)]
         for taken in names:
             if names.count(taken) > 1:
@@ -146,13 +167,13 @@ class Driver:
         self._placement = resolve(self._placement, self._handles)
         self._graphs = {"train": graph} | {e.name: e.graph for e in evaluations}
         self._resumed = self._find_checkpoint(resume, Path(root), name)
+        check_saved(checkpoint, graphs, handles, self._resumed)
         if self._resumed is None:
             self.directory = RunDirectory.create(Path(root), name)
         else:
-            state = self._resumed.state
-            self.directory = RunDirectory.reopen(self._resumed.run, state.step, state.time_s)
+            self.directory = self._resumed.reopen()
         self._progress = Progress(schedule.steps, self.directory.path, enabled=progress)
-        described = {
+        self._described = {
             "seed": seed,
             "settings": settings,
             "backend": repr(self._backend),
@@ -164,9 +185,20 @@ class Driver:
             "graphs": {n: str(g).splitlines() for n, g in self._graphs.items()},
             "python": platform.python_version(),
         }
-        self.directory.write_config(described, graph.mermaid())
-        self._checkpoints = Checkpoints(self.directory.path, checkpoint, self)
-        self._buffer_config = buffer
+        self._checkpoint_config = checkpoint
+        self._restarts = 0
+        # Rows in flight are kept for as many as the models are, and for one that is being written.
+        keep = max(buffer.keep_checkpoints, checkpoint.keep + 1)
+        self._buffer_config = buffer.model_copy(update={"keep_checkpoints": keep})
+        self._deaths: Counter[str] = Counter()
+        """What processes were at when they ended -> how often."""
+        self._replaced = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """What each start of the run begins with: the first, and those from a checkpoint."""
+        self.directory.write_config(self._described, self._graphs["train"].mermaid())
+        self._checkpoints = Checkpoints(self.directory.path, self._checkpoint_config, self)
         self.buffer: SampleBuffer | None = None
         """The rows of the run, while it lives."""
         self.groups: dict[str, WorkerGroup] = {}
@@ -193,6 +225,10 @@ class Driver:
 
     def __enter__(self) -> Driver:
         """Start the worker groups and give every follower its leader's weights."""
+        self._start_groups()
+        return self
+
+    def _start_groups(self) -> None:
         self._progress.starting(self._handles, repr(self._backend))
         graphs = {name: with_recording(graph) for name, graph in self._graphs.items()}
         config = self._buffer_config
@@ -205,6 +241,7 @@ class Driver:
             self.buffer = SampleBuffer.recover(
                 folder, graphs, config=config, node=this_node(), at=resumed.state.position, clock=self._backend.clock
             )
+            self._checkpoints.go_on_from(resumed)
             self._progress.resumed(resumed.path, resumed.state.step, [*resumed.damage, *self.buffer.damage])
         self.buffer.store.delete_remote = self._backend.delete
         starts = self.directory.starts
@@ -220,9 +257,9 @@ class Driver:
             self._started = self._backend.clock()
             partial = self._schedule.partial_rollouts if isinstance(self._schedule, Asynchronous) else "continue"
             self._weights = WeightPassing(self._follows, self.groups, self, partial)
+            self._clear_devices()
             if resumed is not None:
                 self._load(resumed)
-            self._clear_devices()
             for leader in dict.fromkeys(e.leader for e in self._follows):
                 self._weights.pass_on(leader)
             self._wait_for_all()
@@ -230,7 +267,6 @@ class Driver:
         except BaseException:
             self.close()
             raise
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -239,6 +275,7 @@ class Driver:
         """End every process of the run; what was measured is on disk."""
         try:
             self.directory.flush()
+            self._checkpoints.close()
         finally:
             try:
                 self._backend.close()
@@ -273,23 +310,53 @@ class Driver:
         found = find(resume, root, name)
         if found is not None and found.state.seed != self._seed:
             raise UserError(f"{found.path} is of a run with seed={found.state.seed}, not {self._seed}")
+        kind = type(self._schedule).__name__
+        if found is not None and found.state.schedule != kind:
+            raise UserError(
+                f"{found.path} is of a run under {found.state.schedule}, not {kind}: its rows are of another age"
+            )
         return found
 
     def _load(self, found: Found) -> None:
         """Give every group that has a state the one of the checkpoint."""
+        self._started = self._backend.clock() - found.state.time_s
+        self._stopped = found.state.stopped
         for name, group in self.groups.items():
-            if has_state(group):
-                if not (found.path / name).is_dir():
-                    raise UserError(f"{found.path} has nothing of worker group {name!r}; it has {found.groups}")
+            if has_state(group.handle):
                 self._call_and_wait(group, "load_checkpoint", path=found.path / name)
             group.version = found.state.versions.get(name, 0)
-        self._started = self._backend.clock() - found.state.time_s
+        for name in self._evaluations:
+            self._flows[name].closed_at = found.state.evaluated.get(name, -1)
 
     # The loop
 
     def run(self) -> list[dict[str, float]]:
-        """Run to the end of the schedule; returns the metrics of every step."""
+        """Run to the end of the schedule; returns the metrics of every step.
+
+        When a worker's process ends that cannot be replaced by itself, all groups are started again, and the run goes on from its last
+        checkpoint.
+        """
         self._refuse_when_failed()
+        while True:
+            try:
+                return self._run()
+            except WorkerDied as error:
+                self._start_again(error)
+
+    def _start_again(self, error: WorkerDied) -> None:
+        self.close()
+        if self._restarts == MAX_RESTARTS or not checkpoints(self.directory.path / FOLDER):
+            raise error
+        found = latest_sound(self.directory.path)
+        assert found is not None
+        self._restarts += 1
+        self._resumed = found
+        self.directory = found.reopen()
+        self._progress.died(str(error))
+        self._begin()
+        self._start_groups()
+
+    def _run(self) -> list[dict[str, float]]:
         if self._resumed is None:
             self._close_step({})
         else:
@@ -303,7 +370,9 @@ class Driver:
                 self._dispatch()
                 self._settle()
                 self._close()
-        self._finish_checkpoint()
+            if self._checkpoints.config.every and self._checkpoints.saved_step < self.step:
+                self._save()  # an evaluation had the run stop
+            self._finish_checkpoint()
         self._progress.ended()
         self.directory.flush()
         return self.directory.metrics
@@ -452,7 +521,7 @@ class Driver:
                 return
             extra["path"] = self.directory.samples_path(flow.name, issued_at)
         if node.operation.updates:
-            flow.taken[node.name] += len(set(lease.group_ids.tolist()))
+            flow.taken[node.name] += lease.num_groups
             if node.operation.in_parts is not None:
                 extra["last"] = share.last
         self._live_buffer.commit()  # the log is ahead of the work
@@ -547,7 +616,12 @@ class Driver:
         return waiting or claimable or admissible
 
     def _take(self, event: Event) -> None:
-        call = event.call
+        call, failure = event.call, event.reply.failure
+        if event.rank in call.lost:
+            return
+        if failure is not None and failure.died and call.group.handle.worker_class.replaceable:
+            self._replace(call.group, event.rank, failure.message)
+            return
         void = call.ledger is not None and call.lease is not None and not call.ledger.holds(call.lease)
         if void and event.reply.failure is not None:  # too late for anybody to care
             event = replace(event, reply=Reply(done=True))
@@ -560,6 +634,43 @@ class Driver:
                 self._flows[ledger.name].generated.append(published.num_tokens)
         if call.done:
             self._complete(call)
+
+    def _replace(self, group: WorkerGroup, rank: int, why: str) -> None:
+        """The process of a rank has ended: its rows go back, another takes its place, and gets the present weights.
+
+        Raises:
+            WorkerError: it has happened MAX_DEATHS times at the same sample (or in the same call beside the graph).
+        """
+        began = self._backend.clock()
+        who = f"{group.name}[{rank}]"
+        interrupted = [call for call in group.calls if rank in call.waiting]
+        rows = 0
+        for call in interrupted:
+            call.lose(rank)
+            if call.lease is None:
+                self._deaths[f"call {call.method!r}"] += 1
+            elif call.ledger is not None and call.ledger.holds(call.lease):
+                self._deaths.update(
+                    f"sample {id}, row {row.position} of the source" for id, row in call.lease.open.items()
+                )
+                rows += len(call.lease.open)
+                call.ledger.release(call.lease, f"the process of {who} ended")
+                if call.gives_way:
+                    self._backend.cancel(call)
+        if repeated := [at for at, times in self._deaths.items() if times >= MAX_DEATHS]:
+            node = next((f", node {call.node.name!r}" for call in interrupted if call.node), "")
+            raise WorkerError(
+                f"worker {who}{node} died {MAX_DEATHS} times at {'; '.join(repeated[:4])}; "
+                f"backend=weft.Local() runs it where a debugger sees it. {why}"
+            )
+        self._backend.replace(group, rank)
+        self._weights.give_again(group)
+        for call in interrupted:
+            if call.done:
+                self._complete(call)
+        self._heard = self._backend.clock()
+        self._replaced += 1
+        self._progress.replaced(who, why, rows, self._heard - began)
 
     def _complete(self, call: Call) -> None:
         call.group.calls.remove(call)
@@ -612,7 +723,7 @@ class Driver:
         if node.operation.updates:  # before finish(): a finished row may be forgotten
             self._samples[node.name] += len(lease.rows)
             self._tokens[node.name] += int(lease.num_tokens.sum())
-            flow.trained[node.name] += len(set(lease.group_ids.tolist()))
+            flow.trained[node.name] += lease.num_groups
             flow.consumed[node.name] += [r.tokens - r.group.tokens for r in lease.rows]
         flow.ledger.finish(lease)
         if node.name != RECORD:
@@ -662,6 +773,10 @@ class Driver:
                 "step_s": seconds,
                 "tokens_per_s": tokens / seconds if seconds else 0.0,
             }
+        if self._replaced:
+            row["replaced_workers"] = float(self._replaced)
+        if self._checkpoints.pause_s:
+            row["checkpoint_pause_s"], self._checkpoints.pause_s = self._checkpoints.pause_s, 0.0
         self._closed_at = now
         self._samples.clear()
         self._tokens.clear()
@@ -674,16 +789,24 @@ class Driver:
 
     def _mark_evaluations(self) -> None:
         for name, evaluation in self._evaluations.items():
-            self._flows[name].due |= self.step % evaluation.every == 0 or self._over
+            flow = self._flows[name]
+            flow.due |= flow.closed_at != self.step and (self.step % evaluation.every == 0 or self._over)
 
     def _save(self) -> None:
         """Begin a checkpoint of the step that is over: no update is under way. Groups go on when their state is copied."""
         self._finish_checkpoint()
         self.directory.flush()
-        versions = {name: group.version for name, group in self.groups.items()}
-        position = self._live_buffer.checkpoint()
-        state = RunState(self.step, self._seed, self.directory.metrics[-1]["time_s"], versions, position)
-        self._checkpoints.begin(state, [g for g in self.groups.values() if has_state(g)])
+        state = RunState(
+            self.step,
+            self._seed,
+            time_s=self._backend.clock() - self._started,
+            versions={name: group.version for name, group in self.groups.items()},
+            position=self._live_buffer.checkpoint(),
+            schedule=type(self._schedule).__name__,
+            evaluated={name: self._flows[name].closed_at for name in self._evaluations},
+            stopped=self._stopped,
+        )
+        self._checkpoints.begin(state, [g for g in self.groups.values() if has_state(g.handle)])
 
     @property
     def _can_be_saved(self) -> bool:
@@ -702,8 +825,11 @@ class Driver:
     def _finish_checkpoint(self) -> None:
         """Wait until the one that is being written is on the disk."""
         while self._checkpoints.under_way:
-            self._checkpoints.poll(wait=True)
-            self._settle()
+            self._checkpoints.poll()
+            if self._under_way:
+                self._settle()
+            else:
+                time.sleep(POLL_S / 10)
             self._checkpoints.complete(self.directory.metrics)
 
     def _ask_to_stop(self) -> None:

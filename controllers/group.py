@@ -34,6 +34,10 @@ class WorkerError(RunError):
     """A call on a worker failed: who, in which node, on which sample, and the worker's own traceback."""
 
 
+class WorkerDied(WorkerError):
+    """The process of a worker that cannot be replaced by itself has ended."""
+
+
 @dataclass(eq=False)
 class Call:
     """A call on a group, from dispatch until every rank has answered."""
@@ -59,6 +63,8 @@ class Call:
     metrics: list[Metrics] = field(default_factory=list)
     seconds: dict[int, float] = field(default_factory=dict)
     """Rank -> time spent in the worker."""
+    lost: set[int] = field(default_factory=set)
+    """Ranks whose processes ended meanwhile."""
 
     @property
     def done(self) -> bool:
@@ -71,8 +77,8 @@ class Call:
 
     @property
     def results(self) -> list[Any]:
-        """What a method without rows returned, in rank order."""
-        return [self.values[r] for r in self.ranks]
+        """What a method without rows returned, in rank order; ranks that were lost returned nothing."""
+        return [self.values[r] for r in self.ranks if r not in self.lost]
 
     def merged_metrics(self) -> dict[str, Metric]:
         return merge(self.metrics)
@@ -92,6 +98,11 @@ class Call:
             self.values[rank] = reply.value
             self.seconds[rank] = reply.seconds
 
+    def lose(self, rank: int) -> None:
+        """Nothing more is to come from this rank."""
+        self.lost.add(rank)
+        self.waiting.discard(rank)
+
     def describe(self, rank: int | None = None) -> str:
         who = f"{self.group.name}[{rank}]" if rank is not None else self.group.name
         return f"worker {who}, node {self.node.name!r}" if self.node else f"worker {who}, call {self.method!r}"
@@ -99,6 +110,8 @@ class Call:
     def _error(self, rank: int, failure: Failure) -> Exception:
         samples = f", samples {', '.join(map(str, failure.sample_ids))}" if failure.sample_ids else ""
         where = f"{self.describe(rank)}{samples}: {failure.message}"
+        if failure.died:
+            return WorkerDied(where)
         return UserError(where) if failure.user_error else WorkerError(f"{where}\n{failure.traceback.rstrip()}")
 
 

@@ -35,6 +35,12 @@ class Progress:
             self._say(f"damaged: {what}")
         self._say(f"goes on after step {step}, from {checkpoint}")
 
+    def replaced(self, worker: str, why: str, rows: int, seconds: float) -> None:
+        self._say(f"worker {worker} was replaced after {seconds:.1f} s, {rows} rows are asked again; {why}")
+
+    def died(self, why: str) -> None:
+        self._say(f"{why}\nall groups are started again")
+
     def left(self, checkpoints: Path) -> None:
         self._say(f"ended early, and saved in {checkpoints}; resume='latest' goes on from there")
 

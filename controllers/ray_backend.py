@@ -60,6 +60,11 @@ class RayBackend:
         self.address = address or os.environ.get("RAY_ADDRESS")
         self._streams: dict[Any, tuple[Call, int]] = {}
         self._actors: dict[tuple[str, int], Any] = {}
+        self._lives: dict[tuple[str, int], int] = {}
+        """How often each rank was replaced."""
+        self._started: tuple[Setup, Mapping[str, Reserved], Mapping[str, str]] | None = None
+        self._peers: tuple[Mapping[str, str], str] | None = None
+        """What every rank was told of the other nodes, when there are any."""
         self._groups: list[Any] = []
         self._folder: str | None = None
         self._name = f"weft-{uuid.uuid4().hex[:12]}"
@@ -92,16 +97,12 @@ class RayBackend:
             require_devices(setup.placement, int(held.get("CPU", 0)), int(held.get("GPU", 0)), cluster)
         pools = self._reserve({p.pool.name: p.pool for p in setup.placement.values()})
         names = _node_names(ray.nodes(), ray.get_runtime_context().get_node_id())
-        starting: dict[Any, str] = {}
-        for name, handle in setup.handles.items():
-            place = setup.placement[name]
-            rendezvous = self._rendezvous(name) if place.ranks > 1 else None
-            sharing = sum(1 for p in setup.placement.values() if p.pool.name == place.pool.name)
-            for rank in range(place.ranks):
-                context = Context(name, rank, place.ranks, rendezvous, setup.run_dir, setup.seed)
-                actor = self._actor(handle, place, context, pools[place.pool.name], sharing, (setup.files, names))
-                self._actors[name, rank] = actor
-                starting[actor.coordinates.remote()] = f"{name}[{rank}]"
+        self._started = setup, pools, names
+        starting = {
+            self._start_rank(name, rank): f"{name}[{rank}]"
+            for name in setup.handles
+            for rank in range(setup.placement[name].ranks)
+        }
         meshes = self._wait_until_up(starting)
         standing = {who: node for who, (_, node) in meshes.items()}
         _check_weights_stay(setup, standing)
@@ -118,6 +119,34 @@ class RayBackend:
             )
             for name, handle in setup.handles.items()
         }
+
+    def _start_rank(self, name: str, rank: int, life: int = 0) -> Any:
+        """Start a process; returns the promise of where it stands. `life`: how often it was replaced."""
+        assert self._started is not None
+        setup, pools, names = self._started
+        place = setup.placement[name]
+        rendezvous = self._rendezvous(name) if place.ranks > 1 else None
+        sharing = sum(1 for p in setup.placement.values() if p.pool.name == place.pool.name)
+        context = Context(name, rank, place.ranks, rendezvous, setup.run_dir, setup.seed)
+        data = setup.files, names, life
+        actor = self._actor(setup.handles[name], place, context, pools[place.pool.name], sharing, data)
+        self._actors[name, rank] = actor
+        self._lives[name, rank] = life
+        return actor.coordinates.remote()
+
+    def replace(self, group: WorkerGroup, rank: int) -> None:
+        import ray
+
+        who = f"{group.name}[{rank}]"
+        for stream in [s for s, (call, r) in self._streams.items() if call.group is group and r == rank]:
+            del self._streams[stream]
+        ray.kill(self._actors[group.name, rank])  # if it was only its connection that was lost
+        found = self._wait_until_up({self._start_rank(group.name, rank, self._lives[group.name, rank] + 1): who})
+        coordinates, _ = found[who]
+        if coordinates != group.mesh[rank]:
+            raise WorkerError(f"worker {who} was replaced and stands at {coordinates} now, not at {group.mesh[rank]}")
+        if self._peers is not None:
+            ray.get(self._actors[group.name, rank].connect.remote(*self._peers), timeout=START_TIMEOUT_S)
 
     def _connect_nodes(self, files: Files, names: Mapping[str, str]) -> None:
         """A server of segments on each node, and every rank told where they are."""
@@ -136,6 +165,7 @@ class RayBackend:
             self._servers.append(server.remote(files.folder / name, name, host, token))
         locations = [s.location.remote() for s in self._servers]
         peers = dict(zip(names.values(), ray.get(locations, timeout=START_TIMEOUT_S), strict=True))
+        self._peers = peers, token
         told = [actor.connect.remote(peers, token) for actor in self._actors.values()]
         ray.get(told, timeout=START_TIMEOUT_S)
         self._delete = delete_everywhere(peers, token)
@@ -296,7 +326,8 @@ class RayBackend:
             try:
                 reply: Any = ray.get(next(stream))
             except (RayError, StopIteration) as error:
-                raise WorkerError(f"{call.describe(rank)}: {self._died(f'{call.group.name}[{rank}]', error)}") from None
+                message = self._died(f"{call.group.name}[{rank}]", error)
+                reply = Reply(failure=Failure(message, "", user_error=False, died=True))
             if reply.done or reply.failure is not None:
                 del self._streams[stream]
             events.append(Event(call, rank, reply))
@@ -327,7 +358,9 @@ class RayBackend:
             pass
         finally:
             self._actors.clear()
+            self._lives.clear()
             self._streams.clear()
+            self._peers = self._delete = None
             self._groups.clear()
             self._servers.clear()
             if self._connected:
@@ -345,7 +378,7 @@ class Rank:
     """
 
     def __init__(
-        self, worker_class: type, config: Any, context: Context, files: Files, names: Mapping[str, str]
+        self, worker_class: type, config: Any, context: Context, files: Files, names: Mapping[str, str], life: int
     ) -> None:
         import ray
 
@@ -354,7 +387,7 @@ class Rank:
         self.worker: Any = None
         self.failure: Failure | None = None
         self.node = names[ray.get_runtime_context().get_node_id()]
-        self.data = files.access(self.node, f"{context.name}-{context.rank}")
+        self.data = files.access(self.node, f"{context.name}-{context.rank}" + (f"-again{life}" if life else ""))
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._desk: Desk | None = None
         self._thread = threading.Thread(target=self._work, args=(worker_class, config, context), daemon=True)

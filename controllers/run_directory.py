@@ -53,6 +53,9 @@ class RunDirectory:
         """That of a run which goes on after `step`, `time_s` after its start: what came later is forgotten."""
         before = json.loads((path / "config.json").read_text())
         directory = cls(path, before.get("starts", 0) + 1)
+        for samples in (path / "samples").glob("*.arrow"):
+            if int(samples.stem.rpartition("_")[2]) > step:
+                samples.unlink()
         directory._metrics = [row for row in _read(path / "metrics.parquet") if row["step"] <= step]
         directory._timeline = [call for call in _read(path / "timeline.parquet") if call["end_s"] <= time_s]
         return directory
@@ -62,7 +65,9 @@ class RunDirectory:
 
     def write_config(self, config: Mapping[str, Any], drawing: str) -> None:
         described = {**config, "starts": self.starts}
-        (self.path / "config.json").write_text(json.dumps(described, indent=2, default=_plain) + "\n")
+        unfinished = self.path / ".config.json"
+        unfinished.write_text(json.dumps(described, indent=2, default=_plain) + "\n")
+        unfinished.rename(self.path / "config.json")
         (self.path / "graph.mmd").write_text(drawing)
 
     def add_metrics(self, row: Mapping[str, float]) -> None:

@@ -124,6 +124,8 @@ class Failure:
     user_error: bool
     sample_ids: tuple[int, ...] = ()
     """The samples at fault where the worker knows them, else those of the call."""
+    died: bool = False
+    """It was not an exception: the process is gone."""
 
 
 def run(worker: Worker, task: Task, data: DataAccess) -> Iterator[Reply | None]:

@@ -226,6 +226,9 @@ class Simulated:
     def delete(self, node: str, file: str) -> None:
         """There is no file."""
 
+    def replace(self, group: WorkerGroup, rank: int) -> None:
+        raise RuntimeError(f"{group.name}[{rank}] has no process that could end")
+
     def clock(self) -> float:
         return self._now
 

@@ -43,6 +43,8 @@ class WeightPassing:
         """Follower -> the version that it was last given."""
         self._waiting: dict[str, Any] = {}
         """Follower -> weights that it takes over when its responses are finished."""
+        self._lacking: set[str] = set()
+        """Followers with a rank that was replaced and has no weights yet."""
 
     @property
     def under_way(self) -> bool:
@@ -62,8 +64,8 @@ class WeightPassing:
         return {e.follower: self._groups[e.follower].version for e in self._edges if e.leader == leader}
 
     def holds_back(self, group: WorkerGroup) -> bool:
-        """Whether a group may begin nothing new, because weights wait for it to finish."""
-        return group.name in self._waiting
+        """Whether a group may begin nothing new: weights wait for it to finish, or a rank of it waits for weights."""
+        return group.name in self._waiting or group.name in self._lacking
 
     def pass_on(self, leader: str) -> None:
         """Give the followers of a group its present weights, now, or when those of an earlier version have arrived."""
@@ -75,6 +77,14 @@ class WeightPassing:
         self._hands.take_device(group)
         call = group.call("publish_weights", version=group.version)
         self._hands.watch(call, lambda call: self._published(call, edges))
+
+    def give_again(self, follower: WorkerGroup) -> None:
+        """A rank of it is new: all of it is given the present weights."""
+        for edge in self._edges:
+            if edge.follower == follower.name:
+                self._lacking.add(follower.name)
+                self._passed.pop(follower.name, None)
+                self.pass_on(edge.leader)
 
     def _is_due(self, edge: ParameterEdge, version: int) -> bool:
         """Whether an `every`-th version has come since the follower was last given one."""
@@ -111,11 +121,14 @@ class WeightPassing:
                     f"but {weights.checksum} was published"
                 )
         call.group.version = self._passed[call.group.name] = weights.version
+        if call.lost:
+            del self._passed[call.group.name]
+        else:
+            self._lacking.discard(call.group.name)
         for leader, owing in list(self._owing.items()):
             if call.group.name in owing:
                 owing.discard(call.group.name)
                 if not owing:
                     del self._owing[leader]
-                    if self._groups[leader].version > weights.version:  # it was updated meanwhile
-                        self.pass_on(leader)
+                    self.pass_on(leader)  # if it was updated meanwhile, or one who had them was replaced
         self.pass_on(call.group.name)  # whoever follows the follower

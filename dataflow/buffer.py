@@ -87,9 +87,10 @@ class SampleBuffer:
     damage: list[str] = field(default_factory=list)
     """What was found damaged at recovery, and what was done about it."""
     disk: Disk = field(default_factory=Disk)
-    _pinned: set[Segment] = field(default_factory=set)
-    """Segments that the latest checkpoint refers to: they outlive their rows until there is another."""
+    _pins: dict[str, set[Segment]] = field(default_factory=dict)
+    """Checkpoint -> the segments that it refers to: they outlive their rows as long as it is kept."""
     _unpinned: list[Segment] = field(default_factory=list)
+    """Segments that no row needs any more, and a checkpoint does."""
 
     @property
     def segments(self) -> Path:
@@ -206,7 +207,7 @@ class SampleBuffer:
         for ledger in self.ledgers.values():
             ledger.take_freed()
         live = self._live_segments()
-        self._pinned = pinned
+        self._pins = {path.name: pinned for path in checkpoints(self.folder)[:1]}
         self._unpinned = [s for s in pinned if s not in live]
         for segment in live | pinned:
             self.store.published(segment)
@@ -251,8 +252,14 @@ class SampleBuffer:
         """Write what happened to the log, then let go of the segments that no row needs."""
         self.log.commit(sync=sync)
         freed = [segment for ledger in self.ledgers.values() for segment in ledger.take_freed()]
-        self._unpinned += [s for s in freed if s in self._pinned]
-        self.store.freed(s for s in freed if s not in self._pinned)
+        self._let_go(freed)
+
+    def _let_go(self, segments: Iterable[Segment]) -> None:
+        """Give segments free that no checkpoint refers to; the others when none does any more."""
+        pinned: set[Segment] = set().union(*self._pins.values())
+        freed = list(segments)
+        self._unpinned += [s for s in freed if s in pinned]
+        self.store.freed(s for s in freed if s not in pinned)
 
     def checkpoint(self) -> Position:
         """Save the state at this position of the log, so that recovery starts from here; returns the position.
@@ -270,12 +277,14 @@ class SampleBuffer:
             *({"do": "graph", "graph": n, "outline": g.graph.outline()} for n, g in self.ledgers.items()),
             *(record for ledger in self.ledgers.values() for record in save(ledger)),
         ]
-        write_checkpoint(self.folder / _checkpoint_name(position), position, records, disk=self.disk)
+        name = _checkpoint_name(position)
+        write_checkpoint(self.folder / name, position, records, disk=self.disk)
+        self._pins[name] = self._live_segments()
         for old in checkpoints(self.folder)[self.config.keep_checkpoints :]:
             old.unlink()
-        self.store.freed(self._unpinned)
-        self._unpinned = []
-        self._pinned = self._live_segments()
+            self._pins.pop(old.name, None)
+        before, self._unpinned = self._unpinned, []
+        self._let_go(before)
         return position
 
     def room(

@@ -7,10 +7,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from ..dataflow.batch import Batch
-from ..dataflow.column import PROMPT, PROMPT_IDS, RESPONSE, RESPONSE_IDS
+from ..dataflow.column import PROMPT, PROMPT_IDS, RESPONSE, RESPONSE_IDS, SAMPLE_ID
 from ..dataflow.config import Config
 from ..dataflow.errors import UserError
 from ..dataflow.operation import Shape
@@ -29,6 +30,7 @@ class FunctionWorker(Worker):
     """One process beside the driver for what is too small for a group of its own."""
 
     Config = FunctionConfig
+    replaceable = True
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def apply(self, rows: Batch, *, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
@@ -38,7 +40,7 @@ class FunctionWorker(Worker):
     @remote(dispatch=Dispatch.ONE_TO_ALL, shape=Shape.MAP)
     def record(self, rows: Batch, *, path: Path) -> None:
         """Write rows to an Arrow file, tokens also as text. Of a step that was refilled the rows come in parts: they are
-        added to the file."""
+        added to the file, and take the place of those that were written before the run was taken back."""
         texts = {
             str(text): self._decode(rows, ids)
             for ids, text in ((PROMPT_IDS, PROMPT), (RESPONSE_IDS, RESPONSE))
@@ -49,7 +51,9 @@ class FunctionWorker(Worker):
         if path.exists():
             with pa.OSFile(str(path), "rb") as source:
                 earlier = pa.ipc.open_file(source).read_all().combine_chunks()
-            kept = Batch.concat([Batch(earlier.to_batches()[0]), kept])
+            before = Batch(earlier.to_batches()[0])
+            others = ~np.isin(before.numpy(SAMPLE_ID), kept.numpy(SAMPLE_ID))
+            kept = Batch.concat([before.take(np.flatnonzero(others)), kept])
         unfinished = path.with_name(f".{path.name}")  # a reader never sees half a file
         with pa.OSFile(str(unfinished), "wb") as sink, pa.ipc.new_file(sink, kept.record.schema) as writer:
             writer.write_batch(kept.record)

@@ -1,12 +1,12 @@
 """Packed attention: rows of unlike length one behind the other, with no padding but inside the attention.
 
 All layers but attention look at one token at a time, so [1, T] tokens of many rows go through them as they are. Attention alone
-is computed on [rows, longest]: it is a small share of the work at the lengths of one microbatch, which are alike.
+is computed on [rows, longest], which `plan_microbatches` keeps to twice the tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +27,8 @@ class Rows:
     lengths: Tensor
     """[B] int64, on the tokens' device; no row is empty."""
     longest: int
+    windows: set[int | None] = field(default_factory=set)
+    """Sliding windows that attention was asked for, so far."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -65,10 +67,13 @@ def can_pack(causal_lm: Any) -> bool:
         causal_lm.set_attn_implementation(NAME)
         try:
             together = model(input_ids=ids[None], position_ids=rows.positions[None], rows=rows, use_cache=False)
-        except TypeError:
+        except Exception:  # code that comes with a model may do anything with what it does not know
             return False
         finally:
             causal_lm.set_attn_implementation(before)
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if window is not None and "sliding_attention" in kinds and rows.windows == {None}:
+        return False  # it is in the mask alone, which packed attention is not given
     return torch.allclose(together.last_hidden_state[0], torch.cat(alone), rtol=1e-3, atol=1e-3)
 
 
@@ -95,6 +100,7 @@ def packed_attention(
     Returns:
         ([1, T, heads, head size], None)
     """
+    rows.windows.add(sliding_window)
     query, key, value = (_Unpack.apply(x[0].transpose(0, 1), rows).transpose(1, 2) for x in (query, key, value))
     mask = None
     if sliding_window is not None and rows.longest > sliding_window:

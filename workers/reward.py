@@ -71,6 +71,7 @@ class RewardWorker(Worker):
     """Python functions of the columns of a sample."""
 
     Config = RewardConfig
+    replaceable = True
 
     @classmethod
     def check(cls, config: RewardConfig, nodes: Sequence[Node], source: Source) -> None:

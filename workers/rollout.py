@@ -68,6 +68,7 @@ class RolloutWorker(Worker):
     """One replica of the policy that generates."""
 
     Config = RolloutConfig
+    replaceable = True
     config: RolloutConfig
 
     def __init__(self, config: RolloutConfig, context: Context = Context()) -> None:

@@ -196,7 +196,7 @@ class TrainingEngine(Protocol):
 
 def plan_microbatches(lengths: np.ndarray, max_tokens: int, *, packed: bool = False) -> list[np.ndarray]:
     """Rows cut into microbatches of at most `max_tokens`, counting every row as long as the longest beside it, or, when they
-    are `packed`, as long as it is.
+    are `packed`, as long as it is (and at most twice as many with the padding that attention has).
 
     Rows of like length stand together, longest first, so that little is padded; a row longer than the limit is a
     microbatch of its own.
@@ -213,6 +213,7 @@ def plan_microbatches(lengths: np.ndarray, max_tokens: int, *, packed: bool = Fa
         if packed:
             before = ends[start] - lengths[order[start]]
             size = int(np.searchsorted(ends, before + max_tokens, side="right")) - start
+            size = min(size, 2 * max_tokens // max(1, int(lengths[order[start]])))
         else:
             size = max_tokens // max(1, int(lengths[order[start]]))
         parts.append(order[start : start + max(1, size)])

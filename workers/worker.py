@@ -37,6 +37,9 @@ class Worker:
 
     Config: ClassVar[type[Config]]
     """Configuration class; `weft.group` builds it from keyword arguments."""
+    replaceable: ClassVar[bool] = False
+    """A rank knows nothing of the others, and holds nothing but its configuration and weights that it follows: when its process
+    ends, another takes its place and the run goes on."""
 
     def __init__(self, config: Any, context: Context = Context()) -> None:
         self.config = config

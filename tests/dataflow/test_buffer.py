@@ -767,7 +767,7 @@ def test_a_group_whose_columns_are_damaged_or_gone_is_issued_again_and_named(tmp
     run.close()
 
 
-def test_segments_of_the_latest_checkpoint_outlive_their_rows_until_the_next(tmp_path: Path):
+def test_segments_of_a_checkpoint_outlive_their_rows_as_long_as_it_is_kept(tmp_path: Path):
     run = Columns.start(tmp_path / "run")
     run.ledger.issue([0, 1], [1, 1], round=0)
     segments = run.do("generate")
@@ -791,8 +791,10 @@ def test_segments_of_the_latest_checkpoint_outlive_their_rows_until_the_next(tmp
         assert run.readable(segments)[:2] == [True, True]
         run.close()
     run = run.recover("w6")
-    run.buffer.checkpoint()
-    assert run.readable(segments)[:2] == [False, False]
+    for kept in (True, False):  # two are kept
+        run.ledger.issue([6], [1], round=2)
+        run.buffer.checkpoint()
+        assert run.readable(segments)[:2] == [kept, kept]
     run.close()
 
 

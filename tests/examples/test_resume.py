@@ -15,13 +15,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo_arithmetic.py"
-TIMES = {"time_s", "step_s", "tokens_per_s"}
+TIMES = {"time_s", "step_s", "tokens_per_s", "checkpoint_pause_s"}
 
 
 def start(root: Path, engine: str, name: str, *more: str) -> subprocess.Popen[str]:
     command = [sys.executable, str(EXAMPLE), "--small", "--backend", "local", "--engine", engine, "--root", str(root)]
     command += ["--name", name, "--checkpoint-every", "1", *more]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
 
 
 def finish(process: subprocess.Popen[str]) -> str:
@@ -40,7 +42,9 @@ def kill_after(process: subprocess.Popen[str], checkpoint: Path) -> None:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if k not in TIMES} for row in pq.read_table(run / "metrics.parquet").to_pylist()]
+    return [
+        {k: v for k, v in row.items() if k not in TIMES} for row in pq.read_table(run / "metrics.parquet").to_pylist()
+    ]
 
 
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])])
@@ -57,4 +61,3 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path: Path, engine: s
     saved = tmp_path / "whole" / "checkpoints" / "step_000003" / "actor" / "model"
     loaded = AutoModelForCausalLM.from_pretrained(saved).state_dict()
     assert all(torch.equal(loaded[key], whole[key]) for key in whole)
-

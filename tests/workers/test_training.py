@@ -229,6 +229,8 @@ def test_microbatches_hold_every_row_once_and_keep_to_the_budget():
     packed = plan_microbatches(lengths, 1000, packed=True)
     assert sorted(np.concatenate(packed)) == list(range(1000))
     assert all(500 < lengths[part].sum() <= 1000 for part in packed[:-1])
+    tailed = np.array([800] + [10] * 500)
+    assert all(len(p) * tailed[p].max() <= 2000 for p in plan_microbatches(tailed, 1000, packed=True)), "attention pads"
     assert plan_microbatches(np.array([], dtype=np.int64), 10) == []
     assert [len(p) for p in plan_microbatches(np.array([50, 50]), 10)] == [1, 1]
 

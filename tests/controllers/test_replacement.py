@@ -1,0 +1,199 @@
+"""A worker process that dies is replaced, gets the present weights, and its rows are asked again; under Ray, with real deaths."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_checkpoints import SavingActor, trained
+from test_schedules import SlowConfig, SlowRollout
+from toy import ToyConfig, ToyReward, prompts, toy_grpo
+
+from weft.controllers.checkpoints import CheckpointConfig
+from weft.controllers.driver import Driver
+from weft.controllers.group import WorkerError
+from weft.controllers.placement import Place, ResourcePool
+from weft.controllers.ray_backend import RayBackend
+from weft.controllers.schedule import Asynchronous, Synchronous, Training
+from weft.dataflow.batch import Batch
+from weft.dataflow.handle import group
+from weft.dataflow.metrics import Metrics
+from weft.dataflow.operation import Shape
+from weft.dataflow.proof import prove
+from weft.workers.dispatch import Dispatch
+from weft.workers.remote import remote
+
+pytestmark = pytest.mark.ray
+
+
+class DyingConfig(SlowConfig):
+    folder: Path = Path()
+    """Where it is noted how often it has died."""
+    dies_at: int = -1
+    """First token of the prompt,"""
+    dies_at_version: int = -1
+    """or version of the weights that it is given."""
+    deaths: int = 1
+
+
+def die(config: Any, where: bool) -> None:
+    """Once for each file that is not there yet."""
+    number = len(list(config.folder.iterdir())) if where else config.deaths
+    if number < config.deaths:
+        (config.folder / str(number)).touch()
+        os._exit(9)
+
+
+class DyingRollout(SlowRollout):
+    Config = DyingConfig
+    replaceable = True
+
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        shape=Shape.EXPAND,
+        gives_way=True,
+        reads=("prompt_ids",),
+        writes=("response_ids", "response_logprobs", "response_versions"),
+    )
+    def generate(self, prompts: Batch, *, n: int = 2) -> Iterator[tuple[Batch, Metrics] | None]:
+        yield None
+        die(self.config, any(ids[0] == self.config.dies_at for ids in prompts["prompt_ids"].to_pylist()))
+        yield from super().generate(prompts, n=n)
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def receive_weights(self, weights: Any) -> str:
+        die(self.config, self.context.rank == 1 and weights.version == self.config.dies_at_version)
+        return super().receive_weights(weights)
+
+
+class DyingRewardConfig(ToyConfig):
+    folder: Path = Path()
+    dies_at: int = -1
+    deaths: int = 1
+
+
+class DyingReward(ToyReward):
+    Config = DyingRewardConfig
+    replaceable = True
+
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids", "answer"), writes=("reward",))
+    def score(self, samples: Batch) -> tuple[Batch, Metrics]:
+        die(self.config, str(self.config.dies_at) in samples["answer"].to_pylist())
+        return super().score(samples)
+
+
+def run(tmp_path: Path, schedule: Training, rollout: dict[str, Any], reward: dict[str, Any] | None = None) -> Any:
+    folder = tmp_path / "deaths"
+    folder.mkdir()
+    generating = group(DyingRollout, name="rollout", folder=folder, **rollout)
+    scoring = group(DyingReward, name="reward", folder=folder, **(reward or {}))
+    actor = group(SavingActor, name="actor")
+    generating.follows(actor)
+    with Driver(
+        toy_grpo(prompts(10), rollout=generating, reward=scoring, actor=actor),
+        schedule=schedule,
+        placement={
+            "rollout": Place(ResourcePool("generating", cpus=1), ranks=2),
+            "actor": Place(ResourcePool("training", cpus=1)),
+        },
+        backend=RayBackend(),
+        root=tmp_path,
+        name="run",
+        progress=False,
+    ) as driver:
+        metrics = driver.run()
+        weights = driver.call(actor, "weights")[0]
+    assert not prove(tmp_path / "run" / "buffer").violations
+    groups = trained(weights)
+    assert len(weights) == 2 * len(groups) == 2 * 4 * schedule.steps, "nobody is trained on twice, nor by half"
+    assert len(list(folder.iterdir())) == metrics[-1]["replaced_workers"]
+    return metrics
+
+
+SYNCHRONOUS = Synchronous(steps=4, prompts_per_step=4)
+ASYNCHRONOUS = Asynchronous(steps=4, prompts_per_step=4)
+both = pytest.mark.parametrize("schedule", [SYNCHRONOUS, ASYNCHRONOUS], ids=lambda s: type(s).__name__)
+
+
+@both
+def test_a_rollout_that_dies_while_it_generates(tmp_path: Path, schedule: Training):
+    metrics = run(tmp_path, schedule, {"dies_at": 31, "deaths": 2})
+    assert all(row.get("actor/lag", 0) <= (schedule.max_staleness or 0) for row in metrics)
+
+
+@both
+def test_a_rollout_that_dies_while_it_takes_weights_over(tmp_path: Path, schedule: Training):
+    run(tmp_path, schedule, {"dies_at_version": 2})
+
+
+def test_a_reward_that_dies(tmp_path: Path):
+    run(tmp_path, ASYNCHRONOUS, {}, {"dies_at": 3})
+
+
+def test_deaths_at_the_same_sample_end_the_run_and_name_it(tmp_path: Path):
+    with pytest.raises(
+        WorkerError, match=r"rollout\[[01]\], node 'rollout.generate' died 3 times at sample .*row 3 of the source"
+    ):
+        run(tmp_path, SYNCHRONOUS, {"dies_at": 31, "deaths": 9})
+
+
+class MortalConfig(ToyConfig):
+    folder: Path = Path()
+    deaths: int = 1
+
+
+class MortalActor(SavingActor):
+    Config = MortalConfig
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def publish_weights(self, version: int) -> Any:
+        die(self.config, version == 3)
+        return super().publish_weights(version)
+
+
+def mortal(tmp_path: Path, schedule: Training, **settings: Any) -> Driver:
+    (tmp_path / "deaths").mkdir()
+    rollout = group(SlowRollout, name="rollout")
+    actor = group(MortalActor, name="actor", folder=tmp_path / "deaths", deaths=settings.pop("deaths", 1))
+    rollout.follows(actor)
+    graph = toy_grpo(prompts(10), rollout=rollout, reward=group(ToyReward, name="reward"), actor=actor)
+    places = {name: Place(ResourcePool(name, cpus=1)) for name in ("rollout", "actor")}
+    return Driver(
+        graph,
+        schedule=schedule,
+        placement=places,
+        backend=RayBackend(),
+        root=tmp_path,
+        name="run",
+        progress=False,
+        **settings,
+    )
+
+
+def test_an_actor_that_dies_ends_a_run_without_checkpoints(tmp_path: Path):
+    with (
+        pytest.raises(WorkerError, match=r"worker actor.0., call 'publish_weights': its process ended"),
+        mortal(tmp_path, SYNCHRONOUS) as driver,
+    ):
+        driver.run()
+
+
+@both
+def test_a_run_with_checkpoints_goes_on_when_its_actor_dies(tmp_path: Path, schedule: Training):
+    with mortal(tmp_path, schedule, checkpoint=CheckpointConfig(every=1)) as driver:
+        metrics = driver.run()
+        (actor,) = (g.handle for g in driver.groups.values() if g.name == "actor")
+        weights = driver.call(actor, "weights")[0]
+    assert [row["step"] for row in metrics] == list(range(schedule.steps + 1))
+    assert len(weights) == 2 * len(trained(weights)) == 2 * 4 * schedule.steps
+    assert not prove(tmp_path / "run" / "buffer").violations
+
+
+def test_an_actor_that_dies_again_and_again_ends_the_run(tmp_path: Path):
+    with (
+        pytest.raises(WorkerError, match=r"worker actor.0., call 'publish_weights': its process ended"),
+        mortal(tmp_path, SYNCHRONOUS, checkpoint=CheckpointConfig(every=1), deaths=99) as driver,
+    ):
+        driver.run()
+    assert len(list((tmp_path / "deaths").iterdir())) == 4
