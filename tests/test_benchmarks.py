@@ -248,6 +248,27 @@ def test_examples_of_the_schedules_are_true(schedules: ModuleType, schedules_wef
     assert doctest.testmod(schedules).failed == doctest.testmod(schedules_weft).failed == 0
 
 
+def test_examples_of_the_learning_curves_are_true(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    assert doctest.testmod(importlib.import_module("learning_curves")).failed == 0
+
+
+def test_costs_of_the_simulator_are_those_of_measured_calls(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    simulated_schedules = importlib.import_module("simulated_schedules")
+    calls = [
+        {"group": "actor", "node": "actor.update", "worker_s": 0.5 * last + 0.01 * tokens, "rows": 8, "tokens": tokens}
+        | {"last": last, "end_s": 5.0 + tokens}
+        for tokens, last in ((100, False), (200, True), (150, False), (400, True))
+    ]
+    calls.append({**calls[0], "worker_s": 99.0, "end_s": 1.0})  # before the window
+    run = {"timeline": calls, "window": (2.0, 9.0), "decode_step_s": {"1": 0.1, "4": 0.2}, "ranks": 1}
+    costs = simulated_schedules._costs([run], simulated_schedules.Known(lengths=((1,),)), slots=4)
+    update = costs.linear("actor.update")
+    assert (update.fixed_s, update.per_token_s) == pytest.approx((0.5, 0.01))
+    assert costs.nodes["rollout.generate"].steps_s[1:].tolist() == pytest.approx([0.1, 0.4 / 3, 0.5 / 3, 0.2])
+
+
 def test_a_prompt_has_the_same_lengths_under_every_schedule_and_they_have_a_long_tail(schedules_weft: ModuleType):
     lengths = [schedules_weft.response_length(seed, 48.0, 0.8, 256) for seed in range(2000)]
     assert lengths == [schedules_weft.response_length(seed, 48.0, 0.8, 256) for seed in range(2000)]
