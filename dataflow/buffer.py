@@ -89,6 +89,8 @@ class SampleBuffer:
     disk: Disk = field(default_factory=Disk)
     _pins: dict[str, set[Segment]] = field(default_factory=dict)
     """Checkpoint -> the segments that it refers to: they outlive their rows as long as it is kept."""
+    _pinned: set[Segment] = field(default_factory=set)
+    """All of these."""
     _unpinned: list[Segment] = field(default_factory=list)
     """Segments that no row needs any more, and a checkpoint does."""
 
@@ -208,6 +210,7 @@ class SampleBuffer:
             ledger.take_freed()
         live = self._live_segments()
         self._pins = {path.name: pinned for path in checkpoints(self.folder)[:1]}
+        self._pinned = pinned
         self._unpinned = [s for s in pinned if s not in live]
         for segment in live | pinned:
             self.store.published(segment)
@@ -256,10 +259,9 @@ class SampleBuffer:
 
     def _let_go(self, segments: Iterable[Segment]) -> None:
         """Give segments free that no checkpoint refers to; the others when none does any more."""
-        pinned: set[Segment] = set().union(*self._pins.values())
         freed = list(segments)
-        self._unpinned += [s for s in freed if s in pinned]
-        self.store.freed(s for s in freed if s not in pinned)
+        self._unpinned += [s for s in freed if s in self._pinned]
+        self.store.freed(s for s in freed if s not in self._pinned)
 
     def checkpoint(self) -> Position:
         """Save the state at this position of the log, so that recovery starts from here; returns the position.
@@ -283,6 +285,7 @@ class SampleBuffer:
         for old in checkpoints(self.folder)[self.config.keep_checkpoints :]:
             old.unlink()
             self._pins.pop(old.name, None)
+        self._pinned = set().union(*self._pins.values())
         before, self._unpinned = self._unpinned, []
         self._let_go(before)
         return position
