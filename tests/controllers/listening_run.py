@@ -1,5 +1,6 @@
 """A default run on Ray for `test_sockets.py`: says when it is up, then trains until it is told to end (or interrupted)."""
 
+import select
 import sys
 from pathlib import Path
 
@@ -21,6 +22,8 @@ def main(settings: Settings) -> None:
     def stop(row: object) -> bool:
         if not told:
             print("up", flush=True)
+            while not select.select([sys.stdin], [], [], 0.1)[0]:
+                pass  # a signal that came just before a read that blocks would wait for it
             told.append(sys.stdin.readline())
         return told == ["end\n"]
 

@@ -50,5 +50,9 @@ def test_without_a_tokenizer_there_are_only_tokens(tmp_path: Path):
 def test_the_parts_of_a_refilled_step_come_together(tmp_path: Path):
     worker = FunctionWorker(FunctionConfig())
     for k in range(3):
-        worker.record(Batch.of(reward=np.full(2, k, np.float32)), path=tmp_path / "x.arrow")
+        rows = Batch.of(sample_id=[2 * k, 2 * k + 1], reward=np.full(2, k, np.float32))
+        worker.record(rows, path=tmp_path / "x.arrow")
     assert [row["reward"] for row in written(tmp_path / "x.arrow")] == [0, 0, 1, 1, 2, 2]
+    again = Batch.of(sample_id=[3, 2], reward=np.full(2, 9, np.float32))  # after the run was taken back
+    worker.record(again, path=tmp_path / "x.arrow")
+    assert [row["reward"] for row in written(tmp_path / "x.arrow")] == [0, 0, 2, 2, 9, 9]
