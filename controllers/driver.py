@@ -14,7 +14,7 @@ import itertools
 import platform
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,14 +47,14 @@ from .checkpoints import (
     latest_sound,
 )
 from .checks import all_handles, check_apart, check_followed, check_kinds, check_room
-from .flow import Flow
+from .flow import Flow, positions
 from .group import Call, RunError, WorkerDied, WorkerError, WorkerGroup
 from .placement import Placement, resolve
 from .progress import Progress
 from .recording import FUNCTIONS, RECORD, with_recording
 from .run_directory import RunDirectory
 from .schedule import Asynchronous, OnePass, Share, Training
-from .shell import TOKEN_COLUMNS, Reply
+from .shell import Reply, num_tokens
 from .weight_passing import WeightPassing
 
 MAX_DEATHS = 3
@@ -287,23 +287,16 @@ class Driver:
     def _flow(self, name: str, graph: Graph, buffer: SampleBuffer, sources: SegmentWriter) -> Flow:
         table = graph.source.table.combine_chunks()
         source = Batch(table.to_batches()[0])
-        tokens = np.zeros(len(source), np.int64)
-        for column in TOKEN_COLUMNS:
-            if column in source:
-                tokens += source.lengths(column)
         schedule = self._schedule if name == "train" else OnePass()
         buffer.set_source(name, sources.append(source))
         ledger = buffer.ledgers[name]
-        positions = self._positions(len(source), shuffle=schedule.shuffle)
-        flow = Flow(name, graph, schedule, ledger, itertools.islice(positions, ledger.prompts_issued, None), tokens)
+        order = positions(len(source), self._seed, shuffle=schedule.shuffle)
+        rest = itertools.islice(order, ledger.prompts_issued, None)
+        flow = Flow(name, graph, schedule, ledger, rest, num_tokens(source))
         if self._resumed is not None and not flow.evaluates:
             flow.step = self._resumed.state.step
             flow.open = ledger.groups_in_flight > 0
         return flow
-
-    def _positions(self, size: int, shuffle: bool) -> Iterator[int]:
-        for epoch in itertools.count():
-            yield from np.random.default_rng((self._seed, epoch)).permutation(size).tolist() if shuffle else range(size)
 
     def _find_checkpoint(self, resume: str | Path, root: Path, name: str | None) -> Found | None:
         """Where this run goes on; None where it begins."""

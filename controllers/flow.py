@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from .schedule import Schedule
 
 
+def positions(size: int, seed: int, *, shuffle: bool) -> Iterator[int]:
+    """Rows of a source in the order in which they are issued, without end: each epoch in an order of its own."""
+    for epoch in itertools.count():
+        yield from np.random.default_rng((seed, epoch)).permutation(size).tolist() if shuffle else range(size)
+
+
 @dataclass
 class Flow:
     """A graph's ledger, its place in the source, how far its step has come, and what its calls measured."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pickle
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,15 @@ from ..workers.worker import Worker
 
 TOKEN_COLUMNS = (PROMPT_IDS, RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)
 """Columns whose lengths add up to the tokens of a row."""
+
+
+def num_tokens(batch: Batch, columns: Container[str] | None = None) -> np.ndarray:
+    """[rows] int64 tokens of each row, in those of the token columns that are among `columns` (None: that the batch has)."""
+    tokens = np.zeros(len(batch), np.int64)
+    for column in TOKEN_COLUMNS:
+        if str(column) in (batch.columns if columns is None else columns):
+            tokens += batch.lengths(column)
+    return tokens
 
 
 @dataclass(frozen=True)
@@ -256,15 +265,11 @@ def _publish(rows: RowTask, batch: Batch, children: _Children) -> tuple[Publishe
     parents = batch.numpy(PARENT_ID).astype(np.int64) if expands else None
     ids = _ids(rows, batch) if parents is None else children.of(parents)
     kept = batch.select(rows.writes).with_columns(sample_id=ids)
-    tokens = np.zeros(len(batch), np.int64)
-    for column in TOKEN_COLUMNS:
-        if str(column) in rows.writes:
-            tokens += batch.lengths(column)
     versions = None
     if str(RESPONSE_VERSIONS) in rows.writes:
         values, offsets = batch.ragged_numpy(RESPONSE_VERSIONS)
         versions = _minimum_per_row(values, offsets)
-    return Published(ids, tokens, versions, parents), kept
+    return Published(ids, num_tokens(batch, rows.writes), versions, parents), kept
 
 
 def _ids(rows: RowTask, batch: Batch) -> np.ndarray:

@@ -18,7 +18,7 @@ import math
 import zlib
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,11 @@ from ..dataflow.rows import Published, Row
 from ..dataflow.segments import Segment
 from ..workers.dispatch import Coordinates
 from .backend import Event, Setup
+from .flow import positions
 from .group import Call, WorkerGroup
 from .placement import Place, Placement, resolve
 from .recording import FUNCTIONS
-from .shell import TOKEN_COLUMNS, Reply, RowTask, Task
+from .shell import Reply, RowTask, Task, num_tokens
 
 NODE = "simulated"
 """The node that invented references name: no file of it exists anywhere."""
@@ -666,14 +667,11 @@ def bound(
 def _load(costs: Costs, graph: Graph, groups: int, seed: int, shuffle: bool) -> tuple[Counter[int], Counter[int]]:
     """Rows of each level, and their tokens, in the first so many groups of a run."""
     batch = Batch(graph.source.table.combine_chunks().to_batches()[0])
-    lengths = np.zeros(len(batch), np.int64)
-    for column in TOKEN_COLUMNS:
-        if column in batch:
-            lengths += batch.lengths(column)
+    lengths = num_tokens(batch)
     rows: Counter[int] = Counter()
     tokens: Counter[int] = Counter()
     makers = [n for n in graph.nodes if n.makes_level is not None]
-    for number, position in enumerate(itertools.islice(_positions(len(batch), seed, shuffle), groups)):
+    for number, position in enumerate(itertools.islice(positions(len(batch), seed, shuffle=shuffle), groups)):
         sizes: dict[int, list[tuple[list[int], int]]] = {SOURCE: [([], int(lengths[position]))]}
         for node in makers:
             n, cost = int(node.arguments.get("n", 1)), costs.nodes.get(node.name)
@@ -686,12 +684,6 @@ def _load(costs: Costs, graph: Graph, groups: int, seed: int, shuffle: bool) -> 
             rows[level] += len(own)
             tokens[level] += sum(size for _, size in own)
     return rows, tokens
-
-
-def _positions(size: int, seed: int, shuffle: bool) -> Iterator[int]:
-    """Rows of the source in the order in which the driver issues them."""
-    for epoch in itertools.count():
-        yield from np.random.default_rng((seed, epoch)).permutation(size).tolist() if shuffle else range(size)
 
 
 # From a real run

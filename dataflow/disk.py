@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+PARTIAL = ".partial"
+"""What the name of a file that is being written ends in."""
+
 
 class Disk:
     """The real disk. A test passes one that stops, or forgets what was not synced, after any of its operations."""
@@ -40,3 +43,23 @@ class Disk:
 
     def close(self, descriptor: int) -> None:
         os.close(descriptor)
+
+    def write_whole(self, path: Path, data: bytes) -> None:
+        """Give a file its contents, synced: at every moment it is whole, or what it was before.
+
+        Raises:
+            OSError: the disk is full, say; the file is what it was before.
+        """
+        partial = path.with_name(path.name + PARTIAL)
+        partial.unlink(missing_ok=True)
+        descriptor = self.open(partial)
+        try:
+            self.write(descriptor, data)
+            self.sync(descriptor)
+        except OSError:
+            partial.unlink()
+            raise
+        finally:
+            self.close(descriptor)
+        self.rename(partial, path)
+        self.sync_folder(path.parent)

@@ -172,26 +172,13 @@ def write_checkpoint(path: Path, position: Position, records: Iterable[Record], 
 
     The first line names the position in the log that the state belongs to, the last one counts the records.
     """
-    disk = disk or Disk()
-    partial = path.with_name(path.name + ".partial")
-    partial.unlink(missing_ok=True)
-    descriptor = disk.open(partial)
-    try:
-        checksum, lines = 0, []
-        start = {"do": "checkpoint", "offset": position.offset, "checksum": position.checksum}
-        for record in [start, *records]:
-            lines.append(_line(record, checksum))
-            checksum = int(lines[-1][:8], 16)
-        lines.append(_line({"do": "end", "records": len(lines) - 1}, checksum))
-        disk.write(descriptor, b"".join(lines))
-        disk.sync(descriptor)
-    except OSError:
-        partial.unlink()
-        raise
-    finally:
-        disk.close(descriptor)
-    disk.rename(partial, path)
-    disk.sync_folder(path.parent)
+    checksum, lines = 0, []
+    start = {"do": "checkpoint", "offset": position.offset, "checksum": position.checksum}
+    for record in [start, *records]:
+        lines.append(_line(record, checksum))
+        checksum = int(lines[-1][:8], 16)
+    lines.append(_line({"do": "end", "records": len(lines) - 1}, checksum))
+    (disk or Disk()).write_whole(path, b"".join(lines))
 
 
 def read_checkpoint(path: Path) -> tuple[Position, list[dict[str, Any]]]:

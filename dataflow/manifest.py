@@ -17,10 +17,10 @@ from typing import Any
 
 import xxhash
 
-from .disk import Disk
+from .disk import PARTIAL, Disk
 
 MANIFEST = "manifest.json"
-_PARTIAL = MANIFEST + ".partial"
+_PARTIAL = MANIFEST + PARTIAL
 _CHUNK_BYTES = 4 << 20
 _THREADS = 4
 """Files that are read at once: reading and hashing both leave other threads alone."""
@@ -54,18 +54,7 @@ def write_manifest(folder: Path, *, disk: Disk | None = None) -> None:
         files = dict(zip(names, pool.map(lambda name: _describe(folder / name, disk), names), strict=True))
     for inside in sorted({folder / parent for name in names for parent in Path(name).parents}, reverse=True):
         disk.sync_folder(inside)
-    partial = folder / _PARTIAL
-    descriptor = disk.open(partial)
-    try:
-        disk.write(descriptor, _render(files))
-        disk.sync(descriptor)
-    except OSError:
-        partial.unlink()
-        raise
-    finally:
-        disk.close(descriptor)
-    disk.rename(partial, folder / MANIFEST)
-    disk.sync_folder(folder)
+    disk.write_whole(folder / MANIFEST, _render(files))
 
 
 def verify(folder: Path) -> list[Damage]:

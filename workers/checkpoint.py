@@ -86,7 +86,7 @@ class SnapshotWriter:
         if not self._sharding:
             self._lay_out(state)
         for name, copy in self._copies.items():
-            copy.copy_(_local(state[name]), non_blocking=True)
+            copy.copy_(local_part(state[name]), non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         known = {"format": _FORMAT, "ranks": self._context.world_size, **known, "random": _random_states(self._device)}
@@ -123,7 +123,7 @@ class SnapshotWriter:
             for name, tensor in state.items()
             if _writes(tensor, self._context.rank)
         }
-        parts = {name: _local(state[name]) for name in self._sharding}
+        parts = {name: local_part(state[name]) for name in self._sharding}
         starts = np.cumsum([0] + [-(-part.nbytes // 16) * 16 for part in parts.values()]).tolist()
         memory = mmap.mmap(-1, max(1, starts[-1]))
         with suppress(AttributeError, OSError):  # not everywhere; several times faster to make where it is
@@ -228,7 +228,7 @@ class StoredState:
 
     def read(self, name: str, into: Tensor) -> None:
         """Fill a tensor, or this rank's part of one, converting to its dtype."""
-        target, offset = _local(into), _offset(into)
+        target, offset = local_part(into), _offset(into)
         num_read = 0
         for part_offset, part in self._parts[name]:
             starts = [max(a, b) for a, b in zip(offset, part_offset, strict=True)]
@@ -374,7 +374,8 @@ def _slices(starts: Sequence[int], stops: Sequence[int], offset: Sequence[int]) 
     return tuple(slice(start - o, stop - o) for start, stop, o in zip(starts, stops, offset, strict=True))
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -28,7 +28,7 @@ from ..dataflow.column import PROMPT_IDS, RESPONSE_IDS, TEMPERATURE
 from ..dataflow.disk import Disk
 from ..dataflow.errors import UserError
 from ..dataflow.metrics import Mean, Metric, Metrics, Sum, merge
-from .checkpoint import SnapshotWriter, StoredState, set_random_states, write_model
+from .checkpoint import SnapshotWriter, StoredState, local_part, set_random_states, write_model
 from .dispatch import Coordinates
 from .model_folder import find_model_config
 from .response_model import ResponseModel
@@ -140,14 +140,14 @@ class FsdpEngine:
         assert self.optimizer is not None and self.schedule is not None
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         for gradient in gradients:
-            _local(gradient).div_(self._count)
+            local_part(gradient).div_(self._count)
         norm = gradient_norm(gradients, also=0.0 * self._loss_total)  # 0 * inf is nan, and reaches every rank
         applied: dict[str, Metric] = {}
         if math.isfinite(norm):
             limit = self.schedule.max_grad_norm
             if limit is not None and norm > limit:
                 for gradient in gradients:
-                    _local(gradient).mul_(limit / norm)
+                    local_part(gradient).mul_(limit / norm)
             rate = self.schedule.rate(self.steps)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
@@ -479,7 +479,7 @@ def gradient_norm(gradients: Iterable[Tensor], also: float = 0.0) -> float:
         if isinstance(gradient, DTensor):
             mesh = gradient.device_mesh
             shards = tuple(i for i, placement in enumerate(gradient.placements) if not placement.is_replicate())
-        groups.setdefault((mesh, shards), []).append(_local(gradient))
+        groups.setdefault((mesh, shards), []).append(local_part(gradient))
     total = 0.0
     for (mesh, shards), locals_ in groups.items():
         squares = nn.utils.get_total_norm(locals_).double().square() + also
@@ -532,10 +532,6 @@ def _load(model: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(
         model, config=settings, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
     )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _is_list(batch: Batch, column: str) -> bool:
