@@ -22,6 +22,9 @@ from .group import Call, WorkerGroup
 from .placement import Place
 from .shell import DataAccess, Reply, Task
 
+START_TIMEOUT_S = 300.0
+"""Longest wait for workers to be up: vLLM's imports and a large model's loading are in it."""
+
 
 @dataclass(frozen=True)
 class Files:
@@ -107,13 +110,19 @@ class Backend(Protocol):
         """End a call that gives way, on all of its ranks; its last reply comes all the same."""
         ...
 
-    def replace(self, group: WorkerGroup, rank: int) -> None:
-        """Start another process in the place of one that died, and wait until it is up. What the old one had not answered is
-        never answered.
+    @property
+    def has_processes(self) -> bool:
+        """Each rank has a process of its own, which can end, or be silent, by itself. Otherwise the groups take turns: while one
+        works the others say nothing."""
+        ...
 
-        Raises:
-            WorkerError: it does not come up.
-        """
+    def replace(self, group: WorkerGroup, rank: int) -> None:
+        """End what is left of a rank's process, and start another in its place; returns at once. What the old one had not
+        answered is never answered; calls on the new one wait until it is up."""
+        ...
+
+    def sample_at(self, group: WorkerGroup, rank: int) -> int | None:
+        """The sample that a rank said it was working on (`Context.at`), also when its process is gone."""
         ...
 
     def close(self) -> None: ...
@@ -169,8 +178,13 @@ class Local:
         events, self._events = list(self._events), deque()
         return events
 
+    has_processes = False
+
     def replace(self, group: WorkerGroup, rank: int) -> None:
         raise RuntimeError(f"{group.name}[{rank}] has no process that could end")
+
+    def sample_at(self, group: WorkerGroup, rank: int) -> None:
+        """Nobody asks: an exception names its samples itself."""
 
     def close(self) -> None:
         with contextlib.ExitStack() as closing:  # each is closed, also when another's close() raises

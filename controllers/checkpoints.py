@@ -38,6 +38,8 @@ from .group import Call, RunError, WorkerGroup
 from .run_directory import RunDirectory
 
 FOLDER = "checkpoints"
+BEFORE = ".before_"
+"""What the name of a checkpoint begins with that another one of the same step takes the place of."""
 RUN = "run.json"
 POLL_S = 0.5
 
@@ -173,7 +175,7 @@ class Checkpoints:
     def go_on_from(self, found: Found) -> None:
         """Let go of what was made after it, which no log goes with any more, and of what was never finished."""
         self.saved_step = found.state.step
-        for path in [*checkpoints(self.folder), *self.folder.glob(".step_*")]:
+        for path in [*checkpoints(self.folder), *self.folder.glob(".step_*"), *self.folder.glob(f"{BEFORE}*")]:
             if path.name.startswith(".") or step_of(path) > found.state.step:
                 shutil.rmtree(path)
 
@@ -230,7 +232,7 @@ class Checkpoints:
 
     def _name(self, path: Path, metrics: Sequence[Mapping[str, float]]) -> None:
         write_manifest(_unfinished(path))
-        before = path.with_name(f".before_{path.name}")
+        before = path.with_name(f"{BEFORE}{path.name}")
         if path.exists():  # of a run that was ended twice within a step
             path.rename(before)
         _unfinished(path).rename(path)
@@ -294,6 +296,10 @@ class Found:
 
 def latest_sound(run: Path) -> Found | None:
     """The latest checkpoint of a run whose files are all as they were written, and whose place is in the log."""
+    for before in (run / FOLDER).glob(f"{BEFORE}*"):  # it was ended while one took the place of another
+        path = before.with_name(before.name.removeprefix(BEFORE))
+        if not path.exists():
+            before.rename(path)
     damage: list[str] = []
     for path in checkpoints(run / FOLDER):
         if wrong := what_is_wrong(path):
@@ -327,8 +333,6 @@ def find(resume: str | Path, root: Path, name: str | None) -> Found | None:
         resume: "none"; "latest", of the run `name` (default: the newest run that has any); or the folder of a run, or of one
             of its checkpoints.
 
-    A run `name` that has no checkpoint yet begins again with "latest"; what it left is moved aside.
-
     Raises:
         UserError: there is no such folder, or it is damaged.
     """
@@ -339,8 +343,6 @@ def find(resume: str | Path, root: Path, name: str | None) -> Found | None:
         for run in runs:
             if found := latest_sound(run.resolve()):
                 return found
-        if name and (root / name).exists():
-            _move_aside(root / name)
         return None
     path = Path(resume).resolve()
     if path.parent.name == FOLDER and path.is_dir():
@@ -354,10 +356,3 @@ def find(resume: str | Path, root: Path, name: str | None) -> Found | None:
     if found is not None:
         return found
     raise UserError(f"resume={str(resume)!r} is neither a run that has a checkpoint, nor a checkpoint of one")
-
-
-def _move_aside(run: Path) -> None:
-    number = 1
-    while (aside := run.with_name(f"{run.name}.begun-{number}")).exists():
-        number += 1
-    run.rename(aside)

@@ -6,6 +6,7 @@ yields. So weights go in between two steps of generation, and new prompts join t
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from ..workers.worker import Worker
 from .shell import DataAccess, Reply, Task, run
 
+SAYING_S = 5.0
+"""How long a call that gives way may go on without a reply, before it says that it does."""
 Hear = Callable[[Reply], None]
 
 
@@ -32,6 +35,8 @@ class Desk:
         self._worker = worker
         self._data = data
         self._turns: deque[_Turn] = deque()
+        self._said = time.monotonic()
+        """When somebody was last told something."""
         self._cancelled: set[int] = set()
         """Numbers of calls that were cancelled before they came."""
 
@@ -57,6 +62,11 @@ class Desk:
             turn.begun = True
             turn.begin()
         reply = next(turn.replies)
+        now = time.monotonic()
+        if reply is None and now - self._said > SAYING_S:
+            reply = Reply()  # nothing has come of it yet, but it goes on
+        if reply is not None:
+            self._said = now
         if reply is not None and (reply.done or reply.failure is not None):
             self._turns.popleft()
         elif turn.task.gives_way:

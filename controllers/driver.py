@@ -47,8 +47,9 @@ from .checkpoints import (
     latest_sound,
 )
 from .checks import all_handles, check_apart, check_followed, check_kinds, check_room
+from .failures import Failures
 from .flow import Flow, positions
-from .group import Call, RunError, WorkerDied, WorkerError, WorkerGroup
+from .group import Call, RunError, WorkerDied, WorkerGroup
 from .placement import Placement, resolve
 from .progress import Progress
 from .recording import FUNCTIONS, RECORD, with_recording
@@ -57,14 +58,8 @@ from .schedule import Asynchronous, OnePass, Share, Training
 from .shell import Reply, num_tokens
 from .weight_passing import WeightPassing
 
-MAX_DEATHS = 3
-"""Deaths of processes at the same place after which the run is given up."""
 MAX_RESTARTS = 3
 """How often a run goes on from a checkpoint by itself."""
-
-
-class DeadlineError(TimeoutError):
-    """Nobody answered in time; the message says who was waited for."""
 
 
 class StalenessError(RunError):
@@ -118,7 +113,8 @@ class Driver:
 
         Args:
             record_every: samples of each `record_every`-th step are kept in the run directory; 0 keeps none.
-            call_timeout_s: longest wait for any worker to answer.
+            call_timeout_s: how long a rank that was called may say nothing: then it is replaced, if it can be, or the run is
+                taken back to its last checkpoint, or ends.
             buffer: how much the sample buffer may hold, and how it keeps it.
             checkpoint: when the run saves what it needs to go on.
             resume: "none" for a new run; "latest" to go on from the last sound checkpoint of the run `name` (of the newest that has
@@ -157,7 +153,6 @@ class Driver:
         self._evaluations = {e.name: e for e in evaluations}
         self._seed = seed
         self._record_every = record_every
-        self._call_timeout_s = call_timeout_s
         self._stop = stop
         self._follows = tuple(dict.fromkeys(edge for g in graphs for edge in g.follows))
         functions = FunctionConfig(
@@ -169,7 +164,7 @@ class Driver:
         self._resumed = self._find_checkpoint(resume, Path(root), name)
         check_saved(checkpoint, graphs, handles, self._resumed)
         if self._resumed is None:
-            self.directory = RunDirectory.create(Path(root), name)
+            self.directory = RunDirectory.create(Path(root), name, aside=resume == "latest")
         else:
             self.directory = self._resumed.reopen()
         self._progress = Progress(schedule.steps, self.directory.path, enabled=progress)
@@ -190,9 +185,7 @@ class Driver:
         # Rows in flight are kept for as many as the models are, and for one that is being written.
         keep = max(buffer.keep_checkpoints, checkpoint.keep + 1)
         self._buffer_config = buffer.model_copy(update={"keep_checkpoints": keep})
-        self._deaths: Counter[str] = Counter()
-        """What processes were at when they ended -> how often."""
-        self._replaced = 0
+        self._failures = Failures(self._backend, self, self._progress, call_timeout_s)
         self._begin()
 
     def _begin(self) -> None:
@@ -214,7 +207,8 @@ class Driver:
         self._tokens: Counter[str] = Counter()
         """Their tokens, prompts included."""
         self._closed_at = 0.0
-        self._started = self._heard = self._backend.clock()
+        self._failures.start_again()
+        self._started = self._backend.clock()
 
     @property
     def step(self) -> int:
@@ -561,14 +555,13 @@ class Driver:
                 self._call_and_wait(group, "offload", on_device=False)
 
     def watch(self, call: Call, then: Callable[[Call], None]) -> None:
-        if not self._under_way:
-            self._heard = self._backend.clock()
+        self._failures.asked(call)
         call.started = self._backend.clock()
         call.group.calls.append(call)
         self._under_way.append(call)
         self._then[call] = then
         if call.done:  # no rank had anything to do
-            self._complete(call)
+            self.complete(call)
 
     def _settle(self) -> None:
         buffer = self._live_buffer
@@ -581,7 +574,7 @@ class Driver:
             try:
                 if not self._events:
                     self._events.extend(self._backend.wait(timeout_s=self._patience))
-                    self._check_deadlines(bool(self._events))
+                    self._failures.listen(self._events, self._under_way)
                 # One after the other, also when what follows from one of them waits for a later one.
                 while self._events:
                     self._take(self._events.popleft())
@@ -612,11 +605,10 @@ class Driver:
         call, failure = event.call, event.reply.failure
         if event.rank in call.lost:
             return
-        if failure is not None and failure.died and call.group.handle.worker_class.replaceable:
-            self._replace(call.group, event.rank, failure.message)
-            return
         void = call.ledger is not None and call.lease is not None and not call.ledger.holds(call.lease)
-        if void and event.reply.failure is not None:  # too late for anybody to care
+        if failure is not None and (failure.died or not void) and self._failures.take(event):
+            return
+        if failure is not None and void:  # too late for anybody to care
             event = replace(event, reply=Reply(done=True))
         call.take(event.rank, event.reply)
         published, ledger, lease = event.reply.published, call.ledger, call.lease
@@ -626,48 +618,12 @@ class Driver:
             if published.versions is not None:
                 self._flows[ledger.name].generated.append(published.num_tokens)
         if call.done:
-            self._complete(call)
+            self.complete(call)
 
-    def _replace(self, group: WorkerGroup, rank: int, why: str) -> None:
-        """The process of a rank has ended: its rows go back, another takes its place, and gets the present weights.
-
-        Raises:
-            WorkerError: it has happened MAX_DEATHS times at the same sample (or in the same call beside the graph).
-        """
-        began = self._backend.clock()
-        who = f"{group.name}[{rank}]"
-        interrupted = [call for call in group.calls if rank in call.waiting]
-        rows = 0
-        for call in interrupted:
-            call.lose(rank)
-            if call.lease is None:
-                self._deaths[f"call {call.method!r}"] += 1
-            elif call.ledger is not None and call.ledger.holds(call.lease):
-                self._deaths.update(
-                    f"sample {id}, row {row.position} of the source" for id, row in call.lease.open.items()
-                )
-                rows += len(call.lease.open)
-                call.ledger.release(call.lease, f"the process of {who} ended")
-                if call.gives_way:
-                    self._backend.cancel(call)
-        if repeated := [at for at, times in self._deaths.items() if times >= MAX_DEATHS]:
-            node = next((f", node {call.node.name!r}" for call in interrupted if call.node), "")
-            raise WorkerError(
-                f"worker {who}{node} died {MAX_DEATHS} times at {'; '.join(repeated[:4])}; "
-                f"backend=weft.Local() runs it where a debugger sees it. {why}"
-            )
-        self._backend.replace(group, rank)
-        self._weights.give_again(group)
-        for call in interrupted:
-            if call.done:
-                self._complete(call)
-        self._heard = self._backend.clock()
-        self._replaced += 1
-        self._progress.replaced(who, why, rows, self._heard - began)
-
-    def _complete(self, call: Call) -> None:
+    def complete(self, call: Call) -> None:
         call.group.calls.remove(call)
         self._under_way.remove(call)
+        self._failures.answered(call)
         now = self._backend.clock()
         self.directory.add_call(
             step=self.step,
@@ -683,17 +639,6 @@ class Driver:
         )
         self._then.pop(call)(call)
 
-    def _check_deadlines(self, heard: bool) -> None:
-        now = self._backend.clock()
-        if heard:
-            self._heard = now
-        elif now - self._heard > self._call_timeout_s:
-            waited = "; ".join(
-                f"{c.describe()} (ranks {sorted(c.waiting)}, called {now - c.started:.0f} s ago)"
-                for c in self._under_way
-            )
-            raise DeadlineError(f"nobody answered for {self._call_timeout_s:.0f} s. Waited for: {waited}")
-
     def _why_stalled(self) -> str:
         lines = ["rows are in flight, nothing is under way, and no node can start:"]
         for flow in self._flows.values():
@@ -705,6 +650,9 @@ class Driver:
         return "\n".join(lines)
 
     # What follows a call
+
+    def give_weights_again(self, group: WorkerGroup) -> None:
+        self._weights.give_again(group)
 
     def _node_done(self, flow: Flow, call: Call) -> None:
         node, lease = call.node, call.lease
@@ -766,8 +714,7 @@ class Driver:
                 "step_s": seconds,
                 "tokens_per_s": tokens / seconds if seconds else 0.0,
             }
-        if self._replaced:
-            row["replaced_workers"] = float(self._replaced)
+        row |= self._failures.metrics()
         if self._checkpoints.pause_s:
             row["checkpoint_pause_s"], self._checkpoints.pause_s = self._checkpoints.pause_s, 0.0
         self._closed_at = now

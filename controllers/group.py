@@ -153,6 +153,12 @@ class WorkerGroup:
             self._submit(rank, Task(method, own, number=call.number), call)
         return call
 
+    def register(self, rank: int) -> Call:
+        """Ask one rank, whose process is new, where it stands; it answers when it is up."""
+        call = Call(self, "register", (rank,), waiting={rank})
+        self._submit(rank, Task(call.method, number=call.number), call)
+        return call
+
     def least_loaded(self, rows: int) -> dict[int, int]:
         """How many of so many rows each data-parallel replica is to have, so that all have as many unfinished ones: whoever
         is still at long responses gets fewer. Replicas that get none are left out."""

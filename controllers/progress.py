@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,10 @@ class Progress:
 
     def replaced(self, worker: str, why: str, rows: int, seconds: float) -> None:
         self._say(f"worker {worker} was replaced after {seconds:.1f} s, {rows} rows are asked again; {why}")
+
+    def repeated(self, who: str, why: str, samples: Sequence[int]) -> None:
+        at = f" at sample {', '.join(map(str, samples[:4]))}" if samples else ""
+        self._say(f"{who} failed{at}; its rows are asked again: {why}")
 
     def died(self, why: str) -> None:
         self._say(f"{why}\nall groups are started again")

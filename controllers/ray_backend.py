@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import mmap
 import os
 import queue
 import secrets
@@ -22,21 +23,19 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..dataflow.errors import UserError
 from ..dataflow.handle import Handle
 from ..workers.worker import Context
-from .backend import Event, Files, Setup, plain_name, this_node
+from .backend import START_TIMEOUT_S, Event, Files, Setup, plain_name, this_node
 from .desk import Desk
 from .group import Call, WorkerError, WorkerGroup
 from .placement import Place, ResourcePool, machine_cpus, machine_gpus, require_devices
 from .shell import Failure, Reply, Task, failure_of
 
-START_TIMEOUT_S = 300.0
-"""Longest wait for workers to be up: vLLM's imports and a large model's loading are in it."""
 MAX_CALLS = 256
 """Calls on one rank that may be under way; all but one of them wait for their turn."""
 CLOSE_TIMEOUT_S = 5.0
@@ -121,14 +120,14 @@ class RayBackend:
         }
 
     def _start_rank(self, name: str, rank: int, life: int = 0) -> Any:
-        """Start a process; returns the promise of where it stands. `life`: how often it was replaced."""
+        """Start a process; returns the promise of where it stands. `life`: how often the rank was replaced."""
         assert self._started is not None
         setup, pools, names = self._started
         place = setup.placement[name]
         rendezvous = self._rendezvous(name) if place.ranks > 1 else None
         sharing = sum(1 for p in setup.placement.values() if p.pool.name == place.pool.name)
         context = Context(name, rank, place.ranks, rendezvous, setup.run_dir, setup.seed)
-        data = setup.files, names, life
+        data = setup.files, names, life, self._peers
         actor = self._actor(setup.handles[name], place, context, pools[place.pool.name], sharing, data)
         self._actors[name, rank] = actor
         self._lives[name, rank] = life
@@ -137,16 +136,16 @@ class RayBackend:
     def replace(self, group: WorkerGroup, rank: int) -> None:
         import ray
 
-        who = f"{group.name}[{rank}]"
         for stream in [s for s, (call, r) in self._streams.items() if call.group is group and r == rank]:
             del self._streams[stream]
-        ray.kill(self._actors[group.name, rank])  # if it was only its connection that was lost
-        found = self._wait_until_up({self._start_rank(group.name, rank, self._lives[group.name, rank] + 1): who})
-        coordinates, _ = found[who]
-        if coordinates != group.mesh[rank]:
-            raise WorkerError(f"worker {who} was replaced and stands at {coordinates} now, not at {group.mesh[rank]}")
-        if self._peers is not None:
-            ray.get(self._actors[group.name, rank].connect.remote(*self._peers), timeout=START_TIMEOUT_S)
+        ray.kill(self._actors[group.name, rank])  # it may hang, or have lost its connection alone
+        self._start_rank(group.name, rank, self._lives[group.name, rank] + 1)
+
+    has_processes = True
+
+    def sample_at(self, group: WorkerGroup, rank: int) -> int | None:
+        path = SampleNote.path(self._run_dir, group.name, rank)
+        return SampleNote.read(path) if path.exists() else None
 
     def _connect_nodes(self, files: Files, names: Mapping[str, str]) -> None:
         """A server of segments on each node, and every rank told where they are."""
@@ -378,16 +377,26 @@ class Rank:
     """
 
     def __init__(
-        self, worker_class: type, config: Any, context: Context, files: Files, names: Mapping[str, str], life: int
+        self,
+        worker_class: type,
+        config: Any,
+        context: Context,
+        files: Files,
+        names: Mapping[str, str],
+        life: int,
+        peers: tuple[Mapping[str, str], str] | None,
     ) -> None:
         import ray
 
         if context.run_dir is not None:
             _log_to(context.run_dir / "logs" / f"{context.name}_{context.rank}.log")
+            context = replace(context, at=SampleNote(SampleNote.path(context.run_dir, context.name, context.rank)))
         self.worker: Any = None
         self.failure: Failure | None = None
         self.node = names[ray.get_runtime_context().get_node_id()]
         self.data = files.access(self.node, f"{context.name}-{context.rank}" + (f"-again{life}" if life else ""))
+        if peers is not None:
+            self.connect(*peers)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._desk: Desk | None = None
         self._thread = threading.Thread(target=self._work, args=(worker_class, config, context), daemon=True)
@@ -429,6 +438,10 @@ class Rank:
         self.data.reader.token = token
 
     def call(self, task: Task) -> Iterator[Reply]:
+        self._up.wait()
+        if self.failure is not None:
+            yield Reply(failure=self.failure)
+            return
         replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         assert self._desk is not None
         self._inbox.put(functools.partial(self._desk.add, task, replies.put))
@@ -445,6 +458,28 @@ class Rank:
     def close(self) -> None:
         self._inbox.put(None)
         self._thread.join()
+
+
+class SampleNote:
+    """Eight bytes in a file of the run: the sample that a rank works on. What is written there outlives the process."""
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(bytes(8))
+        with path.open("r+b") as file:
+            self._bytes = mmap.mmap(file.fileno(), 8)
+        self(None)
+
+    def __call__(self, sample_id: int | None) -> None:
+        self._bytes[:] = (-1 if sample_id is None else sample_id).to_bytes(8, "little", signed=True)
+
+    @staticmethod
+    def read(path: Path) -> int | None:
+        sample_id = int.from_bytes(path.read_bytes()[:8], "little", signed=True)
+        return None if sample_id < 0 else sample_id
+
+    @staticmethod
+    def path(run_dir: Path, group: str, rank: int) -> Path:
+        return run_dir / "logs" / f"{group}_{rank}.at"
 
 
 class SegmentHost:

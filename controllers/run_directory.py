@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Mapping
@@ -30,8 +31,11 @@ class RunDirectory:
         self._flushed = time.monotonic()
 
     @classmethod
-    def create(cls, root: Path, name: str | None) -> RunDirectory:
+    def create(cls, root: Path, name: str | None, *, aside: bool = False) -> RunDirectory:
         """A new directory; a used one is never written into.
+
+        Args:
+            aside: move a used one of that name to `NAME.begun-1` (or -2, ...).
 
         Raises:
             UserError: when `name` is taken already.
@@ -42,7 +46,11 @@ class RunDirectory:
             while (root / name).exists():
                 name, number = f"{taken}-{number}", number + 1
         path = (root / name).resolve()
-        if path.exists() and any(path.iterdir()):
+        used = path.exists() and any(path.iterdir())
+        if used and aside:
+            numbered = (path.with_name(f"{path.name}.begun-{number}") for number in itertools.count(1))
+            path.rename(next(other for other in numbered if not other.exists()))
+        elif used:
             raise UserError(f"run directory {root / name} is used already; give the run another name, or remove it")
         path.mkdir(parents=True, exist_ok=True)
         (path / "logs").mkdir(exist_ok=True)

@@ -227,8 +227,13 @@ class Simulated:
     def delete(self, node: str, file: str) -> None:
         """There is no file."""
 
+    has_processes = False
+
     def replace(self, group: WorkerGroup, rank: int) -> None:
         raise RuntimeError(f"{group.name}[{rank}] has no process that could end")
+
+    def sample_at(self, group: WorkerGroup, rank: int) -> None:
+        """Nobody asks."""
 
     def clock(self) -> float:
         return self._now

@@ -197,8 +197,7 @@ class SampleBuffer:
                 check(segment)
             except DamagedSegment as error:
                 lost[segment] = str(error)
-        if ledger.source in lost:
-            self.damage.append(f"the source of graph {ledger.name!r} must be written again: {lost[ledger.source]}")
+        if ledger.source in lost:  # whoever has the graphs has it, and writes it again
             ledger.source = None
         for group, segment in ledger.groups_in(lost):
             self.damage.append(f"group {group} of graph {ledger.name!r} is issued again: {lost[segment]}")
@@ -222,10 +221,11 @@ class SampleBuffer:
         return _segments_of(self.ledgers.values())
 
     def close(self) -> None:
-        """Bring the log to the disk. When no row is left in flight, the folder of segments goes."""
+        """Bring the log to the disk. When no row is left in flight, now or at a checkpoint, the folder of segments goes."""
         self.commit(sync=True)
         self.log.close()
-        if not any(ledger.groups_in_flight for ledger in self.ledgers.values()):
+        pinned = self._pinned - {ledger.source for ledger in self.ledgers.values()}
+        if not pinned and not any(ledger.groups_in_flight for ledger in self.ledgers.values()):
             shutil.rmtree(self.folder / SEGMENTS, ignore_errors=True)
 
     # What passes through

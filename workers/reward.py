@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from ..dataflow.graph import Node, Source
 
 
+PART_S = 1.0
+"""How long rewards are kept before they are given on."""
+
+
 class SampleError(UserError):
     """A mistake that shows on particular samples."""
 
@@ -39,6 +44,10 @@ class RewardConfig(Config):
     `response` is the text of the response; every column of the data and of earlier nodes can be asked for."""
     tokenizer: str | Path
     """Model folder (or Hugging Face id) whose tokenizer turns response tokens into text."""
+
+    deadline_s: float | None = pydantic.Field(default=None, gt=0)
+    """Seconds that a sample may take. Under Ray, a process that takes longer is ended and replaced, and what it had not scored is
+    asked again; the third time at the same sample ends the run. None: the driver's `call_timeout_s`."""
 
     @pydantic.field_validator("function")
     @classmethod
@@ -82,8 +91,8 @@ class RewardWorker(Worker):
         return Tokenizer.load(self.config.tokenizer)
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(RESPONSE_IDS, "{config.reads}"), writes=("{into}",))
-    def score(self, samples: Batch, *, into: str = str(REWARD)) -> tuple[Batch, Metrics]:
-        """Call the function on each sample.
+    def score(self, samples: Batch, *, into: str = str(REWARD)) -> Iterator[tuple[Batch, Metrics]]:
+        """Call the function on each sample; of a slow one the rewards come in parts, so that nobody waits for all of them.
 
         Raises:
             SampleError: naming the sample, when the function returns no finite number.
@@ -92,13 +101,23 @@ class RewardWorker(Worker):
         if str(RESPONSE) in self.config.arguments:
             values[str(RESPONSE)] = self._tokenizer.decode(samples[RESPONSE_IDS].to_pylist())
         rewards: list[float] = []
+        first, said = 0, time.monotonic()
         for k, sample_id in enumerate(samples["sample_id"].to_pylist()):
+            if rewards and time.monotonic() - said > PART_S:
+                yield self._part(samples.slice(first, k - first), rewards, into)
+                first, rewards, said = k, [], time.monotonic()
+            self.context.at(sample_id)
             try:
                 reward = self.config.function(**{name: column[k] for name, column in values.items()})
             except Exception as error:
                 error.sample_ids = (sample_id,)  # pyright: ignore[reportAttributeAccessIssue]
                 raise
+            finally:
+                self.context.at(None)
             rewards.append(self._checked(reward, sample_id))
+        yield self._part(samples.slice(first, len(samples) - first), rewards, into)
+
+    def _part(self, samples: Batch, rewards: list[float], into: str) -> tuple[Batch, Metrics]:
         metrics = {"mean": Mean(sum(rewards), len(rewards))} | ({"max": Max(max(rewards))} if rewards else {})
         return samples.with_columns(**{into: rewards}), metrics
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -26,6 +26,9 @@ class Context:
     """URL for `torch.distributed.init_process_group`, or None in a group of one."""
     run_dir: Path | None = None
     seed: int = 0
+    at: Callable[[int | None], None] = lambda sample_id: None
+    """To be told which sample is worked on (None: none), where one of them may hang or end the process: it is blamed then, instead of
+    all that the call has not finished."""
 
 
 class Worker:
@@ -38,8 +41,8 @@ class Worker:
     Config: ClassVar[type[Config]]
     """Configuration class; `weft.group` builds it from keyword arguments."""
     replaceable: ClassVar[bool] = False
-    """A rank knows nothing of the others, and holds nothing but its configuration and weights that it follows: when its process
-    ends, another takes its place and the run goes on."""
+    """A rank knows nothing of the others, and holds nothing but its configuration and weights that it follows: what it failed at
+    is asked again, and when its process ends or hangs, another takes its place, and the run goes on."""
 
     def __init__(self, config: Any, context: Context = Context()) -> None:
         self.config = config
@@ -66,6 +69,11 @@ class Worker:
         raise TypeError(
             f"follows() is said of the handles that weft.group returns, not of a {type(self).__name__} itself"
         )
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def register(self) -> Coordinates:
+        """Said by a process that has come up in the place of another."""
+        return self.coordinates
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def onload(self) -> None:

@@ -10,12 +10,9 @@ from toy import ToyReward, prompts, toy_grpo
 import weft
 from weft.dataflow.batch import Batch
 from weft.dataflow.metrics import Metrics
-from weft.workers.dispatch import Dispatch
-from weft.workers.remote import remote
 
 
 class SlowReward(ToyReward):
-    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids", "answer"), writes=("reward",))
     def score(self, samples: Batch) -> tuple[Batch, Metrics]:
         time.sleep(0.05)
         return super().score(samples)

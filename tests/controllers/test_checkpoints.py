@@ -14,7 +14,7 @@ import pytest
 from test_schedules import PartsActor, SlowRollout
 from toy import ToyLoss, ToyReward, prompts, toy_evaluation, toy_grpo
 
-from weft.controllers.checkpoints import CheckpointConfig, ask_to_end, checkpoints
+from weft.controllers.checkpoints import CheckpointConfig, ask_to_end, checkpoints, latest_sound
 from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
 from weft.dataflow.batch import Batch
@@ -35,13 +35,6 @@ class SavingActor(PartsActor):
         super().__init__(*args)
         self.learnt = []
 
-    @remote(
-        dispatch=Dispatch.SPLIT_BY_DP,
-        reads=("response_ids", "{loss.reads}"),
-        may_read=("response_versions",),
-        updates=True,
-        in_parts=("epochs",),
-    )
     def update(self, samples: Batch, *, loss: ToyLoss = ToyLoss(), epochs: int = 1, last: bool = True) -> Metrics:
         ids = samples["response_ids"].to_pylist()
         self.learnt += [[number, ids[k]] for k, number in enumerate(samples["group_id"].to_pylist())]
@@ -239,6 +232,15 @@ def test_a_run_that_is_asked_to_end_saves_itself_wherever_it_is(
     assert [row["step"] for row in metrics] == list(range(10))
     assert sorted(group for group, _ in weights) == sorted(2 * trained(weights)) and len(trained(weights)) == 27
     assert not prove(tmp_path / "run" / "buffer").violations
+
+
+def test_a_run_that_was_ended_while_a_checkpoint_took_the_place_of_another_has_that_other_one(tmp_path: Path):
+    run(tmp_path, SCHEDULES[0])
+    folder = tmp_path / "run" / "checkpoints"
+    latest, earlier = checkpoints(folder)
+    latest.rename(folder / f".before_{latest.name}")
+    found = latest_sound(tmp_path / "run")
+    assert found is not None and found.path == latest and checkpoints(folder) == [latest, earlier]
 
 
 def begun(root: Path, *more: str) -> subprocess.Popen[str]:

@@ -1,6 +1,7 @@
 """A worker process that dies is replaced, gets the present weights, and its rows are asked again; under Ray, with real deaths."""
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from test_checkpoints import SavingActor, trained
 from test_schedules import SlowConfig, SlowRollout
 from toy import ToyConfig, ToyReward, prompts, toy_grpo
 
+from weft.controllers.backend import Backend, Local
 from weft.controllers.checkpoints import CheckpointConfig
 from weft.controllers.driver import Driver
 from weft.controllers.group import WorkerError
@@ -19,10 +21,8 @@ from weft.controllers.schedule import Asynchronous, Synchronous, Training
 from weft.dataflow.batch import Batch
 from weft.dataflow.handle import group
 from weft.dataflow.metrics import Metrics
-from weft.dataflow.operation import Shape
 from weft.dataflow.proof import prove
-from weft.workers.dispatch import Dispatch
-from weft.workers.remote import remote
+from weft.workers.reward import RewardWorker
 
 pytestmark = pytest.mark.ray
 
@@ -49,19 +49,11 @@ class DyingRollout(SlowRollout):
     Config = DyingConfig
     replaceable = True
 
-    @remote(
-        dispatch=Dispatch.SPLIT_BY_DP,
-        shape=Shape.EXPAND,
-        gives_way=True,
-        reads=("prompt_ids",),
-        writes=("response_ids", "response_logprobs", "response_versions"),
-    )
     def generate(self, prompts: Batch, *, n: int = 2) -> Iterator[tuple[Batch, Metrics] | None]:
         yield None
         die(self.config, any(ids[0] == self.config.dies_at for ids in prompts["prompt_ids"].to_pylist()))
         yield from super().generate(prompts, n=n)
 
-    @remote(dispatch=Dispatch.ONE_TO_ALL)
     def receive_weights(self, weights: Any) -> str:
         die(self.config, self.context.rank == 1 and weights.version == self.config.dies_at_version)
         return super().receive_weights(weights)
@@ -77,7 +69,6 @@ class DyingReward(ToyReward):
     Config = DyingRewardConfig
     replaceable = True
 
-    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids", "answer"), writes=("reward",))
     def score(self, samples: Batch) -> tuple[Batch, Metrics]:
         die(self.config, str(self.config.dies_at) in samples["answer"].to_pylist())
         return super().score(samples)
@@ -133,7 +124,8 @@ def test_a_reward_that_dies(tmp_path: Path):
 
 def test_deaths_at_the_same_sample_end_the_run_and_name_it(tmp_path: Path):
     with pytest.raises(
-        WorkerError, match=r"rollout\[[01]\], node 'rollout.generate' died 3 times at sample .*row 3 of the source"
+        WorkerError,
+        match=r"rollout\[[01]\], node 'rollout.generate' was lost 3 times at node 'rollout.generate', sample .*row 3 of source",
     ):
         run(tmp_path, SYNCHRONOUS, {"dies_at": 31, "deaths": 9})
 
@@ -146,16 +138,15 @@ class MortalConfig(ToyConfig):
 class MortalActor(SavingActor):
     Config = MortalConfig
 
-    @remote(dispatch=Dispatch.ONE_TO_ALL)
     def publish_weights(self, version: int) -> Any:
         die(self.config, version == 3)
         return super().publish_weights(version)
 
 
-def mortal(tmp_path: Path, schedule: Training, **settings: Any) -> Driver:
+def mortal(tmp_path: Path, schedule: Training, actor_class: type[MortalActor] = MortalActor, **settings: Any) -> Driver:
     (tmp_path / "deaths").mkdir()
     rollout = group(SlowRollout, name="rollout")
-    actor = group(MortalActor, name="actor", folder=tmp_path / "deaths", deaths=settings.pop("deaths", 1))
+    actor = group(actor_class, name="actor", folder=tmp_path / "deaths", deaths=settings.pop("deaths", 1))
     rollout.follows(actor)
     graph = toy_grpo(prompts(10), rollout=rollout, reward=group(ToyReward, name="reward"), actor=actor)
     places = {name: Place(ResourcePool(name, cpus=1)) for name in ("rollout", "actor")}
@@ -197,3 +188,96 @@ def test_an_actor_that_dies_again_and_again_ends_the_run(tmp_path: Path):
     ):
         driver.run()
     assert len(list((tmp_path / "deaths").iterdir())) == 4
+
+
+# Failures that are not deaths
+
+
+def flaky(folder: Path, *, at: str, times: int, how: str) -> Any:
+    """A reward function that fails so often at one answer."""
+
+    def length(response_ids: list[int], answer: str) -> float:
+        number = len(list(folder.iterdir()))
+        if answer == at and number < times:
+            (folder / str(number)).touch()
+            if how == "hangs":
+                time.sleep(1000)
+            raise ConnectionError("the judge does not answer")
+        return float(len(response_ids))
+
+    return length
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer, which the functions here do not need."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("words")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"<end>": 0}, unk_token="<end>")).save(
+        str(folder / "tokenizer.json")
+    )
+    return folder
+
+
+def scored(
+    tmp_path: Path, words: Path, how: str, times: int, backend: Backend, **settings: Any
+) -> list[dict[str, float]]:
+    folder = tmp_path / "failures"
+    folder.mkdir()
+    rollout, actor = group(SlowRollout, name="rollout"), group(SavingActor, name="actor")
+    function = flaky(folder, at="3", times=times, how=how)
+    reward = group(RewardWorker, name="reward", function=function, tokenizer=words, **settings)
+    rollout.follows(actor)
+    graph = toy_grpo(prompts(10), rollout=rollout, reward=reward, actor=actor)
+    schedule = Synchronous(steps=4, prompts_per_step=4)
+    with Driver(graph, schedule=schedule, backend=backend, root=tmp_path, name="run", progress=False) as driver:
+        metrics = driver.run()
+        weights = driver.call(actor, "weights")[0]
+    assert not prove(tmp_path / "run" / "buffer").violations
+    assert len(weights) == 2 * len(trained(weights)) == 2 * 4 * schedule.steps, (
+        "nobody is trained on twice, nor by half"
+    )
+    assert len(list(folder.iterdir())) == times
+    return metrics
+
+
+def test_a_reward_that_hangs_is_ended_and_its_sample_is_asked_again(tmp_path: Path, words: Path):
+    metrics = scored(tmp_path, words, "hangs", 1, RayBackend(), deadline_s=1.5)
+    assert metrics[-1]["replaced_workers"] == 1
+
+
+def test_a_sample_at_which_the_reward_always_hangs_ends_the_run_and_no_other_is_blamed(tmp_path: Path, words: Path):
+    with pytest.raises(
+        WorkerError,
+        match=r"was lost 3 times at node 'reward.score', sample \d+ \(row 3 of source 'prompts'\)\. To replay .*"
+        r"it did not answer for 1 s",
+    ):
+        scored(tmp_path, words, "hangs", 9, RayBackend(), deadline_s=1)
+
+
+def test_a_reward_that_fails_now_and_then_is_asked_again(tmp_path: Path, words: Path):
+    metrics = scored(tmp_path, words, "raises", 2, Local())
+    assert metrics[-1]["repeated_rows"] > 0 and "replaced_workers" not in metrics[-1]
+
+
+def test_a_sample_at_which_the_reward_always_fails_ends_the_run_and_is_named(tmp_path: Path, words: Path):
+    with pytest.raises(WorkerError, match=r"failed 3 times at node 'reward.score', sample \d+ \(row 3 of ") as caught:
+        scored(tmp_path, words, "raises", 9, Local())
+    assert "ConnectionError: the judge does not answer" in str(caught.value) and "in length" in str(caught.value)
+
+
+class HangingActor(MortalActor):
+    def publish_weights(self, version: int) -> Any:
+        number = len(list(self.config.folder.iterdir()))
+        if version == 3 and number < self.config.deaths:
+            (self.config.folder / str(number)).touch()
+            time.sleep(1000)
+        return SavingActor.publish_weights(self, version)
+
+
+def test_an_actor_that_hangs_has_the_run_go_on_from_its_checkpoint(tmp_path: Path):
+    every = CheckpointConfig(every=1)
+    with mortal(tmp_path, SYNCHRONOUS, HangingActor, checkpoint=every, call_timeout_s=3) as driver:
+        metrics = driver.run()
+    assert [row["step"] for row in metrics] == list(range(SYNCHRONOUS.steps + 1))
+    assert not prove(tmp_path / "run" / "buffer").violations

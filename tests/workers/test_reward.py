@@ -35,9 +35,9 @@ def samples() -> Batch:
 
 
 def score(function: Callable[..., Any], model: Path, batch: Batch | None = None, **arguments: Any) -> Any:
-    return RewardWorker(RewardConfig(function=function, tokenizer=model)).score(
-        samples() if batch is None else batch, **arguments
-    )
+    worker = RewardWorker(RewardConfig(function=function, tokenizer=model))
+    (part,) = worker.score(samples() if batch is None else batch, **arguments)
+    return part
 
 
 def exact(response: str, answer: str) -> float:
