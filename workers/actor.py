@@ -24,6 +24,7 @@ from ..dataflow.column import (
 from ..dataflow.errors import UserError
 from ..dataflow.lazy import torch
 from ..dataflow.metrics import Max, Mean, Metric, Metrics, merge
+from .bad_steps import BadSteps
 from .dispatch import Coordinates, Dispatch
 from .remote import remote
 from .training import ModelConfig, OptimizerConfig, TrainingEngine
@@ -58,6 +59,7 @@ class ActorWorker(Worker):
 
             engine = FsdpEngine(config, context, config, activation_checkpointing=config.activation_checkpointing)
         self.engine = engine
+        self._bad_steps = BadSteps(context, engine, config.stop_after_bad_steps)
         self.version = 0
         """Policy version: the number of `update` calls so far."""
         self._publisher: Any = None
@@ -102,21 +104,29 @@ class ActorWorker(Worker):
         several calls, as they become ready: gradients are accumulated until the `last` of them (the driver says which).
 
         Returns:
-            `loss`, `grad_norm` (before clipping), `learning_rate`, `tokens` (trained on, over all passes), `skipped_steps`
-            (not applied: a loss or gradient that is not finite, or no token to train on), what the loss reports, and of
-            the first step, where the columns are there: `mean_logprob_gap` and `max_logprob_gap` (nats between
-            the generator's log-probabilities and the trainer's own, under the weights before the update),
-            `mean_staleness` and `max_staleness` (versions).
+            `loss`, `grad_norm` (before clipping; of every step where it is finite, applied or not), `learning_rate`, `tokens`
+            (trained on, over all passes), `skipped_steps` (not applied: bad, or without a token to train on), `bad_steps` (of
+            those, the steps whose loss or gradient is not finite, or whose gradient's norm is above `skip_above_grad_norm`),
+            what the loss reports, and of the first step, where the columns are there: `mean_logprob_gap` and
+            `max_logprob_gap` (nats between the generator's log-probabilities and the trainer's own, under the weights
+            before the update), `mean_staleness` and `max_staleness` (versions).
+
+        Raises:
+            DivergedError: `stop_after_bad_steps` steps in a row were bad. The rows of each are in the run's `skipped/`.
         """
         parts: list[Metrics] = [self._staleness(batch)]
         observed = _WithGap(loss) if RESPONSE_LOGPROBS in batch else loss
         if not last:
+            self._bad_steps.add(batch)
             return merge([*parts, self.engine.accumulate(batch, observed, last=False)])
-        for epoch in range(epochs):
-            for rows in self._cut(len(batch), minibatches, epoch):
-                part = batch if minibatches == 1 else batch.take(rows)
-                parts += [self.engine.accumulate(part, observed, last=True), self.engine.apply()]
-                observed = loss  # later steps see other weights than those before the update
+        cuts = [rows for epoch in range(epochs) for rows in self._cut(len(batch), minibatches, epoch)]
+        for number, rows in enumerate(cuts, 1):
+            part = batch if minibatches == 1 else batch.take(rows)
+            self._bad_steps.add(part)
+            accumulated, step = self.engine.accumulate(part, observed, last=True), self.engine.apply()
+            parts += [accumulated, step.metrics]
+            self._bad_steps.note(step, loss, update=self.version + 1, number=number if len(cuts) > 1 else None)
+            observed = loss  # later steps see other weights than those before the update
         self.version += 1
         return merge(parts)
 
@@ -156,7 +166,7 @@ class ActorWorker(Worker):
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str | Path) -> float:
         """Copy the state of training, to be written to a new folder while training goes on; returns seconds that it waited."""
-        return self.engine.snapshot(Path(path), {"version": self.version})
+        return self.engine.snapshot(Path(path), {"version": self.version, "bad_steps": self._bad_steps.in_a_row})
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def checkpoint_written(self, wait: bool = False) -> bool:
@@ -166,7 +176,9 @@ class ActorWorker(Worker):
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str | Path) -> None:
         """Go on from a checkpoint, of any number of ranks: weights, optimizer, policy version, random states."""
-        self.version = self.engine.restore(Path(path))["version"]
+        notes = self.engine.restore(Path(path))
+        self.version = notes["version"]
+        self._bad_steps.forget(notes.get("bad_steps", ()))
 
     def onload(self) -> None:
         self.engine.onload()

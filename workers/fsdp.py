@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,7 +32,7 @@ from .checkpoint import SnapshotWriter, StoredState, local_part, set_random_stat
 from .dispatch import Coordinates
 from .model_folder import find_model_config
 from .response_model import ResponseModel
-from .training import ModelConfig, OptimizerConfig, check_rows, plan_microbatches, tokens_of
+from .training import ModelConfig, OptimizerConfig, OptimizerStep, check_rows, plan_microbatches, tokens_of
 from .worker import Context
 
 _ONE_UNIT_PARAMETERS = 16_000_000
@@ -114,10 +114,7 @@ class FsdpEngine:
             self._sync_gradients(last and number == len(plan) - 1)
             logprobs, entropy = self._forward(rows, part, entropy=loss.needs_entropy)
             if len(part):
-                packed = rows.packed(part)
-                if entropy is not None:
-                    packed = PackedRows(packed.cu_seqlens, {**packed.columns, "entropy": entropy})
-                loss_sum, metrics = loss(logprobs, packed)
+                loss_sum, metrics = loss(logprobs, rows.packed(part, entropy))
                 parts.append(metrics)
             else:
                 loss_sum = 0.0 * logprobs.sum()
@@ -129,21 +126,38 @@ class FsdpEngine:
         self._loss_total += total
         return {**merge(parts), "loss": Mean(total, local_count), "tokens": Sum(num_tokens)}
 
-    def apply(self) -> Metrics:
-        applied = self._apply() if self._count > 0 else {}
+    def apply(self) -> OptimizerStep:
+        step = self._apply() if self._count > 0 else OptimizerStep({}, applied=False)
         self._count = self._loss_total = 0.0
-        skipped = not applied and self.coordinates.dp == 0  # said once, not by every replica
-        return {**applied, "skipped_steps": Sum(float(skipped))}
+        once = float(self.coordinates.dp == 0)  # said once, not by every replica
+        counts = {"skipped_steps": Sum(once * (not step.applied)), "bad_steps": Sum(once * (step.bad is not None))}
+        return replace(step, metrics={**step.metrics, **counts})
 
-    def _apply(self) -> dict[str, Metric]:
-        """Clip and step; or, when the loss or the gradient is not finite on any rank, do nothing and return nothing."""
+    def losses(self, batch: Batch, loss: Loss) -> np.ndarray:
+        rows = self._pack(batch, [c for c in (*loss.reads, *loss.may_read) if c in batch])
+        plan = rows.plan(self.microbatch_tokens, packed=self.model.packs)
+        out = np.zeros(len(batch), dtype=np.float32)
+        with torch.no_grad():
+            for part in self._padded_plan(plan, self._over_replicas(len(plan))):
+                logprobs, entropy = self._forward(rows, part, entropy=loss.needs_entropy)
+                end = 0
+                for row, length in zip(part, np.diff(rows.response[1])[part], strict=True):
+                    tokens, end = slice(end, end + int(length)), end + int(length)
+                    packed = rows.packed(np.array([row]), None if entropy is None else entropy[tokens])
+                    out[row] = loss(logprobs[tokens], packed)[0].item()
+        self._reshard()
+        return out
+
+    def _apply(self) -> OptimizerStep:
+        """Clip and step, unless the step is bad on any rank."""
         assert self.optimizer is not None and self.schedule is not None
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         for gradient in gradients:
             local_part(gradient).div_(self._count)
         norm = gradient_norm(gradients, also=0.0 * self._loss_total)  # 0 * inf is nan, and reaches every rank
-        applied: dict[str, Metric] = {}
-        if math.isfinite(norm):
+        metrics: dict[str, Metric] = {"grad_norm": Mean(norm)} if math.isfinite(norm) else {}
+        bad = self._why_bad(norm)
+        if bad is None:
             limit = self.schedule.max_grad_norm
             if limit is not None and norm > limit:
                 for gradient in gradients:
@@ -153,9 +167,19 @@ class FsdpEngine:
                 group["lr"] = rate
             self.optimizer.step()
             self.steps += 1
-            applied = {"grad_norm": Mean(norm), "learning_rate": Mean(rate)}
+            metrics["learning_rate"] = Mean(rate)
         self.optimizer.zero_grad()
-        return applied
+        return OptimizerStep(metrics, applied=bad is None, bad=bad)
+
+    def _why_bad(self, norm: float) -> str | None:
+        """Of a gradient norm that is equal on all ranks; None: the step can be taken."""
+        assert self.schedule is not None
+        limit = self.schedule.skip_above_grad_norm
+        if math.isfinite(norm):
+            above = limit is not None and norm > limit
+            return f"the norm of the gradient is {norm:.4g}, above skip_above_grad_norm={limit:g}" if above else None
+        loss = sum(self._over_replicas(self._loss_total)[:, 0].tolist()) / self._count
+        return "the norm of the gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
 
     def _forward(self, rows: _Rows, part: np.ndarray, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         inputs = rows.inputs(part)
@@ -450,8 +474,8 @@ class _Rows:
             temperatures = np.repeat(self.temperatures[part], np.diff(r_starts)[part])
         return np.concatenate(ids).astype(np.int64), lengths, np.concatenate(predicting), targets, temperatures
 
-    def packed(self, part: np.ndarray | None = None) -> PackedRows:
-        """These rows (None: all) as a loss reads them."""
+    def packed(self, part: np.ndarray | None = None, entropy: Tensor | None = None) -> PackedRows:
+        """These rows (None: all) as a loss reads them, with the entropy [T] of their tokens where it wants that."""
         cu_seqlens = self.response[1]
         if part is None:
             lengths, tokens, rows = np.diff(cu_seqlens), slice(None), slice(None)
@@ -463,9 +487,10 @@ class _Rows:
             )
         columns = {c: v[tokens] for c, v in self.ragged.items()} | {c: v[rows] for c, v in self.scalars.items()}
         packed = PackedRows.of(torch.from_numpy(lengths.astype(np.int64)), **columns)
-        if self.device.type == "cpu":
-            return packed
-        return PackedRows(packed.cu_seqlens.to(self.device), {c: v.to(self.device) for c, v in packed.columns.items()})
+        columns = {c: v.to(self.device) for c, v in packed.columns.items()}  # itself, where it is there already
+        if entropy is not None:
+            columns["entropy"] = entropy
+        return PackedRows(packed.cu_seqlens.to(self.device), columns)
 
 
 def gradient_norm(gradients: Iterable[Tensor], also: float = 0.0) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -68,7 +69,7 @@ TENSOR_PARALLEL_MODELS = ("llama", "mistral", "qwen2")
 
 
 class OptimizerConfig(Config):
-    """AdamW (arXiv:1711.05101), its learning-rate schedule, and gradient clipping."""
+    """AdamW (arXiv:1711.05101), its learning-rate schedule, gradient clipping, and which steps are not taken."""
 
     learning_rate: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
@@ -86,6 +87,10 @@ class OptimizerConfig(Config):
     """Decay rates of the two moments."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Gradients of a larger norm are scaled down to it; None leaves them."""
+    skip_above_grad_norm: float | None = Field(default=None, gt=0)
+    """A step whose gradient has a larger norm (before it is scaled down) is bad; None: only one that is not finite."""
+    stop_after_bad_steps: int = Field(default=3, ge=1)
+    """So many bad steps in a row, none of which is applied, end the run."""
 
     @model_validator(mode="after")
     def _decay_has_an_end(self) -> OptimizerConfig:
@@ -113,6 +118,16 @@ class OptimizerConfig(Config):
         return self.learning_rate * (self.final_ratio + (1 - self.final_ratio) * left)
 
 
+@dataclass(frozen=True)
+class OptimizerStep:
+    """What became of an optimizer step: it was applied, or it was bad, or there was no token to train on. The same on all ranks."""
+
+    metrics: Metrics
+    applied: bool
+    bad: str | None = None
+    """Why it was not applied though there were tokens to train on: it is not finite, or it diverges."""
+
+
 class TrainingEngine(Protocol):
     """A model on the ranks of one group. Every method is collective: all ranks call it, each with the rows of its replica."""
 
@@ -130,8 +145,13 @@ class TrainingEngine(Protocol):
         Merged over calls and replicas, the metrics are those of the whole step."""
         ...
 
-    def apply(self) -> Metrics:
-        """The optimizer step: the gradient that was accumulated, divided by the count of all rows, clipped and applied."""
+    def apply(self) -> OptimizerStep:
+        """The optimizer step: the gradient that was accumulated, divided by the count of all rows, clipped and applied; or,
+        when the step is bad, dropped: parameters, moments and the number of steps stay what they are, to the bit."""
+        ...
+
+    def losses(self, batch: Batch, loss: Loss) -> np.ndarray:
+        """What each row adds to the undivided loss, under the present weights: `[rows]` float32, without a gradient."""
         ...
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
