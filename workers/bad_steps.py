@@ -68,13 +68,14 @@ class BadSteps:
             self.in_a_row = ()
         if step.bad is None:
             return
-        place = f"update_{update:06d}" if number is None else f"update_{update:06d}_step_{number}"
+        number_in = "" if number is None else f"_step_{number}"
         losses = [self._engine.losses(part, loss) for part in rows]
         if self._folder is not None and self._engine.coordinates.tp == 0 and sum(map(len, rows)):
-            _write(rows, losses, self._folder / f"{place}_rank_{self._context.rank}.arrow")
+            _write(rows, losses, self._folder / f"update_{update:06d}{number_in}_rank_{self._context.rank}.arrow")
         wrong = [part.take(np.flatnonzero(~np.isfinite(own))) for part, own in zip(rows, losses, strict=True)]
         samples = [id for part in wrong if SAMPLE_ID in part for id in part.numpy(SAMPLE_ID).tolist()]
-        self.in_a_row += (f"{place.replace('_', ' ')}: {step.bad}{_at_fault(samples, sum(map(len, wrong)))}",)
+        at_fault = f"; on this rank it comes from samples {_few(samples)}" if samples else ""
+        self.in_a_row += (f"update {update}{number_in.replace('_', ' ')}: {step.bad}{at_fault}",)
         if len(self.in_a_row) >= self._stop_after:
             raise DivergedError(self._message(), samples[:4])
 
@@ -96,11 +97,8 @@ class BadSteps:
         )
 
 
-def _at_fault(samples: Sequence[int], num_rows: int) -> str:
-    if not num_rows:
-        return ""
-    named = f" (samples {', '.join(map(str, samples[:4]))}{', ...' * (len(samples) > 4)})" if samples else ""
-    return f"; on this rank, {num_rows} rows have a loss that is not finite{named}"
+def _few(samples: Sequence[int]) -> str:
+    return ", ".join(map(str, samples[:4])) + ", ..." * (len(samples) > 4)
 
 
 def _write(rows: Sequence[Batch], losses: Sequence[np.ndarray], path: Path) -> None:

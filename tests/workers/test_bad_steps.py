@@ -179,9 +179,9 @@ def test_so_many_in_a_row_end_training_and_say_why(tiny_model: Path, rows: Batch
         worker.update(poisoned(poisoned(rows, 2, math.inf), 6, -math.inf), loss=LOSS)
     assert str(caught.value).splitlines() == [
         "3 bad optimizer steps in a row (stop_after_bad_steps=3):",
-        "  update 000002: the loss is nan; on this rank, 1 rows have a loss that is not finite (samples 4)",
-        f"  update 000003: the norm of the gradient is {norm:.4g}, above skip_above_grad_norm=100",
-        "  update 000004: the loss is nan; on this rank, 2 rows have a loss that is not finite (samples 2, 6)",
+        "  update 2: the loss is nan; on this rank it comes from samples 4",
+        f"  update 3: the norm of the gradient is {norm:.4g}, above skip_above_grad_norm=100",
+        "  update 4: the loss is nan; on this rank it comes from samples 2, 6",
         "  None of them was applied: the weights, also those of a checkpoint made since, are those of the last step before "
         f"them; their rows are in {tmp_path / 'skipped' / 'actor'}",
     ]
@@ -197,9 +197,7 @@ def test_a_good_step_begins_the_count_again_and_one_without_tokens_does_not(tiny
     worker.update(bad, loss=LOSS)
     empty = values(worker.update(without_tokens(rows), loss=LOSS))
     assert empty["skipped_steps"] == 1 and empty["bad_steps"] == 0
-    with pytest.raises(
-        DivergedError, match=r"2 bad .*\n  update 000007.*\n  update 000009.*\n.* not kept, without a run"
-    ):
+    with pytest.raises(DivergedError, match=r"2 bad .*\n  update 7.*\n  update 9.*\n.* not kept, without a run"):
         worker.update(bad, loss=LOSS)
 
 
@@ -223,7 +221,7 @@ def test_bad_steps_before_a_checkpoint_count_after_it(tiny_model: Path, rows: Ba
     again.update(rows, loss=LOSS, last=False)  # a step that the checkpoint knows nothing of
     again.load_checkpoint(tmp_path / "checkpoint")
     assert equal(state(again), before) and again.version == 3
-    with pytest.raises(DivergedError, match=r"update 000002: .*\n  update 000003: .*\n  update 000004: "):
+    with pytest.raises(DivergedError, match=r"update 2: .*\n  update 3: .*\n  update 4: "):
         again.update(poisoned(rows, 3), loss=LOSS)
     assert [len(table) for table in kept(tmp_path).values()] == [23, 23, 23]
 
@@ -281,8 +279,8 @@ def test_all_ranks_skip_together_and_each_replica_keeps_its_rows(
     for said in ranks:
         assert [update["unchanged"] for update in said] == [False, True, False, True, True]
         assert [bool(update["ended"]) for update in said] == [False, False, False, False, True]
-        assert "update 000004: the norm of the gradient is " in said[4]["ended"]
-        assert "update 000005: the loss is nan" in said[4]["ended"]
+        assert "update 4: the norm of the gradient is " in said[4]["ended"]
+        assert "update 5: the loss is nan" in said[4]["ended"]
         assert ("samples 17" in said[4]["ended"]) == (said is ranks[-1] or replicas == 1 or ranks.index(said) >= degree)
     first_of_replica = [said for number, said in enumerate(ranks) if number % degree == 0]
     for update, bad in enumerate([0, 1, 0, 1]):
@@ -338,7 +336,7 @@ def test_a_run_whose_steps_are_bad_ends_and_says_where_the_rows_are(tiny_model: 
             driver.run()
         text, run = str(caught.value), tmp_path / "run"
         assert "node 'actor.update', samples " in text and "DivergedError: 3 bad optimizer steps in a row" in text
-        assert "\n  update 000003: the loss is nan" in text and f"their rows are in {run / 'skipped' / 'actor'}" in text
+        assert "\n  update 3: the loss is nan" in text and f"their rows are in {run / 'skipped' / 'actor'}" in text
         assert [row["actor/bad_steps"] for row in driver.directory.metrics[1:]] == [0, 0, 1, 1]
         files = kept(run)
         assert list(files) == [f"update_{update:06d}_rank_0.arrow" for update in (3, 4, 5)]
