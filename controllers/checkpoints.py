@@ -26,7 +26,7 @@ from pydantic import Field
 
 from ..dataflow.buffer import restore
 from ..dataflow.config import Config
-from ..dataflow.disk import Disk
+from ..dataflow.disk import Disk, is_full
 from ..dataflow.errors import UserError
 from ..dataflow.graph import Graph
 from ..dataflow.handle import Handle
@@ -34,6 +34,7 @@ from ..dataflow.log import Position
 from ..dataflow.manifest import verify, write_manifest
 from ..workers.dispatch import Dispatch
 from ..workers.remote import dispatch_of
+from .backend import Event
 from .group import Call, RunError, WorkerGroup
 from .run_directory import RunDirectory
 
@@ -142,6 +143,7 @@ class Hands(Protocol):
     """What the driver does for it."""
 
     def watch(self, call: Call, then: Callable[[Call], None]) -> None: ...
+    def complete(self, call: Call) -> None: ...
 
 
 class Checkpoints:
@@ -162,11 +164,13 @@ class Checkpoints:
         self._asked = 0.0
         self.saved_step = -1
         """Step of the latest that was begun."""
+        self.no_room = ""
+        """Why the latest could not be written; empty when it could."""
         self.pause_s = 0.0
         """Longest that a group was kept from training by the last one."""
 
     def is_due(self, step: int, last: bool) -> bool:
-        return bool(self.config.every) and step > 0 and (last or step % self.config.every == 0)
+        return bool(self.config.every) and step > 0 and (last or bool(self.no_room) or step % self.config.every == 0)
 
     @property
     def under_way(self) -> bool:
@@ -182,11 +186,12 @@ class Checkpoints:
     def begin(self, state: RunState, groups: Sequence[WorkerGroup]) -> None:
         """Have each of these groups copy its state, and write it in the background."""
         assert not self.under_way
-        self._path = self.folder / f"step_{state.step:06d}"
-        unfinished = _unfinished(self._path)
+        path = self.folder / f"step_{state.step:06d}"
+        unfinished = _unfinished(path)
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         state.write(unfinished)
+        self._path, self.no_room = path, ""
         self.saved_step = state.step
         self.pause_s = self._asked = 0.0
         for group in groups:
@@ -196,7 +201,7 @@ class Checkpoints:
 
     def _copied(self, call: Call) -> None:
         self._copying.discard(call.group.name)
-        self.pause_s = max(self.pause_s, *call.results)
+        self.pause_s = max([self.pause_s, *call.results])
 
     def poll(self) -> None:
         """Ask those who are still writing and have nothing else to do whether it is done, twice a second at most."""
@@ -212,23 +217,39 @@ class Checkpoints:
         if all(call.results):
             self._writing.pop(call.group.name, None)
 
+    def failed(self, event: Event) -> bool:
+        """See to a rank that could not write its part; False: it was not for want of room."""
+        call, failure = event.call, event.reply.failure
+        if failure is None or not failure.disk_full or call.group.name not in self._writing or call.lease is not None:
+            return False
+        self.no_room = f"{call.describe(event.rank)}: {failure.message}"
+        call.lose(event.rank)
+        if call.done:
+            self._hands.complete(call)
+        return True
+
     def complete(self, metrics: Sequence[Mapping[str, float]]) -> None:
-        """Give it its name when everybody has written, and let go of those that are not to be kept.
+        """Give it its name when everybody has written, and let go of those that are not to be kept. One for which the disk
+        has no room is given up, and `no_room` says so until the next is begun.
 
         Raises:
-            RunError: the disk is full, say.
+            RunError: it could not be completed.
         """
         if self._path is None or self._writing:
             return
-        if self._naming is None:
+        if self._naming is None and not self.no_room:
             self._naming = self._thread.submit(self._name, self._path, [*metrics])
-        if self._naming.done():
-            path, naming = self._path, self._naming
-            self._path = self._naming = None
-            try:
-                naming.result()
-            except OSError as error:
-                raise RunError(f"checkpoint {path} could not be completed: {error}") from error
+        if self._naming is not None:
+            if not self._naming.done():
+                return
+            error, self._naming = self._naming.exception(), None
+            if error is not None and not is_full(error):
+                raise RunError(f"checkpoint {self._path} could not be completed: {error}") from error
+            self.no_room = str(error or "")
+        if self.no_room:
+            shutil.rmtree(_unfinished(self._path), ignore_errors=True)
+            self.saved_step = -1
+        self._path = None
 
     def _name(self, path: Path, metrics: Sequence[Mapping[str, float]]) -> None:
         write_manifest(_unfinished(path))

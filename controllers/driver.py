@@ -15,6 +15,7 @@ import platform
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -49,6 +50,7 @@ from .checkpoints import (
 from .checks import all_handles, check_apart, check_followed, check_kinds, check_room
 from .failures import Failures
 from .flow import Flow, positions
+from .full_disk import FullDisk
 from .group import Call, RunError, WorkerDied, WorkerGroup
 from .placement import Placement, resolve
 from .progress import Progress
@@ -186,6 +188,8 @@ class Driver:
         keep = max(buffer.keep_checkpoints, checkpoint.keep + 1)
         self._buffer_config = buffer.model_copy(update={"keep_checkpoints": keep})
         self._failures = Failures(self._backend, self, self._progress, call_timeout_s)
+        self._asked_to_end: Callable[[], bool] = lambda: False
+        self._disk = FullDisk(self.directory.path, self._progress, lambda: self._asked_to_end(), self._failures.forgive)
         self._begin()
 
     def _begin(self) -> None:
@@ -268,7 +272,8 @@ class Driver:
     def close(self) -> None:
         """End every process of the run; what was measured is on disk."""
         try:
-            self.directory.flush()
+            with suppress(OSError):  # a disk without room has been said
+                self.directory.flush()
             self._checkpoints.close()
         finally:
             try:
@@ -324,11 +329,15 @@ class Driver:
         checkpoint.
         """
         self._refuse_when_failed()
-        while True:
-            try:
-                return self._run()
-            except WorkerDied as error:
-                self._start_again(error)
+        with can_be_ended(bool(self._checkpoints.config.every)) as asked:
+            self._asked_to_end = asked
+            while True:
+                try:
+                    return self._run()
+                except WorkerDied as error:
+                    if asked():
+                        raise
+                    self._start_again(error)
 
     def _start_again(self, error: WorkerDied) -> None:
         self.close()
@@ -349,19 +358,17 @@ class Driver:
         else:
             self._closed_at = self._backend.clock()
             self._mark_evaluations()
-        with can_be_ended(bool(self._checkpoints.config.every)) as asked:
-            while not self._finished:
-                if asked() and self._can_be_saved:
-                    self._save_and_leave()
-                self._admit()
-                self._dispatch()
-                self._settle()
-                self._close()
-            if self._checkpoints.config.every and self._checkpoints.saved_step < self.step:
-                self._save()  # an evaluation had the run stop
-            self._finish_checkpoint()
+        while not self._finished:
+            if self._asked_to_end() and self._can_be_saved:
+                self._save_and_leave()
+            self._admit()
+            self._dispatch()
+            self._settle()
+            self._close()
+        if self._checkpoints.config.every:
+            self._save_to_the_end()
         self._progress.ended()
-        self.directory.flush()
+        self._disk.write(self.directory.flush)
         return self.directory.metrics
 
     @property
@@ -511,7 +518,7 @@ class Driver:
             flow.taken[node.name] += lease.num_groups
             if node.operation.in_parts is not None:
                 extra["last"] = share.last
-        self._live_buffer.commit()  # the log is ahead of the work
+        self._disk.write(self._live_buffer.commit)  # the log is ahead of the work
         self.take_device(group)
         call = group.call_node(flow.ledger, lease, replica=replica, **extra)
         call.last = share.last
@@ -565,7 +572,7 @@ class Driver:
 
     def _settle(self) -> None:
         buffer = self._live_buffer
-        buffer.commit()
+        self._disk.write(buffer.commit)
         for ledger in buffer.ledgers.values():
             expired = ledger.expire()
             for call in [c for c in self._under_way if c.gives_way and any(c.lease is lease for lease in expired)]:
@@ -606,8 +613,12 @@ class Driver:
         if event.rank in call.lost:
             return
         void = call.ledger is not None and call.lease is not None and not call.ledger.holds(call.lease)
+        if failure is not None and self._checkpoints.failed(event):
+            return
         if failure is not None and (failure.died or not void) and self._failures.take(event):
             return
+        if event.reply.paused:
+            self._disk.say(f"{call.describe(event.rank)}: {event.reply.paused}")
         if failure is not None and void:  # too late for anybody to care
             event = replace(event, reply=Reply(done=True))
         call.take(event.rank, event.reply)
@@ -651,6 +662,9 @@ class Driver:
 
     # What follows a call
 
+    def wait_for_room(self, why: str) -> None:
+        self._disk.wait_for_more(why)
+
     def give_weights_again(self, group: WorkerGroup) -> None:
         self._weights.give_again(group)
 
@@ -686,7 +700,7 @@ class Driver:
 
     def _close(self) -> None:
         """End the step, or the evaluation, of which nothing is left to do."""
-        self._checkpoints.complete(self.directory.metrics)
+        self._complete_checkpoint()
         for flow in self._flows.values():
             waits = self._passing_weights and not flow.schedule.overlaps
             if waits or not flow.schedule.over(flow):
@@ -721,6 +735,7 @@ class Driver:
         self._samples.clear()
         self._tokens.clear()
         self.directory.add_metrics(row)
+        self._disk.write(lambda: self.directory.flush(when_due=True))
         self._progress.stepped(row)
         self._ask_to_stop()
         self._mark_evaluations()
@@ -735,18 +750,26 @@ class Driver:
     def _save(self) -> None:
         """Begin a checkpoint of the step that is over: no update is under way. Groups go on when their state is copied."""
         self._finish_checkpoint()
-        self.directory.flush()
+        self._disk.write(self.directory.flush)
         state = RunState(
             self.step,
             self._seed,
             time_s=self._backend.clock() - self._started,
             versions={name: group.version for name, group in self.groups.items()},
-            position=self._live_buffer.checkpoint(),
+            position=self._disk.write(self._live_buffer.checkpoint),
             schedule=type(self._schedule).__name__,
             evaluated={name: self._flows[name].closed_at for name in self._evaluations},
             stopped=self._stopped,
         )
-        self._checkpoints.begin(state, [g for g in self.groups.values() if has_state(g.handle)])
+        saved = [g for g in self.groups.values() if has_state(g.handle)]
+        self._disk.write(lambda: self._checkpoints.begin(state, saved))
+
+    def _save_to_the_end(self) -> None:
+        """Have the present step in a checkpoint that is on the disk."""
+        self._finish_checkpoint()
+        while self._checkpoints.saved_step < self.step:
+            self._save()
+            self._finish_checkpoint()
 
     @property
     def _can_be_saved(self) -> bool:
@@ -756,21 +779,27 @@ class Driver:
         return not evaluating and not any(train.taken.values())
 
     def _save_and_leave(self) -> NoReturn:
-        self._save()
-        self._finish_checkpoint()
-        self.directory.flush()
+        self._checkpoints.saved_step = -1  # of this step there may be one, with less in the buffer
+        self._save_to_the_end()
+        self._disk.write(self.directory.flush)
         self._progress.left(self._checkpoints.folder)
         raise SystemExit(0)
 
     def _finish_checkpoint(self) -> None:
-        """Wait until the one that is being written is on the disk."""
+        """Wait until the one that is being written is on the disk, or given up because there is no room."""
         while self._checkpoints.under_way:
             self._checkpoints.poll()
             if self._under_way:
                 self._settle()
             else:
                 time.sleep(POLL_S / 10)
-            self._checkpoints.complete(self.directory.metrics)
+            self._complete_checkpoint()
+
+    def _complete_checkpoint(self) -> None:
+        was_under_way = self._checkpoints.under_way
+        self._checkpoints.complete(self.directory.metrics)
+        if was_under_way and not self._checkpoints.under_way and self._checkpoints.no_room:
+            self._disk.wait_for_more(self._checkpoints.no_room)
 
     def _ask_to_stop(self) -> None:
         if self._stop is not None and not self._stopped and self._stop(self.directory.metrics[-1]):

@@ -34,6 +34,7 @@ class Hands(Protocol):
     def watch(self, call: Call, then: Callable[[Call], None]) -> None: ...
     def complete(self, call: Call) -> None: ...
     def give_weights_again(self, group: WorkerGroup) -> None: ...
+    def wait_for_room(self, why: str) -> None: ...
 
 
 class Failures:
@@ -129,6 +130,12 @@ class Failures:
             return False
         if failure.died:
             self.replace(call.group, event.rank, failure.message)
+            return True
+        if call.lease is not None and failure.disk_full:
+            self._give_back(call, event.rank, f"{call.describe(event.rank)} found no room on the disk")
+            if call.done:
+                self._hands.complete(call)
+            self._hands.wait_for_room(failure.message)
             return True
         if call.node is None or call.node.group is None or call.lease is None:
             return False  # a graph's own function is a pure one: it would fail again

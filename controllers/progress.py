@@ -42,6 +42,9 @@ class Progress:
         at = f" at sample {', '.join(map(str, samples[:4]))}" if samples else ""
         self._say(f"{who} failed{at}; its rows are asked again: {why}")
 
+    def paused(self, why: str) -> None:
+        self._say(f"paused, for want of room on the disk: {why}; the run goes on when there is some")
+
     def died(self, why: str) -> None:
         self._say(f"{why}\nall groups are started again")
 

@@ -16,6 +16,7 @@ import queue
 import secrets
 import shutil
 import signal
+import struct
 import sys
 import tempfile
 import threading
@@ -144,8 +145,7 @@ class RayBackend:
     has_processes = True
 
     def sample_at(self, group: WorkerGroup, rank: int) -> int | None:
-        path = SampleNote.path(self._run_dir, group.name, rank)
-        return SampleNote.read(path) if path.exists() else None
+        return SampleNote.read(SampleNote.path(self._run_dir, group.name, rank))
 
     def _connect_nodes(self, files: Files, names: Mapping[str, str]) -> None:
         """A server of segments on each node, and every rank told where they are."""
@@ -189,6 +189,7 @@ class RayBackend:
 
     def _init_ray(self, placement: Mapping[str, Place]) -> None:
         import ray
+        from ray._private import services
 
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
         if self.address:
@@ -198,6 +199,18 @@ class RayBackend:
         # Ray's sockets lie in it, 64 characters deeper, and the path of a socket has at most 107.
         self._folder = tempfile.mkdtemp(prefix="weft-", dir=None if len(tempfile.gettempdir()) <= 30 else "/tmp")
         pools = {p.pool.name: p.pool for p in placement.values()}
+        # A signal to the process group of a run (a terminal, a batch system) is for the driver: Ray's own processes must live for
+        # as long as it takes to save. An internal name: test_checkpoints.py sends such a signal.
+        start = services.ConsolePopen
+        services.ConsolePopen = functools.partial(start, process_group=0)
+        try:
+            self._start_cluster(pools, quiet)
+        finally:
+            services.ConsolePopen = start
+
+    def _start_cluster(self, pools: Mapping[str, ResourcePool], quiet: Mapping[str, Any]) -> None:
+        import ray
+
         ray.init(
             address="local",
             # Groups without a place share the machine with the pools.
@@ -388,9 +401,11 @@ class Rank:
     ) -> None:
         import ray
 
+        self._note: SampleNote | None = None
         if context.run_dir is not None:
             _log_to(context.run_dir / "logs" / f"{context.name}_{context.rank}.log")
-            context = replace(context, at=SampleNote(SampleNote.path(context.run_dir, context.name, context.rank)))
+            self._note = SampleNote(SampleNote.path(context.run_dir, context.name, context.rank))
+            context = replace(context, at=self._note)
         self.worker: Any = None
         self.failure: Failure | None = None
         self.node = names[ray.get_runtime_context().get_node_id()]
@@ -427,6 +442,8 @@ class Rank:
                 self.worker.close()
         finally:
             self.data.close()
+            if self._note is not None:
+                self._note.close()
 
     def coordinates(self) -> tuple[Any, Any, str]:
         self._up.wait()
@@ -461,25 +478,37 @@ class Rank:
 
 
 class SampleNote:
-    """Eight bytes in a file of the run: the sample that a rank works on. What is written there outlives the process."""
+    """The sample that a rank works on, in eight bytes of a file of the run: what is written there outlives the process. The file is
+    made when a worker first says what it works on, and goes with it."""
 
     def __init__(self, path: Path) -> None:
-        path.write_bytes(bytes(8))
-        with path.open("r+b") as file:
-            self._bytes = mmap.mmap(file.fileno(), 8)
-        self(None)
+        self._path = path
+        self._bytes: mmap.mmap | None = None
+        path.unlink(missing_ok=True)  # of another process of the rank
 
     def __call__(self, sample_id: int | None) -> None:
-        self._bytes[:] = (-1 if sample_id is None else sample_id).to_bytes(8, "little", signed=True)
+        if self._bytes is None:
+            self._path.write_bytes(_EIGHT.pack(-1))
+            with self._path.open("r+b") as file:
+                self._bytes = mmap.mmap(file.fileno(), _EIGHT.size)
+        self._bytes[:] = _EIGHT.pack(-1 if sample_id is None else sample_id)
+
+    def close(self) -> None:
+        self._path.unlink(missing_ok=True)
 
     @staticmethod
     def read(path: Path) -> int | None:
-        sample_id = int.from_bytes(path.read_bytes()[:8], "little", signed=True)
+        if not path.exists():
+            return None
+        (sample_id,) = _EIGHT.unpack(path.read_bytes())
         return None if sample_id < 0 else sample_id
 
     @staticmethod
     def path(run_dir: Path, group: str, rank: int) -> Path:
         return run_dir / "logs" / f"{group}_{rank}.at"
+
+
+_EIGHT = struct.Struct("<q")
 
 
 class SegmentHost:

@@ -80,8 +80,6 @@ class RunDirectory:
 
     def add_metrics(self, row: Mapping[str, float]) -> None:
         self._metrics.append(dict(row))
-        if time.monotonic() - self._flushed > self.flush_interval_s:
-            self.flush()
 
     def add_call(self, **entry: Any) -> None:
         self._timeline.append(entry)
@@ -94,14 +92,20 @@ class RunDirectory:
     def timeline(self) -> list[dict[str, Any]]:
         return self._timeline
 
-    def flush(self) -> None:
-        """Write metrics and timeline whole, each by a rename: a reader never sees half a file."""
-        self._flushed = time.monotonic()
+    def flush(self, *, when_due: bool = False) -> None:
+        """Write metrics and timeline whole, each by a rename: a reader never sees half a file.
+
+        Args:
+            when_due: only if what is on the disk is older than `flush_interval_s`.
+        """
+        if when_due and time.monotonic() - self._flushed <= self.flush_interval_s:
+            return
         for name, rows in (("metrics", self._metrics), ("timeline", self._timeline)):
             if rows:
                 columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(k for row in rows for k in row)}
                 pq.write_table(pa.table(columns), self.path / f".{name}.parquet")
                 (self.path / f".{name}.parquet").rename(self.path / f"{name}.parquet")
+        self._flushed = time.monotonic()
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

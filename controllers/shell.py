@@ -6,7 +6,7 @@ from __future__ import annotations
 import pickle
 import time
 import traceback
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..dataflow.column import (
     RESPONSE_VERSIONS,
     SAMPLE_ID,
 )
+from ..dataflow.disk import MAX_PAUSE_S, PAUSE_S, is_full
 from ..dataflow.errors import UserError
 from ..dataflow.metrics import Metric, Metrics
 from ..dataflow.operation import Operation, Shape
@@ -113,15 +114,17 @@ class Reply:
     seconds: float = 0.0
     """Time spent in the worker, on the last reply."""
     failure: Failure | None = None
+    paused: str = ""
+    """The disk has no room for what was made; it is written when there is."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         plain = pickle.dumps((self.published, self.segment, self.done, self.seconds), protocol=5)
-        return _reply, (plain, self.metrics, self.value, self.failure)
+        return _reply, (plain, self.metrics, self.value, self.failure, self.paused)
 
 
-def _reply(plain: bytes, metrics: Metrics, value: Any, failure: Failure | None) -> Reply:
+def _reply(plain: bytes, metrics: Metrics, value: Any, failure: Failure | None, paused: str) -> Reply:
     published, segment, done, seconds = pickle.loads(plain)
-    return Reply(published, segment, metrics, value, done, seconds, failure)
+    return Reply(published, segment, metrics, value, done, seconds, failure, paused)
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,7 @@ class Failure:
     """The samples at fault where the worker knows them, else those of the call."""
     died: bool = False
     """It was not an exception: the process is gone."""
+    disk_full: bool = False
 
 
 def run(worker: Worker, task: Task, data: DataAccess) -> Iterator[Reply | None]:
@@ -150,14 +154,14 @@ def run(worker: Worker, task: Task, data: DataAccess) -> Iterator[Reply | None]:
         result = method(gather(rows, data.reader), **task.arguments)
         children = _Children(rows)
         if not isinstance(result, Iterator):
-            reply = _answer(task, rows, result, children, data)
+            reply = yield from _answer(task, rows, result, children, data)
             yield replace(reply, done=True, seconds=time.perf_counter() - started)
             return
         for part in result:
             if part is None and rows.operation.gives_way:
                 yield None
                 continue
-            reply = _answer(task, rows, part, children, data)
+            reply = yield from _answer(task, rows, part, children, data)
             if task.keep:
                 yield reply
         yield Reply(done=True, seconds=time.perf_counter() - started)
@@ -165,15 +169,26 @@ def run(worker: Worker, task: Task, data: DataAccess) -> Iterator[Reply | None]:
         yield Reply(failure=failure_of(error, tuple(task.rows.ids[:4].tolist()) if task.rows else ()))
 
 
-def _answer(task: Task, rows: RowTask, part: Any, children: _Children, data: DataAccess) -> Reply:
-    """What a method returned, or yielded, written to a segment."""
+def _answer(
+    task: Task, rows: RowTask, part: Any, children: _Children, data: DataAccess
+) -> Generator[Reply, None, Reply]:
+    """What a method returned, or yielded, written to a segment; yields that it waits, while there is no room on the disk."""
     batch, metrics = _checked(rows.operation.name, part)
     if not task.keep:
         return Reply()
     if batch is None or not (rows.writes or rows.operation.shape in (Shape.FILTER, Shape.EXPAND)):
         return Reply(metrics=metrics)  # an update, say: nothing was written
     published, kept = _publish(rows, batch, children)
-    return Reply(published, data.writer.append(kept) if rows.writes else None, metrics)
+    began = time.monotonic()
+    while rows.writes:
+        try:
+            return Reply(published, data.writer.append(kept), metrics)
+        except OSError as error:
+            if not is_full(error) or time.monotonic() - began > MAX_PAUSE_S:
+                raise
+            yield Reply(paused=str(error))
+            time.sleep(PAUSE_S)
+    return Reply(published, metrics=metrics)
 
 
 def failure_of(error: Exception, sample_ids: tuple[int, ...] = ()) -> Failure:
@@ -181,7 +196,11 @@ def failure_of(error: Exception, sample_ids: tuple[int, ...] = ()) -> Failure:
     text = "".join(traceback.format_exception(type(error), error, _below_shell(error)))
     name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
     return Failure(
-        f"{name}{error}", text, isinstance(error, UserError), tuple(getattr(error, "sample_ids", ())) or sample_ids
+        f"{name}{error}",
+        text,
+        isinstance(error, UserError),
+        tuple(getattr(error, "sample_ids", ())) or sample_ids,
+        disk_full=is_full(error),
     )
 
 

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
+PAUSE_S = 1.0
+"""Seconds between two tries of what did not fit on a disk."""
+MAX_PAUSE_S = 3600.0
+"""Longest wait for room on a disk."""
 PARTIAL = ".partial"
 """What the name of a file that is being written ends in."""
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether it was for want of room on a disk."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 class Disk:

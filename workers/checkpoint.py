@@ -16,6 +16,7 @@ import errno
 import json
 import math
 import mmap
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -96,8 +97,9 @@ class SnapshotWriter:
         """Whether nothing is being written (any more); raises but once.
 
         Raises:
-            OSError: a file could not be written; it is named, and of a full disk is said how many bytes are needed.
-            RuntimeError: another rank could not write.
+            OSError: a file could not be written, here or on another rank; it is named, and of a full disk is said how many
+                bytes are needed.
+            RuntimeError: another rank failed otherwise.
         """
         if self._writing is None or not (wait or self._writing.done()):
             return self._writing is None
@@ -163,7 +165,7 @@ class SnapshotWriter:
             work()
         except Exception as problem:
             error = problem
-            failed[self._context.rank] = 1
+            failed[self._context.rank] = getattr(problem, "errno", None) or -1
         if self._group is not None:
             try:
                 dist.all_reduce(failed, group=self._group)
@@ -171,8 +173,11 @@ class SnapshotWriter:
                 raise error or lost from None
         if error is not None:
             raise error
-        if failed.any():
-            raise RuntimeError(f"rank {int(failed.argmax())} could not write its part of {folder}")
+        for rank, number in enumerate(failed.int().tolist()):
+            if number > 0:
+                raise OSError(number, f"rank {rank} could not write its part: {os.strerror(number)}", str(folder))
+            if number:
+                raise RuntimeError(f"rank {rank} could not write its part of {folder}")
 
 
 class StoredState:

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Literal
 
 from test_checkpoints import SavingActor
 from test_schedules import SlowRollout
@@ -23,6 +24,7 @@ class Settings(weft.Config):
     every: int = 1000
     steps: int = 100_000
     resume: str = "none"
+    backend: Literal["local", "ray"] = "local"
 
 
 def main(settings: Settings) -> None:
@@ -35,6 +37,7 @@ def main(settings: Settings) -> None:
         schedule=weft.Synchronous(steps=settings.steps, prompts_per_step=3),
         checkpoint=weft.CheckpointConfig(every=settings.every),
         resume=settings.resume,
+        backend=weft.RayBackend() if settings.backend == "ray" else weft.Local(),
         name="run",
         root=settings.root,
     ) as driver:

@@ -1,6 +1,7 @@
 """A run that is ended anywhere goes on from its last checkpoint, and nothing is lost or trained on twice."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -245,7 +246,9 @@ def test_a_run_that_was_ended_while_a_checkpoint_took_the_place_of_another_has_t
 
 def begun(root: Path, *more: str) -> subprocess.Popen[str]:
     command = [sys.executable, str(Path(__file__).with_name("ended_run.py")), "--root", str(root), *more]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
 
 
 def wait_for_steps(process: subprocess.Popen[str], root: Path) -> None:
@@ -268,6 +271,16 @@ def test_sigterm_has_a_run_save_itself_and_leave_with_0(tmp_path: Path):
     assert step >= 3
     again, _ = begun(tmp_path, "--steps", str(step + 2), "--resume", "latest").communicate(timeout=60)
     assert f"goes on after step {step}" in again and f"step {step + 2}/{step + 2}" in again, again
+
+
+@pytest.mark.ray
+def test_sigterm_to_the_process_group_of_a_run_under_ray_has_it_save_itself_and_leave_with_0(tmp_path: Path):
+    process = begun(tmp_path, "--backend", "ray")
+    wait_for_steps(process, tmp_path)
+    os.killpg(process.pid, signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "saved in" in said, said
+    assert latest_sound(tmp_path / "run") is not None
 
 
 def test_sigterm_ends_a_run_without_checkpoints_at_once(tmp_path: Path):

@@ -127,7 +127,7 @@ def main() -> None:
     try:
         worker.checkpoint_written(wait=True)
     except (OSError, RuntimeError) as error:
-        expected = "the disk is full: " if rank == last else f"rank {last} could not write its part of {folder}/full"
+        expected = "the disk is full: " if rank == last else f"rank {last} could not write its part: No space left"
         assert expected in str(error)
     else:
         raise AssertionError("a disk of one rank was full, and nothing was said")
