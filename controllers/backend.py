@@ -8,7 +8,7 @@ import platform
 import re
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -116,6 +116,15 @@ class Backend(Protocol):
         works the others say nothing."""
         ...
 
+    @property
+    def nodes(self) -> Collection[str]:
+        """Names of the nodes on which segments can be read."""
+        ...
+
+    def has_lost_node(self) -> bool:
+        """Whether one of them is gone, with its processes and rows."""
+        ...
+
     def replace(self, group: WorkerGroup, rank: int) -> None:
         """End what is left of a rank's process, and start another in its place; returns at once. What the old one had not
         answered is never answered; calls on the new one wait until it is up."""
@@ -179,6 +188,13 @@ class Local:
         return events
 
     has_processes = False
+
+    @property
+    def nodes(self) -> Collection[str]:
+        return (this_node(),)
+
+    def has_lost_node(self) -> bool:
+        return False
 
     def replace(self, group: WorkerGroup, rank: int) -> None:
         raise RuntimeError(f"{group.name}[{rank}] has no process that could end")

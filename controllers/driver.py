@@ -248,6 +248,8 @@ class Driver:
             self.groups = self._backend.start(
                 Setup(self._handles, self._placement, self.directory.path, self._seed, files, self._follows)
             )
+            for graph, group in self.buffer.drop_unreachable(self._backend.nodes):
+                self._progress.say(f"group {group} of graph {graph!r} is issued again: the node that it lay on is gone")
             sources = files.writer(this_node(), "sources")
             for name, graph in graphs.items():
                 self._flows[name] = self._flow(name, graph, self.buffer, sources)

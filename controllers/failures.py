@@ -128,6 +128,8 @@ class Failures:
         assert failure is not None
         if not call.group.handle.worker_class.replaceable or failure.user_error:
             return False
+        if (failure.died or failure.unreadable) and self._backend.has_lost_node():
+            return False
         if failure.died:
             self.replace(call.group, event.rank, failure.message)
             return True

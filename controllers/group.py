@@ -110,7 +110,7 @@ class Call:
     def _error(self, rank: int, failure: Failure) -> Exception:
         samples = f", samples {', '.join(map(str, failure.sample_ids))}" if failure.sample_ids else ""
         where = f"{self.describe(rank)}{samples}: {failure.message}"
-        if failure.died:
+        if failure.died or failure.unreadable:
             return WorkerDied(where)
         return UserError(where) if failure.user_error else WorkerError(f"{where}\n{failure.traceback.rstrip()}")
 

@@ -28,32 +28,32 @@ class Progress:
         self._row: Mapping[str, float] = {}
 
     def starting(self, groups: Iterable[str], backend: str) -> None:
-        self._say(f"run {self._run_dir.name}: starting {', '.join(groups)} with {backend}; files in {self._run_dir}")
+        self.say(f"run {self._run_dir.name}: starting {', '.join(groups)} with {backend}; files in {self._run_dir}")
 
     def resumed(self, checkpoint: Path, step: int, damage: Iterable[str]) -> None:
         for what in damage:
-            self._say(f"damaged: {what}")
-        self._say(f"goes on after step {step}, from {checkpoint}")
+            self.say(f"damaged: {what}")
+        self.say(f"goes on after step {step}, from {checkpoint}")
 
     def replaced(self, worker: str, why: str, rows: int, seconds: float) -> None:
-        self._say(f"worker {worker} was replaced after {seconds:.1f} s, {rows} rows are asked again; {why}")
+        self.say(f"worker {worker} was replaced after {seconds:.1f} s, {rows} rows are asked again; {why}")
 
     def repeated(self, who: str, why: str, samples: Sequence[int]) -> None:
         at = f" at sample {', '.join(map(str, samples[:4]))}" if samples else ""
-        self._say(f"{who} failed{at}; its rows are asked again: {why}")
+        self.say(f"{who} failed{at}; its rows are asked again: {why}")
 
     def paused(self, why: str) -> None:
-        self._say(f"paused, for want of room on the disk: {why}; the run goes on when there is some")
+        self.say(f"paused, for want of room on the disk: {why}; the run goes on when there is some")
 
     def died(self, why: str) -> None:
-        self._say(f"{why}\nall groups are started again")
+        self.say(f"{why}\nall groups are started again")
 
     def left(self, checkpoints: Path) -> None:
-        self._say(f"ended early, and saved in {checkpoints}; resume='latest' goes on from there")
+        self.say(f"ended early, and saved in {checkpoints}; resume='latest' goes on from there")
 
     def started(self, graphs: Mapping[str, Graph], groups: Mapping[str, Any]) -> None:
         sizes = ", ".join(f"{name} x{len(group.mesh)}" for name, group in groups.items())
-        self._say(f"{', '.join(g.name for g in graphs.values())} on {sizes}")
+        self.say(f"{', '.join(g.name for g in graphs.values())} on {sizes}")
         self._began = time.monotonic()
 
     def stepped(self, row: Mapping[str, float]) -> None:
@@ -67,7 +67,7 @@ class Progress:
             value = next(iter(row.values()), float("nan"))
         self._evaluated = f"{name} {value:.3f}"
         if not step:
-            self._say(f"before the first step: {self._evaluated}")
+            self.say(f"before the first step: {self._evaluated}")
 
     def ended(self) -> None:
         """Show where the run stands, whenever it was last shown."""
@@ -94,7 +94,7 @@ class Progress:
         else:
             print(text, flush=True)
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
         if self._enabled:
             self._end_line()
             print(text, flush=True)

@@ -16,6 +16,7 @@ import queue
 import secrets
 import shutil
 import signal
+import socket
 import struct
 import sys
 import tempfile
@@ -23,7 +24,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,10 @@ from .group import Call, WorkerError, WorkerGroup
 from .placement import Place, ResourcePool, machine_cpus, machine_gpus, require_devices
 from .shell import Failure, Reply, Task, failure_of
 
-MAX_CALLS = 256
-"""Calls on one rank that may be under way; all but one of them wait for their turn."""
+NODE_TIMEOUT_S = 5.0
+"""Longest wait for a node to accept a connection, when a process is gone, or rows cannot be read."""
+MAX_CALLS = 64
+"""Calls on one rank that may be under way, each of which has a thread there; all but one of them wait for their turn."""
 CLOSE_TIMEOUT_S = 5.0
 """Longest wait for workers to release what they hold, before they are ended without being asked."""
 
@@ -65,6 +68,8 @@ class RayBackend:
         self._started: tuple[Setup, Mapping[str, Reserved], Mapping[str, str]] | None = None
         self._peers: tuple[Mapping[str, str], str] | None = None
         """What every rank was told of the other nodes, when there are any."""
+        self._nodes: Mapping[str, str] = {}
+        """Ray's id -> name, of those that ranks stand on, and the driver's."""
         self._groups: list[Any] = []
         self._folder: str | None = None
         self._name = f"weft-{uuid.uuid4().hex[:12]}"
@@ -107,8 +112,9 @@ class RayBackend:
         standing = {who: node for who, (_, node) in meshes.items()}
         _check_weights_stay(setup, standing)
         used = {this_node(), *standing.values()}
+        self._nodes = {id: name for id, name in names.items() if name in used}
         if len(used) > 1:
-            self._connect_nodes(setup.files, {id: name for id, name in names.items() if name in used})
+            self._connect_nodes(setup.files, self._nodes)
         return {
             name: WorkerGroup(
                 name,
@@ -143,6 +149,17 @@ class RayBackend:
         self._start_rank(group.name, rank, self._lives[group.name, rank] + 1)
 
     has_processes = True
+
+    @property
+    def nodes(self) -> Collection[str]:
+        return self._nodes.values()
+
+    def has_lost_node(self) -> bool:
+        if len(self._nodes) == 1:
+            return False  # it is the driver's own
+        import ray
+
+        return not all(n["Alive"] and _listens(n) for n in ray.nodes() if n["NodeID"] in self._nodes)
 
     def sample_at(self, group: WorkerGroup, rank: int) -> int | None:
         return SampleNote.read(SampleNote.path(self._run_dir, group.name, rank))
@@ -535,6 +552,15 @@ def _node_names(nodes: Sequence[Mapping[str, Any]], here: str) -> dict[str, str]
                 name = f"{base}-{number}"
             names[node["NodeID"]] = name
     return names
+
+
+def _listens(node: Mapping[str, Any]) -> bool:
+    """Whether the node is there; the cluster itself may take a while to notice that it is not."""
+    try:
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), NODE_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _check_weights_stay(setup: Setup, standing: Mapping[str, str]) -> None:

@@ -139,6 +139,8 @@ class Failure:
     died: bool = False
     """It was not an exception: the process is gone."""
     disk_full: bool = False
+    unreadable: bool = False
+    """Rows that it was given could not be read: their node may be gone."""
 
 
 def run(worker: Worker, task: Task, data: DataAccess) -> Iterator[Reply | None]:
@@ -151,7 +153,12 @@ def run(worker: Worker, task: Task, data: DataAccess) -> Iterator[Reply | None]:
             yield Reply(value=value if task.keep else None, done=True, seconds=time.perf_counter() - started)
             return
         rows = task.rows
-        result = method(gather(rows, data.reader), **task.arguments)
+        try:
+            batch = gather(rows, data.reader)
+        except Exception as error:
+            yield Reply(failure=replace(failure_of(error, tuple(rows.ids[:4].tolist())), unreadable=True))
+            return
+        result = method(batch, **task.arguments)
         children = _Children(rows)
         if not isinstance(result, Iterator):
             reply = yield from _answer(task, rows, result, children, data)

@@ -228,6 +228,10 @@ class Simulated:
         """There is no file."""
 
     has_processes = False
+    nodes = (NODE,)
+
+    def has_lost_node(self) -> bool:
+        return False
 
     def replace(self, group: WorkerGroup, rank: int) -> None:
         raise RuntimeError(f"{group.name}[{rank}] has no process that could end")

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -202,6 +202,16 @@ class SampleBuffer:
         for group, segment in ledger.groups_in(lost):
             self.damage.append(f"group {group} of graph {ledger.name!r} is issued again: {lost[segment]}")
             ledger.lose(group, lost[segment])
+
+    def drop_unreachable(self, nodes: Collection[str]) -> list[tuple[str, int]]:
+        """Issue the groups again that lie on none of these nodes, before anybody works; returns graph and group of each."""
+        found: list[tuple[str, int]] = []
+        for name, ledger in self.ledgers.items():
+            gone = {segment for segment in ledger.live_segments() if segment.node not in nodes}
+            for group, segment in ledger.groups_in(gone):
+                ledger.lose(group, f"node {segment.node} is gone")
+                found.append((name, group))
+        return found
 
     def _take_stock(self, pinned: set[Segment]) -> None:
         """Tell the store which files hold rows, now or at the latest checkpoint, so that the others may go."""
