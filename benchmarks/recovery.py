@@ -1,0 +1,216 @@
+"""What a run loses when its processes are killed, what a damaged checkpoint does, and what recovery costs.
+
+    python benchmarks/recovery.py                       # an hour
+    python benchmarks/recovery.py --parts kills,left    # some of kills, identical, damage, pause, times, left
+    python benchmarks/recovery.py --small               # two minutes, to see that it works: not a measurement
+
+Each run is a program of its own (`recovery_run.py`, or the example), and everything that is killed is a real process.
+docs/benchmarks.md says what the keys mean. The last line printed is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+from recovery_log import account, incomplete_steps
+from recovery_processes import STUCK_S, Run, RunEnded, RunStuck
+from recovery_run import SAMPLES
+from workloads import Workload, prepare
+
+PROMPTS = 4
+"""In a step of `recovery_run.py`."""
+SOURCE = 64
+"""Prompts that there are."""
+SCHEDULES = ("synchronous", "pipelined", "asynchronous")
+VICTIMS = ("driver", "rollout", "actor", "reward")
+KEYS = (
+    "kills",
+    "lost",
+    "duplicated",
+    "resumed_identical",
+    "damage_cases",
+    "damage_found",
+    "rollout_recovery_s",
+    "actor_recovery_s",
+    "checkpoint_pause_s",
+    "left_behind",
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of everything."""
+
+    kills: int = 50
+    steps_per_kill: int = 8
+    """Steps that a run of part `kills` has for each: it must not be over before they are through."""
+
+
+SMALL = Size(kills=3, steps_per_kill=20)
+Part = Callable[[Path, Path, Size, int], dict[str, Any]]
+
+
+# Kills: real processes under Ray, at random moments
+
+
+@dataclass
+class Struck:
+    """What a run went through."""
+
+    kills: Counter[str]
+    seconds: dict[str, list[float]]
+    """Victim -> from each kill until the next step was over."""
+    ended: list[str]
+    """The last line of each driver that gave up, and was started again."""
+    stuck: int = 0
+    """Times that a run did not go on, and was ended and started again."""
+
+
+def kill_one(run: Run, victim: str, rng: random.Random, struck: Struck) -> None:
+    """Kill a process, and wait until the run is whole and a step further; start it again when it has ended."""
+    ranks = run.ranks()
+    before = run.step
+    if victim == "driver":
+        assert run.driver is not None
+        hit, gone = run.driver, [*ranks.values()]
+    else:
+        hit = ranks[rng.choice(sorted(name for name in ranks if name.startswith(f"{victim}_")))]
+        gone = [hit]
+    began = time.monotonic()
+    hit.kill()
+    struck.kills[victim] += 1
+    if victim == "driver":
+        run.finish()
+        run.start("--resume", "latest")
+    while True:
+        try:
+            run.wait_until_whole(gone)
+            run.wait_for_step(min(run.step, before))
+            break
+        except RunStuck:
+            struck.stuck += 1
+            print(f"  stuck after the kill of {victim}; the end of what it said:\n{run.said[-1500:]}", flush=True)
+            gone = [*run.ranks().values()]
+            run.signal_all(signal.SIGKILL)
+            run.finish()
+        except RunEnded:
+            struck.ended.append(f"after {victim}: {last_words(run.said)}")
+            print(f"  the driver gave up {struck.ended[-1]}", flush=True)
+            gone = [*gone, *run.ranks().values()]
+        run.start("--resume", "latest")
+    struck.seconds[victim].append(time.monotonic() - began)
+
+
+def last_words(said: str) -> str:
+    """The last line of an error in what a program printed."""
+    lines = [line for line in said.splitlines() if "Error" in line]
+    return lines[-1][:300] if lines else said[-300:]
+
+
+def kills(work: Path, root: Path, size: Size, seed: int) -> dict[str, Any]:
+    struck = Struck(Counter(), {victim: [] for victim in VICTIMS}, [])
+    rng = random.Random(seed)
+    lost = duplicated = in_flight = prompts = 0
+    wrong: list[str] = []
+    shares = {name: size.kills // 3 + (k < size.kills % 3) for k, name in enumerate(SCHEDULES)}
+    for schedule, share in shares.items():
+        steps = max(10, share * size.steps_per_kill)
+        run = Run(root, f"kills-{schedule}", "--folder", str(work), "--schedule", schedule, "--steps", str(steps))
+        began = time.monotonic()
+        run.start()
+        run.wait_until_whole()
+        run.wait_for_step(2)  # the first checkpoint: without one, an actor's death ends the run
+        done = 0
+        while done < share and run.step < steps - 4:
+            time.sleep(rng.uniform(0, 0.5))  # two steps or so: any moment within one
+            with suppress(KeyError, IndexError, psutil.NoSuchProcess):
+                kill_one(run, rng.choice(VICTIMS), rng, struck)
+                done += 1
+        said = run.finish(), last_words(run.said)
+        if said[0]:
+            wrong.append(f"{schedule} ended with {said[0]}: {said[1]}")
+        found = account(run.path / "buffer", samples=SAMPLES, source=SOURCE, seed=0)
+        wrong += found.violations[:5] + incomplete_steps(run.path, steps, PROMPTS * SAMPLES)
+        if found.trained != steps * PROMPTS * SAMPLES:
+            wrong.append(f"{schedule}: {found.trained} samples trained on, not {steps * PROMPTS * SAMPLES}")
+        lost, duplicated = lost + found.lost, duplicated + found.duplicated
+        in_flight, prompts = in_flight + found.in_flight, prompts + found.prompts
+        print(
+            f"{schedule:<13}{done:>3} kills, {steps} steps in {time.monotonic() - began:.0f} s: {found.prompts} prompts, "
+            f"{found.trained} samples trained, {found.in_flight} in flight, {found.issued_again} prompts issued again, "
+            f"{found.lost} lost, {found.duplicated} duplicated",
+            flush=True,
+        )
+        run.clear()
+    recovery = {victim: summary(seconds) for victim, seconds in struck.seconds.items() if seconds}
+    print(f"seconds from a kill to the end of the next step: {recovery}", flush=True)
+    return {
+        "kills": struck.kills.total(),
+        "lost": lost,
+        "duplicated": duplicated,
+        "kills_by": dict(sorted(struck.kills.items())),
+        "prompts": prompts,
+        "in_flight": in_flight,
+        "runs_ended": struck.ended,
+        "runs_stuck": struck.stuck,
+        "kills_wrong": wrong,
+        "kill_to_next_step_s": recovery,
+    }
+
+
+def summary(seconds: list[float]) -> dict[str, float]:
+    return {"median": round(median(seconds), 2), "max": round(max(seconds), 2), "times": len(seconds)}
+
+
+PARTS: Mapping[str, Part] = {
+    "kills": kills,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"which of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--small", action="store_true", help="few of everything: not a measurement")
+    parser.add_argument("--seed", type=int, default=0, help="of victims, moments and damage; default: 0")
+    arguments = parser.parse_args()
+    names = arguments.parts.split(",")
+    if unknown := set(names) - set(PARTS):
+        parser.error(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave by the `with` below
+    result: dict[str, Any] = dict.fromkeys(KEYS) | {"load": os.getloadavg()[0]}
+    with tempfile.TemporaryDirectory(prefix="weft-r") as folder:
+        work = prepare_work(Path(folder) / "work")
+        for name in names:
+            began = time.monotonic()
+            root = Path(folder) / name
+            root.mkdir()
+            print(f"== {name}", flush=True)
+            result |= PARTS[name](work, root, SMALL if arguments.small else Size(), arguments.seed)
+            result[f"{name}_part_s"] = round(time.monotonic() - began, 1)
+            shutil.rmtree(root, ignore_errors=True)
+    print(json.dumps(result))
+
+
+def prepare_work(folder: Path) -> Path:
+    workload = Workload("r", num_prompts=SOURCE, max_tokens=12, vocabulary=256, hidden=64, layers=2, heads=2, mlp=128)
+    return prepare(workload, folder)
+
+
+if __name__ == "__main__":
+    main()
