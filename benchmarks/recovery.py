@@ -28,8 +28,9 @@ from statistics import median
 from typing import Any
 
 import psutil
+from recovery_damage import SPARE, damage_all
 from recovery_log import account, incomplete_steps
-from recovery_processes import STUCK_S, Run, RunEnded, RunStuck
+from recovery_processes import Run, RunEnded, RunStuck
 from recovery_run import SAMPLES
 from workloads import Workload, prepare
 
@@ -178,8 +179,31 @@ def summary(seconds: list[float]) -> dict[str, float]:
     return {"median": round(median(seconds), 2), "max": round(max(seconds), 2), "times": len(seconds)}
 
 
+# Damage: of every file that a run goes on from
+
+
+def damage(work: Path, root: Path, size: Size, seed: int) -> dict[str, Any]:
+    run = Run(root, "run", "--folder", str(work), "--backend", "local", "--steps", "6", "--keep", "3")
+    run.start()
+    if run.finish():
+        raise RuntimeError(run.said[-3000:])
+    outcomes = damage_all(run.path, root / "damaged", seed)
+    for file in dict.fromkeys(o.file for o in outcomes):
+        ways = ", ".join(f"{o.kind} {'found' if o.found else 'not found'}" for o in outcomes if o.file == file)
+        print(f"{file:<36}{ways}", flush=True)
+    # Earlier checkpoints of the ledgers are removed in time, so that one is missing says nothing; the log replaces it.
+    counted = [o for o in outcomes if (o.file, o.kind) != (SPARE, "missing")]
+    return {
+        "damage_cases": len(counted),
+        "damage_found": sum(o.found for o in counted),
+        "damage_not_found": [f"{o.file} {o.kind}: {o.said or 'nothing is said'}" for o in counted if not o.found],
+        "missing_ledger_checkpoint_replaced": all(o.same_rows for o in outcomes if o not in counted),
+    }
+
+
 PARTS: Mapping[str, Part] = {
     "kills": kills,
+    "damage": damage,
 }
 
 

@@ -39,7 +39,8 @@ class Run:
         self.path = root / name
         self.output = root / f"{name}.out"
         self._command = [sys.executable, str(program), "--root", str(root), "--name", name, *settings]
-        self._environment = {**os.environ, "TMPDIR": str(root)}
+        # One thread in each process, as Ray's workers have; a program in one process would take all cores for tiny tensors.
+        self._environment = {**os.environ, "TMPDIR": str(root), "OMP_NUM_THREADS": "1"}
         self.driver: psutil.Popen | None = None
 
     def start(self, *more: str) -> None:
@@ -98,7 +99,7 @@ class Run:
 
     def wait_until_whole(self, gone: Collection[psutil.Process] = ()) -> None:
         """Until all of its worker processes are there, and are none of those that are gone."""
-        self.wait(lambda: RANKS <= {name for name, process in self.ranks().items() if process not in gone})
+        self.wait(lambda: {name for name, process in self.ranks().items() if process not in gone} >= RANKS)
 
     def wait_for_step(self, after: int) -> None:
         self.wait(lambda: self.step > after)

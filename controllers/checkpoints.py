@@ -24,13 +24,13 @@ from typing import Protocol
 
 from pydantic import Field
 
-from ..dataflow.buffer import restore
+from ..dataflow.buffer import LOG, restore
 from ..dataflow.config import Config
 from ..dataflow.disk import Disk, is_full
 from ..dataflow.errors import UserError
 from ..dataflow.graph import Graph
 from ..dataflow.handle import Handle
-from ..dataflow.log import Position
+from ..dataflow.log import LogReader, Position
 from ..dataflow.manifest import verify, write_manifest
 from ..workers.dispatch import Dispatch
 from ..workers.remote import dispatch_of
@@ -326,7 +326,8 @@ def latest_sound(run: Path) -> Found | None:
         if wrong := what_is_wrong(path):
             damage.append(f"{path}: {wrong}; the checkpoint before it is used")
         else:
-            return Found(path, RunState.read(path), damage)
+            state = RunState.read(path)
+            return Found(path, state, [*damage, *_wrong_before(state.position, run / "buffer" / LOG)])
     if damage:
         raise UserError("no checkpoint of the run is sound: " + "; ".join(damage))
     return None
@@ -345,6 +346,17 @@ def what_is_wrong(path: Path) -> str:
     return (
         "" if history.end == position else "; ".join(history.damage) or f"{buffer} ends before byte {position.offset}"
     )
+
+
+def _wrong_before(position: Position, log: Path) -> list[str]:
+    """What is wrong with a log before a position at which the rows are known all the same: from a checkpoint of the ledgers."""
+    reader = LogReader(log)
+    for _ in reader:
+        if reader.end.offset >= position.offset:
+            return []
+    return [
+        f"{reader.damage}; the rows are known without it, but `weft buffer check` proves nothing of this run any more"
+    ]
 
 
 def find(resume: str | Path, root: Path, name: str | None) -> Found | None:
@@ -369,7 +381,8 @@ def find(resume: str | Path, root: Path, name: str | None) -> Found | None:
     if path.parent.name == FOLDER and path.is_dir():
         if wrong := what_is_wrong(path):
             raise UserError(f"checkpoint {resume} is damaged: {wrong}")
-        found = Found(path, RunState.read(path))
+        state = RunState.read(path)
+        found = Found(path, state, _wrong_before(state.position, path.parent.parent / "buffer" / LOG))
     else:
         found = latest_sound(path)
     if found is not None and name not in (None, found.run.name):

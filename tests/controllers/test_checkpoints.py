@@ -194,6 +194,21 @@ def test_a_log_that_ends_too_early_is_named_and_an_earlier_checkpoint_used(
     assert "ledger.log" in said and "after step 4" in said
 
 
+def test_a_log_that_is_damaged_before_the_checkpoint_is_named_and_its_rows_are_known_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(Killed):
+        run(tmp_path, SCHEDULES[0], kill_at=7)
+    log = tmp_path / "run" / "buffer" / "ledger.log"
+    data = bytearray(log.read_bytes())
+    data[len(data) // 4] ^= 1
+    log.write_bytes(data)
+    weights, metrics = run(tmp_path, SCHEDULES[0], resume="latest", progress=True)
+    said = capsys.readouterr().out
+    assert "damaged:" in said and "ledger.log" in said and "after step 6" in said
+    assert len(metrics) == 10 and len(weights) == 2 * len(trained(weights)) == 2 * 27
+
+
 def test_what_cannot_be_resumed_is_refused(tmp_path: Path):
     with pytest.raises(Killed):
         run(tmp_path, SCHEDULES[0], kill_at=3)
