@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -29,15 +30,23 @@ from typing import Any
 
 import psutil
 from recovery_damage import SPARE, damage_all
+from recovery_identical import resumed_runs
+from recovery_left import ENDINGS, end_one
 from recovery_log import account, incomplete_steps
+from recovery_pause import make_model
+from recovery_pause import measure as measure_pause
 from recovery_processes import Run, RunEnded, RunStuck
 from recovery_run import SAMPLES
-from workloads import Workload, prepare
+from workloads import PROMPT_TOKENS, Workload, prepare
+
+from weft.dataflow.buffer import LOG
 
 PROMPTS = 4
 """In a step of `recovery_run.py`."""
 SOURCE = 64
 """Prompts that there are."""
+CONTEXT = 128
+"""Context of the model."""
 SCHEDULES = ("synchronous", "pipelined", "asynchronous")
 VICTIMS = ("driver", "rollout", "actor", "reward")
 KEYS = (
@@ -61,9 +70,16 @@ class Size:
     kills: int = 50
     steps_per_kill: int = 8
     """Steps that a run of part `kills` has for each: it must not be over before they are through."""
+    endings: int = 5
+    resumed: int = 20
+    """Runs that are killed and resumed, with each engine."""
+    checkpoints: int = 16
+    times: int = 3
+    """Kills of a rollout and of an actor whose recovery is timed."""
+    engines: tuple[str, ...] = ("transformers", "vllm")
 
 
-SMALL = Size(kills=3, steps_per_kill=20)
+SMALL = Size(kills=3, steps_per_kill=20, endings=2, resumed=2, engines=("transformers",), checkpoints=3, times=1)
 Part = Callable[[Path, Path, Size, int], dict[str, Any]]
 
 
@@ -179,6 +195,19 @@ def summary(seconds: list[float]) -> dict[str, float]:
     return {"median": round(median(seconds), 2), "max": round(max(seconds), 2), "times": len(seconds)}
 
 
+# Identical: a synchronous run in one process, killed and resumed, bit for bit
+
+
+def identical(work: Path, root: Path, size: Size, seed: int) -> dict[str, Any]:
+    found = {engine: resumed_runs(root, engine, size.resumed, seed, size is SMALL) for engine in size.engines}
+    return {
+        "resumed_identical": {
+            engine: f"{sum(not one.differs for one in runs)} of {len(runs)}" for engine, runs in found.items()
+        },
+        "resumed_after_step": {engine: sorted(one.went_on_after for one in runs) for engine, runs in found.items()},
+    }
+
+
 # Damage: of every file that a run goes on from
 
 
@@ -201,9 +230,124 @@ def damage(work: Path, root: Path, size: Size, seed: int) -> dict[str, Any]:
     }
 
 
+# Left behind: processes, shared memory and sockets, after each way to end
+
+
+def left(work: Path, root: Path, size: Size, seed: int) -> dict[str, Any]:
+    rng = random.Random(seed)
+    found = [end_one(ending, work, root / str(k), rng) for k, ending in enumerate(ENDINGS[: size.endings])]
+    for one in found:
+        saved = "; saved" if one.saved else ""
+        print(
+            f"{one.ending.name:<29} exit code {one.code} (promised: {one.ending.code}) after {one.ended_s:.1f} s{saved}; "
+            f"of {one.started} processes {len(one.processes)} are left, {len(one.shared_memory)} files of shared memory, "
+            f"{len(one.ports)} ports; temporary: {', '.join(one.folders) or 'none'}",
+            flush=True,
+        )
+        for what in (*one.processes, *one.shared_memory):
+            print(f"  left: {what}", flush=True)
+    return {
+        "left_behind": sum(one.count for one in found),
+        "left_by": {one.ending.name: one.count for one in found},
+        "left_folders": {one.ending.name: one.folders for one in found if one.folders},
+        "exit_codes": {one.ending.name: one.code for one in found},
+        "exit_codes_wrong": [one.ending.name for one in found if one.code != one.ending.code],
+        "sigterm_saved": all(one.saved for one in found if one.ending.number == signal.SIGTERM),
+    }
+
+
+# Times: from a kill until the run goes on, with vLLM
+
+
+def times(work: Path, root: Path, size: Size, seed: int) -> dict[str, Any]:
+    engine = "transformers" if size is SMALL else "vllm"
+    longest = CONTEXT - PROMPT_TOKENS
+    settings = ["--folder", str(work), "--engine", engine, "--max-tokens", str(longest), "--prompts", "16"]
+    run = Run(root, "times", *settings, "--steps", "100000", "--every", "1")
+    rng, starts, rollouts = random.Random(seed), [engine_start(root, settings)], list[float]()
+    run.start()
+    run.wait_until_whole()
+    run.wait_for_step(2)
+    while len(rollouts) < size.times:
+        run.wait_for_step(run.step)
+        time.sleep(rng.uniform(0.1, 0.6))
+        seconds, rows = replace_rollout(run, rng.randrange(2))
+        print(f"rollout killed: its successor's first rows after {seconds:.1f} s; {rows} rows were with it", flush=True)
+        if rows:  # else it was killed between two calls
+            rollouts.append(seconds)
+    struck = Struck(Counter(), {"actor": []}, [])
+    for _ in range(size.times):
+        run.wait_for_step(run.step)
+        time.sleep(rng.uniform(0.1, 0.6))
+        kill_one(run, "actor", rng, struck)
+        print(f"actor killed: the next step was over after {struck.seconds['actor'][-1]:.1f} s", flush=True)
+    run.clear()
+    starts.append(engine_start(root, settings))
+    print(f"a rollout worker alone is up after {starts}", flush=True)
+    recovery = median(rollouts)
+    return {
+        "rollout_recovery_s": round(recovery, 2),
+        "actor_recovery_s": round(median(struck.seconds["actor"]), 2),
+        "engine_start_s": round(median(starts), 2),
+        "rollout_recovery_over_start_s": round(recovery - median(starts), 2),
+        "rollout_recoveries_s": [round(s, 2) for s in rollouts],
+        "actor_recoveries_s": [round(s, 2) for s in struck.seconds["actor"]],
+        "engine_starts_s": starts,
+        "times_runs_ended": struck.ended,
+    }
+
+
+def engine_start(root: Path, settings: list[str]) -> float:
+    """Seconds from the start of a process until the same worker is up in it, nothing else of ours running."""
+    run = Run(root, "engine", *settings, "--engine-start")
+    run.start()
+    if run.finish():
+        raise RuntimeError(run.said[-3000:])
+    return float(run.said.rpartition("up after ")[2].split()[0])
+
+
+def replace_rollout(run: Run, rank: int) -> tuple[float, int]:
+    """Kill a rollout's process; seconds until rows of the one in its place are in the log, and rows that are asked again."""
+    log = run.path / "buffer" / LOG
+    process = run.ranks()[f"rollout_{rank}"]
+    life = 1 + max((int(n) for n in re.findall(rf"rollout-{rank}-again(\d+)", log.read_text())), default=0)
+    began = time.monotonic()
+    process.kill()
+    run.wait(lambda: f"rollout-{rank}-again{life}." in log.read_text())
+    seconds = time.monotonic() - began
+    return seconds, int(re.findall(r"replaced after .*?, (\d+) rows are asked again", run.said)[-1])
+
+
+# Pause: how long training waits for a checkpoint
+
+
+def pause(work: Path, root: Path, size: Size, seed: int) -> dict[str, Any]:
+    parameters = make_model(root / "model", size is SMALL)
+    found = {ranks: measure_pause(root, ranks, size.checkpoints) for ranks in (1, 2)}
+    for ranks, one in found.items():
+        print(
+            f"{parameters / 1e6:.0f} M parameters on {ranks} rank(s), {one['bytes'] / 1e6:.0f} MB each: pause {one['pause_s']} s "
+            f"(first {one['first_pause_s']} s), plain copy {one['copy_s']} s, ratio {one['over_copy']}",
+            flush=True,
+        )
+    one, two = found[1], found[2]
+    return {
+        "checkpoint_pause_s": one["pause_s"],
+        "checkpoint_first_pause_s": one["first_pause_s"],
+        "checkpoint_copy_s": one["copy_s"],
+        "checkpoint_pause_over_copy": one["over_copy"],
+        "checkpoint_two_ranks": two,
+        "checkpoint_parameters": parameters,
+    }
+
+
 PARTS: Mapping[str, Part] = {
     "kills": kills,
+    "identical": identical,
     "damage": damage,
+    "times": times,
+    "pause": pause,
+    "left": left,
 }
 
 
