@@ -21,8 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -31,8 +30,8 @@ from typing import Any
 import psutil
 from recovery_damage import SPARE, damage_all
 from recovery_identical import resumed_runs
-from recovery_left import ENDINGS, end_one
-from recovery_log import account, incomplete_steps
+from recovery_left import ENDINGS, Left, end_one
+from recovery_log import Account, account, incomplete_steps
 from recovery_pause import make_model
 from recovery_pause import measure as measure_pause
 from recovery_processes import Run, RunEnded, RunStuck
@@ -68,7 +67,7 @@ class Size:
     """How much of everything."""
 
     kills: int = 50
-    steps_per_kill: int = 8
+    steps_per_kill: int = 10
     """Steps that a run of part `kills` has for each: it must not be over before they are through."""
     endings: int = 5
     resumed: int = 20
@@ -100,26 +99,28 @@ class Struck:
 
 
 def kill_one(run: Run, victim: str, rng: random.Random, struck: Struck) -> None:
-    """Kill a process, and wait until the run is whole and a step further; start it again when it has ended."""
-    ranks = run.ranks()
-    before = run.step
-    if victim == "driver":
-        assert run.driver is not None
-        hit, gone = run.driver, [*ranks.values()]
-    else:
-        hit = ranks[rng.choice(sorted(name for name in ranks if name.startswith(f"{victim}_")))]
-        gone = [hit]
+    """Kill a process, and wait until the run is whole and a step further."""
+    ranks, before = run.ranks(), run.step
+    assert run.driver is not None
+    names = sorted(name for name in ranks if name.startswith(f"{victim}_"))
+    hit: psutil.Process = run.driver if victim == "driver" else ranks[rng.choice(names)]
     began = time.monotonic()
     hit.kill()
     struck.kills[victim] += 1
     if victim == "driver":
         run.finish()
         run.start("--resume", "latest")
+    go_on(run, [*ranks.values()] if victim == "driver" else [hit], before, victim, struck)
+    struck.seconds[victim].append(time.monotonic() - began)
+
+
+def go_on(run: Run, gone: Sequence[psutil.Process], before: int, victim: str, struck: Struck) -> None:
+    """Wait until a run has all of its processes, none of those that are gone, and a step more; start it again when it has ended."""
     while True:
         try:
             run.wait_until_whole(gone)
             run.wait_for_step(min(run.step, before))
-            break
+            return
         except RunStuck:
             struck.stuck += 1
             print(f"  stuck after the kill of {victim}; the end of what it said:\n{run.said[-1500:]}", flush=True)
@@ -131,7 +132,6 @@ def kill_one(run: Run, victim: str, rng: random.Random, struck: Struck) -> None:
             print(f"  the driver gave up {struck.ended[-1]}", flush=True)
             gone = [*gone, *run.ranks().values()]
         run.start("--resume", "latest")
-    struck.seconds[victim].append(time.monotonic() - began)
 
 
 def last_words(said: str) -> str:
@@ -143,52 +143,62 @@ def last_words(said: str) -> str:
 def kills(work: Path, root: Path, size: Size, seed: int) -> dict[str, Any]:
     struck = Struck(Counter(), {victim: [] for victim in VICTIMS}, [])
     rng = random.Random(seed)
-    lost = duplicated = in_flight = prompts = 0
+    accounts: list[Account] = []
     wrong: list[str] = []
-    shares = {name: size.kills // 3 + (k < size.kills % 3) for k, name in enumerate(SCHEDULES)}
-    for schedule, share in shares.items():
-        steps = max(10, share * size.steps_per_kill)
-        run = Run(root, f"kills-{schedule}", "--folder", str(work), "--schedule", schedule, "--steps", str(steps))
+    for k, schedule in enumerate(SCHEDULES):
+        share = size.kills // 3 + (k < size.kills % 3)
+        steps = share * size.steps_per_kill
         began = time.monotonic()
-        run.start()
-        run.wait_until_whole()
-        run.wait_for_step(2)  # the first checkpoint: without one, an actor's death ends the run
-        done = 0
-        while done < share and run.step < steps - 4:
-            time.sleep(rng.uniform(0, 0.5))  # two steps or so: any moment within one
-            with suppress(KeyError, IndexError, psutil.NoSuchProcess):
-                kill_one(run, rng.choice(VICTIMS), rng, struck)
-                done += 1
-        said = run.finish(), last_words(run.said)
-        if said[0]:
-            wrong.append(f"{schedule} ended with {said[0]}: {said[1]}")
+        with Run(
+            root, f"kills-{schedule}", "--folder", str(work), "--schedule", schedule, "--steps", str(steps)
+        ) as run:
+            done = kill_many(run, share, steps, rng, struck)
+            if code := run.finish():
+                wrong.append(f"{schedule} ended with {code}: {last_words(run.said)}")
         found = account(run.path / "buffer", samples=SAMPLES, source=SOURCE, seed=0)
+        accounts.append(found)
         wrong += found.violations[:5] + incomplete_steps(run.path, steps, PROMPTS * SAMPLES)
         if found.trained != steps * PROMPTS * SAMPLES:
             wrong.append(f"{schedule}: {found.trained} samples trained on, not {steps * PROMPTS * SAMPLES}")
-        lost, duplicated = lost + found.lost, duplicated + found.duplicated
-        in_flight, prompts = in_flight + found.in_flight, prompts + found.prompts
         print(
             f"{schedule:<13}{done:>3} kills, {steps} steps in {time.monotonic() - began:.0f} s: {found.prompts} prompts, "
             f"{found.trained} samples trained, {found.in_flight} in flight, {found.issued_again} prompts issued again, "
             f"{found.lost} lost, {found.duplicated} duplicated",
             flush=True,
         )
-        run.clear()
     recovery = {victim: summary(seconds) for victim, seconds in struck.seconds.items() if seconds}
     print(f"seconds from a kill to the end of the next step: {recovery}", flush=True)
     return {
         "kills": struck.kills.total(),
-        "lost": lost,
-        "duplicated": duplicated,
+        "lost": sum(a.lost for a in accounts),
+        "duplicated": sum(a.duplicated for a in accounts),
         "kills_by": dict(sorted(struck.kills.items())),
-        "prompts": prompts,
-        "in_flight": in_flight,
+        "prompts": sum(a.prompts for a in accounts),
+        "in_flight": sum(a.in_flight for a in accounts),
         "runs_ended": struck.ended,
         "runs_stuck": struck.stuck,
         "kills_wrong": wrong,
         "kill_to_next_step_s": recovery,
     }
+
+
+def kill_many(run: Run, number: int, steps: int, rng: random.Random, struck: Struck) -> int:
+    """Start a run, and kill one of its processes every few steps, at any moment of a step; returns how many."""
+    run.start()
+    run.wait_until_whole()
+    run.wait_for_step(2)  # the first checkpoint: without one, an actor's death ends the run
+    for done in range(number):
+        pace = 0.0
+        for _ in range(rng.randint(1, 3)):
+            if run.step >= steps - 4:
+                return done
+            try:
+                pace = run.wait_for_step(run.step)
+            except (RunEnded, RunStuck):  # later than it seemed
+                go_on(run, [], run.step, "some while ago", struck)
+        time.sleep(rng.uniform(0, pace))
+        kill_one(run, rng.choice(VICTIMS), rng, struck)
+    return number
 
 
 def summary(seconds: list[float]) -> dict[str, float]:
@@ -212,10 +222,10 @@ def identical(work: Path, root: Path, size: Size, seed: int) -> dict[str, Any]:
 
 
 def damage(work: Path, root: Path, size: Size, seed: int) -> dict[str, Any]:
-    run = Run(root, "run", "--folder", str(work), "--backend", "local", "--steps", "6", "--keep", "3")
-    run.start()
-    if run.finish():
-        raise RuntimeError(run.said[-3000:])
+    with Run(root, "run", "--folder", str(work), "--backend", "local", "--steps", "6", "--keep", "3") as run:
+        run.start()
+        if run.finish():
+            raise RuntimeError(run.said[-3000:])
     outcomes = damage_all(run.path, root / "damaged", seed)
     for file in dict.fromkeys(o.file for o in outcomes):
         ways = ", ".join(f"{o.kind} {'found' if o.found else 'not found'}" for o in outcomes if o.file == file)
@@ -235,11 +245,13 @@ def damage(work: Path, root: Path, size: Size, seed: int) -> dict[str, Any]:
 
 def left(work: Path, root: Path, size: Size, seed: int) -> dict[str, Any]:
     rng = random.Random(seed)
-    found = [end_one(ending, work, root / str(k), rng) for k, ending in enumerate(ENDINGS[: size.endings])]
-    for one in found:
+    found: list[Left] = []
+    for k, ending in enumerate(ENDINGS[: size.endings]):
+        one = end_one(ending, work, root / str(k), rng)
+        found.append(one)
         saved = "; saved" if one.saved else ""
         print(
-            f"{one.ending.name:<29} exit code {one.code} (promised: {one.ending.code}) after {one.ended_s:.1f} s{saved}; "
+            f"{ending.name:<29} exit code {one.code} (promised: {ending.code}) after {one.ended_s:.1f} s{saved}; "
             f"of {one.started} processes {len(one.processes)} are left, {len(one.shared_memory)} files of shared memory, "
             f"{len(one.ports)} ports; temporary: {', '.join(one.folders) or 'none'}",
             flush=True,
@@ -263,25 +275,27 @@ def times(work: Path, root: Path, size: Size, seed: int) -> dict[str, Any]:
     engine = "transformers" if size is SMALL else "vllm"
     longest = CONTEXT - PROMPT_TOKENS
     settings = ["--folder", str(work), "--engine", engine, "--max-tokens", str(longest), "--prompts", "16"]
-    run = Run(root, "times", *settings, "--steps", "100000", "--every", "1")
     rng, starts, rollouts = random.Random(seed), [engine_start(root, settings)], list[float]()
-    run.start()
-    run.wait_until_whole()
-    run.wait_for_step(2)
-    while len(rollouts) < size.times:
-        run.wait_for_step(run.step)
-        time.sleep(rng.uniform(0.1, 0.6))
-        seconds, rows = replace_rollout(run, rng.randrange(2))
-        print(f"rollout killed: its successor's first rows after {seconds:.1f} s; {rows} rows were with it", flush=True)
-        if rows:  # else it was killed between two calls
-            rollouts.append(seconds)
     struck = Struck(Counter(), {"actor": []}, [])
-    for _ in range(size.times):
-        run.wait_for_step(run.step)
-        time.sleep(rng.uniform(0.1, 0.6))
-        kill_one(run, "actor", rng, struck)
-        print(f"actor killed: the next step was over after {struck.seconds['actor'][-1]:.1f} s", flush=True)
-    run.clear()
+    with Run(root, "times", *settings, "--steps", "100000", "--every", "1") as run:
+        run.start()
+        run.wait_until_whole()
+        run.wait_for_step(2)
+        while len(rollouts) < size.times:
+            run.wait_for_step(run.step)
+            time.sleep(rng.uniform(0.1, 0.6))
+            seconds, rows = replace_rollout(run, rng.randrange(2))
+            print(
+                f"rollout killed: its successor's first rows after {seconds:.1f} s; {rows} rows were with it",
+                flush=True,
+            )
+            if rows:  # else it was killed between two calls
+                rollouts.append(seconds)
+        for _ in range(size.times):
+            run.wait_for_step(run.step)
+            time.sleep(rng.uniform(0.1, 0.6))
+            kill_one(run, "actor", rng, struck)
+            print(f"actor killed: the next step was over after {struck.seconds['actor'][-1]:.1f} s", flush=True)
     starts.append(engine_start(root, settings))
     print(f"a rollout worker alone is up after {starts}", flush=True)
     recovery = median(rollouts)
@@ -299,10 +313,10 @@ def times(work: Path, root: Path, size: Size, seed: int) -> dict[str, Any]:
 
 def engine_start(root: Path, settings: list[str]) -> float:
     """Seconds from the start of a process until the same worker is up in it, nothing else of ours running."""
-    run = Run(root, "engine", *settings, "--engine-start")
-    run.start()
-    if run.finish():
-        raise RuntimeError(run.said[-3000:])
+    with Run(root, "engine", *settings, "--engine-start") as run:
+        run.start()
+        if run.finish():
+            raise RuntimeError(run.said[-3000:])
     return float(run.said.rpartition("up after ")[2].split()[0])
 
 

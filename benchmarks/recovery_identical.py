@@ -47,23 +47,23 @@ def finished(run: Run) -> Run:
 
 def resumed_runs(root: Path, engine: str, number: int, seed: int, small: bool) -> Sequence[Resumed]:
     """Kill so many runs, each somewhere between its first checkpoint and the end of its program, and resume them."""
-    whole = example(root, f"{engine}-whole", engine, small)
-    whole.start()
-    window = seconds_from_first_checkpoint(whole)
-    expected = outcome(finished(whole).path)
+    with example(root, f"{engine}-whole", engine, small) as whole:
+        whole.start()
+        window = seconds_from_first_checkpoint(whole)
+        expected = outcome(finished(whole).path)
     print(f"{engine}: {window:.1f} s from the first checkpoint to the end of the run that was not killed", flush=True)
     rng = random.Random(seed)
     found: list[Resumed] = []
     for k in range(number):
-        run, moment = example(root, f"{engine}-{k}", engine, small), rng.uniform(0, window)
-        run.start()
-        run.wait(lambda run=run: has_checkpoint(run), 600)
-        time.sleep(moment)
-        run.signal_all(signal.SIGKILL)
-        run.finish()
-        run.start("--resume", "latest")
-        finished(run)
-        mine = outcome(run.path)
+        moment = rng.uniform(0, window)
+        with example(root, f"{engine}-{k}", engine, small) as run:
+            run.start()
+            run.wait(lambda run=run: has_checkpoint(run), 600)
+            time.sleep(moment)
+            run.signal_all(signal.SIGKILL)
+            run.finish()
+            run.start("--resume", "latest")
+            mine = outcome(finished(run).path)
         differs = tuple(what for what in expected if mine[what] != expected[what])
         step = int(run.said.rpartition("goes on after step ")[2].split(",")[0])
         found.append(Resumed(moment, step, differs))

@@ -65,40 +65,39 @@ class Left:
 def end_one(ending: Ending, work: Path, root: Path, rng: random.Random) -> Left:
     root.mkdir()
     steps = 8 if ending.number is None else 100_000
-    run = Run(root, "run", "--folder", str(work), "--steps", str(steps), "--every", "2")
-    run.start()
-    assert run.driver is not None
-    run.wait_until_whole()
-    run.wait_for_step(2)
-    family: set[psutil.Process] = set()
-    memory: set[str] = set()
-    until = time.monotonic() + rng.uniform(0.5, 1.5)
-    while time.monotonic() < until and not run.ended:
-        family |= {*run.driver.children(recursive=True), *run.left_over(), *run.ranks().values()}
-        memory |= shared_memory_of([*family, psutil.Process(run.driver.pid)])
-        time.sleep(0.05)
-    began = time.monotonic()
-    if ending.number is not None:
-        (run.signal_all if ending.everybody else run.signal)(ending.number)
-    code = run.finish()
-    ended = time.monotonic()
-    time.sleep(WAIT_S)
-    alive = {p for p in {*family, *run.left_over(), *run.ranks().values()} if is_alive(p)}
-    left = Left(
-        ending,
-        code,
-        ended - began,
-        len(family) + 1,
-        sorted(described(p) for p in alive),
-        sorted(path for path in memory if Path(path).exists()),
-        sorted(port for p in alive for port in listening(p)),
-        sorted(p.name for p in root.iterdir() if p.name not in ("run", "run.out")),
-        "saved in" in run.said,
-    )
-    run.clear()
-    for process in alive:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
+    with Run(root, "run", "--folder", str(work), "--steps", str(steps), "--every", "2") as run:
+        run.start()
+        assert run.driver is not None
+        run.wait_until_whole()
+        run.wait_for_step(2)
+        family: set[psutil.Process] = set()
+        memory: set[str] = set()
+        until = time.monotonic() + rng.uniform(0.5, 1.5)
+        while time.monotonic() < until and not run.ended:
+            family |= {*run.driver.children(recursive=True), *run.left_over()}
+            memory |= shared_memory_of([*family, run.driver])
+            time.sleep(0.05)
+        began = time.monotonic()
+        if ending.number is not None:
+            (run.signal_all if ending.everybody else run.signal)(ending.number)
+        code = run.finish()
+        ended = time.monotonic()
+        time.sleep(WAIT_S)
+        alive = {p for p in {*family, *run.left_over()} if is_alive(p)}
+        left = Left(
+            ending,
+            code,
+            ended - began,
+            len(family) + 1,
+            sorted(described(p) for p in alive),
+            sorted(path for path in memory if Path(path).exists()),
+            sorted(port for p in alive for port in listening(p)),
+            sorted(p.name for p in root.iterdir() if p.name not in ("run", "run.out")),
+            "saved in" in run.said,
+        )
+        for process in alive:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
     return left
 
 

@@ -33,7 +33,7 @@ class RunStuck(Exception):
 
 
 class Run:
-    """A run as a program in a session of its own; what it prints is appended to a file."""
+    """A run as a program in a session of its own; what it prints is appended to a file. Leaving its `with` ends all of it."""
 
     def __init__(self, root: Path, name: str, *settings: str, program: Path = HERE / "recovery_run.py") -> None:
         self.path = root / name
@@ -42,6 +42,18 @@ class Run:
         # One thread in each process, as Ray's workers have; a program in one process would take all cores for tiny tensors.
         self._environment = {**os.environ, "TMPDIR": str(root), "OMP_NUM_THREADS": "1"}
         self.driver: psutil.Popen | None = None
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.ended:
+            with suppress(ProcessLookupError):
+                self.signal_all(signal.SIGKILL)
+            self.finish()
+        for process in self.left_over():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def start(self, *more: str) -> None:
         with self.output.open("ab") as file:
@@ -52,6 +64,8 @@ class Run:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
                 env=self._environment,
+                # What was started in the background of a shell ignores Ctrl-C, and so would all that it starts.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     @property
@@ -101,8 +115,9 @@ class Run:
         """Until all of its worker processes are there, and are none of those that are gone."""
         self.wait(lambda: {name for name, process in self.ranks().items() if process not in gone} >= RANKS)
 
-    def wait_for_step(self, after: int) -> None:
-        self.wait(lambda: self.step > after)
+    def wait_for_step(self, after: int) -> float:
+        """Until a later step than this is over; seconds that it took."""
+        return self.wait(lambda: self.step > after)
 
     def signal(self, number: int) -> None:
         """To the driver's process alone."""
@@ -118,26 +133,16 @@ class Run:
         assert self.driver is not None
         return self.driver.wait(seconds)
 
-    def clear(self) -> None:
-        """End whatever is left of it."""
-        if not self.ended:
-            with suppress(ProcessLookupError):
-                self.signal_all(signal.SIGKILL)
-            self.finish()
-        for process in self.left_over():
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-
     def left_over(self) -> Sequence[psutil.Process]:
         """Processes that name the run's folders in their environment or command, or have its logs open; not the driver itself."""
         root = str(self.path.parent.resolve()).encode()
-        found: list[psutil.Process] = []
+        found = [*self.ranks().values()]
         for process in psutil.process_iter():
             if process.pid == os.getpid() or (self.driver is not None and process.pid == self.driver.pid):
                 continue
             with suppress(OSError, psutil.Error):
                 folder = Path(f"/proc/{process.pid}")
                 named = root in (folder / "cmdline").read_bytes() or root in (folder / "environ").read_bytes()
-                if named and process.status() != psutil.STATUS_ZOMBIE:
+                if named and process not in found and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
