@@ -222,11 +222,7 @@ def identical(work: Path, root: Path, size: Size, seed: int) -> dict[str, Any]:
 
 
 def damage(work: Path, root: Path, size: Size, seed: int) -> dict[str, Any]:
-    with Run(root, "run", "--folder", str(work), "--backend", "local", "--steps", "6", "--keep", "3") as run:
-        run.start()
-        if run.finish():
-            raise RuntimeError(run.said[-3000:])
-    outcomes = damage_all(run.path, root / "damaged", seed)
+    outcomes = damage_all(finished_run(work, root, 6).path, root / "damaged", seed)
     for file in dict.fromkeys(o.file for o in outcomes):
         ways = ", ".join(f"{o.kind} {'found' if o.found else 'not found'}" for o in outcomes if o.file == file)
         print(f"{file:<36}{ways}", flush=True)
@@ -238,6 +234,16 @@ def damage(work: Path, root: Path, size: Size, seed: int) -> dict[str, Any]:
         "damage_not_found": [f"{o.file} {o.kind}: {o.said or 'nothing is said'}" for o in counted if not o.found],
         "missing_ledger_checkpoint_replaced": all(o.same_rows for o in outcomes if o not in counted),
     }
+
+
+def finished_run(work: Path, root: Path, steps: int) -> Run:
+    """In one process, with three checkpoints."""
+    settings = ["--backend", "local", "--steps", str(steps), "--every", str(steps // 3), "--keep", "3"]
+    with Run(root, "finished", "--folder", str(work), *settings) as run:
+        run.start()
+        if run.finish():
+            raise RuntimeError(run.said[-3000:])
+    return run
 
 
 # Left behind: processes, shared memory and sockets, after each way to end

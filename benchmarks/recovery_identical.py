@@ -7,14 +7,13 @@ import random
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from recovery_processes import HERE, Run, RunEnded
+from recovery_processes import HERE, Run
 
 EXAMPLE = HERE.parent / "examples" / "grpo_arithmetic.py"
 TIMES = frozenset({"time_s", "step_s", "tokens_per_s", "checkpoint_pause_s"})
@@ -46,12 +45,14 @@ def finished(run: Run) -> Run:
 
 
 def resumed_runs(root: Path, engine: str, number: int, seed: int, small: bool) -> Sequence[Resumed]:
-    """Kill so many runs, each somewhere between its first checkpoint and the end of its program, and resume them."""
+    """Kill so many runs, each somewhere between its first checkpoint and the end of its training, and resume them."""
     with example(root, f"{engine}-whole", engine, small) as whole:
         whole.start()
-        window = seconds_from_first_checkpoint(whole)
+        window = seconds_of_training(whole, 3 if small else STEPS)
         expected = outcome(finished(whole).path)
-    print(f"{engine}: {window:.1f} s from the first checkpoint to the end of the run that was not killed", flush=True)
+    print(
+        f"{engine}: {window:.1f} s from the first checkpoint to the end of training where nothing is killed", flush=True
+    )
     rng = random.Random(seed)
     found: list[Resumed] = []
     for k in range(number):
@@ -79,13 +80,10 @@ def has_checkpoint(run: Run) -> bool:
     return any((run.path / "checkpoints").glob("step_*"))
 
 
-def seconds_from_first_checkpoint(run: Run) -> float:
-    """Until its program has ended."""
+def seconds_of_training(run: Run, steps: int) -> float:
+    """From its first checkpoint until its last step is over: the evaluation and the end of the program come after it."""
     run.wait(lambda: has_checkpoint(run), 1200)
-    began = time.monotonic()
-    with suppress(RunEnded):
-        run.wait(lambda: False, 600)
-    return time.monotonic() - began
+    return run.wait(lambda: run.step >= steps, 600)
 
 
 def outcome(run: Path) -> Mapping[str, Any]:

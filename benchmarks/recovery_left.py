@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from recovery_processes import Run
+from recovery_processes import LOOK_S, Run
 
 WAIT_S = 10.0
 """After the end of the driver's process."""
@@ -76,7 +76,7 @@ def end_one(ending: Ending, work: Path, root: Path, rng: random.Random) -> Left:
         while time.monotonic() < until and not run.ended:
             family |= {*run.driver.children(recursive=True), *run.left_over()}
             memory |= shared_memory_of([*family, run.driver])
-            time.sleep(0.05)
+            time.sleep(LOOK_S)
         began = time.monotonic()
         if ending.number is not None:
             (run.signal_all if ending.everybody else run.signal)(ending.number)

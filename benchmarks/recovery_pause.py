@@ -21,9 +21,19 @@ from weft.dataflow.batch import Batch
 
 HERE = Path(__file__).resolve().parent
 VOCABULARY = 32_000
-LARGE = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 11, "num_attention_heads": 12}
+LARGE: Mapping[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 11,
+    "num_attention_heads": 12,
+}
 """GPT-2's sizes but for a layer less: Qwen2's feed-forward layers have three matrices instead of two."""
-TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY: Mapping[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 
 
 def make_model(folder: Path, small: bool) -> int:
@@ -86,9 +96,11 @@ def one_rank(folder: Path, rank: int, ranks: int, checkpoints: int) -> dict[str,
     for number in range(checkpoints):
         worker.update(batch)
         if number % 2:
-            save(number), copy()
+            save(number)
+            copy()
         else:
-            copy(), save(number)
+            copy()
+            save(number)
         worker.checkpoint_written(wait=True)  # the pause is measured, not the disk
         shutil.rmtree(folder / f"ranks-{ranks}" / f"step_{number - 1}", ignore_errors=True)
     worker.close()

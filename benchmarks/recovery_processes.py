@@ -18,6 +18,8 @@ from weft.dataflow.buffer import LOG
 
 HERE = Path(__file__).resolve().parent
 POLL_S = 0.02
+LOOK_S = 0.2
+"""Between two looks at all processes of the machine."""
 STUCK_S = 240.0
 """Longest wait for a run to go on."""
 RANKS = frozenset({"actor_0", "actor_1", "rollout_0", "rollout_1", "reward_0"})
@@ -96,7 +98,7 @@ class Run:
                     found[Path(target).stem] = process
         return found
 
-    def wait(self, until: Callable[[], bool], seconds: float = STUCK_S) -> float:
+    def wait(self, until: Callable[[], bool], seconds: float = STUCK_S, poll_s: float = POLL_S) -> float:
         """Seconds that it took.
 
         Raises:
@@ -108,12 +110,12 @@ class Run:
                 raise RunEnded
             if time.monotonic() - began > seconds:
                 raise RunStuck
-            time.sleep(POLL_S)
+            time.sleep(poll_s)
         return time.monotonic() - began
 
     def wait_until_whole(self, gone: Collection[psutil.Process] = ()) -> None:
         """Until all of its worker processes are there, and are none of those that are gone."""
-        self.wait(lambda: {name for name, process in self.ranks().items() if process not in gone} >= RANKS)
+        self.wait(lambda: {n for n, process in self.ranks().items() if process not in gone} >= RANKS, poll_s=LOOK_S)
 
     def wait_for_step(self, after: int) -> float:
         """Until a later step than this is over; seconds that it took."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 from workloads import reward as share_of_sevens
@@ -61,7 +61,7 @@ class Settings(weft.Config):
     """Start only a rollout worker, print the seconds from the start of the process until it is up, and end."""
 
 
-def rollout_settings(settings: Settings) -> dict[str, object]:
+def rollout_settings(settings: Settings) -> dict[str, Any]:
     return {
         "model": str(settings.folder / "model"),
         "engine": settings.engine,
@@ -72,7 +72,7 @@ def rollout_settings(settings: Settings) -> dict[str, object]:
 def main(settings: Settings) -> None:
     """A run to be killed."""
     if settings.engine_start:
-        RolloutWorker(RolloutConfig(**rollout_settings(settings)))  # pyright: ignore[reportArgumentType]
+        RolloutWorker(RolloutConfig(**rollout_settings(settings)))
         print(f"up after {time.time() - psutil.Process().create_time():.3f} s", flush=True)
         return
     model = str(settings.folder / "model")
@@ -83,7 +83,7 @@ def main(settings: Settings) -> None:
     rollout.follows(actor)
     sampling = weft.Sampling(max_tokens=settings.max_tokens)
     graph = grpo(prompts, rollout=rollout, reward=scorer, actor=actor, n=SAMPLES, sampling=sampling)
-    steps = {"steps": settings.steps, "prompts_per_step": settings.prompts}
+    steps: dict[str, Any] = {"steps": settings.steps, "prompts_per_step": settings.prompts}
     schedules = {
         "synchronous": weft.Synchronous(**steps),
         "pipelined": weft.Pipelined(**steps),

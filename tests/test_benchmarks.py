@@ -323,3 +323,61 @@ def test_a_dispatched_microbatch_is_measured(monkeypatch: pytest.MonkeyPatch):
     row = dispatch.measure("copied", 2, dispatch.MIB, steps=3)
     assert (row["workers"], row["mib"]) == (2, 1.0)
     assert 0 < row["ms"] < row["wall_ms"] and row["cpu_ms"] > 0
+
+
+@pytest.fixture
+def recovery(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("recovery")
+
+
+def test_examples_of_the_pause_are_true(recovery: ModuleType):
+    assert doctest.testmod(importlib.import_module("recovery_pause")).failed == 0
+
+
+def test_damage_is_found_and_what_is_lost_is_counted(recovery: ModuleType, tmp_path: Path):
+    from weft.dataflow.buffer import LOG
+    from weft.dataflow.log import Log, LogReader
+
+    recovery_log = importlib.import_module("recovery_log")
+    (tmp_path / "root").mkdir()
+    work = recovery.prepare_work(tmp_path / "work")
+    run = recovery.finished_run(work, tmp_path / "root", 3)
+    outcomes = recovery.damage_all(run.path, tmp_path / "damaged", seed=1)
+    assert [(o.file, o.kind) for o in outcomes if not o.found] == [("ledger checkpoint", "missing")]
+    assert all(o.same_rows for o in outcomes if o.goes_on_after == 3)
+
+    rows, steps = {"samples": recovery.SAMPLES, "source": recovery.SOURCE, "seed": 0}, 3
+    found = recovery_log.account(run.path / "buffer", **rows)
+    assert (found.prompts, found.trained, found.in_flight) == (12, 48, 0)
+    assert (found.lost, found.duplicated, found.violations) == (0, 0, [])
+    assert recovery_log.account(run.path / "buffer", **{**rows, "seed": 1}).lost > 0, "other prompts than were drawn"
+    assert recovery_log.incomplete_steps(run.path, steps, 16) == []
+    assert recovery_log.incomplete_steps(run.path, steps, 15) and recovery_log.incomplete_steps(run.path, steps + 1, 16)
+
+    records = list(LogReader(run.path / "buffer" / LOG))
+    update = next(r["lease"] for r in reversed(records) if r.get("node") == "actor.update")
+    for change, (lost, duplicated) in {"lost": (1, 0), "twice": (0, 16)}.items():
+        (tmp_path / change).mkdir()
+        log = Log(tmp_path / change / LOG)
+        for record in records:
+            of_update = record.get("lease") == update and record.get("graph") == "train"
+            if change == "lost" and of_update and record["do"] == "claim":
+                record = {**record, "ids": record["ids"][:-1]}
+            log.append(record)
+            if change == "twice" and of_update and record["do"] == "claim":
+                log.append({**record, "lease": update + 1})
+                log.append({"do": "finish", "graph": "train", "lease": update + 1})
+        log.close()
+        again = recovery_log.account(tmp_path / change, **rows)
+        assert (again.lost, again.duplicated) == (lost, duplicated), change
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_a_run_loses_nothing_when_its_processes_are_killed(recovery: ModuleType, tmp_path: Path):
+    (tmp_path / "root").mkdir()
+    work = recovery.prepare_work(tmp_path / "work")
+    found = recovery.kills(work, tmp_path / "root", recovery.SMALL, seed=0)
+    assert found["kills"] == sum(found["kills_by"].values()) == 3
+    assert (found["lost"], found["duplicated"], found["kills_wrong"]) == (0, 0, [])
