@@ -72,7 +72,7 @@ class Size:
     endings: int = 5
     resumed: int = 20
     """Runs that are killed and resumed, with each engine."""
-    checkpoints: int = 16
+    checkpoints: int = 10
     times: int = 3
     """Kills of a rollout and of an actor whose recovery is timed."""
     engines: tuple[str, ...] = ("transformers", "vllm")
@@ -264,9 +264,14 @@ def left(work: Path, root: Path, size: Size, seed: int) -> dict[str, Any]:
         )
         for what in (*one.processes, *one.shared_memory):
             print(f"  left: {what}", flush=True)
+        if one.processes:
+            print(f"  {f'gone after {one.gone_s:.0f} s' if one.gone_s else 'still there after a minute'}", flush=True)
+        if one.code != ending.code:
+            print(f"  the end of what it said:\n{one.said}", flush=True)
     return {
         "left_behind": sum(one.count for one in found),
         "left_by": {one.ending.name: one.count for one in found},
+        "left_gone_s": {one.ending.name: one.gone_s and round(one.gone_s, 1) for one in found if one.processes},
         "left_folders": {one.ending.name: one.folders for one in found if one.folders},
         "exit_codes": {one.ending.name: one.code for one in found},
         "exit_codes_wrong": [one.ending.name for one in found if one.code != one.ending.code],
@@ -278,9 +283,8 @@ def left(work: Path, root: Path, size: Size, seed: int) -> dict[str, Any]:
 
 
 def times(work: Path, root: Path, size: Size, seed: int) -> dict[str, Any]:
-    engine = "transformers" if size is SMALL else "vllm"
-    longest = CONTEXT - PROMPT_TOKENS
-    settings = ["--folder", str(work), "--engine", engine, "--max-tokens", str(longest), "--prompts", "16"]
+    engine, longest = ("transformers", 24) if size is SMALL else ("vllm", CONTEXT - PROMPT_TOKENS)
+    settings = ["--folder", str(work), "--engine", engine, "--max-tokens", str(longest), "--prompts", "8"]
     rng, starts, rollouts = random.Random(seed), [engine_start(root, settings)], list[float]()
     struck = Struck(Counter(), {"actor": []}, [])
     with Run(root, "times", *settings, "--steps", "100000", "--every", "1") as run:
@@ -382,7 +386,7 @@ def main() -> None:
         parser.error(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave by the `with` below
     result: dict[str, Any] = dict.fromkeys(KEYS) | {"load": os.getloadavg()[0]}
-    with tempfile.TemporaryDirectory(prefix="weft-r") as folder:
+    with tempfile.TemporaryDirectory(prefix="weft-r", ignore_cleanup_errors=True) as folder:
         work = prepare_work(Path(folder) / "work")
         for name in names:
             began = time.monotonic()

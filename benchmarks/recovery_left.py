@@ -16,6 +16,10 @@ from recovery_processes import LOOK_S, Run
 
 WAIT_S = 10.0
 """After the end of the driver's process."""
+GONE_S = 60.0
+"""After it: the longest that is waited for those that are left then."""
+PATIENCE_S = 120.0
+"""Longest wait for the driver to end."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,8 @@ class Left:
     """Found some seconds after the end."""
 
     ending: Ending
-    code: int
+    code: int | None
+    """Exit code; None: it had not ended after PATIENCE_S, and was ended."""
     ended_s: float
     """Seconds from the signal to the end of the driver."""
     started: int
@@ -56,6 +61,10 @@ class Left:
     """Below the temporary folder."""
     saved: bool
     """The run says that it saved itself."""
+    said: str
+    """The end of what it printed."""
+    gone_s: float | None
+    """Seconds from the end of the driver until the last of the processes was gone, where that took less than a minute."""
 
     @property
     def count(self) -> int:
@@ -80,9 +89,11 @@ def end_one(ending: Ending, work: Path, root: Path, rng: random.Random) -> Left:
         began = time.monotonic()
         if ending.number is not None:
             (run.signal_all if ending.everybody else run.signal)(ending.number)
-        code = run.finish()
+        code = None
+        with suppress(psutil.TimeoutExpired):
+            code = run.finish(PATIENCE_S)
         ended = time.monotonic()
-        time.sleep(WAIT_S)
+        time.sleep(WAIT_S if code is not None else 0)
         alive = {p for p in {*family, *run.left_over()} if is_alive(p)}
         left = Left(
             ending,
@@ -94,11 +105,23 @@ def end_one(ending: Ending, work: Path, root: Path, rng: random.Random) -> Left:
             sorted(port for p in alive for port in listening(p)),
             sorted(p.name for p in root.iterdir() if p.name not in ("run", "run.out")),
             "saved in" in run.said,
+            run.said[-1500:],
+            gone_after(alive, ended),
         )
         for process in alive:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
     return left
+
+
+def gone_after(processes: Iterable[psutil.Process], ended: float) -> float | None:
+    left = set(processes)
+    while time.monotonic() < ended + GONE_S:
+        left = {p for p in left if is_alive(p)}
+        if not left:
+            return time.monotonic() - ended
+        time.sleep(LOOK_S)
+    return None
 
 
 def is_alive(process: psutil.Process) -> bool:
