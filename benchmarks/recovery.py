@@ -347,8 +347,9 @@ def replace_rollout(run: Run, rank: int) -> tuple[float, int]:
 
 def pause(work: Path, root: Path, size: Size, seed: int) -> dict[str, Any]:
     parameters = make_model(root / "model", size is SMALL)
-    found = {ranks: measure_pause(root, ranks, size.checkpoints) for ranks in (1, 2)}
-    for ranks, one in found.items():
+    found: dict[int, dict[str, Any]] = {}
+    for ranks in (1, 2):
+        one = found[ranks] = measure_pause(root, ranks, size.checkpoints)
         print(
             f"{parameters / 1e6:.0f} M parameters on {ranks} rank(s), {one['bytes'] / 1e6:.0f} MB each: pause {one['pause_s']} s "
             f"(first {one['first_pause_s']} s), plain copy {one['copy_s']} s, ratio {one['over_copy']}",

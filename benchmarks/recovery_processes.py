@@ -107,9 +107,11 @@ class Run:
         began = time.monotonic()
         while not until():
             if self.ended:
-                raise RunEnded
+                raise RunEnded(f"{self.path.name} ended; the end of what it said:\n{self.said[-3000:]}")
             if time.monotonic() - began > seconds:
-                raise RunStuck
+                raise RunStuck(
+                    f"{self.path.name} did not go on for {seconds:.0f} s; the end of what it said:\n{self.said[-3000:]}"
+                )
             time.sleep(poll_s)
         return time.monotonic() - began
 
