@@ -35,7 +35,7 @@ from weft.workers.remote import remote
 
 def main(root: Path) -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    for _ in range(3):
+    for _ in range(2):
         cluster.add_node(num_cpus=4)
     address = cluster.address
     assert address is not None
@@ -108,6 +108,7 @@ class Standing(ToyReward):
 
 def lost(root: Path, cluster: Cluster) -> dict[str, object]:
     """A node is gone in the middle of a run."""
+    cluster.add_node(num_cpus=4)
     rollout, reward, actor = group(SlowRollout), group(Standing), group(SavingActor)
     rollout.follows(actor)
     scoring = ResourcePool("scoring", cpus=3)
