@@ -21,7 +21,7 @@ from pydantic import Field
 from ..dataflow.config import Config
 from ..dataflow.lazy import torch
 from .loss import PackedRows
-from .ratios import sequence_ratio, token_ratio
+from .ratios import sequence_product, sequence_ratio, token_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -148,22 +148,6 @@ def combined(corrections: Sequence[Correction], log_ratio: Tensor, rows: PackedR
         one = correction(log_ratio.detach(), rows)
         weights, truncated, masked = weights * one.weights, truncated | one.truncated, masked | one.masked
     return Weighting(torch.where(masked, 0.0, weights).detach(), truncated & ~masked, masked)
-
-
-def sequence_product(log_ratio: Tensor, rows: PackedRows) -> Tensor:
-    """The ratio of whole responses, prod_t r_t, at each of their tokens.
-
-    Args:
-        log_ratio: [T] log p - log q; gradient flows.
-        rows: the rows that the tokens belong to; masked tokens stay out of the product.
-
-    Returns:
-        [T] log-ratio, equal over the tokens of a row; 0 for a row with every token masked.
-
-    >>> sequence_product(torch.tensor([0.5, -0.25, 1.0]), PackedRows.of([2, 1])).tolist()
-    [0.25, 0.25, 1.0]
-    """
-    return rows.per_token(rows.sums(log_ratio * rows.trained))
 
 
 _LEVELS: dict[Level, Callable[..., Any]] = {

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+import pyarrow as pa
+
+from ..dataflow.batch import Batch
 from ..dataflow.column import RESPONSE_MASK
 from ..dataflow.errors import UserError, nearest
 from ..dataflow.lazy import torch
@@ -92,6 +95,27 @@ class PackedRows:
     def per_token(self, values_B: Tensor) -> Tensor:
         """[T] each row's value repeated over its tokens. Differentiable."""
         return values_B[self.row_of_token]
+
+
+def response_rows(samples: Batch, ragged: object, *columns: object) -> PackedRows:
+    """Columns of a batch laid end to end, with the `response_mask` where it has one. Without a copy: do not write to them.
+
+    Args:
+        samples: B rows.
+        ragged: the column that says how long the rows are.
+        columns: further ones, ragged of the same lengths or one value a row.
+
+    >>> rows = response_rows(Batch.of(response_ids=[[5, 6], [7]], reward=[1.0, 0.0]), "response_ids", "reward")
+    >>> rows.lengths.tolist(), rows["reward"].tolist()
+    ([2, 1], [1.0, 0.0])
+    """
+    values, cu_seqlens = samples.ragged(ragged)
+    names = [*map(str, columns), *([str(RESPONSE_MASK)] if RESPONSE_MASK in samples else [])]
+    return PackedRows(cu_seqlens.long(), {str(ragged): values} | {name: _tensor_of(samples, name) for name in names})
+
+
+def _tensor_of(samples: Batch, column: str) -> Tensor:
+    return samples.ragged(column)[0] if pa.types.is_list(samples[column].type) else samples.tensor(column)
 
 
 @runtime_checkable

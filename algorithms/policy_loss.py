@@ -3,8 +3,10 @@
 PolicyLoss()                                                            GRPO with DAPO's token mean, no KL
 PolicyLoss(aggregation=sequence_mean, kl=KlPenalty(coefficient=0.04))               GRPO as published
 PolicyLoss(aggregation=fixed_length(1024))                              Dr. GRPO
-PolicyLoss(clip_high=0.28)                                              DAPO
-PolicyLoss(ratio=sequence_ratio, aggregation=sequence_mean, clip_low=3e-4, clip_high=4e-4)   GSPO
+PolicyLoss(surrogate=Clipped(high=0.28))                                DAPO
+PolicyLoss(surrogate=Clipped(low=3e-4, high=4e-4), ratio=sequence_ratio, aggregation=sequence_mean)          GSPO
+PolicyLoss(surrogate=Cispo(high=4.0))                                   CISPO
+PolicyLoss(surrogate=Sapo(), aggregation=sequence_mean)                 SAPO
 PolicyLoss(correction=TruncatedImportance(cap=2.0))                     truncated importance sampling (TIS)
 PolicyLoss(old="old_logprobs", correction=TruncatedImportance())        decoupled PPO
 PolicyLoss(correction=(TruncatedImportance(cap=5.0), Rejection(low=0.5, high=5.0)))          IcePop
@@ -25,16 +27,18 @@ from .aggregation import Aggregation, token_mean
 from .corrections import MAX_LOG_RATIO, Correction, combined
 from .kl import KlPenalty, k3
 from .loss import PackedRows
-from .ratios import clipped_surrogate, token_ratio
+from .ratios import token_ratio
+from .surrogates import Clipped, Surrogate
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class PolicyLoss(Config):
-    """Clipped policy gradient: l_t = -w_t min(r_t A_t, clip(r_t) A_t) + beta KL_t - c H_t, then aggregated.
+    """Policy gradient: l_t = w_t s(r_t, A_t) + beta KL_t - c H_t, then aggregated.
 
-    r = current / old; w = 1, or what `correction` makes of trainer / generator. Variants are values of its parts, not branches.
+    s is the surrogate, by default -min(r A, clip(r) A); r = current / old; w = 1, or what `correction` makes of
+    trainer / generator. Variants are values of its parts, not branches.
 
     >>> rows = PackedRows.of([2], advantages=[1.0, 1.0], response_logprobs=[-1.0, -1.0])
     >>> loss_sum, metrics = PolicyLoss()(torch.tensor([-1.0, -0.5]), rows)  # ratios 1 and 1.65; the second is clipped
@@ -42,12 +46,10 @@ class PolicyLoss(Config):
     (-2.2, 2.0, 0.5)
     """
 
-    clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """How far below 1 the ratio earns."""
-    clip_high: float = Field(default=0.2, ge=0)
-    """How far above 1 the ratio earns; DAPO takes more here than below."""
+    surrogate: Surrogate = Clipped()
+    """`Clipped(low, high, dual)`, `Cispo(low, high)`, `Sapo(positive, negative)` or `LogLikelihood()`."""
     ratio: Callable[..., Any] = token_ratio
-    """(log_ratio [T], rows) -> log-ratio [T]: `token_ratio` or `sequence_ratio`."""
+    """(log_ratio [T], rows) -> log-ratio [T]: `token_ratio`, `sequence_ratio` or `sequence_product`."""
     aggregation: Aggregation = token_mean
     """`token_mean`, `sequence_mean` or `fixed_length(max_tokens)`."""
     kl: KlPenalty | None = None
@@ -64,9 +66,9 @@ class PolicyLoss(Config):
 
     @model_validator(mode="after")
     def _ratio_counts_once(self) -> PolicyLoss:
-        for one in self._corrections:
+        for setting, one in (("surrogate", self.surrogate), *(("correction", each) for each in self._corrections)):
             if isinstance(one, type):
-                raise ValueError(f"correction={one.__name__} is a class; make a value of it: {one.__name__}()")
+                raise ValueError(f"{setting}={one.__name__} is a class; make a value of it: {one.__name__}()")
         weighing = [repr(one) for one in self._corrections if one.weighs]
         if len(weighing) > 1:
             raise ValueError(f"the ratio to the generator must be weighed with once, not by {' and '.join(weighing)}")
@@ -117,7 +119,8 @@ class PolicyLoss(Config):
             rows: with the columns of `reads`, none of which gets a gradient.
 
         Returns:
-            (scalar, metrics). 0 with a gradient of 0 when every token is masked. Means over trained tokens:
+            (scalar, metrics). 0 with a gradient of 0 when every token is masked. A ratio counts as e^20 at most, without a
+            gradient beyond, so that one token of no probability does not make the loss infinite. Means over trained tokens:
             `clip_fraction`, `approx_kl` (k3 from the old policy) and, where asked for, `kl` and `entropy`. Where the rows
             have `response_logprobs`, of the generator against the trainer (the old policy; where that is the generator
             itself, or none, the policy as it stands): `generator_kl_k1` and `generator_kl_k3` (nats, estimates of
@@ -134,10 +137,13 @@ class PolicyLoss(Config):
         old_column = self._old_column(rows)
         old = logprobs.detach() if old_column is None else read(old_column)
         log_ratio = torch.where(trained, logprobs - old, 0.0)
-        losses, clipped = clipped_surrogate(
-            self.ratio(log_ratio, rows).exp(), read(str(ADVANTAGES)), self.clip_low, self.clip_high
-        )
-        watched = {"clip_fraction": clipped, "approx_kl": k3(-log_ratio.detach(), torch.zeros_like(log_ratio))}
+        ratio = self.ratio(log_ratio, rows).clamp(max=MAX_LOG_RATIO).exp()
+        surrogated = self.surrogate(ratio, torch.where(trained, logprobs, 0.0), read(str(ADVANTAGES)))
+        losses = surrogated.losses
+        watched = {
+            "clip_fraction": surrogated.clipped,
+            "approx_kl": k3(-log_ratio.detach(), torch.zeros_like(log_ratio)),
+        }
         largest: dict[str, Tensor] = {}
         counted: dict[str, Tensor] = {}
         if self._corrections or RESPONSE_LOGPROBS in rows:

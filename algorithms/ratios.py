@@ -1,10 +1,9 @@
-"""Importance ratios between the policy and the one that sampled, and the clipped surrogate that bounds them."""
+"""Importance ratios between the policy and the one that sampled, of tokens and of whole responses."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..dataflow.lazy import torch
 from .loss import PackedRows
 
 if TYPE_CHECKING:
@@ -21,6 +20,7 @@ def token_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
     Returns:
         [T] log-ratio.
 
+    >>> import torch
     >>> token_ratio(torch.tensor([0.5, -0.5]), PackedRows.of([2])).tolist()
     [0.5, -0.5]
     """
@@ -40,6 +40,7 @@ def sequence_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
     Returns:
         [T] log-ratio, equal over the tokens of a row; 0 for a row with every token masked.
 
+    >>> import torch
     >>> sequence_ratio(torch.tensor([0.5, -0.25, 1.0]), PackedRows.of([2, 1])).tolist()
     [0.125, 0.125, 1.0]
     """
@@ -47,24 +48,18 @@ def sequence_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
     return rows.per_token(means_B)
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """Clipped policy objective, as a loss: -min(r A, clip(r, 1 - low, 1 + high) A).
-
-    PPO (arXiv:1707.06347, eq. 7) with equal bounds; DAPO's clip-higher (arXiv:2503.14476, eq. 10) with high > low.
+def sequence_product(log_ratio: Tensor, rows: PackedRows) -> Tensor:
+    """The ratio of whole responses, prod_t r_t, at each of their tokens (RLOO, arXiv:2402.14740, which acts by the response).
 
     Args:
-        ratio: [T] p / p_old; gradient flows.
-        advantages: [T]; no gradient.
-        clip_low: how far below 1 the ratio earns.
-        clip_high: how far above 1.
+        log_ratio: [T] log p - log q; gradient flows.
+        rows: the rows that the tokens belong to; masked tokens stay out of the product.
 
     Returns:
-        ([T] loss, [T] bool: the clipped value was taken, so that the token has no gradient).
+        [T] log-ratio, equal over the tokens of a row; 0 for a row with every token masked.
 
-    >>> loss, clipped = clipped_surrogate(torch.tensor([1.5, 1.5, 0.5]), torch.tensor([1.0, -1.0, -1.0]), 0.2, 0.25)
-    >>> loss.tolist(), clipped.tolist()
-    ([-1.25, 1.5, 0.800000...], [True, False, True])
+    >>> import torch
+    >>> sequence_product(torch.tensor([0.5, -0.25, 1.0]), PackedRows.of([2, 1])).tolist()
+    [0.25, 0.25, 1.0]
     """
-    plain = -ratio * advantages
-    bounded = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    return torch.maximum(plain, bounded), bounded > plain
+    return rows.per_token(rows.sums(log_ratio * rows.trained))

@@ -54,6 +54,10 @@ FINISH_REASON = Column("finish_reason", string, "'stop' (a stop token came) or '
 
 # What training reads.
 REWARD = Column("reward", float32, "scalar reward of the whole response")
+BASELINE_REWARD = Column("baseline_reward", float32, "reward of the greedy response to the same prompt")
+TOKEN_REWARDS = Column("token_rewards", ragged(float32), "[L] reward of each token; they add up to the response's")
+VALUES = Column("values", ragged(float32), "[L] the critic's prediction of the reward to come, before each token")
+RETURNS = Column("returns", ragged(float32), "[L] what the critic is to predict")
 ADVANTAGES = Column("advantages", ragged(float32), "[L] advantage of each token")
 OLD_LOGPROBS = Column("old_logprobs", ragged(float32), "[L] nats, under the actor before the update")
 REFERENCE_LOGPROBS = Column("reference_logprobs", ragged(float32), "[L] nats, under the reference model")

@@ -1,68 +1,141 @@
 """Group advantages: numbers by hand, properties, and a plain float64 reference."""
 
-import time
-
 import numpy as np
 import pytest
 import torch
 
-from weft.algorithms.advantages import group_advantages, group_centred, group_normalized, leave_one_out
+from weft.algorithms.advantages import (
+    Outcomes,
+    best_of_group,
+    greedy_baseline,
+    group_advantages,
+    group_centred,
+    group_normalized,
+    leave_one_out,
+    length_weighted,
+    valid_groups_centred,
+)
 from weft.dataflow.batch import Batch
+from weft.dataflow.errors import UserError
+from weft.dataflow.graph import TableSource, graph
 
-ESTIMATORS = [group_normalized, group_centred, leave_one_out]
+ESTIMATORS = [group_normalized, group_centred, leave_one_out, length_weighted, valid_groups_centred, best_of_group]
+WITHIN_A_GROUP = [e for e in ESTIMATORS if e is not valid_groups_centred]
 
 
-def reference(estimator: object, rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
+def random_outcomes(num_rows: int = 200, num_groups: int = 40) -> Outcomes:
+    rng = np.random.default_rng(0)
+    groups = np.unique(rng.integers(0, num_groups, num_rows), return_inverse=True)[1]
+    rewards = np.where(groups < 5, 0.25, rng.integers(0, 4, num_rows) / 4).astype(np.float32)  # some equal, some tied
+    return Outcomes.of(
+        torch.from_numpy(rewards), torch.from_numpy(groups), torch.from_numpy(rng.integers(1, 50, num_rows))
+    )
+
+
+def reference(estimator: object, outcomes: Outcomes) -> np.ndarray:
+    """The papers' formulas, a group and a row at a time."""
+    rewards, groups, lengths = (t.numpy() for t in (outcomes.rewards, outcomes.groups, outcomes.lengths))
     out = np.zeros(len(rewards))
+    num_valid = sum(len(set(rewards[groups == g])) > 1 for g in groups)
     for group in np.unique(groups):
         rows = np.flatnonzero(groups == group)
         r = rewards[rows].astype(np.float64)
         for i, row in enumerate(rows):
-            if len(rows) == 1 or (r == r[0]).all():
+            others = np.delete(r, i)
+            if len(others) == 0:
                 continue
-            if estimator is leave_one_out:
-                out[row] = r[i] - np.delete(r, i).mean()
-            else:
-                out[row] = (r[i] - r.mean()) / (r.std(ddof=1) + 1e-6 if estimator is group_normalized else 1)
+            out[row] = {
+                group_normalized: (r[i] - r.mean()) / (r.std(ddof=1) + 1e-6),
+                group_centred: r[i] - r.mean(),
+                leave_one_out: r[i] - others.mean(),
+                length_weighted: r[i] - (lengths[rows] * r).sum() / lengths[rows].sum(),
+                valid_groups_centred: (r[i] - r.mean()) * len(rewards) / num_valid,
+                best_of_group: max(r) - max(others),
+            }[estimator]
     return out
 
 
 def test_by_hand():
-    rewards, groups = torch.tensor([1.0, 0.0, 0.0, 3.0]), torch.tensor([0, 0, 0, 0])  # mean 1, deviation sqrt(2)
-    assert group_centred(rewards, groups).tolist() == [0, -1, -1, 2]
-    assert group_normalized(rewards, groups, epsilon=0).tolist() == pytest.approx([0, -(0.5**0.5), -(0.5**0.5), 2**0.5])
-    assert leave_one_out(rewards, groups).tolist() == pytest.approx([0, -4 / 3, -4 / 3, 8 / 3])
+    outcomes = Outcomes.of([1.0, 0.0, 0.0, 3.0], groups=[0, 0, 0, 0], lengths=[2, 1, 1, 4])  # mean 1, deviation sqrt(2)
+    assert group_centred(outcomes).tolist() == [0, -1, -1, 2]
+    assert group_normalized(outcomes, epsilon=0).tolist() == pytest.approx([0, -(0.5**0.5), -(0.5**0.5), 2**0.5])
+    assert leave_one_out(outcomes).tolist() == pytest.approx([0, -4 / 3, -4 / 3, 8 / 3])
+    assert length_weighted(outcomes).tolist() == [-0.75, -1.75, -1.75, 1.25]  # baseline (2 + 12) / 8
+    assert best_of_group(outcomes).tolist() == [0, 0, 0, 2]
+
+
+def test_rows_of_equal_rewards_are_made_up_for():
+    outcomes = Outcomes.of([1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 2.0, 0.0], groups=[0, 0, 1, 1, 2, 2, 3, 3])
+    assert valid_groups_centred(outcomes).tolist() == [1, -1, 0, 0, 0, 0, 2, -2]  # 8 rows, 4 of them in valid groups
+
+
+def test_only_a_single_best_row_adds_to_the_best_of_its_group():
+    outcomes = Outcomes.of([1.0, 1.0, 0.0, -1.0, -3.0, 5.0], groups=[0, 0, 0, 1, 1, 2])
+    assert best_of_group(outcomes).tolist() == [0, 0, 0, 2, 0, 0]
+
+
+def test_the_advantages_of_best_of_group_are_the_gradient_of_the_expected_best():
+    """Of n draws from three rewards: n E[sum_i A_i grad log p_i] / n = grad E[max], by enumeration."""
+    logits = torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64, requires_grad=True)
+    rewards = torch.tensor([0.0, 1.0, 3.0], dtype=torch.float64)
+    p, draws = torch.softmax(logits, 0), torch.cartesian_prod(*[torch.arange(3)] * 3)
+    weights = p[draws].prod(1)
+    expected = torch.autograd.grad((weights * rewards[draws].amax(1)).sum(), logits, retain_graph=True)[0]
+    advantages = torch.stack([best_of_group(Outcomes.of(rewards[draw], groups=[0] * 3)).double() for draw in draws])
+    surrogate = (weights.detach() * (advantages * p[draws].log()).sum(1)).sum()
+    torch.testing.assert_close(torch.autograd.grad(surrogate, logits)[0], expected)
+
+
+def test_the_greedy_response_is_the_baseline():
+    outcomes = Outcomes.of([1.0, 0.0, 2.0], groups=[0, 0, 1], baseline_reward=[0.5, 0.5, 2.0])
+    assert greedy_baseline(outcomes).tolist() == [0.5, -0.5, 0.0]
+    with pytest.raises(UserError, match="'baseline_reward', which its outcomes do not have; there are none"):
+        greedy_baseline(Outcomes.of([1.0], groups=[0]))
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_against_a_loop_over_groups(estimator):
-    rng = np.random.default_rng(0)
-    groups = rng.integers(0, 40, 200)
-    groups = np.unique(groups, return_inverse=True)[1]
-    rewards = rng.normal(size=200).astype(np.float32)
-    mine = estimator(torch.from_numpy(rewards), torch.from_numpy(groups)).numpy()
+    outcomes = random_outcomes()
+    mine = estimator(outcomes).numpy()
     assert mine.dtype == np.float32
-    np.testing.assert_allclose(mine, reference(estimator, rewards, groups), atol=1e-5)
+    np.testing.assert_allclose(mine, reference(estimator, outcomes), atol=1e-5)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("reward", [0.1, 1e8, -3.7])
 def test_equal_rewards_and_single_rows_give_exact_zeros(estimator, reward: float):
-    groups = torch.tensor([0] * 7 + [1])
-    assert estimator(torch.full((8,), reward), groups).tolist() == [0.0] * 8
-    assert estimator(torch.tensor([]), torch.tensor([], dtype=torch.int64)).tolist() == []
+    outcomes = Outcomes.of(torch.full((8,), reward), groups=[0] * 7 + [1], lengths=range(8))
+    assert estimator(outcomes).tolist() == [0.0] * 8
+    assert estimator(Outcomes.of(torch.tensor([]), groups=[])).tolist() == []
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_order_of_rows_and_a_constant_on_all_rewards_do_not_matter(estimator):
     torch.manual_seed(0)
-    rewards, groups = torch.randn(64), torch.arange(64) % 8
+    rewards, groups, lengths = torch.randn(64), torch.arange(64) % 8, torch.randint(1, 9, (64,))
     order = torch.randperm(64)
-    plain = estimator(rewards, groups)
-    torch.testing.assert_close(estimator(rewards[order], groups[order]), plain[order])
-    torch.testing.assert_close(estimator(rewards + 5, groups), plain, atol=1e-5, rtol=1e-5)
-    sums = torch.zeros(8).index_add_(0, groups, plain)
-    assert sums.abs().max() < 1e-5  # each group sums to nothing
+    plain = estimator(Outcomes.of(rewards, groups, lengths))
+    torch.testing.assert_close(estimator(Outcomes.of(rewards[order], groups[order], lengths[order])), plain[order])
+    torch.testing.assert_close(estimator(Outcomes.of(rewards + 5, groups, lengths)), plain, atol=1e-5, rtol=1e-5)
+    names = torch.randperm(8)  # what the groups are called
+    torch.testing.assert_close(estimator(Outcomes.of(rewards, names[groups], lengths)), plain)
+    weights = lengths if estimator is length_weighted else torch.ones(64)
+    sums = torch.zeros(8).index_add_(0, groups, plain * weights)
+    assert (sums >= 0).all() if estimator is best_of_group else sums.abs().max() < 1e-4  # else a group sums to nothing
+
+
+@pytest.mark.parametrize("estimator", WITHIN_A_GROUP)
+def test_a_group_does_not_see_the_others(estimator):
+    outcomes = random_outcomes()
+    mine = outcomes.groups == 7
+    alone = Outcomes.of(outcomes.rewards[mine], torch.zeros(int(mine.sum())), outcomes.lengths[mine])
+    torch.testing.assert_close(estimator(alone), estimator(outcomes)[mine])
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_empty_responses_do_no_harm(estimator):
+    outcomes = Outcomes.of([1.0, 0.0, 1.0, 0.0], groups=[0, 0, 1, 1], lengths=[0, 0, 3, 0])
+    assert estimator(outcomes).isfinite().all()
 
 
 def test_every_token_of_a_response_gets_its_rows_advantage():
@@ -77,18 +150,32 @@ def test_every_token_of_a_response_gets_its_rows_advantage():
     ]
 
 
-def test_thirty_two_thousand_rows_take_milliseconds():
-    rng = np.random.default_rng(0)
-    lengths = np.full(32_768, 16)
+def test_lengths_are_of_trained_tokens_and_another_reward_can_be_compared():
     samples = Batch.of(
-        group_id=rng.permutation(np.arange(32_768) // 8),
-        reward=rng.normal(size=32_768),
-        response_ids=(np.zeros(lengths.sum(), dtype=np.int32), np.concatenate([[0], lengths.cumsum()])),
+        group_id=[1, 1], shaped=[1.0, 0.0], response_ids=[[1, 2, 3, 4], [3]], response_mask=[[1, 0, 1, 1], [1]]
     )
-    group_advantages(samples)
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        group_advantages(samples)
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.1
+    out = group_advantages(samples, estimator=length_weighted, reward="shaped")
+    assert out["advantages"].to_pylist() == [[0.25] * 4, [-0.75]]
+
+
+def test_whitening_is_over_the_trained_tokens():
+    samples = Batch.of(
+        group_id=[1, 1], reward=[1.0, 0.0], response_ids=[[1, 2], [3, 4]], response_mask=[[1, 1], [1, 0]]
+    )
+    out = group_advantages(samples, estimator=group_centred, whiten=True)["advantages"].to_pylist()
+    third = 3**-0.5  # 1/2, 1/2, -1/2: mean 1/6, variance 1/3
+    assert out[0] == pytest.approx([third, third]) and out[1] == pytest.approx([-2 * third, 0.0])
+
+
+def test_an_estimator_that_reads_a_column_is_checked_when_the_graph_is_recorded():
+    @graph
+    def training(samples):
+        return group_advantages(samples, estimator=greedy_baseline)
+
+    import pyarrow as pa
+
+    rows = {"reward": [1.0], "response_ids": [[1]]}
+    with pytest.raises(UserError, match="'group_advantages' reads column 'baseline_reward', which no node writes"):
+        training(TableSource("samples", pa.table(rows)))
+    samples = Batch.of(group_id=[1, 1], reward=[1.0, 0.0], baseline_reward=[0.5, 0.5], response_ids=[[1, 2], [3]])
+    assert group_advantages(samples, estimator=greedy_baseline)["advantages"].to_pylist() == [[0.5, 0.5], [-0.5]]

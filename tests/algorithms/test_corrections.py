@@ -12,6 +12,7 @@ from weft.algorithms.corrections import Correction, Level, Rejection, TruncatedI
 from weft.algorithms.loss import PackedRows
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.ratios import sequence_ratio, token_ratio
+from weft.algorithms.surrogates import Clipped
 from weft.dataflow.errors import UserError
 from weft.dataflow.metrics import merge
 
@@ -24,7 +25,7 @@ CORRECTIONS: list[tuple[Any, ...]] = [
     (Rejection(low=0.7, high=1.5, level="geometric"), TruncatedImportance(cap=1.1, level="sequence")),
 ]
 LOSSES = [
-    PolicyLoss(correction=corrections, old=old, ratio=ratio, aggregation=aggregation, clip_high=0.3)
+    PolicyLoss(correction=corrections, old=old, ratio=ratio, aggregation=aggregation, surrogate=Clipped(high=0.3))
     for corrections, old, (ratio, aggregation) in itertools.product(
         CORRECTIONS,
         ["old_logprobs", None],
@@ -101,7 +102,7 @@ def reference(loss: PolicyLoss, logprobs: torch.Tensor, rows: PackedRows) -> Any
         losses = []
         for t, log_ratio in zip(tokens, log_ratios, strict=True):
             r, a = log_ratio.exp(), rows["advantages"][t]
-            losses.append(-weights[t] * torch.minimum(r * a, r.clamp(1 - loss.clip_low, 1 + loss.clip_high) * a))
+            losses.append(-weights[t] * torch.minimum(r * a, r.clamp(0.8, 1.3) * a))
         kept.append(losses)
     if loss.aggregation is token_mean:
         return sum(map(sum, kept)) / sum(map(len, kept))
@@ -196,7 +197,7 @@ def test_rejection_by_hand_and_its_counts():
     logprobs = torch.full((5,), -1.0, requires_grad=True)
     cases: list[tuple[Level, list[int], int]] = [("token", [0, -1, -1, 0, 0], 2), ("sequence", [0, 0, -1, 0, 0], 3)]
     for level, expected, tokens in cases:
-        loss = PolicyLoss(clip_low=0.9, clip_high=9.0, correction=Rejection(low=0.5, high=2.0, level=level))
+        loss = PolicyLoss(surrogate=Clipped(low=0.9, high=9.0), correction=Rejection(low=0.5, high=2.0, level=level))
         loss_sum, metrics = loss(logprobs, rows)
         assert torch.autograd.grad(loss_sum, logprobs)[0].tolist() == pytest.approx(expected)
         assert loss.count(rows) == 4  # what is left out is still counted

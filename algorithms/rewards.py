@@ -1,0 +1,119 @@
+"""Rewards: what is taken off the reward of a response before anything is compared, and how it is spread over its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..dataflow.batch import Batch
+from ..dataflow.column import REFERENCE_LOGPROBS, RESPONSE_IDS, RESPONSE_LOGPROBS, RESPONSE_MASK, REWARD, TOKEN_REWARDS
+from ..dataflow.errors import UserError
+from ..dataflow.lazy import torch
+from ..dataflow.operation import node
+from .kl import AdaptiveCoefficient, k1
+from .loss import PackedRows, response_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer_tokens: int) -> Tensor:
+    """0 for a response that ends before the buffer, then falling linearly to -1 at the limit (DAPO, arXiv:2503.14476, eq. 13).
+
+    Args:
+        lengths: [B] tokens of each response.
+        max_tokens: the limit, where the penalty is -1; longer responses have no more than that.
+        buffer_tokens: how long before the limit the penalty begins, 1 to `max_tokens`.
+
+    Returns:
+        [B] float32, -1 to 0; empty for no rows.
+
+    Raises:
+        UserError: for a buffer of another length.
+
+    >>> overlong_penalty(torch.tensor([5, 6, 8, 10, 12]), max_tokens=10, buffer_tokens=4).tolist()
+    [0.0, 0.0, -0.5, -1.0, -1.0]
+    """
+    if not 1 <= buffer_tokens <= max_tokens:
+        raise UserError(f"overlong_penalty: buffer_tokens must be 1 to max_tokens={max_tokens}, not {buffer_tokens}")
+    return ((max_tokens - buffer_tokens - lengths) / buffer_tokens).clamp(-1, 0).float()
+
+
+def penalized_token_rewards(rewards: Tensor, kl: Tensor, rows: PackedRows, coefficient: float) -> Tensor:
+    """r_t = -coefficient KL_t, and the reward of the response on top at its last trained token (arXiv:1909.08593, §2, eq. 2).
+
+    Args:
+        rewards: [B] of the responses; no gradient.
+        kl: [T] nats, of each token, such as `k1` of the sampling policy and the reference; no gradient.
+        rows: the rows that the tokens belong to.
+        coefficient: reward lost for a nat.
+
+    Returns:
+        [T] float32; 0 at masked tokens, whatever `kl` holds there. A row without a trained token has no place for its reward.
+
+    >>> rows = PackedRows.of([3, 1], response_mask=[1, 1, 0, 1])
+    >>> penalized_token_rewards(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.5, 9.0, 0.0]), rows, 0.5).tolist()
+    [-0.25, 0.75, 0.0, 2.0]
+    """
+    trained = rows.trained > 0
+    seen = torch.nn.functional.pad(trained.cumsum(0), (1, 0))  # [T + 1] trained tokens before each place
+    last = trained & (seen[1:] == rows.per_token(seen[rows.cu_seqlens[1:]]))
+    penalties = torch.where(trained, -coefficient * kl, 0.0).float()
+    return torch.where(last, penalties + rows.per_token(rewards.float()), penalties)
+
+
+@node(reads=("{reward}", RESPONSE_IDS), writes=("{into}",))
+def penalize_overlong(
+    samples: Batch,
+    *,
+    max_tokens: int,
+    buffer_tokens: int,
+    factor: float = 1.0,
+    reward: str = str(REWARD),
+    into: str = "shaped_reward",
+) -> Batch:
+    """The reward less a penalty for coming near the limit: `group_advantages(samples, reward="shaped_reward")` compares it.
+
+    Args:
+        samples: any rows.
+        max_tokens: the longest response that sampling allows.
+        buffer_tokens: how long before the limit the penalty begins.
+        factor: reward lost at the limit.
+        reward: the column that it is taken off.
+        into: the column that is written.
+
+    >>> samples = Batch.of(response_ids=[[1, 2], [1, 2, 3, 4]], reward=[1.0, 1.0])
+    >>> penalize_overlong(samples, max_tokens=4, buffer_tokens=2)["shaped_reward"].to_pylist()
+    [1.0, 0.0]
+    """
+    rows = response_rows(samples, RESPONSE_IDS, reward)
+    penalty = overlong_penalty(rows.lengths, max_tokens=max_tokens, buffer_tokens=buffer_tokens)
+    return samples.with_columns(**{into: rows[reward] + factor * penalty})
+
+
+@node(reads=("{reward}", "{old}", REFERENCE_LOGPROBS), may_read=(RESPONSE_MASK,), writes=(TOKEN_REWARDS,))
+def token_rewards(
+    samples: Batch,
+    *,
+    coefficient: float | AdaptiveCoefficient,
+    estimator: Callable[..., Any] = k1,
+    reward: str = str(REWARD),
+    old: str = str(RESPONSE_LOGPROBS),
+) -> Batch:
+    """The reward of the response at its last trained token, less a penalty at each token for leaving the reference.
+
+    Args:
+        samples: any rows.
+        coefficient: reward lost for a nat; an `AdaptiveCoefficient` counts as it stands.
+        estimator: `k1`, `k2`, `k3` or `absolute`.
+        reward: the column with the reward of the response.
+        old: the column with the log-probabilities of the policy that sampled.
+
+    >>> samples = Batch.of(reward=[1.0], response_logprobs=[[-1.0, -1.0]], reference_logprobs=[[-1.5, -1.0]])
+    >>> token_rewards(samples, coefficient=0.5)["token_rewards"].to_pylist()
+    [[-0.25, 1.0]]
+    """
+    rows = response_rows(samples, old, reward, REFERENCE_LOGPROBS)
+    beta = coefficient.value if isinstance(coefficient, AdaptiveCoefficient) else coefficient
+    shaped = penalized_token_rewards(rows[reward], estimator(rows[old], rows[REFERENCE_LOGPROBS]), rows, beta)
+    return samples.with_columns(token_rewards=(shaped, rows.cu_seqlens))

@@ -1,0 +1,277 @@
+"""Values: what the tokens of a response are worth, from their rewards and a critic's predictions, and the critic's loss.
+
+Everything is over the trained tokens of a row, one after the other as if the masked ones (tool answers in the middle, padding)
+were not there: a recursion passes over them, and they get 0.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from pydantic import Field
+
+from ..dataflow.batch import Batch
+from ..dataflow.column import ADVANTAGES, RESPONSE_MASK, RETURNS, TOKEN_REWARDS, VALUES
+from ..dataflow.config import Config
+from ..dataflow.errors import UserError
+from ..dataflow.lazy import torch
+from ..dataflow.metrics import Mean, Metrics
+from ..dataflow.operation import node
+from .aggregation import Aggregation, token_mean
+from .loss import PackedRows, response_rows
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+_BLOCK = 32
+"""Tokens that one matrix product sums over."""
+
+
+def generalized_advantages(
+    token_rewards: Tensor, values: Tensor, rows: PackedRows, *, gamma: float = 1.0, lam: float = 0.95
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (arXiv:1506.02438, eq. 16), and its returns.
+
+    A_t = delta_t + gamma lam A_t+1 with delta_t = r_t + gamma V_t+1 - V_t; t + 1 is the row's next trained token, and after the
+    last one V and A are 0. The returns are A_t + V_t.
+
+    Args:
+        token_rewards: [T] reward of each token, in the CPU's memory; no gradient.
+        values: [T] the critic's prediction before each token; no gradient.
+        rows: the rows that the tokens belong to.
+        gamma: discount of what comes a token later, 0 to 1.
+        lam: 0 for one step (least variance), 1 for all of the reward to come (no bias from the critic).
+
+    Returns:
+        ([T] float32 advantages, [T] float32 returns); 0 at masked tokens, whatever they hold; empty for no tokens.
+
+    Raises:
+        UserError: for a gamma or lam outside 0 to 1.
+
+    >>> rows = PackedRows.of([3], response_mask=[1, 0, 1])  # the token in the middle is no step
+    >>> generalized_advantages(torch.tensor([0.0, 9.0, 1.0]), torch.tensor([0.5, 9.0, 0.25]), rows, gamma=1.0, lam=0.5)
+    (tensor([0.1250, 0.0000, 0.7500]), tensor([0.6250, 0.0000, 1.0000]))
+    """
+    for name, value in (("gamma", gamma), ("lam", lam)):
+        if not 0 <= value <= 1:
+            raise UserError(f"generalized_advantages: {name} must be between 0 and 1, not {value}")
+    kept = _kept(rows)
+    rewards_N, values_N = _only(kept, token_rewards), _only(kept, values)
+    cu_seqlens = _cu_seqlens_of(kept, rows)
+    # The recursion of the returns has fewer terms: G_t = r_t + gamma (1 - lam) V_t+1 + gamma lam G_t+1.
+    steps_N = np.empty_like(values_N)
+    np.multiply(values_N[1:], np.float32(gamma * (1 - lam)), out=steps_N[:-1])
+    steps_N[cu_seqlens[1:][np.diff(cu_seqlens) > 0] - 1] = 0  # nothing comes after a row's last token
+    steps_N += rewards_N
+    returns_N = _discounted_sums(steps_N, cu_seqlens, gamma * lam)
+    return _spread(kept, returns_N - values_N), _spread(kept, returns_N)
+
+
+def discounted_returns(token_rewards: Tensor, rows: PackedRows, *, gamma: float = 1.0) -> Tensor:
+    """The reward to come: G_t = r_t + gamma G_t+1, where t + 1 is the row's next trained token.
+
+    Whitened over the batch, of rewards with a KL penalty, it is REINFORCE++'s advantage (arXiv:2501.03262).
+
+    Args:
+        token_rewards: [T] reward of each token, in the CPU's memory; no gradient.
+        rows: the rows that the tokens belong to.
+        gamma: discount of what comes a token later, 0 to 1.
+
+    Returns:
+        [T] float32; 0 at masked tokens, whatever they hold; empty for no tokens.
+
+    Raises:
+        UserError: for a gamma outside 0 to 1.
+
+    >>> discounted_returns(torch.tensor([0.0, 1.0, 2.0]), PackedRows.of([2, 1]), gamma=0.5).tolist()
+    [0.5, 1.0, 2.0]
+    """
+    if not 0 <= gamma <= 1:
+        raise UserError(f"discounted_returns: gamma must be between 0 and 1, not {gamma}")
+    kept = _kept(rows)
+    return _spread(kept, _discounted_sums(_only(kept, token_rewards), _cu_seqlens_of(kept, rows), gamma))
+
+
+def whitened(values: Tensor, rows: PackedRows, *, shift: bool = True, epsilon: float = 1e-8) -> Tensor:
+    """(x - mean) / sqrt(variance + epsilon) over all trained tokens of all rows given.
+
+    The variance is the sample's (divided by n - 1).
+
+    Args:
+        values: [T]; no gradient.
+        rows: the rows that the tokens belong to.
+        shift: False keeps the mean where it is and scales around it, as some do with rewards.
+        epsilon: keeps values that are nearly equal from exploding.
+
+    Returns:
+        [T] float32; 0 at masked tokens, whatever they hold. Equal values, or a single one, give 0 (without a shift: themselves).
+
+    >>> whitened(torch.tensor([1.0, 3.0, 99.0]), PackedRows.of([3], response_mask=[1, 1, 0])).tolist()
+    [-0.7071..., 0.7071..., 0.0]
+    """
+    trained = rows.trained > 0
+    if not (count := int(trained.sum())):
+        return torch.zeros_like(values, dtype=torch.float32)
+    one = values[trained.int().argmax()].float()
+    centred = torch.where(trained, values.float() - one, 0.0)  # equal values give exact zeros
+    mean = centred.sum() / count
+    centred = torch.where(trained, centred - mean, 0.0)
+    variance = centred.square().sum() / max(count - 1, 1)
+    scaled = centred * (variance + epsilon).rsqrt()
+    return scaled if shift else torch.where(trained, scaled + (mean + one), 0.0)
+
+
+class ValueLoss(Config):
+    """The critic's squared error: l_t = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2, then aggregated.
+
+    Clipping keeps the new value near the one that the advantages were computed with, as PPO's released implementation does
+    (it is not in the paper, arXiv:1707.06347); `clip=None` is the plain squared error.
+
+    >>> rows = PackedRows.of([2], values=[0.0, 0.0], returns=[1.0, 1.0])
+    >>> loss_sum, metrics = ValueLoss(clip=0.2)(torch.tensor([0.5, -0.5]), rows)  # the first may not earn beyond 0.2
+    >>> round(loss_sum.item(), 4), metrics["clip_fraction"].value
+    (1.445, 0.5)
+    """
+
+    clip: float | None = Field(default=0.2, gt=0)
+    """How far from the old value a change earns, in units of reward; None: no bound."""
+    aggregation: Aggregation = token_mean
+    """`token_mean`, `sequence_mean` or `fixed_length(max_tokens)`."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (str(RETURNS),) if self.clip is None else (str(VALUES), str(RETURNS))
+
+    @property
+    def may_read(self) -> tuple[str, ...]:
+        return (str(RESPONSE_MASK),)
+
+    @property
+    def needs_entropy(self) -> bool:
+        return False
+
+    def count(self, rows: PackedRows) -> float:
+        return self.aggregation.count(rows)
+
+    def __call__(self, values: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
+        """The undivided loss, and its metrics.
+
+        Args:
+            values: [T] the critic's predictions; gradient flows.
+            rows: with the columns of `reads`, none of which gets a gradient.
+
+        Returns:
+            (scalar, metrics). 0 with a gradient of 0 when every token is masked. Means over trained tokens: `value`, `return` and,
+            with a clip, `clip_fraction` (the clipped value was taken).
+        """
+        trained = rows.trained > 0
+
+        def only(column: Tensor) -> Tensor:
+            return torch.where(trained, column, 0.0)  # a masked token may hold anything, even nan
+
+        values, returns = only(values), only(rows[RETURNS])
+        losses, watched = (values - returns).square(), {"value": values, "return": returns}
+        if self.clip is not None:
+            old = only(rows[VALUES])
+            bounded = (values.clamp(old - self.clip, old + self.clip) - returns).square()
+            watched["clip_fraction"] = bounded > losses
+            losses = torch.maximum(losses, bounded)
+        loss_sum = (self.aggregation.weights(rows) * losses).sum() / 2
+        with torch.no_grad():
+            count, *sums = torch.stack([trained.sum(), *(only(each).sum() for each in watched.values())]).tolist()
+        return loss_sum, {name: Mean(total, count) for name, total in zip(watched, sums, strict=True)}
+
+
+@node(reads=(TOKEN_REWARDS, VALUES), may_read=(RESPONSE_MASK,), writes=(ADVANTAGES, RETURNS))
+def critic_advantages(samples: Batch, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True) -> Batch:
+    """PPO's advantages and returns from token rewards and a critic's values, by generalised advantage estimation.
+
+    Args:
+        samples: any rows.
+        gamma: discount of what comes a token later.
+        lam: 0 for one step, 1 for all of the reward to come.
+        whiten: bring the advantages of all trained tokens given at once to mean 0 and deviation 1. What is "at once" is the
+            step under `Synchronous`, and the rows that happen to be ready under the other schedules.
+
+    >>> samples = Batch.of(response_ids=[[5, 6]], token_rewards=[[0.0, 1.0]], values=[[0.5, 0.5]])
+    >>> critic_advantages(samples, lam=1.0, whiten=False).select(("advantages", "returns")).to_rows()
+    [{'advantages': [0.5, 0.5], 'returns': [1.0, 1.0]}]
+    """
+    rows = response_rows(samples, TOKEN_REWARDS, VALUES)
+    advantages, returns = generalized_advantages(rows[TOKEN_REWARDS], rows[VALUES], rows, gamma=gamma, lam=lam)
+    advantages = whitened(advantages, rows) if whiten else advantages
+    return samples.with_columns(advantages=(advantages, rows.cu_seqlens), returns=(returns, rows.cu_seqlens))
+
+
+@node(reads=(TOKEN_REWARDS,), may_read=(RESPONSE_MASK,), writes=(ADVANTAGES,))
+def return_advantages(samples: Batch, *, gamma: float = 1.0, whiten: bool = True) -> Batch:
+    """The reward to come as the advantage, without a critic; whitened it is REINFORCE++ (arXiv:2501.03262).
+
+    Args:
+        samples: any rows.
+        gamma: discount of what comes a token later.
+        whiten: as for `critic_advantages`.
+
+    >>> samples = Batch.of(response_ids=[[5, 6], [7]], token_rewards=[[0.0, 1.0], [0.5]])
+    >>> return_advantages(samples, whiten=False)["advantages"].to_pylist()
+    [[1.0, 1.0], [0.5]]
+    """
+    rows = response_rows(samples, TOKEN_REWARDS)
+    advantages = discounted_returns(rows[TOKEN_REWARDS], rows, gamma=gamma)
+    advantages = whitened(advantages, rows) if whiten else advantages
+    return samples.with_columns(advantages=(advantages, rows.cu_seqlens))
+
+
+def _discounted_sums(values_N: NDArray[np.float32], cu_seqlens: NDArray[np.int64], c: float) -> NDArray[np.float32]:
+    """y_t = x_t + c y_t+1 within each row, the recursion of every estimator here, without a loop over tokens.
+
+    Rows are cut into blocks of `_BLOCK` tokens. What a block hands on to the one before it obeys the same recursion over blocks,
+    with c^_BLOCK, and is found first; then every block is one product with a triangular matrix of powers of c.
+    """
+    lengths = np.diff(cu_seqlens)
+    num_blocks = -(-lengths // _BLOCK)
+    filled = lengths > 0
+    ends = num_blocks.cumsum()  # the row's last block is ends - 1
+    tokens = np.full(ends[-1] if len(ends) else 0, _BLOCK, dtype=np.int8)
+    tokens[ends[filled] - 1] = (lengths[filled] - 1) % _BLOCK + 1
+    taken = np.arange(_BLOCK, dtype=np.int8) < tokens[:, None]
+    blocks = np.zeros(taken.shape, dtype=np.float32)
+    blocks[taken] = values_N
+    powers = np.float64(c) ** np.arange(_BLOCK)
+    if num_blocks.max(initial=0) > 1:
+        heads = _discounted_sums(blocks @ powers.astype(np.float32), np.concatenate([[0], ends]), c**_BLOCK)
+        handed_on = np.append(heads[1:], np.float32(0))
+        handed_on[ends[filled] - 1] = 0  # nothing comes after a row's last block
+        blocks[:, -1] += np.float32(c) * handed_on
+    position = np.arange(_BLOCK)
+    steps_on = position[:, None] - position
+    matrix = np.where(steps_on >= 0, powers[np.maximum(steps_on, 0)], 0).astype(np.float32)
+    return (blocks @ matrix)[taken]
+
+
+def _kept(rows: PackedRows) -> NDArray[np.bool_] | None:
+    """[T] which tokens are trained on; None: all of them."""
+    return (rows.trained > 0).numpy() if RESPONSE_MASK in rows else None
+
+
+def _only(kept: NDArray[np.bool_] | None, values: Tensor) -> NDArray[np.float32]:
+    """[N] the values of the kept tokens."""
+    values_T = values.detach().to(torch.float32).numpy()
+    return values_T if kept is None else values_T[kept]
+
+
+def _cu_seqlens_of(kept: NDArray[np.bool_] | None, rows: PackedRows) -> NDArray[np.int64]:
+    """[B + 1] where rows begin and end among the kept tokens."""
+    cu_seqlens = rows.cu_seqlens.to(torch.int64).numpy()
+    return cu_seqlens if kept is None else np.append(0, kept.cumsum())[cu_seqlens]
+
+
+def _spread(kept: NDArray[np.bool_] | None, values_N: NDArray[np.float32]) -> Tensor:
+    """[T] the values in their tokens' places, 0 at the others."""
+    if kept is None:
+        return torch.from_numpy(values_N)
+    values_T = np.zeros(len(kept), dtype=np.float32)
+    values_T[kept] = values_N
+    return torch.from_numpy(values_T)

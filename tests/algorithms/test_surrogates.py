@@ -1,0 +1,120 @@
+"""Surrogates: numbers and gradients by hand, and what they have in common where the policy has not moved."""
+
+import math
+import pickle
+
+import pytest
+import torch
+
+from weft.algorithms.loss import PackedRows
+from weft.algorithms.policy_loss import PolicyLoss
+from weft.algorithms.ratios import sequence_product, sequence_ratio, token_ratio
+from weft.algorithms.surrogates import Cispo, Clipped, LogLikelihood, Sapo, Surrogate
+from weft.dataflow.errors import UserError
+
+SURROGATES = [Clipped(), Clipped(high=0.28), Clipped(dual=3.0), Cispo(), Sapo(), LogLikelihood()]
+
+
+def losses_and_gradients(surrogate: Surrogate, ratios: list[float], advantages: list[float]):
+    """Of tokens whose log-probability is that of the ratio to a policy of log-probability -1."""
+    logprobs = (torch.tensor(ratios, dtype=torch.float64).log() - 1).requires_grad_()
+    made = surrogate((logprobs + 1).exp(), logprobs, torch.tensor(advantages, dtype=torch.float64))
+    (gradient,) = torch.autograd.grad(made.losses.sum(), logprobs)
+    return made.losses.tolist(), gradient.tolist(), made.clipped.tolist()
+
+
+def test_clipping_by_hand():
+    losses, gradients, clipped = losses_and_gradients(
+        Clipped(low=0.2, high=0.28), [0.5, 0.5, 1.5, 1.5, 1.1], [1.0, -1.0, 1.0, -1.0, 2.0]
+    )
+    assert losses == pytest.approx([-0.5, 0.8, -1.28, 1.5, -2.2])
+    assert gradients == pytest.approx([-0.5, 0, 0, 1.5, -2.2])  # -r A where it is not clipped
+    assert clipped == [False, True, True, False, False]
+
+
+def test_dual_clipping_bounds_the_loss_of_a_negative_advantage_alone():
+    losses, gradients, clipped = losses_and_gradients(Clipped(dual=3.0), [10.0, 10.0, 2.5], [-2.0, 2.0, -2.0])
+    assert losses == pytest.approx([6.0, -2.4, 5.0])
+    assert gradients == pytest.approx([0.0, 0.0, 5.0])
+    assert clipped == [True, True, False]
+
+
+def test_cispo_bounds_the_weight_and_keeps_the_gradient():
+    losses, gradients, clipped = losses_and_gradients(Cispo(low=0.5, high=1.0), [8.0, 0.25, 1.5], [1.0, -1.0, 1.0])
+    assert gradients == pytest.approx([-2.0, 0.5, -1.5])  # -clip(r) A, where PPO would give 0, 0 and 0
+    assert losses == pytest.approx([-2 * (math.log(8) - 1), 0.5 * (math.log(0.25) - 1), -1.5 * (math.log(1.5) - 1)])
+    assert clipped == [True, True, False]
+
+
+def test_the_gate_of_sapo_by_hand():
+    losses, gradients, clipped = losses_and_gradients(Sapo(positive=2.0, negative=4.0), [1.5, 1.5], [1.0, -1.0])
+    up, down = 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-2))
+    assert losses == pytest.approx([-2 * up, 1 * down])
+    assert gradients == pytest.approx([-1.5 * 4 * up * (1 - up), 1.5 * 4 * down * (1 - down)])
+    assert clipped == [False, False]
+
+
+def test_log_likelihood_ignores_the_ratio():
+    assert losses_and_gradients(LogLikelihood(), [math.e, 100.0], [2.0, -1.0])[1] == pytest.approx([-2.0, 1.0])
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES, ids=repr)
+def test_all_agree_where_the_policy_has_not_moved(surrogate: Surrogate):
+    advantages = [1.5, -2.0, 0.0]
+    _, gradients, clipped = losses_and_gradients(surrogate, [1.0] * 3, advantages)
+    assert gradients == pytest.approx([-a for a in advantages])  # the plain policy gradient
+    assert clipped == [False] * 3
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES, ids=repr)
+@pytest.mark.parametrize("ratio", [token_ratio, sequence_ratio, sequence_product])
+def test_a_loss_of_any_surrogate_masks_adds_up_and_is_finite(surrogate: Surrogate, ratio):
+    torch.manual_seed(0)
+    lengths, mask = [3, 0, 4, 2], torch.tensor([1, 0, 1, 1, 1, 0, 1, 0, 0])
+    old, advantages = torch.randn(9) - 2, torch.randn(9)
+    logprobs = (old + 0.3 * torch.randn(9)).requires_grad_()
+    loss = PolicyLoss(surrogate=surrogate, ratio=ratio)
+    rows = PackedRows.of(lengths, response_logprobs=old, advantages=advantages, response_mask=mask)
+    clean, metrics = loss(logprobs, rows)
+    poison = torch.where(mask == 1, 0.0, torch.nan)
+    dirty, _ = loss(
+        logprobs,
+        PackedRows.of(lengths, response_logprobs=old + poison, advantages=advantages + poison, response_mask=mask),
+    )
+    assert dirty.item() == clean.item() and 0 <= metrics["clip_fraction"].value <= 1
+    (gradient,) = torch.autograd.grad(dirty, logprobs)
+    assert gradient.isfinite().all() and (gradient[mask == 0] == 0).all() and gradient.abs().max() > 0
+
+    parts = [(0, 3, [3, 0]), (3, 9, [4, 2])]
+    halves = [
+        loss(
+            logprobs[a:b],
+            PackedRows.of(n, response_logprobs=old[a:b], advantages=advantages[a:b], response_mask=mask[a:b]),
+        )[0]
+        for a, b, n in parts
+    ]
+    torch.testing.assert_close(sum(halves), clean)
+
+
+def test_a_token_of_no_probability_leaves_the_loss_finite():
+    rows = PackedRows.of([1], response_logprobs=[-200.0], advantages=[-1.0])
+    logprobs = torch.tensor([-1.0], requires_grad=True)
+    loss, _ = PolicyLoss()(logprobs, rows)
+    assert loss.item() == pytest.approx(math.exp(20)) and torch.autograd.grad(loss, logprobs)[0].item() == 0
+
+
+def test_surrogates_are_values():
+    for surrogate in SURROGATES:
+        loss = PolicyLoss(surrogate=surrogate)
+        assert isinstance(surrogate, Surrogate) and loss == pickle.loads(pickle.dumps(loss))
+    assert PolicyLoss(surrogate=Clipped(high=0.28)) != PolicyLoss()
+
+
+def test_wrong_settings_are_named():
+    with pytest.raises(UserError, match=r"dual must be above 1 \+ high, which is 1\.2, not 1\.1"):
+        Clipped(dual=1.1)
+    with pytest.raises(UserError, match="did you mean 'high'"):
+        Clipped(hig=0.3)  # pyright: ignore[reportCallIssue]
+    for wrong in (lambda: Clipped(low=1.5), lambda: Cispo(high=-1), lambda: Sapo(positive=0)):
+        with pytest.raises(UserError, match="should be"):
+            wrong()
