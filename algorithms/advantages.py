@@ -32,7 +32,7 @@ class Outcomes:
     """
 
     rewards: Tensor
-    """[B] floating point."""
+    """[B]; compared as float32."""
     groups: Tensor
     """[B] int64, which group each row is of, 0 to the number of groups - 1; rows of a group in any order."""
     lengths: Tensor
@@ -77,7 +77,7 @@ def group_normalized(outcomes: Outcomes, *, epsilon: float = 1e-6) -> Tensor:
     """
     centred, sizes = _centred(outcomes)
     variances = _sums(centred.square(), outcomes.groups, len(sizes)) / (sizes - 1).clamp(min=1)
-    return (centred / (variances.sqrt() + epsilon)[outcomes.groups]).float()
+    return (centred / (variances.sqrt() + epsilon).index_select(0, outcomes.groups)).float()
 
 
 def group_centred(outcomes: Outcomes) -> Tensor:
@@ -108,7 +108,7 @@ def leave_one_out(outcomes: Outcomes) -> Tensor:
     [0.75, -0.75, 0.0, 0.0]
     """
     centred, sizes = _centred(outcomes)
-    return (centred * (sizes / (sizes - 1).clamp(min=1))[outcomes.groups]).float()
+    return (centred * (sizes / (sizes - 1).clamp(min=1)).index_select(0, outcomes.groups)).float()
 
 
 def length_weighted(outcomes: Outcomes) -> Tensor:
@@ -130,7 +130,7 @@ def length_weighted(outcomes: Outcomes) -> Tensor:
     lengths = outcomes.lengths.double()
     totals = _sums(lengths, outcomes.groups, len(sizes)).clamp(min=1)
     offsets = _sums(lengths * centred, outcomes.groups, len(sizes)) / totals
-    return (centred - offsets[outcomes.groups]).float()
+    return (centred - offsets.index_select(0, outcomes.groups)).float()
 
 
 def valid_groups_centred(outcomes: Outcomes) -> Tensor:
@@ -175,12 +175,12 @@ def best_of_group(outcomes: Outcomes) -> Tensor:
 
     def largest(values: Tensor) -> Tensor:
         of_group = torch.full((len(sizes),), -torch.inf, dtype=values.dtype)
-        return of_group.scatter_reduce_(0, groups, values, "amax")[groups]
+        return of_group.scatter_reduce_(0, groups, values, "amax").index_select(0, groups)
 
     best = rewards == largest(rewards)
     alone = (_sums(best.double(), groups, len(sizes)) == 1) & (sizes > 1)
     lead = rewards - largest(torch.where(best, -torch.inf, rewards))
-    return torch.where(best & alone[groups], lead, 0.0).float()
+    return torch.where(best & alone.index_select(0, groups), lead, 0.0).float()
 
 
 @dataclass(frozen=True)
@@ -246,14 +246,12 @@ def group_advantages(
 def _centred(outcomes: Outcomes) -> tuple[Tensor, Tensor]:
     """Rewards less their group's mean [B], and the groups' sizes [groups], in float64.
 
-    The mean is taken of differences from one row of the group, so that equal rewards give exact zeros: the rounding
-    of a plain mean, divided by a deviation of the same size, would make an advantage out of nothing.
+    Sums of equal float32 numbers are exact in float64, and so is their mean: equal rewards give exact zeros. Otherwise the
+    rounding of a mean, divided by a deviation of the same size, would make an advantage out of nothing.
     """
-    rewards, groups = outcomes.rewards.double(), outcomes.groups
+    rewards, groups = outcomes.rewards.float().double(), outcomes.groups
     sizes = torch.bincount(groups).double()
-    one_of_group = torch.zeros_like(sizes).index_copy_(0, groups, rewards)
-    differences = rewards - one_of_group[groups]
-    return differences - (_sums(differences, groups, len(sizes)) / sizes)[groups], sizes
+    return rewards - (_sums(rewards, groups, len(sizes)) / sizes).index_select(0, groups), sizes
 
 
 def _sums(values: Tensor, groups: Tensor, num_groups: int) -> Tensor:

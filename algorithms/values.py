@@ -66,7 +66,8 @@ def generalized_advantages(
     steps_N[cu_seqlens[1:][np.diff(cu_seqlens) > 0] - 1] = 0  # nothing comes after a row's last token
     steps_N += rewards_N
     returns_N = _discounted_sums(steps_N, cu_seqlens, gamma * lam)
-    return _spread(kept, returns_N - values_N), _spread(kept, returns_N)
+    num_tokens = len(values)
+    return _spread(kept, returns_N - values_N, num_tokens), _spread(kept, returns_N, num_tokens)
 
 
 def discounted_returns(token_rewards: Tensor, rows: PackedRows, *, gamma: float = 1.0) -> Tensor:
@@ -91,7 +92,8 @@ def discounted_returns(token_rewards: Tensor, rows: PackedRows, *, gamma: float 
     if not 0 <= gamma <= 1:
         raise UserError(f"discounted_returns: gamma must be between 0 and 1, not {gamma}")
     kept = _kept(rows)
-    return _spread(kept, _discounted_sums(_only(kept, token_rewards), _cu_seqlens_of(kept, rows), gamma))
+    returns_N = _discounted_sums(_only(kept, token_rewards), _cu_seqlens_of(kept, rows), gamma)
+    return _spread(kept, returns_N, len(token_rewards))
 
 
 def whitened(values: Tensor, rows: PackedRows, *, shift: bool = True, epsilon: float = 1e-8) -> Tensor:
@@ -100,7 +102,7 @@ def whitened(values: Tensor, rows: PackedRows, *, shift: bool = True, epsilon: f
     The variance is the sample's (divided by n - 1).
 
     Args:
-        values: [T]; no gradient.
+        values: [T], in the CPU's memory; no gradient.
         rows: the rows that the tokens belong to.
         shift: False keeps the mean where it is and scales around it, as some do with rewards.
         epsilon: keeps values that are nearly equal from exploding.
@@ -111,16 +113,19 @@ def whitened(values: Tensor, rows: PackedRows, *, shift: bool = True, epsilon: f
     >>> whitened(torch.tensor([1.0, 3.0, 99.0]), PackedRows.of([3], response_mask=[1, 1, 0])).tolist()
     [-0.7071..., 0.7071..., 0.0]
     """
-    trained = rows.trained > 0
-    if not (count := int(trained.sum())):
+    kept = _kept(rows)
+    values_N = _only(kept, values)
+    if not len(values_N):
         return torch.zeros_like(values, dtype=torch.float32)
-    one = values[trained.int().argmax()].float()
-    centred = torch.where(trained, values.float() - one, 0.0)  # equal values give exact zeros
-    mean = centred.sum() / count
-    centred = torch.where(trained, centred - mean, 0.0)
-    variance = centred.square().sum() / max(count - 1, 1)
-    scaled = centred * (variance + epsilon).rsqrt()
-    return scaled if shift else torch.where(trained, scaled + (mean + one), 0.0)
+    one = values_N[0]
+    centred_N = values_N - one  # equal values give exact zeros
+    mean = centred_N.mean()
+    centred_N -= mean
+    variance = np.dot(centred_N, centred_N) / max(len(centred_N) - 1, 1)
+    centred_N *= 1 / np.sqrt(variance + np.float32(epsilon))
+    if not shift:
+        centred_N += mean + one
+    return _spread(kept, centred_N, len(values))
 
 
 class ValueLoss(Config):
@@ -251,27 +256,27 @@ def _discounted_sums(values_N: NDArray[np.float32], cu_seqlens: NDArray[np.int64
     return (blocks @ matrix)[taken]
 
 
-def _kept(rows: PackedRows) -> NDArray[np.bool_] | None:
-    """[T] which tokens are trained on; None: all of them."""
-    return (rows.trained > 0).numpy() if RESPONSE_MASK in rows else None
+def _kept(rows: PackedRows) -> NDArray[np.intp] | None:
+    """[N] which of the T tokens are trained on; None: all of them."""
+    return np.flatnonzero(rows[RESPONSE_MASK].numpy()) if RESPONSE_MASK in rows else None
 
 
-def _only(kept: NDArray[np.bool_] | None, values: Tensor) -> NDArray[np.float32]:
+def _only(kept: NDArray[np.intp] | None, values: Tensor) -> NDArray[np.float32]:
     """[N] the values of the kept tokens."""
     values_T = values.detach().to(torch.float32).numpy()
-    return values_T if kept is None else values_T[kept]
+    return values_T if kept is None else values_T.take(kept)
 
 
-def _cu_seqlens_of(kept: NDArray[np.bool_] | None, rows: PackedRows) -> NDArray[np.int64]:
+def _cu_seqlens_of(kept: NDArray[np.intp] | None, rows: PackedRows) -> NDArray[np.int64]:
     """[B + 1] where rows begin and end among the kept tokens."""
     cu_seqlens = rows.cu_seqlens.to(torch.int64).numpy()
-    return cu_seqlens if kept is None else np.append(0, kept.cumsum())[cu_seqlens]
+    return cu_seqlens if kept is None else kept.searchsorted(cu_seqlens)
 
 
-def _spread(kept: NDArray[np.bool_] | None, values_N: NDArray[np.float32]) -> Tensor:
+def _spread(kept: NDArray[np.intp] | None, values_N: NDArray[np.float32], num_tokens: int) -> Tensor:
     """[T] the values in their tokens' places, 0 at the others."""
     if kept is None:
         return torch.from_numpy(values_N)
-    values_T = np.zeros(len(kept), dtype=np.float32)
+    values_T = np.zeros(num_tokens, dtype=np.float32)
     values_T[kept] = values_N
     return torch.from_numpy(values_T)

@@ -1,0 +1,83 @@
+"""The inputs that parity.py gives to Weft and to its peers, and how a function is evaluated on them: value and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+NUM_GROUPS, GROUP_SIZE, MAX_TOKENS, VOCABULARY = 6, 4, 48, 17
+LEAVES = ("logprobs", "new_values", "entropy", "logits")
+"""Inputs that a function is differentiated with respect to, where its value depends on them."""
+
+
+def draw(seed: int) -> dict[str, np.ndarray]:
+    """Random rows, padded at the right: [B, L] a token, [B] a row. Every row has a trained token; groups differ in reward.
+
+    `mask` is 0 at padding and at about a tenth of the tokens in between (tool answers).
+    """
+    rng = np.random.default_rng(seed)
+    num_rows = NUM_GROUPS * GROUP_SIZE
+    normal = lambda *shape: rng.normal(size=(num_rows, *shape)).astype(np.float32)  # noqa: E731
+    lengths = rng.integers(1, MAX_TOKENS + 1, num_rows)
+    mask = (np.arange(MAX_TOKENS) < lengths[:, None]) & (rng.random((num_rows, MAX_TOKENS)) < 0.9)
+    mask[:, 0] = True
+    logprobs = -2 + 0.5 * normal(MAX_TOKENS)
+    last = np.where(mask, np.arange(MAX_TOKENS), 0).argmax(1)
+    rewards = normal()
+    token_rewards = np.zeros((num_rows, MAX_TOKENS), np.float32)
+    token_rewards[np.arange(num_rows), last] = rewards
+    return {
+        "lengths": lengths,
+        "mask": mask.astype(np.int64),
+        "groups": rng.permutation(np.repeat(np.arange(NUM_GROUPS), GROUP_SIZE)),
+        "rewards": rewards,
+        "outcome_rewards": token_rewards,
+        "baselines": normal(),
+        "row_advantages": normal(),
+        "logprobs": logprobs,
+        "old": logprobs + 0.2 * normal(MAX_TOKENS),
+        "reference": logprobs + 0.3 * normal(MAX_TOKENS),
+        "advantages": normal(MAX_TOKENS),
+        "token_rewards": normal(MAX_TOKENS),
+        "values": normal(MAX_TOKENS),
+        "new_values": normal(MAX_TOKENS),
+        "returns": normal(MAX_TOKENS),
+        "entropy": np.abs(normal(MAX_TOKENS)),
+        "logits": normal(MAX_TOKENS, VOCABULARY),
+        "reference_logits": normal(MAX_TOKENS, VOCABULARY),
+        "cotangents": normal(MAX_TOKENS),
+    }
+
+
+Function = Callable[[SimpleNamespace], Any]
+"""Inputs as tensors -> a scalar, [B] or [B, L]; what it says of tokens outside the mask is not looked at."""
+
+
+def evaluate(functions: Mapping[str, Function], inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """`NAME/value`, and `NAME/LEAF` for its gradient with respect to each leaf that it depends on.
+
+    Of a value with several entries, the gradient is that of their sum with fixed random weights.
+    """
+    out: dict[str, np.ndarray] = {}
+    for name, function in functions.items():
+        given = SimpleNamespace(**{key: torch.from_numpy(np.array(value)) for key, value in inputs.items()})
+        for leaf in LEAVES:
+            getattr(given, leaf).requires_grad_()
+        value = torch.as_tensor(function(given))
+        if value.shape == given.mask.shape:
+            value = torch.where(given.mask > 0, value, 0.0)
+        out[f"{name}/value"] = value.detach().numpy()
+        if value.requires_grad:
+            weights = given.cotangents if value.ndim == 2 else torch.ones(())
+            tensors = [getattr(given, leaf) for leaf in LEAVES]
+            gradients = torch.autograd.grad((value * weights).sum(), tensors, allow_unused=True)
+            out |= {
+                f"{name}/{leaf}": gradient.numpy()
+                for leaf, gradient in zip(LEAVES, gradients, strict=True)
+                if gradient is not None
+            }
+    return out
