@@ -141,6 +141,6 @@ class Loss(Protocol):
         """What the sum over these rows is to be divided by. Additive: the engine sums it over microbatches and ranks."""
         ...
 
-    def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
+    def __call__(self, logprobs: Tensor, rows: PackedRows, /) -> tuple[Tensor, Metrics]:
         """The undivided loss of these rows (a scalar with gradient to `logprobs` [T]), and what is worth watching."""
         ...

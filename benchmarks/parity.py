@@ -108,7 +108,7 @@ def loss(value: Loss, advantages: str = "advantages", prediction: str = "logprob
 
 
 def policy_loss(**settings: Any) -> PolicyLoss:
-    return PolicyLoss(**{"old": "old_logprobs"} | settings)
+    return PolicyLoss(old="old_logprobs", **settings)
 
 
 def likelihood(aggregation: Aggregation) -> Function:
