@@ -137,6 +137,12 @@ class Loss(Protocol):
         """Whether the engine must compute `rows["entropy"]` ([T] nats, with gradient) along with the log-probabilities."""
         ...
 
+    @property
+    def whole_groups(self) -> bool:
+        """Whether it compares the rows of a group (`rows["group_id"]`, if it reads that): then they are never parted, neither
+        over ranks nor over microbatches or minibatches."""
+        ...
+
     def count(self, rows: PackedRows) -> float:
         """What the sum over these rows is to be divided by. Additive: the engine sums it over microbatches and ranks."""
         ...

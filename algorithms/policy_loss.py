@@ -108,6 +108,10 @@ class PolicyLoss(Config):
     def needs_entropy(self) -> bool:
         return self.entropy_coefficient > 0
 
+    @property
+    def whole_groups(self) -> bool:
+        return False
+
     def count(self, rows: PackedRows) -> float:
         return self.aggregation.count(rows)
 
@@ -200,6 +204,10 @@ class NegativeLogLikelihood(Config):
 
     @property
     def needs_entropy(self) -> bool:
+        return False
+
+    @property
+    def whole_groups(self) -> bool:
         return False
 
     def count(self, rows: PackedRows) -> float:

@@ -30,8 +30,8 @@ class Reward(Protocol):
 class Scorer(Protocol):
     """Computes log-probabilities of responses (`workers/reference.py`, `workers/actor.py`)."""
 
-    def logprobs(self, batch: Any, *, into: str) -> Any:
-        """Adds the column `into`: one log-probability for each response token."""
+    def logprobs(self, batch: Any, *, into: str, of: str = "response_ids") -> Any:
+        """Adds the column `into`: one log-probability for each token of the responses in the column `of`."""
         ...
 
 

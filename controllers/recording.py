@@ -9,6 +9,7 @@ from ..dataflow.column import (
     ANSWER,
     CHOSEN_IDS,
     FINISH_REASON,
+    PREFERRED,
     PROMPT,
     PROMPT_IDS,
     REJECTED_IDS,
@@ -35,6 +36,7 @@ RECORDED = (
     ADVANTAGES,
     CHOSEN_IDS,
     REJECTED_IDS,
+    PREFERRED,
 )
 """Columns of a sample that go to the run directory, where they exist."""
 

@@ -61,8 +61,25 @@ RETURNS = Column("returns", ragged(float32), "[L] what the critic is to predict"
 ADVANTAGES = Column("advantages", ragged(float32), "[L] advantage of each token")
 OLD_LOGPROBS = Column("old_logprobs", ragged(float32), "[L] nats, under the actor before the update")
 REFERENCE_LOGPROBS = Column("reference_logprobs", ragged(float32), "[L] nats, under the reference model")
+
+# Preferences.
 CHOSEN_IDS = Column("chosen_ids", ragged(int32), "[L] tokens of the preferred response")
 REJECTED_IDS = Column("rejected_ids", ragged(int32), "[L] tokens of the other response")
+PREFERRED = Column(
+    "preferred", pa.uint8(), "1: the response is the better one of its pair, or good by itself; 0: it is not"
+)
+REFERENCE_POINT = Column("reference_point", float32, "nats; KTO's z0: the divergence that a response is held against")
+MISMATCHED_IDS = Column("mismatched_ids", ragged(int32), "[L] tokens of the response to another prompt")
+MISMATCHED_LOGPROBS = Column("mismatched_logprobs", ragged(float32), "[L] nats, of mismatched_ids under the actor")
+MISMATCHED_REFERENCE_LOGPROBS = Column(
+    "mismatched_reference_logprobs", ragged(float32), "[L] nats, of mismatched_ids under the reference model"
+)
+CHOSEN_REFERENCE_LOGPROBS = Column(
+    "chosen_reference_logprobs", ragged(float32), "[L] nats, of chosen_ids under the reference model"
+)
+REJECTED_REFERENCE_LOGPROBS = Column(
+    "rejected_reference_logprobs", ragged(float32), "[L] nats, of rejected_ids under the reference model"
+)
 
 KNOWN = {c.name: c for c in list(globals().values()) if isinstance(c, Column)}
 """Every column that Weft itself declares, by name; users' own columns need no declaration."""

@@ -360,6 +360,7 @@ class Recording:
         name = _unused(f"{group}.{operation.name}" if group else operation.name, {n.name for n in self.nodes})
         arguments = bind(function, 2 if handle else 1, args, kwargs)
         described = {**arguments, "config": handle.config} if handle else arguments
+        operation = operation.called_with(described)
         wanted = operation.columns(operation.reads, described)
         optional = operation.columns(operation.may_read, described)
         writes = operation.columns(operation.writes, described)

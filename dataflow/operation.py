@@ -7,7 +7,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
 from .errors import UserError, nearest
@@ -45,6 +45,8 @@ class Operation:
     writes: tuple[str, ...] = ()
     whole_groups: bool = False
     """Sees all rows of a group at once (always true of GROUP; a FILTER or EXPAND may ask for it)."""
+    whole_groups_if: str | None = None
+    """An argument, or an attribute of one ("loss.whole_groups"), that says whether a call sees all rows of a group at once."""
     updates: bool = False
     """Waits for a whole training batch and makes a new version of its worker group's parameters."""
     gives_way: bool = False
@@ -65,6 +67,20 @@ class Operation:
     def takes_rows(self) -> bool:
         """It can be a node; other remote methods (saving, publishing weights) are called beside the graph."""
         return bool(self.reads or self.may_read or self.writes or self.updates or self.shape is not Shape.MAP)
+
+    def called_with(self, arguments: Mapping[str, Any]) -> Operation:
+        """The operation as it is in one call: what depends on the arguments decided.
+
+        >>> Operation("update", whole_groups_if="pairs").called_with({"pairs": True}).whole_groups
+        True
+        """
+        if self.whole_groups_if is None:
+            return self
+        first, *rest = self.whole_groups_if.split(".")
+        value: Any = arguments[first]
+        for attribute in rest:
+            value = getattr(value, attribute, False)
+        return replace(self, whole_groups=self.whole_groups or bool(value))
 
     def columns(self, templates: Iterable[str], arguments: Mapping[str, Any]) -> tuple[str, ...]:
         """Column names for one call: templates filled in from its arguments.
@@ -94,6 +110,7 @@ def declare(
     may_read: Iterable[object] = (),
     writes: Iterable[object] = (),
     whole_groups: bool = False,
+    whole_groups_if: str | None = None,
     updates: bool = False,
     quorum: bool = False,
     gives_way: bool = False,
@@ -109,6 +126,7 @@ def declare(
         may_read=tuple(str(c) for c in may_read),
         writes=tuple(str(c) for c in writes),
         whole_groups=whole_groups or quorum or shape is Shape.GROUP,
+        whole_groups_if=whole_groups_if,
         updates=updates,
         quorum=quorum,
         gives_way=gives_way,

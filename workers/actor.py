@@ -81,17 +81,17 @@ class ActorWorker(Worker):
     def coordinates(self) -> Coordinates:
         return self.engine.coordinates
 
-    @remote(
-        dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), may_read=(TEMPERATURE,), writes=("{into}",)
-    )
-    def logprobs(self, batch: Batch, *, into: str = str(OLD_LOGPROBS)) -> Batch:
-        """Log-probability of each response token under the present weights, at the temperature that it was sampled at."""
-        return batch.with_columns(**{into: self.engine.logprobs(batch)})
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, "{of}"), may_read=(TEMPERATURE,), writes=("{into}",))
+    def logprobs(self, batch: Batch, *, into: str = str(OLD_LOGPROBS), of: str = str(RESPONSE_IDS)) -> Batch:
+        """Log-probability of each token of the responses in the column `of` under the present weights, at the temperature that
+        they were sampled at."""
+        return batch.with_columns(**{into: self.engine.logprobs(batch.with_columns(response_ids=batch[of]))})
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
         reads=(PROMPT_IDS, RESPONSE_IDS, "{loss.reads}"),
         may_read=("{loss.may_read}", TEMPERATURE, RESPONSE_MASK, RESPONSE_LOGPROBS, RESPONSE_VERSIONS),
+        whole_groups_if="loss.whole_groups",
         updates=True,
         in_parts=("epochs", "minibatches"),
     )
@@ -119,7 +119,7 @@ class ActorWorker(Worker):
         if not last:
             self._bad_steps.add(batch)
             return merge([*parts, self.engine.accumulate(batch, observed, last=False)])
-        cuts = [rows for epoch in range(epochs) for rows in self._cut(len(batch), minibatches, epoch)]
+        cuts = [rows for epoch in range(epochs) for rows in self._cut(batch, minibatches, epoch, loss.whole_groups)]
         for number, rows in enumerate(cuts, 1):
             part = batch if minibatches == 1 else batch.take(rows)
             self._bad_steps.add(part)
@@ -130,11 +130,15 @@ class ActorWorker(Worker):
         self.version += 1
         return merge(parts)
 
-    def _cut(self, num_rows: int, minibatches: int, epoch: int) -> list[np.ndarray]:
-        order = np.arange(num_rows)
-        if minibatches > 1:  # rows come as they were finished: short ones first
-            np.random.default_rng((self.context.seed, self.version, epoch)).shuffle(order)
-        return np.array_split(order, minibatches)
+    def _cut(self, batch: Batch, minibatches: int, epoch: int, whole_groups: bool) -> list[np.ndarray]:
+        """Rows of each minibatch: drawn one by one, or by groups."""
+        if minibatches == 1:
+            return [np.arange(len(batch))]
+        unit_of_row = batch.groups()[1] if whole_groups else np.arange(len(batch))
+        order = np.arange(unit_of_row.max(initial=-1) + 1)
+        # Rows come as they were finished: short ones first.
+        np.random.default_rng((self.context.seed, self.version, epoch)).shuffle(order)
+        return [np.flatnonzero(np.isin(unit_of_row, part)) for part in np.array_split(order, minibatches)]
 
     def _staleness(self, batch: Batch) -> Metrics:
         if RESPONSE_VERSIONS not in batch:
@@ -209,6 +213,10 @@ class _WithGap:
     @property
     def needs_entropy(self) -> bool:
         return self.loss.needs_entropy
+
+    @property
+    def whole_groups(self) -> bool:
+        return self.loss.whole_groups
 
     def count(self, rows: PackedRows) -> float:
         return self.loss.count(rows)

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from ..algorithms.loss import Loss, PackedRows
 from ..dataflow.batch import Batch
-from ..dataflow.column import PROMPT_IDS, RESPONSE_IDS, TEMPERATURE
+from ..dataflow.column import GROUP_ID, PROMPT_IDS, RESPONSE_IDS, TEMPERATURE
 from ..dataflow.disk import Disk
 from ..dataflow.errors import UserError
 from ..dataflow.metrics import Mean, Metric, Metrics, Sum, merge
@@ -102,7 +102,8 @@ class FsdpEngine:
         if self.optimizer is None:
             raise RuntimeError("this engine was made without an optimizer; it computes log-probabilities only")
         rows = self._pack(batch, [c for c in (*loss.reads, *loss.may_read) if c in batch])
-        plan = rows.plan(self.microbatch_tokens, packed=self.model.packs)
+        groups = batch.numpy(GROUP_ID) if loss.whole_groups else None
+        plan = rows.plan(self.microbatch_tokens, packed=self.model.packs, groups=groups)
         everything = rows.packed()
         local_count, num_tokens = loss.count(everything), float(everything.trained.sum())
         replicas = self._over_replicas(len(plan), local_count)
@@ -448,12 +449,13 @@ class _Rows:
     scalars: Mapping[str, Tensor]
     device: torch.device
 
-    def plan(self, max_tokens: int, *, packed: bool) -> list[np.ndarray]:
-        """Microbatches of the rows that have a response."""
+    def plan(self, max_tokens: int, *, packed: bool, groups: np.ndarray | None = None) -> list[np.ndarray]:
+        """Microbatches of the rows that have a response; rows of equal `groups` stay together."""
         prompts, responses = np.diff(self.prompt[1]), np.diff(self.response[1])
         rows = np.flatnonzero(responses)
         num_inputs = (prompts + responses - 1)[rows]  # the last token is only predicted
-        return [rows[part] for part in plan_microbatches(num_inputs, max_tokens, packed=packed)]
+        groups = None if groups is None else groups[rows]
+        return [rows[part] for part in plan_microbatches(num_inputs, max_tokens, packed=packed, groups=groups)]
 
     def inputs(self, part: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
         """Arguments of `ResponseModel` for these rows; for none, one token that nobody reads."""

@@ -46,12 +46,11 @@ class ReferenceWorker(Worker):
     def coordinates(self) -> Coordinates:
         return self.engine.coordinates
 
-    @remote(
-        dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), may_read=(TEMPERATURE,), writes=("{into}",)
-    )
-    def logprobs(self, batch: Batch, *, into: str = str(REFERENCE_LOGPROBS)) -> Batch:
-        """Log-probability of each response token under the reference, at the temperature that it was sampled at."""
-        return batch.with_columns(**{into: self.engine.logprobs(batch)})
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, "{of}"), may_read=(TEMPERATURE,), writes=("{into}",))
+    def logprobs(self, batch: Batch, *, into: str = str(REFERENCE_LOGPROBS), of: str = str(RESPONSE_IDS)) -> Batch:
+        """Log-probability of each token of the responses in the column `of` under the reference, at the temperature that they
+        were sampled at."""
+        return batch.with_columns(**{into: self.engine.logprobs(batch.with_columns(response_ids=batch[of]))})
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def receive_weights(self, weights: Weights) -> str:

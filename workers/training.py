@@ -214,31 +214,46 @@ class TrainingEngine(Protocol):
     def close(self) -> None: ...
 
 
-def plan_microbatches(lengths: np.ndarray, max_tokens: int, *, packed: bool = False) -> list[np.ndarray]:
+def plan_microbatches(
+    lengths: np.ndarray, max_tokens: int, *, packed: bool = False, groups: np.ndarray | None = None
+) -> list[np.ndarray]:
     """Rows cut into microbatches of at most `max_tokens`, counting every row as long as the longest beside it, or, when they
     are `packed`, as long as it is (and at most twice as many with the padding that attention has).
 
     Rows of like length stand together, longest first, so that little is padded; a row longer than the limit is a
-    microbatch of its own.
+    microbatch of its own. Rows of equal `groups` are never parted: what is said of a row holds of them together.
 
     >>> [rows.tolist() for rows in plan_microbatches(np.array([3, 9, 2, 8]), max_tokens=18)]
     [[1, 3], [0, 2]]
     >>> [rows.tolist() for rows in plan_microbatches(np.array([3, 9, 2, 8]), max_tokens=20, packed=True)]
     [[1, 3, 0], [2]]
+    >>> groups = np.array([7, 7, 5, 5])
+    >>> [rows.tolist() for rows in plan_microbatches(np.array([3, 9, 2, 8]), max_tokens=20, packed=True, groups=groups)]
+    [[1, 0], [3, 2]]
     """
-    order = np.argsort(-lengths, kind="stable")
-    ends = np.cumsum(lengths[order])
-    parts, start = [], 0
-    while start < len(order):
+    if not len(lengths):
+        return []
+    _, group_of_row = np.unique(np.arange(len(lengths)) if groups is None else groups, return_inverse=True)
+    longest = np.zeros(group_of_row.max() + 1, dtype=lengths.dtype)
+    np.maximum.at(longest, group_of_row, lengths)
+    order = np.lexsort((-lengths, group_of_row, -longest[group_of_row]))
+    starts = np.flatnonzero(np.diff(group_of_row[order], prepend=-1))
+    ends, sizes = (
+        np.append(starts[1:], len(order)).tolist(),
+        np.maximum(longest[group_of_row[order[starts]]], 1).tolist(),
+    )
+    totals = np.concatenate([[0], np.cumsum(lengths[order])]).tolist()
+    parts, first, widest = [], 0, 0
+    for start, end, size in zip(starts.tolist(), ends, sizes, strict=True):
+        widest = widest or size
+        rows = end - first
+        fits = rows * widest <= max_tokens
         if packed:
-            before = ends[start] - lengths[order[start]]
-            size = int(np.searchsorted(ends, before + max_tokens, side="right")) - start
-            size = min(size, 2 * max_tokens // max(1, int(lengths[order[start]])))
-        else:
-            size = max_tokens // max(1, int(lengths[order[start]]))
-        parts.append(order[start : start + max(1, size)])
-        start += max(1, size)
-    return parts
+            fits = totals[end] - totals[first] <= max_tokens and rows * widest <= 2 * max_tokens
+        if start > first and not fits:
+            parts.append(order[first:start])
+            first, widest = start, size
+    return [*parts, order[first:]]
 
 
 def tokens_of(cu_seqlens: np.ndarray, rows: np.ndarray) -> np.ndarray:

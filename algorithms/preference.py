@@ -1,0 +1,241 @@
+"""Preference optimisation: pairs of responses, and the graphs that train on them.
+
+dpo(pairs, actor=actor, reference=reference)                                        DPO; other losses: `preference_loss.py`
+dpo(pairs, actor=actor, loss=PreferenceLoss(score=LogLikelihood(...), ...))         without a reference: SimPO, ORPO
+online_dpo(prompts, rollout=rollout, reward=reward, actor=actor, reference=reference, n=8)
+kto(responses, actor=actor, reference=reference)                                    single responses, good or bad
+
+A pair is a group of two rows, `preferred` 1 and 0. So its responses are packed, scored and kept as all others are, and what
+compares them says so (`Loss.whole_groups`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ..dataflow.batch import Batch
+from ..dataflow.column import (
+    CHOSEN_IDS,
+    CHOSEN_REFERENCE_LOGPROBS,
+    GROUP_ID,
+    MISMATCHED_IDS,
+    MISMATCHED_LOGPROBS,
+    MISMATCHED_REFERENCE_LOGPROBS,
+    PREFERRED,
+    REFERENCE_LOGPROBS,
+    REFERENCE_POINT,
+    REJECTED_IDS,
+    REJECTED_REFERENCE_LOGPROBS,
+    RESPONSE_IDS,
+    REWARD,
+    SAMPLE_ID,
+    Column,
+)
+from ..dataflow.graph import graph
+from ..dataflow.metrics import Mean, Metrics, Sum
+from ..dataflow.operation import Shape, node
+from .loss import Loss
+from .preference_loss import DesirabilityLoss, PreferenceLoss
+from .roles import Reward, Rollout, Scorer, Trainable
+
+
+@node(shape=Shape.EXPAND, reads=(CHOSEN_IDS, REJECTED_IDS), writes=(RESPONSE_IDS, PREFERRED))
+def pairs(preferences: Batch) -> Batch:
+    """Two rows of each preference: the chosen response, and the rejected one.
+
+    >>> rows = pairs(Batch.of(sample_id=[7], chosen_ids=[[1, 2]], rejected_ids=[[3]]))
+    >>> rows["response_ids"].to_pylist(), rows["preferred"].to_pylist(), rows["parent_id"].to_pylist()
+    ([[1, 2], [3]], [1, 0], [7, 7])
+    """
+    return _two_of_each(preferences, {RESPONSE_IDS: (CHOSEN_IDS, REJECTED_IDS)})
+
+
+@node(
+    shape=Shape.EXPAND,
+    reads=(CHOSEN_IDS, REJECTED_IDS, CHOSEN_REFERENCE_LOGPROBS, REJECTED_REFERENCE_LOGPROBS),
+    writes=(RESPONSE_IDS, PREFERRED, REFERENCE_LOGPROBS),
+)
+def pairs_with_reference(preferences: Batch) -> Batch:
+    """The same of preferences whose reference log-probabilities are known already (graph `reference_of_pairs`)."""
+    reference = (CHOSEN_REFERENCE_LOGPROBS, REJECTED_REFERENCE_LOGPROBS)
+    return _two_of_each(preferences, {RESPONSE_IDS: (CHOSEN_IDS, REJECTED_IDS), REFERENCE_LOGPROBS: reference})
+
+
+@node(shape=Shape.FILTER, reads=(REWARD,), writes=(PREFERRED,), whole_groups=True)
+def best_and_worst(samples: Batch) -> tuple[Batch, Metrics]:
+    """A pair of each group: its samples of the highest and of the lowest reward; groups of equal rewards are dropped.
+
+    Returns:
+        The rows that are kept, and `tied_groups`: how many groups had no best one. A reward that is not a number has no rank: its
+        group is dropped, too.
+
+    >>> samples = Batch.of(sample_id=[1, 2, 3, 4, 5], group_id=[0, 0, 0, 1, 1], reward=[0.5, 0.0, 1.0, 1.0, 1.0])
+    >>> kept, metrics = best_and_worst(samples)
+    >>> kept["sample_id"].to_pylist(), kept["preferred"].to_pylist(), metrics["tied_groups"].value
+    ([3, 2], [1, 0], 1.0)
+    """
+    rewards, (groups, index) = samples.numpy(REWARD), samples.groups()
+    order = np.lexsort((samples.numpy(SAMPLE_ID), rewards, index))
+    starts = np.searchsorted(index[order], np.arange(len(groups)))
+    worst, best = order[starts], order[np.append(starts[1:], len(order))[: len(groups)] - 1]
+    apart = rewards[best] > rewards[worst]
+    rows = np.stack([best, worst], axis=1)[apart].ravel()
+    kept = samples.take(rows).with_columns(preferred=np.tile(np.array([1, 0], np.uint8), len(rows) // 2))
+    return kept, {"tied_groups": Sum(float((~apart).sum()))}
+
+
+@node(reads=("{by}",), writes=(PREFERRED,))
+def labelled(responses: Batch, *, by: str = "label") -> Batch:
+    """Single responses with `preferred`, from a column that says whether they are good (true or false, or above 0).
+
+    >>> labelled(Batch.of(label=[True, False]))["preferred"].to_pylist()
+    [1, 0]
+    """
+    return responses.with_columns(preferred=(responses.numpy(by) > 0).astype(np.uint8))
+
+
+@node(reads=(RESPONSE_IDS,), writes=(MISMATCHED_IDS,))
+def mismatched(rows: Batch) -> Batch:
+    """Beside each prompt the response to another one: that of the next group, in a circle over the rows of this call.
+
+    A group alone gets its own responses.
+
+    >>> rows = Batch.of(sample_id=[1, 2, 3], group_id=[1, 2, 3], response_ids=[[1], [2], [3]])
+    >>> mismatched(rows)["mismatched_ids"].to_pylist()
+    [[2], [3], [1]]
+    """
+    groups, ids = rows.numpy(GROUP_ID), rows.numpy(SAMPLE_ID)
+    by_group = np.lexsort((ids, groups))
+    starts = np.searchsorted(groups[by_group], groups[by_group])
+    place = np.empty(len(rows), np.int64)
+    place[by_group] = np.arange(len(rows)) - starts  # the how-manieth of its group a row is
+    circle = np.lexsort((groups, place))
+    other = np.empty(len(rows), np.int64)
+    other[circle] = np.roll(circle, -1)
+    return rows.with_columns(mismatched_ids=rows.take(other)[RESPONSE_IDS])
+
+
+@node(reads=(MISMATCHED_LOGPROBS, MISMATCHED_REFERENCE_LOGPROBS), writes=(REFERENCE_POINT,))
+def reference_point(rows: Batch) -> Batch:
+    """KTO's z0 (arXiv:2402.01306, §4.1): max(0, mean over rows of sum_t log p(y'_t) - log p_ref(y'_t)), of the responses to other
+    prompts; the same in all rows of this call.
+
+    >>> rows = Batch.of(mismatched_logprobs=[[-1.0, -1.0], [-3.0]], mismatched_reference_logprobs=[[-3.0, -2.0], [-2.0]])
+    >>> reference_point(rows)["reference_point"].to_pylist()
+    [1.0, 1.0]
+    """
+    ratios = rows.ragged_numpy(MISMATCHED_LOGPROBS)[0] - rows.ragged_numpy(MISMATCHED_REFERENCE_LOGPROBS)[0]
+    point = max(0.0, float(ratios.sum(dtype=np.float64)) / max(1, len(rows)))
+    return rows.with_columns(reference_point=np.full(len(rows), point, np.float32))
+
+
+@node(shape=Shape.GROUP, reads=(PREFERRED, "{score}"), may_read=("{against}",))
+def compare(rows: Batch, *, score: str, against: str = "") -> Metrics:
+    """How often the preferred response of a pair has the higher score: the sum of the column `score`, less that of `against`.
+
+    >>> rows = Batch.of(group_id=[4, 4], preferred=[0, 1], logprobs=[[-3.0], [-1.0, -1.0]])
+    >>> compare(rows, score="logprobs")["preference_accuracy"].value
+    1.0
+    """
+    totals = _sums(rows, score) - (_sums(rows, against) if against else 0.0)
+    groups, index = rows.groups()
+    signs = np.where(rows.numpy(PREFERRED) > 0, 1.0, -1.0)
+    margins = np.bincount(index, weights=signs * totals, minlength=len(groups))
+    number = float(len(groups))
+    return {
+        "preference_accuracy": Mean(float((margins > 0).sum()), number),
+        "preference_margin": Mean(float(margins.sum()), number),
+    }
+
+
+@graph
+def dpo(preferences: Any, *, actor: Trainable, reference: Scorer | None = None, loss: Loss = PreferenceLoss()) -> Any:
+    """Preference optimisation on given pairs (`prompt_ids`, `chosen_ids`, `rejected_ids`); DPO (arXiv:2305.18290) by default.
+
+    The reference's log-probabilities are computed for the rows of each step; from columns of the source that have them
+    (`chosen_reference_logprobs`, `rejected_reference_logprobs`; graph `reference_of_pairs`) they are only read.
+    """
+    known = {str(CHOSEN_REFERENCE_LOGPROBS), str(REJECTED_REFERENCE_LOGPROBS)} <= set(preferences.columns)
+    rows = pairs_with_reference(preferences) if known else pairs(preferences)
+    if reference:
+        rows = reference.logprobs(rows, into=str(REFERENCE_LOGPROBS))
+    return actor.update(rows, loss=loss)
+
+
+@graph
+def reference_of_pairs(preferences: Any, *, reference: Scorer) -> Any:
+    """The reference's log-probabilities of both responses, for `weft.precompute`: once for all epochs."""
+    chosen = reference.logprobs(preferences, of=str(CHOSEN_IDS), into=str(CHOSEN_REFERENCE_LOGPROBS))
+    return reference.logprobs(chosen, of=str(REJECTED_IDS), into=str(REJECTED_REFERENCE_LOGPROBS))
+
+
+@graph
+def online_dpo(
+    prompts: Any,
+    *,
+    rollout: Rollout,
+    reward: Reward,
+    actor: Trainable,
+    reference: Scorer | None = None,
+    n: int = 8,
+    sampling: Any = None,
+    loss: Loss = PreferenceLoss(),
+) -> Any:
+    """Preference optimisation on the policy's own samples: the best of n against the worst (online DPO, arXiv:2402.04792, with a
+    reward in the place of an annotator)."""
+    samples = rollout.generate(prompts, n=n, sampling=sampling)
+    samples = reward.score(samples)
+    samples = best_and_worst(samples)
+    if reference:
+        samples = reference.logprobs(samples, into=str(REFERENCE_LOGPROBS))
+    return actor.update(samples, loss=loss)
+
+
+@graph
+def kto(responses: Any, *, actor: Any, reference: Scorer, loss: Loss = DesirabilityLoss(), by: str = "label") -> Any:
+    """KTO (arXiv:2402.01306) on single responses (`prompt_ids`, `response_ids`, and a column that says whether they are good), or on
+    pairs, whose responses are then taken for themselves.
+
+    The reference point is estimated over the rows of a step, before its update, from the responses to other prompts: two forward
+    passes more. Under a schedule that runs nodes on parts of a step it is the estimate of the part.
+    """
+    rows = pairs(responses) if str(CHOSEN_IDS) in responses.columns else labelled(responses, by=by)
+    others = mismatched(rows)
+    others = actor.logprobs(others, of=str(MISMATCHED_IDS), into=str(MISMATCHED_LOGPROBS))
+    others = reference.logprobs(others, of=str(MISMATCHED_IDS), into=str(MISMATCHED_REFERENCE_LOGPROBS))
+    rows = reference.logprobs(rows, into=str(REFERENCE_LOGPROBS))
+    return actor.update(rows | reference_point(others), loss=loss)
+
+
+@graph
+def preference_accuracy(preferences: Any, *, policy: Scorer, reference: Scorer | None = None) -> Any:
+    """An evaluation: how often the policy gives the preferred response the higher likelihood, or, with a reference, the higher
+    implicit reward. Its metrics are `weft.functions/preference_accuracy` and `weft.functions/preference_margin` (nats)."""
+    rows = policy.logprobs(pairs(preferences), into="policy_logprobs")
+    if reference is None:
+        return compare(rows, score="policy_logprobs")
+    rows = reference.logprobs(rows, into=str(REFERENCE_LOGPROBS))
+    return compare(rows, score="policy_logprobs", against=str(REFERENCE_LOGPROBS))
+
+
+def _two_of_each(preferences: Batch, columns: dict[Column, tuple[Column, Column]]) -> Batch:
+    """Rows 2i and 2i + 1 are the chosen and the rejected response of preference i."""
+    number = len(preferences)
+    order = pa.array(np.arange(2 * number).reshape(2, number).T.ravel())
+    made = {
+        str(name): pa.concat_arrays([preferences[side] for side in sides]).take(order)
+        for name, sides in columns.items()
+    }
+    return Batch.of(
+        parent_id=np.repeat(preferences.numpy(SAMPLE_ID), 2),
+        preferred=np.tile(np.array([1, 0], np.uint8), number),
+        **made,
+    )
+
+
+def _sums(rows: Batch, column: str) -> np.ndarray:
+    values, cu_seqlens = rows.ragged_numpy(column)
+    return np.diff(np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])[cu_seqlens])

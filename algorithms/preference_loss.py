@@ -1,0 +1,388 @@
+"""Losses on preferences: which of two responses to a prompt is better, or whether a response is good.
+
+PreferenceLoss()                                                                    DPO
+PreferenceLoss(comparison=Logistic(label_smoothing=0.1))                            conservative DPO (cDPO)
+PreferenceLoss(comparison=RobustLogistic(label_smoothing=0.1))                      robust DPO
+PreferenceLoss(beta=1, score=LogRatio(per_token=True), comparison=Squared(tau=0.1)) IPO
+PreferenceLoss(comparison=Hinge())                                                  the hinge of SLiC, on log-ratios
+PreferenceLoss(score=LogRatio(per_token=True))                                      length-normalised DPO
+PreferenceLoss(beta=2, score=LogLikelihood(per_token=True), margin=1)               SimPO
+PreferenceLoss(beta=1, score=LogOdds(), weight=0.1, likelihood=1)                   ORPO
+PreferenceLoss(likelihood=1)                                                        DPO with likelihood (RPO)
+DesirabilityLoss()                                                                  KTO: single responses, good or bad
+
+A pair is a group of two rows, one of them `preferred`. With s_w and s_l the scores of the preferred response and of the other one,
+every loss on pairs is  weight * f(beta (s_w - s_l) - margin) + likelihood * (mean negative log-likelihood of the preferred one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from pydantic import Field, model_validator
+
+from ..dataflow.column import GROUP_ID, PREFERRED, REFERENCE_LOGPROBS, REFERENCE_POINT, RESPONSE_MASK
+from ..dataflow.config import Config
+from ..dataflow.errors import UserError
+from ..dataflow.lazy import torch
+from ..dataflow.metrics import Mean, Metric, Metrics
+from .loss import PackedRows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@runtime_checkable
+class Score(Protocol):
+    """One number for each response, of which the preferred one is to have more. A value: equal settings, equal score."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Columns that it needs."""
+        ...
+
+    def __call__(self, logprobs: Tensor, rows: PackedRows) -> Tensor:
+        """[B] scores, with gradient to `logprobs` [T]; masked tokens count for nothing, whatever they hold."""
+        ...
+
+
+class LogRatio(Config):
+    """s = sum_t log p(y_t) - log p_ref(y_t): DPO's implicit reward over beta (arXiv:2305.18290, eq. 5, without log Z).
+
+    >>> rows = PackedRows.of([2, 1], reference_logprobs=[-1.0, -1.0, -3.0])
+    >>> logprobs = torch.tensor([-0.5, -0.5, -1.0])
+    >>> LogRatio()(logprobs, rows).tolist(), LogRatio(per_token=True)(logprobs, rows).tolist()
+    ([1.0, 2.0], [0.5, 2.0])
+    """
+
+    per_token: bool = False
+    """The mean over the trained tokens instead of the sum, so that long responses weigh as much as short ones."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (str(REFERENCE_LOGPROBS),)
+
+    def __call__(self, logprobs: Tensor, rows: PackedRows) -> Tensor:
+        """[B]; 0 for a row without a trained token."""
+        return _of_rows(logprobs - rows[REFERENCE_LOGPROBS], rows, self.per_token)
+
+
+class LogLikelihood(Config):
+    """s = sum_t log p(y_t), without a reference; per token it is SimPO's reward over beta (arXiv:2405.14734).
+
+    >>> rows = PackedRows.of([2, 1])
+    >>> LogLikelihood(per_token=True)(torch.tensor([-0.5, -1.5, -1.0]), rows).tolist()
+    [-1.0, -1.0]
+    """
+
+    per_token: bool = False
+    """The mean over the trained tokens instead of the sum."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return ()
+
+    def __call__(self, logprobs: Tensor, rows: PackedRows) -> Tensor:
+        """[B]; 0 for a row without a trained token."""
+        return _of_rows(logprobs, rows, self.per_token)
+
+
+class LogOdds(Config):
+    """s = log P / (1 - P), with log P the mean of log p(y_t) over the trained tokens (ORPO, arXiv:2403.07691, eq. 3 and 4).
+
+    P is taken to be at most 1 - 1e-6: a certain response has infinite odds, and no gradient.
+
+    >>> LogOdds()(torch.tensor([0.5]).log(), PackedRows.of([1])).tolist()
+    [0.0]
+    """
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return ()
+
+    def __call__(self, logprobs: Tensor, rows: PackedRows) -> Tensor:
+        """[B]; that of P = 1 - 1e-6 for a row without a trained token."""
+        log_p = _of_rows(logprobs, rows, per_token=True).clamp(max=-1e-6)
+        return log_p - torch.log(-torch.expm1(log_p))
+
+
+@runtime_checkable
+class Comparison(Protocol):
+    """A loss of each pair, from how far its preferred response is ahead. A value: equal settings, equal losses."""
+
+    def __call__(self, ahead: Tensor) -> Tensor:
+        """[P] losses of `ahead` [P], which is beta (s_w - s_l) - margin; gradient flows."""
+        ...
+
+
+class Logistic(Config):
+    """l = -(1 - e) log sigmoid(z) - e log sigmoid(-z): DPO (arXiv:2305.18290, eq. 7); with smoothing, conservative DPO.
+
+    With e the probability that a label is the wrong way round, this is the cross-entropy to it (E. Mitchell, "A note on DPO with
+    noisy preferences", 2023); its least value is at z = log (1 - e) / e and not at infinity.
+
+    >>> Logistic()(torch.tensor([0.0])).tolist(), Logistic(label_smoothing=0.25)(torch.tensor([2.0])).tolist()
+    ([0.6931...], [0.6269...])
+    """
+
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """e: the share of pairs whose label is taken to be the wrong way round."""
+
+    def __call__(self, ahead: Tensor) -> Tensor:
+        log_sigmoid = torch.nn.functional.logsigmoid
+        if not self.label_smoothing:
+            return -log_sigmoid(ahead)
+        return -(1 - self.label_smoothing) * log_sigmoid(ahead) - self.label_smoothing * log_sigmoid(-ahead)
+
+
+class RobustLogistic(Config):
+    """l = (-(1 - e) log sigmoid(z) + e log sigmoid(-z)) / (1 - 2 e): robust DPO (arXiv:2403.00409).
+
+    When a share e of the labels is the wrong way round, its expectation is the loss of `Logistic()` on right labels.
+
+    >>> RobustLogistic(label_smoothing=0.25)(torch.tensor([2.0])).tolist()
+    [-0.8730...]
+    """
+
+    label_smoothing: float = Field(default=0.1, ge=0, lt=0.5)
+    """e: the share of pairs whose label is the wrong way round."""
+
+    def __call__(self, ahead: Tensor) -> Tensor:
+        log_sigmoid = torch.nn.functional.logsigmoid
+        right, wrong = -log_sigmoid(ahead), -log_sigmoid(-ahead)
+        return ((1 - self.label_smoothing) * right - self.label_smoothing * wrong) / (1 - 2 * self.label_smoothing)
+
+
+class Squared(Config):
+    """l = (z - 1 / (2 tau))^2: IPO (arXiv:2310.12036, eq. 17). Its least value is at a finite z, so it does not overfit to pairs
+    that all agree. Here tau has beta's place: leave `PreferenceLoss.beta` at 1.
+
+    The paper writes z as a difference of sums; its authors used means over tokens, for which tau does not depend on the length:
+    `LogRatio(per_token=True)`.
+
+    >>> Squared(tau=0.5)(torch.tensor([3.0])).tolist()
+    [4.0]
+    """
+
+    tau: float = Field(default=0.1, gt=0)
+    """Strength of the pull to the reference: the preferred response is to be ahead by 1 / (2 tau)."""
+
+    def __call__(self, ahead: Tensor) -> Tensor:
+        return (ahead - 1 / (2 * self.tau)).square()
+
+
+class Hinge(Config):
+    """l = max(0, 1 - z): the hinge of SLiC (arXiv:2305.10425); on log-ratios as in RSO (arXiv:2309.06657).
+
+    >>> Hinge()(torch.tensor([0.25, 2.0])).tolist()
+    [0.75, 0.0]
+    """
+
+    def __call__(self, ahead: Tensor) -> Tensor:
+        return (1 - ahead).clamp(min=0)
+
+
+class PreferenceLoss(Config):
+    """l = weight f(beta (s_w - s_l) - margin) + likelihood nll(y_w), the mean over pairs; f and s are values, not branches.
+
+    The pairs are the groups of the rows: two rows each, one of them `preferred`. A pair of which a response has no trained token is
+    left out, and not counted.
+
+    >>> columns = {"group_id": [4, 4], "preferred": [0, 1], "reference_logprobs": [-1.0, -1.0]}
+    >>> loss_sum, metrics = PreferenceLoss(beta=0.5)(torch.tensor([-2.0, -1.0]), PackedRows.of([1, 1], **columns))
+    >>> round(loss_sum.item(), 4), metrics["reward_margin"].value, metrics["preference_accuracy"].value
+    (0.4741, 0.5, 1.0)
+    """
+
+    beta: float = Field(default=0.1, gt=0)
+    """Reward for a nat of score; of DPO the strength of the pull to the reference."""
+    score: Score = LogRatio()
+    """What is compared: `LogRatio`, `LogLikelihood` or `LogOdds`."""
+    comparison: Comparison = Logistic()
+    """f: `Logistic`, `RobustLogistic`, `Squared` or `Hinge`."""
+    margin: float = 0.0
+    """By how much of beta (s_w - s_l) the preferred response must be ahead to count as level (SimPO's gamma)."""
+    weight: float = Field(default=1.0, gt=0)
+    """Of the comparison (ORPO's lambda)."""
+    likelihood: float = Field(default=0.0, ge=0)
+    """Of the preferred response's negative log-likelihood, a mean over its trained tokens (arXiv:2404.19733; ORPO: 1)."""
+
+    @model_validator(mode="after")
+    def _parts_are_values(self) -> PreferenceLoss:
+        for name in ("score", "comparison"):
+            _check_value(name, getattr(self, name))
+        return self
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (str(GROUP_ID), str(PREFERRED), *self.score.reads)
+
+    @property
+    def may_read(self) -> tuple[str, ...]:
+        return (str(RESPONSE_MASK),)
+
+    @property
+    def needs_entropy(self) -> bool:
+        return False
+
+    @property
+    def whole_groups(self) -> bool:
+        return True
+
+    def count(self, rows: PackedRows) -> float:
+        """Pairs with a trained token in both responses.
+
+        Raises:
+            UserError: when a group is no pair.
+        """
+        groups, index = torch.unique(rows[GROUP_ID], return_inverse=True)
+        sizes = torch.bincount(index, minlength=len(groups))
+        preferred = torch.bincount(index[rows[PREFERRED] > 0], minlength=len(groups))
+        wrong = torch.nonzero((sizes != 2) | (preferred != 1))
+        if len(wrong):
+            k = int(wrong[0])
+            raise UserError(
+                f"group {int(groups[k])} has {int(sizes[k])} rows, {int(preferred[k])} of them preferred; a preference loss takes "
+                "pairs: two rows, one of them preferred (nodes pairs and best_and_worst make such groups)"
+            )
+        return float(len(_pairs(rows)[0]))
+
+    def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
+        """The undivided loss, and its metrics.
+
+        Args:
+            logprobs: [T] nats, of the response tokens under the policy; gradient flows.
+            rows: with the columns of `reads`, none of which gets a gradient.
+
+        Returns:
+            (scalar, metrics). 0 with a gradient of 0 without a pair. Means over pairs: `chosen_reward` and `rejected_reward` (beta
+            times score), `reward_margin` (their difference), `preference_accuracy` (how often it is above 0), `chosen_logprob` and
+            `rejected_logprob` (nats, of whole responses), and, where it is asked for, `chosen_nll` (nats a token).
+        """
+        chosen, rejected = _pairs(rows)
+        rewards = self.beta * self.score(logprobs, rows)
+        ahead = rewards[chosen] - rewards[rejected]
+        losses = self.weight * self.comparison(ahead - self.margin)
+        sums = _of_rows(logprobs, rows, per_token=False)
+        watched = {
+            "chosen_reward": rewards[chosen],
+            "rejected_reward": rewards[rejected],
+            "reward_margin": ahead,
+            "preference_accuracy": ahead > 0,
+            "chosen_logprob": sums[chosen],
+            "rejected_logprob": sums[rejected],
+        }
+        if self.likelihood:
+            nll = -sums[chosen] / rows.trained_lengths[chosen]
+            losses, watched["chosen_nll"] = losses + self.likelihood * nll, nll
+        return losses.sum(), _means(watched, len(chosen))
+
+
+class DesirabilityLoss(Config):
+    """KTO (arXiv:2402.01306, eq. 7): l = w_D (1 - sigmoid(beta (s - z0))) of a good response, w_U (1 - sigmoid(beta (z0 - s))) of a bad
+    one, with s the log-ratio to the reference; the mean over responses.
+
+    Responses stand alone: `preferred` says whether one is good. z0, the divergence from the reference that every response is held
+    against, is the column `reference_point` (nats, the same in all rows that are compared): the graph `kto` estimates it once a
+    step, before the update, so that it depends neither on microbatches nor on ranks.
+
+    >>> columns = {"preferred": [1, 0], "reference_logprobs": [-2.0, -2.0], "reference_point": [0.5, 0.5]}
+    >>> loss_sum, metrics = DesirabilityLoss(beta=1)(torch.tensor([-1.5, -1.5]), PackedRows.of([1, 1], **columns))
+    >>> loss_sum.item(), metrics["chosen_reward"].value
+    (1.0, 0.5)
+    """
+
+    beta: float = Field(default=0.1, gt=0)
+    """Reward for a nat of log-ratio; a larger one saturates sooner."""
+    desirable_weight: float = Field(default=1.0, gt=0)
+    """w_D. The paper wants w_D times the number of good responses to be near w_U times that of bad ones."""
+    undesirable_weight: float = Field(default=1.0, gt=0)
+    """w_U."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (str(PREFERRED), str(REFERENCE_LOGPROBS), str(REFERENCE_POINT))
+
+    @property
+    def may_read(self) -> tuple[str, ...]:
+        return (str(RESPONSE_MASK),)
+
+    @property
+    def needs_entropy(self) -> bool:
+        return False
+
+    @property
+    def whole_groups(self) -> bool:
+        return False
+
+    def count(self, rows: PackedRows) -> float:
+        """Responses with a trained token."""
+        return float((rows.trained_lengths > 0).sum())
+
+    def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
+        """The undivided loss, and its metrics.
+
+        Args:
+            logprobs: [T] nats, of the response tokens under the policy; gradient flows.
+            rows: with the columns of `reads`, none of which gets a gradient.
+
+        Returns:
+            (scalar, metrics). 0 with a gradient of 0 without a trained token. Means over good and over bad responses:
+            `chosen_reward` and `rejected_reward` (beta times log-ratio); over all: `reference_point` (nats).
+        """
+        scores = LogRatio()(logprobs, rows)
+        counted, good = rows.trained_lengths > 0, rows[PREFERRED] > 0
+        point = torch.where(counted, rows[REFERENCE_POINT], 0.0)
+        above = self.beta * (scores - point)
+        losses = torch.where(
+            good, self.desirable_weight * torch.sigmoid(-above), self.undesirable_weight * torch.sigmoid(above)
+        )
+        metrics: dict[str, Metric] = {}
+        with torch.no_grad():
+            for name, chosen in (("chosen_reward", counted & good), ("rejected_reward", counted & ~good)):
+                metrics |= _means({name: self.beta * scores[chosen]}, int(chosen.sum()))
+            metrics |= _means({"reference_point": point}, int(counted.sum()))
+        return torch.where(counted, losses, 0.0).sum(), metrics
+
+
+def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0) -> Tensor:
+    """Loss of a reward model on pairs: l = -log sigmoid(r_w - r_l - m) (arXiv:2203.02155, eq. 1; with a margin arXiv:2307.09288, eq. 2).
+
+    Args:
+        chosen: [P] rewards of the preferred responses; gradient flows.
+        rejected: [P] rewards of the others; gradient flows.
+        margin: [P] or a number; how far the preferred one is to be ahead. No gradient.
+
+    Returns:
+        [P] losses; never infinite for finite rewards; empty for no pairs.
+
+    >>> bradley_terry(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 2.0]), margin=torch.tensor([0.0, 1.0])).tolist()
+    [0.6931..., 3.0485...]
+    """
+    return -torch.nn.functional.logsigmoid(chosen - rejected - margin)
+
+
+def _of_rows(values: Tensor, rows: PackedRows, per_token: bool) -> Tensor:
+    """[B] sum, or mean, over the trained tokens of each row; 0 for a row without one. A masked token may hold anything, even nan."""
+    sums = rows.sums(torch.where(rows.trained > 0, values, 0.0))
+    return sums / rows.trained_lengths.clamp(min=1) if per_token else sums
+
+
+def _pairs(rows: PackedRows) -> tuple[Tensor, Tensor]:
+    """Row numbers of preferred responses and of the others, pair by pair: groups that have both, each with a trained token."""
+    groups, preferred, counted = rows[GROUP_ID], rows[PREFERRED] > 0, rows.trained_lengths > 0
+    chosen, rejected = (torch.nonzero(counted & side).flatten() for side in (preferred, ~preferred))
+    chosen, rejected = (side[groups[side].argsort()] for side in (chosen, rejected))
+    return chosen[torch.isin(groups[chosen], groups[rejected])], rejected[torch.isin(groups[rejected], groups[chosen])]
+
+
+def _means(watched: dict[str, Tensor], count: int) -> dict[str, Metric]:
+    """Means over `count` things each; one transfer from the device for all of them."""
+    totals = torch.stack([values.detach().sum() for values in watched.values()]).tolist()
+    return {name: Mean(total, float(count)) for name, total in zip(watched, totals, strict=True)}
+
+
+def _check_value(name: str, value: Callable[..., Any]) -> None:
+    if isinstance(value, type):
+        raise ValueError(f"{name}={value.__name__} is a class; make a value of it: {value.__name__}()")
