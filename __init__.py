@@ -36,6 +36,7 @@ _MODULES: dict[str, str] = {
     "group": "dataflow.handle",
     "launch": "controllers.launch",
     "node": "dataflow.operation",
+    "precompute": "controllers.precompute",
 }
 """Public name -> the module that defines it."""
 
@@ -55,6 +56,7 @@ if TYPE_CHECKING:  # the same names for editors and checkers; tests/test_packagi
     from .controllers.launch import launch as launch
     from .controllers.placement import Place as Place
     from .controllers.placement import ResourcePool as ResourcePool
+    from .controllers.precompute import precompute as precompute
     from .controllers.ray_backend import RayBackend as RayBackend
     from .controllers.schedule import Asynchronous as Asynchronous
     from .controllers.schedule import Pipelined as Pipelined

@@ -608,7 +608,8 @@ class Driver:
         claimable = any(self._share(f, n, self.groups[n.group or FUNCTIONS]) for f in flows for n in f.graph.nodes)
         train = self._flows["train"]
         admissible = not self._over and self._schedule.admit(train) > 0 and self._room(train).groups > 0
-        return waiting or claimable or admissible
+        over = any(f.schedule.over(f) for f in flows)  # its last rows were finished without a call
+        return waiting or claimable or admissible or over
 
     def _take(self, event: Event) -> None:
         call, failure = event.call, event.reply.failure

@@ -1,0 +1,147 @@
+"""Precompute: columns that do not change while a policy is trained, computed once and kept with the source."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from ..dataflow.batch import Batch
+from ..dataflow.errors import UserError
+from ..dataflow.graph import SOURCE, Graph, Node, TableSource
+from ..dataflow.operation import node, operation_of
+from .backend import Backend
+from .driver import Driver
+from .placement import Placement
+from .schedule import Synchronous
+
+ROW_NUMBER = "row_number"
+"""Column of the source, while it is computed on, by which rows find back to their place."""
+
+
+def precompute(
+    graph: Graph,
+    *,
+    placement: Placement | None = None,
+    backend: Backend | None = None,
+    root: str | Path = "runs",
+    name: str | None = None,
+    rows_per_step: int = 4096,
+    progress: bool = True,
+) -> TableSource:
+    """The source of a graph, with every column that its nodes write for the source's rows: a run of its own, before the others.
+
+        known = weft.precompute(reference_of_pairs(pairs, reference=reference))
+        training = dpo(known, actor=actor)    # any number of epochs, and no reference
+
+    The groups of the graph are started, go once over the source, and are ended. The table is a plain Arrow table: written to a file it
+    serves further programs (`TableSource(name, pyarrow.parquet.read_table(...))`).
+
+    Args:
+        graph: one whose nodes only add columns.
+        placement: where its groups run, and
+        backend: on what; as for the driver.
+        root: the folder that has the run directory; with several machines, one that all of them see.
+        name: of the run directory; default: the time.
+        rows_per_step: most rows in the buffer at once.
+        progress: say on the terminal how far it is.
+
+    Raises:
+        UserError: the graph updates weights, or adds no column to its source's rows, or takes some of them away.
+    """
+    if rows_per_step < 1:
+        raise UserError(f"precompute(rows_per_step={rows_per_step}): it must be at least 1")
+    updating = next((n.name for n in graph.nodes if n.operation.updates), None)
+    if updating:
+        raise UserError(
+            f"precompute: node {updating!r} of graph {graph.name!r} makes new weights; what they give is not constant"
+        )
+    writers = {
+        column: n.name for n in graph.nodes if n.level == SOURCE and n.makes_level is None for column in n.writes
+    }
+    if not writers:
+        raise UserError(
+            f"precompute: no node of graph {graph.name!r} writes a column for the rows of {graph.source.name!r}"
+        )
+    if ROW_NUMBER in graph.source.columns:
+        raise UserError(f"precompute: source {graph.source.name!r} has a column {ROW_NUMBER!r}; rename it")
+    table, number = graph.source.table, len(graph.source.table)
+    steps = max(1, math.ceil(number / rows_per_step))
+    Path(root).mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=root, prefix=".precompute-")).resolve()
+    try:
+        numbered = TableSource(graph.source.name, table.append_column(ROW_NUMBER, pa.array(np.arange(number))))
+        nodes = (*graph.nodes, _writing(writers, folder))
+        with Driver(
+            replace(graph, source=numbered, nodes=nodes),
+            schedule=Synchronous(steps=steps, prompts_per_step=max(1, math.ceil(number / steps)), shuffle=False),
+            placement=placement,
+            backend=backend,
+            root=root,
+            name=name,
+            record_every=0,
+            progress=progress,
+        ) as driver:
+            driver.run()
+        found = _read(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    places = dict(
+        zip(found[ROW_NUMBER].to_pylist(), range(len(found)), strict=True)
+    )  # a row that came twice counts once
+    if len(places) < number:
+        lost = next(row for row in range(number) if row not in places)
+        raise UserError(
+            f"precompute: graph {graph.name!r} took {number - len(places)} of {number} rows away, such as row {lost}; "
+            "filter the source itself"
+        )
+    found = found.take([places[row] for row in range(number)])
+    for column in writers:
+        table = table.append_column(column, found[column].combine_chunks())
+    return TableSource(graph.source.name, table.combine_chunks())
+
+
+@node(reads=("{columns}",))
+def write_columns(rows: Batch, *, columns: Sequence[str], folder: Path) -> None:
+    """Write these columns to a file of the folder."""
+    kept = rows.select(columns).record
+    with (
+        pa.OSFile(str(folder / f"{rows['sample_id'][0].as_py()}.arrow"), "wb") as sink,
+        pa.ipc.new_file(sink, kept.schema) as writer,
+    ):
+        writer.write_batch(kept)
+
+
+def _writing(writers: dict[str, str], folder: Path) -> Node:
+    """The node that keeps what the others wrote."""
+    columns = (ROW_NUMBER, *writers)
+    operation = operation_of(write_columns)
+    assert operation is not None
+    return Node(
+        name="weft.precompute",
+        group=None,
+        operation=replace(operation, reads=columns),
+        function=write_columns,
+        arguments={"columns": columns, "folder": folder},
+        reads=columns,
+        missing=(),
+        writes=(),
+        level=SOURCE,
+        makes_level=None,
+        writers={ROW_NUMBER: "", **writers},
+        after=tuple(dict.fromkeys(writers.values())),
+    )
+
+
+def _read(folder: Path) -> pa.Table:
+    parts = []
+    for file in sorted(folder.iterdir()):
+        with pa.OSFile(str(file), "rb") as source:
+            parts.append(pa.ipc.open_file(source).read_all())
+    return pa.concat_tables(parts)
