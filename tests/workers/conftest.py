@@ -1,11 +1,14 @@
 """Small models and rows for the tests of training workers."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from weft.dataflow.batch import Batch
+
+sys.path.insert(0, str(Path(__file__).parent))  # the programs that tests start and import
 
 
 @pytest.fixture(scope="session")
