@@ -1,0 +1,146 @@
+"""Preferences on two-digit addition: the right sum rather than one whose last digit is off by one, in minutes on a CPU.
+
+python examples/dpo_preferences.py                  Ray, two FSDP2 ranks of the actor and of the reference
+python examples/dpo_preferences.py --backend local  one process, no Ray: breakpoints work
+python examples/dpo_preferences.py --method simpo   without a reference
+"""
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Literal
+
+import arithmetic
+import pyarrow.parquet as pq
+from pydantic import Field
+
+import weft
+from weft.algorithms.evaluation import evaluate
+from weft.algorithms.preference import dpo, preference_accuracy, reference_of_pairs
+from weft.algorithms.preference_loss import LogLikelihood, LogOdds, LogRatio, PreferenceLoss, Squared
+from weft.dashboard.curve import draw_curve
+
+ACCURACY = "pairs/weft.functions/preference_accuracy"
+METHODS = {
+    "rpo": PreferenceLoss(likelihood=1),
+    "dpo": PreferenceLoss(),
+    "ipo": PreferenceLoss(beta=1, score=LogRatio(per_token=True), comparison=Squared(tau=0.1)),
+    "simpo": PreferenceLoss(beta=2, score=LogLikelihood(per_token=True), margin=1),
+    "orpo": PreferenceLoss(beta=1, score=LogOdds(), likelihood=1),
+}
+"""rpo is DPO with the likelihood of the preferred response, which keeps that from falling with the other's."""
+
+
+class Settings(weft.Config):
+    backend: Literal["ray", "local"] = "ray"
+    """Processes on a Ray cluster, or everything in this process."""
+    method: Literal["rpo", "dpo", "ipo", "simpo", "orpo"] = "rpo"
+    """What is optimised; simpo and orpo need no reference."""
+    seed: int = 0
+    """Of data, model and order."""
+    steps: int = Field(default=200, ge=1)
+    """Updates of the policy."""
+    pairs: int = Field(default=64, ge=1)
+    """Pairs in a step."""
+    root: Path = Path("runs")
+    """Where data, model and run directories go."""
+    name: str | None = None
+    """Of the run, and its directory; default: the time."""
+    checkpoint_every: int = Field(default=100, ge=0)
+    """Steps between two checkpoints; 0: none."""
+    resume: str = "none"
+    """latest: go on with the run of that name (or the newest); or the folder of a run or a checkpoint."""
+    small: bool = False
+    """Three steps of eight pairs from a barely trained model: does everything work?"""
+
+
+def preferences(file: Path, model: str, seed: int, limit: int | None = None) -> weft.Prompts:
+    """Sums with the right answer and one whose last digit (the first one written) is off by one."""
+    draw = random.Random(seed)
+    rows = []
+    for row in pq.read_table(file).to_pylist()[:limit]:
+        right = row["answer"]
+        rows.append({"prompt": row["prompt"], "chosen": right, "rejected": off_by_one(right, draw.choice((1, 9)))})
+    return weft.Prompts.from_rows(rows, model, name=file.stem)
+
+
+def off_by_one(answer: str, step: int) -> str:
+    """
+    >>> off_by_one("950", 1), off_by_one("950", 9)
+    ('050', '850')
+    """
+    return f"{(int(answer[0]) + step) % 10}{answer[1:]}"
+
+
+def main(settings: Settings) -> None:
+    """Preference optimisation on two-digit addition."""
+    started = time.monotonic()
+    cores = weft.ResourcePool("cores", cpus=2)
+    placement = {name: weft.Place(cores, ranks=2) for name in ("actor", "reference", "rollout")}
+    backend = weft.RayBackend if settings.backend == "ray" else weft.Local
+    steps, number = (3, 8) if settings.small else (settings.steps, settings.pairs)
+    loss = METHODS[settings.method]
+    task = arithmetic.prepare(settings.root, settings.seed, settings.small)
+    model = str(task / "model")
+    train = preferences(task / "train.parquet", model, seed=1, limit=100 if settings.small else None)
+    held_out = preferences(task / "held_out.parquet", model, seed=2)
+
+    # The reference stands still: what it says of each pair is computed once, and kept beside the pair.
+    if "reference_logprobs" in loss.reads:
+        reference = weft.group(weft.ReferenceWorker, model=model)
+        known = reference_of_pairs(train, reference=reference)
+        train = weft.precompute(
+            known, placement={"reference": placement["reference"]}, backend=backend(), root=settings.root
+        )
+
+    # Who does the work.
+    rate = {"learning_rate": 1e-3, "warmup_steps": 5, "decay": "linear", "decay_steps": max(steps, 10)}
+    actor = weft.group(weft.ActorWorker, model=model, **rate)
+    rollout = weft.group(weft.RolloutWorker, model=model, engine="transformers")
+    reward = weft.group(weft.RewardWorker, function=arithmetic.exact_match, tokenizer=model)
+    rollout.follows(actor)
+
+    # What happens.
+    training = dpo(train, actor=actor, loss=loss)
+    accuracy = preference_accuracy(held_out, policy=actor)
+    prompts = weft.Prompts.read(task / "held_out.parquet", model)
+    greedy = weft.Sampling(max_tokens=4, temperature=0)
+    answers = evaluate(prompts, rollout=rollout, reward=reward, sampling=greedy)
+
+    # When and where.
+    with weft.Driver(
+        training,
+        schedule=weft.Synchronous(steps=steps, prompts_per_step=number),
+        evaluations=[weft.Evaluation(accuracy, every=25, name="pairs"), weft.Evaluation(answers, every=25)],
+        placement={name: placement[name] for name in ("actor", "rollout")},
+        backend=backend(),
+        root=settings.root,
+        name=settings.name,
+        checkpoint=weft.CheckpointConfig(every=settings.checkpoint_every),
+        resume=settings.resume,
+        seed=settings.seed,
+        settings=settings,
+    ) as driver:
+        metrics = driver.run()
+        driver.call(actor, "save", path=driver.directory.path / "model")
+    curves = {ACCURACY: "held-out pairs in the right order", "eval/reward/mean": "held-out sums right (greedy)"}
+    print(
+        "learning curve:", draw_curve(metrics, curves, driver.directory.path / "curve.png", "preferences on addition")
+    )
+    first, last = metrics[0], metrics[-1]
+    result = {
+        "method": settings.method,
+        "preference_accuracy_before": first[ACCURACY],
+        "preference_accuracy_after": last[ACCURACY],
+        "accuracy_before": first["eval/reward/mean"],
+        "accuracy_after": last["eval/reward/mean"],
+        "seconds": round(time.monotonic() - started, 1),
+        "steps": int(last["step"]),
+        "pairs": int(sum(row.get("samples", 0) for row in metrics)) // 2,
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    raise SystemExit(weft.launch(main))

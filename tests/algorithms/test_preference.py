@@ -1,0 +1,137 @@
+"""Preference graphs and their nodes: pairs given and pairs made of samples."""
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from weft.algorithms.policy_loss import PolicyLoss
+from weft.algorithms.preference import (
+    best_and_worst,
+    compare,
+    dpo,
+    kto,
+    mismatched,
+    online_dpo,
+    pairs,
+    pairs_with_reference,
+    reference_of_pairs,
+)
+from weft.algorithms.preference_loss import LogLikelihood, PreferenceLoss
+from weft.algorithms.supervised import supervised
+from weft.dataflow.batch import Batch
+from weft.dataflow.errors import UserError
+from weft.dataflow.graph import TableSource
+from weft.dataflow.handle import group
+from weft.workers.actor import ActorWorker
+from weft.workers.reference import ReferenceWorker
+from weft.workers.reward import RewardWorker
+from weft.workers.rollout import RolloutWorker
+
+PAIRS = TableSource("pairs", pa.table({"prompt_ids": [[1]], "chosen_ids": [[2, 3]], "rejected_ids": [[4]]}))
+LABELLED = TableSource("labelled", pa.table({"prompt_ids": [[1]], "response_ids": [[2]], "label": [True]}))
+SIMPO = PreferenceLoss(beta=2, score=LogLikelihood(per_token=True), margin=1)
+
+
+def always_one(response: str) -> float:
+    return 1.0
+
+
+def handles(*names: str) -> dict[str, Any]:
+    made = {
+        "actor": lambda: group(ActorWorker, model="m"),
+        "reference": lambda: group(ReferenceWorker, model="m"),
+        "rollout": lambda: group(RolloutWorker, model="m"),
+        "reward": lambda: group(RewardWorker, function=always_one, tokenizer="m"),
+    }
+    return {name: made[name]() for name in names}
+
+
+def test_dpo_makes_rows_of_pairs_and_keeps_them_together():
+    graph = dpo(PAIRS, **handles("actor", "reference"))
+    assert [n.name for n in graph.nodes] == ["pairs", "reference.logprobs", "actor.update"]
+    update = graph["actor.update"]
+    assert update.operation.whole_groups and update.level == graph["pairs"].makes_level
+    assert {"preferred", "reference_logprobs", "response_ids"} <= set(update.reads)
+    plain = dpo(PAIRS, **handles("actor"), loss=SIMPO)
+    assert [n.name for n in plain.nodes] == ["pairs", "actor.update"]
+    with pytest.raises(UserError, match=r"'actor\.update' reads column 'reference_logprobs', which no node writes"):
+        dpo(PAIRS, **handles("actor"))
+
+
+def test_a_reference_that_is_known_is_only_read():
+    known = PAIRS.table.append_column("chosen_reference_logprobs", pa.array([[-1.0, -2.0]]))
+    known = known.append_column("rejected_reference_logprobs", pa.array([[-3.0]]))
+    graph = dpo(TableSource("known", known), **handles("actor"))
+    assert [n.name for n in graph.nodes] == ["pairs_with_reference", "actor.update"]
+    rows = pairs_with_reference(Batch(known.append_column("sample_id", pa.array([5])).to_batches()[0]))
+    assert rows["reference_logprobs"].to_pylist() == [[-1.0, -2.0], [-3.0]]
+    once = reference_of_pairs(PAIRS, **handles("reference"))
+    assert [n.reads for n in once.nodes] == [("prompt_ids", "chosen_ids"), ("prompt_ids", "rejected_ids")]
+    assert {n.level for n in once.nodes} == {0}, "the columns are of the source's rows"
+
+
+def test_a_loss_on_pairs_needs_groups_and_one_on_tokens_does_not():
+    with pytest.raises(
+        UserError, match="sees whole groups, but each row of the source 'labelled' is a group of its own"
+    ):
+        supervised(LABELLED, actor=group(ActorWorker, model="m"), loss=SIMPO)
+    assert not PolicyLoss().whole_groups
+
+
+def test_online_dpo_scores_only_the_rows_that_it_keeps_under_the_reference():
+    prompts = TableSource("prompts", pa.table({"prompt": ["1+1="], "prompt_ids": [[1]], "answer": ["2"]}))
+    graph = online_dpo(prompts, **handles("rollout", "reward", "actor", "reference"), n=4)
+    names = [n.name for n in graph.nodes]
+    assert names == ["rollout.generate", "reward.score", "best_and_worst", "reference.logprobs", "actor.update"]
+    assert "best_and_worst" in graph["reference.logprobs"].after and graph["best_and_worst"].writes == ("preferred",)
+
+
+def test_kto_takes_single_responses_and_those_of_pairs():
+    graph = kto(LABELLED, **handles("actor", "reference"))
+    assert graph["labelled"].reads == ("label",) and not graph["actor.update"].operation.whole_groups
+    assert "reference_point" in graph["actor.update"].reads
+    assert kto(PAIRS, **handles("actor", "reference")).nodes[0].name == "pairs"
+
+
+def test_the_best_and_the_worst_of_uneven_groups():
+    rng = np.random.default_rng(0)
+    groups = rng.permutation(np.repeat([3, 5, 8, 9], [4, 1, 2, 5]))
+    rewards = np.where(groups == 8, 1.0, rng.random(12)).astype(np.float32)
+    kept, metrics = best_and_worst(Batch.of(sample_id=np.arange(12), group_id=groups, reward=rewards))
+    assert metrics["tied_groups"].value == 2, "of one row, and of equal rewards"
+    for row in kept.to_rows():
+        of_group = rewards[groups == row["group_id"]]
+        assert row["reward"] == (of_group.max() if row["preferred"] else of_group.min())
+    assert sorted(kept["group_id"].to_pylist()) == [3, 3, 9, 9]
+    none, _ = best_and_worst(kept.slice(0, 0))
+    assert len(none) == 0
+    lost, metrics = best_and_worst(Batch.of(sample_id=[1, 2], group_id=[1, 1], reward=[float("nan"), 1.0]))
+    assert len(lost) == 0 and metrics["tied_groups"].value == 1
+
+
+def test_mismatched_responses_are_of_other_groups():
+    rows = Batch.of(sample_id=range(6), group_id=[1, 1, 2, 2, 3, 3], response_ids=[[i] for i in range(6)])
+    order = [3, 0, 5, 1, 4, 2]
+    found = mismatched(rows.take(order))
+    other = [ids[0] // 2 for ids in found["mismatched_ids"].to_pylist()]
+    assert all(a + 1 != b for a, b in zip(other, found["group_id"].to_pylist(), strict=True))
+    assert sorted(ids[0] for ids in found["mismatched_ids"].to_pylist()) == list(range(6))
+
+
+def test_pairs_of_a_slice_keep_their_own_tokens():
+    batch = Batch.of(sample_id=[1, 2, 3], chosen_ids=[[1], [2, 2], [3]], rejected_ids=[[4], [5], [6, 6]])
+    rows = pairs(batch.slice(1, 2))
+    assert rows["response_ids"].to_pylist() == [[2, 2], [5], [3], [6, 6]] and rows["parent_id"].to_pylist() == [
+        2,
+        2,
+        3,
+        3,
+    ]
+
+
+def test_ties_are_not_right():
+    rows = Batch.of(group_id=[1, 1, 2, 2], preferred=[1, 0, 0, 1], a=[[-1.0], [-1.0], [-2.0], [-1.0]], b=[[0.0]] * 4)
+    found = compare(rows, score="a", against="b")
+    assert found["preference_accuracy"].value == 0.5 and found["preference_margin"].value == 0.5  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,56 @@
+"""Pairs made of samples, through the driver: whole, best against worst, and each group without a best one replaced and counted."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy import ToyActor, ToyReward, ToyRollout, prompts
+
+from weft.algorithms.preference import best_and_worst
+from weft.controllers.driver import Driver
+from weft.controllers.schedule import Pipelined, Synchronous
+from weft.dataflow.batch import Batch
+from weft.dataflow.graph import graph
+from weft.dataflow.handle import group
+from weft.dataflow.metrics import Max, Metrics, Sum
+from weft.dataflow.proof import prove
+from weft.workers.dispatch import Dispatch
+from weft.workers.remote import remote
+
+
+class PairActor(ToyActor):
+    """Checks that it is given pairs, and counts them."""
+
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids", "preferred", "reward"), updates=True, in_parts=("epochs",)
+    )
+    def update(self, samples: Batch, *, loss: object, epochs: int = 1, last: bool = True) -> Metrics:
+        groups, index = samples.groups()
+        by_group = [samples.take((index == k).nonzero()[0]).to_rows() for k in range(len(groups))]
+        for pair in by_group:
+            worst, best = sorted(pair, key=lambda row: row["preferred"])
+            assert (worst["preferred"], best["preferred"]) == (0, 1) and best["reward"] > worst["reward"]
+        return {"pairs": Sum(float(len(groups))), "rows": Max(float(max(map(len, by_group))))}
+
+
+@graph
+def toy_online(prompts: Any, *, rollout: Any, reward: Any, actor: Any) -> Any:
+    return actor.update(best_and_worst(reward.score(rollout.generate(prompts, n=3))), loss=None)
+
+
+@pytest.mark.parametrize("schedule", [Synchronous(steps=3, prompts_per_step=4), Pipelined(steps=3, prompts_per_step=4)])
+def test_each_step_has_its_number_of_pairs(tmp_path: Path, schedule: Any):
+    made = {"rollout": group(ToyRollout), "reward": group(ToyReward), "actor": group(PairActor)}
+    made["rollout"].follows(made["actor"])
+    with Driver(
+        toy_online(prompts(12), **made), schedule=schedule, root=tmp_path, name="run", progress=False
+    ) as driver:
+        metrics = driver.run()
+        assert driver.buffer is not None
+        dropped = driver.buffer.ledgers["train"].dropped["best_and_worst"]
+    assert [row["actor/pairs"] for row in metrics[1:]] == [4, 4, 4] and all(
+        row["actor/rows"] == 2 for row in metrics[1:]
+    )
+    ties = sum(row["weft.functions/tied_groups"] for row in metrics[1:])
+    assert dropped == 3 * ties + 12, "all rows of a group without a best one, and the middle one of each other"
+    assert not prove(tmp_path / "run" / "buffer").violations

@@ -1,0 +1,38 @@
+"""The example runs in its small setting, in one process: with a reference that is computed beforehand, and without one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "dpo_preferences.py"
+
+
+def run(*arguments: str, root: Path) -> str:
+    command = [sys.executable, str(EXAMPLE), "--small", "--backend", "local", "--root", str(root), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the first run leaves data and a warm-started model for the others."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.mark.parametrize("method", ["rpo", "simpo"])
+def test_the_example_runs_in_one_process(root: Path, method: str):
+    said = run("--method", method, "--name", method, root=root)
+    summary = json.loads(said.splitlines()[-1])
+    assert summary["steps"] == 3 and summary["pairs"] == 3 * 8
+    assert 0 <= summary["preference_accuracy_before"] <= 1 and 0 <= summary["preference_accuracy_after"] <= 1
+    metrics = pq.read_table(root / method / "metrics.parquet").to_pylist()
+    assert [row["step"] for row in metrics] == [0, 1, 2, 3]
+    if method == "rpo":  # the policy begins as its reference
+        assert abs(metrics[1]["actor/chosen_reward"]) < 1e-4 and abs(metrics[1]["actor/reward_margin"]) < 1e-4
+    assert ("reference" in said) == (method == "rpo")
+    assert (root / method / "curve.png").exists() and (root / method / "model" / "model.safetensors").exists()
