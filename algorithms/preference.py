@@ -211,10 +211,10 @@ def kto(responses: Any, *, actor: Any, reference: Scorer, loss: Loss = Desirabil
 
 
 @graph
-def preference_accuracy(preferences: Any, *, policy: Scorer, reference: Scorer | None = None) -> Any:
-    """An evaluation: how often the policy gives the preferred response the higher likelihood, or, with a reference, the higher
+def preference_accuracy(preferences: Any, *, actor: Scorer, reference: Scorer | None = None) -> Any:
+    """An evaluation: how often the actor gives the preferred response the higher likelihood, or, with a reference, the higher
     implicit reward. Its metrics are `weft.functions/preference_accuracy` and `weft.functions/preference_margin` (nats)."""
-    rows = policy.logprobs(pairs(preferences), into="policy_logprobs")
+    rows = actor.logprobs(pairs(preferences), into="policy_logprobs")
     if reference is None:
         return compare(rows, score="policy_logprobs")
     rows = reference.logprobs(rows, into=str(REFERENCE_LOGPROBS))

@@ -103,7 +103,7 @@ def main(settings: Settings) -> None:
 
     # What happens.
     training = dpo(train, actor=actor, loss=loss)
-    accuracy = preference_accuracy(held_out, policy=actor)
+    accuracy = preference_accuracy(held_out, actor=actor)
     prompts = weft.Prompts.read(task / "held_out.parquet", model)
     greedy = weft.Sampling(max_tokens=4, temperature=0)
     answers = evaluate(prompts, rollout=rollout, reward=reward, sampling=greedy)

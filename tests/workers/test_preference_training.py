@@ -162,7 +162,7 @@ def test_a_run_learns_pairs_and_says_so(tmp_path: Path, tiny_model: Path):
     reference = group(ReferenceWorker, model=str(tiny_model))
     known = weft.precompute(reference_of_pairs(train, reference=reference), root=tmp_path, name="known", progress=False)
     actor = group(ActorWorker, model=str(tiny_model), learning_rate=3e-3)
-    accuracy = preference_accuracy(held_out, policy=actor)
+    accuracy = preference_accuracy(held_out, actor=actor)
     with weft.Driver(
         dpo(known, actor=actor),
         schedule=weft.Pipelined(steps=24, prompts_per_step=16, groups_per_part=8),
