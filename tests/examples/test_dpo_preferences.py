@@ -34,5 +34,5 @@ def test_the_example_runs_in_one_process(root: Path, method: str):
     assert [row["step"] for row in metrics] == [0, 1, 2, 3]
     if method == "rpo":  # the policy begins as its reference
         assert abs(metrics[1]["actor/chosen_reward"]) < 1e-4 and abs(metrics[1]["actor/reward_margin"]) < 1e-4
-    assert ("reference" in said) == (method == "rpo")
+    assert ("reference_of_pairs" in said) == (method == "rpo")
     assert (root / method / "curve.png").exists() and (root / method / "model" / "model.safetensors").exists()
