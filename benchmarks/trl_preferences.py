@@ -86,7 +86,7 @@ def main(inputs: str, outputs: str) -> None:
     keep("bradley-terry", bradley_terry(rewards, None), rewards)
     rewards = given["rewards"].clone().requires_grad_()
     keep("bradley-terry with margin", bradley_terry(rewards, given["margins"]), rewards)
-    np.savez(outputs, **found)
+    np.savez(outputs, **found)  # pyright: ignore[reportArgumentType]
 
 
 def of_rows(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

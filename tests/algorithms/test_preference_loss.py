@@ -68,7 +68,7 @@ CASES: dict[str, tuple[PreferenceLoss, Any, bool, bool]] = {
     "orpo": (PreferenceLoss(beta=1, score=LogOdds(), weight=0.25, likelihood=1), orpo, False, True),
     "rpo": (PreferenceLoss(likelihood=0.5), lambda w, r, nll: dpo(w, r) + 0.5 * nll, True, False),
 }
-EVERY: dict[str, Loss] = {name: case[0] for name, case in CASES.items()} | {"kto": DesirabilityLoss(beta=0.7)}
+EVERY: dict[str, Loss] = {**{name: case[0] for name, case in CASES.items()}, "kto": DesirabilityLoss(beta=0.7)}
 
 
 def random_rows(seed: int = 0) -> tuple[torch.Tensor, PackedRows]:

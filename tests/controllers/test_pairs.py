@@ -24,7 +24,7 @@ class PairActor(ToyActor):
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids", "preferred", "reward"), updates=True, in_parts=("epochs",)
     )
-    def update(self, samples: Batch, *, loss: object, epochs: int = 1, last: bool = True) -> Metrics:
+    def update(self, samples: Batch, *, loss: Any = None, epochs: int = 1, last: bool = True) -> Metrics:
         groups, index = samples.groups()
         by_group = [samples.take((index == k).nonzero()[0]).to_rows() for k in range(len(groups))]
         for pair in by_group:

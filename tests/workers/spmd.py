@@ -15,6 +15,7 @@ import torch
 
 from weft.algorithms.aggregation import sequence_mean
 from weft.algorithms.kl import KlPenalty
+from weft.algorithms.loss import Loss
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.dataflow.batch import Batch
 from weft.dataflow.metrics import merge
@@ -27,7 +28,7 @@ LOSSES = {"policy": LOSS, "entropy": LOSS_ENTROPY}
 
 
 def one_step(
-    worker: ActorWorker, rows: Batch, loss: PolicyLoss = LOSS, parts: list[list[int]] | None = None
+    worker: ActorWorker, rows: Batch, loss: Loss = LOSS, parts: list[list[int]] | None = None
 ) -> tuple[dict, dict]:
     """(gradient by name, metrics) of one update, its rows (by their numbers) coming in parts."""
     gradient = {}
