@@ -157,6 +157,10 @@ class ValueLoss(Config):
     def needs_entropy(self) -> bool:
         return False
 
+    @property
+    def whole_groups(self) -> bool:
+        return False
+
     def count(self, rows: PackedRows) -> float:
         return self.aggregation.count(rows)
 

@@ -136,16 +136,20 @@ class FsdpEngine:
 
     def losses(self, batch: Batch, loss: Loss) -> np.ndarray:
         rows = self._pack(batch, [c for c in (*loss.reads, *loss.may_read) if c in batch])
-        plan = rows.plan(self.microbatch_tokens, packed=self.model.packs)
+        # What a loss takes together: a group, or each row by itself.
+        unit = batch.numpy(GROUP_ID) if loss.whole_groups else np.arange(len(batch))
+        plan = rows.plan(self.microbatch_tokens, packed=self.model.packs, groups=unit if loss.whole_groups else None)
+        lengths = np.diff(rows.response[1])
         out = np.zeros(len(batch), dtype=np.float32)
         with torch.no_grad():
             for part in self._padded_plan(plan, self._over_replicas(len(plan))):
                 logprobs, entropy = self._forward(rows, part, entropy=loss.needs_entropy)
-                end = 0
-                for row, length in zip(part, np.diff(rows.response[1])[part], strict=True):
-                    tokens, end = slice(end, end + int(length)), end + int(length)
-                    packed = rows.packed(np.array([row]), None if entropy is None else entropy[tokens])
-                    out[row] = loss(logprobs[tokens], packed)[0].item()
+                of_token = np.repeat(unit[part], lengths[part])
+                for one in np.unique(unit[part]):
+                    mine = part[unit[part] == one]
+                    tokens = torch.from_numpy(np.flatnonzero(of_token == one)).to(self.device)
+                    packed = rows.packed(mine, None if entropy is None else entropy[tokens])
+                    out[mine] = loss(logprobs[tokens], packed)[0].item() / len(mine)
         self._reshard()
         return out
 

@@ -151,7 +151,8 @@ class TrainingEngine(Protocol):
         ...
 
     def losses(self, batch: Batch, loss: Loss) -> np.ndarray:
-        """What each row adds to the undivided loss, under the present weights: `[rows]` float32, without a gradient."""
+        """What each row adds to the undivided loss, under the present weights: `[rows]` float32, without a gradient. Of a loss that
+        takes groups together, each row has an equal part of its group's."""
         ...
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
