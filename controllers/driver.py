@@ -205,7 +205,7 @@ class Driver:
         """Replies that have come and are not taken yet."""
         self._then: dict[Call, Callable[[Call], None]] = {}
         self._turn_of: dict[str, str] = {}
-        self._stopped = self._failed = False
+        self._stopped = self._failed = self._ended = False
         self._samples: Counter[str] = Counter()
         """Rows that each updating node has trained on in this step."""
         self._tokens: Counter[str] = Counter()
@@ -282,7 +282,7 @@ class Driver:
                 self._backend.close()
             finally:
                 if self.buffer is not None:
-                    self.buffer.close()
+                    self.buffer.close(going_on=not self._ended)
                     self.buffer = None
 
     def _flow(self, name: str, graph: Graph, buffer: SampleBuffer, sources: SegmentWriter) -> Flow:
@@ -371,6 +371,7 @@ class Driver:
             self._save_to_the_end()
         self._progress.ended()
         self._disk.write(self.directory.flush)
+        self._ended = True
         return self.directory.metrics
 
     @property

@@ -18,6 +18,7 @@ import shutil
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import tempfile
 import threading
@@ -72,6 +73,7 @@ class RayBackend:
         """Ray's id -> name, of those that ranks stand on, and the driver's."""
         self._groups: list[Any] = []
         self._folder: str | None = None
+        self._caretaker: subprocess.Popen[str] | None = None
         self._name = f"weft-{uuid.uuid4().hex[:12]}"
         self._connected = False
         """Whether it was this backend that connected to Ray, and so disconnects."""
@@ -215,11 +217,29 @@ class RayBackend:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         # Ray's sockets lie in it, 64 characters deeper, and the path of a socket has at most 107.
         self._folder = tempfile.mkdtemp(prefix="weft-", dir=None if len(tempfile.gettempdir()) <= 30 else "/tmp")
+        self._caretaker = caretaker = subprocess.Popen(
+            [
+                *(sys.executable, "-I", "-S", str(Path(__file__).with_name("caretaker.py"))),
+                *(self._folder, str(os.getsid(0))),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
+        )
         pools = {p.pool.name: p.pool for p in placement.values()}
-        # A signal to the process group of a run (a terminal, a batch system) is for the driver: Ray's own processes must live for
-        # as long as it takes to save. An internal name: test_checkpoints.py sends such a signal.
         start = services.ConsolePopen
-        services.ConsolePopen = functools.partial(start, process_group=0)
+
+        def start_apart(*arguments: Any, **settings: Any) -> Any:
+            # A signal to the process group of a run (from a terminal, or a batch system) is for the driver: Ray's own processes
+            # must live for as long as it takes to save. An internal name: test_checkpoints.py sends such a signal.
+            process = start(*arguments, **settings, process_group=0)
+            assert caretaker.stdin is not None
+            print(process.pid, file=caretaker.stdin, flush=True)
+            return process
+
+        services.ConsolePopen = start_apart  # pyright: ignore[reportAttributeAccessIssue]
         try:
             self._start_cluster(pools, quiet)
         finally:
@@ -398,6 +418,9 @@ class RayBackend:
             if self._folder:
                 shutil.rmtree(self._folder, ignore_errors=True)
                 self._folder = None
+            if self._caretaker is not None:  # it finds nothing to do
+                self._caretaker.communicate(timeout=CLOSE_TIMEOUT_S)
+                self._caretaker = None
 
 
 class Rank:

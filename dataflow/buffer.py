@@ -230,11 +230,15 @@ class SampleBuffer:
     def _live_segments(self) -> set[Segment]:
         return _segments_of(self.ledgers.values())
 
-    def close(self) -> None:
-        """Bring the log to the disk. When no row is left in flight, now or at a checkpoint, the folder of segments goes."""
+    def close(self, *, going_on: bool = False) -> None:
+        """Bring the log to the disk. When no row is left in flight, the folder of segments goes.
+
+        Args:
+            going_on: a run will go on from a checkpoint, so rows that were in flight there stay, too.
+        """
         self.commit(sync=True)
         self.log.close()
-        pinned = self._pinned - {ledger.source for ledger in self.ledgers.values()}
+        pinned = self._pinned - {ledger.source for ledger in self.ledgers.values()} if going_on else ()
         if not pinned and not any(ledger.groups_in_flight for ledger in self.ledgers.values()):
             shutil.rmtree(self.folder / SEGMENTS, ignore_errors=True)
 

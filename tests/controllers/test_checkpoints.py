@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from test_schedules import PartsActor, SlowRollout
 from toy import ToyLoss, ToyReward, prompts, toy_evaluation, toy_grpo
@@ -296,6 +297,20 @@ def test_sigterm_to_the_process_group_of_a_run_under_ray_has_it_save_itself_and_
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 0 and "saved in" in said, said
     assert latest_sound(tmp_path / "run") is not None
+
+
+@pytest.mark.ray
+def test_a_driver_that_is_killed_leaves_no_process_and_no_folder(tmp_path: Path):
+    process = begun(tmp_path, "--backend", "ray")
+    wait_for_steps(process, tmp_path)
+    (caretaker,) = (p for p in psutil.Process(process.pid).children() if "caretaker.py" in " ".join(p.cmdline()))
+    folder = Path(caretaker.cmdline()[-2])
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert folder.exists() and len(family) > 5
+    process.kill()
+    process.communicate()
+    _, left = psutil.wait_procs(family, timeout=10)
+    assert not left and not folder.exists()
 
 
 def test_sigterm_ends_a_run_without_checkpoints_at_once(tmp_path: Path):

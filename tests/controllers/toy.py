@@ -147,7 +147,8 @@ class ToyCritic(ToyActor):
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids",), writes=("values",))
     def values(self, samples: Batch) -> Batch:
-        return samples.with_columns(values=samples.lengths("response_ids").astype(np.float32))
+        ids, offsets = samples.ragged_numpy("response_ids")
+        return samples.with_columns(values=(ids.astype(np.float32), offsets))
 
 
 class ToyTeacher(Worker):
