@@ -337,7 +337,7 @@ def replace_rollout(run: Run, rank: int) -> tuple[float, int]:
     life = 1 + max((int(n) for n in re.findall(rf"rollout-{rank}-again(\d+)", log.read_text())), default=0)
     began = time.monotonic()
     process.kill()
-    run.wait(lambda: f"rollout-{rank}-again{life}." in log.read_text())
+    run.wait(lambda: f"rollout-{rank}-again{life}-" in log.read_text())
     seconds = time.monotonic() - began
     return seconds, int(re.findall(r"replaced after .*?, (\d+) rows are asked again", run.said)[-1])
 
