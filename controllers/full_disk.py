@@ -16,6 +16,8 @@ T = TypeVar("T")
 
 SAY_AGAIN_S = 60.0
 """Seconds after which a pause is said again."""
+TRY_AGAIN_S = 60.0
+"""Longest wait before what did not fit is tried again."""
 SOME_BYTES = 1 << 20
 """So much more room than there was is worth another try."""
 
@@ -64,13 +66,13 @@ class FullDisk:
                 return result
 
     def wait_for_more(self, why: str) -> None:
-        """Wait until somebody has made room.
+        """Wait until somebody has made room, or TRY_AGAIN_S (somebody may have made it just before).
 
         Raises:
-            RunError: as `write`.
+            RunError: the run is asked to end meanwhile.
         """
         began, before = time.monotonic(), self._free
-        while self._free < before + SOME_BYTES:
+        while self._free < before + SOME_BYTES and time.monotonic() - began < TRY_AGAIN_S:
             self._wait(began, why)
         self._over()
 

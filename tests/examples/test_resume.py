@@ -1,4 +1,4 @@
-"""The example, killed with SIGKILL and resumed, ends with the same bits as one that was not: with real models, either engine."""
+"""A run of real models, killed with SIGKILL and resumed, ends with the same bits as one that was not, with either engine."""
 
 import os
 import signal
@@ -14,15 +14,21 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo_arithmetic.py"
+PROGRAM = Path(__file__).with_name("resumed_run.py")
+EXAMPLES = Path(__file__).parents[2] / "examples"
 TIMES = {"time_s", "step_s", "tokens_per_s", "checkpoint_pause_s"}
 
 
 def start(root: Path, engine: str, name: str, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(EXAMPLE), "--small", "--backend", "local", "--engine", engine, "--root", str(root)]
-    command += ["--name", name, "--checkpoint-every", "1", *more]
+    command = [sys.executable, str(PROGRAM), "--engine", engine, "--root", str(root), "--name", name, *more]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])}
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env=environment,
     )
 
 
@@ -50,12 +56,15 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])])
 def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path: Path, engine: str):
     finish(start(tmp_path, engine, "whole"))
+    before = load_file(tmp_path / "arithmetic-0-small" / "model" / "model.safetensors")
+    whole = load_file(tmp_path / "whole" / "model" / "model.safetensors")
+    assert not all(torch.equal(before[key], whole[key]) for key in before), "it learns something"
     for step in (1, 2):
         name = f"killed-{step}"
         kill_after(start(tmp_path, engine, name), tmp_path / name / "checkpoints" / f"step_{step:06d}")
         said = finish(start(tmp_path, engine, name, "--resume", "latest"))
         assert "goes on after step" in said
-        whole, resumed = (load_file(tmp_path / n / "model" / "model.safetensors") for n in ("whole", name))
+        resumed = load_file(tmp_path / name / "model" / "model.safetensors")
         assert all(torch.equal(whole[key], resumed[key]) for key in whole)
         assert metrics(tmp_path / name) == metrics(tmp_path / "whole")
     saved = tmp_path / "whole" / "checkpoints" / "step_000003" / "actor" / "model"

@@ -1,0 +1,53 @@
+"""GRPO on the examples' task with a reward for each right digit, so that a barely trained model has something to learn from: the
+program that `test_resume.py` kills and resumes."""
+
+from pathlib import Path
+from typing import Literal
+
+import arithmetic  # pyright: ignore[reportMissingImports] (of the examples)
+
+import weft
+from weft.algorithms.evaluation import evaluate
+from weft.algorithms.grpo import grpo
+
+
+def right_digits(response: str, answer: str) -> float:
+    return sum(a == b for a, b in zip(response, answer, strict=False)) / len(answer)
+
+
+class Settings(weft.Config):
+    root: Path
+    name: str
+    engine: Literal["transformers", "vllm"]
+    resume: str = "none"
+    steps: int = 3
+
+
+def main(settings: Settings) -> None:
+    """A run that learns."""
+    task = arithmetic.prepare(settings.root, 0, small=True)
+    model = str(task / "model")
+    actor = weft.group(weft.ActorWorker, model=model, learning_rate=1e-3)
+    rollout = weft.group(weft.RolloutWorker, model=model, engine=settings.engine)
+    reward = weft.group(weft.RewardWorker, function=right_digits, tokenizer=model)
+    rollout.follows(actor)
+    prompts = weft.Prompts.read(task / "train.parquet", model)
+    held_out = weft.Prompts.read(task / "held_out.parquet", model)
+    sampling = weft.Sampling(max_tokens=4)
+    training = grpo(prompts, rollout=rollout, reward=reward, actor=actor, n=8, sampling=sampling)
+    accuracy = evaluate(held_out, rollout=rollout, reward=reward, sampling=weft.Sampling(max_tokens=4, temperature=0))
+    with weft.Driver(
+        training,
+        schedule=weft.Synchronous(steps=settings.steps, prompts_per_step=8),
+        evaluations=[weft.Evaluation(accuracy, every=2)],
+        root=settings.root,
+        name=settings.name,
+        checkpoint=weft.CheckpointConfig(every=1),
+        resume=settings.resume,
+    ) as driver:
+        driver.run()
+        driver.call(actor, "save", path=driver.directory.path / "model")
+
+
+if __name__ == "__main__":
+    raise SystemExit(weft.launch(main))
