@@ -21,13 +21,12 @@ from ..dataflow.column import (
     RESPONSE_VERSIONS,
     TEMPERATURE,
 )
-from ..dataflow.errors import UserError
 from ..dataflow.lazy import torch
-from ..dataflow.metrics import Max, Mean, Metric, Metrics, merge
-from .bad_steps import BadSteps
+from ..dataflow.metrics import Max, Mean, Metric, Metrics
 from .dispatch import Coordinates, Dispatch
 from .remote import remote
 from .training import ModelConfig, OptimizerConfig, TrainingEngine
+from .updates import Updates, check_updates
 from .worker import Context, Worker
 
 if TYPE_CHECKING:
@@ -59,23 +58,18 @@ class ActorWorker(Worker):
 
             engine = FsdpEngine(config, context, config, activation_checkpointing=config.activation_checkpointing)
         self.engine = engine
-        self._bad_steps = BadSteps(context, engine, config.stop_after_bad_steps)
-        self.version = 0
-        """Policy version: the number of `update` calls so far."""
+        self._updates = Updates(config, context, engine)
         self._publisher: Any = None
 
     @classmethod
     def check(cls, config: ActorConfig, nodes: Sequence[Node], source: Source) -> None:
         config.check()
-        for node in nodes:
-            loss = node.arguments.get("loss")
-            if isinstance(loss, type) or (loss is not None and not isinstance(loss, Loss)):
-                hint = f"; make a value of it: {loss.__name__}()" if isinstance(loss, type) else ""
-                raise UserError(f"node {node.name!r}: loss must be a Loss such as PolicyLoss(), not {loss!r}{hint}")
-            for name in ("epochs", "minibatches"):
-                value = node.arguments.get(name, 1)
-                if not isinstance(value, int) or value < 1:
-                    raise UserError(f"node {node.name!r}: {name} must be a whole number of at least 1, not {value!r}")
+        check_updates(nodes)
+
+    @property
+    def version(self) -> int:
+        """Policy version: the number of updates so far."""
+        return self._updates.version
 
     @property
     def coordinates(self) -> Coordinates:
@@ -104,41 +98,17 @@ class ActorWorker(Worker):
         several calls, as they become ready: gradients are accumulated until the `last` of them (the driver says which).
 
         Returns:
-            `loss`, `grad_norm` (before clipping; of every step where it is finite, applied or not), `learning_rate`, `tokens`
-            (trained on, over all passes), `skipped_steps` (not applied: bad, or without a token to train on), `bad_steps` (of
-            those, the steps whose loss or gradient is not finite, or whose gradient's norm is above `skip_above_grad_norm`),
-            what the loss reports, and of the first step, where the columns are there: `mean_logprob_gap` and
+            What `Updates.update` returns, and of the first step, where the columns are there: `mean_logprob_gap` and
             `max_logprob_gap` (nats between the generator's log-probabilities and the trainer's own, under the weights
             before the update), `mean_staleness` and `max_staleness` (versions).
 
         Raises:
             DivergedError: `stop_after_bad_steps` steps in a row were bad. The rows of each are in the run's `skipped/`.
         """
-        parts: list[Metrics] = [self._staleness(batch)]
-        observed = _WithGap(loss) if RESPONSE_LOGPROBS in batch else loss
-        if not last:
-            self._bad_steps.add(batch)
-            return merge([*parts, self.engine.accumulate(batch, observed, last=False)])
-        cuts = [rows for epoch in range(epochs) for rows in self._cut(batch, minibatches, epoch, loss.whole_groups)]
-        for number, rows in enumerate(cuts, 1):
-            part = batch if minibatches == 1 else batch.take(rows)
-            self._bad_steps.add(part)
-            accumulated, step = self.engine.accumulate(part, observed, last=True), self.engine.apply()
-            parts += [accumulated, step.metrics]
-            self._bad_steps.note(step, loss, update=self.version + 1, number=number if len(cuts) > 1 else None)
-            observed = loss  # later steps see other weights than those before the update
-        self.version += 1
-        return merge(parts)
-
-    def _cut(self, batch: Batch, minibatches: int, epoch: int, whole_groups: bool) -> list[np.ndarray]:
-        """Rows of each minibatch: drawn one by one, or by groups."""
-        if minibatches == 1:
-            return [np.arange(len(batch))]
-        unit_of_row = batch.groups()[1] if whole_groups else np.arange(len(batch))
-        order = np.arange(unit_of_row.max(initial=-1) + 1)
-        # Rows come as they were finished: short ones first.
-        np.random.default_rng((self.context.seed, self.version, epoch)).shuffle(order)
-        return [np.flatnonzero(np.isin(unit_of_row, part)) for part in np.array_split(order, minibatches)]
+        staleness = self._staleness(batch)
+        first = _WithGap(loss) if RESPONSE_LOGPROBS in batch else None
+        made = self._updates.update(batch, loss, epochs=epochs, minibatches=minibatches, last=last, first=first)
+        return {**staleness, **made}
 
     def _staleness(self, batch: Batch) -> Metrics:
         if RESPONSE_VERSIONS not in batch:
@@ -170,7 +140,7 @@ class ActorWorker(Worker):
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str | Path) -> float:
         """Copy the state of training, to be written to a new folder while training goes on; returns seconds that it waited."""
-        return self.engine.snapshot(Path(path), {"version": self.version, "bad_steps": self._bad_steps.in_a_row})
+        return self._updates.save(Path(path))
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def checkpoint_written(self, wait: bool = False) -> bool:
@@ -180,9 +150,7 @@ class ActorWorker(Worker):
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str | Path) -> None:
         """Go on from a checkpoint, of any number of ranks: weights, optimizer, policy version, random states."""
-        notes = self.engine.restore(Path(path))
-        self.version = notes["version"]
-        self._bad_steps.forget(notes.get("bad_steps", ()))
+        self._updates.load(Path(path))
 
     def onload(self) -> None:
         self.engine.onload()

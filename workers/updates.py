@@ -1,0 +1,106 @@
+"""Updates: what every trained worker does with its engine, whatever its model says of a token. A worker has one of these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..algorithms.loss import Loss
+from ..dataflow.batch import Batch
+from ..dataflow.errors import UserError
+from ..dataflow.metrics import Metrics, merge
+from .bad_steps import BadSteps
+from .training import OptimizerConfig, TrainingEngine
+from .worker import Context
+
+if TYPE_CHECKING:
+    from ..dataflow.graph import Node
+
+
+class Updates:
+    """Optimizer steps of an engine, several in an update; counted, and taken up again from checkpoints.
+
+    Made and called on all ranks alike, each with the rows of its replica.
+    """
+
+    def __init__(self, config: OptimizerConfig, context: Context, engine: TrainingEngine) -> None:
+        self._context, self._engine = context, engine
+        self._bad_steps = BadSteps(context, engine, config.stop_after_bad_steps)
+        self.version = 0
+        """The number of updates so far."""
+
+    def update(
+        self, batch: Batch, loss: Loss, *, epochs: int, minibatches: int, last: bool, first: Loss | None = None
+    ) -> Metrics:
+        """One new version of the weights: `epochs` passes over the rows, each of `minibatches` optimizer steps.
+
+        With several minibatches each rank shuffles and cuts its own rows. In one pass of one step the rows may come in
+        several calls, as they become ready: gradients are accumulated until the `last` of them.
+
+        Args:
+            first: the same loss, which also observes what can be seen before the first step alone.
+
+        Returns:
+            `loss`, `grad_norm` (before clipping; of every step where it is finite, applied or not), `learning_rate`, `tokens`
+            (trained on, over all passes), `skipped_steps` (not applied: bad, or without a token to train on), `bad_steps` (of
+            those, the steps whose loss or gradient is not finite, or whose gradient's norm is above `skip_above_grad_norm`),
+            and what the loss reports.
+
+        Raises:
+            DivergedError: `stop_after_bad_steps` steps in a row were bad. The rows of each are in the run's `skipped/`.
+        """
+        observed = first or loss
+        if not last:
+            self._bad_steps.add(batch)
+            return self._engine.accumulate(batch, observed, last=False)
+        parts: list[Metrics] = []
+        cuts = [rows for epoch in range(epochs) for rows in self._cut(batch, minibatches, epoch, loss.whole_groups)]
+        for number, rows in enumerate(cuts, 1):
+            part = batch if minibatches == 1 else batch.take(rows)
+            self._bad_steps.add(part)
+            accumulated, step = self._engine.accumulate(part, observed, last=True), self._engine.apply()
+            parts += [accumulated, step.metrics]
+            self._bad_steps.note(step, loss, update=self.version + 1, number=number if len(cuts) > 1 else None)
+            observed = loss  # later steps see other weights than those before the update
+        self.version += 1
+        return merge(parts)
+
+    def _cut(self, batch: Batch, minibatches: int, epoch: int, whole_groups: bool) -> list[np.ndarray]:
+        """Rows of each minibatch: drawn one by one, or by groups."""
+        if minibatches == 1:
+            return [np.arange(len(batch))]
+        unit_of_row = batch.groups()[1] if whole_groups else np.arange(len(batch))
+        order = np.arange(unit_of_row.max(initial=-1) + 1)
+        # Rows come as they were finished: short ones first.
+        np.random.default_rng((self._context.seed, self.version, epoch)).shuffle(order)
+        return [np.flatnonzero(np.isin(unit_of_row, part)) for part in np.array_split(order, minibatches)]
+
+    def save(self, path: Path) -> float:
+        """Copy the state of training, to be written to a new folder while training goes on; returns seconds that it waited."""
+        return self._engine.snapshot(path, {"version": self.version, "bad_steps": self._bad_steps.in_a_row})
+
+    def load(self, path: Path) -> None:
+        """Go on from a checkpoint, of any number of ranks."""
+        notes = self._engine.restore(path)
+        self.version = notes["version"]
+        self._bad_steps.forget(notes.get("bad_steps", ()))
+
+
+def check_updates(nodes: Iterable[Node]) -> None:
+    """See that the updates of a graph can be made.
+
+    Raises:
+        UserError: naming the node and its argument.
+    """
+    for node in nodes:
+        loss = node.arguments.get("loss")
+        if isinstance(loss, type) or (loss is not None and not isinstance(loss, Loss)):
+            hint = f"; make a value of it: {loss.__name__}()" if isinstance(loss, type) else ""
+            raise UserError(f"node {node.name!r}: loss must be a Loss such as PolicyLoss(), not {loss!r}{hint}")
+        for name in ("epochs", "minibatches"):
+            value = node.arguments.get(name, 1)
+            if not isinstance(value, int) or value < 1:
+                raise UserError(f"node {node.name!r}: {name} must be a whole number of at least 1, not {value!r}")
