@@ -134,7 +134,8 @@ def reference_point(rows: Batch) -> Batch:
 
 @node(shape=Shape.GROUP, reads=(PREFERRED, "{score}"), may_read=("{against}",))
 def compare(rows: Batch, *, score: str, against: str = "") -> Metrics:
-    """How often the preferred response of a pair has the higher score: the sum of the column `score`, less that of `against`.
+    """How often the preferred response of a pair has the higher score: the sum over tokens of the column `score` (or its value, where
+    there is one a row), less that of `against`.
 
     >>> rows = Batch.of(group_id=[4, 4], preferred=[0, 1], logprobs=[[-3.0], [-1.0, -1.0]])
     >>> compare(rows, score="logprobs")["preference_accuracy"].value
@@ -237,5 +238,8 @@ def _two_of_each(preferences: Batch, columns: dict[Column, tuple[Column, Column]
 
 
 def _sums(rows: Batch, column: str) -> np.ndarray:
+    """[rows] float64: of a column with one value a token the sums, of another one the values."""
+    if not pa.types.is_list(rows[column].type):
+        return rows.numpy(column).astype(np.float64)
     values, cu_seqlens = rows.ragged_numpy(column)
     return np.diff(np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])[cu_seqlens])

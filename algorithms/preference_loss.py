@@ -236,17 +236,7 @@ class PreferenceLoss(Config):
         Raises:
             UserError: when a group is no pair.
         """
-        groups, index = torch.unique(rows[GROUP_ID], return_inverse=True)
-        sizes = torch.bincount(index, minlength=len(groups))
-        preferred = torch.bincount(index[rows[PREFERRED] > 0], minlength=len(groups))
-        wrong = torch.nonzero((sizes != 2) | (preferred != 1))
-        if len(wrong):
-            k = int(wrong[0])
-            raise UserError(
-                f"group {int(groups[k])} has {int(sizes[k])} rows, {int(preferred[k])} of them preferred; a preference loss takes "
-                "pairs: two rows, one of them preferred (nodes pairs and best_and_worst make such groups)"
-            )
-        return float(len(_pairs(rows)[0]))
+        return num_pairs(rows)
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
         """The undivided loss, and its metrics.
@@ -260,7 +250,7 @@ class PreferenceLoss(Config):
             times score), `reward_margin` (their difference), `preference_accuracy` (how often it is above 0), `chosen_logprob` and
             `rejected_logprob` (nats, of whole responses), and, where it is asked for, `chosen_nll` (nats a token).
         """
-        chosen, rejected = _pairs(rows)
+        chosen, rejected = pairs_of_rows(rows)
         rewards = self.beta * self.score(logprobs, rows)
         ahead = rewards[chosen] - rewards[rejected]
         losses = self.weight * self.comparison(ahead - self.margin)
@@ -369,7 +359,26 @@ def _of_rows(values: Tensor, rows: PackedRows, per_token: bool) -> Tensor:
     return sums / rows.trained_lengths.clamp(min=1) if per_token else sums
 
 
-def _pairs(rows: PackedRows) -> tuple[Tensor, Tensor]:
+def num_pairs(rows: PackedRows) -> float:
+    """Pairs with a trained token in both responses.
+
+    Raises:
+        UserError: when a group is no pair.
+    """
+    groups, index = torch.unique(rows[GROUP_ID], return_inverse=True)
+    sizes = torch.bincount(index, minlength=len(groups))
+    preferred = torch.bincount(index[rows[PREFERRED] > 0], minlength=len(groups))
+    wrong = torch.nonzero((sizes != 2) | (preferred != 1))
+    if len(wrong):
+        k = int(wrong[0])
+        raise UserError(
+            f"group {int(groups[k])} has {int(sizes[k])} rows, {int(preferred[k])} of them preferred; a preference loss takes "
+            "pairs: two rows, one of them preferred (nodes pairs and best_and_worst make such groups)"
+        )
+    return float(len(pairs_of_rows(rows)[0]))
+
+
+def pairs_of_rows(rows: PackedRows) -> tuple[Tensor, Tensor]:
     """Row numbers of preferred responses and of the others, pair by pair: groups that have both, each with a trained token."""
     groups, preferred, counted = rows[GROUP_ID], rows[PREFERRED] > 0, rows.trained_lengths > 0
     chosen, rejected = (torch.nonzero(counted & side).flatten() for side in (preferred, ~preferred))
