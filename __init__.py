@@ -15,6 +15,7 @@ _MODULES: dict[str, str] = {
     "BufferConfig": "dataflow.buffer",
     "CheckpointConfig": "controllers.checkpoints",
     "Config": "dataflow.config",
+    "CriticWorker": "workers.critic",
     "Driver": "controllers.driver",
     "Evaluation": "controllers.driver",
     "Local": "controllers.backend",
@@ -24,6 +25,7 @@ _MODULES: dict[str, str] = {
     "RayBackend": "controllers.ray_backend",
     "ReferenceWorker": "workers.reference",
     "ResourcePool": "controllers.placement",
+    "RewardModelWorker": "workers.reward_model",
     "RewardWorker": "workers.reward",
     "RolloutWorker": "workers.rollout",
     "Sampling": "workers.generation",
@@ -73,9 +75,11 @@ if TYPE_CHECKING:  # the same names for editors and checkers; tests/test_packagi
     from .dataflow.operation import node as node
     from .dataflow.prompts import Prompts as Prompts
     from .workers.actor import ActorWorker as ActorWorker
+    from .workers.critic import CriticWorker as CriticWorker
     from .workers.generation import Sampling as Sampling
     from .workers.reference import ReferenceWorker as ReferenceWorker
     from .workers.reward import RewardWorker as RewardWorker
+    from .workers.reward_model import RewardModelWorker as RewardModelWorker
     from .workers.rollout import RolloutWorker as RolloutWorker
 
     __version__: str

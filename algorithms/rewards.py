@@ -117,3 +117,20 @@ def token_rewards(
     beta = coefficient.value if isinstance(coefficient, AdaptiveCoefficient) else coefficient
     shaped = penalized_token_rewards(rows[reward], estimator(rows[old], rows[REFERENCE_LOGPROBS]), rows, beta)
     return samples.with_columns(token_rewards=(shaped, rows.cu_seqlens))
+
+
+@node(reads=("{reward}", RESPONSE_IDS), may_read=(RESPONSE_MASK,), writes=(TOKEN_REWARDS,))
+def outcome_rewards(samples: Batch, *, reward: str = str(REWARD)) -> Batch:
+    """The reward of the response at its last trained token, and 0 at the others.
+
+    Args:
+        samples: any rows.
+        reward: the column with the reward of the response.
+
+    >>> samples = Batch.of(reward=[1.0, 2.0], response_ids=[[5, 6], [7]])
+    >>> outcome_rewards(samples)["token_rewards"].to_pylist()
+    [[0.0, 1.0], [2.0]]
+    """
+    rows = response_rows(samples, RESPONSE_IDS, reward)
+    shaped = penalized_token_rewards(rows[reward], torch.zeros(rows.num_tokens), rows, 0.0)
+    return samples.with_columns(token_rewards=(shaped, rows.cu_seqlens))

@@ -1,7 +1,7 @@
 """Roles: what the graphs ask of the handles that they are given.
 
 The graphs stand below the workers and cannot name their classes. Any worker class with these methods will do;
-`workers/actor.py`, `reference.py`, `reward.py` and `rollout.py` have the usual ones.
+`workers/actor.py`, `critic.py`, `reference.py`, `reward.py` and `rollout.py` have the usual ones.
 """
 
 from __future__ import annotations
@@ -40,4 +40,12 @@ class Trainable(Protocol):
 
     def update(self, batch: Any, *, loss: Loss, epochs: int = 1, minibatches: int = 1) -> Any:
         """One new version of the weights."""
+        ...
+
+
+class Critic(Trainable, Protocol):
+    """Predicts the reward to come, and learns to (`workers/critic.py`)."""
+
+    def values(self, batch: Any) -> Any:
+        """Adds `values`: one for each token of the responses, of what comes from there."""
         ...

@@ -247,12 +247,15 @@ class StoredState:
             raise ValueError(f"checkpoint {self.folder} has {num_read} of the {target.numel()} elements of {name!r}")
 
 
-def write_model(folder: Path, causal_lm: Any, tensors: dict[str, Tensor], source: Path, dtype: str, disk: Disk) -> None:
+def write_model(
+    folder: Path, causal_lm: Any, tensors: dict[str, Tensor], source: Path, changed: Mapping[str, Any], disk: Disk
+) -> None:
     """Write a folder that `from_pretrained` loads.
 
     Args:
-        tensors: on the host, full, in `dtype`, by their names in the model; tied ones once.
+        tensors: on the host, full, by their names in the model; tied ones once.
         source: folder of the model that was loaded: its settings, tokenizer and chat template are copied.
+        changed: settings that are others than the source's, the `dtype` of the tensors among them.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
     from transformers.core_model_loading import revert_weight_conversion
@@ -264,7 +267,7 @@ def write_model(folder: Path, causal_lm: Any, tensors: dict[str, Tensor], source
             write_file(folder / file.name, [file.read_bytes()], disk)
     settings = json.loads((source / CONFIG_FILE).read_text())
     settings.pop("torch_dtype", None)  # what older versions called it
-    _write_json(folder / CONFIG_FILE, {**settings, "dtype": dtype}, disk)
+    _write_json(folder / CONFIG_FILE, {**settings, **changed}, disk)
     # Not `save_pretrained`: safetensors holds the interpreter while it writes, and training would stand still.
     tensors = {n: t for n, t in tensors.items() if n not in (causal_lm._keys_to_ignore_on_save or ())}
     tensors = revert_weight_conversion(causal_lm, tensors)

@@ -30,9 +30,10 @@ from ..dataflow.errors import UserError
 from ..dataflow.metrics import Mean, Metric, Metrics, Sum, merge
 from .checkpoint import SnapshotWriter, StoredState, local_part, set_random_states, write_model
 from .dispatch import Coordinates
-from .model_folder import find_model_config
+from .model_folder import find_model_config, read_model_config
 from .response_model import ResponseModel
-from .training import ModelConfig, OptimizerConfig, OptimizerStep, check_rows, plan_microbatches, tokens_of
+from .scalar_head import put_scalar_head, scalar_settings
+from .training import Head, ModelConfig, OptimizerConfig, OptimizerStep, check_rows, plan_microbatches, tokens_of
 from .worker import Context
 
 _ONE_UNIT_PARAMETERS = 16_000_000
@@ -54,6 +55,7 @@ class FsdpEngine:
         context: Context,
         optimizer: OptimizerConfig | None = None,
         *,
+        head: Head = "logprobs",
         activation_checkpointing: bool = False,
         disk: Disk | None = None,
     ) -> None:
@@ -65,7 +67,8 @@ class FsdpEngine:
         )
         self.mesh = _mesh(context, config.tensor_parallel, self.device)
         self.microbatch_tokens = config.microbatch_tokens or (1280 if self.device.type == "cpu" else 16384)
-        self.model = ResponseModel(_load(str(config.model)))
+        self.head: Head = head
+        self.model = ResponseModel(_load(str(config.model), head, context.seed), scalar=head != "logprobs")
         self.vocabulary = self.model.causal_lm.get_input_embeddings().weight.shape[0]
         if activation_checkpointing:
             self.model.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -87,6 +90,14 @@ class FsdpEngine:
     # Log-probabilities and steps
 
     def logprobs(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        return self._of_tokens(batch, "log-probabilities", self.head == "logprobs")
+
+    def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        return self._of_tokens(batch, "values", self.head != "logprobs")
+
+    def _of_tokens(self, batch: Batch, what: str, has_it: bool) -> tuple[np.ndarray, np.ndarray]:
+        if not has_it:
+            raise RuntimeError(f"this engine was made with head={self.head!r}; it computes no {what}")
         rows = self._pack(batch, ())
         out = np.zeros(int(rows.response[1][-1]), dtype=np.float32)
         plan = rows.plan(self.microbatch_tokens, packed=self.model.packs)
@@ -214,9 +225,8 @@ class FsdpEngine:
                 temperatures = np.where(found == 0, np.float32(1), found)
         ragged = {c: torch.tensor(batch.ragged_numpy(c)[0]) for c in columns if _is_list(batch, c)}
         scalars = {c: torch.tensor(batch.numpy(c)) for c in columns if not _is_list(batch, c)}
-        return _Rows(
-            batch.ragged_numpy(PROMPT_IDS), batch.ragged_numpy(RESPONSE_IDS), temperatures, ragged, scalars, self.device
-        )
+        sequences = (batch.ragged_numpy(PROMPT_IDS), batch.ragged_numpy(RESPONSE_IDS))
+        return _Rows(*sequences, temperatures, ragged, scalars, self.device, reads_last=self.head == "rewards")
 
     # Collectives
 
@@ -353,7 +363,9 @@ class FsdpEngine:
 
     def _write_model(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         source = find_model_config(self.config.model).parent
-        write_model(folder, self.model.causal_lm, tensors, source, self.config.dtype, self._disk)
+        settings = scalar_settings(read_model_config(self.config.model)) if self.model.scalar else {}
+        settings["dtype"] = self.config.dtype
+        write_model(folder, self.model.causal_lm, tensors, source, settings, self._disk)
 
     def _own_tensors(self) -> Mapping[str, Tensor]:
         """Parameters and buffers that are saved, by Hugging Face name; tied ones once."""
@@ -452,12 +464,14 @@ class _Rows:
     ragged: Mapping[str, Tensor]
     scalars: Mapping[str, Tensor]
     device: torch.device
+    reads_last: bool = False
+    """Of each response token the position itself is read, and not the one before it."""
 
     def plan(self, max_tokens: int, *, packed: bool, groups: np.ndarray | None = None) -> list[np.ndarray]:
         """Microbatches of the rows that have a response; rows of equal `groups` stay together."""
         prompts, responses = np.diff(self.prompt[1]), np.diff(self.response[1])
         rows = np.flatnonzero(responses)
-        num_inputs = (prompts + responses - 1)[rows]  # the last token is only predicted
+        num_inputs = (prompts + responses - 1 + self.reads_last)[rows]  # else the last token is only predicted
         groups = None if groups is None else groups[rows]
         return [rows[part] for part in plan_microbatches(num_inputs, max_tokens, packed=packed, groups=groups)]
 
@@ -470,10 +484,11 @@ class _Rows:
         ids, predicting, before = [], [], 0
         for i in part:
             prompt, response = prompts[p_starts[i] : p_starts[i + 1]], responses[r_starts[i] : r_starts[i + 1]]
-            ids += [prompt, response[:-1]]
-            predicting.append(np.arange(len(response)) + (before + len(prompt) - 1))
-            before += len(prompt) + len(response) - 1
-        lengths = (np.diff(p_starts)[part] + np.diff(r_starts)[part] - 1).astype(np.int64)
+            inputs = len(response) - 1 + self.reads_last
+            ids += [prompt, response[:inputs]]
+            predicting.append(np.arange(len(response)) + (before + len(prompt) - 1 + self.reads_last))
+            before += len(prompt) + inputs
+        lengths = (np.diff(p_starts)[part] + np.diff(r_starts)[part] - 1 + self.reads_last).astype(np.int64)
         targets = responses[tokens_of(r_starts, part)].astype(np.int64)
         temperatures = None
         if self.temperatures is not None:
@@ -550,7 +565,7 @@ def _mesh(context: Context, tensor_parallel: int, device: torch.device) -> Devic
     return init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
 
 
-def _load(model: str) -> Any:
+def _load(model: str, head: Head, seed: int) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -560,9 +575,16 @@ def _load(model: str) -> Any:
         # A policy that drops out is not the one that sampled: its log-probabilities would be of another model.
         if isinstance(value, float) and name.endswith(("dropout", "_pdrop")):
             setattr(settings, name, 0.0)
-    return AutoModelForCausalLM.from_pretrained(
+    said = logging.get_verbosity()
+    if head != "logprobs":  # else it says that there is no weight for one head, and none to take the other's
+        logging.set_verbosity_error()
+    causal_lm = AutoModelForCausalLM.from_pretrained(
         model, config=settings, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
     )
+    if head != "logprobs":
+        logging.set_verbosity(said)
+        put_scalar_head(causal_lm, find_model_config(model).parent, seed)
+    return causal_lm
 
 
 def _is_list(batch: Batch, column: str) -> bool:

@@ -1,4 +1,5 @@
-"""ResponseModel: a causal language model that answers with the log-probabilities of response tokens, and nothing else.
+"""ResponseModel: a causal language model that answers with one number for each response token, and nothing else: its
+log-probability, or what a scalar head says.
 
 The logits of a batch are by far its largest tensor (tokens x vocabulary). So the head sees only the positions that predict
 response tokens, and works through them in chunks.
@@ -30,9 +31,11 @@ class ResponseModel(nn.Module):
     real token sees padding, so no mask is needed, and the fastest attention kernel can be used.
     """
 
-    def __init__(self, causal_lm: Any) -> None:
+    def __init__(self, causal_lm: Any, *, scalar: bool = False) -> None:
         super().__init__()
         self.causal_lm = causal_lm
+        self.scalar = scalar
+        """It has a scalar head (`scalar_head.py`)."""
         self.packs = can_pack(causal_lm)
         """Whether a microbatch costs its tokens, or its rows times the longest."""
         if self.packs:
@@ -47,18 +50,18 @@ class ResponseModel(nn.Module):
         temperatures: Tensor | None,
         entropy: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities of chosen tokens.
+        """Log-probabilities of chosen tokens; with a scalar head its outputs, whatever the targets and temperatures.
 
         Args:
             input_ids: [N] int64, row after row.
             lengths: [B] int64 tokens of each row, at least 1.
-            predicting: [T] int64, index into the N of the token *before* each target.
+            predicting: [T] int64, index into the N of the token *before* each target; of the positions that a scalar head reads.
             targets: [T] int64.
             temperatures: [T] divides the logits; None: 1.
             entropy: also give the entropy of each predicting distribution, with gradient.
 
         Returns:
-            ([T] float32 nats, [T] float32 nats or None).
+            ([T] float32 nats, or what the scalar head says; [T] float32 nats or None).
         """
         rows = Rows(lengths, int(lengths.max()))
         if self.packs:
@@ -70,6 +73,9 @@ class ResponseModel(nn.Module):
             predicting = rows.slots[predicting]
         hidden = self.causal_lm.base_model(**inputs, use_cache=False).last_hidden_state
         hidden = hidden.flatten(0, 1).index_select(0, predicting)
+        if self.scalar:
+            with torch.autocast(hidden.device.type, enabled=False):  # half precision is too coarse for values
+                return F.linear(hidden.float(), self.causal_lm.score.weight.float())[:, 0], None
         head = self.causal_lm.get_output_embeddings()
         scale, softcap = _logit_scale(self.causal_lm.config)
         if head.bias is None and not softcap:

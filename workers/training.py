@@ -64,6 +64,10 @@ class ModelConfig(Config):
                     )
 
 
+Head = Literal["logprobs", "values", "rewards"]
+"""What a model says of each response token: its log-probability; by a scalar head the value *before* it, which is what a critic
+predicts; or by a scalar head the reward of the sequence up to it, *with* it. A causal model's last reward has seen all."""
+
 TENSOR_PARALLEL_MODELS = ("llama", "mistral", "qwen2")
 """Model types whose layers have the names and shapes that the plan of `fsdp.py` splits."""
 
@@ -138,6 +142,10 @@ class TrainingEngine(Protocol):
 
     def logprobs(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Log-probability of each response token: `(values [T] float32 nats, cu_seqlens [rows + 1])`."""
+        ...
+
+    def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """What a scalar head says of each response token: `(values [T] float32, cu_seqlens [rows + 1])`."""
         ...
 
     def accumulate(self, batch: Batch, loss: Loss, *, last: bool) -> Metrics:

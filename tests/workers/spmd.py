@@ -20,6 +20,7 @@ from weft.algorithms.policy_loss import PolicyLoss
 from weft.dataflow.batch import Batch
 from weft.dataflow.metrics import merge
 from weft.workers.actor import ActorConfig, ActorWorker
+from weft.workers.critic import CriticWorker
 from weft.workers.worker import Context
 
 LOSS = PolicyLoss(aggregation=sequence_mean, kl=KlPenalty(coefficient=0.1), old="old_logprobs")
@@ -28,7 +29,7 @@ LOSSES = {"policy": LOSS, "entropy": LOSS_ENTROPY}
 
 
 def one_step(
-    worker: ActorWorker, rows: Batch, loss: Loss = LOSS, parts: list[list[int]] | None = None
+    worker: ActorWorker | CriticWorker, rows: Batch, loss: Loss = LOSS, parts: list[list[int]] | None = None
 ) -> tuple[dict, dict]:
     """(gradient by name, metrics) of one update, its rows (by their numbers) coming in parts."""
     gradient = {}

@@ -1,0 +1,51 @@
+"""One rank of a group of critics that takes a step with each head, as a program: the tests start several of them.
+
+python critic_ranks.py FOLDER RANK
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+from spmd import one_step
+
+from weft.algorithms.loss import Loss
+from weft.algorithms.reward_model import RewardLoss
+from weft.algorithms.values import ValueLoss
+from weft.dataflow.batch import Batch
+from weft.workers.critic import CriticConfig, CriticWorker
+from weft.workers.worker import Context
+
+HEADS = ("values", "rewards")
+LOSSES: dict[str, Loss] = {"values": ValueLoss(), "rewards": RewardLoss(centring=0.01)}
+
+
+def main() -> None:
+    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+    case: dict[str, Any] = json.loads((folder / "case.json").read_text())
+    torch.set_num_threads(1)
+    rows = Batch(pa.ipc.open_file(folder / "rows.arrow").get_batch(0)).take(case["shares"][rank])
+    seen = {}
+    for head in HEADS:
+        context = Context("critic", rank, len(case["shares"]), f"file://{folder}/rendezvous-{head}")
+        worker = CriticWorker(CriticConfig(**case["config"], head=head), context)
+        before, _ = worker.engine.values(rows)
+        gradient, metrics = one_step(worker, rows, LOSSES[head])
+        gradient = dict(gradient)  # the next update fills it anew
+        after, _ = worker.engine.values(rows)
+        worker.save(folder / f"saved-{head}")
+        worker.save_checkpoint(folder / f"checkpoint-{head}")
+        worker.checkpoint_written(wait=True)
+        worker.update(rows, loss=LOSSES[head])
+        worker.load_checkpoint(folder / f"checkpoint-{head}")
+        restored, _ = worker.engine.values(rows)
+        seen[head] = {"before": before, "gradient": gradient, "metrics": metrics, "after": after, "restored": restored}
+        worker.close()
+    torch.save(seen, folder / f"rank{rank}.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""CriticWorker: a language model with a scalar head that is trained: PPO's critic, or a reward model. One SPMD process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from ..algorithms.loss import Loss
+from ..algorithms.values import ValueLoss
+from ..dataflow.batch import Batch
+from ..dataflow.column import PROMPT_IDS, RESPONSE_IDS, RESPONSE_MASK, REWARD, VALUES
+from ..dataflow.errors import UserError
+from ..dataflow.metrics import Metrics
+from .dispatch import Coordinates, Dispatch
+from .remote import remote
+from .training import ModelConfig, OptimizerConfig, TrainingEngine
+from .updates import Updates, check_updates
+from .worker import Context, Worker
+
+if TYPE_CHECKING:
+    from ..dataflow.graph import Node, Source
+
+
+class CriticConfig(ModelConfig, OptimizerConfig):
+    """The model, what its scalar head says, how it lies over its ranks, and how it is optimised."""
+
+    head: Literal["values", "rewards"] = "values"
+    """values: the value before each response token, for PPO; rewards: of the sequence up to and with each, for a reward model."""
+    activation_checkpointing: bool = False
+    """Compute activations a second time in the backward pass instead of keeping them: slower, and far less memory."""
+
+
+class CriticWorker(Worker):
+    """Predicts and learns numbers: with head="values" a critic, with head="rewards" a reward model.
+
+    The model may be any causal language model (its head is new then, small and seeded) or one with a scalar head, such as a trained
+    reward model. The engine may be given, for tests and for other engines; by default it is `FsdpEngine`.
+    """
+
+    Config = CriticConfig
+
+    def __init__(
+        self, config: CriticConfig, context: Context = Context(), engine: TrainingEngine | None = None
+    ) -> None:
+        super().__init__(config, context)
+        if engine is None:
+            from .fsdp import FsdpEngine
+
+            checkpointing = config.activation_checkpointing
+            engine = FsdpEngine(config, context, config, head=config.head, activation_checkpointing=checkpointing)
+        self.engine = engine
+        self._updates = Updates(config, context, engine)
+
+    @classmethod
+    def check(cls, config: CriticConfig, nodes: Sequence[Node], source: Source) -> None:
+        config.check()
+        check_updates(nodes)
+        wanted = {"values": "values", "score": "rewards"}
+        for node in nodes:
+            head = wanted.get(node.operation.name, config.head)
+            if head != config.head:
+                raise UserError(
+                    f"node {node.name!r} asks {node.group!r}, which has head={config.head!r}; {node.operation.name} wants head={head!r}"
+                )
+
+    @property
+    def version(self) -> int:
+        """The number of updates so far."""
+        return self._updates.version
+
+    @property
+    def coordinates(self) -> Coordinates:
+        return self.engine.coordinates
+
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=("{into}",))
+    def values(self, batch: Batch, *, into: str = str(VALUES)) -> Batch:
+        """The value before each response token, under the present weights."""
+        return batch.with_columns(**{into: self.engine.values(batch)})
+
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=("{into}",))
+    def score(self, batch: Batch, *, into: str = str(REWARD)) -> Batch:
+        """The reward of each response: what the head says at its last token. An empty one has nan: there is nothing to read."""
+        return batch.with_columns(**{into: last_of_rows(*self.engine.values(batch))})
+
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        reads=(PROMPT_IDS, RESPONSE_IDS, "{loss.reads}"),
+        may_read=("{loss.may_read}", RESPONSE_MASK),
+        whole_groups_if="loss.whole_groups",
+        updates=True,
+        in_parts=("epochs", "minibatches"),
+    )
+    def update(
+        self, batch: Batch, *, loss: Loss = ValueLoss(), epochs: int = 1, minibatches: int = 1, last: bool = True
+    ) -> Metrics:
+        """One new version of the weights: `epochs` passes over the rows, each of `minibatches` optimizer steps.
+
+        See `Updates.update` for what it returns and raises; the driver says which call is the `last`.
+        """
+        return self._updates.update(batch, loss, epochs=epochs, minibatches=minibatches, last=last)
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def save(self, path: str | Path) -> None:
+        """Write the model with its head as a Hugging Face folder, tokenizer included; a folder of that name is replaced."""
+        self.engine.save(Path(path))
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str | Path) -> float:
+        """Copy the state of training, to be written to a new folder while training goes on; returns seconds that it waited."""
+        return self._updates.save(Path(path))
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def checkpoint_written(self, wait: bool = False) -> bool:
+        """Whether the last checkpoint is on the disk; raises what its writing failed with."""
+        return self.engine.written(wait=wait)
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Go on from a checkpoint, of any number of ranks: weights, optimizer, version, random states."""
+        self._updates.load(Path(path))
+
+    def onload(self) -> None:
+        self.engine.onload()
+
+    def offload(self) -> None:
+        self.engine.offload()
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def last_of_rows(values: np.ndarray, cu_seqlens: np.ndarray) -> np.ndarray:
+    """[rows] float32: the last value of each row, nan of an empty one.
+
+    >>> last_of_rows(np.array([1.0, 2.0, 3.0], np.float32), np.array([0, 2, 2, 3])).tolist()
+    [2.0, nan, 3.0]
+    """
+    last = np.full(len(cu_seqlens) - 1, np.nan, np.float32)
+    filled = np.diff(cu_seqlens) > 0
+    last[filled] = values[cu_seqlens[1:][filled] - 1]
+    return last

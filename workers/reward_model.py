@@ -1,0 +1,81 @@
+"""RewardModelWorker: scores samples with a trained reward model, which stands still."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..dataflow.batch import Batch
+from ..dataflow.column import PROMPT_IDS, RESPONSE_IDS, REWARD
+from ..dataflow.errors import UserError
+from ..dataflow.metrics import Max, Mean, Metrics
+from .critic import last_of_rows
+from .dispatch import Dispatch
+from .remote import remote
+from .training import ModelConfig, TrainingEngine
+from .worker import Context, Worker
+
+if TYPE_CHECKING:
+    from ..dataflow.graph import Node, Source
+
+
+class RewardModelConfig(ModelConfig):
+    """The reward model: a folder with a scalar head, such as a `CriticWorker(head="rewards")` saves. It has the policy's tokenizer."""
+
+
+class RewardModelWorker(Worker):
+    """Rewards of responses by a model. Each rank has all of it: one that dies is replaced, and the others go on."""
+
+    Config = RewardModelConfig
+    replaceable = True
+
+    def __init__(
+        self, config: RewardModelConfig, context: Context = Context(), engine: TrainingEngine | None = None
+    ) -> None:
+        super().__init__(config, context)
+        if engine is None:
+            from .fsdp import FsdpEngine
+
+            engine = FsdpEngine(
+                config, Context(context.name, run_dir=context.run_dir, seed=context.seed), head="rewards"
+            )
+        self.engine = engine
+
+    @classmethod
+    def check(cls, config: RewardModelConfig, nodes: Sequence[Node], source: Source) -> None:
+        config.check()
+        if config.tensor_parallel > 1:
+            raise UserError(
+                f"tensor_parallel={config.tensor_parallel}: each rank of a RewardModelWorker has all of its model; leave it at 1"
+            )
+
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=("{into}",))
+    def score(self, samples: Batch, *, into: str = str(REWARD)) -> tuple[Batch, Metrics]:
+        """The reward of each response: what the head says at its last token.
+
+        Raises:
+            UserError: naming the row, when a response is empty or its reward is no finite number.
+        """
+        rewards = last_of_rows(*self.engine.values(samples))
+        wrong = np.flatnonzero(~np.isfinite(rewards))
+        if len(wrong):
+            row = samples.numpy("sample_id")[wrong[0]] if "sample_id" in samples else wrong[0]
+            raise UserError(
+                f"{self.config.model} gives sample {row} the reward {rewards[wrong[0]]}; a reward is a finite number"
+            )
+        metrics: Metrics = {"mean": Mean(float(rewards.sum()), len(rewards))}
+        return samples.with_columns(**{into: rewards}), {
+            **metrics,
+            **({"max": Max(float(rewards.max()))} if len(rewards) else {}),
+        }
+
+    def onload(self) -> None:
+        self.engine.onload()
+
+    def offload(self) -> None:
+        self.engine.offload()
+
+    def close(self) -> None:
+        self.engine.close()

@@ -1,0 +1,68 @@
+"""Scalar head: one number for each position of a causal language model, in the place of its logits.
+
+Names and settings are those of the `transformers` classes for sequence classification with one label: such a model's folder is
+loaded with its head (public reward models are of that kind), and what is saved here is loaded by `AutoModelForSequenceClassification`
+where the architecture has that class. The folder of a causal language model has no such head: a new one is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from ..dataflow.errors import UserError
+
+NAME = "score"
+"""Of the head in the model; its weight is [1, hidden], without a bias."""
+_WEIGHT = f"{NAME}.weight"
+_DEVIATION = 0.1
+"""Of a new head's outputs, about: a normalised hidden state has a norm of sqrt(hidden)."""
+
+
+def put_scalar_head(causal_lm: Any, folder: Path, seed: int) -> None:
+    """Replace the head of a language model by a scalar one: that of the folder, or, where it has none, a new one.
+
+    Args:
+        causal_lm: a `transformers` causal language model on the host; changed in place.
+        folder: of the model that it was loaded from.
+        seed: of a new head; on all ranks the same.
+
+    Raises:
+        UserError: the folder's head gives several numbers.
+    """
+    hidden = causal_lm.get_input_embeddings().weight.shape[1]
+    stored = _stored_weight(folder)
+    if stored is not None and stored.shape != (1, hidden):
+        raise UserError(f"{folder}: {_WEIGHT!r} has shape {list(stored.shape)}; a scalar head has [1, {hidden}]")
+    head = nn.Linear(hidden, 1, bias=False)
+    with torch.no_grad():
+        if stored is None:
+            head.weight.normal_(std=_DEVIATION / math.sqrt(hidden), generator=torch.Generator().manual_seed(seed))
+        else:
+            head.weight.copy_(stored)
+    causal_lm.set_output_embeddings(None)  # [vocabulary, hidden] parameters that nothing would train
+    causal_lm.add_module(NAME, head)
+
+
+def scalar_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What a folder with a scalar head says in its `config.json` in the place of what the language model's says."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KNOWN
+
+    said: dict[str, Any] = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    if settings.get("model_type") in KNOWN:
+        said["architectures"] = [KNOWN[settings["model_type"]]]
+    return said
+
+
+def _stored_weight(folder: Path) -> Tensor | None:
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as stored:
+            if _WEIGHT in stored.keys():  # noqa: SIM118 - it is no mapping
+                return stored.get_tensor(_WEIGHT)
+    return None
