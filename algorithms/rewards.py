@@ -55,11 +55,16 @@ def penalized_token_rewards(rewards: Tensor, kl: Tensor, rows: PackedRows, coeff
     >>> penalized_token_rewards(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.5, 9.0, 0.0]), rows, 0.5).tolist()
     [-0.25, 0.75, 0.0, 2.0]
     """
+    penalties = torch.where(rows.trained > 0, -coefficient * kl, 0.0).float()
+    return penalties + _at_last_trained(rewards, rows)
+
+
+def _at_last_trained(rewards: Tensor, rows: PackedRows) -> Tensor:
+    """[T] float32: the reward [B] of each row at its last trained token, 0 at the others."""
     trained = rows.trained > 0
     seen = torch.nn.functional.pad(trained.cumsum(0), (1, 0))  # [T + 1] trained tokens before each place
     last = trained & (seen[1:] == rows.per_token(seen[rows.cu_seqlens[1:]]))
-    penalties = torch.where(trained, -coefficient * kl, 0.0).float()
-    return torch.where(last, penalties + rows.per_token(rewards.float()), penalties)
+    return torch.where(last, rows.per_token(rewards.float()), 0.0)
 
 
 @node(reads=("{reward}", RESPONSE_IDS), writes=("{into}",))
@@ -132,5 +137,4 @@ def outcome_rewards(samples: Batch, *, reward: str = str(REWARD)) -> Batch:
     [[0.0, 1.0], [2.0]]
     """
     rows = response_rows(samples, RESPONSE_IDS, reward)
-    shaped = penalized_token_rewards(rows[reward], torch.zeros(rows.num_tokens), rows, 0.0)
-    return samples.with_columns(token_rewards=(shaped, rows.cu_seqlens))
+    return samples.with_columns(token_rewards=(_at_last_trained(rows[reward], rows), rows.cu_seqlens))
