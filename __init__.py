@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 _MODULES: dict[str, str] = {
     "ActorWorker": "workers.actor",
+    "AdaptiveKlWorker": "workers.adaptive_kl",
     "Asynchronous": "controllers.schedule",
     "Batch": "dataflow.batch",
     "BufferConfig": "dataflow.buffer",
@@ -75,6 +76,7 @@ if TYPE_CHECKING:  # the same names for editors and checkers; tests/test_packagi
     from .dataflow.operation import node as node
     from .dataflow.prompts import Prompts as Prompts
     from .workers.actor import ActorWorker as ActorWorker
+    from .workers.adaptive_kl import AdaptiveKlWorker as AdaptiveKlWorker
     from .workers.critic import CriticWorker as CriticWorker
     from .workers.generation import Sampling as Sampling
     from .workers.reference import ReferenceWorker as ReferenceWorker

@@ -6,11 +6,10 @@ from typing import Any
 
 from ..dataflow.column import REFERENCE_LOGPROBS
 from ..dataflow.graph import graph
-from .kl import AdaptiveCoefficient
 from .loss import Loss
 from .policy_loss import PolicyLoss
 from .rewards import outcome_rewards, token_rewards
-from .roles import Critic, Reward, Rollout, Scorer, Trainable
+from .roles import Critic, Penalty, Reward, Rollout, Scorer, Trainable
 from .values import ValueLoss, critic_advantages
 
 
@@ -25,7 +24,7 @@ def ppo(
     reference: Scorer | None = None,
     n: int = 1,
     sampling: Any = None,
-    kl: float | AdaptiveCoefficient = 0.0,
+    kl: float | Penalty = 0.0,
     gamma: float = 1.0,
     lam: float = 0.95,
     whiten: bool = True,
@@ -36,15 +35,18 @@ def ppo(
 ) -> Any:
     """Proximal policy optimisation (arXiv:1707.06347) with generalised advantages (arXiv:1506.02438), of responses (arXiv:2203.02155).
 
-    With a reference the policy is kept near it by the reward (`kl`: reward lost for a nat) or by the loss
-    (`PolicyLoss(kl=KlPenalty(...))`). Critic and actor make `epochs` passes of `minibatches` steps each; values and advantages are
-    those from before the update.
+    With a reference the policy is kept near it by the reward (`kl`: reward lost for a nat, or an `AdaptiveKlWorker`, which steers
+    that) or by the loss (`PolicyLoss(kl=KlPenalty(...))`). Critic and actor make `epochs` passes of `minibatches` steps each;
+    values and advantages are those from before the update.
     """
     samples = rollout.generate(prompts, n=n, sampling=sampling)
     samples = reward.score(samples)
     if reference:
         samples = reference.logprobs(samples, into=str(REFERENCE_LOGPROBS))
-    samples = token_rewards(samples, coefficient=kl) if kl else outcome_rewards(samples)
+    if isinstance(kl, float | int):
+        samples = token_rewards(samples, coefficient=kl) if kl else outcome_rewards(samples)
+    else:
+        samples = kl.update(kl.token_rewards(samples))
     samples = critic.values(samples)
     samples = critic_advantages(samples, gamma=gamma, lam=lam, whiten=whiten)
     samples = critic.update(samples, loss=value_loss, epochs=epochs, minibatches=minibatches)

@@ -1,7 +1,7 @@
 """Roles: what the graphs ask of the handles that they are given.
 
 The graphs stand below the workers and cannot name their classes. Any worker class with these methods will do;
-`workers/actor.py`, `critic.py`, `reference.py`, `reward.py` and `rollout.py` have the usual ones.
+`workers/actor.py`, `critic.py`, `reference.py`, `reward.py`, `reward_model.py`, `rollout.py` and `adaptive_kl.py` have the usual ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Rollout(Protocol):
 
 
 class Reward(Protocol):
-    """Scores responses (`workers/reward.py`)."""
+    """Scores responses (`workers/reward.py`, `workers/reward_model.py`)."""
 
     def score(self, samples: Any) -> Any:
         """Adds `reward`."""
@@ -36,7 +36,7 @@ class Scorer(Protocol):
 
 
 class Trainable(Protocol):
-    """Takes optimizer steps (`workers/actor.py`)."""
+    """Takes optimizer steps (`workers/actor.py`, `workers/critic.py`)."""
 
     def update(self, batch: Any, *, loss: Loss, epochs: int = 1, minibatches: int = 1) -> Any:
         """One new version of the weights."""
@@ -48,4 +48,16 @@ class Critic(Trainable, Protocol):
 
     def values(self, batch: Any) -> Any:
         """Adds `values`: one for each token of the responses, of what comes from there."""
+        ...
+
+
+class Penalty(Protocol):
+    """Takes the divergence from the reference off the reward, with a coefficient of its own (`workers/adaptive_kl.py`)."""
+
+    def token_rewards(self, samples: Any) -> Any:
+        """Adds `token_rewards`."""
+        ...
+
+    def update(self, samples: Any) -> Any:
+        """One new coefficient, from the divergence of these samples."""
         ...

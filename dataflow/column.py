@@ -62,6 +62,14 @@ ADVANTAGES = Column("advantages", ragged(float32), "[L] advantage of each token"
 OLD_LOGPROBS = Column("old_logprobs", ragged(float32), "[L] nats, under the actor before the update")
 REFERENCE_LOGPROBS = Column("reference_logprobs", ragged(float32), "[L] nats, under the reference model")
 
+# Reward models.
+TOKEN_SCORES = Column(
+    "token_scores", ragged(float32), "[L] what a reward model says of the response up to each token, with it"
+)
+STEP_LABELS = Column(
+    "step_labels", ragged(float32), "[L] 0 to 1: how right the step is that ends with this token; nan: none ends"
+)
+
 # Preferences.
 CHOSEN_IDS = Column("chosen_ids", ragged(int32), "[L] tokens of the preferred response")
 REJECTED_IDS = Column("rejected_ids", ragged(int32), "[L] tokens of the other response")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..dataflow.batch import Batch
-from ..dataflow.column import PROMPT_IDS, RESPONSE_IDS, REWARD
+from ..dataflow.column import PROMPT_IDS, RESPONSE_IDS, REWARD, TOKEN_SCORES
 from ..dataflow.errors import UserError
 from ..dataflow.metrics import Max, Mean, Metrics
 from .critic import last_of_rows
@@ -70,6 +70,11 @@ class RewardModelWorker(Worker):
             **metrics,
             **({"max": Max(float(rewards.max()))} if len(rewards) else {}),
         }
+
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=("{into}",))
+    def token_scores(self, samples: Batch, *, into: str = str(TOKEN_SCORES)) -> Batch:
+        """What the head says at each response token; of a process reward model, at the ends of steps, logits of these being right."""
+        return samples.with_columns(**{into: self.engine.values(samples)})
 
     def onload(self) -> None:
         self.engine.onload()

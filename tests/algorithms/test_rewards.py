@@ -5,7 +5,13 @@ import torch
 
 from weft.algorithms.kl import AdaptiveCoefficient, k3
 from weft.algorithms.loss import PackedRows
-from weft.algorithms.rewards import overlong_penalty, penalize_overlong, penalized_token_rewards, token_rewards
+from weft.algorithms.rewards import (
+    outcome_rewards,
+    overlong_penalty,
+    penalize_overlong,
+    penalized_token_rewards,
+    token_rewards,
+)
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
 
@@ -56,3 +62,8 @@ def test_the_node_takes_a_constant_or_an_adaptive_coefficient_and_any_estimator(
     assert token_rewards(samples, coefficient=adaptive, old="old_logprobs")["token_rewards"].to_pylist() == out
     of_k3 = token_rewards(samples, coefficient=1.0, estimator=k3, old="old_logprobs")["token_rewards"].to_pylist()
     assert of_k3[0] == pytest.approx([-(0.6065307 - 1 + 0.5), 1 - (2.7182818 - 1 - 1), 0.0])
+
+
+def test_without_a_penalty_the_reward_stands_alone():
+    samples = Batch.of(response_ids=[[1, 2, 3], [4]], response_mask=[[1, 1, 0], [0]], reward=[2.0, 5.0])
+    assert outcome_rewards(samples)["token_rewards"].to_pylist() == [[0, 2, 0], [0]]

@@ -10,20 +10,22 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 import weft
-from weft.algorithms.kl import KlPenalty
+from weft.algorithms.kl import AdaptiveCoefficient, KlPenalty
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.ppo import ppo
-from weft.algorithms.reward_model import reward_accuracy, reward_model
+from weft.algorithms.reward_model import process_reward_model, reward_accuracy, reward_model, step_rewards
 from weft.algorithms.surrogates import Clipped
+from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
 from weft.dataflow.graph import Graph, TableSource
 from weft.dataflow.handle import group
 from weft.workers.actor import ActorWorker
+from weft.workers.adaptive_kl import AdaptiveKlWorker
 from weft.workers.critic import CriticWorker
 from weft.workers.generation import Sampling
 from weft.workers.reference import ReferenceWorker
 from weft.workers.reward import RewardWorker
-from weft.workers.reward_model import RewardModelWorker
+from weft.workers.reward_model import RewardModelConfig, RewardModelWorker
 from weft.workers.rollout import RolloutWorker
 
 
@@ -112,12 +114,19 @@ def test_it_runs_under_other_schedules_with_the_divergence_in_the_loss(model: Pa
     assert metrics[-1]["actor/kl"] > 0 and metrics[-1]["critic/loss"] >= 0
 
 
-def test_a_run_goes_on_from_a_checkpoint_of_actor_and_critic(model: Path, tmp_path: Path):
-    whole = run(recorded(model, epochs=2), tmp_path / "whole", 4)
+def test_a_run_goes_on_from_a_checkpoint_of_actor_critic_and_coefficient(model: Path, tmp_path: Path):
+    def graph() -> Graph:
+        steered = AdaptiveCoefficient(value=0.1, target=0.05, horizon=100)
+        return recorded(model, epochs=2, kl=group(AdaptiveKlWorker, coefficient=steered))
+
+    whole = run(graph(), tmp_path / "whole", 4)
+    assert whole[1]["kl/coefficient"] == 0.1 and whole[1]["kl/kl"] == pytest.approx(0, abs=1e-4)
+    assert whole[2]["kl/coefficient"] == pytest.approx(0.1 * (1 - 0.2 * 32 / 100)), "it is below its target at first"
+    assert whole[3]["kl/kl"] > 0
     checkpoint = weft.CheckpointConfig(every=2)
-    run(recorded(model, epochs=2), tmp_path / "cut", 2, checkpoint=checkpoint)
-    resumed = run(recorded(model, epochs=2), tmp_path / "cut", 4, checkpoint=checkpoint, resume="latest")
-    for name in ("reward/mean", "critic/loss", "actor/loss", "critic/value"):
+    run(graph(), tmp_path / "cut", 2, checkpoint=checkpoint)
+    resumed = run(graph(), tmp_path / "cut", 4, checkpoint=checkpoint, resume="latest")
+    for name in ("reward/mean", "critic/loss", "actor/loss", "critic/value", "kl/coefficient", "kl/kl"):
         assert resumed[-1][name] == pytest.approx(whole[-1][name], rel=1e-5, abs=1e-7), name
 
 
@@ -146,6 +155,30 @@ def test_a_trained_reward_model_is_the_reward_of_ppo(model: Path, tmp_path: Path
     reward = group(RewardModelWorker, model=str(tmp_path / "reward"))
     metrics = run(recorded(model, reward=reward, kl=0.01), tmp_path, 8)
     assert metrics[-1]["reward/mean"] > metrics[1]["reward/mean"] + 0.3
+
+
+def test_a_process_reward_model_learns_which_steps_are_right(model: Path, tmp_path: Path):
+    """A step is a token and the separator 7; it is right when the token is of the lower half of the vocabulary."""
+    rng = np.random.default_rng(2)
+    rows: dict[str, list] = {"prompt_ids": [], "response_ids": [], "labels": []}
+    for _ in range(256):
+        tokens = rng.integers(8, 97, 3)
+        rows["prompt_ids"].append(rng.integers(8, 97, 3).tolist())
+        rows["response_ids"].append([each for token in tokens for each in (int(token), 7)])
+        rows["labels"].append((tokens < 48).astype(float).tolist())
+    learner = group(CriticWorker, name="model", model=str(model), head="rewards", learning_rate=3e-3)
+    metrics = run(process_reward_model(TableSource("steps", pa.table(rows)), model=learner, separator=7), tmp_path, 30)
+    assert metrics[1]["model/loss"] == pytest.approx(np.log(2), abs=0.05)
+    assert metrics[-1]["model/step_accuracy"] > 0.9 and metrics[-1]["model/tokens"] == 32 * 6
+
+
+def test_process_rewards_go_into_advantages(model: Path):
+    worker = RewardModelWorker(RewardModelConfig(model=str(model)))
+    samples = Batch.of(prompt_ids=[[1], [2]], response_ids=[[3, 7, 4], [5, 7]])
+    scored = step_rewards(worker.token_scores(samples), separator=7)
+    logits = scored.ragged_numpy("token_scores")[0]
+    expected = 1 / (1 + np.exp(-logits)) * np.array([0, 1, 1, 0, 1])
+    assert scored.ragged_numpy("token_rewards")[0] == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_head_that_says_something_else_is_refused(model: Path, tmp_path: Path):

@@ -1,0 +1,91 @@
+"""AdaptiveKlWorker: the divergence in the reward, with a coefficient that is steered towards a target from step to step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..algorithms.kl import AdaptiveCoefficient, k1
+from ..algorithms.loss import response_rows
+from ..algorithms.rewards import token_rewards
+from ..dataflow.batch import Batch
+from ..dataflow.column import REFERENCE_LOGPROBS, RESPONSE_LOGPROBS, RESPONSE_MASK, REWARD, TOKEN_REWARDS
+from ..dataflow.config import Config
+from ..dataflow.disk import Disk
+from ..dataflow.metrics import Mean, Metrics
+from .dispatch import Dispatch
+from .remote import remote
+from .worker import Context, Worker
+
+_FILE = "coefficient.json"
+
+
+class AdaptiveKlConfig(Config):
+    coefficient: AdaptiveCoefficient = AdaptiveCoefficient()
+    """The coefficient to begin with, its target and its horizon (in responses)."""
+    estimator: Callable[..., Any] = k1
+    """(logprobs [T], reference_logprobs [T]) -> [T] nats: `k1`, `k2`, `k3` or `absolute`."""
+
+
+class AdaptiveKlWorker(Worker):
+    """A coefficient, and nothing else: a graph's rewards are made with it, and each step updates it.
+
+    Its state belongs into the checkpoints of a run, which is why it is a worker and no function.
+    """
+
+    Config = AdaptiveKlConfig
+
+    def __init__(self, config: AdaptiveKlConfig, context: Context = Context()) -> None:
+        super().__init__(config, context)
+        self.coefficient = config.coefficient
+
+    @remote(
+        dispatch=Dispatch.ONE_TO_ALL,
+        reads=("{reward}", RESPONSE_LOGPROBS, REFERENCE_LOGPROBS),
+        may_read=(RESPONSE_MASK,),
+        writes=(TOKEN_REWARDS,),
+    )
+    def token_rewards(self, samples: Batch, *, reward: str = str(REWARD)) -> Batch:
+        """What `rewards.token_rewards` makes of the samples with the present coefficient."""
+        return token_rewards(samples, coefficient=self.coefficient, estimator=self.config.estimator, reward=reward)
+
+    @remote(
+        dispatch=Dispatch.ONE_TO_ALL,
+        reads=(RESPONSE_LOGPROBS, REFERENCE_LOGPROBS),
+        may_read=(RESPONSE_MASK,),
+        updates=True,
+    )
+    def update(self, samples: Batch) -> Metrics:
+        """The coefficient for the next step, from the divergence of these samples.
+
+        Returns:
+            `coefficient` (that these were rewarded with) and `kl` (nats a response).
+        """
+        used = self.coefficient
+        rows = response_rows(samples, RESPONSE_LOGPROBS, REFERENCE_LOGPROBS)
+        kl = self.config.estimator(rows[RESPONSE_LOGPROBS], rows[REFERENCE_LOGPROBS])
+        total = float(kl[rows.trained > 0].sum())
+        if len(samples):
+            self.coefficient = used.updated(total / len(samples), len(samples))
+        return {"coefficient": Mean(used.value), "kl": Mean(total, float(len(samples)))}
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str | Path) -> float:
+        """Write the coefficient to a new folder; it is written when this returns (0 seconds that training waits on)."""
+        if self.context.rank == 0:
+            Path(path).mkdir(parents=True)
+            Disk().write_whole(Path(path) / _FILE, json.dumps({"value": self.coefficient.value}).encode())
+        return 0.0
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def checkpoint_written(self, wait: bool = False) -> bool:
+        """Always: a coefficient is written at once."""
+        return True
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Go on with the coefficient of a checkpoint; target and horizon are those of the configuration."""
+        stored = json.loads((Path(path) / _FILE).read_text())
+        self.coefficient = self.config.coefficient.model_copy(update={"value": float(stored["value"])})
