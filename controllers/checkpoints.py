@@ -220,7 +220,8 @@ class Checkpoints:
     def failed(self, event: Event) -> bool:
         """See to a rank that could not write its part; False: it was not for want of room."""
         call, failure = event.call, event.reply.failure
-        if failure is None or not failure.disk_full or call.group.name not in self._writing or call.lease is not None:
+        own = call.method in ("save_checkpoint", "checkpoint_written") and call.group.name in self._writing
+        if failure is None or not failure.disk_full or not own:
             return False
         self.no_room = f"{call.describe(event.rank)}: {failure.message}"
         call.lose(event.rank)

@@ -28,6 +28,7 @@ from ..dataflow.column import RESPONSE_VERSIONS
 from ..dataflow.errors import UserError
 from ..dataflow.graph import Graph, Node
 from ..dataflow.handle import Handle
+from ..dataflow.log import Position
 from ..dataflow.operation import Shape
 from ..dataflow.rows import Lease, Published, Staleness
 from ..dataflow.segments import SegmentWriter
@@ -61,7 +62,7 @@ from .shell import Reply, num_tokens
 from .weight_passing import WeightPassing
 
 MAX_RESTARTS = 3
-"""How often a run goes on from a checkpoint by itself."""
+"""How often a run goes on from the same checkpoint by itself."""
 
 
 class StalenessError(RunError):
@@ -183,7 +184,8 @@ class Driver:
             "python": platform.python_version(),
         }
         self._checkpoint_config = checkpoint
-        self._restarts = 0
+        self._restarts: Counter[str] = Counter()
+        """Checkpoint -> how often the run has gone on from it by itself."""
         # Rows in flight are kept for as many as the models are, and for one that is being written.
         keep = max(buffer.keep_checkpoints, checkpoint.keep + 1)
         self._buffer_config = buffer.model_copy(update={"keep_checkpoints": keep})
@@ -194,7 +196,7 @@ class Driver:
 
     def _begin(self) -> None:
         """What each start of the run begins with: the first, and those from a checkpoint."""
-        self.directory.write_config(self._described, self._graphs["train"].mermaid())
+        self._disk.write(lambda: self.directory.write_config(self._described, self._graphs["train"].mermaid()))
         self._checkpoints = Checkpoints(self.directory.path, self._checkpoint_config, self)
         self.buffer: SampleBuffer | None = None
         """The rows of the run, while it lives."""
@@ -210,6 +212,8 @@ class Driver:
         """Rows that each updating node has trained on in this step."""
         self._tokens: Counter[str] = Counter()
         """Their tokens, prompts included."""
+        self._saving = Position()
+        """Of the checkpoint that was begun last, in the buffer's log."""
         self._closed_at = 0.0
         self._failures.start_again()
         self._started = self._backend.clock()
@@ -333,21 +337,28 @@ class Driver:
         self._refuse_when_failed()
         with can_be_ended(bool(self._checkpoints.config.every)) as asked:
             self._asked_to_end = asked
+            died: WorkerDied | None = None
             while True:
                 try:
+                    if died is not None:
+                        self._start_again(died)
                     return self._run()
                 except WorkerDied as error:
-                    if asked():
+                    if asked() or not self._can_start_again:
                         raise
-                    self._start_again(error)
+                    died = error
+
+    @property
+    def _can_start_again(self) -> bool:
+        """There is a checkpoint, and no more than MAX_RESTARTS in a row went on from the same one."""
+        latest = next(iter(checkpoints(self.directory.path / FOLDER)), None)
+        return latest is not None and self._restarts[latest.name] < MAX_RESTARTS
 
     def _start_again(self, error: WorkerDied) -> None:
         self.close()
-        if self._restarts == MAX_RESTARTS or not checkpoints(self.directory.path / FOLDER):
-            raise error
         found = latest_sound(self.directory.path)
         assert found is not None
-        self._restarts += 1
+        self._restarts[found.path.name] += 1
         self._resumed = found
         self.directory = found.reopen()
         self._progress.died(str(error))
@@ -765,6 +776,7 @@ class Driver:
             evaluated={name: self._flows[name].closed_at for name in self._evaluations},
             stopped=self._stopped,
         )
+        self._saving = state.position
         saved = [g for g in self.groups.values() if has_state(g.handle)]
         self._disk.write(lambda: self._checkpoints.begin(state, saved))
 
@@ -803,6 +815,7 @@ class Driver:
         was_under_way = self._checkpoints.under_way
         self._checkpoints.complete(self.directory.metrics)
         if was_under_way and not self._checkpoints.under_way and self._checkpoints.no_room:
+            self._live_buffer.drop_checkpoint(self._saving)
             self._disk.wait_for_more(self._checkpoints.no_room)
 
     def _ask_to_stop(self) -> None:

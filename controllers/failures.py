@@ -108,7 +108,7 @@ class Failures:
         """Seconds for which a rank may be silent."""
         if (name, rank) in self._starting:
             return max(START_TIMEOUT_S, self._call_timeout_s)
-        own = getattr(calls[0].group.handle.config, "deadline_s", None)
+        own = getattr(calls[0].group.handle.config, "silence_s", None)
         return own if own is not None and any(c.node for c in calls) else self._call_timeout_s
 
     # Failure
@@ -142,8 +142,9 @@ class Failures:
         if call.node is None or call.node.group is None or call.lease is None:
             return False  # a graph's own function is a pure one: it would fail again
         said = f"{failure.message}\n{failure.traceback.rstrip()}"
-        blamed = set(failure.sample_ids) & call.lease.open.keys()
-        self._count(call, event.rank, blamed or set(call.lease.open), "failed", said)
+        held = call.held_by(event.rank)
+        blamed = held.intersection(failure.sample_ids)
+        self._count(call, event.rank, blamed or held, "failed", said)
         self._give_back(call, event.rank, f"{call.describe(event.rank)} failed")
         self._progress.repeated(call.describe(event.rank), failure.message, sorted(blamed))
         if call.done:
@@ -160,17 +161,20 @@ class Failures:
         interrupted = [call for call in group.calls if rank in call.waiting]
         at = self._backend.sample_at(group, rank)
         for call in interrupted:
-            held = call.lease.open.keys() if call.lease is not None else set[int]()
-            self._count(call, rank, {at} if at is not None and at in held else set(held), "was lost", why)
+            held = call.held_by(rank)
+            self._count(call, rank, {at} if at is not None and at in held else held, "was lost", why)
         rows = sum(self._give_back(call, rank, f"the process of {group.name}[{rank}] ended") for call in interrupted)
+        for call in group.calls:
+            if rank in call.ranks:  # what it has answered, its successor knows nothing of
+                call.lose(rank)
         self._backend.replace(group, rank)
         self.replaced += 1
         self._starting.add((group.name, rank))
         self._hands.watch(group.register(rank), lambda call: self._is_up(call, rank, why, rows, began))
-        self._hands.give_weights_again(group)
         for call in interrupted:
             if call.done:
                 self._hands.complete(call)
+        self._hands.give_weights_again(group)
 
     def _is_up(self, call: Call, rank: int, why: str, rows: int, began: float) -> None:
         if rank in call.lost:  # it ended before it was up; yet another takes its place

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -38,7 +39,9 @@ class FullDisk:
         self._progress = progress
         self._asked_to_end = asked_to_end
         self._over = over
-        self._said = -SAY_AGAIN_S
+        self._said = self._waited = -math.inf
+        self._since = 0.0
+        """When the present want of room began: what is not said for a while is over."""
 
     def say(self, why: str) -> None:
         """Somebody waits for room."""
@@ -59,7 +62,7 @@ class FullDisk:
             except OSError as error:
                 if not is_full(error):
                     raise
-                self._wait(began, str(error))
+                self._wait(str(error))
             else:
                 if time.monotonic() - began > PAUSE_S:
                     self._over()
@@ -69,20 +72,23 @@ class FullDisk:
         """Wait until somebody has made room, or TRY_AGAIN_S (somebody may have made it just before).
 
         Raises:
-            RunError: the run is asked to end meanwhile.
+            RunError: as `write`.
         """
         began, before = time.monotonic(), self._free
         while self._free < before + SOME_BYTES and time.monotonic() - began < TRY_AGAIN_S:
-            self._wait(began, why)
+            self._wait(why)
         self._over()
 
     @property
     def _free(self) -> int:
         return shutil.disk_usage(self._folder).free
 
-    def _wait(self, began: float, why: str) -> None:
+    def _wait(self, why: str) -> None:
         self.say(why)
-        waited = time.monotonic() - began
+        now = time.monotonic()
+        if now - self._waited > 2 * TRY_AGAIN_S:
+            self._since = now
+        self._waited, waited = now, now - self._since
         if waited > MAX_PAUSE_S or self._asked_to_end():
             raise RunError(
                 f"{why}; the run waited {waited:.0f} s for room in {self._folder}, and ends. What is on the disk is whole: "

@@ -64,7 +64,9 @@ class Call:
     seconds: dict[int, float] = field(default_factory=dict)
     """Rank -> time spent in the worker."""
     lost: set[int] = field(default_factory=set)
-    """Ranks whose processes ended meanwhile."""
+    """Ranks of which nothing counts any more: they failed, or their processes ended meanwhile."""
+    shares: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Rank -> sample ids that it was given."""
 
     @property
     def done(self) -> bool:
@@ -103,12 +105,19 @@ class Call:
         self.lost.add(rank)
         self.waiting.discard(rank)
 
+    def held_by(self, rank: int) -> set[int]:
+        """Samples that a rank was given and has not finished, as long as the call has a right to them."""
+        if self.ledger is None or self.lease is None or not self.ledger.holds(self.lease):
+            return set()
+        return self.lease.open.keys() & set(self.shares.get(rank, ()))
+
     def describe(self, rank: int | None = None) -> str:
         who = f"{self.group.name}[{rank}]" if rank is not None else self.group.name
         return f"worker {who}, node {self.node.name!r}" if self.node else f"worker {who}, call {self.method!r}"
 
     def _error(self, rank: int, failure: Failure) -> Exception:
-        samples = f", samples {', '.join(map(str, failure.sample_ids))}" if failure.sample_ids else ""
+        ids = failure.sample_ids or self.shares.get(rank, ())[:4]
+        samples = f", samples {', '.join(map(str, ids))}" if ids else ""
         where = f"{self.describe(rank)}{samples}: {failure.message}"
         if failure.died or failure.unreadable:
             return WorkerDied(where)
@@ -208,6 +217,7 @@ class WorkerGroup:
             share = tuple(shares[rank] or ())
             if share not in tasks:  # equal copies for the ranks of one replica
                 tasks[share] = whole.task(ledger, share)
+            call.shares[rank] = tuple(tasks[share].ids.tolist())
             self._submit(rank, Task(method, arguments, tasks[share], keep=rank in keep, number=call.number), call)
         return call
 

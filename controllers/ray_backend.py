@@ -26,6 +26,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -320,7 +321,7 @@ class RayBackend:
     def _rendezvous(self, name: str) -> str:
         """Where the ranks of a group meet: a file on the node of its pool; no port is opened for it."""
         return (
-            f"file:///tmp/{self._name}-{name.replace('/', '_')}"
+            f"file:///tmp/{self._name}-{self._started[0].files.start if self._started else 0}-{name.replace('/', '_')}"
             if not self._folder
             else f"file://{self._folder}/{name}"
         )
@@ -419,7 +420,8 @@ class RayBackend:
                 shutil.rmtree(self._folder, ignore_errors=True)
                 self._folder = None
             if self._caretaker is not None:  # it finds nothing to do
-                self._caretaker.communicate(timeout=CLOSE_TIMEOUT_S)
+                with suppress(subprocess.TimeoutExpired):
+                    self._caretaker.communicate(timeout=CLOSE_TIMEOUT_S)
                 self._caretaker = None
 
 
@@ -540,7 +542,8 @@ class SampleNote:
     def read(path: Path) -> int | None:
         if not path.exists():
             return None
-        (sample_id,) = _EIGHT.unpack(path.read_bytes())
+        written = path.read_bytes()
+        (sample_id,) = _EIGHT.unpack(written) if len(written) == _EIGHT.size else (-1,)
         return None if sample_id < 0 else sample_id
 
     @staticmethod

@@ -135,7 +135,7 @@ class Failure:
     traceback: str
     user_error: bool
     sample_ids: tuple[int, ...] = ()
-    """The samples at fault where the worker knows them, else those of the call."""
+    """The samples at fault, where the worker knows them."""
     died: bool = False
     """It was not an exception: the process is gone."""
     disk_full: bool = False
@@ -156,7 +156,7 @@ def run(worker: Worker, task: Task, data: DataAccess) -> Iterator[Reply | None]:
         try:
             batch = gather(rows, data.reader)
         except Exception as error:
-            yield Reply(failure=replace(failure_of(error, tuple(rows.ids[:4].tolist())), unreadable=True))
+            yield Reply(failure=replace(failure_of(error), unreadable=True))
             return
         result = method(batch, **task.arguments)
         children = _Children(rows)
@@ -173,7 +173,7 @@ def run(worker: Worker, task: Task, data: DataAccess) -> Iterator[Reply | None]:
                 yield reply
         yield Reply(done=True, seconds=time.perf_counter() - started)
     except Exception as error:
-        yield Reply(failure=failure_of(error, tuple(task.rows.ids[:4].tolist()) if task.rows else ()))
+        yield Reply(failure=failure_of(error))
 
 
 def _answer(
@@ -198,15 +198,15 @@ def _answer(
     return Reply(published, metrics=metrics)
 
 
-def failure_of(error: Exception, sample_ids: tuple[int, ...] = ()) -> Failure:
-    """An exception as text; samples that it names itself (`error.sample_ids`) come before those of the call."""
+def failure_of(error: Exception) -> Failure:
+    """An exception as text, with the samples that it names itself (`error.sample_ids`)."""
     text = "".join(traceback.format_exception(type(error), error, _below_shell(error)))
     name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
     return Failure(
         f"{name}{error}",
         text,
         isinstance(error, UserError),
-        tuple(getattr(error, "sample_ids", ())) or sample_ids,
+        tuple(getattr(error, "sample_ids", ())),
         disk_full=is_full(error),
     )
 

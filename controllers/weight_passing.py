@@ -71,7 +71,9 @@ class WeightPassing:
         """Give the followers of a group its present weights, now, or when those of an earlier version have arrived."""
         group = self._groups[leader]
         edges = [e for e in self._edges if e.leader == leader and self._is_due(e, group.version)]
-        if not edges or leader in self._owing:
+        # An update that is under way makes other weights of these before they could be published; then it is asked again.
+        updating = any(c.node is not None and c.node.operation.updates and c.last for c in group.calls)
+        if not edges or leader in self._owing or updating:
             return
         self._owing[leader] = {e.follower for e in edges}
         self._hands.take_device(group)
@@ -114,8 +116,8 @@ class WeightPassing:
         self._hands.watch(follower.call("receive_weights", weights=weights), lambda c: self._received(c, weights))
 
     def _received(self, call: Call, weights: Any) -> None:
-        for rank, checksum in enumerate(call.results):
-            if checksum != weights.checksum:
+        for rank, checksum in sorted(call.values.items()):
+            if rank not in call.lost and checksum != weights.checksum:
                 raise WeightSyncError(
                     f"weights of version {weights.version} arrived at {call.group.name}[{rank}] with checksum {checksum}, "
                     f"but {weights.checksum} was published"

@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import Field
 
 from .config import Config
-from .disk import Disk
+from .disk import Disk, is_full
 from .errors import UserError, nearest
 from .graph import Graph
 from .ledger import Ledger
@@ -236,8 +236,12 @@ class SampleBuffer:
         Args:
             going_on: a run will go on from a checkpoint, so rows that were in flight there stay, too.
         """
-        self.commit(sync=True)
-        self.log.close()
+        try:
+            self.commit(sync=True)
+            self.log.close()
+        except OSError as error:
+            if not is_full(error):  # what is in the log is whole; what is not was not promised
+                raise
         pinned = self._pinned - {ledger.source for ledger in self.ledgers.values()} if going_on else ()
         if not pinned and not any(ledger.groups_in_flight for ledger in self.ledgers.values()):
             shutil.rmtree(self.folder / SEGMENTS, ignore_errors=True)
@@ -299,10 +303,20 @@ class SampleBuffer:
         for old in checkpoints(self.folder)[self.config.keep_checkpoints :]:
             old.unlink()
             self._pins.pop(old.name, None)
+        self._release_unpinned()
+        return position
+
+    def drop_checkpoint(self, position: Position) -> None:
+        """Nobody will go back to this one: it counts no more among those that are kept."""
+        name = _checkpoint_name(position)
+        (self.folder / name).unlink(missing_ok=True)
+        self._pins.pop(name, None)
+        self._release_unpinned()
+
+    def _release_unpinned(self) -> None:
         self._pinned = set().union(*self._pins.values())
         before, self._unpinned = self._unpinned, []
         self._let_go(before)
-        return position
 
     def room(
         self, name: str, *, groups_per_update: int = 1, staleness: int | None = None, lag: int = 0, taken: int = 0

@@ -112,9 +112,11 @@ class Log:
     def close(self) -> None:
         """Commit, sync, and let go of the file."""
         if self._descriptor >= 0:
-            self.commit(sync=True)
-            self._disk.close(self._descriptor)
-            self._descriptor = -1
+            try:
+                self.commit(sync=True)
+            finally:
+                self._disk.close(self._descriptor)
+                self._descriptor = -1
 
 
 class LogReader:

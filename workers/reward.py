@@ -20,7 +20,7 @@ from ..dataflow.metrics import Max, Mean, Metrics
 from ..dataflow.tokenizer import Tokenizer
 from .dispatch import Dispatch
 from .remote import remote
-from .worker import Worker
+from .worker import Context, Worker
 
 if TYPE_CHECKING:
     from ..dataflow.graph import Node, Source
@@ -65,6 +65,11 @@ class RewardConfig(Config):
         return function
 
     @property
+    def silence_s(self) -> float | None:
+        """How long a process that works may say nothing."""
+        return None if self.deadline_s is None else self.deadline_s + PART_S
+
+    @property
     def arguments(self) -> tuple[str, ...]:
         """Names that the function is called with; parameters with a default are the function's own business."""
         parameters = inspect.signature(self.function).parameters.values()
@@ -85,6 +90,11 @@ class RewardWorker(Worker):
     @classmethod
     def check(cls, config: RewardConfig, nodes: Sequence[Node], source: Source) -> None:
         Tokenizer.load(config.tokenizer)
+
+    def __init__(self, config: RewardConfig, context: Context = Context()) -> None:
+        super().__init__(config, context)
+        if str(RESPONSE) in config.arguments:
+            _ = self._tokenizer  # to load it is no part of scoring a sample
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:

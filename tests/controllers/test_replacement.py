@@ -250,7 +250,7 @@ def test_a_sample_at_which_the_reward_always_hangs_ends_the_run_and_no_other_is_
     with pytest.raises(
         WorkerError,
         match=r"was lost 3 times at node 'reward.score', sample \d+ \(row 3 of source 'prompts'\)\. To replay .*"
-        r"it did not answer for 1 s",
+        r"it did not answer for 2 s",
     ):
         scored(tmp_path, words, "hangs", 9, RayBackend(), deadline_s=1)
 
