@@ -583,7 +583,7 @@ def _load(model: str, head: Head, seed: int) -> Any:
     )
     if head != "logprobs":
         logging.set_verbosity(said)
-        put_scalar_head(causal_lm, find_model_config(model).parent, seed)
+        put_scalar_head(causal_lm, model, seed)
     return causal_lm
 
 

@@ -97,6 +97,21 @@ def read_stop_tokens(model: str | Path) -> tuple[int, ...]:
     return () if found is None else tuple(found) if isinstance(found, list) else (found,)
 
 
+def find_tensor(model: str | Path, name: str) -> Path | None:
+    """The safetensors file of a model that holds the tensor of this name; None: there is none. Nothing but headers is read.
+
+    Raises:
+        UserError: no such model.
+    """
+    from safetensors import safe_open
+
+    for file in sorted(find_model_config(model).parent.glob("*.safetensors")):
+        with safe_open(file, "np") as stored:
+            if name in stored.keys():  # noqa: SIM118 - it is no mapping
+                return file
+    return None
+
+
 def head_dim(config: Mapping[str, Any]) -> int:
     """Size of one attention head, given or as hidden size over heads.
 

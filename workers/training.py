@@ -68,6 +68,9 @@ Head = Literal["logprobs", "values", "rewards"]
 """What a model says of each response token: its log-probability; by a scalar head the value *before* it, which is what a critic
 predicts; or by a scalar head the reward of the sequence up to it, *with* it. A causal model's last reward has seen all."""
 
+SCALAR_HEAD = "score.weight"
+"""The weight of a scalar head, [1, hidden], without a bias."""
+
 TENSOR_PARALLEL_MODELS = ("llama", "mistral", "qwen2")
 """Model types whose layers have the names and shapes that the plan of `fsdp.py` splits."""
 
