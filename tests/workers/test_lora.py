@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +265,62 @@ def test_a_checkpoint_of_another_adapter_is_refused(tiny_model: Path, tmp_path: 
         actor(tiny_model, Lora(rank=8)).load_checkpoint(tmp_path / "step")
     with pytest.raises(UserError, match="is missing there, and has shape"):
         actor(tiny_model, None).load_checkpoint(tmp_path / "step")
+
+
+# Several ranks
+
+RANKS = Path(__file__).with_name("lora_ranks.py")
+SPLITS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "one unit": (2, "lora", {"gather": "once"}),
+    "layer by layer": (2, "dora", {"gather": "layerwise", "microbatch_tokens": 60}),
+    "bfloat16": (2, "dora", {"dtype": "bfloat16"}),
+    "tensor parallel": (2, "lora", {"tensor_parallel": 2}),
+    "two by two, layer by layer": (4, "rslora", {"tensor_parallel": 2, "gather": "layerwise"}),
+}
+IN_EVERY_TEST_RUN = ("one unit", "layer by layer")
+
+
+def run_ranks(folder: Path, model: Path, rows: Batch, ranks: int, config: dict[str, Any]) -> Any:
+    """What `lora_ranks.py` left on `ranks` ranks."""
+    with pa.ipc.new_file(folder / "rows.arrow", rows.record.schema) as file:
+        file.write_batch(rows.record)
+    case = {"ranks": ranks, "config": {"model": str(model), "learning_rate": 1e-2, "max_grad_norm": None, **config}}
+    (folder / "case.json").write_text(json.dumps(case))
+    command = [sys.executable, str(RANKS), str(folder)]
+    started = [subprocess.Popen([*command, str(r)], stderr=subprocess.PIPE, text=True) for r in range(ranks)]
+    try:
+        errors = [rank.communicate(timeout=240)[1] for rank in started]
+    finally:
+        for rank in started:
+            rank.kill()
+    assert all(rank.returncode == 0 for rank in started), "\n".join(errors)
+    return torch.load(folder / "results.pt")
+
+
+@pytest.mark.parametrize(
+    "split", [pytest.param(name, marks=() if name in IN_EVERY_TEST_RUN else pytest.mark.slow) for name in SPLITS]
+)
+def test_several_ranks_train_the_adapter_of_one(tiny_model: Path, rows: Batch, tmp_path: Path, split: str):
+    ranks, kind, settings = SPLITS[split]
+    dtype = settings.get("dtype", "float32")
+    results = run_ranks(tmp_path, tiny_model, rows, ranks, {**settings, "lora": KINDS[kind].model_dump()})
+    assert {tensor.dtype for tensor in results["adapter"].values()} == {torch.float32}
+    alone = with_adapter(actor(tiny_model, KINDS[kind], dtype=dtype), rows)
+    off = alone.logprobs(rows, into="x", adapter=False).ragged_numpy("x")[0]
+    found = np.concatenate([results["off"][row] for row in range(len(rows))])
+    if dtype == "float32":
+        assert np.abs(off - found).max() < 1e-5
+        for name, tensor in adapter_of(alone).items():
+            assert float((results["adapter"][name] - tensor).abs().max()) < 1e-5, name
+    else:  # autocast and FSDP round in other places, and AdamW makes a step of the sign of a small gradient
+        assert np.abs(off - found).mean() < 0.03
+    saved, kept = (load_file(tmp_path / f / "adapter_model.safetensors") for f in ("saved", "step/model"))
+    assert saved.keys() == kept.keys() and all(torch.equal(saved[name], kept[name]) for name in saved)
+    again = actor(tiny_model, KINDS[kind], dtype=dtype)
+    again.load_checkpoint(tmp_path / "step")
+    assert all(torch.equal(tensor, results["adapter"][name]) for name, tensor in adapter_of(again).items())
+    # In bfloat16, too: the adapter is gathered in float32, and rounded only when it is merged.
+    assert all(torch.equal(tensor, results["published"][name]) for name, tensor in again.engine.named_tensors())
 
 
 # Mistakes
