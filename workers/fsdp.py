@@ -103,9 +103,7 @@ class FsdpEngine:
     def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         return self._of_tokens(batch, "values", self.head != "logprobs")
 
-    def _of_tokens(
-        self, batch: Batch, what: str, has_it: bool, adapter: bool = True
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _of_tokens(self, batch: Batch, what: str, has_it: bool, adapter: bool = True) -> tuple[np.ndarray, np.ndarray]:
         if not has_it:
             raise RuntimeError(f"this engine was made with head={self.head!r}; it computes no {what}")
         rows = self._pack(batch, ())
