@@ -20,6 +20,7 @@ _MODULES: dict[str, str] = {
     "Driver": "controllers.driver",
     "Evaluation": "controllers.driver",
     "Local": "controllers.backend",
+    "Lora": "workers.lora",
     "Pipelined": "controllers.schedule",
     "Place": "controllers.placement",
     "Prompts": "dataflow.prompts",
@@ -35,6 +36,7 @@ _MODULES: dict[str, str] = {
     "Synchronous": "controllers.schedule",
     "TableSource": "dataflow.graph",
     "UserError": "dataflow.errors",
+    "adapter_off": "workers.lora",
     "graph": "dataflow.graph",
     "group": "dataflow.handle",
     "launch": "controllers.launch",
@@ -79,6 +81,8 @@ if TYPE_CHECKING:  # the same names for editors and checkers; tests/test_packagi
     from .workers.adaptive_kl import AdaptiveKlWorker as AdaptiveKlWorker
     from .workers.critic import CriticWorker as CriticWorker
     from .workers.generation import Sampling as Sampling
+    from .workers.lora import Lora as Lora
+    from .workers.lora import adapter_off as adapter_off
     from .workers.reference import ReferenceWorker as ReferenceWorker
     from .workers.reward import RewardWorker as RewardWorker
     from .workers.reward_model import RewardModelWorker as RewardModelWorker

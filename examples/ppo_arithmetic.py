@@ -1,10 +1,10 @@
-"""PPO with a critic and a learned reward on two-digit addition, after the classic recipe, in minutes on a CPU.
+"""PPO with a critic on two-digit addition, in minutes on a CPU; the reward is the exact match, or a reward model trained before.
 
-    supervised warm start -> reward model on pairs -> PPO with actor, critic, reference and reward model
+    supervised warm start -> (reward model on pairs) -> PPO with actor, critic, reference and reward
 
 python examples/ppo_arithmetic.py                   Ray, two FSDP2 ranks of each model, two vLLM replicas
 python examples/ppo_arithmetic.py --backend local   one process, no Ray, no vLLM: breakpoints work
-python examples/ppo_arithmetic.py --reward exact    the exact match as the reward, and no reward model
+python examples/ppo_arithmetic.py --reward model    the classic recipe, with four models
 """
 
 import json
@@ -26,7 +26,7 @@ from weft.algorithms.surrogates import Clipped
 from weft.algorithms.values import ValueLoss
 from weft.dashboard.curve import draw_curve
 
-ACCURACY = "eval/judge/mean"
+ACCURACY = "eval/reward/mean"
 PAIRS = "pairs/weft.functions/preference_accuracy"
 
 
@@ -37,8 +37,8 @@ class Settings(weft.Config):
     """What generates; auto is vllm under Ray and transformers in one process."""
     schedule: Literal["synchronous", "pipelined", "asynchronous"] = "synchronous"
     """When nodes run; asynchronous lets generation run one update ahead."""
-    reward: Literal["model", "exact"] = "model"
-    """A reward model, trained first where there is none yet; or the exact match."""
+    reward: Literal["exact", "model"] = "exact"
+    """The exact match; or a reward model, trained first where there is none yet (a weak one is fooled by the policy)."""
     seed: int = 0
     """Of data, model, sampling and order."""
     steps: int = Field(default=200, ge=1)
@@ -113,7 +113,7 @@ def main(settings: Settings) -> None:
     """PPO on two-digit addition."""
     started = time.monotonic()
     cores = weft.ResourcePool("cores", cpus=2)
-    placed = ["actor", "critic", "reference", "rollout", *(["reward"] if settings.reward == "model" else [])]
+    placed = ["actor", "critic", "reference", "rollout", *(["reward_model"] if settings.reward == "model" else [])]
     placement = {name: weft.Place(cores, ranks=2) for name in placed}
     backend = weft.RayBackend() if settings.backend == "ray" else weft.Local()
     backend.check(placement)  # the driver does, too; this is before the models are prepared
@@ -132,10 +132,10 @@ def main(settings: Settings) -> None:
         "decay": "linear",
         "decay_steps": max(20, steps * epochs * minibatches),
     }
-    judge = weft.group(weft.RewardWorker, name="judge", function=arithmetic.exact_match, tokenizer=model)
+    judge = weft.group(weft.RewardWorker, name="reward", function=arithmetic.exact_match, tokenizer=model)
     if settings.reward == "model":
         learned = str(trained_reward_model(task, settings))
-        reward = weft.group(weft.RewardModelWorker, model=learned)
+        reward = weft.group(weft.RewardModelWorker, name="reward_model", model=learned)
         critic = weft.group(weft.CriticWorker, model=learned, **rate)  # it begins with what the reward model knows
     else:
         reward, critic = judge, weft.group(weft.CriticWorker, model=model, **rate)
@@ -179,8 +179,8 @@ def main(settings: Settings) -> None:
         metrics = driver.run()
         for handle, name in ((actor, "model"), (critic, "critic")):
             driver.call(handle, "save", path=driver.directory.path / name)
-    curves = {"reward/mean": "reward of samples", ACCURACY: "held-out accuracy (greedy)"}
-    curves = {metric: label for metric, label in curves.items() if any(metric in row for row in metrics)}
+    rewarded = "reward_model/mean" if settings.reward == "model" else "reward/mean"
+    curves = {rewarded: "reward of samples", ACCURACY: "held-out accuracy (greedy)"}
     print("learning curve:", draw_curve(metrics, curves, driver.directory.path / "curve.png", "PPO on addition"))
     trained = [row for row in metrics if "actor/loss" in row]
     result = {

@@ -21,9 +21,11 @@ from ..dataflow.column import (
     RESPONSE_VERSIONS,
     TEMPERATURE,
 )
+from ..dataflow.errors import UserError
 from ..dataflow.lazy import torch
 from ..dataflow.metrics import Max, Mean, Metric, Metrics
 from .dispatch import Coordinates, Dispatch
+from .lora import Lora
 from .remote import remote
 from .training import ModelConfig, OptimizerConfig, TrainingEngine
 from .updates import Updates, check_updates
@@ -41,6 +43,8 @@ class ActorConfig(ModelConfig, OptimizerConfig):
 
     activation_checkpointing: bool = False
     """Compute activations a second time in the backward pass instead of keeping them: slower, and far less memory."""
+    lora: Lora | None = None
+    """Train an adapter and leave the model as it is; None: train the model."""
 
 
 class ActorWorker(Worker):
@@ -56,7 +60,8 @@ class ActorWorker(Worker):
         if engine is None:
             from .fsdp import FsdpEngine
 
-            engine = FsdpEngine(config, context, config, activation_checkpointing=config.activation_checkpointing)
+            again = config.activation_checkpointing
+            engine = FsdpEngine(config, context, config, lora=config.lora, activation_checkpointing=again)
         self.engine = engine
         self._updates = Updates(config, context, engine)
         self._publisher: Any = None
@@ -64,6 +69,13 @@ class ActorWorker(Worker):
     @classmethod
     def check(cls, config: ActorConfig, nodes: Sequence[Node], source: Source) -> None:
         config.check()
+        if config.lora is not None:
+            config.lora.check(config.model, config.tensor_parallel)
+        for node in nodes:
+            if not node.arguments.get("adapter", True) and config.lora is None:
+                raise UserError(
+                    f"node {node.name!r}: adapter=False, and the actor has none; give it lora=weft.Lora(...)"
+                )
         check_updates(nodes)
 
     @property
@@ -76,10 +88,13 @@ class ActorWorker(Worker):
         return self.engine.coordinates
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, "{of}"), may_read=(TEMPERATURE,), writes=("{into}",))
-    def logprobs(self, batch: Batch, *, into: str = str(OLD_LOGPROBS), of: str = str(RESPONSE_IDS)) -> Batch:
+    def logprobs(
+        self, batch: Batch, *, into: str = str(OLD_LOGPROBS), of: str = str(RESPONSE_IDS), adapter: bool = True
+    ) -> Batch:
         """Log-probability of each token of the responses in the column `of` under the present weights, at the temperature that
-        they were sampled at."""
-        return batch.with_columns(**{into: self.engine.logprobs(batch.with_columns(response_ids=batch[of]))})
+        they were sampled at; without its `adapter`, under the model that it was put on (`weft.adapter_off`)."""
+        found = self.engine.logprobs(batch.with_columns(response_ids=batch[of]), adapter=adapter)
+        return batch.with_columns(**{into: found})
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
@@ -133,9 +148,12 @@ class ActorWorker(Worker):
         return self._publisher.publish(self.engine.named_tensors(), version)
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
-    def save(self, path: str | Path) -> None:
-        """Write the policy as a Hugging Face folder, tokenizer included; a folder of that name is replaced."""
-        self.engine.save(Path(path))
+    def save(self, path: str | Path, merged: bool = False) -> None:
+        """Write the policy as a Hugging Face folder, tokenizer included; a folder of that name is replaced.
+
+        With `lora` it is the folder of the adapter, as `peft` writes it, or, `merged`, of the model with the adapter in it.
+        """
+        self.engine.save(Path(path), merged=merged)
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str | Path) -> float:

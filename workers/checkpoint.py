@@ -261,10 +261,7 @@ def write_model(
     from transformers.core_model_loading import revert_weight_conversion
 
     folder.mkdir(parents=True, exist_ok=True)
-    for file in source.iterdir():  # tokenizer, chat template, generation settings
-        is_weights = "safetensors" in file.name or file.suffix in (".bin", ".pt", ".pth")
-        if file.is_file() and not is_weights and file.name != CONFIG_FILE:
-            write_file(folder / file.name, [file.read_bytes()], disk)
+    copy_companions(folder, source, disk)
     settings = json.loads((source / CONFIG_FILE).read_text())
     settings.pop("torch_dtype", None)  # what older versions called it
     _write_json(folder / CONFIG_FILE, {**settings, **changed}, disk)
@@ -277,6 +274,14 @@ def write_model(
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         _write_json(folder / "model.safetensors.index.json", index, disk)
+
+
+def copy_companions(folder: Path, source: Path, disk: Disk) -> None:
+    """Copy what stands beside a model's weights and settings: tokenizer, chat template, generation settings."""
+    for file in source.iterdir():
+        is_weights = "safetensors" in file.name or file.suffix in (".bin", ".pt", ".pth")
+        if file.is_file() and not is_weights and file.name != CONFIG_FILE:
+            write_file(folder / file.name, [file.read_bytes()], disk)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], disk: Disk) -> None:

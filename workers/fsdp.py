@@ -28,8 +28,10 @@ from ..dataflow.column import GROUP_ID, PROMPT_IDS, RESPONSE_IDS, TEMPERATURE
 from ..dataflow.disk import Disk
 from ..dataflow.errors import UserError
 from ..dataflow.metrics import Mean, Metric, Metrics, Sum, merge
+from .adapter import Adapter, is_adapter, tensor_parallel_plan
 from .checkpoint import SnapshotWriter, StoredState, local_part, set_random_states, write_model
 from .dispatch import Coordinates
+from .lora import Lora
 from .model_folder import find_model_config, read_model_config
 from .response_model import ResponseModel
 from .scalar_head import put_scalar_head, scalar_settings
@@ -56,6 +58,7 @@ class FsdpEngine:
         optimizer: OptimizerConfig | None = None,
         *,
         head: Head = "logprobs",
+        lora: Lora | None = None,
         activation_checkpointing: bool = False,
         disk: Disk | None = None,
     ) -> None:
@@ -69,11 +72,16 @@ class FsdpEngine:
         self.microbatch_tokens = config.microbatch_tokens or (1280 if self.device.type == "cpu" else 16384)
         self.head: Head = head
         self.model = ResponseModel(_load(str(config.model), head, context.seed), scalar=head != "logprobs")
+        self.adapter = None
+        """What is trained, in place of the model itself."""
         self.vocabulary = self.model.causal_lm.get_input_embeddings().weight.shape[0]
         if activation_checkpointing:
             self.model.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
         self.model.train(optimizer is not None)  # dropout is off (_load); only checkpointing looks at this
         self.model.requires_grad_(optimizer is not None)
+        if lora is not None:
+            with torch.no_grad():
+                self.adapter = Adapter(self.model.causal_lm, lora, getattr(torch, config.dtype), context.seed)
         self.gathers_once = self._distribute()
         self.optimizer = None if optimizer is None else self._make_optimizer(optimizer)
         self._disk = disk or Disk()
@@ -89,19 +97,19 @@ class FsdpEngine:
 
     # Log-probabilities and steps
 
-    def logprobs(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        return self._of_tokens(batch, "log-probabilities", self.head == "logprobs")
+    def logprobs(self, batch: Batch, *, adapter: bool = True) -> tuple[np.ndarray, np.ndarray]:
+        return self._of_tokens(batch, "log-probabilities", self.head == "logprobs", adapter)
 
     def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         return self._of_tokens(batch, "values", self.head != "logprobs")
 
-    def _of_tokens(self, batch: Batch, what: str, has_it: bool) -> tuple[np.ndarray, np.ndarray]:
+    def _of_tokens(self, batch: Batch, what: str, has_it: bool, adapter: bool = True) -> tuple[np.ndarray, np.ndarray]:
         if not has_it:
             raise RuntimeError(f"this engine was made with head={self.head!r}; it computes no {what}")
         rows = self._pack(batch, ())
         out = np.zeros(int(rows.response[1][-1]), dtype=np.float32)
         plan = rows.plan(self.microbatch_tokens, packed=self.model.packs)
-        with torch.no_grad():
+        with torch.no_grad(), nullcontext() if adapter or self.adapter is None else self.adapter.off():
             for part in self._padded_plan(plan, self._over_replicas(len(plan))):
                 values, _ = self._forward(rows, part)
                 if len(part):
@@ -270,7 +278,7 @@ class FsdpEngine:
         if self.config.tensor_parallel > 1:
             # Embeddings, norms and the head are the same on all ranks of a replica, and get the same gradient there.
             for layer in layers:
-                parallelize_module(layer, mesh["tp"], _TENSOR_PARALLEL_PLAN)
+                parallelize_module(layer, mesh["tp"], tensor_parallel_plan(layer, _TENSOR_PARALLEL_PLAN))
         precision = MixedPrecisionPolicy()
         if self.config.dtype == "bfloat16":
             precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -283,6 +291,8 @@ class FsdpEngine:
     def _make_optimizer(self, config: OptimizerConfig) -> torch.optim.AdamW:
         groups: dict[object, list[nn.Parameter]] = {}
         for parameter in self.model.parameters():
+            if not parameter.requires_grad:
+                continue
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None  # one operation takes one mesh
             groups.setdefault((parameter.ndim > 1, mesh), []).append(parameter)
         return torch.optim.AdamW(
@@ -300,14 +310,20 @@ class FsdpEngine:
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         dtype = getattr(torch, self.config.dtype)
         for unit, names in self._names_by_unit():
+            own = self._own_tensors()
+            # Those of an adapter each by itself, because a unit is gathered in the dtype that is computed in.
+            adapter = {name: _whole(own[name]) for name in names if is_adapter(name)}
             # One collective for all parameters of a unit; beside its own part a rank holds one gathered unit at a time.
             if unit is not None:
                 unit.unshard()
             try:
                 own = self._own_tensors()
                 for name in names:
-                    tensor = own[name].detach()
-                    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                    if name in adapter:
+                        continue
+                    full = _whole(own[name])
+                    if self.adapter is not None:
+                        name, full = self.adapter.merged(name, full, adapter)
                     yield name, full.to(dtype) if full.is_floating_point() else full
             finally:
                 if unit is not None:
@@ -324,6 +340,8 @@ class FsdpEngine:
         return [(None if unit is None else units[unit], names) for unit, names in found.items()]
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        if self.adapter is not None:
+            raise RuntimeError("a model with an adapter takes over no weights: what of them would be the adapter's?")
         own = self._own_tensors()
         missing = set(own)
         with torch.no_grad():
@@ -345,16 +363,17 @@ class FsdpEngine:
         if missing:
             raise UserError(f"weights for {self.config.model} came without {', '.join(sorted(missing)[:5])}")
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, merged: bool = False) -> None:
         gathered: dict[str, Tensor] = {}
-        for name, tensor in self.named_tensors():
+        only_adapter = self.adapter is not None and not merged
+        for name, tensor in self._adapter_tensors() if only_adapter else self.named_tensors():
             if self.context.rank == 0:
                 gathered[name] = tensor.to("cpu", copy=True)
         if self.context.rank == 0:
             folder.parent.mkdir(parents=True, exist_ok=True)
             written = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
             written.chmod(0o755)
-            self._write_model(written, gathered)
+            (self._write_adapter if only_adapter else self._write_model)(written, gathered)
             if folder.exists():
                 shutil.rmtree(folder)
             written.rename(folder)  # a folder under its name is a whole one
@@ -366,6 +385,17 @@ class FsdpEngine:
         settings = scalar_settings(read_model_config(self.config.model)) if self.model.scalar else {}
         settings["dtype"] = self.config.dtype
         write_model(folder, self.model.causal_lm, tensors, source, settings, self._disk)
+
+    def _write_adapter(self, folder: Path, tensors: dict[str, Tensor]) -> None:
+        assert self.adapter is not None
+        source = find_model_config(self.config.model).parent
+        self.adapter.write(folder, tensors, source, self._disk)
+
+    def _adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Full parameters of the adapter in float32, gathered one at a time."""
+        for name, tensor in self._own_tensors().items():
+            if is_adapter(name):
+                yield name, _whole(tensor)
 
     def _own_tensors(self) -> Mapping[str, Tensor]:
         """Parameters and buffers that are saved, by Hugging Face name; tied ones once."""
@@ -411,6 +441,8 @@ class FsdpEngine:
         assert self.optimizer is not None
         state: dict[str, Tensor] = {}
         for name, tensor in self._own_tensors().items():
+            if self.adapter is not None and not is_adapter(name):
+                continue
             state[f"model.{name}"] = tensor.detach()
             if tensor.requires_grad:
                 moments = self.optimizer.state[tensor]
@@ -422,10 +454,11 @@ class FsdpEngine:
         return state
 
     def _write_stored(self, stored: StoredState, folder: Path) -> None:
-        """Write the model's folder from a checkpoint's files: the model itself is being trained."""
-        compute = getattr(torch, self.config.dtype)
+        """Write the folder of the model, or of its adapter, from a checkpoint's files: the model itself is being trained."""
+        dtype = getattr(torch, self.config.dtype) if self.adapter is None else torch.float32
         names = [name for name in stored.shapes if name.startswith("model.")]
-        self._write_model(folder, {name.removeprefix("model."): stored.full(name, compute) for name in names})
+        tensors = {name.removeprefix("model."): stored.full(name, dtype) for name in names}
+        (self._write_model if self.adapter is None else self._write_adapter)(folder, tensors)
 
     # Device memory
 
@@ -514,6 +547,12 @@ class _Rows:
         return PackedRows(packed.cu_seqlens.to(self.device), columns)
 
 
+def _whole(tensor: Tensor) -> Tensor:
+    """Without a gradient; gathered where it lies on several ranks."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def gradient_norm(gradients: Iterable[Tensor], also: float = 0.0) -> float:
     """2-norm of all gradients together, each element counted once wherever it lies; equal on all ranks.
 
@@ -583,7 +622,7 @@ def _load(model: str, head: Head, seed: int) -> Any:
     )
     if head != "logprobs":
         logging.set_verbosity(said)
-        put_scalar_head(causal_lm, find_model_config(model).parent, seed)
+        put_scalar_head(causal_lm, model, seed)
     return causal_lm
 
 

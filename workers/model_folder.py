@@ -82,6 +82,19 @@ def _models_near(folder: Path, name: str) -> str:
     return f"; model folders in {folder} are: {', '.join(models[:8])}{', …' if len(models) > 8 else ''}"
 
 
+def read_layer_names(model: str | Path) -> list[str]:
+    """Names of the layers that have a `weight` in the model's safetensors files; empty when it has no such files."""
+    folder = find_model_config(model).parent
+    index, file = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    names: list[str] = []
+    if index.is_file():
+        names = list(json.loads(index.read_text())["weight_map"])
+    elif file.is_file():
+        with file.open("rb") as opened:
+            names = list(json.loads(opened.read(int.from_bytes(opened.read(8), "little"))))
+    return [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
+
+
 def read_stop_tokens(model: str | Path) -> tuple[int, ...]:
     """The ids that end a response: `eos_token_id` of `generation_config.json`, or else of `config.json`.
 
@@ -95,6 +108,21 @@ def read_stop_tokens(model: str | Path) -> tuple[int, ...]:
     if found is None:
         found = read_model_config(model).get("eos_token_id")
     return () if found is None else tuple(found) if isinstance(found, list) else (found,)
+
+
+def find_tensor(model: str | Path, name: str) -> Path | None:
+    """The safetensors file of a model that holds the tensor of this name; None: there is none. Nothing but headers is read.
+
+    Raises:
+        UserError: no such model.
+    """
+    from safetensors import safe_open
+
+    for file in sorted(find_model_config(model).parent.glob("*.safetensors")):
+        with safe_open(file, "np") as stored:
+            if name in stored.keys():  # noqa: SIM118 - it is no mapping
+                return file
+    return None
 
 
 def head_dim(config: Mapping[str, Any]) -> int:

@@ -128,7 +128,9 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, weight, targets, log_sums = ctx.saved_tensors
         grad = grads[0]
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:  # not of a head that stands still
+            grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for number, start in enumerate(range(0, len(targets), ctx.chunk)):
             part = slice(start, start + ctx.chunk)
             if ctx.kept:
@@ -141,11 +143,13 @@ class _HeadLogprobs(torch.autograd.Function):
             grad_logits.scatter_add_(1, targets[part, None], grad[part, None])
             grad_logits = grad_logits.to(hidden.dtype)
             torch.mm(grad_logits, weight, out=grad_hidden[part])
+            if grad_weight is None:
+                continue
             if hidden.dtype == torch.float32:
                 grad_weight.addmm_(grad_logits.T, hidden[part])
             else:
                 grad_weight += grad_logits.T @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
 def _any_head(

@@ -13,8 +13,9 @@ from ..dataflow.errors import UserError
 from ..dataflow.metrics import Max, Mean, Metrics
 from .critic import last_of_rows
 from .dispatch import Dispatch
+from .model_folder import find_tensor
 from .remote import remote
-from .training import ModelConfig, TrainingEngine
+from .training import SCALAR_HEAD, ModelConfig, TrainingEngine
 from .worker import Context, Worker
 
 if TYPE_CHECKING:
@@ -46,6 +47,11 @@ class RewardModelWorker(Worker):
     @classmethod
     def check(cls, config: RewardModelConfig, nodes: Sequence[Node], source: Source) -> None:
         config.check()
+        if find_tensor(config.model, SCALAR_HEAD) is None:
+            raise UserError(
+                f"model {str(config.model)!r} has no scalar head (a tensor {SCALAR_HEAD!r} in its safetensors files), so no rewards; "
+                'a CriticWorker(head="rewards") trains and saves one'
+            )
         if config.tensor_parallel > 1:
             raise UserError(
                 f"tensor_parallel={config.tensor_parallel}: each rank of a RewardModelWorker has all of its model; leave it at 1"

@@ -14,32 +14,34 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from ..dataflow.errors import UserError
+from .model_folder import find_tensor
+from .training import SCALAR_HEAD as WEIGHT
 
-NAME = "score"
-"""Of the head in the model; its weight is [1, hidden], without a bias."""
-_WEIGHT = f"{NAME}.weight"
 _DEVIATION = 0.1
 """Of a new head's outputs, about: a normalised hidden state has a norm of sqrt(hidden)."""
 
 
-def put_scalar_head(causal_lm: Any, folder: Path, seed: int) -> None:
+def put_scalar_head(causal_lm: Any, model: str | Path, seed: int) -> None:
     """Replace the head of a language model by a scalar one: that of the folder, or, where it has none, a new one.
 
     Args:
         causal_lm: a `transformers` causal language model on the host; changed in place.
-        folder: of the model that it was loaded from.
+        model: the folder that it was loaded from.
         seed: of a new head; on all ranks the same.
 
     Raises:
         UserError: the folder's head gives several numbers.
     """
     hidden = causal_lm.get_input_embeddings().weight.shape[1]
-    stored = _stored_weight(folder)
-    if stored is not None and stored.shape != (1, hidden):
-        raise UserError(f"{folder}: {_WEIGHT!r} has shape {list(stored.shape)}; a scalar head has [1, {hidden}]")
+    file, stored = find_tensor(model, WEIGHT), None
+    if file is not None:
+        with safe_open(file, "pt") as tensors:
+            stored = tensors.get_tensor(WEIGHT)
+        if stored.shape != (1, hidden):
+            raise UserError(f"{model}: {WEIGHT!r} has shape {list(stored.shape)}; a scalar head has [1, {hidden}]")
     head = nn.Linear(hidden, 1, bias=False)
     with torch.no_grad():
         if stored is None:
@@ -47,7 +49,7 @@ def put_scalar_head(causal_lm: Any, folder: Path, seed: int) -> None:
         else:
             head.weight.copy_(stored)
     causal_lm.set_output_embeddings(None)  # [vocabulary, hidden] parameters that nothing would train
-    causal_lm.add_module(NAME, head)
+    causal_lm.add_module(WEIGHT.removesuffix(".weight"), head)
 
 
 def scalar_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,11 +60,3 @@ def scalar_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     if settings.get("model_type") in KNOWN:
         said["architectures"] = [KNOWN[settings["model_type"]]]
     return said
-
-
-def _stored_weight(folder: Path) -> Tensor | None:
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as stored:
-            if _WEIGHT in stored.keys():  # noqa: SIM118 - it is no mapping
-                return stored.get_tensor(_WEIGHT)
-    return None

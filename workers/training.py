@@ -68,6 +68,9 @@ Head = Literal["logprobs", "values", "rewards"]
 """What a model says of each response token: its log-probability; by a scalar head the value *before* it, which is what a critic
 predicts; or by a scalar head the reward of the sequence up to it, *with* it. A causal model's last reward has seen all."""
 
+SCALAR_HEAD = "score.weight"
+"""The weight of a scalar head, [1, hidden], without a bias."""
+
 TENSOR_PARALLEL_MODELS = ("llama", "mistral", "qwen2")
 """Model types whose layers have the names and shapes that the plan of `fsdp.py` splits."""
 
@@ -140,8 +143,9 @@ class TrainingEngine(Protocol):
         """Where this rank stands."""
         ...
 
-    def logprobs(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probability of each response token: `(values [T] float32 nats, cu_seqlens [rows + 1])`."""
+    def logprobs(self, batch: Batch, *, adapter: bool = True) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probability of each response token: `(values [T] float32 nats, cu_seqlens [rows + 1])`; without its `adapter`, of
+        the model that it was put on."""
         ...
 
     def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
@@ -164,15 +168,17 @@ class TrainingEngine(Protocol):
         ...
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full parameters under their Hugging Face names, gathered one at a time, in the dtype that is computed in."""
+        """Full parameters under their Hugging Face names, gathered one at a time, in the dtype that is computed in; those that
+        have an adapter are merged with it."""
         ...
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take over parameters given under their Hugging Face names; each rank keeps its own part."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write a folder that `from_pretrained` loads, tokenizer included."""
+    def save(self, folder: Path, *, merged: bool = False) -> None:
+        """Write a folder that `from_pretrained` loads, tokenizer included: of the model, or, where there is one and it is not
+        asked to be `merged`, of the adapter (`peft`'s own)."""
         ...
 
     def snapshot(self, folder: Path, notes: Mapping[str, Any] | None = None) -> float:

@@ -188,3 +188,9 @@ def test_a_head_that_says_something_else_is_refused(model: Path, tmp_path: Path)
     )
     with pytest.raises(UserError, match="asks 'model', which has head='values'; score wants head='rewards'"):
         weft.Driver(wrong, schedule=weft.Synchronous(steps=1), root=tmp_path, progress=False)
+
+
+def test_a_model_without_a_head_has_no_rewards(model: Path, tmp_path: Path):
+    graph = recorded(model, reward=group(RewardModelWorker, model=str(model)))
+    with pytest.raises(UserError, match=r"has no scalar head \(a tensor 'score.weight' in its safetensors files\)"):
+        weft.Driver(graph, schedule=weft.Synchronous(steps=1), root=tmp_path, progress=False)
