@@ -181,6 +181,7 @@ def test_a_run_with_checkpoints_goes_on_when_its_actor_dies(tmp_path: Path, sche
     assert not prove(tmp_path / "run" / "buffer").violations
 
 
+@pytest.mark.slow
 def test_an_actor_that_dies_again_and_again_ends_the_run(tmp_path: Path):
     with (
         pytest.raises(WorkerError, match=r"worker actor.0., call 'publish_weights': its process ended"),

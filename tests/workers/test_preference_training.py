@@ -76,7 +76,7 @@ def test_no_loss_depends_on_microbatches_order_or_parts(tiny_model: Path, pairs:
     check_same(steps(actor(tiny_model, microbatch_tokens=60), pairs, parts), whole)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_no_loss_depends_on_ranks(tiny_model: Path, pairs: Batch, tmp_path: Path, ranks: int):
     whole = steps(actor(tiny_model), pairs)
     sizes = RowSizes(pairs.lengths("response_ids"), pairs.numpy("group_id"), whole_groups=True)
