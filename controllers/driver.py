@@ -15,7 +15,6 @@ import platform
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +24,7 @@ import numpy as np
 from ..dataflow.batch import Batch
 from ..dataflow.buffer import BufferConfig, Room, SampleBuffer
 from ..dataflow.column import RESPONSE_VERSIONS
+from ..dataflow.disk import is_full
 from ..dataflow.errors import UserError
 from ..dataflow.graph import Graph, Node
 from ..dataflow.handle import Handle
@@ -278,8 +278,11 @@ class Driver:
     def close(self) -> None:
         """End every process of the run; what was measured is on disk."""
         try:
-            with suppress(OSError):  # a disk without room has been said
+            try:
                 self.directory.flush()
+            except OSError as error:
+                if not is_full(error):  # a disk without room has been said
+                    raise
             self._checkpoints.close()
         finally:
             try:

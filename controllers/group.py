@@ -35,7 +35,8 @@ class WorkerError(RunError):
 
 
 class WorkerDied(WorkerError):
-    """The process of a worker that cannot be replaced by itself has ended."""
+    """The process of a worker that cannot be replaced by itself has ended or hangs, or rows that it needs are gone: the run can go on
+    from a checkpoint only."""
 
 
 @dataclass(eq=False)
@@ -119,8 +120,10 @@ class Call:
         ids = failure.sample_ids or self.shares.get(rank, ())[:4]
         samples = f", samples {', '.join(map(str, ids))}" if ids else ""
         where = f"{self.describe(rank)}{samples}: {failure.message}"
-        if failure.died or failure.unreadable:
+        if failure.died:
             return WorkerDied(where)
+        if failure.unreadable:  # the worker lives, but what it was to work on does not
+            return WorkerDied(f"{where}\n{failure.traceback.rstrip()}")
         return UserError(where) if failure.user_error else WorkerError(f"{where}\n{failure.traceback.rstrip()}")
 
 
