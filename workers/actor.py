@@ -24,12 +24,12 @@ from ..dataflow.column import (
 from ..dataflow.errors import UserError
 from ..dataflow.lazy import torch
 from ..dataflow.metrics import Max, Mean, Metric, Metrics
-from .dispatch import Coordinates, Dispatch
+from .dispatch import Dispatch
 from .lora import Lora
 from .remote import remote
 from .training import ModelConfig, OptimizerConfig, TrainingEngine
-from .updates import Updates, check_updates
-from .worker import Context, Worker
+from .updates import TrainedWorker, check_updates
+from .worker import Context
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +47,7 @@ class ActorConfig(ModelConfig, OptimizerConfig):
     """Train an adapter and leave the model as it is; None: train the model."""
 
 
-class ActorWorker(Worker):
+class ActorWorker(TrainedWorker):
     """Trains a policy; computes its log-probabilities; publishes its weights.
 
     The engine may be given, for tests and for other engines; by default it is `FsdpEngine`.
@@ -56,14 +56,12 @@ class ActorWorker(Worker):
     Config = ActorConfig
 
     def __init__(self, config: ActorConfig, context: Context = Context(), engine: TrainingEngine | None = None) -> None:
-        super().__init__(config, context)
         if engine is None:
             from .fsdp import FsdpEngine
 
             again = config.activation_checkpointing
             engine = FsdpEngine(config, context, config, lora=config.lora, activation_checkpointing=again)
-        self.engine = engine
-        self._updates = Updates(config, context, engine)
+        super().__init__(config, context, engine)
         self._publisher: Any = None
 
     @classmethod
@@ -77,15 +75,6 @@ class ActorWorker(Worker):
                     f"node {node.name!r}: adapter=False, and the actor has none; give it lora=weft.Lora(...)"
                 )
         check_updates(nodes)
-
-    @property
-    def version(self) -> int:
-        """Policy version: the number of updates so far."""
-        return self._updates.version
-
-    @property
-    def coordinates(self) -> Coordinates:
-        return self.engine.coordinates
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, "{of}"), may_read=(TEMPERATURE,), writes=("{into}",))
     def logprobs(
@@ -155,31 +144,10 @@ class ActorWorker(Worker):
         """
         self.engine.save(Path(path), merged=merged)
 
-    @remote(dispatch=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str | Path) -> float:
-        """Copy the state of training, to be written to a new folder while training goes on; returns seconds that it waited."""
-        return self._updates.save(Path(path))
-
-    @remote(dispatch=Dispatch.ONE_TO_ALL)
-    def checkpoint_written(self, wait: bool = False) -> bool:
-        """Whether the last checkpoint is on the disk; raises what its writing failed with."""
-        return self.engine.written(wait=wait)
-
-    @remote(dispatch=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: str | Path) -> None:
-        """Go on from a checkpoint, of any number of ranks: weights, optimizer, policy version, random states."""
-        self._updates.load(Path(path))
-
-    def onload(self) -> None:
-        self.engine.onload()
-
-    def offload(self) -> None:
-        self.engine.offload()
-
     def close(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
-        self.engine.close()
+        super().close()
 
 
 @dataclass(frozen=True)

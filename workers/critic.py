@@ -14,11 +14,11 @@ from ..dataflow.batch import Batch
 from ..dataflow.column import PROMPT_IDS, RESPONSE_IDS, RESPONSE_MASK, REWARD, VALUES
 from ..dataflow.errors import UserError
 from ..dataflow.metrics import Metrics
-from .dispatch import Coordinates, Dispatch
+from .dispatch import Dispatch
 from .remote import remote
 from .training import ModelConfig, OptimizerConfig, TrainingEngine
-from .updates import Updates, check_updates
-from .worker import Context, Worker
+from .updates import TrainedWorker, check_updates
+from .worker import Context
 
 if TYPE_CHECKING:
     from ..dataflow.graph import Node, Source
@@ -33,7 +33,7 @@ class CriticConfig(ModelConfig, OptimizerConfig):
     """Compute activations a second time in the backward pass instead of keeping them: slower, and far less memory."""
 
 
-class CriticWorker(Worker):
+class CriticWorker(TrainedWorker):
     """Predicts and learns numbers: with head="values" a critic, with head="rewards" a reward model.
 
     The model may be any causal language model (its head is new then, small and seeded) or one with a scalar head, such as a trained
@@ -45,14 +45,12 @@ class CriticWorker(Worker):
     def __init__(
         self, config: CriticConfig, context: Context = Context(), engine: TrainingEngine | None = None
     ) -> None:
-        super().__init__(config, context)
         if engine is None:
             from .fsdp import FsdpEngine
 
             checkpointing = config.activation_checkpointing
             engine = FsdpEngine(config, context, config, head=config.head, activation_checkpointing=checkpointing)
-        self.engine = engine
-        self._updates = Updates(config, context, engine)
+        super().__init__(config, context, engine)
 
     @classmethod
     def check(cls, config: CriticConfig, nodes: Sequence[Node], source: Source) -> None:
@@ -65,15 +63,6 @@ class CriticWorker(Worker):
                 raise UserError(
                     f"node {node.name!r} asks {node.group!r}, which has head={config.head!r}; {node.operation.name} wants head={head!r}"
                 )
-
-    @property
-    def version(self) -> int:
-        """The number of updates so far."""
-        return self._updates.version
-
-    @property
-    def coordinates(self) -> Coordinates:
-        return self.engine.coordinates
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=("{into}",))
     def values(self, batch: Batch, *, into: str = str(VALUES)) -> Batch:
@@ -106,30 +95,6 @@ class CriticWorker(Worker):
     def save(self, path: str | Path) -> None:
         """Write the model with its head as a Hugging Face folder, tokenizer included; a folder of that name is replaced."""
         self.engine.save(Path(path))
-
-    @remote(dispatch=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str | Path) -> float:
-        """Copy the state of training, to be written to a new folder while training goes on; returns seconds that it waited."""
-        return self._updates.save(Path(path))
-
-    @remote(dispatch=Dispatch.ONE_TO_ALL)
-    def checkpoint_written(self, wait: bool = False) -> bool:
-        """Whether the last checkpoint is on the disk; raises what its writing failed with."""
-        return self.engine.written(wait=wait)
-
-    @remote(dispatch=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: str | Path) -> None:
-        """Go on from a checkpoint, of any number of ranks: weights, optimizer, version, random states."""
-        self._updates.load(Path(path))
-
-    def onload(self) -> None:
-        self.engine.onload()
-
-    def offload(self) -> None:
-        self.engine.offload()
-
-    def close(self) -> None:
-        self.engine.close()
 
 
 def last_of_rows(values: np.ndarray, cu_seqlens: np.ndarray) -> np.ndarray:

@@ -1,10 +1,10 @@
-"""Updates: what every trained worker does with its engine, whatever its model says of a token. A worker has one of these."""
+"""Updates: what every trained worker does with its engine, whatever its model says of a token."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,8 +13,10 @@ from ..dataflow.batch import Batch
 from ..dataflow.errors import UserError
 from ..dataflow.metrics import Metrics, merge
 from .bad_steps import BadSteps
+from .dispatch import Coordinates, Dispatch
+from .remote import remote
 from .training import OptimizerConfig, TrainingEngine
-from .worker import Context
+from .worker import Context, Worker
 
 if TYPE_CHECKING:
     from ..dataflow.graph import Node
@@ -87,6 +89,48 @@ class Updates:
         notes = self._engine.restore(path)
         self.version = notes["version"]
         self._bad_steps.forget(notes.get("bad_steps", ()))
+
+
+class TrainedWorker(Worker):
+    """Parent of the workers that are updated: their engine, how far they are, and what they go on from."""
+
+    def __init__(self, config: Any, context: Context, engine: TrainingEngine) -> None:
+        super().__init__(config, context)
+        self.engine = engine
+        self._updates = Updates(config, context, engine)
+
+    @property
+    def version(self) -> int:
+        """Policy version: the number of updates so far."""
+        return self._updates.version
+
+    @property
+    def coordinates(self) -> Coordinates:
+        return self.engine.coordinates
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str | Path) -> float:
+        """Copy the state of training, to be written to a new folder while training goes on; returns seconds that it waited."""
+        return self._updates.save(Path(path))
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def checkpoint_written(self, wait: bool = False) -> bool:
+        """Whether the last checkpoint is on the disk; raises what its writing failed with."""
+        return self.engine.written(wait=wait)
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Go on from a checkpoint, of any number of ranks: weights, optimizer, version, random states."""
+        self._updates.load(Path(path))
+
+    def onload(self) -> None:
+        self.engine.onload()
+
+    def offload(self) -> None:
+        self.engine.offload()
+
+    def close(self) -> None:
+        self.engine.close()
 
 
 def check_updates(nodes: Iterable[Node]) -> None:
