@@ -15,24 +15,17 @@ import itertools
 import json
 import os
 import platform
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-from turns import System
+from turns import HERE, WARM_UP, Steps, System, command, take_turns
 from workloads import WORKLOADS, Workload, prepare
 
-HERE = Path(__file__).resolve().parent
 PEERS = HERE.parent / ".venv-peers" / "bin" / "python"
-WARM_UP = 2
-"""Steps of each system that are not counted."""
-ROUND = 2
-"""Steps that each system makes in its turn."""
 MICROBATCHES = (4, 8, 16, 32, 64)
 """Rows of a microbatch of TRL that --tune tries."""
 
@@ -45,11 +38,8 @@ NODES = {
     "reward.score": "reward",
     "weft.record": "record",
 }
-"""Call -> part of a step. Where calls overlap, the time is counted once, for the first of them here."""
-PARTS = ("generate", "reward", "advantages", "update", "weights", "record", "driver")
-"""`driver`: when no call is under way."""
+"""Call -> part of a step; `driver` is when no call is under way. Where calls overlap, the time is the first one's of them here."""
 
-Steps = list[dict[str, Any]]
 T = TypeVar("T")
 
 
@@ -97,11 +87,11 @@ def measure(workload: Workload, folder: Path, arguments: argparse.Namespace) -> 
 
     def weft(placement: tuple[int, int]) -> System:
         ranks = ["--actor-ranks", placement[0], "--rollout-ranks", placement[1], "--cores", cores()]
-        return System(_python("weft_step.py", *flags, *ranks), folder / "weft.log")
+        return System(command("weft_step.py", *flags, *ranks), folder / "weft.log")
 
     def trl(microbatch: int, name: str = "trl", *more: str) -> System:
-        command = _python("trl_step.py", *flags, "--microbatch", microbatch, *more, python=PEERS)
-        return System(command, folder / f"{name}.log")
+        own = command("trl_step.py", *flags, "--microbatch", microbatch, *more, python=PEERS)
+        return System(own, folder / f"{name}.log")
 
     placement = (min(workload.placement[0], cores()), min(workload.placement[1], cores()))
     microbatch = workload.trl_microbatch
@@ -109,33 +99,17 @@ def measure(workload: Workload, folder: Path, arguments: argparse.Namespace) -> 
         placement = fastest("placement", weft, [(a, r) for a in sorted({1, cores()}) for r in sorted({1, cores()})])
         if with_peers(arguments):
             microbatch = fastest("TRL's microbatch", trl, [size for size in MICROBATCHES if size <= workload.rows])
-    with ExitStack() as running:
-        systems: dict[str, System] = {}
-        for name, start in {
-            "weft": lambda: weft(placement),
-            "bound": lambda: System(_python("bound.py", *flags), folder / "bound.log"),
-            "trl": lambda: trl(microbatch),
-            "trl_vllm": lambda: trl(microbatch, "trl_vllm", "--vllm"),
-        }.items():
-            if name.startswith("trl") and not with_peers(arguments):
-                continue
-            print(f"  starting {name} ...", flush=True)
-            systems[name] = start()
-            running.callback(systems[name].close)
-        measured: dict[str, Steps] = {name: [] for name in systems}
-        rounds = [WARM_UP, *_rounds(arguments.steps)]
-        for number, steps in enumerate(rounds):
-            made = {"weft": systems["weft"].run(steps)}
-            lengths = [step["lengths"] for step in made["weft"]]
-            for name, system in systems.items():
-                if name != "weft":
-                    made[name] = system.run(steps, **({"lengths": lengths} if name == "bound" else {}))
-            if number:
-                for name, more in made.items():
-                    measured[name] += more
-            what = f"round {number} of {len(rounds) - 1}" if number else "warm-up"
-            print(f"  {what}: {'  '.join(map(_seconds_of, made, made.values()))}", flush=True)
-        facts = {name: system.facts for name, system in systems.items()}
+    starts: dict[str, Callable[[], System]] = {
+        "weft": lambda: weft(placement),
+        "bound": lambda: System(command("bound.py", *flags), folder / "bound.log"),
+    }
+    if with_peers(arguments):
+        starts |= {"trl": lambda: trl(microbatch), "trl_vllm": lambda: trl(microbatch, "trl_vllm", "--vllm")}
+
+    def told(name: str, made: Steps) -> dict[str, Any]:
+        return {"lengths": [step["lengths"] for step in made]} if name == "bound" else {}
+
+    measured, facts = take_turns(starts, arguments.steps, told)
     settings: dict[str, Any] = {"placement": {"actor": placement[0], "rollout": placement[1]}}
     settings |= {f"{name}_microbatch": fact["microbatch"] for name, fact in facts.items() if "microbatch" in fact}
     return measured, settings
@@ -165,27 +139,15 @@ def fastest(what: str, start: Callable[[T], System], values: Iterable[T]) -> T:
     return min(seconds, key=lambda value: seconds[value])
 
 
-def _python(script: str, *arguments: object, python: Path | str = sys.executable) -> list[str]:
-    return [str(python), str(HERE / script), *map(str, arguments)]
-
-
-def _rounds(steps: int) -> list[int]:
-    """
-    >>> _rounds(5)
-    [2, 2, 1]
-    """
-    return [min(ROUND, steps - start) for start in range(0, steps, ROUND)]
-
-
-def _seconds_of(name: str, steps: Steps) -> str:
-    return f"{name} {', '.join(format(step['step_s'], '.2f') for step in steps)}"
-
-
 # What the numbers say
 
 
-def shares(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def shares(steps: Sequence[Mapping[str, Any]], nodes: Mapping[str, str] = NODES) -> dict[str, float]:
     """Part of the time -> its share, over all steps together; they add up to 1.
+
+    Args:
+        steps: with the `calls` of each.
+        nodes: call -> part; where calls overlap, the time is counted once, for the first of them here.
 
     >>> generate = {"node": "rollout.generate", "start_s": 10.0, "end_s": 11.0}
     >>> update = {"node": "actor.update", "start_s": 11.5, "end_s": 12.0}
@@ -194,15 +156,15 @@ def shares(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     {'generate': 0.5, 'update': 0.25, 'record': 0.125, 'driver': 0.125}
     """
     total = sum(step["step_s"] for step in steps)
-    seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-    order = list(NODES)
+    seconds: dict[str, float] = dict.fromkeys([*nodes.values(), "driver"], 0.0)
+    order = list(nodes)
     for step in steps:
         end = max(call["end_s"] for call in step["calls"])  # the step is over when its last call is
         start = end - step["step_s"]
         edges = sorted({start, end, *(e for c in step["calls"] for e in (c["start_s"], c["end_s"]) if start < e < end)})
         for left, right in itertools.pairwise(edges):
             active = [c["node"] for c in step["calls"] if c["start_s"] <= left and c["end_s"] >= right]
-            part = NODES[min(active, key=order.index)] if active else "driver"
+            part = nodes[min(active, key=order.index)] if active else "driver"
             seconds[part] += right - left
     return {part: round(value / total, 4) for part, value in seconds.items()}
 

@@ -12,9 +12,19 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+HERE = Path(__file__).resolve().parent
+WARM_UP = 2
+"""Steps of each system that are not counted."""
+ROUND = 2
+"""Steps that each system makes in its turn."""
+
+Steps = list[dict[str, Any]]
+"""What a system said of its steps."""
 
 
 class Turns:
@@ -90,3 +100,57 @@ class System:
                 self._process.kill()
                 self._process.wait()
         self._process.stdout.close()
+
+
+def take_turns(
+    starts: Mapping[str, Callable[[], System]],
+    steps: int,
+    told: Callable[[str, Steps], dict[str, Any]] = lambda name, made: {},
+) -> tuple[dict[str, Steps], dict[str, dict[str, Any]]]:
+    """Start systems, let them make steps by turns, and end them.
+
+    Args:
+        starts: by name; the first one makes its steps before the others in each round.
+        steps: counted ones, of each.
+        told: from the name of another system and the steps that the first one just made, what that one is told of them.
+
+    Returns:
+        The counted steps of each system, and what each said when it was up.
+    """
+    with ExitStack() as running:
+        systems: dict[str, System] = {}
+        for name, start in starts.items():
+            print(f"  starting {name} ...", flush=True)
+            systems[name] = start()
+            running.callback(systems[name].close)
+        first = next(iter(systems))
+        measured: dict[str, Steps] = {name: [] for name in systems}
+        rounds = [WARM_UP, *rounds_of(steps)]
+        for number, size in enumerate(rounds):
+            made = {first: systems[first].run(size)}
+            for name, system in systems.items():
+                if name != first:
+                    made[name] = system.run(size, **told(name, made[first]))
+            if number:
+                for name, more in made.items():
+                    measured[name] += more
+            what = f"round {number} of {len(rounds) - 1}" if number else "warm-up"
+            print(f"  {what}: {'  '.join(map(_seconds_of, made, made.values()))}", flush=True)
+        return measured, {name: system.facts for name, system in systems.items()}
+
+
+def command(script: str, *arguments: object, python: Path | str = sys.executable) -> list[str]:
+    """That runs a script of this folder."""
+    return [str(python), str(HERE / script), *map(str, arguments)]
+
+
+def rounds_of(steps: int) -> list[int]:
+    """
+    >>> rounds_of(5)
+    [2, 2, 1]
+    """
+    return [min(ROUND, steps - start) for start in range(0, steps, ROUND)]
+
+
+def _seconds_of(name: str, steps: Steps) -> str:
+    return f"{name} {', '.join(format(step['step_s'], '.2f') for step in steps)}"
