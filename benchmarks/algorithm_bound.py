@@ -16,8 +16,8 @@ from typing import Any
 from algorithm_workloads import ALGORITHM_WORKLOADS, EPOCHS, MINIBATCHES, num_tokens, read
 from turns import Turns
 
-MICROBATCHES = (2, 4, 8, 16, 32)
-"""Rows, tried while warming up."""
+MICROBATCHES = (256, 512, 1024, 2048, 4096)
+"""Tokens with padding, tried while warming up."""
 
 Row = tuple[list[int], list[int]]
 """A prompt and a response."""
@@ -56,8 +56,6 @@ class Part:
     """[rows, longest] bool: the tokens before those of the response."""
     targets: Any
     """[T] int64: the tokens of the response."""
-    lengths: Any
-    """[rows] int64 tokens of each response."""
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Part:
@@ -70,7 +68,7 @@ class Part:
             ids[k, : len(prompt) + len(response)] = torch.tensor(prompt + response)
             predicting[k, len(prompt) - 1 : len(prompt) + len(response) - 1] = True
         targets = torch.tensor([token for _, response in rows for token in response])
-        return cls(ids, predicting, targets, torch.tensor([len(response) for _, response in rows]))
+        return cls(ids, predicting, targets)
 
 
 class Model:
@@ -113,19 +111,15 @@ class PpoStep:
 
     def __init__(self, folder: Path) -> None:
         given = read(folder / "rows.jsonl")
-        rows = [(row["prompt"], row["given"]) for row in given]
-        self._rows = sorted(rows, key=lambda row: len(row[0]) + len(row[1]))
         self.tokens = num_tokens(given)
+        self._rows = by_length((row["prompt"], row["given"]) for row in given)
         self._looking = [Model(folder / "model"), Model(folder / "model", scalar=True)]
         self._critic = Model(folder / "model", scalar=True, trained=True)
         self._actor = Model(folder / "model", trained=True)
 
     def prepare(self, microbatch: int) -> None:
-        def cut(rows: Sequence[Row]) -> list[Part]:
-            return [Part.of(rows[start : start + microbatch]) for start in range(0, len(rows), microbatch)]
-
-        self.parts = cut(self._rows)
-        self._minibatches = [cut(self._rows[k::MINIBATCHES]) for k in range(MINIBATCHES)]
+        self.parts = cut(self._rows, microbatch)
+        self._minibatches = [cut(self._rows[k::MINIBATCHES], microbatch) for k in range(MINIBATCHES)]
 
     def __call__(self) -> None:
         import torch
@@ -149,30 +143,38 @@ class PpoStep:
 
 
 class DpoStep:
-    """One optimizer step on all pairs. What the reference says of them is known."""
+    """One optimizer step on both responses of all pairs. What the reference says of them is known.
+
+    The gradient of the loss by a log-probability is a number for each row, and the passes cost the same with any number. So the two
+    responses of a pair may stand in two microbatches here, and less is padded than a loss on pairs would allow.
+    """
 
     def __init__(self, folder: Path) -> None:
         pairs = read(folder / "pairs.jsonl")
-        self._pairs = sorted(
-            pairs, key=lambda pair: len(pair["prompt"]) + max(len(pair["chosen"]), len(pair["rejected"]))
-        )
         self.tokens = num_tokens(pairs)
+        self._rows = by_length((pair["prompt"], pair[side]) for pair in pairs for side in ("chosen", "rejected"))
         self._actor = Model(folder / "model", trained=True)
 
     def prepare(self, microbatch: int) -> None:
-        pairs = max(1, microbatch // 2)
-        rows = [(p["prompt"], p[side]) for p in self._pairs for side in ("chosen", "rejected")]
-        self.parts = [Part.of(rows[start : start + 2 * pairs]) for start in range(0, len(rows), 2 * pairs)]
+        self.parts = cut(self._rows, microbatch)
 
     def __call__(self) -> None:
-        import torch
+        self._actor.update(self.parts, lambda logprobs, part: -0.05 * logprobs.sum() / len(self._rows))
 
-        def loss(logprobs: Any, part: Part) -> Any:
-            rows = torch.repeat_interleave(torch.arange(len(part.lengths)), part.lengths)
-            ratios = torch.zeros(len(part.lengths)).index_add(0, rows, logprobs - logprobs.detach())
-            return -torch.nn.functional.logsigmoid(0.1 * (ratios[0::2] - ratios[1::2])).sum() / len(self._pairs)
 
-        self._actor.update(self.parts, loss)
+def by_length(rows: Iterable[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: len(row[0]) + len(row[1]))
+
+
+def cut(rows: Sequence[Row], microbatch: int) -> list[Part]:
+    """Microbatches of at most so many tokens with padding (or a single row), of rows sorted by length."""
+    parts: list[list[Row]] = []
+    for row in rows:
+        if parts and (len(parts[-1]) + 1) * (len(row[0]) + len(row[1])) <= microbatch:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+    return [Part.of(part) for part in parts]
 
 
 if __name__ == "__main__":

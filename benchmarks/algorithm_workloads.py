@@ -43,7 +43,7 @@ def _long(model: Workload) -> Workload:
 
 
 ALGORITHM_WORKLOADS = {
-    "1m": AlgorithmWorkload(_long(WORKLOADS["a"]), rows=128, trl_microbatch=8),
+    "1m": AlgorithmWorkload(_long(WORKLOADS["a"]), rows=128, trl_microbatch=4),
     "25m": AlgorithmWorkload(_long(WORKLOADS["b"]), rows=32, trl_microbatch=4),
 }
 
