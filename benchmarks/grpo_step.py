@@ -153,7 +153,7 @@ def shares(steps: Sequence[Mapping[str, Any]], nodes: Mapping[str, str] = NODES)
     >>> update = {"node": "actor.update", "start_s": 11.5, "end_s": 12.0}
     >>> record = {"node": "weft.record", "start_s": 11.25, "end_s": 11.75}
     >>> {k: v for k, v in shares([{"step_s": 2.0, "calls": [generate, update, record]}]).items() if v}
-    {'generate': 0.5, 'update': 0.25, 'record': 0.125, 'driver': 0.125}
+    {'update': 0.25, 'generate': 0.5, 'record': 0.125, 'driver': 0.125}
     """
     total = sum(step["step_s"] for step in steps)
     seconds: dict[str, float] = dict.fromkeys([*nodes.values(), "driver"], 0.0)

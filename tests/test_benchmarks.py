@@ -27,8 +27,10 @@ def workloads(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("workloads")
 
 
-def test_examples_in_docstrings_are_true(grpo_step: ModuleType):
-    assert doctest.testmod(grpo_step).failed == 0
+@pytest.mark.parametrize("name", ["turns", "grpo_step", "algorithm_steps"])
+def test_examples_in_docstrings_are_true(grpo_step: ModuleType, name: str):
+    tried = doctest.testmod(importlib.import_module(name))
+    assert tried.failed == 0 and tried.attempted > 0
 
 
 def test_workloads_are_those_that_are_promised(workloads: ModuleType):
@@ -381,3 +383,25 @@ def test_a_run_loses_nothing_when_its_processes_are_killed(recovery: ModuleType,
     found = recovery.kills(work, tmp_path / "root", recovery.SMALL, seed=0)
     assert found["kills"] == sum(found["kills_by"].values()) == 3
     assert (found["lost"], found["duplicated"], found["kills_wrong"]) == (0, 0, [])
+
+
+def test_the_bound_of_an_algorithm_has_the_numbers_of_the_real_step(workloads: ModuleType, tmp_path: Path):
+    """Its microbatches hold each row once, and what it computes of their tokens is what an actor computes."""
+    import torch
+
+    from weft.dataflow.batch import Batch
+    from weft.workers.reference import ReferenceWorker
+
+    algorithms, bound = (importlib.import_module(name) for name in ("algorithm_workloads", "algorithm_bound"))
+    folder = algorithms.prepare(algorithms.ALGORITHM_WORKLOADS["1m"].small(), tmp_path)
+    given = algorithms.read(folder / "rows.jsonl")
+    rows = bound.by_length((row["prompt"], row["given"]) for row in given)
+    parts = bound.cut(rows, 256)
+    assert sum(len(part.ids) for part in parts) == len(given)
+    assert algorithms.num_tokens(given) == sum(len(prompt) + len(response) for prompt, response in rows)
+    with torch.no_grad():
+        found = torch.cat([bound.Model(folder / "model")(part) for part in parts])
+    samples = Batch.of(prompt_ids=[prompt for prompt, _ in rows], response_ids=[response for _, response in rows])
+    actor = ReferenceWorker(ReferenceWorker.Config(model=str(folder / "model")))
+    wanted = torch.tensor(actor.logprobs(samples, into="logprobs").ragged_numpy("logprobs")[0])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
