@@ -23,10 +23,10 @@ import numpy as np
 
 from ..dataflow.batch import Batch
 from ..dataflow.buffer import BufferConfig, Room, SampleBuffer
-from ..dataflow.column import RESPONSE_VERSIONS
+from ..dataflow.column import PROMPT_IDS, RESPONSE_VERSIONS
 from ..dataflow.disk import is_full
 from ..dataflow.errors import UserError
-from ..dataflow.graph import Graph, Node
+from ..dataflow.graph import SOURCE, Graph, Node
 from ..dataflow.handle import Handle
 from ..dataflow.log import Position
 from ..dataflow.operation import Shape
@@ -300,7 +300,10 @@ class Driver:
         ledger = buffer.ledgers[name]
         order = positions(len(source), self._seed, shuffle=schedule.shuffle)
         rest = itertools.islice(order, ledger.prompts_issued, None)
-        flow = Flow(name, graph, schedule, ledger, rest, num_tokens(source))
+        # Rows that are made of the source's have a part of their tokens: the prompt, and what they say themselves.
+        makes_rows = any(node.level == SOURCE and node.makes_level is not None for node in graph.nodes)
+        tokens = num_tokens(source, {str(PROMPT_IDS)} if makes_rows else None)
+        flow = Flow(name, graph, schedule, ledger, rest, tokens)
         if self._resumed is not None and not flow.evaluates:
             flow.step = self._resumed.state.step
             flow.open = ledger.groups_in_flight > 0

@@ -390,7 +390,7 @@ def test_the_bound_of_an_algorithm_has_the_numbers_of_the_real_step(workloads: M
     import torch
 
     from weft.dataflow.batch import Batch
-    from weft.workers.reference import ReferenceWorker
+    from weft.workers.reference import ReferenceConfig, ReferenceWorker
 
     algorithms, bound = (importlib.import_module(name) for name in ("algorithm_workloads", "algorithm_bound"))
     folder = algorithms.prepare(algorithms.ALGORITHM_WORKLOADS["1m"].small(), tmp_path)
@@ -402,6 +402,6 @@ def test_the_bound_of_an_algorithm_has_the_numbers_of_the_real_step(workloads: M
     with torch.no_grad():
         found = torch.cat([bound.Model(folder / "model")(part) for part in parts])
     samples = Batch.of(prompt_ids=[prompt for prompt, _ in rows], response_ids=[response for _, response in rows])
-    actor = ReferenceWorker(ReferenceWorker.Config(model=str(folder / "model")))
+    actor = ReferenceWorker(ReferenceConfig(model=str(folder / "model")))
     wanted = torch.tensor(actor.logprobs(samples, into="logprobs").ragged_numpy("logprobs")[0])
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)

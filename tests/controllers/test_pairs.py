@@ -3,19 +3,41 @@
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from toy import ToyActor, ToyReward, ToyRollout, prompts
 
-from weft.algorithms.preference import best_and_worst
+from weft.algorithms.preference import best_and_worst, dpo
 from weft.controllers.driver import Driver
 from weft.controllers.schedule import Pipelined, Synchronous
 from weft.dataflow.batch import Batch
-from weft.dataflow.graph import graph
+from weft.dataflow.graph import TableSource, graph
 from weft.dataflow.handle import group
 from weft.dataflow.metrics import Max, Metrics, Sum
 from weft.dataflow.proof import prove
 from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
+
+
+class GivenPairs(ToyActor):
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids", "preferred"), updates=True, in_parts=("epochs",))
+    def update(self, samples: Batch, *, loss: Any = None, epochs: int = 1, last: bool = True) -> Metrics:
+        return {"pairs": Sum(len(samples) / 2)}
+
+
+def test_a_response_of_a_given_pair_has_the_tokens_of_its_prompt_and_its_own(tmp_path: Path):
+    given = TableSource("pairs", pa.table({"prompt_ids": [[1, 2, 3]], "chosen_ids": [[4, 5]], "rejected_ids": [[6]]}))
+    with Driver(
+        dpo(given, actor=group(GivenPairs)),
+        schedule=Synchronous(steps=2, prompts_per_step=1),
+        root=tmp_path,
+        name="run",
+        progress=False,
+    ) as driver:
+        metrics = driver.run()
+        updates = [call for call in driver.directory.timeline if call["node"] == "actor.update"]
+    assert [call["tokens"] for call in updates] == [3 + 2 + 3 + 1] * 2
+    assert [round(row["tokens_per_s"] * row["step_s"]) for row in metrics[1:]] == [9, 9]
 
 
 class PairActor(ToyActor):
