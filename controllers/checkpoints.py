@@ -325,10 +325,11 @@ def latest_sound(run: Path) -> Found | None:
     damage: list[str] = []
     for path in checkpoints(run / FOLDER):
         if wrong := what_is_wrong(path):
-            damage.append(f"{path}: {wrong}; the checkpoint before it is used")
+            damage.append(f"{path}: {wrong}")
         else:
             state = RunState.read(path)
-            return Found(path, state, [*damage, *_wrong_before(state.position, run / "buffer" / LOG)])
+            passed_over = [f"{one}; the checkpoint before it is used" for one in damage]
+            return Found(path, state, [*passed_over, *_wrong_before(state.position, run / "buffer" / LOG)])
     if damage:
         raise UserError("no checkpoint of the run is sound: " + "; ".join(damage))
     return None

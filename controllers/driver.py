@@ -362,7 +362,10 @@ class Driver:
 
     def _start_again(self, error: WorkerDied) -> None:
         self.close()
-        found = latest_sound(self.directory.path)
+        try:
+            found = latest_sound(self.directory.path)
+        except UserError as damaged:
+            raise UserError(f"{damaged}\nThe run was to go on from there after this: {error}") from error
         assert found is not None
         self._restarts[found.path.name] += 1
         self._resumed = found

@@ -7,9 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import pytest
@@ -18,6 +18,7 @@ from toy import ToyLoss, ToyReward, prompts, toy_evaluation, toy_grpo
 
 from weft.controllers.checkpoints import CheckpointConfig, ask_to_end, checkpoints, latest_sound
 from weft.controllers.driver import Driver, Evaluation
+from weft.controllers.group import WorkerDied
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
@@ -75,7 +76,13 @@ TIMES = ("time_s", "step_s", "tokens_per_s", "checkpoint_pause_s")
 
 
 def run(
-    root: Path, schedule: Training, *, kill_at: int | None = None, evaluate: bool = True, **settings: Any
+    root: Path,
+    schedule: Training,
+    *,
+    kill_at: int | None = None,
+    kill: Callable[[], NoReturn] | None = None,
+    evaluate: bool = True,
+    **settings: Any,
 ) -> tuple[list[Any], list[dict[str, float]]]:
     rollout, actor = group(SlowRollout, name="rollout"), group(SavingActor, name="actor")
     reward = group(ToyReward, name="reward")
@@ -83,6 +90,8 @@ def run(
 
     def stop(metrics: Mapping[str, float]) -> bool:
         if kill_at is not None and metrics["step"] >= kill_at:
+            if kill is not None:
+                kill()
             raise Killed
         return False
 
@@ -179,6 +188,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     run(tmp_path, SCHEDULES[0], resume="latest", progress=True)
     said = capsys.readouterr().out
     assert file in said and "the checkpoint before it is used" in said and "after step 4" in said
+
+
+def test_a_run_that_finds_no_sound_checkpoint_says_both_that_and_why_it_had_to_go_on_from_one(tmp_path: Path):
+    def kill() -> NoReturn:
+        for path in (tmp_path / "run" / "checkpoints").glob("step_*/run.json"):
+            path.unlink()
+        raise WorkerDied("rank 1 of 'rollout' is gone")
+
+    with pytest.raises(UserError, match=r"(?s)step_000002.*run\.json.*rank 1 of 'rollout' is gone"):
+        run(tmp_path, SCHEDULES[0], kill_at=4, kill=kill)
 
 
 def test_a_log_that_ends_too_early_is_named_and_an_earlier_checkpoint_used(
