@@ -196,8 +196,8 @@ def test_a_run_that_finds_no_sound_checkpoint_says_both_that_and_why_it_had_to_g
             path.unlink()
         raise WorkerDied("rank 1 of 'rollout' is gone")
 
-    with pytest.raises(UserError, match=r"(?s)step_000002.*run\.json.*rank 1 of 'rollout' is gone"):
-        run(tmp_path, SCHEDULES[0], kill_at=4, kill=kill)
+    with pytest.raises(UserError, match=r"(?s)run\.json.*rank 1 of 'rollout' is gone"):
+        run(tmp_path, SCHEDULES[0], kill_at=7, kill=kill)
 
 
 def test_a_log_that_ends_too_early_is_named_and_an_earlier_checkpoint_used(
