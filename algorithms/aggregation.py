@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ..dataflow.errors import UserError
-from .loss import PackedRows
+from .loss import FrozenLoss, PackedRows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +57,7 @@ class SequenceMean:
         return rows.trained / rows.per_token(rows.trained_lengths.clamp(min=1))
 
     def count(self, rows: PackedRows) -> float:
-        return float((rows.trained_lengths > 0).sum())
+        return float(rows.counted.sum())
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,19 @@ class FixedLength:
         return rows.trained / self.max_tokens
 
     def count(self, rows: PackedRows) -> float:
-        return float((rows.trained_lengths > 0).sum())
+        return float(rows.counted.sum())
 
 
 token_mean = TokenMean()
 sequence_mean = SequenceMean()
 fixed_length = FixedLength
+
+
+class AggregatedLoss(FrozenLoss):
+    """A loss of each token, aggregated over them."""
+
+    aggregation: Aggregation = token_mean
+    """`token_mean`, `sequence_mean` or `fixed_length(max_tokens)`."""
+
+    def count(self, rows: PackedRows) -> float:
+        return self.aggregation.count(rows)

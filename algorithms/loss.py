@@ -13,16 +13,17 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import pyarrow as pa
+from pydantic import model_validator
 
 from ..dataflow.batch import Batch
 from ..dataflow.column import RESPONSE_MASK
+from ..dataflow.config import Config
 from ..dataflow.errors import UserError, nearest
 from ..dataflow.lazy import torch
+from ..dataflow.metrics import Max, Mean, Metric, Metrics, Sum
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from ..dataflow.metrics import Metrics
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,16 @@ class PackedRows:
         """[B] float32, number of trained tokens of each row."""
         return self.sums(self.trained)
 
+    @cached_property
+    def counted(self) -> Tensor:
+        """[B] bool: rows with a trained token. The others count for nothing."""
+        return self.trained_lengths > 0
+
+    def only_trained(self, values_T: Tensor) -> Tensor:
+        """[T] the values of trained tokens, 0 at the others, which may hold anything: nan would survive a weight of 0, forwards and
+        backwards. Differentiable."""
+        return torch.where(self.trained > 0, values_T, 0.0)
+
     def sums(self, values_T: Tensor) -> Tensor:
         """[B] sum over the tokens of each row; 0 for an empty row. Differentiable."""
         zeros = torch.zeros(len(self), dtype=values_T.dtype, device=values_T.device)
@@ -120,7 +131,10 @@ def _tensor_of(samples: Batch, column: str) -> Tensor:
 
 @runtime_checkable
 class Loss(Protocol):
-    """A loss over response tokens. A value: equal settings, equal loss; it travels to the workers as it is."""
+    """A loss over response tokens. A value: equal settings, equal loss; it travels to the workers as it is.
+
+    One of your own can have `FrozenLoss` as its parent, which answers for it, and need not: an engine asks for this alone.
+    """
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -150,3 +164,75 @@ class Loss(Protocol):
     def __call__(self, logprobs: Tensor, rows: PackedRows, /) -> tuple[Tensor, Metrics]:
         """The undivided loss of these rows (a scalar with gradient to `logprobs` [T]), and what is worth watching."""
         ...
+
+
+class FrozenLoss(Config):
+    """A loss of frozen settings, with the usual answers: it reads the mask, no other column and no entropy, and takes each row by
+    itself. A loss says what it answers otherwise, its `count`, and what it is.
+
+    >>> class Brevity(FrozenLoss):
+    ...     weight: float = 0.5
+    ...
+    ...     def count(self, rows):
+    ...         return float(rows.counted.sum())
+    ...
+    ...     def __call__(self, logprobs, rows):
+    ...         return self.weight * rows.only_trained(logprobs).sum(), {}
+    >>> isinstance(Brevity(), Loss), Brevity().reads, Brevity()(torch.tensor([-1.0, -3.0]), PackedRows.of([2]))[0].item()
+    (True, (), -2.0)
+    """
+
+    @model_validator(mode="after")
+    def _parts_are_values(self) -> FrozenLoss:
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            for part in value if isinstance(value, tuple) else (value,):
+                if isinstance(part, type):
+                    raise ValueError(f"{name}={part.__name__} is a class; make a value of it: {part.__name__}()")
+        return self
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def may_read(self) -> tuple[str, ...]:
+        return (str(RESPONSE_MASK),)
+
+    @property
+    def needs_entropy(self) -> bool:
+        return False
+
+    @property
+    def whole_groups(self) -> bool:
+        return False
+
+
+def observed(
+    over: Tensor,
+    means: Mapping[str, Tensor],
+    *,
+    largest: Mapping[str, Tensor] | None = None,
+    counts: Mapping[str, Tensor] | None = None,
+) -> dict[str, Metric]:
+    """What a loss reports of N things (tokens, rows, pairs), without a gradient; one transfer from the device for all of it.
+
+    Args:
+        over: [N] bool, which of them count; the values of the others may be anything, even nan.
+        means: [N] by name; the mean over those that count, of weight 0 where there are none.
+        largest: [N] by name; the largest of those that count, and at least 0; left out where N is 0.
+        counts: bool, of any shape, by name.
+
+    >>> observed(torch.tensor([True, False]), {"gap": torch.tensor([0.5, float("nan")])})
+    {'gap': Mean(total=0.5, weight=1.0)}
+    """
+    largest, counts = (largest or {}) if len(over) else {}, counts or {}
+    with torch.no_grad():
+        tensors = [torch.where(over, values, 0.0).sum() for values in means.values()]
+        tensors += [torch.where(over, values, 0.0).amax() for values in largest.values()]
+        tensors += [values.sum() for values in counts.values()]
+        number, *numbers = torch.stack([over.sum(), *tensors]).tolist()
+    found = iter(numbers)
+    metrics: dict[str, Metric] = {name: Mean(next(found), float(number)) for name in means}
+    metrics |= {name: Max(next(found)) for name in largest}
+    return metrics | {name: Sum(next(found)) for name in counts}

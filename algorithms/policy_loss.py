@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, model_validator
 
 from ..dataflow.column import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, RESPONSE_LOGPROBS, RESPONSE_MASK
-from ..dataflow.config import Config
 from ..dataflow.lazy import torch
-from ..dataflow.metrics import Max, Mean, Metric, Metrics, Sum
-from .aggregation import Aggregation, token_mean
+from ..dataflow.metrics import Metrics
+from .aggregation import AggregatedLoss
 from .corrections import MAX_LOG_RATIO, Correction, combined
 from .kl import KlPenalty, k3
-from .loss import PackedRows
+from .loss import PackedRows, observed
 from .ratios import token_ratio
 from .surrogates import Clipped, Surrogate
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class PolicyLoss(Config):
+class PolicyLoss(AggregatedLoss):
     """Policy gradient: l_t = w_t s(r_t, A_t) + beta KL_t - c H_t, then aggregated.
 
     s is the surrogate, by default -min(r A, clip(r) A); r = current / old; w = 1, or what `correction` makes of
@@ -50,8 +49,6 @@ class PolicyLoss(Config):
     """`Clipped(low, high, dual)`, `Cispo(low, high)`, `Sapo(positive, negative)` or `LogLikelihood()`."""
     ratio: Callable[..., Any] = token_ratio
     """(log_ratio [T], rows) -> log-ratio [T]: `token_ratio`, `sequence_ratio` or `sequence_product`."""
-    aggregation: Aggregation = token_mean
-    """`token_mean`, `sequence_mean` or `fixed_length(max_tokens)`."""
     kl: KlPenalty | None = None
     """Penalty for leaving the reference; the graph must then write `reference_logprobs`."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
@@ -66,9 +63,6 @@ class PolicyLoss(Config):
 
     @model_validator(mode="after")
     def _ratio_counts_once(self) -> PolicyLoss:
-        for setting, one in (("surrogate", self.surrogate), *(("correction", each) for each in self._corrections)):
-            if isinstance(one, type):
-                raise ValueError(f"{setting}={one.__name__} is a class; make a value of it: {one.__name__}()")
         weighing = [repr(one) for one in self._corrections if one.weighs]
         if len(weighing) > 1:
             raise ValueError(f"the ratio to the generator must be weighed with once, not by {' and '.join(weighing)}")
@@ -108,13 +102,6 @@ class PolicyLoss(Config):
     def needs_entropy(self) -> bool:
         return self.entropy_coefficient > 0
 
-    @property
-    def whole_groups(self) -> bool:
-        return False
-
-    def count(self, rows: PackedRows) -> float:
-        return self.aggregation.count(rows)
-
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
         """The undivided loss, and its metrics.
 
@@ -132,17 +119,12 @@ class PolicyLoss(Config):
             tokens). With a correction: `mean_importance_weight`, `truncated_fraction`, `masked_fraction`, and the counts
             `masked_tokens` and `masked_rows` (with every trained token left out).
         """
-        weights, trained = self.aggregation.weights(rows), rows.trained > 0
-
-        def read(column: str) -> Tensor:
-            # A masked token may hold anything, even nan, which would survive a weight of 0, forwards and backwards.
-            return torch.where(trained, rows[column], 0.0)
-
+        trained, only = rows.trained > 0, rows.only_trained
         old_column = self._old_column(rows)
-        old = logprobs.detach() if old_column is None else read(old_column)
-        log_ratio = torch.where(trained, logprobs - old, 0.0)
+        old = logprobs.detach() if old_column is None else rows[old_column]
+        log_ratio = only(logprobs - old)
         ratio = self.ratio(log_ratio, rows).clamp(max=MAX_LOG_RATIO).exp()
-        surrogated = self.surrogate(ratio, torch.where(trained, logprobs, 0.0), read(str(ADVANTAGES)))
+        surrogated = self.surrogate(ratio, only(logprobs), only(rows[ADVANTAGES]))
         losses = surrogated.losses
         watched = {
             "clip_fraction": surrogated.clipped,
@@ -152,7 +134,7 @@ class PolicyLoss(Config):
         counted: dict[str, Tensor] = {}
         if self._corrections or RESPONSE_LOGPROBS in rows:
             trainer = logprobs.detach() if old_column == str(RESPONSE_LOGPROBS) else old
-            off = torch.where(trained, trainer - read(str(RESPONSE_LOGPROBS)), 0.0).detach()
+            off = only(trainer - rows[RESPONSE_LOGPROBS]).detach()
             ratio = off.clamp(max=MAX_LOG_RATIO).exp()
             watched |= {"generator_kl_k1": -off, "generator_kl_k3": k3(-off, torch.zeros_like(off))}
             watched["mean_generator_ratio"] = largest["max_generator_ratio"] = ratio
@@ -163,27 +145,18 @@ class PolicyLoss(Config):
                 watched |= {"truncated_fraction": corrected.truncated, "masked_fraction": corrected.masked}
                 counted["masked_tokens"] = trained & corrected.masked
                 left = rows.sums((trained & ~corrected.masked).float())
-                counted["masked_rows"] = (rows.trained_lengths > 0) & (left == 0)
+                counted["masked_rows"] = rows.counted & (left == 0)
         if self.kl:
-            kl = self.kl.estimator(logprobs, read(str(REFERENCE_LOGPROBS)))
+            kl = self.kl.estimator(logprobs, only(rows[REFERENCE_LOGPROBS]))
             losses, watched["kl"] = losses + self.kl.coefficient * kl, kl
         if self.needs_entropy:
-            entropy = read("entropy")
+            entropy = only(rows["entropy"])
             losses, watched["entropy"] = losses - self.entropy_coefficient * entropy, entropy
-        loss_sum = (weights * losses).sum()
-        with torch.no_grad():
-            tensors = [torch.where(trained, values, 0.0).sum() for values in watched.values()]
-            tensors += [torch.where(trained, values, 0.0).amax() for values in largest.values() if len(trained)]
-            tensors += [values.sum() for values in counted.values()]
-            # One transfer from the device for all of them.
-            count, *numbers = torch.stack([trained.sum(), *tensors]).tolist()
-        found = iter(numbers)
-        metrics: dict[str, Metric] = {name: Mean(next(found), count) for name in watched}
-        metrics |= {name: Max(next(found)) for name in largest if len(trained)}
-        return loss_sum, metrics | {name: Sum(next(found)) for name in counted}
+        loss_sum = (self.aggregation.weights(rows) * losses).sum()
+        return loss_sum, observed(trained, watched, largest=largest, counts=counted)
 
 
-class NegativeLogLikelihood(Config):
+class NegativeLogLikelihood(AggregatedLoss):
     """Supervised loss: l_t = -log p(y_t), by default the mean over all trained tokens of the step.
 
     >>> rows = PackedRows.of([2, 1], response_mask=[1, 0, 1])
@@ -191,29 +164,6 @@ class NegativeLogLikelihood(Config):
     (3.0, 2.0)
     """
 
-    aggregation: Aggregation = token_mean
-    """`token_mean`, `sequence_mean` or `fixed_length(max_tokens)`."""
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return ()
-
-    @property
-    def may_read(self) -> tuple[str, ...]:
-        return (str(RESPONSE_MASK),)
-
-    @property
-    def needs_entropy(self) -> bool:
-        return False
-
-    @property
-    def whole_groups(self) -> bool:
-        return False
-
-    def count(self, rows: PackedRows) -> float:
-        return self.aggregation.count(rows)
-
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
         """The undivided loss (0 when every token is masked); it has no metrics beside the loss itself."""
-        losses = torch.where(rows.trained > 0, -logprobs, 0.0)
-        return (self.aggregation.weights(rows) * losses).sum(), {}
+        return (self.aggregation.weights(rows) * rows.only_trained(-logprobs)).sum(), {}

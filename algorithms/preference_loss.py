@@ -17,17 +17,16 @@ every loss on pairs is  weight * f(beta (s_w - s_l) - margin) + likelihood * (me
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from ..dataflow.column import GROUP_ID, PREFERRED, REFERENCE_LOGPROBS, REFERENCE_POINT, RESPONSE_MASK
+from ..dataflow.column import GROUP_ID, PREFERRED, REFERENCE_LOGPROBS, REFERENCE_POINT
 from ..dataflow.config import Config
 from ..dataflow.errors import UserError
 from ..dataflow.lazy import torch
-from ..dataflow.metrics import Mean, Metric, Metrics
-from .loss import PackedRows
+from ..dataflow.metrics import Metric, Metrics
+from .loss import FrozenLoss, PackedRows, observed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -183,7 +182,55 @@ class Hinge(Config):
         return (1 - ahead).clamp(min=0)
 
 
-class PreferenceLoss(Config):
+class PairLoss(FrozenLoss):
+    """A loss of pairs: groups of two rows, one of them `preferred`. A pair of which a response has no trained token is left out, and
+    not counted."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (str(GROUP_ID), str(PREFERRED))
+
+    @property
+    def whole_groups(self) -> bool:
+        return True
+
+    def count(self, rows: PackedRows) -> float:
+        """Pairs with a trained token in both responses.
+
+        Raises:
+            UserError: when a group is no pair.
+        """
+        groups, index = torch.unique(rows[GROUP_ID], return_inverse=True)
+        sizes = torch.bincount(index, minlength=len(groups))
+        preferred = torch.bincount(index[rows[PREFERRED] > 0], minlength=len(groups))
+        wrong = torch.nonzero((sizes != 2) | (preferred != 1))
+        if len(wrong):
+            k = int(wrong[0])
+            raise UserError(
+                f"group {int(groups[k])} has {int(sizes[k])} rows, {int(preferred[k])} of them preferred; a preference loss takes "
+                "pairs: two rows, one of them preferred (nodes pairs and best_and_worst make such groups)"
+            )
+        return float(len(self._sides(rows)[0]))
+
+    def _sides(self, rows: PackedRows) -> tuple[Tensor, Tensor]:
+        """Row numbers of preferred responses and of the others, pair by pair."""
+        groups, preferred = rows[GROUP_ID], rows[PREFERRED] > 0
+        chosen, rejected = (torch.nonzero(rows.counted & side).flatten() for side in (preferred, ~preferred))
+        chosen, rejected = (side[groups[side].argsort()] for side in (chosen, rejected))
+        return (
+            chosen[torch.isin(groups[chosen], groups[rejected])],
+            rejected[torch.isin(groups[rejected], groups[chosen])],
+        )
+
+    def _observed(self, chosen: Tensor, rejected: Tensor, **more: Tensor) -> dict[str, Metric]:
+        """Means over pairs: of their rewards [P], of how far one is ahead, and of what more there is."""
+        ahead = chosen - rejected
+        watched = {"chosen_reward": chosen, "rejected_reward": rejected, "reward_margin": ahead}
+        watched |= {"preference_accuracy": ahead > 0, **more}
+        return observed(torch.ones_like(ahead, dtype=torch.bool), watched)
+
+
+class PreferenceLoss(PairLoss):
     """l = weight f(beta (s_w - s_l) - margin) + likelihood nll(y_w), the mean over pairs; f and s are values, not branches.
 
     The pairs are the groups of the rows: two rows each, one of them `preferred`. A pair of which a response has no trained token is
@@ -208,35 +255,9 @@ class PreferenceLoss(Config):
     likelihood: float = Field(default=0.0, ge=0)
     """Of the preferred response's negative log-likelihood, a mean over its trained tokens (arXiv:2404.19733; ORPO: 1)."""
 
-    @model_validator(mode="after")
-    def _parts_are_values(self) -> PreferenceLoss:
-        for name in ("score", "comparison"):
-            _check_value(name, getattr(self, name))
-        return self
-
     @property
     def reads(self) -> tuple[str, ...]:
-        return (str(GROUP_ID), str(PREFERRED), *self.score.reads)
-
-    @property
-    def may_read(self) -> tuple[str, ...]:
-        return (str(RESPONSE_MASK),)
-
-    @property
-    def needs_entropy(self) -> bool:
-        return False
-
-    @property
-    def whole_groups(self) -> bool:
-        return True
-
-    def count(self, rows: PackedRows) -> float:
-        """Pairs with a trained token in both responses.
-
-        Raises:
-            UserError: when a group is no pair.
-        """
-        return num_pairs(rows)
+        return (*super().reads, *self.score.reads)
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
         """The undivided loss, and its metrics.
@@ -250,26 +271,18 @@ class PreferenceLoss(Config):
             times score), `reward_margin` (their difference), `preference_accuracy` (how often it is above 0), `chosen_logprob` and
             `rejected_logprob` (nats, of whole responses), and, where it is asked for, `chosen_nll` (nats a token).
         """
-        chosen, rejected = pairs_of_rows(rows)
+        chosen, rejected = self._sides(rows)
         rewards = self.beta * self.score(logprobs, rows)
-        ahead = rewards[chosen] - rewards[rejected]
-        losses = self.weight * self.comparison(ahead - self.margin)
+        losses = self.weight * self.comparison(rewards[chosen] - rewards[rejected] - self.margin)
         sums = _of_rows(logprobs, rows, per_token=False)
-        watched = {
-            "chosen_reward": rewards[chosen],
-            "rejected_reward": rewards[rejected],
-            "reward_margin": ahead,
-            "preference_accuracy": ahead > 0,
-            "chosen_logprob": sums[chosen],
-            "rejected_logprob": sums[rejected],
-        }
+        watched = {"chosen_logprob": sums[chosen], "rejected_logprob": sums[rejected]}
         if self.likelihood:
             nll = -sums[chosen] / rows.trained_lengths[chosen]
             losses, watched["chosen_nll"] = losses + self.likelihood * nll, nll
-        return losses.sum(), _means(watched, len(chosen))
+        return losses.sum(), self._observed(rewards[chosen], rewards[rejected], **watched)
 
 
-class DesirabilityLoss(Config):
+class DesirabilityLoss(FrozenLoss):
     """KTO (arXiv:2402.01306, eq. 7): l = w_D (1 - sigmoid(beta (s - z0))) of a good response, w_U (1 - sigmoid(beta (z0 - s))) of a bad
     one, with s the log-ratio to the reference; the mean over responses.
 
@@ -294,21 +307,9 @@ class DesirabilityLoss(Config):
     def reads(self) -> tuple[str, ...]:
         return (str(PREFERRED), str(REFERENCE_LOGPROBS), str(REFERENCE_POINT))
 
-    @property
-    def may_read(self) -> tuple[str, ...]:
-        return (str(RESPONSE_MASK),)
-
-    @property
-    def needs_entropy(self) -> bool:
-        return False
-
-    @property
-    def whole_groups(self) -> bool:
-        return False
-
     def count(self, rows: PackedRows) -> float:
         """Responses with a trained token."""
-        return float((rows.trained_lengths > 0).sum())
+        return float(rows.counted.sum())
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
         """The undivided loss, and its metrics.
@@ -322,17 +323,18 @@ class DesirabilityLoss(Config):
             `chosen_reward` and `rejected_reward` (beta times log-ratio); over all: `reference_point` (nats).
         """
         scores = LogRatio()(logprobs, rows)
-        counted, good = rows.trained_lengths > 0, rows[PREFERRED] > 0
+        counted, good = rows.counted, rows[PREFERRED] > 0
         point = torch.where(counted, rows[REFERENCE_POINT], 0.0)
         above = self.beta * (scores - point)
         losses = torch.where(
             good, self.desirable_weight * torch.sigmoid(-above), self.undesirable_weight * torch.sigmoid(above)
         )
-        metrics: dict[str, Metric] = {}
-        with torch.no_grad():
-            for name, chosen in (("chosen_reward", counted & good), ("rejected_reward", counted & ~good)):
-                metrics |= _means({name: self.beta * scores[chosen]}, int(chosen.sum()))
-            metrics |= _means({"reference_point": point}, int(counted.sum()))
+        rewards = self.beta * scores
+        metrics = {
+            **observed(counted & good, {"chosen_reward": rewards}),
+            **observed(counted & ~good, {"rejected_reward": rewards}),
+            **observed(counted, {"reference_point": point}),
+        }
         return torch.where(counted, losses, 0.0).sum(), metrics
 
 
@@ -354,44 +356,6 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0
 
 
 def _of_rows(values: Tensor, rows: PackedRows, per_token: bool) -> Tensor:
-    """[B] sum, or mean, over the trained tokens of each row; 0 for a row without one. A masked token may hold anything, even nan."""
-    sums = rows.sums(torch.where(rows.trained > 0, values, 0.0))
+    """[B] sum, or mean, over the trained tokens of each row; 0 for a row without one."""
+    sums = rows.sums(rows.only_trained(values))
     return sums / rows.trained_lengths.clamp(min=1) if per_token else sums
-
-
-def num_pairs(rows: PackedRows) -> float:
-    """Pairs with a trained token in both responses.
-
-    Raises:
-        UserError: when a group is no pair.
-    """
-    groups, index = torch.unique(rows[GROUP_ID], return_inverse=True)
-    sizes = torch.bincount(index, minlength=len(groups))
-    preferred = torch.bincount(index[rows[PREFERRED] > 0], minlength=len(groups))
-    wrong = torch.nonzero((sizes != 2) | (preferred != 1))
-    if len(wrong):
-        k = int(wrong[0])
-        raise UserError(
-            f"group {int(groups[k])} has {int(sizes[k])} rows, {int(preferred[k])} of them preferred; a preference loss takes "
-            "pairs: two rows, one of them preferred (nodes pairs and best_and_worst make such groups)"
-        )
-    return float(len(pairs_of_rows(rows)[0]))
-
-
-def pairs_of_rows(rows: PackedRows) -> tuple[Tensor, Tensor]:
-    """Row numbers of preferred responses and of the others, pair by pair: groups that have both, each with a trained token."""
-    groups, preferred, counted = rows[GROUP_ID], rows[PREFERRED] > 0, rows.trained_lengths > 0
-    chosen, rejected = (torch.nonzero(counted & side).flatten() for side in (preferred, ~preferred))
-    chosen, rejected = (side[groups[side].argsort()] for side in (chosen, rejected))
-    return chosen[torch.isin(groups[chosen], groups[rejected])], rejected[torch.isin(groups[rejected], groups[chosen])]
-
-
-def _means(watched: dict[str, Tensor], count: int) -> dict[str, Metric]:
-    """Means over `count` things each; one transfer from the device for all of them."""
-    totals = torch.stack([values.detach().sum() for values in watched.values()]).tolist()
-    return {name: Mean(total, float(count)) for name, total in zip(watched, totals, strict=True)}
-
-
-def _check_value(name: str, value: Callable[..., Any]) -> None:
-    if isinstance(value, type):
-        raise ValueError(f"{name}={value.__name__} is a class; make a value of it: {value.__name__}()")

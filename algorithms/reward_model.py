@@ -18,31 +18,27 @@ from pydantic import Field
 
 from ..dataflow.batch import Batch
 from ..dataflow.column import (
-    GROUP_ID,
-    PREFERRED,
     RESPONSE_IDS,
-    RESPONSE_MASK,
     REWARD,
     STEP_LABELS,
     TOKEN_REWARDS,
     TOKEN_SCORES,
 )
-from ..dataflow.config import Config
 from ..dataflow.errors import UserError
 from ..dataflow.graph import graph
 from ..dataflow.lazy import torch
-from ..dataflow.metrics import Mean, Metrics
+from ..dataflow.metrics import Metrics
 from ..dataflow.operation import node
-from .loss import Loss, PackedRows
+from .loss import FrozenLoss, Loss, PackedRows, observed
 from .preference import compare, pairs
-from .preference_loss import bradley_terry, num_pairs, pairs_of_rows
+from .preference_loss import PairLoss, bradley_terry
 from .roles import Reward, Trainable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class RewardLoss(Config):
+class RewardLoss(PairLoss):
     """A reward model's loss on pairs: l = -log sigmoid(r_w - r_l - m) + c (r_w + r_l)^2, the mean over pairs.
 
     The first term is Bradley-Terry's (arXiv:2203.02155, eq. 1; with a margin arXiv:2307.09288, eq. 2), which only differences
@@ -63,27 +59,7 @@ class RewardLoss(Config):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        return (str(GROUP_ID), str(PREFERRED), *((self.margin,) if isinstance(self.margin, str) else ()))
-
-    @property
-    def may_read(self) -> tuple[str, ...]:
-        return (str(RESPONSE_MASK),)
-
-    @property
-    def needs_entropy(self) -> bool:
-        return False
-
-    @property
-    def whole_groups(self) -> bool:
-        return True
-
-    def count(self, rows: PackedRows) -> float:
-        """Pairs with a trained token in both responses.
-
-        Raises:
-            UserError: when a group is no pair.
-        """
-        return num_pairs(rows)
+        return (*super().reads, *((self.margin,) if isinstance(self.margin, str) else ()))
 
     def __call__(self, rewards: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
         """The undivided loss, and its metrics.
@@ -96,23 +72,14 @@ class RewardLoss(Config):
             (scalar, metrics). 0 with a gradient of 0 without a pair. Means over pairs: `chosen_reward`, `rejected_reward`,
             `reward_margin` (their difference) and `preference_accuracy` (how often that is above 0).
         """
-        sides, last = pairs_of_rows(rows), rows.cu_seqlens[1:] - 1
+        sides, last = self._sides(rows), rows.cu_seqlens[1:] - 1
         chosen, rejected = (rewards[last[side]] for side in sides)
         margin = rows[self.margin][sides[0]] if isinstance(self.margin, str) else self.margin
         losses = bradley_terry(chosen, rejected, margin) + self.centring * (chosen + rejected).square()
-        ahead = chosen - rejected
-        watched = {
-            "chosen_reward": chosen,
-            "rejected_reward": rejected,
-            "reward_margin": ahead,
-            "preference_accuracy": ahead > 0,
-        }
-        totals = torch.stack([values.detach().sum() for values in watched.values()]).tolist()
-        number = float(len(chosen))
-        return losses.sum(), {name: Mean(total, number) for name, total in zip(watched, totals, strict=True)}
+        return losses.sum(), self._observed(chosen, rejected)
 
 
-class StepLoss(Config):
+class StepLoss(FrozenLoss):
     """A process reward model's loss: l_t = -y_t log sigmoid(r_t) - (1 - y_t) log sigmoid(-r_t) at the end of each step
     (arXiv:2305.20050), the mean over steps; y_t is the step's label.
 
@@ -125,18 +92,6 @@ class StepLoss(Config):
     @property
     def reads(self) -> tuple[str, ...]:
         return (str(STEP_LABELS),)
-
-    @property
-    def may_read(self) -> tuple[str, ...]:
-        return (str(RESPONSE_MASK),)
-
-    @property
-    def needs_entropy(self) -> bool:
-        return False
-
-    @property
-    def whole_groups(self) -> bool:
-        return False
 
     def count(self, rows: PackedRows) -> float:
         """Steps that end with a trained token."""
@@ -156,9 +111,8 @@ class StepLoss(Config):
         ends = self._ends(rows)
         logits, labels = rewards[ends], rows[STEP_LABELS][ends].float()
         losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
-        watched = (logits.detach().sigmoid(), (logits.detach() > 0) == (labels > 0.5))
-        reward, right, count = torch.stack([*(w.sum().float() for w in watched), ends.sum().float()]).tolist()
-        return losses.sum(), {"step_reward": Mean(reward, count), "step_accuracy": Mean(right, count)}
+        watched = {"step_reward": logits.sigmoid(), "step_accuracy": (logits > 0) == (labels > 0.5)}
+        return losses.sum(), observed(torch.ones_like(logits, dtype=torch.bool), watched)
 
     def _ends(self, rows: PackedRows) -> Tensor:
         """[T] bool."""

@@ -13,13 +13,12 @@ from pydantic import Field
 
 from ..dataflow.batch import Batch
 from ..dataflow.column import ADVANTAGES, RESPONSE_MASK, RETURNS, TOKEN_REWARDS, VALUES
-from ..dataflow.config import Config
 from ..dataflow.errors import UserError
 from ..dataflow.lazy import torch
-from ..dataflow.metrics import Mean, Metrics
+from ..dataflow.metrics import Metrics
 from ..dataflow.operation import node
-from .aggregation import Aggregation, token_mean
-from .loss import PackedRows, response_rows
+from .aggregation import AggregatedLoss
+from .loss import PackedRows, observed, response_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -128,7 +127,7 @@ def whitened(values: Tensor, rows: PackedRows, *, shift: bool = True, epsilon: f
     return _spread(kept, centred_N, len(values))
 
 
-class ValueLoss(Config):
+class ValueLoss(AggregatedLoss):
     """The critic's squared error: l_t = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2, then aggregated.
 
     Clipping keeps the new value near the one that the advantages were computed with, as PPO's released implementation does
@@ -142,27 +141,10 @@ class ValueLoss(Config):
 
     clip: float | None = Field(default=0.2, gt=0)
     """How far from the old value a change earns, in units of reward; None: no bound."""
-    aggregation: Aggregation = token_mean
-    """`token_mean`, `sequence_mean` or `fixed_length(max_tokens)`."""
 
     @property
     def reads(self) -> tuple[str, ...]:
         return (str(RETURNS),) if self.clip is None else (str(VALUES), str(RETURNS))
-
-    @property
-    def may_read(self) -> tuple[str, ...]:
-        return (str(RESPONSE_MASK),)
-
-    @property
-    def needs_entropy(self) -> bool:
-        return False
-
-    @property
-    def whole_groups(self) -> bool:
-        return False
-
-    def count(self, rows: PackedRows) -> float:
-        return self.aggregation.count(rows)
 
     def __call__(self, values: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
         """The undivided loss, and its metrics.
@@ -175,22 +157,14 @@ class ValueLoss(Config):
             (scalar, metrics). 0 with a gradient of 0 when every token is masked. Means over trained tokens: `value`, `return` and,
             with a clip, `clip_fraction` (the clipped value was taken).
         """
-        trained = rows.trained > 0
-
-        def only(column: Tensor) -> Tensor:
-            return torch.where(trained, column, 0.0)  # a masked token may hold anything, even nan
-
-        values, returns = only(values), only(rows[RETURNS])
+        values, returns = rows.only_trained(values), rows.only_trained(rows[RETURNS])
         losses, watched = (values - returns).square(), {"value": values, "return": returns}
         if self.clip is not None:
-            old = only(rows[VALUES])
+            old = rows.only_trained(rows[VALUES])
             bounded = (values.clamp(old - self.clip, old + self.clip) - returns).square()
             watched["clip_fraction"] = bounded > losses
             losses = torch.maximum(losses, bounded)
-        loss_sum = (self.aggregation.weights(rows) * losses).sum() / 2
-        with torch.no_grad():
-            count, *sums = torch.stack([trained.sum(), *(only(each).sum() for each in watched.values())]).tolist()
-        return loss_sum, {name: Mean(total, count) for name, total in zip(watched, sums, strict=True)}
+        return (self.aggregation.weights(rows) * losses).sum() / 2, observed(rows.trained > 0, watched)
 
 
 @node(reads=(TOKEN_REWARDS, VALUES), may_read=(RESPONSE_MASK,), writes=(ADVANTAGES, RETURNS))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..algorithms.loss import Loss, PackedRows
+from ..algorithms.loss import Loss, PackedRows, observed
 from ..algorithms.policy_loss import PolicyLoss
 from ..dataflow.batch import Batch
 from ..dataflow.column import (
@@ -22,8 +22,7 @@ from ..dataflow.column import (
     TEMPERATURE,
 )
 from ..dataflow.errors import UserError
-from ..dataflow.lazy import torch
-from ..dataflow.metrics import Max, Mean, Metric, Metrics
+from ..dataflow.metrics import Max, Mean, Metrics
 from .dispatch import Dispatch
 from .lora import Lora
 from .remote import remote
@@ -178,7 +177,6 @@ class _WithGap:
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
         loss_sum, metrics = self.loss(logprobs, rows)
         # Tokens that are not trained on may not have been sampled at all: answers of a tool, for one.
-        gaps = torch.where(rows.trained > 0, (logprobs.detach() - rows[RESPONSE_LOGPROBS]).abs(), 0.0)
-        total, largest, count = torch.stack([gaps.sum(), gaps.amax(), rows.trained.sum()]).tolist()
-        gap: dict[str, Metric] = {"mean_logprob_gap": Mean(total, count), "max_logprob_gap": Max(largest)}
+        gaps = (logprobs - rows[RESPONSE_LOGPROBS]).abs()
+        gap = observed(rows.trained > 0, {"mean_logprob_gap": gaps}, largest={"max_logprob_gap": gaps})
         return loss_sum, {**metrics, **gap}

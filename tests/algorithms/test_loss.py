@@ -1,0 +1,60 @@
+"""What all losses share: what they report, and what they refuse."""
+
+import math
+
+import pytest
+import torch
+
+from weft.algorithms.aggregation import TokenMean, fixed_length
+from weft.algorithms.corrections import Rejection, TruncatedImportance
+from weft.algorithms.loss import FrozenLoss, Loss, PackedRows, observed
+from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
+from weft.algorithms.surrogates import Clipped
+from weft.dataflow.errors import UserError
+from weft.dataflow.metrics import Max, Mean, Sum
+
+
+def test_what_does_not_count_is_not_observed_whatever_it_holds():
+    over, values = torch.tensor([True, False, True]), torch.tensor([1.0, math.nan, 2.0], requires_grad=True)
+    flags = torch.tensor([True, True])
+    found = observed(over, {"mean": values, "share": values > 1}, largest={"largest": values}, counts={"flags": flags})
+    assert found == {"mean": Mean(3.0, 2.0), "share": Mean(1.0, 2.0), "largest": Max(2.0), "flags": Sum(2.0)}
+    nothing = observed(over[:0], {"mean": values[:0]}, largest={"largest": values[:0]}, counts={"flags": flags})
+    assert nothing == {"mean": Mean(0.0, 0.0), "flags": Sum(2.0)}
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings", "name"),
+    [
+        (PolicyLoss, {"surrogate": Clipped}, r"surrogate=Clipped is a class; make a value of it: Clipped\(\)"),
+        (PolicyLoss, {"correction": (TruncatedImportance(), Rejection)}, "correction=Rejection is a class"),
+        (NegativeLogLikelihood, {"aggregation": TokenMean}, "aggregation=TokenMean is a class"),
+        (PolicyLoss, {"aggregation": fixed_length}, "aggregation=FixedLength is a class"),
+    ],
+)
+def test_parts_of_a_loss_are_values(loss: type[FrozenLoss], settings: dict, name: str):
+    with pytest.raises(UserError, match=name):
+        loss(**settings)
+
+
+def test_a_loss_of_ones_own_says_only_what_differs():
+    class LastToken(FrozenLoss):
+        @property
+        def reads(self) -> tuple[str, ...]:
+            return ("target",)
+
+        def count(self, rows: PackedRows) -> float:
+            return float(rows.counted.sum())
+
+        def __call__(self, logprobs: torch.Tensor, rows: PackedRows) -> tuple[torch.Tensor, dict]:
+            return (logprobs[rows.cu_seqlens[1:] - 1] - rows["target"]).square().sum(), {}
+
+    loss = LastToken()
+    assert isinstance(loss, Loss) and loss == LastToken()
+    assert (loss.reads, loss.may_read, loss.needs_entropy, loss.whole_groups) == (
+        ("target",),
+        ("response_mask",),
+        False,
+        False,
+    )
+    assert not isinstance(FrozenLoss(), Loss), "a loss has to say its count and what it is"
