@@ -34,7 +34,6 @@ def main() -> None:
         worker = CriticWorker(CriticConfig(**case["config"], head=head), context)
         before, _ = worker.engine.values(rows)
         gradient, metrics = one_step(worker, rows, LOSSES[head])
-        gradient = dict(gradient)  # the next update fills it anew
         after, _ = worker.engine.values(rows)
         worker.save(folder / f"saved-{head}")
         worker.save_checkpoint(folder / f"checkpoint-{head}")

@@ -24,8 +24,6 @@ from weft.workers.critic import CriticWorker
 from weft.workers.worker import Context
 
 LOSS = PolicyLoss(aggregation=sequence_mean, kl=KlPenalty(coefficient=0.1), old="old_logprobs")
-LOSS_ENTROPY = PolicyLoss(entropy_coefficient=0.01, old="old_logprobs")
-LOSSES = {"policy": LOSS, "entropy": LOSS_ENTROPY}
 
 
 def one_step(
@@ -40,10 +38,11 @@ def one_step(
             full = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
             gradient[name] = full.clone()
 
-    engine.optimizer.register_step_pre_hook(keep)
+    hook = engine.optimizer.register_step_pre_hook(keep)
     *first, last = parts or [list(range(len(rows)))]
     said = [worker.update(rows.take(part), loss=loss, last=False) for part in first]
     metrics = merge([*said, worker.update(rows.take(last), loss=loss)])
+    hook.remove()
     return gradient, {name: metric.value for name, metric in metrics.items()} | {"_metrics": metrics}
 
 
@@ -58,7 +57,7 @@ def main() -> None:
     logprobs = worker.logprobs(share)["old_logprobs"].to_pylist() if "old_logprobs" not in share else None
     # Each rank has its own places of the rows; of a part that is all on others it has none.
     parts = [[k for k, row in enumerate(case["shares"][rank]) if row in part] for part in case["parts"]]
-    gradient, metrics = one_step(worker, share, LOSSES[case["loss"]], parts or None)
+    gradient, metrics = one_step(worker, share, parts=parts or None)
     weights = {name: tensor.clone() for name, tensor in worker.engine.named_tensors()}
     worker.save(folder / "saved")
     published = worker.publish_weights(1)

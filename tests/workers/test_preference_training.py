@@ -1,16 +1,11 @@
-"""Preference losses on the real engine: the step is that of the pairs, however they are cut, ordered, padded or spread."""
+"""Preference losses on the real engine: pairs stay whole, and a run learns them."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
-from preference_ranks import steps
 
 import weft
 from weft.algorithms.preference import dpo, preference_accuracy, reference_of_pairs
@@ -19,13 +14,9 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
 from weft.dataflow.graph import TableSource
 from weft.dataflow.handle import group
-from weft.dataflow.metrics import merge
 from weft.workers.actor import ActorConfig, ActorWorker
-from weft.workers.dispatch import Coordinates, Dispatch, RowSizes
 from weft.workers.reference import ReferenceWorker
 from weft.workers.training import plan_microbatches
-
-HERE = Path(__file__).parent
 
 
 def actor(model: Path, **settings: Any) -> ActorWorker:
@@ -46,66 +37,6 @@ def pairs(rows: Batch) -> Batch:
         reference_point=np.full(22, 0.2, np.float32),
         response_mask=(mask, cu_seqlens),
     ).take(order)
-
-
-def difference(gradient: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Of two gradients, relative to the norm of the second."""
-    squares = sum(float((gradient[n].double() - other[n].double()).square().sum()) for n in other)
-    return (squares / sum(float(g.double().square().sum()) for g in other.values())) ** 0.5
-
-
-def check_same(found: dict[str, Any], whole: dict[str, Any]) -> None:
-    for name, (gradient, metrics) in whole.items():
-        assert difference(found[name][0], gradient) < 1e-6, name
-        for metric, value in metrics.items():
-            assert found[name][1][metric].value == pytest.approx(value.value, rel=1e-4, abs=1e-5), (name, metric)
-
-
-def test_no_loss_depends_on_microbatches_order_or_parts(tiny_model: Path, pairs: Batch):
-    whole = steps(actor(tiny_model, microbatch_tokens=100_000), pairs)
-    assert whole["dpo"][1]["tokens"].value == whole["kto"][1]["tokens"].value > 0
-    for tokens in (1, 60):
-        check_same(steps(actor(tiny_model, microbatch_tokens=tokens), pairs), whole)
-    order = np.random.default_rng(2).permutation(len(pairs))
-    check_same(steps(actor(tiny_model, microbatch_tokens=60), pairs.take(order)), whole)
-    groups = pairs.numpy("group_id")
-    parts = [
-        np.flatnonzero(np.isin(groups, some)).tolist()
-        for some in ([100], [101, 107], [*range(102, 107), *range(108, 111)])
-    ]
-    check_same(steps(actor(tiny_model, microbatch_tokens=60), pairs, parts), whole)
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_no_loss_depends_on_ranks(tiny_model: Path, pairs: Batch, tmp_path: Path, ranks: int):
-    whole = steps(actor(tiny_model), pairs)
-    sizes = RowSizes(pairs.lengths("response_ids"), pairs.numpy("group_id"), whole_groups=True)
-    shares = Dispatch.SPLIT_BY_DP.distribute(sizes, [Coordinates(dp=r) for r in range(ranks)])
-    if ranks == 3:  # one of them has nothing to do
-        shares = [sorted([*(shares[0] or ()), *(shares[1] or ())]), [], shares[2]]
-    with pa.ipc.new_file(tmp_path / "rows.arrow", pairs.record.schema) as file:
-        file.write_batch(pairs.record)
-    config = {"model": str(tiny_model), "learning_rate": 1e-3, "max_grad_norm": None, "microbatch_tokens": 60}
-    (tmp_path / "case.json").write_text(json.dumps({"shares": shares, "config": config}))
-    command = [sys.executable, str(HERE / "preference_ranks.py"), str(tmp_path)]
-    programs = [subprocess.Popen([*command, str(r)], stderr=subprocess.PIPE, text=True) for r in range(ranks)]
-    try:
-        errors = [program.communicate(timeout=300)[1] for program in programs]
-    finally:
-        for program in programs:
-            program.kill()
-    assert all(program.returncode == 0 for program in programs), "\n".join(errors)
-    seen = [torch.load(tmp_path / f"rank{r}.pt", weights_only=False) for r in range(ranks)]
-    check_same({name: (seen[0][name][0], merge(one[name][1] for one in seen)) for name in whole}, whole)
-
-
-def test_padded_rows_give_the_same(tiny_model: Path, pairs: Batch):
-    packed, padded = actor(tiny_model), actor(tiny_model)
-    model = padded.engine.model  # pyright: ignore[reportAttributeAccessIssue]
-    assert model.packs
-    model.packs = False
-    model.causal_lm.set_attn_implementation("sdpa")
-    check_same(steps(padded, pairs), steps(packed, pairs))
 
 
 def test_minibatches_keep_pairs_whole(tiny_model: Path, pairs: Batch):

@@ -1,0 +1,117 @@
+"""Every loss of the library, and one rank of a training group that takes a step with each of them, as a program.
+
+python loss_ranks.py FOLDER RANK
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+from spmd import one_step
+
+from weft.algorithms import preference_loss as preference
+from weft.algorithms.aggregation import fixed_length, sequence_mean
+from weft.algorithms.corrections import Rejection, TruncatedImportance
+from weft.algorithms.kl import KlPenalty, StraightThrough, k2, k3
+from weft.algorithms.loss import Loss
+from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
+from weft.algorithms.preference_loss import DesirabilityLoss, PreferenceLoss
+from weft.algorithms.ratios import sequence_product, sequence_ratio
+from weft.algorithms.reward_model import RewardLoss, StepLoss
+from weft.algorithms.surrogates import Cispo, Clipped, LogLikelihood, Sapo
+from weft.algorithms.values import ValueLoss
+from weft.dataflow.batch import Batch
+from weft.dataflow.metrics import Metrics
+from weft.workers.actor import ActorConfig, ActorWorker
+from weft.workers.critic import CriticConfig, CriticWorker
+from weft.workers.training import Head
+from weft.workers.worker import Context
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss, and the head of the model that it is a loss of."""
+
+    loss: Loss
+    head: Head = "logprobs"
+    reads_last: bool = False
+    """It reads the last token of a row, masked or not: further tokens make another row of it."""
+    tolerance: float = 1e-6
+    """Of loss and gradient; see `test_losses.py`."""
+
+
+HEADS: tuple[Head, ...] = ("logprobs", "values", "rewards")
+per_token = preference.LogRatio(per_token=True)
+LOSSES: dict[str, Case] = {
+    "token mean": Case(PolicyLoss()),
+    "grpo": Case(PolicyLoss(aggregation=sequence_mean, kl=KlPenalty(coefficient=0.1), old="old_logprobs")),
+    "dr grpo": Case(PolicyLoss(aggregation=fixed_length(16))),
+    "dual clip, k2": Case(PolicyLoss(surrogate=Clipped(dual=3.0), kl=KlPenalty(coefficient=0.1, estimator=k2))),
+    "entropy": Case(PolicyLoss(entropy_coefficient=0.01)),
+    "gspo": Case(PolicyLoss(surrogate=Clipped(low=0.1), ratio=sequence_ratio, aggregation=sequence_mean)),
+    "rloo": Case(PolicyLoss(ratio=sequence_product, aggregation=sequence_mean), tolerance=3e-6),
+    "cispo": Case(PolicyLoss(surrogate=Cispo(high=4.0))),
+    "sapo, straight through": Case(
+        PolicyLoss(surrogate=Sapo(), kl=KlPenalty(coefficient=0.1, estimator=StraightThrough(k3)))
+    ),
+    "log-likelihood": Case(PolicyLoss(surrogate=LogLikelihood())),
+    "decoupled": Case(PolicyLoss(old="old_logprobs", correction=TruncatedImportance())),
+    "icepop": Case(PolicyLoss(correction=(TruncatedImportance(cap=1.2, level="sequence"), Rejection(low=0.8)))),
+    "supervised": Case(NegativeLogLikelihood()),
+    "supervised by sequence": Case(NegativeLogLikelihood(aggregation=sequence_mean)),
+    "dpo": Case(PreferenceLoss()),
+    "length-normalised dpo": Case(PreferenceLoss(beta=2, score=per_token)),
+    "cdpo": Case(PreferenceLoss(comparison=preference.Logistic(label_smoothing=0.1))),
+    "robust": Case(PreferenceLoss(comparison=preference.RobustLogistic(label_smoothing=0.1))),
+    "ipo": Case(PreferenceLoss(beta=1, score=per_token, comparison=preference.Squared(tau=0.1))),
+    "hinge": Case(PreferenceLoss(comparison=preference.Hinge())),
+    "simpo": Case(PreferenceLoss(beta=2, score=preference.LogLikelihood(per_token=True), margin=1)),
+    "orpo": Case(PreferenceLoss(beta=1, score=preference.LogOdds(), weight=0.1, likelihood=1)),
+    "rpo": Case(PreferenceLoss(likelihood=1)),
+    "kto": Case(DesirabilityLoss(desirable_weight=1.5)),
+    "value": Case(ValueLoss(), "values"),
+    "value, unclipped, by sequence": Case(ValueLoss(clip=None, aggregation=sequence_mean), "values"),
+    "reward": Case(RewardLoss(margin="margin", centring=0.01), "rewards", reads_last=True),
+    "steps": Case(StepLoss(), "rewards"),
+}
+
+
+def worker(model: str, head: Head, context: Context = Context(), **settings: Any) -> ActorWorker | CriticWorker:
+    settings = {"model": model, "learning_rate": 1e-3, "max_grad_norm": None, **settings}
+    if head == "logprobs":
+        return ActorWorker(ActorConfig(**settings), context)
+    return CriticWorker(CriticConfig(**settings, head=head), context)
+
+
+def step(
+    trained: ActorWorker | CriticWorker, rows: Batch, loss: Loss, parts: list[list[int]] | None = None
+) -> tuple[dict[str, torch.Tensor], Metrics]:
+    """(gradient by name, metrics) of one update, after which the weights are what they were."""
+    weights = {name: tensor.clone() for name, tensor in trained.engine.named_tensors()}
+    gradient, metrics = one_step(trained, rows, loss, parts)
+    trained.engine.load(weights.items())
+    return gradient, metrics["_metrics"]
+
+
+def main() -> None:
+    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+    case: dict[str, Any] = json.loads((folder / "case.json").read_text())
+    torch.set_num_threads(1)
+    rows = Batch(pa.ipc.open_file(folder / "rows.arrow").get_batch(0))
+    found = {}
+    for head in HEADS:
+        context = Context("trained", rank, case["ranks"], f"file://{folder}/rendezvous-{head}")
+        trained = worker(case["model"], head, context, microbatch_tokens=60)
+        for name, one in LOSSES.items():
+            if one.head == head:
+                found[name] = step(trained, rows.take(case["shares"][name][rank]), one.loss)
+        trained.close()
+    torch.save(found, folder / f"rank{rank}.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Every loss on the real engine: loss and gradient are those of the rows, however they are cut, ordered, padded or spread.
+
+Gradients are compared relative to their norm, and losses to the larger of themselves and 1, with 1e-6: float32 rounds to 6e-8, and the
+sums of a step have some thousand terms, which each way of cutting adds in another order. A ratio of whole responses has 3e-6: it is
+the exponential of a sum of up to 60 nats. What is wrong is off by 1e-2 and more.
+"""
+
+import importlib
+import inspect
+import json
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from loss_ranks import LOSSES, Case, step, worker
+
+from weft import algorithms
+from weft.algorithms.loss import Loss
+from weft.dataflow.batch import Batch
+from weft.dataflow.metrics import Metrics, merge
+from weft.workers.dispatch import Coordinates, Dispatch, RowSizes
+
+Found = tuple[dict[str, torch.Tensor], Metrics]
+
+HERE = Path(__file__).parent
+
+
+def make_pairs(rows: Batch) -> Batch:
+    """11 pairs with all that any loss reads; rows of a pair stand apart, and of one pair a response is masked whole."""
+    rng, rows = np.random.default_rng(3), rows.slice(0, 22)
+    mask, cu_seqlens = rows.ragged_numpy("response_mask")
+    mask, number = mask.copy(), int(cu_seqlens[-1])
+    mask[cu_seqlens[5] : cu_seqlens[6]] = 0
+    drawn = {name: rng.normal(size=number).astype(np.float32) for name in ("values", "returns")}
+    labels = np.where(rng.random(number) < 0.3, rng.random(number), np.nan).astype(np.float32)
+    return rows.with_columns(
+        group_id=100 + np.arange(22) // 2,
+        preferred=(np.arange(22) % 2 == 0).astype(np.uint8),
+        margin=np.repeat(rng.random(11), 2).astype(np.float32),
+        reference_point=np.full(22, 0.2, np.float32),
+        response_mask=(mask, cu_seqlens),
+        response_logprobs=(-4.5 + 0.3 * rng.normal(size=number).astype(np.float32), cu_seqlens),
+        step_labels=(labels, cu_seqlens),
+        **{name: (column, cu_seqlens) for name, column in drawn.items()},
+    ).take(np.random.default_rng(1).permutation(22))
+
+
+def with_masked_tails(rows: Batch) -> Batch:
+    """The same with 0 to 3 masked tokens behind each response, which hold nonsense, and nan where they can."""
+    rng = np.random.default_rng(5)
+    lengths, tails = rows.lengths("response_ids"), rng.integers(0, 4, len(rows))
+    longer = np.concatenate([[0], np.cumsum(lengths + tails)])
+    kept = np.concatenate([np.arange(n + t) < n for n, t in zip(lengths, tails, strict=True)])
+    columns = {}
+    for name in rows.record.schema.names:
+        if pa.types.is_list(rows[name].type) and name != "prompt_ids":
+            values, _ = rows.ragged_numpy(name)
+            filled = np.full(len(kept), np.nan if values.dtype.kind == "f" else 0, values.dtype)
+            if name == "response_ids":
+                filled = rng.integers(0, 97, len(kept)).astype(values.dtype)
+            filled[kept] = values
+            columns[name] = (filled, longer)
+    return rows.with_columns(**columns)
+
+
+def padded(trained: Any) -> Any:
+    """The worker with an engine that cannot pack rows, and pads them."""
+    model = trained.engine.model
+    assert model.packs
+    model.packs = False
+    model.causal_lm.set_attn_implementation("sdpa")
+    return trained
+
+
+def check_same(found: Found, whole: Found, tolerance: float) -> None:
+    gradient, metrics = whole
+    assert found[0].keys() == gradient.keys() and found[1].keys() == metrics.keys()
+    squares = sum(float((found[0][n].double() - gradient[n].double()).square().sum()) for n in gradient)
+    assert (squares / sum(float(g.double().square().sum()) for g in gradient.values())) ** 0.5 < tolerance
+    assert found[1]["loss"].value == pytest.approx(metrics["loss"].value, rel=tolerance, abs=tolerance)
+    for name, metric in metrics.items():
+        assert found[1][name].value == pytest.approx(metric.value, rel=1e-4, abs=1e-5), name
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_model: Path) -> Callable[..., Any]:
+    """The worker of a head and of these settings, made once."""
+
+    @cache
+    def made(head: Any, *, pads: bool = False, **settings: Any) -> Any:
+        one = worker(str(tiny_model), head, **settings)
+        return padded(one) if pads else one
+
+    return made
+
+
+@pytest.fixture
+def pairs(rows: Batch) -> Batch:
+    return make_pairs(rows)
+
+
+def test_every_loss_of_the_library_is_here():
+    members = [name for name in vars(Loss) if not name.startswith("_") or name == "__call__"]
+    found: set[type] = set()
+    for module in pkgutil.iter_modules(algorithms.__path__, "weft.algorithms."):
+        classes = [one for _, one in inspect.getmembers(importlib.import_module(module.name), inspect.isclass)]
+        found |= {c for c in classes if all(any(m in vars(base) for base in c.__mro__) for m in members)}
+    assert "__call__" in members and "count" in members
+    assert found - {Loss} == {type(case.loss) for case in LOSSES.values()}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_loss_depends_on_how_its_rows_are_cut_or_stand(trained: Callable[..., Any], pairs: Batch, name: str):
+    case = LOSSES[name]
+    whole = step(trained(case.head, microbatch_tokens=100_000), pairs, case.loss)
+    assert np.isfinite(whole[1]["loss"].value) and whole[1]["tokens"].value > 0
+    assert all(float(g.norm()) > 0 for g in whole[0].values())
+    for tokens in (1, 60):
+        check_same(step(trained(case.head, microbatch_tokens=tokens), pairs, case.loss), whole, case.tolerance)
+    cut = trained(case.head, microbatch_tokens=60)
+    order = np.random.default_rng(2).permutation(len(pairs))
+    check_same(step(cut, pairs.take(order), case.loss), whole, case.tolerance)
+    groups = pairs.numpy("group_id")
+    calls = [[100], [101, 107], [*range(102, 107), *range(108, 111)]]
+    check_same(
+        step(cut, pairs, case.loss, [np.flatnonzero(np.isin(groups, some)).tolist() for some in calls]),
+        whole,
+        case.tolerance,
+    )
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_loss_depends_on_padding(trained: Callable[..., Any], pairs: Batch, name: str):
+    case = LOSSES[name]
+    packed, pads = (trained(case.head, microbatch_tokens=60, pads=pads) for pads in (False, True))
+    whole = step(packed, pairs, case.loss)
+    check_same(step(pads, pairs, case.loss), whole, case.tolerance)
+    if not case.reads_last:
+        longer = with_masked_tails(pairs)
+        assert longer.lengths("response_ids").sum() > pairs.lengths("response_ids").sum()
+        for one in (packed, pads):
+            check_same(step(one, longer, case.loss), whole, case.tolerance)
+
+
+def shares_of(case: Case, rows: Batch, ranks: int) -> list[list[int]]:
+    """As the driver spreads rows; of three ranks one has none."""
+    sizes = RowSizes(rows.lengths("response_ids"), rows.numpy("group_id"), whole_groups=case.loss.whole_groups)
+    shares = Dispatch.SPLIT_BY_DP.distribute(sizes, [Coordinates(dp=r) for r in range(ranks)])
+    found = [list(share or ()) for share in shares]
+    return [sorted([*found[0], *found[1]]), [], found[2]] if ranks == 3 else found
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
+def ranks(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What each of some ranks found for each loss."""
+    from conftest import make_rows
+
+    folder, rows = tmp_path_factory.mktemp("ranks"), make_pairs(make_rows(23))
+    with pa.ipc.new_file(folder / "rows.arrow", rows.record.schema) as file:
+        file.write_batch(rows.record)
+    shares = {name: shares_of(case, rows, request.param) for name, case in LOSSES.items()}
+    (folder / "case.json").write_text(json.dumps({"model": str(tiny_model), "ranks": request.param, "shares": shares}))
+    command = [sys.executable, str(HERE / "loss_ranks.py"), str(folder)]
+    programs = [subprocess.Popen([*command, str(r)], stderr=subprocess.PIPE, text=True) for r in range(request.param)]
+    try:
+        errors = [program.communicate(timeout=300)[1] for program in programs]
+    finally:
+        for program in programs:
+            program.kill()
+    assert all(program.returncode == 0 for program in programs), "\n".join(errors)
+    return [torch.load(folder / f"rank{r}.pt", weights_only=False) for r in range(request.param)]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_loss_depends_on_ranks(ranks: list[Any], trained: Callable[..., Any], pairs: Batch, name: str):
+    case = LOSSES[name]
+    whole = step(trained(case.head, microbatch_tokens=100_000), pairs, case.loss)
+    check_same((ranks[0][name][0], merge(found[name][1] for found in ranks)), whole, case.tolerance)
