@@ -17,6 +17,7 @@ _MODULES: dict[str, str] = {
     "CheckpointConfig": "controllers.checkpoints",
     "Config": "dataflow.config",
     "CriticWorker": "workers.critic",
+    "Dispatch": "workers.dispatch",
     "Driver": "controllers.driver",
     "Evaluation": "controllers.driver",
     "Local": "controllers.backend",
@@ -36,12 +37,14 @@ _MODULES: dict[str, str] = {
     "Synchronous": "controllers.schedule",
     "TableSource": "dataflow.graph",
     "UserError": "dataflow.errors",
+    "Worker": "workers.worker",
     "adapter_off": "workers.lora",
     "graph": "dataflow.graph",
     "group": "dataflow.handle",
     "launch": "controllers.launch",
     "node": "dataflow.operation",
     "precompute": "controllers.precompute",
+    "remote": "workers.remote",
 }
 """Public name -> the module that defines it."""
 
@@ -80,13 +83,16 @@ if TYPE_CHECKING:  # the same names for editors and checkers; tests/test_packagi
     from .workers.actor import ActorWorker as ActorWorker
     from .workers.adaptive_kl import AdaptiveKlWorker as AdaptiveKlWorker
     from .workers.critic import CriticWorker as CriticWorker
+    from .workers.dispatch import Dispatch as Dispatch
     from .workers.generation import Sampling as Sampling
     from .workers.lora import Lora as Lora
     from .workers.lora import adapter_off as adapter_off
     from .workers.reference import ReferenceWorker as ReferenceWorker
+    from .workers.remote import remote as remote
     from .workers.reward import RewardWorker as RewardWorker
     from .workers.reward_model import RewardModelWorker as RewardModelWorker
     from .workers.rollout import RolloutWorker as RolloutWorker
+    from .workers.worker import Worker as Worker
 
     __version__: str
 
