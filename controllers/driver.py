@@ -58,7 +58,7 @@ from .progress import Progress
 from .recording import FUNCTIONS, RECORD, with_recording
 from .run_directory import RunDirectory
 from .schedule import Asynchronous, OnePass, Share, Training
-from .shell import Reply, num_tokens
+from .shell import num_tokens
 from .weight_passing import WeightPassing
 
 MAX_RESTARTS = 3
@@ -643,12 +643,12 @@ class Driver:
             return
         if event.reply.paused:
             self._disk.say(f"{call.describe(event.rank)}: {event.reply.paused}")
-        if failure is not None and void:  # too late for anybody to care
-            event = replace(event, reply=Reply(done=True))
+        if void:  # too late: what it says, and measured, is of rows that are somebody else's
+            done = event.reply.done or failure is not None
+            event = replace(event, reply=replace(event.reply, done=done, failure=None, metrics={}, published=None))
         call.take(event.rank, event.reply)
         published, ledger, lease = event.reply.published, call.ledger, call.lease
-        # A lease whose deadline has passed is void: its rows are somebody else's.
-        if published is not None and ledger is not None and lease is not None and ledger.holds(lease):
+        if published is not None and ledger is not None and lease is not None:
             self._live_buffer.publish(ledger, lease, published, event.reply.segment)
             if published.versions is not None:
                 self._flows[ledger.name].generated.append(published.num_tokens)
@@ -695,8 +695,11 @@ class Driver:
     def _node_done(self, flow: Flow, call: Call) -> None:
         node, lease = call.node, call.lease
         assert node is not None and lease is not None
-        if not flow.ledger.holds(lease):
-            return  # its deadline passed, or it was given up: the rows are somebody else's
+        held = flow.ledger.holds(lease)
+        if node.name != RECORD and (held or not node.operation.takes_groups):
+            flow.metrics.append({f"{call.group.name}/{name}": metric for name, metric in call.merged_metrics().items()})
+        if not held:
+            return  # its deadline passed, or it was given up: what it had not published is somebody else's
         if not node.writes and node.operation.shape in (Shape.MAP, Shape.GROUP):
             self._publish_all(flow, lease.ids, lease)
         if node.operation.updates:  # before finish(): a finished row may be forgotten
@@ -705,8 +708,6 @@ class Driver:
             flow.trained[node.name] += lease.num_groups
             flow.consumed[node.name] += [r.tokens - r.group.tokens for r in lease.rows]
         flow.ledger.finish(lease)
-        if node.name != RECORD:
-            flow.metrics.append({f"{call.group.name}/{name}": metric for name, metric in call.merged_metrics().items()})
         if node.operation.updates and call.last:
             call.group.version += 1
             self._live_buffer.note(f"version/{call.group.name}", call.group.version)

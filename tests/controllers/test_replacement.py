@@ -20,7 +20,7 @@ from weft.controllers.ray_backend import RayBackend
 from weft.controllers.schedule import Asynchronous, Synchronous, Training
 from weft.dataflow.batch import Batch
 from weft.dataflow.handle import group
-from weft.dataflow.metrics import Metrics
+from weft.dataflow.metrics import Metrics, Sum
 from weft.dataflow.proof import prove
 from weft.workers.reward import RewardWorker
 
@@ -265,6 +265,32 @@ def test_a_sample_at_which_the_reward_always_fails_ends_the_run_and_is_named(tmp
     with pytest.raises(WorkerError, match=r"failed 3 times at node 'reward.score', sample \d+ \(row 3 of ") as caught:
         scored(tmp_path, words, "raises", 9, Local())
     assert "ConnectionError: the judge does not answer" in str(caught.value) and "in length" in str(caught.value)
+
+
+class StumblingReward(ToyReward):
+    """Scores a row at a time, and fails before the last one, twice."""
+
+    replaceable = True
+    failed = 0
+
+    def score(self, samples: Batch) -> Iterator[tuple[Batch, Metrics]]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for k in range(len(samples)):
+            if self.failed < 2 and k == len(samples) - 1 > 0:
+                self.failed += 1
+                raise ConnectionError("the judge does not answer")
+            yield super().score(samples.slice(k, 1))[0], {"scored": Sum(1.0)}
+
+
+def test_what_was_measured_before_a_failure_counts_as_often_as_its_rows(tmp_path: Path):
+    rollout, actor = group(SlowRollout, name="rollout"), group(SavingActor, name="actor")
+    reward = group(StumblingReward, name="reward")
+    rollout.follows(actor)
+    graph = toy_grpo(prompts(10), rollout=rollout, reward=reward, actor=actor)
+    schedule = Synchronous(steps=3, prompts_per_step=4)
+    with Driver(graph, schedule=schedule, root=tmp_path, name="run", progress=False) as driver:
+        metrics = driver.run()
+    assert metrics[-1]["repeated_rows"] == 2
+    assert [row["reward/scored"] for row in metrics[1:]] == [row["samples"] for row in metrics[1:]]
 
 
 class HangingActor(MortalActor):
