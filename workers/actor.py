@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,10 +23,9 @@ from ..dataflow.column import (
 from ..dataflow.errors import UserError
 from ..dataflow.metrics import Max, Mean, Metrics
 from .dispatch import Dispatch
-from .lora import Lora
 from .remote import remote
-from .training import ModelConfig, OptimizerConfig, TrainingEngine
-from .updates import TrainedWorker, check_updates
+from .training import TrainingEngine
+from .updates import TrainedConfig, TrainedWorker
 from .worker import Context
 
 if TYPE_CHECKING:
@@ -37,43 +35,27 @@ if TYPE_CHECKING:
     from ..resharding.weights import Weights
 
 
-class ActorConfig(ModelConfig, OptimizerConfig):
+class ActorConfig(TrainedConfig):
     """The policy, how it lies over its ranks, and how it is optimised."""
-
-    activation_checkpointing: bool = False
-    """Compute activations a second time in the backward pass instead of keeping them: slower, and far less memory."""
-    lora: Lora | None = None
-    """Train an adapter and leave the model as it is; None: train the model."""
 
 
 class ActorWorker(TrainedWorker):
-    """Trains a policy; computes its log-probabilities; publishes its weights.
-
-    The engine may be given, for tests and for other engines; by default it is `FsdpEngine`.
-    """
+    """Trains a policy; computes its log-probabilities; publishes its weights."""
 
     Config = ActorConfig
 
     def __init__(self, config: ActorConfig, context: Context = Context(), engine: TrainingEngine | None = None) -> None:
-        if engine is None:
-            from .fsdp import FsdpEngine
-
-            again = config.activation_checkpointing
-            engine = FsdpEngine(config, context, config, lora=config.lora, activation_checkpointing=again)
         super().__init__(config, context, engine)
         self._publisher: Any = None
 
     @classmethod
     def check(cls, config: ActorConfig, nodes: Sequence[Node], source: Source) -> None:
-        config.check()
-        if config.lora is not None:
-            config.lora.check(config.model, config.tensor_parallel)
+        super().check(config, nodes, source)
         for node in nodes:
             if not node.arguments.get("adapter", True) and config.lora is None:
                 raise UserError(
                     f"node {node.name!r}: adapter=False, and the actor has none; give it lora=weft.Lora(...)"
                 )
-        check_updates(nodes)
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, "{of}"), may_read=(TEMPERATURE,), writes=("{into}",))
     def logprobs(
@@ -134,14 +116,6 @@ class ActorWorker(TrainedWorker):
 
             self._publisher = WeightPublisher()
         return self._publisher.publish(self.engine.named_tensors(), version)
-
-    @remote(dispatch=Dispatch.ONE_TO_ALL)
-    def save(self, path: str | Path, merged: bool = False) -> None:
-        """Write the policy as a Hugging Face folder, tokenizer included; a folder of that name is replaced.
-
-        With `lora` it is the folder of the adapter, as `peft` writes it, or, `merged`, of the model with the adapter in it.
-        """
-        self.engine.save(Path(path), merged=merged)
 
     def close(self) -> None:
         if self._publisher is not None:

@@ -5,6 +5,8 @@ The layers stand inside the `transformers` model, which stays what it is. A line
     NAME.base_layer.weight                              W, which stands still, in the dtype that is computed in
     NAME.lora_A.default.weight, NAME.lora_B.default.weight
     NAME.lora_magnitude_vector.default.weight           with DoRA
+
+A scalar head (`scalar_head.py`) is trained as a whole beside them, as one of the "modules to save" of `peft`.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from ..dataflow.disk import Disk
 from .checkpoint import copy_companions, write_file, write_tensors
 from .lora import Lora, check_targets
+from .training import SCALAR_HEAD
 
 _NAME = "default"
 """What `peft` calls the one adapter."""
@@ -35,32 +38,41 @@ class Adapter:
     """LoRA layers in place of linear layers of a model.
 
     Args:
-        causal_lm: a `transformers` model in float32, changed in place: its parameters are frozen, and rounded to `dtype`.
+        causal_lm: a `transformers` model in float32, changed in place: its parameters are frozen, and rounded to `dtype`; all but
+            those of a scalar head.
         seed: what A is drawn from.
     """
 
     def __init__(self, causal_lm: Any, lora: Lora, dtype: torch.dtype, seed: int) -> None:
         self._causal_lm = causal_lm
-        head = causal_lm.get_output_embeddings()
-        linear = [n for n, module in causal_lm.named_modules() if isinstance(module, nn.Linear) and module is not head]
+        scalar = SCALAR_HEAD.removesuffix(".weight")
+        self._whole = [scalar] if hasattr(causal_lm, scalar) else []
+        heads = (causal_lm.get_output_embeddings(), getattr(causal_lm, scalar, None))
+        linear = [
+            name
+            for name, module in causal_lm.named_modules()
+            if isinstance(module, nn.Linear) and not any(module is head for head in heads)
+        ]
         targets = tuple(linear) if lora.targets == "all-linear" else lora.targets
         check_targets(targets, linear, f"the backbone of {type(causal_lm).__name__}")
         chosen = [name for name in linear if any(f".{name}".endswith(f".{target}") for target in targets)]
         causal_lm.requires_grad_(False)
-        for parameter in causal_lm.parameters():  # before DoRA measures them
-            parameter.copy_(parameter.to(dtype))
+        for name, parameter in causal_lm.named_parameters():  # before DoRA measures them
+            if not is_trained(name):
+                parameter.copy_(parameter.to(dtype))
         self._config = LoraConfig(
             r=lora.rank,
             lora_alpha=lora.alpha,
             target_modules=chosen,
             use_rslora=lora.rslora,
             use_dora=lora.dora,
-            task_type="CAUSAL_LM",
+            task_type="SEQ_CLS" if self._whole else "CAUSAL_LM",
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             inject_adapter_in_model(self._config, causal_lm, _NAME)
-        for parameter in causal_lm.parameters():
+        for name, parameter in causal_lm.named_parameters():
+            parameter.requires_grad_(is_trained(name))
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)
 
@@ -102,14 +114,16 @@ class Adapter:
         """Write a folder that `peft.PeftModel.from_pretrained` loads.
 
         Args:
-            tensors: full parameters of the adapter on the host, in float32, by their names.
+            tensors: full parameters that are trained, on the host, in float32, by their names.
             source: folder of the model that it belongs to: its tokenizer and chat template are copied.
         """
         folder.mkdir(parents=True, exist_ok=True)
         copy_companions(folder, source, disk)
         model = Path(self._causal_lm.name_or_path)  # or the name of one in the Hugging Face cache
         name = str(model.resolve()) if model.is_dir() else self._causal_lm.name_or_path
-        settings = {**self._config.to_dict(), "base_model_name_or_path": name, "inference_mode": True}
+        # Not said to `peft` before: it would put a copy of the head beside the head.
+        settings = {**self._config.to_dict(), "modules_to_save": self._whole or None}
+        settings |= {"base_model_name_or_path": name, "inference_mode": True}
         content = json.dumps(settings, indent=2, sort_keys=True, default=sorted)  # its sets have no order
         write_file(folder / "adapter_config.json", [content.encode() + b"\n"], disk)
         named = {_peft_name(name): tensor for name, tensor in tensors.items()}
@@ -123,6 +137,15 @@ def is_adapter(name: str) -> bool:
     (True, False)
     """
     return _PARAMETER.search(name) is not None
+
+
+def is_trained(name: str) -> bool:
+    """Whether a parameter of a model with an adapter is trained: those of the adapter, and the scalar head, if there is one.
+
+    >>> is_trained("layers.0.q_proj.lora_A.default.weight"), is_trained("score.weight"), is_trained("lm_head.weight")
+    (True, True, False)
+    """
+    return is_adapter(name) or name == SCALAR_HEAD
 
 
 def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None = None) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -16,28 +15,26 @@ from ..dataflow.errors import UserError
 from ..dataflow.metrics import Metrics
 from .dispatch import Dispatch
 from .remote import remote
-from .training import ModelConfig, OptimizerConfig, TrainingEngine
-from .updates import TrainedWorker, check_updates
+from .training import TrainingEngine
+from .updates import TrainedConfig, TrainedWorker
 from .worker import Context
 
 if TYPE_CHECKING:
     from ..dataflow.graph import Node, Source
 
 
-class CriticConfig(ModelConfig, OptimizerConfig):
+class CriticConfig(TrainedConfig):
     """The model, what its scalar head says, how it lies over its ranks, and how it is optimised."""
 
     head: Literal["values", "rewards"] = "values"
     """values: the value before each response token, for PPO; rewards: of the sequence up to and with each, for a reward model."""
-    activation_checkpointing: bool = False
-    """Compute activations a second time in the backward pass instead of keeping them: slower, and far less memory."""
 
 
 class CriticWorker(TrainedWorker):
     """Predicts and learns numbers: with head="values" a critic, with head="rewards" a reward model.
 
     The model may be any causal language model (its head is new then, small and seeded) or one with a scalar head, such as a trained
-    reward model. The engine may be given, for tests and for other engines; by default it is `FsdpEngine`.
+    reward model. With `lora` the head is trained as a whole, beside the adapter.
     """
 
     Config = CriticConfig
@@ -45,17 +42,11 @@ class CriticWorker(TrainedWorker):
     def __init__(
         self, config: CriticConfig, context: Context = Context(), engine: TrainingEngine | None = None
     ) -> None:
-        if engine is None:
-            from .fsdp import FsdpEngine
-
-            checkpointing = config.activation_checkpointing
-            engine = FsdpEngine(config, context, config, head=config.head, activation_checkpointing=checkpointing)
-        super().__init__(config, context, engine)
+        super().__init__(config, context, engine, head=config.head)
 
     @classmethod
     def check(cls, config: CriticConfig, nodes: Sequence[Node], source: Source) -> None:
-        config.check()
-        check_updates(nodes)
+        super().check(config, nodes, source)
         wanted = {"values": "values", "score": "rewards"}
         for node in nodes:
             head = wanted.get(node.operation.name, config.head)
@@ -90,11 +81,6 @@ class CriticWorker(TrainedWorker):
         See `Updates.update` for what it returns and raises; the driver says which call is the `last`.
         """
         return self._updates.update(batch, loss, epochs=epochs, minibatches=minibatches, last=last)
-
-    @remote(dispatch=Dispatch.ONE_TO_ALL)
-    def save(self, path: str | Path) -> None:
-        """Write the model with its head as a Hugging Face folder, tokenizer included; a folder of that name is replaced."""
-        self.engine.save(Path(path))
 
 
 def last_of_rows(values: np.ndarray, cu_seqlens: np.ndarray) -> np.ndarray:

@@ -28,7 +28,7 @@ from ..dataflow.column import GROUP_ID, PROMPT_IDS, RESPONSE_IDS, TEMPERATURE
 from ..dataflow.disk import Disk
 from ..dataflow.errors import UserError
 from ..dataflow.metrics import Mean, Metric, Metrics, Sum, merge
-from .adapter import Adapter, is_adapter, tensor_parallel_plan
+from .adapter import Adapter, is_adapter, is_trained, tensor_parallel_plan
 from .checkpoint import SnapshotWriter, StoredState, local_part, set_random_states, write_model
 from .dispatch import Coordinates
 from .lora import Lora
@@ -392,9 +392,9 @@ class FsdpEngine:
         self.adapter.write(folder, tensors, source, self._disk)
 
     def _adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Full parameters of the adapter in float32, gathered one at a time."""
+        """Full parameters of the adapter, and of a scalar head, in float32, gathered one at a time."""
         for name, tensor in self._own_tensors().items():
-            if is_adapter(name):
+            if is_trained(name):
                 yield name, _whole(tensor)
 
     def _own_tensors(self) -> Mapping[str, Tensor]:
@@ -441,7 +441,7 @@ class FsdpEngine:
         assert self.optimizer is not None
         state: dict[str, Tensor] = {}
         for name, tensor in self._own_tensors().items():
-            if self.adapter is not None and not is_adapter(name):
+            if self.adapter is not None and not is_trained(name):
                 continue
             state[f"model.{name}"] = tensor.detach()
             if tensor.requires_grad:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +14,22 @@ from ..dataflow.errors import UserError
 from ..dataflow.metrics import Metrics, merge
 from .bad_steps import BadSteps
 from .dispatch import Coordinates, Dispatch
+from .lora import Lora
 from .remote import remote
-from .training import OptimizerConfig, TrainingEngine
+from .training import Head, ModelConfig, OptimizerConfig, TrainingEngine
 from .worker import Context, Worker
 
 if TYPE_CHECKING:
-    from ..dataflow.graph import Node
+    from ..dataflow.graph import Node, Source
+
+
+class TrainedConfig(ModelConfig, OptimizerConfig):
+    """A model, how it lies over its ranks, and how it is optimised."""
+
+    activation_checkpointing: bool = False
+    """Compute activations a second time in the backward pass instead of keeping them: slower, and far less memory."""
+    lora: Lora | None = None
+    """Train an adapter (and a scalar head, if there is one) and leave the model as it is; None: train the model."""
 
 
 class Updates:
@@ -92,12 +102,34 @@ class Updates:
 
 
 class TrainedWorker(Worker):
-    """Parent of the workers that are updated: their engine, how far they are, and what they go on from."""
+    """Parent of the workers that are updated: their engine, how far they are, and what they go on from.
 
-    def __init__(self, config: Any, context: Context, engine: TrainingEngine) -> None:
+    The engine may be given, for tests and for other engines; by default it is `FsdpEngine`.
+    """
+
+    def __init__(
+        self,
+        config: TrainedConfig,
+        context: Context = Context(),
+        engine: TrainingEngine | None = None,
+        *,
+        head: Head = "logprobs",
+    ) -> None:
         super().__init__(config, context)
+        if engine is None:
+            from .fsdp import FsdpEngine
+
+            again = config.activation_checkpointing
+            engine = FsdpEngine(config, context, config, head=head, lora=config.lora, activation_checkpointing=again)
         self.engine = engine
         self._updates = Updates(config, context, engine)
+
+    @classmethod
+    def check(cls, config: Any, nodes: Sequence[Node], source: Source) -> None:
+        config.check()
+        if config.lora is not None:
+            config.lora.check(config.model, config.tensor_parallel)
+        check_updates(nodes)
 
     @property
     def version(self) -> int:
@@ -107,6 +139,14 @@ class TrainedWorker(Worker):
     @property
     def coordinates(self) -> Coordinates:
         return self.engine.coordinates
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def save(self, path: str | Path, merged: bool = False) -> None:
+        """Write the model as a Hugging Face folder, its head and tokenizer included; a folder of that name is replaced.
+
+        With `lora` it is the folder of the adapter, as `peft` writes it, or, `merged`, of the model with the adapter in it.
+        """
+        self.engine.save(Path(path), merged=merged)
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str | Path) -> float:

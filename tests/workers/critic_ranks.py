@@ -35,7 +35,7 @@ def main() -> None:
         before, _ = worker.engine.values(rows)
         gradient, metrics = one_step(worker, rows, LOSSES[head])
         after, _ = worker.engine.values(rows)
-        worker.save(folder / f"saved-{head}")
+        worker.save(folder / f"saved-{head}", merged=True)
         worker.save_checkpoint(folder / f"checkpoint-{head}")
         worker.checkpoint_written(wait=True)
         worker.update(rows, loss=LOSSES[head])

@@ -35,6 +35,8 @@ def one_step(
 
     def keep(*_: object) -> None:
         for name, parameter in engine.model.causal_lm.named_parameters():
+            if parameter.grad is None:  # beside an adapter the model stands still
+                continue
             full = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
             gradient[name] = full.clone()
 

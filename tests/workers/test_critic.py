@@ -107,6 +107,7 @@ SPLITS = {
     "two ranks": ([[*range(8)], [*range(8, 22)]], {}),
     "two ranks, one without rows": ([[*range(22)], []], {"gather": "layerwise", "microbatch_tokens": 60}),
     "tensor parallel": ([[*range(22)], [*range(22)]], {"tensor_parallel": 2}),
+    "two ranks, an adapter": ([[*range(8)], [*range(8, 22)]], {"gather": "layerwise", "lora": {"rank": 4}}),
 }
 
 
@@ -127,7 +128,7 @@ def test_nor_on_the_ranks(tiny_model: Path, scored: Batch, tmp_path: Path, split
     assert all(program.returncode == 0 for program in programs), "\n".join(errors)
     ranks = [torch.load(tmp_path / f"rank{r}.pt", weights_only=False) for r in range(len(shares))]
     for head in HEADS:
-        alone = critic(tiny_model, head)
+        alone = critic(tiny_model, head, lora=settings.get("lora"))
         before = alone.engine.values(scored)[0]
         gradient, metrics = one_step(alone, scored, LOSSES[head])
         after = alone.engine.values(scored)[0]
