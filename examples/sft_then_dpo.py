@@ -1,0 +1,208 @@
+"""SFT, then DPO, on two-digit addition: a fresh model learns from right answers, then from its own right and wrong ones.
+
+    supervised training, until a third is right -> that model answers sums, eight times each -> DPO on right against wrong answers
+
+python examples/sft_then_dpo.py                  Ray, two ranks of everything
+python examples/sft_then_dpo.py --backend local  one process, no Ray: breakpoints work
+"""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import arithmetic
+import pyarrow as pa
+from pydantic import Field
+
+import weft
+from weft.algorithms.evaluation import evaluate
+from weft.algorithms.preference import best_and_worst, dpo, reference_of_pairs
+from weft.algorithms.preference_loss import PreferenceLoss
+from weft.algorithms.supervised import supervised
+from weft.dashboard.curve import draw_curve
+
+ACCURACY = "eval/reward/mean"
+GREEDY = weft.Sampling(max_tokens=4, temperature=0)
+CORES = weft.Place(weft.ResourcePool("cores", cpus=2), ranks=2)
+
+
+def right_digits(response: str, answer: str) -> float:
+    """Share of the answer's digits that the response has in their places.
+
+    >>> right_digits("951", "950") == 2 / 3
+    True
+    """
+    return sum(a == b for a, b in zip(response, answer, strict=False)) / len(answer)
+
+
+class Settings(weft.Config):
+    backend: Literal["ray", "local"] = "ray"
+    """Processes on a Ray cluster, or everything in this process."""
+    seed: int = 0
+    """Of data, model, sampling and order."""
+    supervised_steps: int = Field(default=1000, ge=1)
+    """Most updates of the supervised phase."""
+    supervised_accuracy: float = Field(default=arithmetic.WARM_ACCURACY, gt=0, le=1)
+    """The supervised phase ends where so many held-out sums are right."""
+    steps: int = Field(default=200, ge=1)
+    """Updates of the preference phase."""
+    pairs: int = Field(default=64, ge=1)
+    """Pairs in a step."""
+    sums: int = Field(default=4096, ge=1)
+    """Sums that the supervised model answers, eight times each; those with a right and a wrong answer are pairs."""
+    likelihood: float = Field(default=1.0, ge=0)
+    """Weight of the right answers' own likelihood beside DPO's loss; 0 is plain DPO, which lowers right answers with wrong ones."""
+    root: Path = Path("runs")
+    """Where data, models and run directories go."""
+    name: str | None = None
+    """Of the run of the preference phase, and its directory; default: the time."""
+    checkpoint_every: int = Field(default=100, ge=0)
+    """Steps between two checkpoints of the preference phase; 0: none."""
+    resume: str = "none"
+    """latest: go on with the run of that name (or the newest); or the folder of a run or a checkpoint."""
+    small: bool = False
+    """A few steps of either phase: does everything work?"""
+
+    def new_backend(self) -> Any:
+        """Of one phase."""
+        return weft.RayBackend() if self.backend == "ray" else weft.Local()
+
+
+def fresh_model(settings: Settings) -> Path:
+    """Folder with data, tokenizer and an untrained model, made on first use."""
+    task = settings.root / f"sft_then_dpo-{settings.seed}{'-small' if settings.small else ''}"
+    if not (task / "untrained" / "model.safetensors").exists():
+        task.mkdir(parents=True, exist_ok=True)
+        arithmetic.make_data(task, settings.seed)
+        arithmetic.make_model(task / "untrained", settings.seed)
+    return task
+
+
+def train_on_answers(task: Path, settings: Settings) -> Path:
+    """Phase 1, where it has not been done yet: supervised training on right answers. Returns the model's folder."""
+    folder, fresh = task / "supervised", str(task / "untrained")
+    if folder.exists():
+        return folder
+    print("phase 1: supervised training on right answers", flush=True)
+    answers = weft.Prompts.read(task / "supervised.jsonl", fresh)
+    held_out = weft.Prompts.read(task / "held_out.parquet", fresh)
+
+    actor = weft.group(weft.ActorWorker, model=fresh, learning_rate=3e-3, warmup_steps=20)
+    rollout = weft.group(weft.RolloutWorker, model=fresh, engine="transformers")
+    reward = weft.group(weft.RewardWorker, function=arithmetic.exact_match, tokenizer=fresh)
+    rollout.follows(actor)
+
+    with weft.Driver(
+        supervised(answers, actor=actor),
+        schedule=weft.Synchronous(steps=20 if settings.small else settings.supervised_steps, prompts_per_step=256),
+        evaluations=[weft.Evaluation(evaluate(held_out, rollout=rollout, reward=reward, sampling=GREEDY), every=4)],
+        stop=lambda metrics: metrics.get(ACCURACY, 0.0) >= settings.supervised_accuracy,
+        placement={"actor": CORES, "rollout": CORES},
+        backend=settings.new_backend(),
+        root=task,
+        name="supervised_phase",
+        record_every=0,
+        seed=settings.seed,
+    ) as driver:
+        driver.run()
+        driver.call(actor, "save", path=folder)
+    return folder
+
+
+@weft.graph
+def sampled_pairs(prompts, *, rollout, reward):
+    """Of eight answers to a prompt the best and the worst; prompts whose answers are equally good are passed over."""
+    samples = rollout.generate(prompts, n=8, sampling=weft.Sampling(max_tokens=4))
+    return best_and_worst(reward.score(samples))
+
+
+def answer_in_pairs(task: Path, model: str, settings: Settings) -> weft.Prompts:
+    """Phase 2, where it has not been done yet: the supervised model's right and wrong answers to sums of the training set."""
+    file = task / "pairs.jsonl"
+    if not file.exists():
+        print("phase 2: the supervised model answers, and right answers are put beside wrong ones", flush=True)
+        number = 24 if settings.small else settings.sums
+        rollout = weft.group(weft.RolloutWorker, model=model, engine="transformers")
+        better = right_digits if settings.small else arithmetic.exact_match  # after a few steps no answer is right
+        reward = weft.group(weft.RewardWorker, function=better, tokenizer=model)
+        sums = weft.Prompts.read(task / "train.parquet", model)
+        with weft.Driver(
+            sampled_pairs(sums, rollout=rollout, reward=reward),
+            schedule=weft.Synchronous(steps=math.ceil(number / 512), prompts_per_step=min(number, 512)),
+            placement={"rollout": CORES},
+            backend=settings.new_backend(),
+            root=task,
+            name="sampling_phase",
+            seed=settings.seed,
+        ) as driver:
+            driver.run()
+        pairs: dict[int, dict[str, str]] = {}
+        for samples in sorted((driver.directory.path / "samples").glob("train_*.arrow")):
+            for row in pa.ipc.open_file(str(samples)).read_all().to_pylist():
+                side = "chosen" if row["preferred"] else "rejected"
+                pairs.setdefault(row["group_id"], {"prompt": row["prompt"]})[side] = row["response"]
+        file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs.values()))
+    return weft.Prompts.read(file, model)
+
+
+def main(settings: Settings) -> None:
+    """Supervised fine-tuning, then direct preference optimisation."""
+    started = time.monotonic()
+    task = fresh_model(settings)
+    model = str(train_on_answers(task, settings))
+    pairs = answer_in_pairs(task, model, settings)
+
+    print(f"phase 3: DPO on {len(pairs)} pairs", flush=True)
+    steps, number = (3, 8) if settings.small else (settings.steps, settings.pairs)
+    held_out = weft.Prompts.read(task / "held_out.parquet", model)
+
+    # What the reference says of each pair is computed once.
+    known = weft.precompute(
+        reference_of_pairs(pairs, reference=weft.group(weft.ReferenceWorker, model=model)),
+        placement={"reference": CORES},
+        backend=settings.new_backend(),
+        root=task,
+    )
+
+    # Who does the work.
+    rate = {"learning_rate": 1e-3, "warmup_steps": 5, "decay": "linear", "decay_steps": max(steps, 10)}
+    actor = weft.group(weft.ActorWorker, model=model, **rate)
+    rollout = weft.group(weft.RolloutWorker, model=model, engine="transformers")
+    reward = weft.group(weft.RewardWorker, function=arithmetic.exact_match, tokenizer=model)
+    rollout.follows(actor)
+
+    # What happens, when and where.
+    with weft.Driver(
+        dpo(known, actor=actor, loss=PreferenceLoss(likelihood=settings.likelihood)),
+        schedule=weft.Synchronous(steps=steps, prompts_per_step=number),
+        evaluations=[weft.Evaluation(evaluate(held_out, rollout=rollout, reward=reward, sampling=GREEDY), every=25)],
+        placement={"actor": CORES, "rollout": CORES},
+        backend=settings.new_backend(),
+        root=settings.root,
+        name=settings.name,
+        checkpoint=weft.CheckpointConfig(every=settings.checkpoint_every),
+        resume=settings.resume,
+        seed=settings.seed,
+        settings=settings,
+    ) as driver:
+        metrics = driver.run()
+        driver.call(actor, "save", path=driver.directory.path / "model")
+    curves = {"actor/preference_accuracy": "pairs in the right order", ACCURACY: "held-out sums right (greedy)"}
+    print("learning curve:", draw_curve(metrics, curves, driver.directory.path / "curve.png", "DPO after SFT"))
+    trained = [row for row in metrics if "actor/loss" in row]
+    result = {
+        "accuracy_before": metrics[0][ACCURACY],
+        "accuracy_after": metrics[-1][ACCURACY],
+        "preference_accuracy_before": trained[0]["actor/preference_accuracy"],
+        "preference_accuracy_after": trained[-1]["actor/preference_accuracy"],
+        "seconds": round(time.monotonic() - started, 1),
+        "steps": len(trained),
+        "pairs": len(pairs),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    raise SystemExit(weft.launch(main))

@@ -1,0 +1,41 @@
+"""The example runs in its small setting, in one process; a second run goes on with the model and the pairs of the first."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "sft_then_dpo.py"
+
+
+def run(*arguments: str, root: Path) -> str:
+    command = [sys.executable, str(EXAMPLE), "--small", "--backend", "local", "--root", str(root), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_the_example_runs_in_one_process(tmp_path: Path):
+    said = run("--name", "first", root=tmp_path)
+    summary, task = json.loads(said.splitlines()[-1]), tmp_path / "sft_then_dpo-0-small"
+    pairs = [json.loads(line) for line in (task / "pairs.jsonl").read_text().splitlines()]
+    assert summary["steps"] == 3 and summary["pairs"] == len(pairs) > 8
+    answers = {row["prompt"]: row["answer"] for row in pq.read_table(task / "train.parquet").to_pylist()}
+
+    def right_digits(response: str, prompt: str) -> int:
+        return sum(a == b for a, b in zip(response, answers[prompt], strict=False))
+
+    assert all(right_digits(p["chosen"], p["prompt"]) > right_digits(p["rejected"], p["prompt"]) for p in pairs)
+    metrics = pq.read_table(tmp_path / "first" / "metrics.parquet").to_pylist()
+    assert [row["step"] for row in metrics] == [0, 1, 2, 3] and metrics[3]["eval/reward/mean"] is not None
+    assert abs(metrics[1]["actor/reward_margin"]) < 1e-4, "the policy begins as its reference"
+    assert (tmp_path / "first" / "curve.png").exists() and (tmp_path / "first" / "model" / "model.safetensors").exists()
+
+    again = run("--name", "second", root=tmp_path)
+    assert "phase 1" in said and "phase 1" not in again and "phase 2" not in again
+    assert json.loads(again.splitlines()[-1])["preference_accuracy_after"] == pytest.approx(
+        summary["preference_accuracy_after"]
+    )
