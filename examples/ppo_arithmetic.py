@@ -1,19 +1,23 @@
-"""PPO with a critic on two-digit addition, in minutes on a CPU; the reward is the exact match, or a reward model trained before.
+"""The classic recipe on two-digit addition, in minutes on a CPU: SFT, a reward model, PPO with a critic.
 
-    supervised warm start -> (reward model on pairs) -> PPO with actor, critic, reference and reward
+    supervised warm start -> reward model on pairs -> PPO with four models: actor, critic, reference, reward model
 
 python examples/ppo_arithmetic.py                   Ray, two FSDP2 ranks of each model, two vLLM replicas
 python examples/ppo_arithmetic.py --backend local   one process, no Ray, no vLLM: breakpoints work
-python examples/ppo_arithmetic.py --reward model    the classic recipe, with four models
+python examples/ppo_arithmetic.py --reward exact    three models, and a function that knows the answers
+
+The reward model is a language model, trained on pairs of a right and a wrong answer by the loss of Bradley and Terry; its reward
+of an answer is how likely it finds it. It is shown sums of the training set alone, and no answer when it scores.
 """
 
 import json
 import random
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import arithmetic
+import numpy as np
 import pyarrow.parquet as pq
 from pydantic import Field
 
@@ -21,10 +25,12 @@ import weft
 from weft.algorithms.evaluation import evaluate
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.ppo import ppo
-from weft.algorithms.reward_model import RewardLoss, reward_accuracy, reward_model
+from weft.algorithms.preference import dpo, preference_accuracy
+from weft.algorithms.preference_loss import LogLikelihood, PreferenceLoss
 from weft.algorithms.surrogates import Clipped
 from weft.algorithms.values import ValueLoss
 from weft.dashboard.curve import draw_curve
+from weft.dataflow.metrics import Mean
 
 ACCURACY = "eval/reward/mean"
 PAIRS = "pairs/weft.functions/preference_accuracy"
@@ -37,13 +43,13 @@ class Settings(weft.Config):
     """What generates; auto is vllm under Ray and transformers in one process."""
     schedule: Literal["synchronous", "pipelined", "asynchronous"] = "synchronous"
     """When nodes run; asynchronous lets generation run one update ahead."""
-    reward: Literal["exact", "model"] = "exact"
-    """The exact match; or a reward model, trained first where there is none yet (a weak one is fooled by the policy)."""
+    reward: Literal["model", "exact"] = "model"
+    """A reward model, trained first where there is none yet; or the exact match."""
     seed: int = 0
     """Of data, model, sampling and order."""
     steps: int = Field(default=200, ge=1)
     """Updates of policy and critic."""
-    reward_steps: int = Field(default=400, ge=1)
+    reward_steps: int = Field(default=300, ge=1)
     """Updates of the reward model."""
     prompts: int = Field(default=256, ge=1)
     """Prompts in a step; each is answered once."""
@@ -83,21 +89,26 @@ def pairs(file: Path, model: str, seed: int, copies: int = 1) -> weft.Prompts:
 
 
 def trained_reward_model(task: Path, settings: Settings) -> Path:
-    """Folder of a reward model that tells right sums from wrong ones, made on first use."""
+    """Folder of a reward model that tells right sums from wrong ones, made on first use.
+
+    It begins as the policy does. Likelihood beside the comparison keeps that of right answers from falling with the wrong ones'.
+    """
     folder, policy = task / "reward_model", str(task / "model")
     if folder.exists():
         return folder
     print("preparing: a reward model, on pairs", flush=True)
-    steps, number = (3, 8) if settings.small else (settings.reward_steps, 128)
-    rate = {"learning_rate": 2e-3, "warmup_steps": 20, "decay": "linear", "decay_steps": max(steps, 40)}
-    model = weft.group(weft.CriticWorker, model=policy, head="rewards", **rate)
+    steps, number = (3, 8) if settings.small else (settings.reward_steps, 64)
+    rate = {"learning_rate": 1e-3, "warmup_steps": 5, "decay": "linear", "decay_steps": max(steps, 10)}
+    model = weft.group(weft.ActorWorker, name="reward_model", model=policy, **rate)
     held_out = pairs(task / "held_out.parquet", policy, seed=2)
     with weft.Driver(
-        reward_model(
-            pairs(task / "train.parquet", policy, seed=1, copies=4), model=model, loss=RewardLoss(centring=0.01)
+        dpo(
+            pairs(task / "train.parquet", policy, seed=1, copies=2),
+            actor=model,
+            loss=PreferenceLoss(beta=1, score=LogLikelihood(), likelihood=1),
         ),
         schedule=weft.Synchronous(steps=steps, prompts_per_step=number),
-        evaluations=[weft.Evaluation(reward_accuracy(held_out, model=model), every=50, name="pairs")],
+        evaluations=[weft.Evaluation(preference_accuracy(held_out, actor=model), every=50, name="pairs")],
         root=task,
         name="reward_training",
         record_every=0,
@@ -107,6 +118,24 @@ def trained_reward_model(task: Path, settings: Settings) -> Path:
         driver.call(model, "save", path=folder)
     print(f"reward model: {metrics[-1][PAIRS]:.1%} of held-out pairs in the right order", flush=True)
     return folder
+
+
+@weft.node(reads=("reward_logprobs",), writes=("reward",))
+def likelihood(samples: weft.Batch) -> tuple[weft.Batch, dict[str, Mean]]:
+    """The probability of each response under the reward model, and their mean."""
+    logprobs, cu_seqlens = samples.ragged_numpy("reward_logprobs")
+    rewards = np.exp(np.add.reduceat(logprobs, cu_seqlens[:-1]))
+    return samples.with_columns(reward=rewards), {"reward": Mean(float(rewards.sum()), float(len(rewards)))}
+
+
+class RewardModel:
+    """What `ppo` asks for rewards: the worker group's log-probabilities, and a node that makes rewards of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.group = weft.group(weft.ReferenceWorker, name="reward_model", model=str(folder))
+
+    def score(self, samples: Any) -> Any:
+        return likelihood(self.group.logprobs(samples, into="reward_logprobs"))
 
 
 def main(settings: Settings) -> None:
@@ -133,12 +162,8 @@ def main(settings: Settings) -> None:
         "decay_steps": max(20, steps * epochs * minibatches),
     }
     judge = weft.group(weft.RewardWorker, name="reward", function=arithmetic.exact_match, tokenizer=model)
-    if settings.reward == "model":
-        learned = str(trained_reward_model(task, settings))
-        reward = weft.group(weft.RewardModelWorker, name="reward_model", model=learned)
-        critic = weft.group(weft.CriticWorker, model=learned, **rate)  # it begins with what the reward model knows
-    else:
-        reward, critic = judge, weft.group(weft.CriticWorker, model=model, **rate)
+    reward = RewardModel(trained_reward_model(task, settings)) if settings.reward == "model" else judge
+    critic = weft.group(weft.CriticWorker, model=model, **rate)
     actor = weft.group(weft.ActorWorker, model=model, **rate)
     reference = weft.group(weft.ReferenceWorker, model=model)
     rollout = weft.group(weft.RolloutWorker, model=model, engine=engine)
@@ -179,7 +204,7 @@ def main(settings: Settings) -> None:
         metrics = driver.run()
         for handle, name in ((actor, "model"), (critic, "critic")):
             driver.call(handle, "save", path=driver.directory.path / name)
-    rewarded = "reward_model/mean" if settings.reward == "model" else "reward/mean"
+    rewarded = "weft.functions/reward" if settings.reward == "model" else "reward/mean"
     curves = {rewarded: "reward of samples", ACCURACY: "held-out accuracy (greedy)"}
     print("learning curve:", draw_curve(metrics, curves, driver.directory.path / "curve.png", "PPO on addition"))
     trained = [row for row in metrics if "actor/loss" in row]
