@@ -6,6 +6,7 @@ were not there: a recursion passes over them, and they get 0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 _BLOCK = 32
 """Tokens that one matrix product sums over."""
+_PART = 2**18
+"""Tokens of the rows that are worked on at once, about."""
 
 
 def generalized_advantages(
@@ -56,17 +59,20 @@ def generalized_advantages(
     for name, value in (("gamma", gamma), ("lam", lam)):
         if not 0 <= value <= 1:
             raise UserError(f"generalized_advantages: {name} must be between 0 and 1, not {value}")
-    kept = _kept(rows)
-    rewards_N, values_N = _only(kept, token_rewards), _only(kept, values)
-    cu_seqlens = _cu_seqlens_of(kept, rows)
-    # The recursion of the returns has fewer terms: G_t = r_t + gamma (1 - lam) V_t+1 + gamma lam G_t+1.
-    steps_N = np.empty_like(values_N)
-    np.multiply(values_N[1:], np.float32(gamma * (1 - lam)), out=steps_N[:-1])
-    steps_N[cu_seqlens[1:][np.diff(cu_seqlens) > 0] - 1] = 0  # nothing comes after a row's last token
-    steps_N += rewards_N
-    returns_N = _discounted_sums(steps_N, cu_seqlens, gamma * lam)
-    num_tokens = len(values)
-    return _spread(kept, returns_N - values_N, num_tokens), _spread(kept, returns_N, num_tokens)
+
+    def of_part(
+        rewards_N: NDArray[np.float32], values_N: NDArray[np.float32], cu_seqlens: NDArray[np.int64]
+    ) -> tuple[NDArray[np.float32], ...]:
+        # The recursion of the returns has fewer terms: G_t = r_t + gamma (1 - lam) V_t+1 + gamma lam G_t+1.
+        steps_N = np.empty_like(values_N)
+        np.multiply(values_N[1:], np.float32(gamma * (1 - lam)), out=steps_N[:-1])
+        steps_N[cu_seqlens[1:][np.diff(cu_seqlens) > 0] - 1] = 0  # nothing comes after a row's last token
+        steps_N += rewards_N
+        returns_N = _discounted_sums(steps_N, cu_seqlens, gamma * lam)
+        return np.subtract(returns_N, values_N, out=steps_N), returns_N
+
+    advantages, returns = _by_parts(of_part, rows, token_rewards, values, num_outputs=2)
+    return advantages, returns
 
 
 def discounted_returns(token_rewards: Tensor, rows: PackedRows, *, gamma: float = 1.0) -> Tensor:
@@ -90,9 +96,11 @@ def discounted_returns(token_rewards: Tensor, rows: PackedRows, *, gamma: float 
     """
     if not 0 <= gamma <= 1:
         raise UserError(f"discounted_returns: gamma must be between 0 and 1, not {gamma}")
-    kept = _kept(rows)
-    returns_N = _discounted_sums(_only(kept, token_rewards), _cu_seqlens_of(kept, rows), gamma)
-    return _spread(kept, returns_N, len(token_rewards))
+
+    def of_part(rewards_N: NDArray[np.float32], cu_seqlens: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
+        return (_discounted_sums(rewards_N, cu_seqlens, gamma),)
+
+    return _by_parts(of_part, rows, token_rewards, num_outputs=1)[0]
 
 
 def whitened(values: Tensor, rows: PackedRows, *, shift: bool = True, epsilon: float = 1e-8) -> Tensor:
@@ -112,8 +120,10 @@ def whitened(values: Tensor, rows: PackedRows, *, shift: bool = True, epsilon: f
     >>> whitened(torch.tensor([1.0, 3.0, 99.0]), PackedRows.of([3], response_mask=[1, 1, 0])).tolist()
     [-0.7071..., 0.7071..., 0.0]
     """
-    kept = _kept(rows)
-    values_N = _only(kept, values)
+    values_N, kept = _float32(values), None
+    if RESPONSE_MASK in rows:
+        kept = np.flatnonzero(rows[RESPONSE_MASK].numpy() != 0)
+        values_N = values_N.take(kept)
     if not len(values_N):
         return torch.zeros_like(values, dtype=torch.float32)
     one = values_N[0]
@@ -124,7 +134,11 @@ def whitened(values: Tensor, rows: PackedRows, *, shift: bool = True, epsilon: f
     centred_N *= 1 / np.sqrt(variance + np.float32(epsilon))
     if not shift:
         centred_N += mean + one
-    return _spread(kept, centred_N, len(values))
+    if kept is None:
+        return torch.from_numpy(centred_N)
+    whitened_T = np.zeros(len(values), dtype=np.float32)
+    whitened_T[kept] = centred_N
+    return torch.from_numpy(whitened_T)
 
 
 class ValueLoss(AggregatedLoss):
@@ -207,6 +221,42 @@ def return_advantages(samples: Batch, *, gamma: float = 1.0, whiten: bool = True
     return samples.with_columns(advantages=(advantages, rows.cu_seqlens))
 
 
+def _by_parts(
+    of_part: Callable[..., tuple[NDArray[np.float32], ...]], rows: PackedRows, *columns: Tensor, num_outputs: int
+) -> tuple[Tensor, ...]:
+    """What a function makes of the trained tokens, some rows at a time, so that what it makes on the way stays in the cache.
+
+    Args:
+        of_part: takes the columns [N] and `cu_seqlens` of some rows, as if their masked tokens were not there; gives outputs [N].
+        columns: [T].
+
+    Returns:
+        Each output as [T] float32, 0 at masked tokens.
+    """
+    cu_seqlens = rows.cu_seqlens.to(torch.int64).numpy()
+    mask = rows[RESPONSE_MASK].numpy() if RESPONSE_MASK in rows else None
+    inputs = [_float32(column) for column in columns]
+    outputs = [np.empty(len(columns[0]), dtype=np.float32) for _ in range(num_outputs)]
+    first = 0
+    while first < len(rows):
+        last = max(first + 1, int(cu_seqlens.searchsorted(cu_seqlens[first] + _PART, side="right")) - 1)
+        part, starts = slice(cu_seqlens[first], cu_seqlens[last]), cu_seqlens[first : last + 1] - cu_seqlens[first]
+        if mask is None:
+            for output, made in zip(outputs, of_part(*(column[part] for column in inputs), starts), strict=True):
+                output[part] = made
+        else:
+            kept = np.flatnonzero(mask[part] != 0)  # many times faster for bool than for integers
+            found = of_part(*(column[part].take(kept) for column in inputs), kept.searchsorted(starts))
+            for output, made in zip(outputs, found, strict=True):
+                torch.from_numpy(output[part]).zero_().scatter_(0, torch.from_numpy(kept), torch.from_numpy(made))
+        first = last
+    return tuple(map(torch.from_numpy, outputs))
+
+
+def _float32(column: Tensor) -> NDArray[np.float32]:
+    return column.detach().to(torch.float32).numpy()
+
+
 def _discounted_sums(values_N: NDArray[np.float32], cu_seqlens: NDArray[np.int64], c: float) -> NDArray[np.float32]:
     """y_t = x_t + c y_t+1 within each row, the recursion of every estimator here, without a loop over tokens.
 
@@ -220,7 +270,8 @@ def _discounted_sums(values_N: NDArray[np.float32], cu_seqlens: NDArray[np.int64
     tokens = np.full(ends[-1] if len(ends) else 0, _BLOCK, dtype=np.int8)
     tokens[ends[filled] - 1] = (lengths[filled] - 1) % _BLOCK + 1
     taken = np.arange(_BLOCK, dtype=np.int8) < tokens[:, None]
-    blocks = np.zeros(taken.shape, dtype=np.float32)
+    blocks = np.empty(taken.shape, dtype=np.float32)
+    blocks[ends[filled] - 1] = 0  # the others are filled
     blocks[taken] = values_N
     powers = np.float64(c) ** np.arange(_BLOCK)
     if num_blocks.max(initial=0) > 1:
@@ -232,29 +283,3 @@ def _discounted_sums(values_N: NDArray[np.float32], cu_seqlens: NDArray[np.int64
     steps_on = position[:, None] - position
     matrix = np.where(steps_on >= 0, powers[np.maximum(steps_on, 0)], 0).astype(np.float32)
     return (blocks @ matrix)[taken]
-
-
-def _kept(rows: PackedRows) -> NDArray[np.intp] | None:
-    """[N] which of the T tokens are trained on; None: all of them."""
-    return np.flatnonzero(rows[RESPONSE_MASK].numpy()) if RESPONSE_MASK in rows else None
-
-
-def _only(kept: NDArray[np.intp] | None, values: Tensor) -> NDArray[np.float32]:
-    """[N] the values of the kept tokens."""
-    values_T = values.detach().to(torch.float32).numpy()
-    return values_T if kept is None else values_T.take(kept)
-
-
-def _cu_seqlens_of(kept: NDArray[np.intp] | None, rows: PackedRows) -> NDArray[np.int64]:
-    """[B + 1] where rows begin and end among the kept tokens."""
-    cu_seqlens = rows.cu_seqlens.to(torch.int64).numpy()
-    return cu_seqlens if kept is None else kept.searchsorted(cu_seqlens)
-
-
-def _spread(kept: NDArray[np.intp] | None, values_N: NDArray[np.float32], num_tokens: int) -> Tensor:
-    """[T] the values in their tokens' places, 0 at the others."""
-    if kept is None:
-        return torch.from_numpy(values_N)
-    values_T = np.zeros(num_tokens, dtype=np.float32)
-    values_T[kept] = values_N
-    return torch.from_numpy(values_T)

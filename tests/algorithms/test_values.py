@@ -61,6 +61,21 @@ def test_generalized_advantages_against_the_recursion(lengths, gamma: float, lam
         np.testing.assert_allclose(each.numpy(), expected, atol=1e-5 * max(1, np.abs(expected).max(initial=0)))
 
 
+@pytest.mark.parametrize("mask", [None, 0.7])
+@pytest.mark.parametrize("part", [1, 40, 100])
+def test_rows_are_worked_on_in_parts_that_know_nothing_of_each_other(
+    monkeypatch: pytest.MonkeyPatch, mask: float | None, part: int
+):
+    monkeypatch.setattr("weft.algorithms.values._PART", part)
+    rewards, values, rows = random_rows([0, 70, 3, 0, 33, 200, 1, 0], mask=mask)
+    mine = generalized_advantages(rewards, values, rows, gamma=0.99, lam=0.9)
+    for each, expected in zip(mine, reference(rewards, values, rows, 0.99, 0.9), strict=True):
+        np.testing.assert_allclose(each.numpy(), expected, atol=1e-5)
+    if mask is None:
+        returns = discounted_returns(rewards, rows, gamma=0.99)
+        np.testing.assert_allclose(returns.numpy(), reference(rewards, 0 * values, rows, 0.99, 1.0)[1], atol=1e-4)
+
+
 def test_two_estimates_that_need_no_recursion():
     rewards, values, rows = random_rows([40, 3, 100])
     _, monte_carlo = generalized_advantages(rewards, values, rows, gamma=1.0, lam=1.0)
