@@ -12,6 +12,7 @@ of an answer is how likely it finds it. It is shown sums of the training set alo
 
 import json
 import random
+import shutil
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -97,6 +98,7 @@ def trained_reward_model(task: Path, settings: Settings) -> Path:
     if folder.exists():
         return folder
     print("preparing: a reward model, on pairs", flush=True)
+    shutil.rmtree(task / "reward_training", ignore_errors=True)  # what an interrupted one left
     steps, number = (3, 8) if settings.small else (settings.reward_steps, 64)
     rate = {"learning_rate": 1e-3, "warmup_steps": 5, "decay": "linear", "decay_steps": max(steps, 10)}
     model = weft.group(weft.ActorWorker, name="reward_model", model=policy, **rate)

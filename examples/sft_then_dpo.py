@@ -8,6 +8,7 @@ python examples/sft_then_dpo.py --backend local  one process, no Ray: breakpoint
 
 import json
 import math
+import shutil
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -86,6 +87,7 @@ def train_on_answers(task: Path, settings: Settings) -> Path:
     if folder.exists():
         return folder
     print("phase 1: supervised training on right answers", flush=True)
+    shutil.rmtree(task / "supervised_phase", ignore_errors=True)  # what an interrupted one left
     answers = weft.Prompts.read(task / "supervised.jsonl", fresh)
     held_out = weft.Prompts.read(task / "held_out.parquet", fresh)
 
@@ -123,6 +125,7 @@ def answer_in_pairs(task: Path, model: str, settings: Settings) -> weft.Prompts:
     file = task / "pairs.jsonl"
     if not file.exists():
         print("phase 2: the supervised model answers, and right answers are put beside wrong ones", flush=True)
+        shutil.rmtree(task / "sampling_phase", ignore_errors=True)
         number = 24 if settings.small else settings.sums
         rollout = weft.group(weft.RolloutWorker, model=model, engine="transformers")
         better = right_digits if settings.small else arithmetic.exact_match  # after a few steps no answer is right
