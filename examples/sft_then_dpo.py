@@ -54,7 +54,7 @@ class Settings(weft.Config):
     sums: int = Field(default=4096, ge=1)
     """Sums that the supervised model answers, eight times each; those with a right and a wrong answer are pairs."""
     likelihood: float = Field(default=1.0, ge=0)
-    """Weight of the right answers' own likelihood beside DPO's loss; 0 is plain DPO, which lowers right answers with wrong ones."""
+    """Weight of the right answers' own likelihood beside the loss of DPO; 0 is plain DPO, which lowers right answers with wrong ones."""
     root: Path = Path("runs")
     """Where data, models and run directories go."""
     name: str | None = None
@@ -198,8 +198,7 @@ def main(settings: Settings) -> None:
     result = {
         "accuracy_before": metrics[0][ACCURACY],
         "accuracy_after": metrics[-1][ACCURACY],
-        "preference_accuracy_before": trained[0]["actor/preference_accuracy"],
-        "preference_accuracy_after": trained[-1]["actor/preference_accuracy"],
+        "preference_accuracy": trained[-1]["actor/preference_accuracy"],
         "seconds": round(time.monotonic() - started, 1),
         "steps": len(trained),
         "pairs": len(pairs),

@@ -1,4 +1,4 @@
-"""The example runs in its small setting, in one process: with a reference that is computed beforehand, and without one."""
+"""The example runs in its small setting: with a reference that is computed beforehand, and without one; and under Ray."""
 
 import json
 import subprocess
@@ -11,8 +11,8 @@ import pytest
 EXAMPLE = Path(__file__).parents[2] / "examples" / "dpo_preferences.py"
 
 
-def run(*arguments: str, root: Path) -> str:
-    command = [sys.executable, str(EXAMPLE), "--small", "--backend", "local", "--root", str(root), *arguments]
+def run(*arguments: str, root: Path, backend: str = "local") -> str:
+    command = [sys.executable, str(EXAMPLE), "--small", "--backend", backend, "--root", str(root), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
@@ -36,3 +36,14 @@ def test_the_example_runs_in_one_process(root: Path, method: str):
         assert abs(metrics[1]["actor/chosen_reward"]) < 1e-4 and abs(metrics[1]["actor/reward_margin"]) < 1e-4
     assert ("reference_of_pairs" in said) == (method == "rpo")
     assert (root / method / "curve.png").exists() and (root / method / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.ray
+def test_the_example_runs_on_two_ranks_under_ray(root: Path):
+    one, two = (
+        json.loads(run("--name", backend, root=root, backend=backend).splitlines()[-1]) for backend in ("local", "ray")
+    )
+    for name in ("preference_accuracy_before", "preference_accuracy_after"):
+        assert abs(one[name] - two[name]) <= 2 / 512, "the same updates, but for rounding"
+    log = (root / "ray" / "config.json").read_text()
+    assert "RayBackend" in log and (root / "ray" / "model" / "model.safetensors").exists()
