@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from algorithm_workloads import ALGORITHM_WORKLOADS, EPOCHS, MINIBATCHES, num_tokens, read
+from algorithm_workloads import EPOCHS, MINIBATCHES, num_tokens, read
 from turns import Turns
 
 MICROBATCHES = (256, 512, 1024, 2048, 4096)
@@ -180,7 +180,6 @@ def cut(rows: Sequence[Row], microbatch: int) -> list[Part]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("algorithm", choices=["ppo", "dpo"])
-    parser.add_argument("workload", choices=ALGORITHM_WORKLOADS)
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args()
     main(arguments.algorithm, arguments.folder)

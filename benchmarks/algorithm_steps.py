@@ -1,4 +1,4 @@
-"""A PPO step and a DPO step of models of 1M and 25M parameters: Weft, the bound that no orchestrator can beat, and TRL's `DPOTrainer`.
+"""A PPO step and a DPO step of models of 1M and 25M parameters: Weft, bare `transformers`, and TRL's `DPOTrainer`.
 
     python benchmarks/algorithm_steps.py             # `make bench-peers` first, for the comparison with TRL
     python benchmarks/algorithm_steps.py --small --no-peers     # to see that it works: not a measurement
@@ -37,7 +37,7 @@ def main() -> None:
             for algorithm in arguments.algorithms:
                 number = f"{workload.rows} rows" if algorithm == "ppo" else f"{workload.pairs} pairs"
                 print(f"\n{name}, {algorithm}: {number}", flush=True)
-                results[name][algorithm] = found = measure(name, algorithm, workload, prepared, arguments)
+                results[name][algorithm] = found = measure(algorithm, workload, prepared, arguments)
                 print(table(found), flush=True)
     print(json.dumps(results | smallest([results[name] for name in arguments.workloads])))
 
@@ -57,22 +57,20 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def measure(
-    name: str, algorithm: str, workload: AlgorithmWorkload, folder: Path, arguments: argparse.Namespace
-) -> dict[str, Any]:
+def measure(algorithm: str, workload: AlgorithmWorkload, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """The results of one algorithm on one workload."""
     ranks = arguments.ranks or cores()
 
     def trl(microbatch: int) -> System:
-        own = command("trl_dpo.py", name, folder, "--microbatch", microbatch, python=PEERS)
+        own = command("trl_dpo.py", folder, "--microbatch", microbatch, python=PEERS)
         return System(own, folder / "trl.log")
 
     starts: dict[str, Callable[[], System]] = {
         "weft": lambda: System(
-            command("algorithm_weft.py", algorithm, name, folder, "--ranks", ranks, "--cores", cores()),
+            command("algorithm_weft.py", algorithm, folder, "--ranks", ranks, "--cores", cores()),
             folder / "weft.log",
         ),
-        "bound": lambda: System(command("algorithm_bound.py", algorithm, name, folder), folder / "bound.log"),
+        "bound": lambda: System(command("algorithm_bound.py", algorithm, folder), folder / "bound.log"),
     }
     if algorithm == "dpo" and with_peers(arguments):
         microbatch = workload.trl_microbatch

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from algorithm_workloads import ALGORITHM_WORKLOADS, EPOCHS, MINIBATCHES, num_tokens, read
+from algorithm_workloads import EPOCHS, MINIBATCHES, num_tokens, read
 from turns import Turns
 
 import weft
@@ -120,7 +120,6 @@ def main(algorithm: str, folder: Path, ranks: int, cores: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("algorithm", choices=["ppo", "dpo"])
-    parser.add_argument("workload", choices=ALGORITHM_WORKLOADS)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--cores", type=int, required=True)

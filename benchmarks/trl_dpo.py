@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from algorithm_workloads import ALGORITHM_WORKLOADS, num_tokens, read
+from algorithm_workloads import num_tokens, read
 from turns import Turns
 
 
@@ -81,7 +81,6 @@ def main(folder: Path, microbatch: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("workload", choices=ALGORITHM_WORKLOADS)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--microbatch", type=int, required=True, help="pairs")
     arguments = parser.parse_args()

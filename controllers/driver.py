@@ -302,7 +302,7 @@ class Driver:
         rest = itertools.islice(order, ledger.prompts_issued, None)
         # Rows that are made of the source's have a part of their tokens: the prompt, and what they say themselves.
         makes_rows = any(node.level == SOURCE and node.makes_level is not None for node in graph.nodes)
-        tokens = num_tokens(source, {str(PROMPT_IDS)} if makes_rows else None)
+        tokens = num_tokens(source, {str(PROMPT_IDS)}.intersection(source.columns) if makes_rows else None)
         flow = Flow(name, graph, schedule, ledger, rest, tokens)
         if self._resumed is not None and not flow.evaluates:
             flow.step = self._resumed.state.step
@@ -696,7 +696,9 @@ class Driver:
         node, lease = call.node, call.lease
         assert node is not None and lease is not None
         held = flow.ledger.holds(lease)
-        if node.name != RECORD and (held or not node.operation.takes_groups):
+        # Of a call that lost its rows, what it had published stays: then its metrics do, too. Else all is asked, and measured, again.
+        publishes = bool(node.writes) and not node.operation.takes_groups and node.operation.shape is not Shape.FILTER
+        if node.name != RECORD and (held or publishes):
             flow.metrics.append({f"{call.group.name}/{name}": metric for name, metric in call.merged_metrics().items()})
         if not held:
             return  # its deadline passed, or it was given up: what it had not published is somebody else's

@@ -2,7 +2,7 @@
 
     supervised warm start -> reward model on pairs -> PPO with four models: actor, critic, reference, reward model
 
-python examples/ppo_arithmetic.py                   Ray, two FSDP2 ranks of each model, two vLLM replicas
+python examples/ppo_arithmetic.py                   PPO under Ray, two FSDP2 ranks of each model, two vLLM replicas
 python examples/ppo_arithmetic.py --backend local   one process, no Ray, no vLLM: breakpoints work
 python examples/ppo_arithmetic.py --reward exact    three models, and a function that knows the answers
 
@@ -94,7 +94,7 @@ def trained_reward_model(task: Path, settings: Settings) -> Path:
 
     It begins as the policy does. Likelihood beside the comparison keeps that of right answers from falling with the wrong ones'.
     """
-    folder, policy = task / "reward_model", str(task / "model")
+    folder, policy = task / f"reward_model_{settings.reward_steps}", str(task / "model")
     if folder.exists():
         return folder
     print("preparing: a reward model, on pairs", flush=True)

@@ -52,7 +52,7 @@ class Settings(weft.Config):
     pairs: int = Field(default=64, ge=1)
     """Pairs in a step."""
     sums: int = Field(default=4096, ge=1)
-    """Sums that the supervised model answers, eight times each; those with a right and a wrong answer are pairs."""
+    """Sums that the supervised model answers, eight times each (rounded up to equal steps); right and wrong answers make pairs."""
     likelihood: float = Field(default=1.0, ge=0)
     """Weight of the right answers' own likelihood beside the loss of DPO; 0 is plain DPO, which lowers right answers with wrong ones."""
     root: Path = Path("runs")
@@ -83,7 +83,8 @@ def fresh_model(settings: Settings) -> Path:
 
 def train_on_answers(task: Path, settings: Settings) -> Path:
     """Phase 1, where it has not been done yet: supervised training on right answers. Returns the model's folder."""
-    folder, fresh = task / "supervised", str(task / "untrained")
+    folder = task / f"supervised_{settings.supervised_steps}_{settings.supervised_accuracy:g}"
+    fresh = str(task / "untrained")
     if folder.exists():
         return folder
     print("phase 1: supervised training on right answers", flush=True)
@@ -122,18 +123,19 @@ def sampled_pairs(prompts, *, rollout, reward):
 
 def answer_in_pairs(task: Path, model: str, settings: Settings) -> weft.Prompts:
     """Phase 2, where it has not been done yet: the supervised model's right and wrong answers to sums of the training set."""
-    file = task / "pairs.jsonl"
+    file = Path(model) / f"pairs_{settings.sums}.jsonl"
     if not file.exists():
         print("phase 2: the supervised model answers, and right answers are put beside wrong ones", flush=True)
         shutil.rmtree(task / "sampling_phase", ignore_errors=True)
         number = 24 if settings.small else settings.sums
+        steps = math.ceil(number / 512)
         rollout = weft.group(weft.RolloutWorker, model=model, engine="transformers")
         better = right_digits if settings.small else arithmetic.exact_match  # after a few steps no answer is right
         reward = weft.group(weft.RewardWorker, function=better, tokenizer=model)
         sums = weft.Prompts.read(task / "train.parquet", model)
         with weft.Driver(
             sampled_pairs(sums, rollout=rollout, reward=reward),
-            schedule=weft.Synchronous(steps=math.ceil(number / 512), prompts_per_step=min(number, 512)),
+            schedule=weft.Synchronous(steps=steps, prompts_per_step=math.ceil(number / steps)),
             placement={"rollout": CORES},
             backend=settings.new_backend(),
             root=task,
@@ -146,7 +148,9 @@ def answer_in_pairs(task: Path, model: str, settings: Settings) -> weft.Prompts:
             for row in pa.ipc.open_file(str(samples)).read_all().to_pylist():
                 side = "chosen" if row["preferred"] else "rejected"
                 pairs.setdefault(row["group_id"], {"prompt": row["prompt"]})[side] = row["response"]
-        file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs.values()))
+        unfinished = file.with_suffix(".part")
+        unfinished.write_text("".join(json.dumps(pair) + "\n" for pair in pairs.values()))
+        unfinished.rename(file)
     return weft.Prompts.read(file, model)
 
 

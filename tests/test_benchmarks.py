@@ -385,8 +385,8 @@ def test_a_run_loses_nothing_when_its_processes_are_killed(recovery: ModuleType,
     assert (found["lost"], found["duplicated"], found["kills_wrong"]) == (0, 0, [])
 
 
-def test_the_bound_of_an_algorithm_has_the_numbers_of_the_real_step(workloads: ModuleType, tmp_path: Path):
-    """Its microbatches hold each row once, and what it computes of their tokens is what an actor computes."""
+def test_the_bound_of_an_algorithm_does_the_work_of_the_real_step(workloads: ModuleType, tmp_path: Path):
+    """Its microbatches hold each row once, what it computes of their tokens is what an actor computes, and no update is left out."""
     import torch
 
     from weft.dataflow.batch import Batch
@@ -405,3 +405,15 @@ def test_the_bound_of_an_algorithm_has_the_numbers_of_the_real_step(workloads: M
     actor = ReferenceWorker(ReferenceConfig(model=str(folder / "model")))
     wanted = torch.tensor(actor.logprobs(samples, into="logprobs").ragged_numpy("logprobs")[0])
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+
+    ppo, dpo = bound.PpoStep(folder), bound.DpoStep(folder)
+    for step in (ppo, dpo):
+        step.prepare(256)
+        step()
+    trained = {model: model._optimizer.state_dict()["state"] for model in (ppo._actor, ppo._critic, dpo._actor)}
+    assert [{int(one["step"]) for one in state.values()} for state in trained.values()] == [{4}, {4}, {1}]
+    assert (
+        sorted(len(part.ids) for parts in ppo._minibatches for part in parts)
+        and [sum(len(part.ids) for part in parts) for parts in ppo._minibatches] == [len(given) // 2] * 2
+    )
+    assert sum(len(part.ids) for part in dpo.parts) == len(given), "both responses of half as many pairs"

@@ -16,6 +16,7 @@ from ..dataflow.config import Config
 from ..dataflow.errors import UserError, nearest
 from ..dataflow.handle import Handle
 from .model_folder import read_layer_names
+from .training import SCALAR_HEAD
 
 
 class Lora(Config):
@@ -53,7 +54,8 @@ class Lora(Config):
                 f"Lora.dora: tensor_parallel={tensor_parallel} shares out the rows that DoRA measures; leave one of them out"
             )
         if self.targets != "all-linear":
-            check_targets(self.targets, read_layer_names(model), f"model {str(model)!r}")
+            layers = [name for name in read_layer_names(model) if name != SCALAR_HEAD.removesuffix(".weight")]
+            check_targets(self.targets, layers, f"the backbone of model {str(model)!r}")
 
 
 def check_targets(targets: tuple[str, ...], layers: list[str], owner: str) -> None:

@@ -14,6 +14,7 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.graph import TableSource, graph
 from weft.dataflow.handle import group
 from weft.dataflow.metrics import Max, Metrics, Sum
+from weft.dataflow.operation import Shape, node
 from weft.dataflow.proof import prove
 from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
@@ -38,6 +39,39 @@ def test_a_response_of_a_given_pair_has_the_tokens_of_its_prompt_and_its_own(tmp
         updates = [call for call in driver.directory.timeline if call["node"] == "actor.update"]
     assert [call["tokens"] for call in updates] == [3 + 2 + 3 + 1] * 2
     assert [round(row["tokens_per_s"] * row["step_s"]) for row in metrics[1:]] == [9, 9]
+
+
+@node(shape=Shape.EXPAND, reads=("sum",), writes=("prompt_ids", "response_ids", "preferred"))
+def asked(sums: Batch) -> Batch:
+    """Prompts are made of the source, which has none."""
+    ids = sums["sum"].to_pylist()
+    number = len(ids)
+    parents = [id for id in sums["sample_id"].to_pylist() for _ in range(2)]
+    return Batch.of(
+        parent_id=parents,
+        prompt_ids=[[id] for id in ids for _ in range(2)],
+        response_ids=[[1], [2, 3]] * number,
+        preferred=[1, 0] * number,
+    )
+
+
+@graph
+def asking(sums: Any, *, actor: Any) -> Any:
+    return actor.update(asked(sums), loss=None)
+
+
+def test_a_source_need_not_have_prompts(tmp_path: Path):
+    given = TableSource("sums", pa.table({"sum": [7, 8]}))
+    with Driver(
+        asking(given, actor=group(GivenPairs)),
+        schedule=Synchronous(steps=1, prompts_per_step=2),
+        root=tmp_path,
+        name="run",
+        progress=False,
+    ) as driver:
+        driver.run()
+        updates = [call for call in driver.directory.timeline if call["node"] == "actor.update"]
+    assert [call["tokens"] for call in updates] == [2 * (1 + 1 + 1 + 2)]
 
 
 class PairActor(ToyActor):

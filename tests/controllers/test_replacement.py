@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from test_checkpoints import SavingActor, trained
 from test_schedules import SlowConfig, SlowRollout
-from toy import ToyConfig, ToyReward, prompts, toy_grpo
+from toy import ToyConfig, ToyReward, centred, prompts, toy_grpo
 
 from weft.controllers.backend import Backend, Local
 from weft.controllers.checkpoints import CheckpointConfig
@@ -19,9 +19,12 @@ from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.ray_backend import RayBackend
 from weft.controllers.schedule import Asynchronous, Synchronous, Training
 from weft.dataflow.batch import Batch
+from weft.dataflow.graph import graph
 from weft.dataflow.handle import group
 from weft.dataflow.metrics import Metrics, Sum
 from weft.dataflow.proof import prove
+from weft.workers.dispatch import Dispatch
+from weft.workers.remote import remote
 from weft.workers.reward import RewardWorker
 
 pytestmark = pytest.mark.ray
@@ -104,7 +107,9 @@ def run(tmp_path: Path, schedule: Training, rollout: dict[str, Any], reward: dic
 
 SYNCHRONOUS = Synchronous(steps=4, prompts_per_step=4)
 ASYNCHRONOUS = Asynchronous(steps=4, prompts_per_step=4)
-both = pytest.mark.parametrize("schedule", [SYNCHRONOUS, ASYNCHRONOUS], ids=lambda s: type(s).__name__)
+both = pytest.mark.parametrize(
+    "schedule", [pytest.param(SYNCHRONOUS, marks=pytest.mark.slow), ASYNCHRONOUS], ids=lambda s: type(s).__name__
+)
 
 
 @both
@@ -291,6 +296,39 @@ def test_what_was_measured_before_a_failure_counts_as_often_as_its_rows(tmp_path
         metrics = driver.run()
     assert metrics[-1]["repeated_rows"] == 2
     assert [row["reward/scored"] for row in metrics[1:]] == [row["samples"] for row in metrics[1:]]
+
+
+class Watcher(ToyReward):
+    """Looks at rows and writes nothing; fails once, after it has said what it saw of some of them."""
+
+    replaceable = True
+    failed = False
+
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids",))
+    def watch(self, samples: Batch) -> Iterator[Metrics]:
+        yield {"watched": Sum(1.0)}
+        if not self.failed:
+            self.failed = True
+            raise ConnectionError("the judge does not answer")
+        yield {"watched": Sum(float(len(samples) - 1))}
+
+
+@graph
+def watched_grpo(prompts: Any, *, rollout: Any, reward: Any, watcher: Any, actor: Any) -> Any:
+    samples = rollout.generate(prompts, n=2)
+    watcher.watch(samples)
+    return actor.update(centred(reward.score(samples)))
+
+
+def test_what_a_node_measured_that_writes_nothing_counts_once_when_its_rows_are_asked_again(tmp_path: Path):
+    made = {"rollout": group(SlowRollout), "actor": group(SavingActor)}
+    made["rollout"].follows(made["actor"])
+    graph = watched_grpo(prompts(10), **made, reward=group(ToyReward), watcher=group(Watcher))
+    schedule = Synchronous(steps=3, prompts_per_step=4)
+    with Driver(graph, schedule=schedule, root=tmp_path, name="run", progress=False) as driver:
+        metrics = driver.run()
+    assert metrics[-1]["repeated_rows"] > 0
+    assert [row["watcher/watched"] for row in metrics[1:]] == [row["samples"] for row in metrics[1:]]
 
 
 class HangingActor(MortalActor):

@@ -20,7 +20,7 @@ def run(*arguments: str, root: Path) -> str:
 def test_the_example_runs_in_one_process(tmp_path: Path):
     said = run("--name", "first", root=tmp_path)
     summary, task = json.loads(said.splitlines()[-1]), tmp_path / "sft_then_dpo-0-small"
-    pairs = [json.loads(line) for line in (task / "pairs.jsonl").read_text().splitlines()]
+    pairs = [json.loads(line) for line in next(task.glob("supervised_*/pairs_*.jsonl")).read_text().splitlines()]
     assert summary["steps"] == 3 and 0 <= summary["preference_accuracy"] <= 1 and summary["pairs"] == len(pairs) > 8
     answers = {row["prompt"]: row["answer"] for row in pq.read_table(task / "train.parquet").to_pylist()}
 

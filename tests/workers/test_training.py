@@ -133,7 +133,12 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize("split", SPLITS)
+IN_EVERY_TEST_RUN = ("two ranks, layer by layer", "two ranks, one without rows")
+
+
+@pytest.mark.parametrize(
+    "split", [pytest.param(name, marks=() if name in IN_EVERY_TEST_RUN else pytest.mark.slow) for name in SPLITS]
+)
 def test_the_gradient_does_not_depend_on_the_number_of_ranks(tiny_model: Path, rows: Batch, tmp_path: Path, split: str):
     shares, settings = SPLITS[split]
     check_ranks(tiny_model, rows, tmp_path, shares, settings)
