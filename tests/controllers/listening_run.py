@@ -1,6 +1,7 @@
 """A default run on Ray for `test_sockets.py`: says when it is up, then trains until it is told to end (or interrupted)."""
 
 import select
+import signal
 import sys
 from pathlib import Path
 
@@ -41,4 +42,5 @@ def main(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it starts in the background ignore it
     raise SystemExit(weft.launch(main))
