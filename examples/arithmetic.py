@@ -1,7 +1,7 @@
 """The task of the examples: two-digit addition, small enough for a laptop's CPU to learn by reinforcement.
 
 `B21+74=` asks for 12 + 47, digits reversed (the carry then runs in reading order); the answer is `950`. This file
-makes the data (Parquet), the tokenizer, the model, and its supervised warm start.
+makes the data (Parquet), the tokenizer, the model, and its supervised warm start, and has the settings that all examples share.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import json
 import random
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import Field
 
 import weft
 from weft.algorithms.evaluation import evaluate
@@ -22,6 +24,50 @@ HELD_OUT = 512
 SYMBOLS = ["<pad>", "B", "E", *"0123456789+="]
 WARM_ACCURACY = 0.30
 """Reinforcement learning needs a policy that is right now and then; the warm start stops there."""
+
+
+class RunSettings(weft.Config):
+    """What every example can be told."""
+
+    backend: Literal["ray", "local"] = "ray"
+    """Processes on a Ray cluster, or everything in this process."""
+    seed: int = 0
+    """Of data, model, sampling and order."""
+    root: Path = Path("runs")
+    """Where data, models and run directories go."""
+    name: str | None = None
+    """Of the run, and its directory; default: the time."""
+    checkpoint_every: int = Field(default=100, ge=0)
+    """Steps between two checkpoints; 0: none."""
+    resume: str = "none"
+    """latest: go on with the run of that name (or the newest); or the folder of a run or a checkpoint."""
+    small: bool = False
+    """A few steps on little data from a barely trained model: does everything work?"""
+
+    def new_backend(self) -> weft.RayBackend | weft.Local:
+        """Of one driver."""
+        return weft.RayBackend() if self.backend == "ray" else weft.Local()
+
+
+class SamplingSettings(RunSettings):
+    """What an example can be told that samples while it trains."""
+
+    engine: Literal["auto", "vllm", "transformers"] = "auto"
+    """What generates; auto is vllm under Ray and transformers in one process."""
+    schedule: Literal["synchronous", "pipelined", "asynchronous"] = "synchronous"
+    """When nodes run; asynchronous lets generation run one update ahead."""
+
+    @property
+    def generator(self) -> str:
+        """The engine, decided."""
+        if self.engine != "auto":
+            return self.engine
+        return "vllm" if self.backend == "ray" else "transformers"
+
+    def new_schedule(self, steps: int, prompts: int) -> weft.Synchronous | weft.Pipelined | weft.Asynchronous:
+        """Steps of so many prompts each."""
+        kinds = {"synchronous": weft.Synchronous, "pipelined": weft.Pipelined, "asynchronous": weft.Asynchronous}
+        return kinds[self.schedule](steps=steps, prompts_per_step=prompts)
 
 
 def exact_match(response: str, answer: str) -> float:

@@ -32,27 +32,13 @@ METHODS = {
 """rpo is DPO with the likelihood of the preferred response, which keeps that from falling with the other's."""
 
 
-class Settings(weft.Config):
-    backend: Literal["ray", "local"] = "ray"
-    """Processes on a Ray cluster, or everything in this process."""
+class Settings(arithmetic.RunSettings):
     method: Literal["rpo", "dpo", "ipo", "simpo", "orpo"] = "rpo"
     """What is optimised; simpo and orpo need no reference."""
-    seed: int = 0
-    """Of data, model and order."""
     steps: int = Field(default=200, ge=1)
     """Updates of the policy."""
     pairs: int = Field(default=64, ge=1)
     """Pairs in a step."""
-    root: Path = Path("runs")
-    """Where data, model and run directories go."""
-    name: str | None = None
-    """Of the run, and its directory; default: the time."""
-    checkpoint_every: int = Field(default=100, ge=0)
-    """Steps between two checkpoints; 0: none."""
-    resume: str = "none"
-    """latest: go on with the run of that name (or the newest); or the folder of a run or a checkpoint."""
-    small: bool = False
-    """Three steps of eight pairs from a barely trained model: does everything work?"""
 
 
 def preferences(file: Path, model: str, seed: int, limit: int | None = None) -> weft.Prompts:
@@ -78,7 +64,6 @@ def main(settings: Settings) -> None:
     started = time.monotonic()
     cores = weft.ResourcePool("cores", cpus=2)
     placement = {name: weft.Place(cores, ranks=2) for name in ("actor", "reference", "rollout")}
-    backend = weft.RayBackend if settings.backend == "ray" else weft.Local
     steps, number = (3, 8) if settings.small else (settings.steps, settings.pairs)
     loss = METHODS[settings.method]
     task = arithmetic.prepare(settings.root, settings.seed, settings.small)
@@ -91,7 +76,7 @@ def main(settings: Settings) -> None:
         reference = weft.group(weft.ReferenceWorker, model=model)
         known = reference_of_pairs(train, reference=reference)
         train = weft.precompute(
-            known, placement={"reference": placement["reference"]}, backend=backend(), root=settings.root
+            known, placement={"reference": placement["reference"]}, backend=settings.new_backend(), root=settings.root
         )
 
     # Who does the work.
@@ -114,7 +99,7 @@ def main(settings: Settings) -> None:
         schedule=weft.Synchronous(steps=steps, prompts_per_step=number),
         evaluations=[weft.Evaluation(accuracy, every=25, name="pairs"), weft.Evaluation(answers, every=25)],
         placement={name: placement[name] for name in ("actor", "rollout")},
-        backend=backend(),
+        backend=settings.new_backend(),
         root=settings.root,
         name=settings.name,
         checkpoint=weft.CheckpointConfig(every=settings.checkpoint_every),

@@ -37,33 +37,15 @@ ACCURACY = "eval/reward/mean"
 PAIRS = "pairs/weft.functions/preference_accuracy"
 
 
-class Settings(weft.Config):
-    backend: Literal["ray", "local"] = "ray"
-    """Processes on a Ray cluster, or everything in this process."""
-    engine: Literal["auto", "vllm", "transformers"] = "auto"
-    """What generates; auto is vllm under Ray and transformers in one process."""
-    schedule: Literal["synchronous", "pipelined", "asynchronous"] = "synchronous"
-    """When nodes run; asynchronous lets generation run one update ahead."""
+class Settings(arithmetic.SamplingSettings):
     reward: Literal["model", "exact"] = "model"
     """A reward model, trained first where there is none yet; or the exact match."""
-    seed: int = 0
-    """Of data, model, sampling and order."""
     steps: int = Field(default=200, ge=1)
     """Updates of policy and critic."""
     reward_steps: int = Field(default=300, ge=1)
     """Updates of the reward model."""
     prompts: int = Field(default=256, ge=1)
     """Prompts in a step; each is answered once."""
-    root: Path = Path("runs")
-    """Where data, models and run directories go."""
-    name: str | None = None
-    """Of the run, and its directory; default: the time."""
-    checkpoint_every: int = Field(default=100, ge=0)
-    """Steps between two checkpoints; 0: none."""
-    resume: str = "none"
-    """latest: go on with the run of that name (or the newest); or the folder of a run or a checkpoint."""
-    small: bool = False
-    """Three steps of eight prompts from a barely trained model: does everything work?"""
 
 
 def spoiled(answer: str, draw: random.Random) -> str:
@@ -146,7 +128,7 @@ def main(settings: Settings) -> None:
     cores = weft.ResourcePool("cores", cpus=2)
     placed = ["actor", "critic", "reference", "rollout", *(["reward_model"] if settings.reward == "model" else [])]
     placement = {name: weft.Place(cores, ranks=2) for name in placed}
-    backend = weft.RayBackend() if settings.backend == "ray" else weft.Local()
+    backend = settings.new_backend()
     backend.check(placement)  # the driver does, too; this is before the models are prepared
     steps, prompts = (3, 8) if settings.small else (settings.steps, settings.prompts)
     task = arithmetic.prepare(settings.root, settings.seed, settings.small)
@@ -155,7 +137,6 @@ def main(settings: Settings) -> None:
     held_out = weft.Prompts.read(task / "held_out.parquet", model)
 
     # Who does the work.
-    engine = settings.engine if settings.engine != "auto" else "vllm" if settings.backend == "ray" else "transformers"
     epochs, minibatches = 2, 2
     rate = {
         "learning_rate": 1e-3,
@@ -168,7 +149,7 @@ def main(settings: Settings) -> None:
     critic = weft.group(weft.CriticWorker, model=model, **rate)
     actor = weft.group(weft.ActorWorker, model=model, **rate)
     reference = weft.group(weft.ReferenceWorker, model=model)
-    rollout = weft.group(weft.RolloutWorker, model=model, engine=engine)
+    rollout = weft.group(weft.RolloutWorker, model=model, engine=settings.generator)
     rollout.follows(actor)
 
     # What happens.
@@ -189,10 +170,9 @@ def main(settings: Settings) -> None:
     accuracy = evaluate(held_out, rollout=rollout, reward=judge, sampling=weft.Sampling(max_tokens=4, temperature=0))
 
     # When and where.
-    schedules = {"synchronous": weft.Synchronous, "pipelined": weft.Pipelined, "asynchronous": weft.Asynchronous}
     with weft.Driver(
         training,
-        schedule=schedules[settings.schedule](steps=steps, prompts_per_step=prompts),
+        schedule=settings.new_schedule(steps, prompts),
         evaluations=[weft.Evaluation(accuracy, every=25)],
         placement=placement,
         backend=backend,

@@ -9,8 +9,6 @@ The reference of the KL penalty is the actor itself, with its adapter off: there
 
 import json
 import time
-from pathlib import Path
-from typing import Literal
 
 import arithmetic
 from pydantic import Field
@@ -26,17 +24,7 @@ from weft.algorithms.ratios import sequence_product
 from weft.dashboard.curve import draw_curve
 
 
-class Settings(weft.Config):
-    backend: Literal["ray", "local"] = "ray"
-    """Processes on a Ray cluster, or everything in this process."""
-    engine: Literal["auto", "vllm", "transformers"] = "auto"
-    """What generates; auto is vllm under Ray and transformers in one process."""
-    schedule: Literal["synchronous", "pipelined", "asynchronous"] = "synchronous"
-    """When nodes run; asynchronous lets generation run one update ahead."""
-    placement: Literal["colocated", "apart"] = "colocated"
-    """Actor and rollouts take turns on all cores, or each has its own."""
-    seed: int = 0
-    """Of data, model, sampling and order."""
+class Settings(arithmetic.SamplingSettings):
     rank: int = Field(default=16, ge=1)
     """Of the adapter."""
     dora: bool = False
@@ -47,16 +35,6 @@ class Settings(weft.Config):
     """Updates of the policy."""
     prompts: int = Field(default=64, ge=1)
     """Prompts in a step; each is answered eight times."""
-    root: Path = Path("runs")
-    """Where data, model and run directory go."""
-    name: str | None = None
-    """Of the run, and its directory; default: the time."""
-    checkpoint_every: int = Field(default=100, ge=0)
-    """Steps between two checkpoints; 0: none."""
-    resume: str = "none"
-    """latest: go on with the run of that name (or the newest); or the folder of a run or a checkpoint."""
-    small: bool = False
-    """Three steps of eight prompts from a barely trained model: does everything work?"""
 
 
 def main(settings: Settings) -> None:
@@ -64,9 +42,7 @@ def main(settings: Settings) -> None:
     started = time.monotonic()
     cores = weft.ResourcePool("cores", cpus=2)
     placement = {"actor": weft.Place(cores, ranks=2), "rollout": weft.Place(cores, ranks=2)}
-    if settings.placement == "apart":
-        placement = {name: weft.Place(weft.ResourcePool(name, cpus=1)) for name in ("actor", "rollout")}
-    backend = weft.RayBackend() if settings.backend == "ray" else weft.Local()
+    backend = settings.new_backend()
     backend.check(placement)  # the driver does, too; this is before the warm start
     steps, prompts = (3, 8) if settings.small else (settings.steps, settings.prompts)
     # Data (columns prompt and answer), and a model that a supervised phase has brought to a third of right answers.
@@ -76,11 +52,10 @@ def main(settings: Settings) -> None:
     held_out = weft.Prompts.read(task / "held_out.parquet", model)
 
     # Who does the work.
-    engine = settings.engine if settings.engine != "auto" else "vllm" if settings.backend == "ray" else "transformers"
     rate = {"learning_rate": 5e-3, "warmup_steps": 10, "decay": "linear", "decay_steps": 400}
     lora = weft.Lora(rank=settings.rank, alpha=2 * settings.rank, dora=settings.dora)
     actor = weft.group(weft.ActorWorker, model=model, lora=lora, **rate)
-    rollout = weft.group(weft.RolloutWorker, model=model, engine=engine)
+    rollout = weft.group(weft.RolloutWorker, model=model, engine=settings.generator)
     reward = weft.group(weft.RewardWorker, function=arithmetic.exact_match, tokenizer=model)
     rollout.follows(actor)
 
@@ -94,10 +69,9 @@ def main(settings: Settings) -> None:
     accuracy = evaluate(held_out, rollout=rollout, reward=reward, sampling=greedy)
 
     # When and where.
-    schedules = {"synchronous": weft.Synchronous, "pipelined": weft.Pipelined, "asynchronous": weft.Asynchronous}
     with weft.Driver(
         training,
-        schedule=schedules[settings.schedule](steps=steps, prompts_per_step=prompts),
+        schedule=settings.new_schedule(steps, prompts),
         evaluations=[weft.Evaluation(accuracy, every=25)],
         placement=placement,
         backend=backend,

@@ -11,7 +11,6 @@ import math
 import shutil
 import time
 from pathlib import Path
-from typing import Any, Literal
 
 import arithmetic
 import pyarrow as pa
@@ -38,11 +37,7 @@ def right_digits(response: str, answer: str) -> float:
     return sum(a == b for a, b in zip(response, answer, strict=False)) / len(answer)
 
 
-class Settings(weft.Config):
-    backend: Literal["ray", "local"] = "ray"
-    """Processes on a Ray cluster, or everything in this process."""
-    seed: int = 0
-    """Of data, model, sampling and order."""
+class Settings(arithmetic.RunSettings):
     supervised_steps: int = Field(default=1000, ge=1)
     """Most updates of the supervised phase."""
     supervised_accuracy: float = Field(default=arithmetic.WARM_ACCURACY, gt=0, le=1)
@@ -55,20 +50,6 @@ class Settings(weft.Config):
     """Sums that the supervised model answers, eight times each (rounded up to equal steps); right and wrong answers make pairs."""
     likelihood: float = Field(default=1.0, ge=0)
     """Weight of the right answers' own likelihood beside the loss of DPO; 0 is plain DPO, which lowers right answers with wrong ones."""
-    root: Path = Path("runs")
-    """Where data, models and run directories go."""
-    name: str | None = None
-    """Of the run of the preference phase, and its directory; default: the time."""
-    checkpoint_every: int = Field(default=100, ge=0)
-    """Steps between two checkpoints of the preference phase; 0: none."""
-    resume: str = "none"
-    """latest: go on with the run of that name (or the newest); or the folder of a run or a checkpoint."""
-    small: bool = False
-    """A few steps of either phase: does everything work?"""
-
-    def new_backend(self) -> Any:
-        """Of one phase."""
-        return weft.RayBackend() if self.backend == "ray" else weft.Local()
 
 
 def fresh_model(settings: Settings) -> Path:

@@ -1,32 +1,16 @@
 """The example runs in its small setting: with a reference that is computed beforehand, and without one; and under Ray."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "dpo_preferences.py"
-
-
-def run(*arguments: str, root: Path, backend: str = "local") -> str:
-    command = [sys.executable, str(EXAMPLE), "--small", "--backend", backend, "--root", str(root), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the first run leaves data and a warm-started model for the others."""
-    return tmp_path_factory.mktemp("runs")
+from small import run
 
 
 @pytest.mark.parametrize("method", ["rpo", "simpo"])
 def test_the_example_runs_in_one_process(root: Path, method: str):
-    said = run("--method", method, "--name", method, root=root)
+    said = run("dpo_preferences.py", "--method", method, "--name", method, root=root)
     summary = json.loads(said.splitlines()[-1])
     assert summary["steps"] == 3 and summary["pairs"] == 3 * 8
     assert 0 <= summary["preference_accuracy_before"] <= 1 and 0 <= summary["preference_accuracy_after"] <= 1
@@ -41,7 +25,8 @@ def test_the_example_runs_in_one_process(root: Path, method: str):
 @pytest.mark.ray
 def test_the_example_runs_on_two_ranks_under_ray(root: Path):
     one, two = (
-        json.loads(run("--name", backend, root=root, backend=backend).splitlines()[-1]) for backend in ("local", "ray")
+        json.loads(run("dpo_preferences.py", "--name", backend, root=root, backend=backend).splitlines()[-1])
+        for backend in ("local", "ray")
     )
     for name in ("preference_accuracy_before", "preference_accuracy_after"):
         assert abs(one[name] - two[name]) <= 2 / 512, "the same updates, but for rounding"

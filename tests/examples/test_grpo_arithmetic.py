@@ -1,32 +1,16 @@
 """The example runs in its small setting, in one process, with either engine; `.ci/run` runs it under Ray."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo_arithmetic.py"
-
-
-def run(*arguments: str, root: Path) -> str:
-    command = [sys.executable, str(EXAMPLE), "--small", "--backend", "local", "--root", str(root), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the first run leaves data and a warm-started model for the others."""
-    return tmp_path_factory.mktemp("runs")
+from small import run
 
 
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_the_example_runs_in_one_process(root: Path, engine: str):
-    summary = json.loads(run("--engine", engine, root=root).splitlines()[-1])
+    summary = json.loads(run("grpo_arithmetic.py", "--engine", engine, root=root).splitlines()[-1])
     assert summary["steps"] == 3 and summary["samples"] == 3 * 8 * 8
     assert summary["mean_logprob_gap"] <= 1e-5 and summary["max_logprob_gap"] <= 5e-4
     made = max((p for p in root.iterdir() if (p / "curve.png").exists()), key=lambda p: p.stat().st_mtime)

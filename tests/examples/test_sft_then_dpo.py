@@ -1,24 +1,14 @@
 """The example runs in its small setting, in one process; a second run goes on with the model and the pairs of the first."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "sft_then_dpo.py"
-
-
-def run(*arguments: str, root: Path) -> str:
-    command = [sys.executable, str(EXAMPLE), "--small", "--backend", "local", "--root", str(root), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+from small import run
 
 
 def test_the_example_runs_in_one_process(tmp_path: Path):
-    said = run("--name", "first", root=tmp_path)
+    said = run("sft_then_dpo.py", "--name", "first", root=tmp_path)
     summary, task = json.loads(said.splitlines()[-1]), tmp_path / "sft_then_dpo-0-small"
     pairs = [json.loads(line) for line in next(task.glob("supervised_*/pairs_*.jsonl")).read_text().splitlines()]
     assert summary["steps"] == 3 and 0 <= summary["preference_accuracy"] <= 1 and summary["pairs"] == len(pairs) > 8
@@ -33,6 +23,6 @@ def test_the_example_runs_in_one_process(tmp_path: Path):
     assert abs(metrics[1]["actor/reward_margin"]) < 1e-4, "the policy begins as its reference"
     assert (tmp_path / "first" / "curve.png").exists() and (tmp_path / "first" / "model" / "model.safetensors").exists()
 
-    again = run("--name", "second", root=tmp_path)
+    again = run("sft_then_dpo.py", "--name", "second", root=tmp_path)
     assert "phase 1" in said and "phase 1" not in again and "phase 2" not in again
     assert json.loads(again.splitlines()[-1])["pairs"] == summary["pairs"]

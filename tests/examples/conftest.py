@@ -1,0 +1,14 @@
+"""The tests beside this file share `small`, which runs an example as a program."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the first run of an example leaves data and a warm-started model for the others."""
+    return tmp_path_factory.mktemp("runs")
