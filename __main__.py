@@ -16,15 +16,18 @@ RUNS = Path("runs")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0; 1 when a proof failed; 2 when the user can mend it."""
+    """Run one command; returns the exit code: 0; 1 when a proof failed, or a run cannot be read; 2 when the user can mend it."""
     options = _parser().parse_args(arguments)
-    from .dataflow.errors import UserError
+    from .dataflow.errors import UserError, WeftError
 
     try:
         return options.command(options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except WeftError as error:
+        print(f"{type(error).__name__}: {error.text}", file=sys.stderr)
+        return 1
     except BrokenPipeError:  # the reader has seen enough: weft buffer table RUN | head
         sys.stderr.close()
         return 0

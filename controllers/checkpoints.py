@@ -27,7 +27,7 @@ from pydantic import Field
 from ..dataflow.buffer import LOG, restore
 from ..dataflow.config import Config
 from ..dataflow.disk import Disk, is_full
-from ..dataflow.errors import UserError
+from ..dataflow.errors import RunError, UserError
 from ..dataflow.graph import Graph
 from ..dataflow.handle import Handle
 from ..dataflow.log import LogReader, Position
@@ -35,7 +35,7 @@ from ..dataflow.manifest import verify, write_manifest
 from ..workers.dispatch import Dispatch
 from ..workers.remote import dispatch_of
 from .backend import Event
-from .group import Call, RunError, WorkerGroup
+from .group import Call, WorkerGroup
 from .run_directory import RunDirectory
 
 FOLDER = "checkpoints"

@@ -25,7 +25,7 @@ from ..dataflow.batch import Batch
 from ..dataflow.buffer import BufferConfig, Room, SampleBuffer
 from ..dataflow.column import PROMPT_IDS, RESPONSE_VERSIONS
 from ..dataflow.disk import is_full
-from ..dataflow.errors import UserError
+from ..dataflow.errors import RunError, StalenessError, StalledError, UserError, WorkerDied
 from ..dataflow.graph import SOURCE, Graph, Node
 from ..dataflow.handle import Handle
 from ..dataflow.log import Position
@@ -52,7 +52,7 @@ from .checks import all_handles, check_apart, check_followed, check_kinds, check
 from .failures import Failures
 from .flow import Flow, positions
 from .full_disk import FullDisk
-from .group import Call, RunError, WorkerDied, WorkerGroup
+from .group import Call, WorkerGroup
 from .placement import Placement, resolve
 from .progress import Progress
 from .recording import FUNCTIONS, RECORD, with_recording
@@ -63,14 +63,6 @@ from .weight_passing import WeightPassing
 
 MAX_RESTARTS = 3
 """How often a run goes on from the same checkpoint by itself."""
-
-
-class StalenessError(RunError):
-    """Rows are older than the schedule allows: a weight update did not reach whoever generated them."""
-
-
-class StalledError(RunError):
-    """Rows are in flight, nothing can run, and nothing is under way; the message says what they wait for."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
+from ..dataflow.errors import DeadlineError, WorkerError
 from .backend import START_TIMEOUT_S, Backend, Event
-from .group import Call, WorkerDied, WorkerError, WorkerGroup
+from .group import Call, WorkerGroup
 from .progress import Progress
 
 MAX_FAILURES = 3
@@ -22,10 +23,6 @@ MAX_FAILURES = 3
 
 LOOK_S = 1.0
 """Seconds between two looks at who is silent."""
-
-
-class DeadlineError(WorkerDied, TimeoutError):
-    """Nobody answered in time; the message says who was waited for."""
 
 
 class Hands(Protocol):

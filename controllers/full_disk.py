@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..dataflow.disk import MAX_PAUSE_S, PAUSE_S, is_full
-from .group import RunError
+from ..dataflow.errors import RunError
 from .progress import Progress
 
 T = TypeVar("T")

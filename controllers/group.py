@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..dataflow.errors import UserError, nearest
+from ..dataflow.errors import UserError, WorkerDied, WorkerError, nearest
 from ..dataflow.graph import Node
 from ..dataflow.handle import Handle
 from ..dataflow.ledger import Ledger
@@ -24,19 +24,6 @@ from .shell import Failure, Reply, RowTask, Task
 
 Submit = Callable[[int, Task, "Call"], None]
 """Give a task to a rank; its replies come back through the backend's `wait`, addressed to the call."""
-
-
-class RunError(RuntimeError):
-    """A run cannot go on. The message says all that there is to say; a traceback of the driver would not help."""
-
-
-class WorkerError(RunError):
-    """A call on a worker failed: who, in which node, on which sample, and the worker's own traceback."""
-
-
-class WorkerDied(WorkerError):
-    """The process of a worker that cannot be replaced by itself has ended or hangs, or rows that it needs are gone: the run can go on
-    from a checkpoint only."""
 
 
 @dataclass(eq=False)

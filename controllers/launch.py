@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..dataflow.config import Config
-from ..dataflow.errors import UserError
-from .group import RunError
+from ..dataflow.errors import UserError, WeftError
 
 
 def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> int:
@@ -36,8 +35,9 @@ def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> in
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (RunError, TimeoutError, ConnectionError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    except (WeftError, TimeoutError, ConnectionError) as error:
+        said = error.text if isinstance(error, WeftError) else str(error)
+        print(f"{type(error).__name__}: {said}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

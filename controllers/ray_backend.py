@@ -31,12 +31,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..dataflow.errors import UserError
+from ..dataflow.errors import UserError, WorkerError
 from ..dataflow.handle import Handle
 from ..workers.worker import Context
 from .backend import START_TIMEOUT_S, Event, Files, Setup, plain_name, this_node
 from .desk import Desk
-from .group import Call, WorkerError, WorkerGroup
+from .group import Call, WorkerGroup
 from .placement import Place, ResourcePool, machine_cpus, machine_gpus, require_devices
 from .shell import Failure, Reply, Task, failure_of
 

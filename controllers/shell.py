@@ -159,25 +159,27 @@ def run(worker: Worker, task: Task, data: DataAccess) -> Iterator[Reply | None]:
             yield Reply(failure=replace(failure_of(error), unreadable=True))
             return
         result = method(batch, **task.arguments)
-        children = _Children(rows)
+        returned = _Returned(rows)
         if not isinstance(result, Iterator):
-            reply = yield from _answer(task, rows, result, children, data)
+            reply = yield from _answer(task, rows, result, returned, data)
+            returned.check_none_is_missing(task)
             yield replace(reply, done=True, seconds=time.perf_counter() - started)
             return
         for part in result:
             if part is None and rows.operation.gives_way:
                 yield None
                 continue
-            reply = yield from _answer(task, rows, part, children, data)
+            reply = yield from _answer(task, rows, part, returned, data)
             if task.keep:
                 yield reply
+        returned.check_none_is_missing(task)
         yield Reply(done=True, seconds=time.perf_counter() - started)
     except Exception as error:
         yield Reply(failure=failure_of(error))
 
 
 def _answer(
-    task: Task, rows: RowTask, part: Any, children: _Children, data: DataAccess
+    task: Task, rows: RowTask, part: Any, returned: _Returned, data: DataAccess
 ) -> Generator[Reply, None, Reply]:
     """What a method returned, or yielded, written to a segment; yields that it waits, while there is no room on the disk."""
     batch, metrics = _checked(rows.operation.name, part)
@@ -185,7 +187,7 @@ def _answer(
         return Reply()
     if batch is None or not (rows.writes or rows.operation.shape in (Shape.FILTER, Shape.EXPAND)):
         return Reply(metrics=metrics)  # an update, say: nothing was written
-    published, kept = _publish(rows, batch, children)
+    published, kept = _publish(rows, batch, returned)
     began = time.monotonic()
     while rows.writes:
         try:
@@ -257,28 +259,78 @@ def _masked(batch: Batch, ids: frozenset[int]) -> Batch:
     return batch.with_columns(**{str(RESPONSE_MASK): (mask * trained.astype(np.uint8), offsets)})
 
 
-class _Children:
-    """Sample ids for the rows that a call makes: those set aside for each parent, in order."""
+class _Returned:
+    """What a call has returned of the rows that it was given.
+
+    - A map, a group or a filter returns a row that it was given, and each once; a map and a group return all of them.
+    - An expansion returns rows of parents that it was given. They get the sample ids set aside for each parent, in order.
+    """
 
     def __init__(self, rows: RowTask) -> None:
+        self._rows = rows
+        self._given = frozenset(rows.ids.tolist())
+        self._missing = dict.fromkeys(rows.ids.tolist())
         firsts = rows.first_children if rows.first_children is not None else ()
-        self._name = rows.operation.name
         self._next = {int(parent): int(first) for parent, first in zip(rows.ids, firsts, strict=False)}
         self._end = {parent: first + MAX_CHILDREN for parent, first in self._next.items()}
 
-    def of(self, parents: np.ndarray) -> np.ndarray:
+    @property
+    def _who(self) -> str:
+        return f"{self._rows.operation.name} is declared with shape=Shape.{self._rows.operation.shape.name}"
+
+    def note(self, ids: np.ndarray) -> None:
+        """These come back.
+
+        Raises:
+            UserError: one of them was not given to it, or came back before.
+        """
+        for id in ids.tolist():
+            if id not in self._given:
+                raise UserError(
+                    f"{self._who}: it returns rows that it was given, with their sample_id; it returned sample_id {id}"
+                )
+            if id not in self._missing:
+                raise UserError(f"{self._who}: it returns a row once; it returned sample {id} twice")
+            del self._missing[id]
+
+    def children(self, parents: np.ndarray) -> np.ndarray:
+        """Sample ids for rows that were made of these parents.
+
+        Raises:
+            UserError: a parent was not given to it, or has more children than a row may have.
+        """
         ids = np.empty(len(parents), np.int64)
         for k, parent in enumerate(parents.tolist()):
             if parent not in self._next:
-                raise ValueError(f"{self._name} made a row of {parent}, which it was not given")
+                raise UserError(
+                    f"{self._who}: the parent_id of a row that it makes is the sample_id of a row that it was given; "
+                    f"it made a row of {parent}"
+                )
             if self._next[parent] == self._end[parent]:
-                raise ValueError(f"{self._name} made over {MAX_CHILDREN} rows of row {parent}")
+                raise UserError(
+                    f"{self._who}: it makes at most {MAX_CHILDREN} rows of one row; it made more of {parent}"
+                )
             ids[k] = self._next[parent]
             self._next[parent] += 1
         return ids
 
+    def check_none_is_missing(self, task: Task) -> None:
+        """The call is over.
 
-def _publish(rows: RowTask, batch: Batch, children: _Children) -> tuple[Published, Batch]:
+        Raises:
+            UserError: a map or a group has not returned all rows.
+        """
+        operation = self._rows.operation
+        if not (task.keep and self._rows.writes and self._missing and operation.shape in (Shape.MAP, Shape.GROUP)):
+            return
+        some = ", ".join(map(str, list(self._missing)[:4])) + ", ..." * (len(self._missing) > 4)
+        raise UserError(
+            f"{self._who}: it returns every row that it was given; it lost {len(self._missing)} of {len(self._rows.ids)} "
+            f"(samples {some}). An operation that may leave rows out is declared with shape=Shape.FILTER"
+        )
+
+
+def _publish(rows: RowTask, batch: Batch, returned: _Returned) -> tuple[Published, Batch]:
     """What the ledger is told of a result, and the columns that are kept of it."""
     expands = rows.operation.shape is Shape.EXPAND
     missing = [c for c in rows.writes if c not in batch]
@@ -289,7 +341,11 @@ def _publish(rows: RowTask, batch: Batch, children: _Children) -> tuple[Publishe
     if expands and PARENT_ID not in batch:
         raise TypeError(f"{rows.operation.name} expands rows: what it returns needs a 'parent_id' column")
     parents = batch.numpy(PARENT_ID).astype(np.int64) if expands else None
-    ids = _ids(rows, batch) if parents is None else children.of(parents)
+    if parents is None:
+        ids = _ids(rows, batch)
+        returned.note(ids)
+    else:
+        ids = returned.children(parents)
     kept = batch.select(rows.writes).with_columns(sample_id=ids)
     versions = None
     if str(RESPONSE_VERSIONS) in rows.writes:

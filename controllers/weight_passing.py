@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
+from ..dataflow.errors import WeightSyncError
 from ..dataflow.graph import ParameterEdge
-from .group import Call, RunError, WorkerGroup
-
-
-class WeightSyncError(RunError):
-    """A follower holds other weights than its leader published."""
+from .group import Call, WorkerGroup
 
 
 class Hands(Protocol):

@@ -22,15 +22,15 @@ from pydantic import Field
 
 from .config import Config
 from .disk import Disk, is_full
-from .errors import UserError, nearest
+from .errors import DamagedSegment, LeaseError, RecoveryError, UserError, nearest
 from .graph import Graph
 from .ledger import Ledger
 from .ledger_state import load, save
 from .log import Log, LogReader, Position, Record, has_position, read_checkpoint, write_checkpoint
 from .operation import Shape
-from .rows import Fate, Ids, Lease, LeaseError, Published
+from .rows import Fate, Ids, Lease, Published
 from .segment_files import with_file
-from .segments import DamagedSegment, Segment, SegmentStore, verify
+from .segments import Segment, SegmentStore, verify
 
 LOG = "ledger.log"
 SEGMENTS = "segments"
@@ -57,10 +57,6 @@ class BufferConfig(Config):
     """How much of the log a loss of power may cost; the death of a process costs nothing."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Checkpoints of the ledgers that are kept."""
-
-
-class RecoveryError(RuntimeError):
-    """The log of a run cannot be replayed: it was written for other graphs, or by another version."""
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,175 @@
-"""What the user got wrong, said once: the place, the rule, the value, the nearest right name."""
+"""Every exception of Weft, in one tree. Each says what went wrong, and what the user can do about it.
+
+    WeftError
+     ├─ UserError (ValueError)                 the user can mend it: settings, graph, data, placement; exit code 2
+     │   ├─ GraphError                         the graph breaks a rule
+     │   ├─ NoSuchNodeError (AttributeError)   a worker class has no such node
+     │   └─ SampleError                        a mistake that shows on particular samples
+     ├─ RunError (RuntimeError)                the run cannot go on; exit code 1
+     │   ├─ StalledError                       rows are in flight, and nothing can move
+     │   ├─ StalenessError                     rows are older than the schedule allows
+     │   ├─ WeightSyncError                    a receiver holds other weights than were published
+     │   ├─ RecoveryError                      the log of a run cannot be replayed
+     │   ├─ DamagedSegment                     columns of rows cannot be read any more
+     │   ├─ LeaseError                         rows were handled that are somebody else's
+     │   ├─ DivergedError                      too many bad optimizer steps in a row
+     │   ├─ GenerationError                    the engine that samples tokens failed
+     │   └─ WorkerError                        a call on a worker failed
+     │       └─ WorkerDied                     the process of a worker is gone
+     │           └─ DeadlineError (TimeoutError)   nobody answered in time
+     └─ Violation                              a record of the log cannot be; `weft buffer check` reports it
+
+`launch` and the command `weft` print the message and the advice, without a traceback. In a traceback, and in a notebook,
+the advice stands below the message. This module imports nothing of Weft, so that every floor may import it.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from .segments import Segment
 
 
-class UserError(ValueError):
-    """A mistake in what the user wrote (settings, graph, data, placement); the command line ends with exit code 2."""
+class WeftError(Exception):
+    """The root of the tree: `except WeftError` catches whatever Weft raises by itself, and nothing else."""
+
+    advice: ClassVar[str] = ""
+    """What the user can do, where the message does not say it already."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        if self.advice:
+            self.add_note(self.advice)
+
+    @property
+    def text(self) -> str:
+        """The message, and the advice below it."""
+        return "\n".join([str(self), *getattr(self, "__notes__", ())])
+
+
+# What the user can mend
+
+
+class UserError(WeftError, ValueError):
+    """A mistake in what the user wrote (settings, graph, data, placement). The message says the place, the rule, the value and
+    the nearest right name: mend it there. The command line ends with exit code 2."""
+
+
+class GraphError(UserError):
+    """The graph breaks a rule. The message has a line for each break, with the nearest column or group that exists."""
+
+
+class NoSuchNodeError(UserError, AttributeError):
+    """A handle was asked for what its worker class cannot do. The message offers the nearest node; `hasattr(actor, "logprobs")`
+    may ask first."""
+
+
+class SampleError(UserError):
+    """A mistake that shows on particular samples: the message names them, and `sample_ids` has them."""
+
+    def __init__(self, message: str, sample_ids: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.sample_ids = tuple(sample_ids)
+
+
+# What ends a run
+
+
+class RunError(WeftError, RuntimeError):
+    """A run cannot go on. The message says all that there is to say; a traceback of the driver would not help. A run that makes
+    checkpoints goes on from the last of them with `resume="latest"`. The command line ends with exit code 1."""
+
+
+class StalledError(RunError):
+    """Rows are in flight, nothing can run, and nothing is under way. The message says what they wait for."""
+
+    advice = "`weft buffer why RUN GROUP` says of every group what it waits for, or what became of it."
+
+
+class StalenessError(RunError):
+    """Rows are older than the schedule allows: a weight update did not reach whoever generated them."""
+
+    advice = "Check that each generating group follows the group that is trained: rollout.follows(actor)."
+
+
+class WeightSyncError(RunError):
+    """A receiver did not arrive at the weights that the sender published."""
+
+    advice = "Nothing was generated with the wrong weights. Go on from the last checkpoint with resume='latest'."
+
+
+class RecoveryError(RunError):
+    """The log of a run cannot be replayed: it was written for other graphs, or by another version."""
+
+    advice = "Go on with the graphs and the version of Weft that wrote the log, or begin a run of another name."
+
+
+class DamagedSegment(RunError):
+    """A message that cannot be read any more: its file is missing or too short, or its bytes have changed."""
+
+    advice = "Go on with resume='latest': prompts whose rows are damaged are issued again."
+
+    def __init__(self, segment: Segment, path: object, problem: str) -> None:
+        super().__init__(segment, str(path), problem)  # what a pickle makes it from again
+        self.segment = segment
+
+    def __str__(self) -> str:
+        segment, path, problem = self.args
+        return (
+            f"segment of node {segment.node!r} in {path}, offset {segment.offset}, {segment.num_bytes} bytes: {problem}"
+        )
+
+
+class LeaseError(RunError):
+    """A lease was used after it was released or finished, or for rows that are not its own."""
+
+    advice = "A backend or a worker group handled rows that were not given to it. `weft buffer check RUN` says whether the log is sound."
+
+
+class DivergedError(RunError):
+    """Too many optimizer steps in a row were bad. Weights and optimizer are those of the last step that was applied."""
+
+    advice = "Try a smaller learning rate or stronger clipping, and look at the rows that the message names."
+
+    def __init__(self, message: str, sample_ids: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.sample_ids = tuple(sample_ids)
+        """Those of the last step, on this rank, whose own loss is not finite."""
+
+
+class GenerationError(RunError):
+    """An engine failed; the message is plain text, so that it survives the way to the driver."""
+
+    advice = "The engine's own log is in the run's logs/; engine='transformers' generates without vLLM, slowly."
+
+
+class WorkerError(RunError):
+    """A call on a worker failed. The message says who, in which node, on which sample, and has the worker's own traceback."""
+
+    advice = "To step through it under a debugger, run the same script with backend=weft.Local()."
+
+
+class WorkerDied(WorkerError):
+    """The process of a worker that cannot be replaced by itself has ended or hangs, or rows that it needs are gone: the run can go on
+    from a checkpoint only."""
+
+    advice = "A run that makes checkpoints goes on from the last of them with resume='latest'. The process's log is in the run's logs/."
+
+
+class DeadlineError(WorkerDied, TimeoutError):
+    """Nobody answered in time; the message says who was waited for."""
+
+    advice = "If the call needs that long, raise Driver(call_timeout_s=...); else the log of who was waited for is in the run's logs/."
+
+
+# What a proof finds
+
+
+class Violation(WeftError):
+    """A record of the log that cannot be: the rest of it is not looked at. `weft buffer check` lists it."""
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:

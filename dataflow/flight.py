@@ -22,8 +22,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.flight as pf
 
+from .errors import DamagedSegment
 from .segment_files import END_OF_STREAM, room_named, write_all
-from .segments import FILE, DamagedSegment, Segment, SegmentReader, delete_local
+from .segments import FILE, Segment, SegmentReader, delete_local
 
 PIECE_BYTES = 16 << 20
 PIECES = pa.schema([("bytes", pa.large_binary())])

@@ -15,16 +15,12 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from .column import IDENTITY
-from .errors import UserError, nearest
+from .errors import GraphError, UserError, nearest
 from .handle import Handle
 from .operation import Operation, Shape, bind, bind_signature
 
 SOURCE = 0
 """Level of the rows that come from the source; each EXPAND makes a further level."""
-
-
-class GraphError(UserError):
-    """The graph breaks a rule; the message has a line for each break."""
 
 
 class Source(Protocol):

@@ -6,7 +6,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from .errors import UserError, nearest
+from .errors import NoSuchNodeError, UserError, nearest
 from .operation import Operation, operation_of
 
 W = TypeVar("W")
@@ -18,10 +18,6 @@ class Following:
 
     leader: Handle
     every: int
-
-
-class NoSuchNodeError(UserError, AttributeError):
-    """A handle was asked for what its worker class cannot do; `hasattr(actor, "logprobs")` may ask."""
 
 
 class Handle:

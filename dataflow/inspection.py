@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .buffer import LOG, SEGMENTS, restore
-from .errors import UserError, nearest
+from .errors import DamagedSegment, UserError, nearest
 from .proof import Group, Row, Witness, state_of
-from .segments import DamagedSegment, Segment, SegmentReader
+from .segments import Segment, SegmentReader
 
 BUFFER = "buffer"
 """The folder of the sample buffer in that of a run."""

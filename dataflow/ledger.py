@@ -23,10 +23,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from .errors import LeaseError
 from .graph import SOURCE, Graph, Node
 from .log import Log, Record
 from .operation import Shape
-from .rows import MAX_CHILDREN, Group, Ids, Lease, LeaseError, Part, Piece, Published, Row, Staleness
+from .rows import MAX_CHILDREN, Group, Ids, Lease, Part, Piece, Published, Row, Staleness
 from .segments import Segment
 
 REMEMBERED_LEASES = 1000

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from .buffer import LOG, checkpoints
-from .errors import UserError
+from .errors import UserError, Violation
 from .log import LogReader, Position, Record, read_checkpoint
 from .rows import MAX_CHILDREN
 
@@ -242,10 +242,6 @@ class LeaseNote:
     """Rows that were made under it."""
     staged: list[tuple[Record, list[Row]]] = field(default_factory=list)
     """What was published of it and counts when it is finished (nodes that take groups)."""
-
-
-class Violation(Exception):
-    """A record that cannot be: the rest of it is not looked at."""
 
 
 class Witness:

@@ -20,10 +20,6 @@ Fate = Literal["wait", "mask", "requeue", "drop"]
 token masked (it still counts in its group's statistics); is dropped, and its prompt issued again; or is dropped."""
 
 
-class LeaseError(RuntimeError):
-    """A lease was used after it was released or finished, or for rows that are not its own."""
-
-
 class Ids:
     """Identities of one run: sample ids unique over all its graphs, group ids in order of issue.
 

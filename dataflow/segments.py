@@ -29,7 +29,7 @@ import pyarrow as pa
 import xxhash
 
 from .batch import Batch
-from .errors import UserError, nearest
+from .errors import DamagedSegment, UserError, nearest
 from .segment_files import (
     END_OF_STREAM,
     FETCHED,
@@ -70,20 +70,6 @@ class Segment:
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> Segment:
         return cls(*fields)
-
-
-class DamagedSegment(RuntimeError):
-    """A message that cannot be read any more: its file is missing or too short, or its bytes have changed."""
-
-    def __init__(self, segment: Segment, path: object, problem: str) -> None:
-        super().__init__(segment, str(path), problem)  # what a pickle makes it from again
-        self.segment = segment
-
-    def __str__(self) -> str:
-        segment, path, problem = self.args
-        return (
-            f"segment of node {segment.node!r} in {path}, offset {segment.offset}, {segment.num_bytes} bytes: {problem}"
-        )
 
 
 class SegmentWriter:

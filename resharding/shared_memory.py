@@ -13,7 +13,8 @@ from collections.abc import Iterable
 
 import torch
 
-from .weights import Tensor, Weights, WeightSyncError
+from ..dataflow.errors import WeightSyncError
+from .weights import Tensor, Weights
 
 _ALIGNMENT = 64  # a view as any dtype needs its own size; a cache line is kinder to copies
 

@@ -21,8 +21,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from ..dataflow.errors import WeightSyncError
 from .shared_memory import open_weights
-from .weights import Tensor, Weights, WeightSyncError
+from .weights import Tensor, Weights
 
 BACKEND = "weft"
 """Name of the transfer engine in vLLM's factory."""

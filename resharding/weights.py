@@ -5,10 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-class WeightSyncError(RuntimeError):
-    """A receiver did not arrive at the weights that the sender published; the run stops."""
-
-
 @dataclass(frozen=True)
 class Tensor:
     """Where one full tensor lies in the published bytes."""

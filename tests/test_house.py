@@ -19,8 +19,8 @@ MAY_IMPORT = {
 }
 """The floors. The rooms above them (the root's modules, dashboard) may import everything."""
 
-EVERYBODY_MAY_IMPORT = {"weft.dataflow.lazy"}
-"""torch on demand: it has no content of its own, so it makes nobody depend on dataflow."""
+EVERYBODY_MAY_IMPORT = {"weft.dataflow.lazy", "weft.dataflow.errors"}
+"""torch on demand, and the tree of exceptions: neither knows anything of dataflow, so they make nobody depend on it."""
 
 NO_NAMES = {"util", "utils", "common", "helper", "helpers", "misc", "base", "impl", "manager"}
 
@@ -138,6 +138,21 @@ def test_vllm_is_known_to_the_rollout_engine_and_the_weight_receiver_alone():
 def test_no_module_is_named_after_nothing():
     named = [file for file in library_files() if {file.stem, file.parent.name} & NO_NAMES]
     assert not named, f"a helper lives beside the noun that it serves: {[str(file) for file in named]}"
+
+
+def test_every_exception_is_in_the_tree_of_one_file():
+    tree = ROOT / "dataflow" / "errors.py"
+    known = {node.name for node in ast.walk(parsed(tree)) if isinstance(node, ast.ClassDef)}
+    elsewhere = [
+        f"{file.relative_to(ROOT)}:{node.lineno}: {node.name}"
+        for file in library_files()
+        if file != tree and room_of(module_name(file)) not in {"benchmarks", "examples", "tests"}
+        for node in ast.walk(parsed(file))
+        if isinstance(node, ast.ClassDef)
+        for base in node.bases
+        if (name := ast.unparse(base).split(".")[-1]) in known or name.endswith(("Error", "Exception"))
+    ]
+    assert not elsewhere, f"exceptions are drawn and defined in dataflow/errors.py, not here: {elsewhere}"
 
 
 def docstring_examples() -> list[doctest.DocTest]:

@@ -12,6 +12,7 @@ import pyarrow as pa
 from ..algorithms.loss import Loss
 from ..dataflow.batch import Batch
 from ..dataflow.column import SAMPLE_ID
+from ..dataflow.errors import DivergedError
 from .training import OptimizerStep, TrainingEngine
 from .worker import Context
 
@@ -19,15 +20,6 @@ FOLDER = "skipped"
 """Of a run: rows of bad steps, by worker group."""
 LOSS = "loss"
 """The column that tells what each row added to the undivided loss of its step."""
-
-
-class DivergedError(RuntimeError):
-    """Too many optimizer steps in a row were bad. Weights and optimizer are those of the last step that was applied."""
-
-    def __init__(self, message: str, sample_ids: Iterable[int] = ()) -> None:
-        super().__init__(message)
-        self.sample_ids = tuple(sample_ids)
-        """Those of the last step, on this rank, whose own loss is not finite."""
 
 
 class BadSteps:

@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     from ..resharding.weights import Weights
 
 
-class GenerationError(RuntimeError):
-    """An engine failed; the message is plain text, so that it survives the way to the driver."""
-
-
 class Sampling(Config):
     """How tokens are drawn."""
 

@@ -15,7 +15,7 @@ import pydantic
 from ..dataflow.batch import Batch
 from ..dataflow.column import RESPONSE, RESPONSE_IDS, REWARD
 from ..dataflow.config import Config
-from ..dataflow.errors import UserError, nearest
+from ..dataflow.errors import SampleError, nearest
 from ..dataflow.metrics import Max, Mean, Metrics
 from ..dataflow.tokenizer import Tokenizer
 from .dispatch import Dispatch
@@ -28,14 +28,6 @@ if TYPE_CHECKING:
 
 PART_S = 1.0
 """How long rewards are kept before they are given on."""
-
-
-class SampleError(UserError):
-    """A mistake that shows on particular samples."""
-
-    def __init__(self, message: str, sample_ids: Sequence[int]) -> None:
-        super().__init__(message)
-        self.sample_ids = tuple(sample_ids)
 
 
 class RewardConfig(Config):

@@ -25,14 +25,13 @@ from ..dataflow.column import (
     TEMPERATURE,
 )
 from ..dataflow.config import Config
-from ..dataflow.errors import UserError
+from ..dataflow.errors import SampleError, UserError
 from ..dataflow.metrics import Mean, Metrics, Sum
 from ..dataflow.operation import Shape
 from .dispatch import Dispatch
 from .generation import GenerationEngine, Request, Response, Sampling
 from .model_folder import head_dim, read_model_config
 from .remote import remote
-from .reward import SampleError
 from .transformers_engine import TransformersEngine, TransformersSettings
 from .vllm_engine import VllmEngine, VllmSettings
 from .worker import Context, Worker

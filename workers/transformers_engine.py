@@ -19,9 +19,10 @@ import numpy as np
 from pydantic import Field
 
 from ..dataflow.config import Config
+from ..dataflow.errors import GenerationError, WeightSyncError
 from ..dataflow.lazy import torch
-from ..resharding.weights import Weights, WeightSyncError
-from .generation import GenerationError, Request, Response, Sampling
+from ..resharding.weights import Weights
+from .generation import Request, Response, Sampling
 from .model_folder import find_model_config, read_stop_tokens
 
 if TYPE_CHECKING:

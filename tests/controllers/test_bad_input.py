@@ -35,6 +35,7 @@ MISTAKES = {
     "tokenizer": "/nowhere' does not exist",
     "cpus": "error: the placement asks for 5000 CPUs (big: 5000), but this machine has ",
     "nan": "error: worker reward[0], node 'reward.score', samples ",
+    "lost": "best is declared with shape=Shape.MAP: it returns every row that it was given; it lost 3 of 4 (samples ",
 }
 
 

@@ -18,10 +18,9 @@ from toy import ToyLoss, ToyReward, prompts, toy_evaluation, toy_grpo
 
 from weft.controllers.checkpoints import CheckpointConfig, ask_to_end, checkpoints, latest_sound
 from weft.controllers.driver import Driver, Evaluation
-from weft.controllers.group import WorkerDied
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
 from weft.dataflow.batch import Batch
-from weft.dataflow.errors import UserError
+from weft.dataflow.errors import UserError, WorkerDied
 from weft.dataflow.handle import group
 from weft.dataflow.metrics import Metrics
 from weft.dataflow.proof import prove

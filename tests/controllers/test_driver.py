@@ -26,15 +26,14 @@ from toy import (
 )
 
 from weft.controllers.backend import Local
-from weft.controllers.driver import Driver, Evaluation, StalledError
-from weft.controllers.failures import DeadlineError
-from weft.controllers.group import Call, WorkerError
+from weft.controllers.driver import Driver, Evaluation
+from weft.controllers.group import Call
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.ray_backend import RayBackend
 from weft.controllers.schedule import Share, Synchronous
 from weft.controllers.shell import Task
 from weft.dataflow.batch import Batch
-from weft.dataflow.errors import UserError
+from weft.dataflow.errors import DeadlineError, StalledError, UserError, WorkerError
 from weft.dataflow.graph import Graph, TableSource, graph
 from weft.dataflow.handle import group
 from weft.dataflow.operation import Shape, node
@@ -336,7 +335,6 @@ def test_a_failing_function_is_named_by_its_node(tmp_path: Path):
 
 WRONG_RESULTS = [
     (lambda rows: rows.select(["reward"]), "TypeError: wrong must write column 'advantages', but returned reward"),
-    (lambda rows: rows.take([0]).with_columns(advantages=[[]]), "node 'wrong' returned no row for 7 of its rows"),
     (lambda rows: [1, 2], "TypeError: wrong must return a Batch, metrics, or both as a pair, not list"),
     (lambda rows: (rows, 1.0), r"TypeError: wrong must return a Batch, metrics, or both as a pair, not (Batch, float)"),
     (lambda rows: (rows, {"loss": 1.0}), "TypeError: wrong: metric 'loss' must be a Mean, Max or Sum"),
@@ -360,6 +358,59 @@ def test_a_node_that_returns_something_else_is_told_what_it_must_return(tmp_path
     with drive(going_wrong(prompts(8), **handles()), tmp_path) as driver, pytest.raises(RuntimeError) as caught:
         driver.run()
     assert message in str(caught.value)
+
+
+BROKEN_RULES = [
+    (
+        lambda rows: rows.take([0]).with_columns(advantages=[[]]),
+        "it returns every row that it was given; it lost 7 of 8 (samples 5, 4100, 4101, 8196, ...). "
+        "An operation that may leave rows out is declared with shape=Shape.FILTER",
+    ),
+    (lambda rows: None, "it returns every row that it was given; it lost 8 of 8 (samples 4, 5, 4100, 4101, ...)"),
+    (
+        lambda rows: rows.take([0, *range(8)]).with_columns(advantages=[[]] * 9),
+        "it returns a row once; it returned sample 4 twice",
+    ),
+    (
+        lambda rows: rows.with_columns(sample_id=list(range(8)), advantages=[[]] * 8),
+        "it returns rows that it was given, with their sample_id; it returned sample_id 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "message"), BROKEN_RULES)
+def test_a_node_that_loses_or_repeats_rows_is_named_with_the_rows_and_the_rule(
+    tmp_path: Path, function: Any, message: str
+):
+    @node(reads=("reward",), writes=("advantages",))
+    def wrong(samples: Batch) -> Any:
+        return function(samples)
+
+    @graph
+    def losing(prompts: Any, *, rollout: Any, reward: Any, actor: Any) -> Any:
+        return actor.update(wrong(reward.score(rollout.generate(prompts))))
+
+    with drive(losing(prompts(8), **handles()), tmp_path) as driver, pytest.raises(UserError) as caught:
+        driver.run()
+    where = "worker weft.functions[0], node 'wrong', samples 4, 5, 4100, 4101: wrong is declared with shape=Shape.MAP: "
+    assert str(caught.value).startswith(where + message)
+
+
+def test_an_expansion_names_a_parent_that_it_was_not_given(tmp_path: Path):
+    @node(shape=Shape.EXPAND, reads=("prompt_ids",), writes=("advantages", "response_ids"))
+    def wrong(rows: Batch) -> Batch:
+        return Batch.of(parent_id=[999], advantages=[[1.0]], response_ids=[[1]])
+
+    @graph
+    def making(prompts: Any, *, actor: Any) -> Any:
+        return actor.update(wrong(prompts))
+
+    recorded = making(prompts(8), actor=handles()["actor"])
+    with (
+        drive(recorded, tmp_path) as driver,
+        pytest.raises(UserError, match="sample_id of a row that it was given; it made a row of 999"),
+    ):
+        driver.run()
 
 
 class Stubborn(Synchronous):

@@ -16,12 +16,12 @@ from toy import ToyReward, prompts, toy_grpo
 from weft.controllers.checkpoints import CheckpointConfig, checkpoints, latest_sound
 from weft.controllers.driver import Driver
 from weft.controllers.full_disk import FullDisk
-from weft.controllers.group import RunError
 from weft.controllers.progress import Progress
 from weft.controllers.schedule import Training
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer import BufferConfig
 from weft.dataflow.disk import is_full
+from weft.dataflow.errors import RunError
 from weft.dataflow.handle import group
 from weft.dataflow.metrics import Metrics
 from weft.dataflow.proof import prove

@@ -15,12 +15,12 @@ from toy import ToyActor, ToyReward, ToyRollout, ToyTeacher, prompts, toy_distil
 
 from weft.controllers.backend import Local
 from weft.controllers.driver import Driver, Evaluation
-from weft.controllers.group import Call, WorkerError
+from weft.controllers.group import Call
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.ray_backend import RayBackend
 from weft.controllers.schedule import Synchronous
 from weft.controllers.shell import Task
-from weft.dataflow.errors import UserError
+from weft.dataflow.errors import UserError, WorkerError
 from weft.dataflow.graph import TableSource
 from weft.dataflow.handle import group
 from weft.workers.dispatch import PerRank

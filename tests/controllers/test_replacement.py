@@ -14,11 +14,11 @@ from toy import ToyConfig, ToyReward, centred, prompts, toy_grpo
 from weft.controllers.backend import Backend, Local
 from weft.controllers.checkpoints import CheckpointConfig
 from weft.controllers.driver import Driver
-from weft.controllers.group import WorkerError
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.ray_backend import RayBackend
 from weft.controllers.schedule import Asynchronous, Synchronous, Training
 from weft.dataflow.batch import Batch
+from weft.dataflow.errors import WorkerError
 from weft.dataflow.graph import graph
 from weft.dataflow.handle import group
 from weft.dataflow.metrics import Metrics, Sum

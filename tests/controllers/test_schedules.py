@@ -25,13 +25,13 @@ from toy import (
 
 from weft.controllers.backend import Files
 from weft.controllers.desk import Desk
-from weft.controllers.driver import Driver, Evaluation, StalledError
+from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
 from weft.controllers.shell import Reply, RowTask, Task
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer import LOG
-from weft.dataflow.errors import UserError
+from weft.dataflow.errors import StalledError, UserError
 from weft.dataflow.graph import graph as weft_graph
 from weft.dataflow.handle import group
 from weft.dataflow.log import LogReader

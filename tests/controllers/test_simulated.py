@@ -13,13 +13,12 @@ from toy import ToyActor, ToyLoss, ToyReward, ToyRollout, prompts, toy_dapo, toy
 from weft.__main__ import main
 from weft.controllers.backend import Local
 from weft.controllers.driver import Driver, Evaluation
-from weft.controllers.failures import DeadlineError
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
 from weft.controllers.simulated import Costs, Generation, Known, Linear, LogNormal, Simulated, bound, calibrate
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer import LOG, BufferConfig
-from weft.dataflow.errors import UserError
+from weft.dataflow.errors import DeadlineError, UserError
 from weft.dataflow.handle import group
 from weft.dataflow.log import LogReader
 from weft.dataflow.metrics import Metrics

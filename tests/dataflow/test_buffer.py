@@ -19,7 +19,7 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.buffer import LOG, BufferConfig, SampleBuffer, checkpoints, expected_rows, restore
 from weft.dataflow.config import Config
 from weft.dataflow.disk import Disk
-from weft.dataflow.errors import UserError
+from weft.dataflow.errors import DamagedSegment, UserError
 from weft.dataflow.graph import SOURCE, Graph, Recording, Rows, TableSource
 from weft.dataflow.handle import Handle
 from weft.dataflow.ledger import Ledger
@@ -27,7 +27,7 @@ from weft.dataflow.ledger_state import save
 from weft.dataflow.log import LogReader, Position
 from weft.dataflow.operation import Operation, Shape
 from weft.dataflow.rows import Lease, Published, Staleness
-from weft.dataflow.segments import DamagedSegment, Segment, SegmentReader, SegmentWriter
+from weft.dataflow.segments import Segment, SegmentReader, SegmentWriter
 from weft.workers.worker import Worker
 
 PROMPTS = TableSource("prompts", pa.table({"prompt": ["a"]}))

@@ -15,9 +15,9 @@ import pyarrow.flight as pf
 import pytest
 
 from weft.dataflow.batch import Batch
-from weft.dataflow.errors import UserError
+from weft.dataflow.errors import DamagedSegment, UserError
 from weft.dataflow.flight import SegmentServer, delete, delete_everywhere, fetch
-from weft.dataflow.segments import DamagedSegment, Segment, SegmentReader, SegmentStore, SegmentWriter, fetched_path
+from weft.dataflow.segments import Segment, SegmentReader, SegmentStore, SegmentWriter, fetched_path
 
 TOKEN = "secret"
 READ = """

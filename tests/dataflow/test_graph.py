@@ -13,8 +13,8 @@ from weft.algorithms.evaluation import evaluate
 from weft.algorithms.grpo import grpo
 from weft.dataflow.batch import Batch
 from weft.dataflow.config import Config
-from weft.dataflow.errors import UserError
-from weft.dataflow.graph import Graph, GraphError, Node, ParameterEdge, Rows, TableSource, graph
+from weft.dataflow.errors import GraphError, UserError
+from weft.dataflow.graph import Graph, Node, ParameterEdge, Rows, TableSource, graph
 from weft.dataflow.handle import Handle, group
 from weft.dataflow.operation import Operation, Shape, node
 from weft.workers.actor import ActorWorker

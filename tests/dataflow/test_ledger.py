@@ -16,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.dataflow.config import Config
+from weft.dataflow.errors import LeaseError
 from weft.dataflow.graph import SOURCE, Graph, Node, Recording, Rows, TableSource
 from weft.dataflow.handle import Handle
 from weft.dataflow.ledger import Ledger
 from weft.dataflow.ledger_state import load, save
 from weft.dataflow.log import Log, LogReader
 from weft.dataflow.operation import Operation, Shape
-from weft.dataflow.rows import Fate, Ids, Lease, LeaseError, Published, Staleness
+from weft.dataflow.rows import Fate, Ids, Lease, Published, Staleness
 from weft.dataflow.segments import Segment
 from weft.workers.worker import Worker
 

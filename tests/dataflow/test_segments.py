@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.dataflow.batch import Batch
-from weft.dataflow.errors import UserError
+from weft.dataflow.errors import DamagedSegment, UserError
 from weft.dataflow.segment_files import is_resident
-from weft.dataflow.segments import DamagedSegment, Segment, SegmentReader, SegmentStore, SegmentWriter, spill, verify
+from weft.dataflow.segments import Segment, SegmentReader, SegmentStore, SegmentWriter, spill, verify
 
 
 def numbered(n: int, *, rows: int = 4, length: int = 100) -> Batch:

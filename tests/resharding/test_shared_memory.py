@@ -12,8 +12,9 @@ import time
 import pytest
 import torch
 
+from weft.dataflow.errors import WeightSyncError
 from weft.resharding.shared_memory import WeightPublisher, open_weights
-from weft.resharding.weights import Tensor, Weights, WeightSyncError
+from weft.resharding.weights import Tensor, Weights
 
 
 def _tensors() -> dict[str, torch.Tensor]:

@@ -15,8 +15,8 @@ import torch
 
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.dataflow.batch import Batch
+from weft.dataflow.errors import DivergedError
 from weft.workers.actor import ActorConfig, ActorWorker
-from weft.workers.bad_steps import DivergedError
 from weft.workers.worker import Context
 
 LOSS = PolicyLoss(old="old_logprobs")

@@ -22,11 +22,9 @@ from weft.algorithms.aggregation import sequence_mean
 from weft.algorithms.kl import KlPenalty
 from weft.algorithms.loss import PackedRows
 from weft.algorithms.policy_loss import PolicyLoss
-from weft.controllers.group import WorkerError
 from weft.dataflow.batch import Batch
-from weft.dataflow.errors import UserError
+from weft.dataflow.errors import DivergedError, UserError, WorkerError
 from weft.workers.actor import ActorConfig, ActorWorker
-from weft.workers.bad_steps import DivergedError
 from weft.workers.worker import Context
 
 RANKS = Path(__file__).with_name("bad_step_ranks.py")

@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from weft.dataflow.batch import Batch
+from weft.dataflow.errors import GenerationError, WeightSyncError
 from weft.resharding.shared_memory import WeightPublisher
-from weft.resharding.weights import Weights, WeightSyncError
-from weft.workers.generation import GenerationEngine, GenerationError, Request, Response, Sampling
+from weft.resharding.weights import Weights
+from weft.workers.generation import GenerationEngine, Request, Response, Sampling
 from weft.workers.rollout import RolloutConfig, RolloutWorker
 from weft.workers.transformers_engine import TransformersEngine, TransformersSettings
 from weft.workers.vllm_engine import VllmEngine, VllmSettings

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pytest
 
 from weft.dataflow.batch import Batch
-from weft.dataflow.errors import UserError
+from weft.dataflow.errors import SampleError, UserError
 from weft.dataflow.graph import TableSource
 from weft.dataflow.metrics import Max, Mean
-from weft.workers.reward import RewardConfig, RewardWorker, SampleError
+from weft.workers.reward import RewardConfig, RewardWorker
 
 
 @pytest.fixture

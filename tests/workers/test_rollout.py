@@ -15,13 +15,12 @@ import pyarrow as pa
 import pytest
 
 from weft.dataflow.batch import Batch
-from weft.dataflow.errors import UserError
+from weft.dataflow.errors import SampleError, UserError
 from weft.dataflow.metrics import Metrics, Sum, merge
 from weft.dataflow.operation import Shape, operation_of
 from weft.resharding.shared_memory import WeightPublisher
 from weft.workers.generation import Sampling
 from weft.workers.model_folder import read_model_config, read_stop_tokens
-from weft.workers.reward import SampleError
 from weft.workers.rollout import RolloutConfig, RolloutWorker
 from weft.workers.transformers_engine import TransformersEngine, TransformersSettings
 from weft.workers.vllm_engine import VllmSettings
