@@ -113,8 +113,11 @@ def _filters_before(graph: Graph, name: str) -> frozenset[str]:
     return frozenset(own.union(*(_filters_before(graph, a) for a in node.after)))
 
 
-def check_apart(graph: Graph, schedule: Training, placement: Mapping[str, Place]) -> None:
-    """What overlaps needs devices of its own: groups on one pool take turns, and generation that never stops gives no turn.
+def check_apart(
+    graph: Graph, schedule: Training, placement: Mapping[str, Place], evaluated: Sequence[Graph] = ()
+) -> None:
+    """What overlaps needs devices of its own: groups on one pool take turns, and generation that never stops gives no turn, not
+    even to a group that is only `evaluated` with.
 
     Raises:
         UserError: naming the two groups and their pool.
@@ -129,7 +132,7 @@ def check_apart(graph: Graph, schedule: Training, placement: Mapping[str, Place]
     if not schedule.overlaps:
         return
     generating = {n.group for n in graph.nodes if n.operation.gives_way and n.group}
-    others = {n.group for n in graph.nodes if n.group} - generating
+    others = {n.group for one in (graph, *evaluated) for n in one.nodes if n.group} - generating
     for group in sorted(generating):
         pool = placement[group].pool.name
         for other in sorted(others):

@@ -67,7 +67,13 @@ MAX_RESTARTS = 3
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A graph over held-out rows, run before the first step, after each `every`-th, and after the last."""
+    """A graph over held-out rows, run before the first step, after each `every`-th, and after the last.
+
+    Training waits for it, unless its schedule overlaps generation and training (`Asynchronous`): then its rows take their place
+    among the others when the weights of its step have arrived, responses that are unfinished when the next weights come are treated as
+    those of training are (`partial_rollouts`), and its metrics `oldest_version` and `newest_version` say of which weights its tokens
+    are. They stand beside the metrics of the step that it is of, whenever it is over.
+    """
 
     graph: Graph
     every: int = 10
@@ -143,7 +149,7 @@ class Driver:
                 handle.worker_class.check(handle.config, [n for n in one.nodes if n.group == group], one.source)
         check_followed(graph, schedule)
         check_room(graph, schedule, buffer)
-        check_apart(graph, schedule, self._placement)
+        check_apart(graph, schedule, self._placement, [e.graph for e in evaluations])
         self._schedule = schedule
         self._evaluations = {e.name: e for e in evaluations}
         self._seed = seed
@@ -287,7 +293,7 @@ class Driver:
     def _flow(self, name: str, graph: Graph, buffer: SampleBuffer, sources: SegmentWriter) -> Flow:
         table = graph.source.table.combine_chunks()
         source = Batch(table.to_batches()[0])
-        schedule = self._schedule if name == "train" else OnePass()
+        schedule = self._schedule if name == "train" else OnePass(overlaps=self._schedule.overlaps)
         buffer.set_source(name, sources.append(source))
         ledger = buffer.ledgers[name]
         order = positions(len(source), self._seed, shuffle=schedule.shuffle)
@@ -296,10 +302,19 @@ class Driver:
         makes_rows = any(node.level == SOURCE and node.makes_level is not None for node in graph.nodes)
         tokens = num_tokens(source, {str(PROMPT_IDS)}.intersection(source.columns) if makes_rows else None)
         flow = Flow(name, graph, schedule, ledger, rest, tokens)
-        if self._resumed is not None and not flow.evaluates:
+        if self._resumed is not None and flow.evaluates:
+            self._give_up_evaluations(flow)
+        elif self._resumed is not None:
             flow.step = self._resumed.state.step
             flow.open = ledger.groups_in_flight > 0
         return flow
+
+    def _give_up_evaluations(self, flow: Flow) -> None:
+        """Those that were under way at a checkpoint would be of the weights of another step: that of the present one is made again."""
+        for step in sorted(flow.ledger.rounds):
+            self._progress.given_up(flow.name, step)
+        for group in flow.ledger.group_ids:
+            flow.ledger.lose(group, "the run was started again, and its evaluation is given up", issue_again=False)
 
     def _find_checkpoint(self, resume: str | Path, root: Path, name: str | None) -> Found | None:
         """Where this run goes on; None where it begins."""
@@ -395,22 +410,21 @@ class Driver:
     def _finished(self) -> bool:
         # What generation that ran ahead has left over at the end of training stays as it is in the log.
         left = (f for f in self._flows.values() if f.evaluates or not self._schedule.overlaps)
-        due = any(f.due for f in self._flows.values())
+        due = any(f.due or f.rounds for f in self._flows.values())
         train = self._flows["train"]
         unrecorded = any(train.observes(n) and train.ledger.ready(n) for n in train.graph.nodes)
         at_rest = self._over and not self._under_way and not due and not unrecorded
         return at_rest and not any(f.ledger.groups_in_flight for f in left)
 
     def _admit(self) -> None:
-        evaluating = False
         for flow in self._flows.values():
-            if flow.evaluates:
-                if flow.due and not self._under_way and not self._weights.under_way:
-                    flow.due = False
-                    flow.issue(flow.schedule.admit(flow), self.step)
-                evaluating |= flow.due or flow.ledger.groups_in_flight > 0
+            for step, versions in list(flow.due.items()):
+                if self._may_evaluate(versions):
+                    del flow.due[step]
+                    flow.evaluate(step)
         train = self._flows["train"]
-        if evaluating or self._over or (self._passing_weights and not self._schedule.overlaps):
+        evaluating = any(f.due or f.rounds for f in self._flows.values())
+        if self._over or (not self._schedule.overlaps and (evaluating or self._passing_weights)):
             return
         number = self._schedule.admit(train)
         room = self._room(train)
@@ -436,6 +450,12 @@ class Driver:
                 )
         if number:
             train.issue(number, self.step)
+
+    def _may_evaluate(self, versions: Mapping[str, int]) -> bool:
+        """Whether the weights that an evaluation is of have arrived; it is made among all else, or when nothing else is under way."""
+        if not self._schedule.overlaps:
+            return not self._under_way and not self._weights.under_way
+        return all(self.groups[name].version >= version for name, version in versions.items())
 
     def _dropped(self, flow: Flow) -> str:
         dropped = ", ".join(f"{rows} by {name!r}" for name, rows in flow.ledger.dropped.items())
@@ -467,14 +487,16 @@ class Driver:
     def _dispatch(self) -> None:
         self._weights.settle()
         self._checkpoints.poll()
-        for flow in self._flows.values():
+        for flow in sorted(
+            self._flows.values(), key=lambda flow: not flow.evaluates
+        ):  # few rows, and not at the end of a queue
             for node in flow.graph.nodes:
                 group = self.groups[node.group or FUNCTIONS]
                 share = self._share(flow, node, group)
                 if share is None:
                     continue
                 if node.operation.gives_way and flow.schedule.overlaps:
-                    self._start_by_load(flow, node, group)
+                    self._start_by_load(flow, node, group, share)
                 else:
                     self._start(flow, node, group, share)
 
@@ -485,14 +507,20 @@ class Driver:
             return None
         if not flow.evaluates and self._over:  # what was trained on is still recorded
             return Share() if flow.observes(node) and flow.ledger.ready(node) else None
-        if node.operation.updates and any(f.due or f.open for f in self._flows.values() if f.evaluates):
-            return None  # an evaluation is of the version after whose update it became due
+        if node.operation.updates and any(self._waits_for(f, group) for f in self._flows.values()):
+            return None
         return flow.schedule.share(flow, node, group.version)
 
-    def _start_by_load(self, flow: Flow, node: Node, group: WorkerGroup) -> None:
+    def _waits_for(self, flow: Flow, group: WorkerGroup) -> bool:
+        """Whether an update of this group would change the weights that an evaluation is of. Where weights change while
+        responses are written, only the group's own work on the evaluation is in the way."""
+        return bool(flow.due or flow.rounds) and (not self._schedule.overlaps or group.name in flow.graph.handles)
+
+    def _start_by_load(self, flow: Flow, node: Node, group: WorkerGroup, share: Share) -> None:
         """Rows that are ready go to the replicas that have least left to do."""
-        for replica, number in group.least_loaded(flow.ledger.ready(node)).items():
-            self._start(flow, node, group, Share(), replica=replica, max_rows=number)
+        rows = flow.ledger.ready(node) if share.max_rows is None else share.max_rows
+        for replica, number in group.least_loaded(rows).items():
+            self._start(flow, node, group, replace(share, max_rows=number), replica=replica)
 
     def _may_take_turn(self, group: WorkerGroup) -> bool:
         """Groups on one pool take turns."""
@@ -507,11 +535,10 @@ class Driver:
         share: Share,
         *,
         replica: int | None = None,
-        max_rows: int | None = None,
     ) -> None:
         lease = flow.ledger.claim(
             node,
-            max_rows=max_rows,
+            max_rows=share.max_rows,
             max_groups=share.max_groups,
             holder=group.name,
             # An update that was begun cannot be taken back: its group's own deadline ends the run.
@@ -523,7 +550,7 @@ class Driver:
             return
         extra: dict[str, Any] = {}
         if node.name == RECORD:
-            issued_at = lease.rows[0].group.round
+            issued_at = lease.round
             if not self._record_every or issued_at % self._record_every:
                 self._publish_all(flow, lease.ids, lease)
                 flow.ledger.finish(lease)
@@ -616,7 +643,7 @@ class Driver:
     @property
     def _can_move(self) -> bool:
         """Whether the next turn of the loop will find something to do."""
-        waiting = any(f.due for f in self._flows.values())
+        waiting = any(self._may_evaluate(versions) for f in self._flows.values() for versions in f.due.values())
         flows = self._flows.values()
         claimable = any(self._share(f, n, self.groups[n.group or FUNCTIONS]) for f in flows for n in f.graph.nodes)
         train = self._flows["train"]
@@ -643,7 +670,7 @@ class Driver:
         if published is not None and ledger is not None and lease is not None:
             self._live_buffer.publish(ledger, lease, published, event.reply.segment)
             if published.versions is not None:
-                self._flows[ledger.name].generated.append(published.num_tokens)
+                self._flows[ledger.name].generates(lease, published)
         if call.done:
             self.complete(call)
 
@@ -691,7 +718,7 @@ class Driver:
         # Of a call that lost its rows, what it had published stays: then its metrics do, too. Else all is asked, and measured, again.
         publishes = bool(node.writes) and not node.operation.takes_groups and node.operation.shape is not Shape.FILTER
         if node.name != RECORD and (held or publishes):
-            flow.metrics.append({f"{call.group.name}/{name}": metric for name, metric in call.merged_metrics().items()})
+            flow.take(lease, {f"{call.group.name}/{name}": metric for name, metric in call.merged_metrics().items()})
         if not held:
             return  # its deadline passed, or it was given up: what it had not published is somebody else's
         if not node.writes and node.operation.shape in (Shape.MAP, Shape.GROUP):
@@ -721,19 +748,27 @@ class Driver:
         """End the step, or the evaluation, of which nothing is left to do."""
         self._complete_checkpoint()
         for flow in self._flows.values():
-            waits = self._passing_weights and not flow.schedule.overlaps
-            if waits or not flow.schedule.over(flow):
+            if self._passing_weights and not flow.schedule.overlaps:
                 continue
-            flow.closed_at = self.step
-            metrics = flow.take_metrics(f"{flow.name}/" if flow.evaluates else "")
-            flow.close()
             if flow.evaluates:
-                self.directory.metrics[-1].update(metrics)
-                self._progress.evaluated(flow.name, self.step, metrics)
-                self._ask_to_stop()
-            else:
+                for step in list(flow.rounds):
+                    self._close_evaluation(flow, step)
+            elif flow.schedule.over(flow):
+                metrics = flow.take_metrics()
+                flow.close()
                 self._live_buffer.note("step", self.step)
                 self._close_step(metrics)
+
+    def _close_evaluation(self, flow: Flow, step: int) -> None:
+        """Note the metrics of an evaluation beside those of the step that it is of, when it is over."""
+        leases = (call.lease for call in self._under_way if call.ledger is flow.ledger)
+        if flow.ledger.rounds[step] or any(lease is not None and lease.round == step for lease in leases):
+            return
+        metrics = flow.close_round(step)
+        row = next(row for row in reversed(self.directory.metrics) if row["step"] == step)
+        row.update(metrics)
+        self._progress.evaluated(flow.name, step, metrics)
+        self._ask_to_stop(row)
 
     def _close_step(self, metrics: dict[str, float]) -> None:
         """Note the metrics of a step (the start of the run counts as step 0) and mark the evaluations that are due."""
@@ -756,15 +791,20 @@ class Driver:
         self.directory.add_metrics(row)
         self._disk.write(lambda: self.directory.flush(when_due=True))
         self._progress.stepped(row)
-        self._ask_to_stop()
+        self._ask_to_stop(row)
         self._mark_evaluations()
         if self._checkpoints.is_due(self.step, self._over):
             self._save()
 
     def _mark_evaluations(self) -> None:
         for name, evaluation in self._evaluations.items():
-            flow = self._flows[name]
-            flow.due |= flow.closed_at != self.step and (self.step % evaluation.every == 0 or self._over)
+            if self.step % evaluation.every == 0 or self._over:
+                self._mark_evaluation(self._flows[name])
+
+    def _mark_evaluation(self, flow: Flow) -> None:
+        """The present step is to be evaluated, if it is not yet."""
+        if flow.closed_at != self.step and self.step not in flow.rounds:
+            flow.due[self.step] = self._weights.coming(flow.graph.handles)
 
     def _save(self) -> None:
         """Begin a checkpoint of the step that is over: no update is under way. Groups go on when their state is copied."""
@@ -793,9 +833,10 @@ class Driver:
 
     @property
     def _can_be_saved(self) -> bool:
-        """No update is under way, nor half a batch in the gradients, nor an evaluation: all else is in the buffer."""
+        """No update is under way, nor half a batch in the gradients, nor an evaluation that training waits for: all else is in the
+        buffer, or made again."""
         train = self._flows["train"]
-        evaluating = any(f.evaluates and f.open for f in self._flows.values())
+        evaluating = any(f.rounds for f in self._flows.values()) and not self._schedule.overlaps
         return not evaluating and not any(train.taken.values())
 
     def _save_and_leave(self) -> NoReturn:
@@ -822,11 +863,11 @@ class Driver:
             self._live_buffer.drop_checkpoint(self._saving)
             self._disk.wait_for_more(self._checkpoints.no_room)
 
-    def _ask_to_stop(self) -> None:
-        if self._stop is not None and not self._stopped and self._stop(self.directory.metrics[-1]):
+    def _ask_to_stop(self, row: Mapping[str, float]) -> None:
+        if self._stop is not None and not self._stopped and self._stop(row):
             self._stopped = True
             for name in self._evaluations:  # a run ends with all of its evaluations
-                self._flows[name].due |= self._flows[name].closed_at != self.step
+                self._mark_evaluation(self._flows[name])
 
     # Beside the loop
 

@@ -16,6 +16,7 @@ from ..dataflow.graph import Graph, Node
 from ..dataflow.ledger import Ledger
 from ..dataflow.metrics import Metric, merge
 from ..dataflow.operation import Shape
+from ..dataflow.rows import Lease, Published
 
 if TYPE_CHECKING:
     from .schedule import Schedule
@@ -25,6 +26,14 @@ def positions(size: int, seed: int, *, shuffle: bool) -> Iterator[int]:
     """Rows of a source in the order in which they are issued, without end: each epoch in an order of its own."""
     for epoch in itertools.count():
         yield from np.random.default_rng((seed, epoch)).permutation(size).tolist() if shuffle else range(size)
+
+
+@dataclass
+class Round:
+    """An evaluation that is under way: what its calls have measured, and versions that its tokens are of."""
+
+    metrics: list[Mapping[str, Metric]] = field(default_factory=list)
+    versions: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -42,7 +51,7 @@ class Flow:
     step: int = 0
     """Steps that are over."""
     open: bool = False
-    """Something was issued of a step (or evaluation) that is not closed yet."""
+    """Something was issued of a step that is not closed yet."""
     taken: Counter[str] = field(default_factory=Counter)
     """Groups that each update has claimed for the step under way."""
     trained: Counter[str] = field(default_factory=Counter)
@@ -50,10 +59,12 @@ class Flow:
     issued: int = 0
     """Groups issued since the last step was over."""
     refills: int = 0
-    due: bool = False
-    """An evaluation that waits for its turn."""
+    due: dict[int, Mapping[str, int]] = field(default_factory=dict)
+    """Evaluations that have not begun: the step that each is of -> the versions that groups must hold before."""
+    rounds: dict[int, Round] = field(default_factory=dict)
+    """Evaluations that are under way, by the step that each is of."""
     closed_at: int = -1
-    """Step at which an evaluation was made last."""
+    """Latest step of which an evaluation was made."""
     metrics: list[Mapping[str, Metric]] = field(default_factory=list)
     generated: list[np.ndarray] = field(default_factory=list)
     """Tokens of the responses that were finished in this step,"""
@@ -80,20 +91,46 @@ class Flow:
         self.open = True
         self.issued += len(chosen)
 
+    def evaluate(self, step: int) -> None:
+        """Begin the evaluation of a step: the source once, all of it."""
+        self.rounds[step] = Round()
+        self.issue(len(self.num_tokens), step)
+
+    def close_round(self, step: int) -> dict[str, float]:
+        """The evaluation of a step is over; returns its metrics. Where weights change while it is made, these say of which
+        versions its tokens are."""
+        ended = self.rounds.pop(step)
+        self.closed_at = max(self.closed_at, step)
+        found = {name: metric.value for name, metric in merge(ended.metrics).items()}
+        if self.schedule.overlaps and ended.versions:
+            found |= {"oldest_version": float(min(ended.versions)), "newest_version": float(max(ended.versions))}
+        return {f"{self.name}/{name}": value for name, value in found.items()}
+
+    def take(self, lease: Lease, measured: Mapping[str, Metric]) -> None:
+        """What a call has measured on the rows of a lease."""
+        (self.rounds[lease.round].metrics if self.evaluates else self.metrics).append(measured)
+
+    def generates(self, lease: Lease, published: Published) -> None:
+        """Responses are finished."""
+        if not self.evaluates:
+            self.generated.append(published.num_tokens)
+        elif published.versions is not None and len(published.versions):
+            self.rounds[lease.round].versions |= {int(published.versions.min()), published.newest}
+
     def close(self) -> None:
-        """The step (or evaluation) is over."""
+        """The step is over."""
         self.open = False
         self.refills = self.issued = 0
         self.taken.clear()
         self.trained.clear()
         self.step += 1
 
-    def take_metrics(self, prefix: str = "") -> dict[str, float]:
+    def take_metrics(self) -> dict[str, float]:
         if self.schedule.overlaps and self.updates and self.generated:  # else both are the same rows
             trained = self.consumed[self.updates[-1].name]
             self.metrics.append(length_bias(np.array(trained), np.concatenate(self.generated)))
-        merged = {prefix + name: metric.value for name, metric in merge(self.metrics).items()}
-        merged |= {f"{prefix}stale/{fate}": float(groups) for fate, groups in self.ledger.stale.items()}
+        merged = {name: metric.value for name, metric in merge(self.metrics).items()}
+        merged |= {f"stale/{fate}": float(groups) for fate, groups in self.ledger.stale.items()}
         self.metrics = []
         self.generated.clear()
         self.consumed.clear()

@@ -35,6 +35,9 @@ class Progress:
             self.say(f"damaged: {what}")
         self.say(f"goes on after step {step}, from {checkpoint}")
 
+    def given_up(self, evaluation: str, step: int) -> None:
+        self.say(f"the evaluation {evaluation!r} of step {step} was under way, and is given up")
+
     def replaced(self, worker: str, why: str, rows: int, seconds: float) -> None:
         self.say(f"worker {worker} was replaced after {seconds:.1f} s, {rows} rows are asked again; {why}")
 

@@ -19,6 +19,8 @@ class Share:
 
     max_groups: int | None = None
     """Of a node that takes groups; None: all that are ready."""
+    max_rows: int | None = None
+    """Of one that takes rows."""
     last: bool = True
     """An update has its whole batch with these."""
 
@@ -174,23 +176,29 @@ class OnePass(Config):
     """The source once, all of it, as it stands: how an evaluation graph runs."""
 
     shuffle: bool = False
+    overlaps: bool = False
+    """Its rows take their place among those of training, and the evaluation of a step may begin before that of an earlier one
+    is over. Otherwise training waits for it."""
 
     @property
     def max_staleness(self) -> None:
         return None
 
-    @property
-    def overlaps(self) -> bool:
-        return False
-
     def admit(self, flow: Flow) -> int:
-        return 0 if flow.open else len(flow.num_tokens)
+        """Nothing: an evaluation issues its source when it begins."""
+        return 0
 
     def share(self, flow: Flow, node: Node, version: int) -> Share | None:
-        return Share() if flow.ledger.settled(node) else None
+        if not self.overlaps:
+            return Share() if flow.ledger.settled(node) else None
+        round, number = flow.ledger.ready_in_round(node)  # a call is of one evaluation, as its metrics are
+        whole = not flow.observes(node) or not node.operation.takes_groups or number == flow.ledger.rounds[round]
+        if not number or not whole:
+            return None
+        return Share(max_groups=number) if node.operation.takes_groups else Share(max_rows=number)
 
     def over(self, flow: Flow) -> bool:
-        return flow.open and not flow.ledger.groups_in_flight
+        return any(not flow.ledger.rounds[step] for step in flow.rounds)
 
 
 def comes_in_parts(node: Node) -> bool:

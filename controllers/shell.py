@@ -347,11 +347,11 @@ def _publish(rows: RowTask, batch: Batch, returned: _Returned) -> tuple[Publishe
     else:
         ids = returned.children(parents)
     kept = batch.select(rows.writes).with_columns(sample_id=ids)
-    versions = None
+    versions, newest = None, -1
     if str(RESPONSE_VERSIONS) in rows.writes:
         values, offsets = batch.ragged_numpy(RESPONSE_VERSIONS)
-        versions = _minimum_per_row(values, offsets)
-    return Published(ids, num_tokens(batch, rows.writes), versions, parents), kept
+        versions, newest = _minimum_per_row(values, offsets), int(values.max(initial=-1))
+    return Published(ids, num_tokens(batch, rows.writes), versions, parents, newest), kept
 
 
 def _ids(rows: RowTask, batch: Batch) -> np.ndarray:

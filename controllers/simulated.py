@@ -597,7 +597,8 @@ class _Desk:
         metrics: Metrics = {"tokens": Sum(tokens), "response_length": Mean(tokens, float(len(lengths)))}
         segment = self._invent(BYTES_PER_TOKEN * int(tokens))
         rank = next((rank for rank, task in answers.tasks if task.keep), answers.tasks[0][0])
-        self._say(self.at, answers.call, rank, Reply(Published(ids, lengths, versions, parents), segment, metrics))
+        published = Published(ids, lengths, versions, parents, self._versions[-1] if knows else -1)
+        self._say(self.at, answers.call, rank, Reply(published, segment, metrics))
         if not answers.open:
             self._done(answers, self.at)
 

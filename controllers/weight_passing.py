@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from ..dataflow.errors import WeightSyncError
@@ -55,6 +55,16 @@ class WeightPassing:
             if e.follower in generating
         )
         return max(behind, default=0)
+
+    def coming(self, followers: Collection[str]) -> dict[str, int]:
+        """Of these groups, those that follow another -> the version that they hold when its present weights have arrived."""
+        wanted: dict[str, int] = {}
+        for edge in self._edges:
+            if edge.follower in followers:
+                version = self._groups[edge.leader].version
+                due = self._is_due(edge, version)
+                wanted[edge.follower] = version if due else self._groups[edge.follower].version
+        return wanted
 
     def followers(self, leader: str) -> dict[str, int]:
         """Follower -> the version that it holds."""

@@ -15,6 +15,7 @@ beginning.
 from __future__ import annotations
 
 import heapq
+import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -85,6 +86,8 @@ class Ledger:
         self._maker = {n.makes_level: i for i, n in enumerate(nodes) if n.makes_level is not None}
         self._rows: dict[int, Row] = {}
         self._groups: dict[int, Group] = {}
+        self.rounds: Counter[int] = Counter()
+        """Groups in flight, by the round that they were issued in."""
         self._leases: dict[int, Lease] = {}
         self._next_token = 1
         # What may be claimed by each node: heaps of (group, sample) ids, or of group ids where the node takes groups.
@@ -240,8 +243,8 @@ class Ledger:
     def _replay_source(self, segment: list[Any], **_: Any) -> None:
         self.set_source(Segment.from_json(segment))
 
-    def _replay_lose(self, group: int, why: str, **_: Any) -> None:
-        self.lose(group, why)
+    def _replay_lose(self, group: int, why: str, again: bool = True, **_: Any) -> None:
+        self.lose(group, why, issue_again=again)
 
     def _replay_offer(self, node: str, group: int, **_: Any) -> None:
         self._offer_short(self._index[node], self._groups[group])
@@ -273,6 +276,7 @@ class Ledger:
     def _issue(self, position: int, tokens: int, round: int) -> None:
         group = Group(self._ids.take_group(), round, tokens, self._num_levels, len(self.graph.nodes))
         self._groups[group.id] = group
+        self.rounds[round] += 1
         for level in range(1, self._num_levels):
             self._unfinished_levels[level] += 1
         for i, takes_groups in enumerate(self._takes_groups):
@@ -386,6 +390,20 @@ class Ledger:
     def ready_groups(self, node: Node) -> int:
         """Whole groups that a claim on this node could get now (nodes that take groups or batches)."""
         return self._ready_groups[self._index[node.name]]
+
+    def ready_in_round(self, node: Node) -> tuple[int, int]:
+        """The round of what a claim on this node would get first, and how much it could get of that round alone: rows, or groups,
+        whichever the node takes. It looks at all that is ready for the node."""
+        i = self._index[node.name]
+        if self._takes_groups[i]:
+            groups = [g for id in sorted(self._group_offers[i]) if (g := self._groups.get(id)) is not None]
+        else:
+            rows = [self._rows.get(id) for _, id in sorted(self._offers[i])]
+            groups = [row.group for row in rows if row is not None and not row.skipped >> i & 1]
+        if not groups:
+            return -1, 0
+        round = groups[0].round
+        return round, sum(1 for _ in itertools.takewhile(lambda group: group.round == round, groups))
 
     def unclaimed(self, node: Node) -> int:
         """Groups in flight that this node (which takes groups or batches) has not claimed."""
@@ -584,8 +602,9 @@ class Ledger:
             if not (row.done | row.leased | row.skipped) >> j & 1:
                 self._skip(row, j)
 
-    def lose(self, group_id: int, why: str) -> None:
-        """Columns of a group cannot be read any more: its rows are dropped, and its prompt is issued again.
+    def lose(self, group_id: int, why: str, *, issue_again: bool = True) -> None:
+        """Columns of a group cannot be read any more: its rows are dropped, and its prompt is issued again; or nobody wants
+        them any more.
 
         Raises:
             LeaseError: when somebody works on it.
@@ -594,7 +613,7 @@ class Ledger:
         rows = [r for level in group.levels for r in level]
         if any(r.leased for r in rows):
             raise LeaseError(f"group {group_id} of graph {self.name!r} is lost ({why}) while rows of it are leased")
-        self._note("lose", group=group_id, why=why)
+        self._note("lose", group=group_id, why=why, **({} if issue_again else {"again": False}))
         self._tally(group, -1)
         group.version = None  # what becomes of it below is counted no more
         for i, node in enumerate(self.graph.nodes):
@@ -613,8 +632,9 @@ class Ledger:
             group.whole[level] = True
         for row in rows:
             row.skipped |= 1 << len(self.graph.nodes)  # counted as dropped, whatever was done with it
-        self._dropped["lost"] += len(rows)
-        self._issue(group.levels[SOURCE][0].position, group.tokens, group.round)
+        self._dropped["lost" if issue_again else "given up"] += len(rows)
+        if issue_again:
+            self._issue(group.levels[SOURCE][0].position, group.tokens, group.round)
         self._retire_if_finished(group)
 
     def pieces(self, node: Node, rows: Sequence[Row]) -> list[Piece]:
@@ -884,6 +904,9 @@ class Ledger:
         self.finished_bytes += num_bytes
         self.groups_finished += 1
         del self._groups[group.id]
+        self.rounds[group.round] -= 1
+        if not self.rounds[group.round]:
+            del self.rounds[group.round]
 
     def _free(self, part: Part) -> None:
         self.num_bytes -= part.segment.num_bytes

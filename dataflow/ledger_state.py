@@ -121,6 +121,7 @@ def _load_group(ledger: Ledger, record: Record, parts: list[Part]) -> None:
     group.version = record["version"]
     group.offered, group.closed = record["offered"], record["closed"]
     ledger._groups[group.id] = group
+    ledger.rounds[group.round] += 1
     for id, level, parent, position, tokens, version, done, offered, leased, skipped, cancelled, own in record["rows"]:
         above = ledger._rows[parent] if level != SOURCE else None
         row = Row(id, group, above, level, position, tokens, version)

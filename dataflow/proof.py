@@ -785,8 +785,9 @@ class Witness:
             for node in group.graph.on_level[row.level]:
                 self._skip(row, node)
             row.away |= group.graph.all + 1
-            row.reason = "lost"
-        self._root(group.graph, group.levels[0][0].position, group.tokens, group.round)
+            row.reason = "lost" if record.get("again", True) else "given up"
+        if record.get("again", True):
+            self._root(group.graph, group.levels[0][0].position, group.tokens, group.round)
         self._closing.append(group)
 
     # Rows go

@@ -156,6 +156,11 @@ class Lease:
     staged: list[tuple[list[int], Published, Segment | None]] = field(default_factory=list)
     """What was published of it and does not count yet (nodes that take groups): rows (parents of an EXPAND) and data."""
 
+    @property
+    def round(self) -> int:
+        """That in which its first row was issued."""
+        return self.rows[0].group.round
+
     @cached_property
     def num_groups(self) -> int:
         return len({r.group.id for r in self.rows})
@@ -207,6 +212,8 @@ class Published:
     """[rows] int64 oldest policy version in each row, when the node generated it."""
     parents: np.ndarray | None = None
     """[rows] int64 sample ids of the rows that these were made from (EXPAND only)."""
+    newest: int = -1
+    """Newest policy version of any token, when the node generated them; the log does without it."""
 
 
 @dataclass(frozen=True)

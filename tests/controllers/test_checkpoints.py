@@ -112,6 +112,25 @@ def trained(weights: list[Any]) -> list[int]:
     return sorted({group for group, _ in weights})
 
 
+def test_an_evaluation_that_was_under_way_at_a_checkpoint_is_given_up_and_that_of_its_step_made_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    every = CheckpointConfig(every=1)
+    schedule = SCHEDULES[2]
+    with pytest.raises(Killed):
+        run(tmp_path, schedule, kill_at=5, checkpoint=every)
+    _, metrics = run(tmp_path, schedule, checkpoint=every, resume="latest", progress=True)
+    said = capfd.readouterr().out
+    proof = prove(tmp_path / "run" / "buffer")
+    assert not proof.violations
+    given_up = proof.graphs["eval"].dropped.get("given up", 0)
+    assert given_up and "was under way, and is given up" in said
+    assert [row["step"] for row in metrics if "eval/reward/mean" in row][-1] == 9
+    assert all(row["eval/rollout/tokens"] >= 2 for row in metrics if "eval/reward/mean" in row), (
+        "none is of half its rows"
+    )
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES[:2], ids=lambda s: type(s).__name__)
 @pytest.mark.parametrize("kill_at", [1, 2, 3, 6, 8])
 def test_a_synchronous_run_goes_on_as_if_it_had_never_been_ended(tmp_path: Path, schedule: Training, kill_at: int):

@@ -301,6 +301,43 @@ def test_replicas_of_several_ranks_and_evaluations(tmp_path: Path):
     assert not prove(driver.directory.path / "buffer").violations
 
 
+@pytest.mark.parametrize(("partial_rollouts", "mixed"), [("continue", True), ("finish", False)])
+def test_an_evaluation_every_step_costs_asynchronous_training_what_its_rows_cost(
+    tmp_path: Path, partial_rollouts: Any, mixed: bool
+):
+    schedule = Asynchronous(steps=12, prompts_per_step=4, max_staleness=2, partial_rollouts=partial_rollouts)
+    cost = costs(Known(lengths=((40,),)), 0.5, max_num_seqs=64)
+    cost = Costs(nodes={**cost.nodes, "actor.update": Linear(fixed_s=8.0)})
+
+    def a_step(number: int) -> tuple[float, Driver]:
+        made = groups()
+        graph = toy_evaluation(prompts(number or 1), rollout=made["rollout"], reward=made["reward"])
+        driver = Driver(
+            toy_grpo(prompts(40), n=2, **made),
+            schedule=schedule,
+            evaluations=[Evaluation(graph, every=1)] if number else [],
+            placement=apart(1, 1),
+            backend=Simulated(cost),
+            root=tmp_path,
+            name=f"run-{number}",
+            progress=False,
+            buffer=QUIET,
+        )
+        with driver:
+            driver.run()
+        return times(driver)[-1] / 12, driver
+
+    (alone, _), (with_one, driver) = a_step(0), a_step(1)
+    assert with_one < 1.2 * alone, "it waits for nobody, and nobody waits for it"
+    rows = driver.directory.metrics
+    assert [row["eval/rollout/response_length"] for row in rows] == [40.0] * 13, "each step has its evaluation"
+    for row in rows:
+        assert row["step"] <= row["eval/oldest_version"] <= row["eval/newest_version"] <= row["step"] + 3
+    spans = [row["eval/newest_version"] - row["eval/oldest_version"] for row in rows]
+    assert any(spans) == mixed, "weights that come meanwhile are said"
+    assert not prove(driver.directory.path / "buffer").violations
+
+
 def test_colocated_groups_with_devices_load_and_unload(tmp_path: Path):
     pool = ResourcePool("everything", gpus=8)
     cost = costs(KNOWN)
