@@ -181,7 +181,7 @@ class Checkpoints:
         self.saved_step = found.state.step
         for path in [*checkpoints(self.folder), *self.folder.glob(".step_*"), *self.folder.glob(f"{BEFORE}*")]:
             if path.name.startswith(".") or step_of(path) > found.state.step:
-                shutil.rmtree(path)
+                _remove(path)
 
     def begin(self, state: RunState, groups: Sequence[WorkerGroup]) -> None:
         """Have each of these groups copy its state, and write it in the background."""
@@ -267,7 +267,7 @@ class Checkpoints:
         keep = {*found[: self.config.keep], self._best(found, metrics)}
         for path in found:
             if path not in keep:
-                shutil.rmtree(path)
+                _remove(path)
 
     def _best(self, found: Sequence[Path], metrics: Sequence[Mapping[str, float]]) -> Path | None:
         name = self.config.best or ""
@@ -278,6 +278,14 @@ class Checkpoints:
 
     def close(self) -> None:
         self._thread.shutdown()
+
+
+def _remove(path: Path) -> None:
+    """A checkpoint, or a file that has the name of one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _unfinished(path: Path) -> Path:
@@ -308,7 +316,7 @@ class Found:
 
     def reopen(self) -> RunDirectory:
         """The directory of the run as it was then."""
-        return RunDirectory.reopen(self.run, self.state.step, self.state.time_s)
+        return RunDirectory.reopen(self.run, self.state.step, self.state.time_s, self.state.position)
 
     @property
     def groups(self) -> list[str]:

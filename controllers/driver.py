@@ -229,6 +229,8 @@ class Driver:
         return self
 
     def _start_groups(self) -> None:
+        for note in self.directory.notes:
+            self._progress.say(note)
         self._progress.starting(self._handles, repr(self._backend))
         graphs = {name: with_recording(graph) for name, graph in self._graphs.items()}
         config = self._buffer_config

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..dataflow.config import Config
+from ..dataflow.disk import PARTIAL, Disk, set_aside
 from ..dataflow.errors import UserError
+from ..dataflow.inspection import BUFFER, steps_in_log
+from ..dataflow.log import Position
+
+FILES = ("config.json", "graph.mmd", "metrics.parquet", "timeline.parquet")
+"""What a run leaves behind for people. None of it is needed to go on."""
+FOLDERS = ("buffer", "checkpoints", "logs", "samples", "skipped")
+SAMPLES = re.compile(r"(?P<flow>.+)_(?P<step>\d+)\.arrow")
 
 
 class RunDirectory:
@@ -26,6 +34,9 @@ class RunDirectory:
         self.path = path
         self.starts = starts
         """How often the run was started again."""
+        self.notes: list[str] = []
+        """What was found damaged and set aside, said at the start."""
+        self._disk = Disk()
         self._metrics: list[dict[str, float]] = []
         self._timeline: list[dict[str, Any]] = []
         self._flushed = time.monotonic()
@@ -48,8 +59,7 @@ class RunDirectory:
         path = (root / name).resolve()
         used = path.exists() and any(path.iterdir())
         if used and aside:
-            numbered = (path.with_name(f"{path.name}.begun-{number}") for number in itertools.count(1))
-            path.rename(next(other for other in numbered if not other.exists()))
+            set_aside(path, "begun")
         elif used:
             raise UserError(f"run directory {root / name} is used already; give the run another name, or remove it")
         path.mkdir(parents=True, exist_ok=True)
@@ -57,26 +67,66 @@ class RunDirectory:
         return cls(path)
 
     @classmethod
-    def reopen(cls, path: Path, step: int, time_s: float) -> RunDirectory:
-        """That of a run which goes on after `step`, `time_s` after its start: what came later is forgotten."""
-        before = json.loads((path / "config.json").read_text())
-        directory = cls(path, before.get("starts", 0) + 1)
+    def reopen(cls, path: Path, step: int, time_s: float, position: Position) -> RunDirectory:
+        """The directory of a run which goes on after `step`, `time_s` after its start and at this position of its log; what came
+        later is forgotten. What is damaged is set aside and named in `notes`: none of it is needed to go on."""
+        directory = cls(path)
+        directory._set_aside_what_is_no_file()
+        directory.starts = directory._starts_before() + 1
         for samples in (path / "samples").glob("*.arrow"):
-            if int(samples.stem.rpartition("_")[2]) > step:
+            name = SAMPLES.fullmatch(samples.name)
+            if name and int(name["step"]) > step and samples.is_file():
                 samples.unlink()
-        directory._metrics = [row for row in _read(path / "metrics.parquet") if row["step"] <= step]
-        directory._timeline = [call for call in _read(path / "timeline.parquet") if call["end_s"] <= time_s]
+        metrics, timeline = directory._read("metrics.parquet", "step"), directory._read("timeline.parquet", "end_s")
+        directory._metrics = [row for row in metrics if row["step"] <= step]
+        directory._timeline = [call for call in timeline if call["end_s"] <= time_s]
+        if not directory._metrics:
+            directory._metrics = steps_in_log(path / BUFFER, step, position)
         return directory
+
+    def _set_aside_what_is_no_file(self) -> None:
+        """Each name must be of its kind: a file, or a folder. (A link counts as what it points to.)"""
+        for name in (*FILES, *(name + PARTIAL for name in FILES)):
+            if (self.path / name).exists() and not (self.path / name).is_file():
+                self._set_aside(name, "it is not a file")
+        for name in FOLDERS:
+            if (self.path / name).exists() and not (self.path / name).is_dir():
+                self._set_aside(name, "it is not a folder")
+
+    def _set_aside(self, name: str, why: object) -> None:
+        aside = set_aside(self.path / name, "damaged")
+        self.notes.append(f"damaged: {self.path / name} ({why}); it is set aside as {aside.name}")
+
+    def _starts_before(self) -> int:
+        """How often the run was started again before. A damaged `config.json` does not say it; names of segments do."""
+        config = self.path / "config.json"
+        try:
+            return int(json.loads(config.read_text())["starts"])
+        except FileNotFoundError:
+            self.notes.append(f"{config} is gone; it is written again")
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            self._set_aside(config.name, error)
+        names = (re.match(r".*-(\d+)\.\d+\.arrow", p.name) for p in (self.path / BUFFER).glob("segments/*/*"))
+        return max((int(name[1]) for name in names if name), default=0)
+
+    def _read(self, name: str, key: str) -> list[dict[str, Any]]:
+        """The rows of a Parquet file, each of which has this column; none, and a note, where it is damaged or gone."""
+        try:
+            rows = pq.read_table(self.path / name).to_pylist()
+            return [{k: v for k, v in row.items() if v is not None} for row in rows if row[key] is not None]
+        except FileNotFoundError:
+            self.notes.append(f"{self.path / name} is gone; it begins anew")
+        except (OSError, ValueError, KeyError) as error:  # pyarrow's errors are among them
+            self._set_aside(name, error)
+        return []
 
     def samples_path(self, flow: str, step: int) -> Path:
         return self.path / "samples" / f"{flow}_{step:06d}.arrow"
 
     def write_config(self, config: Mapping[str, Any], drawing: str) -> None:
-        described = {**config, "starts": self.starts}
-        unfinished = self.path / ".config.json"
-        unfinished.write_text(json.dumps(described, indent=2, default=_plain) + "\n")
-        unfinished.rename(self.path / "config.json")
-        (self.path / "graph.mmd").write_text(drawing)
+        described = json.dumps({**config, "starts": self.starts}, indent=2, default=_plain) + "\n"
+        self._disk.write_whole(self.path / "config.json", described.encode())
+        self._disk.write_whole(self.path / "graph.mmd", drawing.encode())
 
     def add_metrics(self, row: Mapping[str, float]) -> None:
         self._metrics.append(dict(row))
@@ -103,15 +153,10 @@ class RunDirectory:
         for name, rows in (("metrics", self._metrics), ("timeline", self._timeline)):
             if rows:
                 columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(k for row in rows for k in row)}
-                pq.write_table(pa.table(columns), self.path / f".{name}.parquet")
-                (self.path / f".{name}.parquet").rename(self.path / f"{name}.parquet")
+                written = pa.BufferOutputStream()
+                pq.write_table(pa.table(columns), written)
+                self._disk.write_whole(self.path / f"{name}.parquet", written.getvalue().to_pybytes())
         self._flushed = time.monotonic()
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [{k: v for k, v in row.items() if v is not None} for row in pq.read_table(path).to_pylist()]
 
 
 def _plain(value: object) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from pathlib import Path
 
@@ -17,6 +18,14 @@ PARTIAL = ".partial"
 def is_full(error: BaseException) -> bool:
     """Whether it was for want of room on a disk."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def set_aside(path: Path, why: str) -> Path:
+    """Rename what stands in the way, of whatever kind, to `NAME.WHY-1` (or -2, ...) beside it; returns its new path."""
+    numbered = (path.with_name(f"{path.name}.{why}-{number}") for number in itertools.count(1))
+    aside = next(other for other in numbered if not other.is_symlink() and not other.exists())
+    path.rename(aside)
+    return aside
 
 
 class Disk:

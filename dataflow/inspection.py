@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from .buffer import LOG, SEGMENTS, restore
 from .errors import DamagedSegment, UserError, nearest
+from .log import LogReader, Position
 from .proof import Group, Row, Witness, state_of
 from .segments import Segment, SegmentReader
 
@@ -160,6 +161,35 @@ def why(folder: Path, group_id: int, graph: str | None = None) -> str:
     return f"{where}, {len(rows)} rows) is in flight\n{ledger.why(group_id)}"
 
 
+def steps_in_log(folder: Path, last: int, end: Position) -> list[dict[str, float]]:
+    """What the log up to `end` still says of the steps 0 to `last` when their metrics are lost: how many samples each trained on.
+    Where the log cannot be read, a row says its step alone."""
+    rows: list[dict[str, float]] = [{"step": float(step)} for step in range(last + 1)]
+    updates: set[tuple[str, str]] = set()
+    leases: dict[tuple[str, int], tuple[str, int]] = {}
+    trained: Counter[str] = Counter()
+    reader = LogReader(folder / LOG)
+    try:
+        for record in reader:
+            if reader.end.offset > end.offset:
+                break
+            match record["do"]:
+                case "graph":
+                    updates |= {
+                        (record["graph"], n["name"]) for n in record["outline"]["nodes"] if n["operation"]["updates"]
+                    }
+                case "claim" if (record["graph"], record["node"]) in updates:
+                    leases[record["graph"], record["lease"]] = record["node"], len(record["ids"])
+                case "finish" if lease := leases.pop((record["graph"], record["lease"]), None):
+                    trained[lease[0]] += lease[1]
+                case "note" if record["key"] == "step" and record["value"] <= last:
+                    rows[record["value"]]["samples"] = float(max(trained.values(), default=0))
+                    trained.clear()
+    except (OSError, LookupError, TypeError):  # without it
+        pass
+    return rows
+
+
 # SQL
 
 
@@ -186,8 +216,8 @@ def query(run: Path, sql: str, notes: list[str] | None = None) -> pa.Table:
         "rows": lambda: history(folder),
         "columns": lambda: columns(folder, notes),
         "samples": lambda: samples(run, notes),
-        "metrics": lambda: _parquet(run / "metrics.parquet"),
-        "timeline": lambda: _parquet(run / "timeline.parquet"),
+        "metrics": lambda: _parquet(run / "metrics.parquet", notes),
+        "timeline": lambda: _parquet(run / "timeline.parquet", notes),
     }
     with duckdb.connect() as connection:
         connection.execute("SET python_enable_replacements = false")
@@ -275,10 +305,11 @@ def _with_columns(table: pa.Table, other: pa.Table) -> pa.Table:
 
 def samples(run: Path, notes: list[str] | None = None) -> pa.Table | None:
     """The samples that a run recorded, with the graph and step of each; None where it recorded none."""
-    tables = list(_sample_tables(run, [] if notes is None else notes))
+    notes = [] if notes is None else notes
+    tables = list(_sample_tables(run, notes))
     if tables:
         return pa.concat_tables(tables, promote_options="permissive")
-    return _parquet(run / "samples.parquet")
+    return _parquet(run / "samples.parquet", notes)
 
 
 def archive(run: Path) -> Path:
@@ -319,8 +350,12 @@ def _sample_tables(run: Path, notes: list[str]) -> Iterable[pa.Table]:
         yield table.add_column(0, "graph", graph).add_column(1, "step", step)
 
 
-def _parquet(path: Path) -> pa.Table | None:
-    return pq.read_table(path) if path.is_file() else None
+def _parquet(path: Path, notes: list[str]) -> pa.Table | None:
+    try:
+        return pq.read_table(path) if path.is_file() else None
+    except (pa.ArrowInvalid, OSError) as error:
+        notes.append(f"left out: {path}: {error}")
+        return None
 
 
 def _choice(names: Iterable[str], verb: str = "there are") -> str:

@@ -252,6 +252,14 @@ def test_sql_without_duckdb_says_what_to_install(run: Run, monkeypatch: pytest.M
         query(run.path, "select 1")
 
 
+def test_a_table_that_cannot_be_read_is_left_out_with_a_note(run: Run):
+    (run.path / "metrics.parquet").write_bytes(b"PAR1 and no more")
+    notes: list[str] = []
+    with pytest.raises(UserError, match="this run has no metrics yet"):
+        query(run.path, "select * from metrics", notes)
+    assert len(notes) == 1 and notes[0].startswith(f"left out: {run.path / 'metrics.parquet'}: ")
+
+
 # Samples
 
 

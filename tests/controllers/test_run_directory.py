@@ -1,0 +1,98 @@
+"""The directory of a run: what in it is damaged, what it may be called."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from test_checkpoints import Killed, run
+
+from weft.controllers.checkpoints import CheckpointConfig, checkpoints
+from weft.controllers.schedule import Synchronous
+
+SCHEDULE = Synchronous(steps=4, prompts_per_step=3)
+EVERY = CheckpointConfig(every=2)
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that was ended after a checkpoint."""
+    root = tmp_path_factory.mktemp("ended")
+    with pytest.raises(Killed):
+        run(root, SCHEDULE, kill_at=3, evaluate=False, checkpoint=EVERY)
+    return root / "run"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[dict[str, float]]]:
+    """What a run that nobody ended came to."""
+    return run(tmp_path_factory.mktemp("whole"), SCHEDULE, evaluate=False, checkpoint=EVERY)
+
+
+@pytest.fixture
+def run_dir(ended: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(ended, tmp_path / "run"))
+
+
+def go_on(run_dir: Path) -> tuple[list[Any], list[dict[str, float]]]:
+    return run(run_dir.parent, SCHEDULE, evaluate=False, checkpoint=EVERY, resume="latest", progress=True)
+
+
+def _replace_by_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-9]),
+    "emptied": lambda path: path.write_bytes(b""),
+    "gone": lambda path: path.unlink(),
+    "a folder": _replace_by_folder,
+}
+NOT_NEEDED = ("config.json", "graph.mmd", "metrics.parquet", "timeline.parquet")
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_damage_of_files_that_are_not_needed_is_named_and_stops_no_recovery(
+    run_dir: Path,
+    whole: tuple[list[Any], list[dict[str, float]]],
+    how: str,
+    capsys: pytest.CaptureFixture[str],
+):
+    starts = json.loads((run_dir / "config.json").read_text())["starts"]
+    for name in NOT_NEEDED:
+        DAMAGE[how](run_dir / name)
+    weights, metrics = go_on(run_dir)
+    said = capsys.readouterr().out
+    for name in ("config.json", "metrics.parquet", "timeline.parquet"):
+        assert f"run/{name}" in said
+        assert how == "gone" or (run_dir / f"{name}.damaged-1").exists()
+    assert weights == whole[0] and [row["step"] for row in metrics] == list(range(5))
+    assert [row.get("samples") for row in metrics] == [row.get("samples") for row in whole[1]], "the log knows them"
+    assert pq.read_table(run_dir / "timeline.parquet").num_rows
+    assert json.loads((run_dir / "config.json").read_text())["starts"] > starts, "no writer's name comes twice"
+
+
+def test_stray_files_stop_no_recovery(run_dir: Path):
+    (run_dir / "samples" / "notes.arrow").write_text("mine")
+    (run_dir / "samples" / "train_000009.arrow").mkdir()
+    (run_dir / "checkpoints" / "step_000009").write_text("no folder")
+    (run_dir / "config.json.partial").mkdir()
+    go_on(run_dir)
+    assert (run_dir / "samples" / "notes.arrow").read_text() == "mine"
+    assert checkpoints(run_dir / "checkpoints")[0].is_dir()
+
+
+def test_a_file_in_the_place_of_a_folder_is_set_aside(run_dir: Path, capsys: pytest.CaptureFixture[str]):
+    for name in ("samples", "logs", "skipped"):
+        if (run_dir / name).exists():
+            shutil.rmtree(run_dir / name)
+        (run_dir / name).write_text("no folder")
+    go_on(run_dir)
+    said = capsys.readouterr().out
+    for name in ("samples", "logs", "skipped"):
+        assert f"run/{name} (it is not a folder)" in said
+        assert (run_dir / f"{name}.damaged-1").read_text() == "no folder"
