@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from ..dataflow.arguments import names_arguments
 from ..dataflow.batch import Batch
 from ..dataflow.buffer import BufferConfig, Room, SampleBuffer
 from ..dataflow.column import PROMPT_IDS, RESPONSE_VERSIONS
@@ -65,6 +66,7 @@ MAX_RESTARTS = 3
 """How often a run goes on from the same checkpoint by itself."""
 
 
+@names_arguments
 @dataclass(frozen=True)
 class Evaluation:
     """A graph over held-out rows, run before the first step, after each `every`-th, and after the last.
@@ -84,6 +86,7 @@ class Evaluation:
             raise UserError(f"Evaluation(every={self.every}): every must be at least 1")
 
 
+@names_arguments
 class Driver:
     """One run: graphs, a schedule, a placement and a backend.
 

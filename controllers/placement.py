@@ -4,13 +4,15 @@ pools run at the same time."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..dataflow.arguments import names_arguments
 from ..dataflow.errors import UserError, nearest
 
 
+@names_arguments
 @dataclass(frozen=True)
 class ResourcePool:
     """A set of devices that stay together.
@@ -30,6 +32,7 @@ class ResourcePool:
             )
 
 
+@names_arguments
 @dataclass(frozen=True)
 class Place:
     """Where one group runs: how many ranks on which pool. Each rank gets an equal share of the pool's CPUs and GPUs."""
@@ -60,7 +63,7 @@ OWN = "'s own"
 """Ends the name of the pool of a group that no placement mentions."""
 
 Placement = Mapping[str, Place]
-"""Group name -> place. A group that is not mentioned runs as one rank on a pool of one CPU of its own."""
+"""Group name -> place. A group that is not mentioned runs as one rank on a CPU that is free, or else beside others that are idle."""
 
 
 def resolve(placement: Placement | None, groups: Mapping[str, object]) -> dict[str, Place]:
@@ -82,21 +85,35 @@ def resolve(placement: Placement | None, groups: Mapping[str, object]) -> dict[s
     return {name: given.get(name) or Place(ResourcePool(f"{name}{OWN}")) for name in groups}
 
 
-def require_devices(placement: Mapping[str, Place], cpus: int, gpus: int, where: str) -> None:
-    """Refuse a placement that asks for more CPUs or GPUs than there are.
+def is_own(pool: ResourcePool) -> bool:
+    """Whether nobody sized the pool: it is that of a group which the placement does not mention."""
+    return pool.name.endswith(OWN)
 
-    Only pools that the user sized count: a group without a place shares what is left.
+
+def require_nodes(placement: Mapping[str, Place], nodes: Sequence[tuple[int, int]], where: str) -> None:
+    """Refuse a placement that asks for more CPUs or GPUs than there are, or for a pool that no node can hold.
+
+    Only pools that the user sized count: a group without a place takes what is left, or works where others are idle.
+
+    Args:
+        nodes: CPUs and GPUs of each.
     """
-    pools = {p.pool.name: p.pool for p in placement.values() if not p.pool.name.endswith(OWN)}
+    pools = {p.pool.name: p.pool for p in placement.values() if not is_own(p.pool)}
     for kind, wanted, available in (
-        ("CPUs", {p.name: p.cpus for p in pools.values()}, cpus),
-        ("GPUs", {p.name: p.gpus for p in pools.values()}, gpus),
+        ("CPUs", {p.name: p.cpus for p in pools.values()}, [cpus for cpus, _ in nodes]),
+        ("GPUs", {p.name: p.gpus for p in pools.values()}, [gpus for _, gpus in nodes]),
     ):
-        if sum(wanted.values()) > available:
+        if sum(wanted.values()) > sum(available):
             sizes = ", ".join(f"{name}: {number}" for name, number in wanted.items())
             raise UserError(
-                f"the placement asks for {sum(wanted.values())} {kind} ({sizes}), but {where} has {available}; "
+                f"the placement asks for {sum(wanted.values())} {kind} ({sizes}), but {where} has {sum(available)}; "
                 "make a pool smaller or let groups share one"
+            )
+    for pool in pools.values():
+        if not any(pool.cpus <= cpus and pool.gpus <= gpus for cpus, gpus in nodes):
+            raise UserError(
+                f"resource pool {pool.name!r} asks for {pool.cpus} CPUs and {pool.gpus} GPUs on one node, but no node of {where} has "
+                f"both (CPUs and GPUs of its nodes: {', '.join(f'{c} and {g}' for c, g in sorted(set(nodes), reverse=True))})"
             )
 
 

@@ -31,19 +31,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..dataflow.arguments import names_arguments
 from ..dataflow.errors import UserError, WorkerError
 from ..dataflow.handle import Handle
 from ..workers.worker import Context
 from .backend import START_TIMEOUT_S, Event, Files, Setup, plain_name, this_node
+from .cluster import address_of, nodes_of, sizes
 from .desk import Desk
 from .group import Call, WorkerGroup
-from .placement import Place, ResourcePool, machine_cpus, machine_gpus, require_devices
+from .placement import Place, ResourcePool, is_own, machine_cpus, machine_gpus, require_nodes
 from .shell import Failure, Reply, Task, failure_of
 
 NODE_TIMEOUT_S = 5.0
 """Longest wait for a node to accept a connection, when a process is gone, or rows cannot be read."""
 MAX_CALLS = 64
 """Calls on one rank that may be under way, each of which has a thread there; all but one of them wait for their turn."""
+POOL_TIMEOUT_S = 30.0
+"""Longest wait for the pools of a placement, which others on the cluster may hold."""
+OWN_POOL_TIMEOUT_S = 1.0
+"""Longest wait for a CPU of its own for a group without a place."""
 CLOSE_TIMEOUT_S = 5.0
 """Longest wait for workers to release what they hold, before they are ended without being asked."""
 
@@ -56,13 +62,18 @@ class Reserved:
     """Schedules an actor into it."""
     gpus: Sequence[str]
     """Its devices, as `CUDA_VISIBLE_DEVICES` names them on its node."""
+    cpus: int
+    """What Ray counts as taken by it; 0: its groups are guests on another pool's node."""
 
 
+@names_arguments
 class RayBackend:
     """A local Ray cluster made for this run, or the cluster at `address` (or in `RAY_ADDRESS`)."""
 
     def __init__(self, address: str | None = None) -> None:
-        self.address = address or os.environ.get("RAY_ADDRESS")
+        self.address = address_of(address)
+        self._cluster_nodes: list[tuple[int, int]] | None = None
+        """CPUs and GPUs of each node of the cluster at `address`, when it has been asked."""
         self._streams: dict[Any, tuple[Call, int]] = {}
         self._actors: dict[tuple[str, int], Any] = {}
         self._lives: dict[tuple[str, int], int] = {}
@@ -86,8 +97,23 @@ class RayBackend:
         return f"RayBackend({self.address!r})" if self.address else "RayBackend()"
 
     def check(self, placement: Mapping[str, Place]) -> None:
-        if not self.address:
-            require_devices(placement, machine_cpus(), machine_gpus(), "this machine")
+        if self.address:
+            self._find_cluster()
+            require_nodes(placement, self._cluster_nodes or (), f"the cluster at {self.address}")
+        else:
+            require_nodes(placement, [(machine_cpus(), machine_gpus())], "this machine")
+
+    def _find_cluster(self) -> None:
+        """Ask the cluster for its nodes, if it has not been asked.
+
+        Raises:
+            UserError: it is not there, or does not let us in.
+        """
+        if self._cluster_nodes is None and self.address:
+            ray = sys.modules.get("ray")
+            joined = ray is not None and ray.is_initialized()
+            nodes = [n["Resources"] for n in ray.nodes() if n["Alive"]] if ray and joined else nodes_of(self.address)
+            self._cluster_nodes = sizes(nodes)
 
     def start(self, setup: Setup) -> dict[str, WorkerGroup]:
         if not self.address:
@@ -98,12 +124,10 @@ class RayBackend:
         import ray
 
         self._run_dir = setup.run_dir
+        self._find_cluster()  # unless `check` has just done so
+        self._cluster_nodes = None
         self._connect(setup.placement)
-        if self.address:
-            held = ray.cluster_resources()
-            cluster = f"the cluster at {self.address}"
-            require_devices(setup.placement, int(held.get("CPU", 0)), int(held.get("GPU", 0)), cluster)
-        pools = self._reserve({p.pool.name: p.pool for p in setup.placement.values()})
+        pools = self._reserve(setup)
         names = _node_names(ray.nodes(), ray.get_runtime_context().get_node_id())
         self._started = setup, pools, names
         starting = {
@@ -210,10 +234,14 @@ class RayBackend:
     def _init_ray(self, placement: Mapping[str, Place]) -> None:
         import ray
         from ray._private import services
+        from ray.exceptions import RayError
 
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
         if self.address:
-            ray.init(address=self.address, namespace="weft", **quiet)
+            try:
+                ray.init(address=self.address, namespace="weft", **quiet)
+            except (ConnectionError, RuntimeError, RayError) as error:  # gone since it was asked
+                raise UserError(f"the Ray cluster at {self.address} cannot be joined: {error}") from None
             return
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         # Ray's sockets lie in it, 64 characters deeper, and the path of a socket has at most 107.
@@ -260,33 +288,52 @@ class RayBackend:
             **quiet,
         )
 
-    def _reserve(self, pools: Mapping[str, ResourcePool]) -> dict[str, Reserved]:
-        """A placement group of one bundle for each pool: all of it on one node, where weights pass through memory."""
+    def _reserve(self, setup: Setup) -> dict[str, Reserved]:
+        """Set the pools aside. Those that a user sized are waited for; those of groups without a place get a CPU of their own where
+        one is free, and are guests of another pool else, whose groups are idle when they work."""
+        pools = {p.pool.name: p.pool for p in setup.placement.values()}
+        own = [name for name, pool in pools.items() if is_own(pool)]
+        sized = [name for name in pools if name not in own] or own[:1]
+        reserved = self._set_aside({name: pools[name] for name in sized}, POOL_TIMEOUT_S)
+        if missing := [name for name in sized if name not in reserved]:
+            import ray
+
+            raise UserError(
+                f"{', '.join(f'resource pool {name!r} ({pools[name]})' for name in missing)} did not get what it asks for on one node "
+                f"within {POOL_TIMEOUT_S:.0f} s; the cluster has {ray.available_resources()} to give"
+            )
+        reserved |= self._set_aside({n: pools[n] for n in own if n not in reserved}, OWN_POOL_TIMEOUT_S)
+        largest = max(reserved, key=lambda name: pools[name].cpus)
+        for name in own:
+            leader = next((e.leader for e in setup.follows if setup.placement[e.follower].pool.name == name), None)
+            host = setup.placement[leader].pool.name if leader else largest
+            reserved.setdefault(name, replace(reserved.get(host, reserved[largest]), gpus=(), cpus=0))
+        return reserved
+
+    def _set_aside(self, pools: Mapping[str, ResourcePool], timeout_s: float) -> dict[str, Reserved]:
+        """Those of the pools that are there in time; the others are not asked for any more."""
         import ray
-        from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        groups = {}
-        for name, pool in pools.items():
-            bundle: dict[str, float] = {"CPU": pool.cpus}
-            if pool.gpus:
-                bundle["GPU"] = pool.gpus
-            groups[name] = placement_group([bundle], strategy="STRICT_PACK")
-        self._groups = list(groups.values())
+        def devices(pool: ResourcePool) -> dict[str, float]:
+            return {"CPU": pool.cpus, **({"GPU": pool.gpus} if pool.gpus else {})}
+
+        groups = {
+            name: ray.util.placement_group([devices(pool)], strategy="STRICT_PACK") for name, pool in pools.items()
+        }
+        deadline = time.monotonic() + timeout_s
         reserved: dict[str, Reserved] = {}
         for name, group in groups.items():
-            ready, _ = ray.wait([group.ready()], timeout=30)
-            if not ready:
-                raise UserError(
-                    f"resource pool {name!r} ({pools[name]}) did not get its devices on one node within 30 s; "
-                    f"the cluster has {ray.available_resources()}"
-                )
+            if not group.wait(max(0.0, deadline - time.monotonic())):
+                ray.util.remove_placement_group(group)
+                continue
+            self._groups.append(group)
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
             gpus: list[str] = []
             if pools[name].gpus:  # which ones they are, is known only to who holds them
                 held = ray.remote(_gpu_ids).options(num_gpus=pools[name].gpus, num_cpus=0, scheduling_strategy=strategy)
                 gpus = ray.get(held.remote(), timeout=START_TIMEOUT_S)
-            reserved[name] = Reserved(strategy, gpus)
+            reserved[name] = Reserved(strategy, gpus, pools[name].cpus)
         return reserved
 
     def _actor(
@@ -309,7 +356,7 @@ class RayBackend:
         if not self.address:
             env |= {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
         options: dict[str, Any] = {
-            "num_cpus": place.pool.cpus / (sharing * place.ranks),
+            "num_cpus": reserved.cpus / (sharing * place.ranks),
             "num_gpus": 0,
             "runtime_env": {"env_vars": env},
             "scheduling_strategy": reserved.strategy,

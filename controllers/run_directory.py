@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..dataflow.config import Config
-from ..dataflow.disk import PARTIAL, Disk, set_aside
+from ..dataflow.disk import PARTIAL, Disk, is_full, set_aside
 from ..dataflow.errors import UserError
 from ..dataflow.inspection import BUFFER, steps_in_log
 from ..dataflow.log import Position
@@ -51,6 +52,7 @@ class RunDirectory:
         Raises:
             UserError: when `name` is taken already.
         """
+        make_folder(root, f"root {str(root)!r}")
         if name is None:
             name = time.strftime("%Y%m%d-%H%M%S")
             taken, number = name, 2
@@ -62,8 +64,7 @@ class RunDirectory:
             set_aside(path, "begun")
         elif used:
             raise UserError(f"run directory {root / name} is used already; give the run another name, or remove it")
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "logs").mkdir(exist_ok=True)
+        make_folder(path / "logs", f"run directory {str(root / name)!r}")
         return cls(path)
 
     @classmethod
@@ -157,6 +158,22 @@ class RunDirectory:
                 pq.write_table(pa.table(columns), written)
                 self._disk.write_whole(self.path / f"{name}.parquet", written.getvalue().to_pybytes())
         self._flushed = time.monotonic()
+
+
+def make_folder(path: Path, what: str) -> None:
+    """Make a folder, and those above it.
+
+    Raises:
+        UserError: it cannot be made; `what` the user said names it.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if is_full(error):
+            raise
+        at = next((p for p in (path, *path.parents) if os.path.lexists(p)), path)
+        why = f"{at} is no folder" if not at.is_dir() else f"nothing can be written into {at} ({error.strerror})"
+        raise UserError(f"{what} cannot be used: {why}") from None
 
 
 def _plain(value: object) -> Any:

@@ -57,13 +57,15 @@ def main(settings: Settings) -> None:
     reward = weft.group(weft.RewardWorker, function=function, tokenizer=tokenizer)
     actor = weft.group(ToyActor)
     rollout.follows(actor)
+    named: dict[str, Any] = {"nme": "first"} if wrong == "argument" else {}
     with weft.Driver(
         scored(source, rollout=rollout, reward=reward, actor=actor, loses=wrong == "lost"),
         schedule=weft.Synchronous(steps=1, prompts_per_step=2),
         placement={"actor": weft.Place(weft.ResourcePool("big", cpus=5000 if wrong == "cpus" else 1))},
-        backend=weft.RayBackend() if wrong == "cpus" else weft.Local(),
+        backend=weft.RayBackend() if wrong in ("cpus", "address") else weft.Local(),
         root=settings.root,
         progress=False,
+        **named,
     ) as driver:
         driver.run()
 

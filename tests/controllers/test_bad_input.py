@@ -1,5 +1,6 @@
 """What the user got wrong ends with exit code 2 and one message, in under two seconds, before torch or Ray is loaded."""
 
+import os
 import re
 import subprocess
 import sys
@@ -18,10 +19,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def launch(folder: Path, *arguments: str) -> tuple[int, str, list[str]]:
+def launch(folder: Path | str, *arguments: str, **environment: str) -> tuple[int, str, list[str]]:
     """Exit code, what was said to the user, and which heavy modules were imported."""
     command = [sys.executable, str(SCRIPT), "--root", str(folder), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **environment})
     last = done.stdout.splitlines()[-1] if done.stdout else ""
     assert last.startswith("imported:"), done
     return done.returncode, done.stderr.strip(), last.split()[1:]
@@ -34,6 +35,8 @@ MISTAKES = {
     "'response_ids'",
     "tokenizer": "/nowhere' does not exist",
     "cpus": "error: the placement asks for 5000 CPUs (big: 5000), but this machine has ",
+    "argument": "error: Driver has no argument 'nme' (value 'first'); did you mean 'name'?",
+    "address": "error: RAY_ADDRESS='http://ray-head:8265' is the address of a dashboard or a job server",
     "nan": "error: worker reward[0], node 'reward.score', samples ",
     "lost": "best is declared with shape=Shape.MAP: it returns every row that it was given; it lost 3 of 4 (samples ",
 }
@@ -41,7 +44,8 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_ends_with_exit_code_2_and_one_message(folder: Path, mistake: str):
-    code, said, imported = launch(folder, "--mistake", mistake)
+    environment = {"RAY_ADDRESS": "http://ray-head:8265"} if mistake == "address" else {}
+    code, said, imported = launch(folder, "--mistake", mistake, **environment)
     assert code == 2, said
     assert MISTAKES[mistake] in said and said.count("error:") == 1
     assert "Traceback" not in said and len(said.splitlines()) == 1

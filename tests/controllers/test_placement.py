@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from weft.controllers.placement import Place, ResourcePool, require_devices, resolve
+from weft.controllers.placement import Place, ResourcePool, require_nodes, resolve
 from weft.controllers.run_directory import RunDirectory
 from weft.dataflow.errors import UserError
 
@@ -29,11 +29,11 @@ def test_a_group_without_a_place_has_a_pool_of_its_own_which_does_not_count():
     shared = Place(ResourcePool("p", cpus=2))
     places = resolve({"a": shared, "b": shared}, {"a": 0, "b": 0, "c": 0})
     assert places["a"].pool is places["b"].pool and places["c"] == Place(ResourcePool("c's own"))
-    require_devices(places, 2, 0, "this machine")
+    require_nodes(places, [(2, 0)], "this machine")
     with pytest.raises(UserError, match=r"asks for 2 CPUs \(p: 2\), but this machine has 1; make a pool smaller"):
-        require_devices(places, 1, 0, "this machine")
+        require_nodes(places, [(1, 0)], "this machine")
     with pytest.raises(UserError, match=r"asks for 4 GPUs \(p: 4\), but this machine has 0"):
-        require_devices({"a": Place(ResourcePool("p", cpus=1, gpus=4))}, 1, 0, "this machine")
+        require_nodes({"a": Place(ResourcePool("p", cpus=1, gpus=4))}, [(1, 0)], "this machine")
 
 
 def test_an_unnamed_run_gets_a_name_that_is_free(tmp_path: Path):
@@ -46,6 +46,15 @@ def test_an_empty_directory_can_be_used_and_a_used_one_cannot(tmp_path: Path):
     RunDirectory.create(tmp_path, "run")
     with pytest.raises(UserError, match="is used already"):
         RunDirectory.create(tmp_path, "run")
+
+
+@pytest.mark.parametrize(
+    ("root", "why"), [("/proc/x", "nothing can be written into /proc"), ("file/x", "is no folder")]
+)
+def test_a_root_that_cannot_be_written_is_refused_with_the_reason(tmp_path: Path, root: str, why: str):
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(UserError, match=f"^root '.*{root}' cannot be used: .*{why}"):
+        RunDirectory.create(tmp_path / root, "run")
 
 
 def test_metrics_that_come_later_leave_holes_before(tmp_path: Path):

@@ -129,6 +129,19 @@ def test_a_rank_without_rows_takes_part_all_the_same(tmp_path: Path):
     assert sorted(map(len, (ranks[0] for ranks in seen))) == [0, 1, 1] and [len(ranks) for ranks in seen] == [2, 2, 2]
 
 
+def test_a_placement_as_large_as_the_cluster_runs(tmp_path: Path):
+    import ray
+
+    made = handles()
+    everything = {
+        "rollout": Place(ResourcePool("generation", cpus=12)),
+        "actor": Place(ResourcePool("training", cpus=4)),
+    }
+    backend = RayBackend(ray.get_runtime_context().gcs_address)
+    with drive(tmp_path, made, prompts(4), placement=everything, backend=backend, name="full") as driver:
+        assert len(driver.run()) == 3, "rewards and functions are computed where others are idle"
+
+
 class Weighing(RayBackend):
     """Weighs what passes through the driver, each reference as what it is: a name."""
 

@@ -1,0 +1,86 @@
+"""Whether a Ray cluster is there and lets us in. Run as a program, which imports nothing of Weft: `cluster_probe.py ADDRESS`.
+
+Its last line is JSON: {"nodes": [...]}, the resources of each node, or {"error": "..."}.
+"""
+
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+from typing import Any
+
+CONNECT_TIMEOUT_S = 3.0
+"""Longest wait for a connection."""
+JOIN_TIMEOUT_S = 6.0
+"""Longest wait for an answer; how long it takes to import Ray is not in it."""
+PORT = " (its address has the port of its GCS, 6379 by default)"
+PATIENCE = {"RAY_gcs_server_port_wait_time_s": "3", "RAY_gcs_server_request_timeout_seconds": "4"}
+"""Ray's own settings for how long it tries; read when it is imported."""
+
+
+def main(address: str) -> None:
+    if address != "auto":
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+        except socket.gaierror as error:
+            say(error=f"the host {host!r} is not known ({error.strerror})")
+            return
+        except TimeoutError:
+            say(error=f"no answer within {CONNECT_TIMEOUT_S:.0f} s")
+            return
+        except OSError as error:
+            say(error=f"nobody listens there ({error.strerror})")
+            return
+    os.environ |= PATIENCE
+    import ray
+
+    late = threading.Timer(
+        JOIN_TIMEOUT_S, end, ("it took the connection, but did not answer as a Ray cluster does" + PORT,)
+    )
+    late.daemon = True
+    late.start()
+    try:
+        ray.init(address=address, namespace="weft", log_to_driver=False, logging_level=logging.CRITICAL)
+        say(nodes=[node["Resources"] for node in ray.nodes() if node["Alive"]])
+    except Exception as error:
+        say(error=why(error))
+    late.cancel()
+
+
+def why(error: BaseException | None) -> str:
+    """What keeps us out, of an error and those that it came from."""
+    said: list[str] = []
+    while error is not None:
+        said.append(str(error))
+        error = error.__cause__ or error.__context__
+    text = "\n".join(said)
+    if "authentication token" in text.lower():
+        mode, given = (
+            os.environ.get("RAY_AUTH_MODE"),
+            "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ,
+        )
+        way = "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token) to what its head node has"
+        if mode == "token":
+            return f"the authentication token is {'not that of the cluster' if given or 'was found' not in text else 'missing'}; {way}"
+        return f"it asks for an authentication token, and RAY_AUTH_MODE is {mode or 'not set'}; {way}"
+    if "when trying to resolve node to connect to" in text:
+        return "no node of it runs on this machine: start the script on one of its nodes (`ray start`, or `ray job submit`)"
+    if "Failed to connect to GCS" in text:
+        return f"nobody there answers as a Ray cluster does{PORT}"
+    return " ".join(said[0].split())
+
+
+def end(error: str) -> None:
+    say(error=error)
+    os._exit(1)
+
+
+def say(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
