@@ -229,9 +229,12 @@ class Checkpoints:
             self._hands.complete(call)
         return True
 
-    def complete(self, metrics: Sequence[Mapping[str, float]]) -> None:
+    def complete(self, values: Callable[[str], Mapping[int, float]]) -> None:
         """Give it its name when everybody has written, and let go of those that are not to be kept. One for which the disk
         has no room is given up, and `no_room` says so until the next is begun.
+
+        Args:
+            values: step -> a metric of this name; called in another thread.
 
         Raises:
             RunError: it could not be completed.
@@ -239,7 +242,7 @@ class Checkpoints:
         if self._path is None or self._writing:
             return
         if self._naming is None and not self.no_room:
-            self._naming = self._thread.submit(self._name, self._path, [*metrics])
+            self._naming = self._thread.submit(self._name, self._path, values)
         if self._naming is not None:
             if not self._naming.done():
                 return
@@ -252,7 +255,7 @@ class Checkpoints:
             self.saved_step = -1
         self._path = None
 
-    def _name(self, path: Path, metrics: Sequence[Mapping[str, float]]) -> None:
+    def _name(self, path: Path, values: Callable[[str], Mapping[int, float]]) -> None:
         write_manifest(_unfinished(path))
         before = path.with_name(f"{BEFORE}{path.name}")
         if path.exists():  # of a run that was ended twice within a step
@@ -260,20 +263,21 @@ class Checkpoints:
         _unfinished(path).rename(path)
         Disk().sync_folder(self.folder)
         shutil.rmtree(before, ignore_errors=True)
-        self._prune(metrics)
+        self._prune(values)
 
-    def _prune(self, metrics: Sequence[Mapping[str, float]]) -> None:
+    def _prune(self, values: Callable[[str], Mapping[int, float]]) -> None:
         found = checkpoints(self.folder)
-        keep = {*found[: self.config.keep], self._best(found, metrics)}
+        keep = {*found[: self.config.keep], self._best(found, values)}
         for path in found:
             if path not in keep:
                 _remove(path)
 
-    def _best(self, found: Sequence[Path], metrics: Sequence[Mapping[str, float]]) -> Path | None:
+    def _best(self, found: Sequence[Path], values: Callable[[str], Mapping[int, float]]) -> Path | None:
         name = self.config.best or ""
         sign, name = (-1, name[1:]) if name.startswith("-") else (1, name)
-        values = {int(row["step"]): sign * row[name] for row in metrics if math.isfinite(row.get(name, math.nan))}
-        known = {path: values[step_of(path)] for path in found if step_of(path) in values}
+        of_step = values(name) if name else {}
+        known = {path: sign * of_step.get(step_of(path), math.nan) for path in found}
+        known = {path: value for path, value in known.items() if math.isfinite(value)}
         return max(known, key=lambda path: known[path], default=None)
 
     def close(self) -> None:

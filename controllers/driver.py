@@ -282,7 +282,7 @@ class Driver:
         """End every process of the run; what was measured is on disk."""
         try:
             try:
-                self.directory.flush()
+                self.directory.close()
             except OSError as error:
                 if not is_full(error):  # a disk without room has been said
                     raise
@@ -752,6 +752,7 @@ class Driver:
     def _close(self) -> None:
         """End the step, or the evaluation, of which nothing is left to do."""
         self._complete_checkpoint()
+        self._disk.write(lambda: self.directory.flush(when_due=True))
         for flow in self._flows.values():
             if self._passing_weights and not flow.schedule.overlaps:
                 continue
@@ -770,8 +771,7 @@ class Driver:
         if flow.ledger.rounds[step] or any(lease is not None and lease.round == step for lease in leases):
             return
         metrics = flow.close_round(step)
-        row = next(row for row in reversed(self.directory.metrics) if row["step"] == step)
-        row.update(metrics)
+        row = self.directory.add_metrics({"step": float(step), **metrics})
         self._progress.evaluated(flow.name, step, metrics)
         self._ask_to_stop(row)
 
@@ -794,7 +794,6 @@ class Driver:
         self._samples.clear()
         self._tokens.clear()
         self.directory.add_metrics(row)
-        self._disk.write(lambda: self.directory.flush(when_due=True))
         self._progress.stepped(row)
         self._ask_to_stop(row)
         self._mark_evaluations()
@@ -863,7 +862,7 @@ class Driver:
 
     def _complete_checkpoint(self) -> None:
         was_under_way = self._checkpoints.under_way
-        self._checkpoints.complete(self.directory.metrics)
+        self._checkpoints.complete(self.directory.values)
         if was_under_way and not self._checkpoints.under_way and self._checkpoints.no_room:
             self._live_buffer.drop_checkpoint(self._saving)
             self._disk.wait_for_more(self._checkpoints.no_room)

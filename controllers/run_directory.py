@@ -6,30 +6,50 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.compute as pc
 
 from ..dataflow.config import Config
 from ..dataflow.disk import PARTIAL, Disk, is_full, set_aside
 from ..dataflow.errors import UserError
 from ..dataflow.inspection import BUFFER, steps_in_log
+from ..dataflow.journal import (
+    CALLS,
+    METRICS,
+    PARQUET,
+    STREAM,
+    TIMELINE,
+    VALUES,
+    Journal,
+    begin_again,
+    by_step,
+    present,
+    read_metrics,
+    read_timeline,
+    to_parquet,
+    values_from,
+    values_of,
+)
 from ..dataflow.log import Position
 
-FILES = ("config.json", "graph.mmd", "metrics.parquet", "timeline.parquet")
+JOURNALS = tuple(name + ending for name in (METRICS, TIMELINE) for ending in (PARQUET, STREAM))
+FILES = ("config.json", "graph.mmd", *JOURNALS)
 """What a run leaves behind for people. None of it is needed to go on."""
 FOLDERS = ("buffer", "checkpoints", "logs", "samples", "skipped")
 SAMPLES = re.compile(r"(?P<flow>.+)_(?P<step>\d+)\.arrow")
+RECENT = 64
+"""Steps whose metrics are remembered, for what is measured of them later."""
 
 
 class RunDirectory:
-    """`config.json`, `graph.mmd`, `metrics.parquet`, `timeline.parquet`, `samples/`, `logs/`, `checkpoints/`."""
+    """`config.json`, `graph.mmd`, metrics and timeline (`dataflow/journal.py`), `samples/`, `logs/`, `checkpoints/`."""
 
     flush_interval_s = 5.0
-    """How old the metrics on disk may be while a run goes on."""
+    """How old metrics and timeline on disk may be while a run goes on."""
 
     def __init__(self, path: Path, starts: int = 0) -> None:
         self.path = path
@@ -38,8 +58,9 @@ class RunDirectory:
         self.notes: list[str] = []
         """What was found damaged and set aside, said at the start."""
         self._disk = Disk()
-        self._metrics: list[dict[str, float]] = []
-        self._timeline: list[dict[str, Any]] = []
+        self._metrics = Journal(path / f"{METRICS}{STREAM}", VALUES, disk=self._disk)
+        self._timeline = Journal(path / f"{TIMELINE}{STREAM}", CALLS, disk=self._disk)
+        self._recent: dict[float, dict[str, float]] = {}
         self._flushed = time.monotonic()
 
     @classmethod
@@ -78,11 +99,16 @@ class RunDirectory:
             name = SAMPLES.fullmatch(samples.name)
             if name and int(name["step"]) > step and samples.is_file():
                 samples.unlink()
-        metrics, timeline = directory._read("metrics.parquet", "step"), directory._read("timeline.parquet", "end_s")
-        directory._metrics = [row for row in metrics if row["step"] <= step]
-        directory._timeline = [call for call in timeline if call["end_s"] <= time_s]
-        if not directory._metrics:
-            directory._metrics = steps_in_log(path / BUFFER, step, position)
+        metrics = directory._read(METRICS, read_metrics, ("step",))
+        rows = {row["step"]: present(row) for row in metrics.to_pylist() if row["step"] is not None} if metrics else {}
+        if any(earlier not in rows for earlier in range(step + 1)):
+            rows = {row["step"]: row for row in steps_in_log(path / BUFFER, step, position)} | rows
+        kept = [value for at in sorted(rows) if at <= step for value in values_from(rows[at])]
+        begin_again(path, METRICS, pa.Table.from_pylist(kept, VALUES))
+        calls = directory._read(TIMELINE, read_timeline, CALLS.names)
+        if calls is not None:
+            calls = calls.select(CALLS.names).filter(pc.field("end_s") <= time_s).cast(CALLS)
+        begin_again(path, TIMELINE, calls if calls is not None else CALLS.empty_table())
         return directory
 
     def _set_aside_what_is_no_file(self) -> None:
@@ -110,16 +136,20 @@ class RunDirectory:
         names = (re.match(r".*-(\d+)\.\d+\.arrow", p.name) for p in (self.path / BUFFER).glob("segments/*/*"))
         return max((int(name[1]) for name in names if name), default=0)
 
-    def _read(self, name: str, key: str) -> list[dict[str, Any]]:
-        """The rows of a Parquet file, each of which has this column; none, and a note, where it is damaged or gone."""
+    def _read(self, name: str, read: Callable[[Path], pa.Table | None], columns: Sequence[str]) -> pa.Table | None:
+        """Metrics or timeline, which have these columns; None, and a note, where they are damaged or gone."""
+        stream, path = self.path / f"{name}{STREAM}", self.path / f"{name}{PARQUET}"
+        path = stream if stream.exists() else path
         try:
-            rows = pq.read_table(self.path / name).to_pylist()
-            return [{k: v for k, v in row.items() if v is not None} for row in rows if row[key] is not None]
-        except FileNotFoundError:
-            self.notes.append(f"{self.path / name} is gone; it begins anew")
-        except (OSError, ValueError, KeyError) as error:  # pyarrow's errors are among them
-            self._set_aside(name, error)
-        return []
+            table = read(self.path)
+            if table is None:
+                self.notes.append(f"{path} is gone; it begins anew")
+            elif missing := [column for column in columns if column not in table.column_names]:
+                raise ValueError(f"it has no column {missing[0]!r}")
+            return table
+        except (OSError, ValueError) as error:  # pyarrow's errors are among them
+            self._set_aside(path.name, error)
+            return None
 
     def samples_path(self, flow: str, step: int) -> Path:
         return self.path / "samples" / f"{flow}_{step:06d}.arrow"
@@ -129,35 +159,56 @@ class RunDirectory:
         self._disk.write_whole(self.path / "config.json", described.encode())
         self._disk.write_whole(self.path / "graph.mmd", drawing.encode())
 
-    def add_metrics(self, row: Mapping[str, float]) -> None:
-        self._metrics.append(dict(row))
+    def add_metrics(self, row: Mapping[str, float]) -> Mapping[str, float]:
+        """Note metrics of the step that `row` names, further ones where some were noted before; returns all of that step."""
+        for value in values_from(row):
+            self._metrics.add(**value)
+        known = self._recent.setdefault(row["step"], {})
+        known |= row
+        if len(self._recent) > RECENT:
+            del self._recent[next(iter(self._recent))]
+        return known
 
     def add_call(self, **entry: Any) -> None:
-        self._timeline.append(entry)
+        self._timeline.add(**entry)
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        return self._metrics
+        """Those of every step, read from the disk."""
+        if rows := by_step(self._metrics.read()):
+            return rows
+        table = read_metrics(self.path)
+        return [present(row) for row in table.to_pylist()] if table is not None else []
+
+    def values(self, name: str) -> dict[int, float]:
+        """Step -> one metric, where it was measured; while the run goes on, from any thread."""
+        return values_of(self._metrics.read(), name)
 
     @property
     def timeline(self) -> list[dict[str, Any]]:
-        return self._timeline
+        """Every call that has ended, read from the disk."""
+        if calls := self._timeline.read().to_pylist():
+            return calls
+        table = read_timeline(self.path)
+        return table.to_pylist() if table is not None else []
 
     def flush(self, *, when_due: bool = False) -> None:
-        """Write metrics and timeline whole, each by a rename: a reader never sees half a file.
+        """Append what was noted since to the files of metrics and timeline.
 
         Args:
             when_due: only if what is on the disk is older than `flush_interval_s`.
         """
         if when_due and time.monotonic() - self._flushed <= self.flush_interval_s:
             return
-        for name, rows in (("metrics", self._metrics), ("timeline", self._timeline)):
-            if rows:
-                columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(k for row in rows for k in row)}
-                written = pa.BufferOutputStream()
-                pq.write_table(pa.table(columns), written)
-                self._disk.write_whole(self.path / f"{name}.parquet", written.getvalue().to_pybytes())
+        self._metrics.flush()
+        self._timeline.flush()
         self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        """Make Parquet files of metrics and timeline: the run is over."""
+        for journal in (self._metrics, self._timeline):
+            journal.close()
+        to_parquet(self.path)
 
 
 def make_folder(path: Path, what: str) -> None:

@@ -33,6 +33,7 @@ from ..dataflow.column import RESPONSE_VERSIONS
 from ..dataflow.config import Config
 from ..dataflow.errors import UserError, nearest
 from ..dataflow.graph import SOURCE, Graph
+from ..dataflow.journal import read_timeline
 from ..dataflow.metrics import Max, Mean, Metrics, Sum
 from ..dataflow.operation import Shape
 from ..dataflow.rows import Published, Row
@@ -713,7 +714,7 @@ def calibrate(
     parts have their constant with the last.
 
     Args:
-        timeline: `timeline.parquet`, its columns group, node, worker_s, rows, tokens, and last, if it is there; or the folder
+        timeline: a `timeline.parquet`, its columns group, node, worker_s, rows, tokens, and last, if it is there; or the folder
             of a run, whose `config.json` says how many ranks each group had.
         replicas: group -> replicas that shared the rows of a call; 1 where it is not mentioned.
         nodes: costs that are known, which are taken as they are.
@@ -726,8 +727,11 @@ def calibrate(
     if isinstance(timeline, Path):
         if timeline.is_dir():
             counts = _ranks(timeline / "config.json")
-            timeline = timeline / "timeline.parquet"
-        table = pq.read_table(timeline)
+            table = read_timeline(timeline)
+        else:
+            table = pq.read_table(timeline)
+        if table is None:
+            raise UserError(f"{timeline} has no timeline: nothing was called yet, or it is not the directory of a run")
     else:
         table = timeline
     counts |= dict(replicas or {})

@@ -1,6 +1,6 @@
 """The timeline of a run: which worker group did what, when, and how long it stood idle between two calls.
 
-It reads `timeline.parquet`, which a run rewrites every few seconds, so that a run may be looked at while it goes on.
+A run adds to its timeline every few seconds (`dataflow/journal.py`), so that it may be looked at while it goes on.
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from ..dataflow import journal
 from ..dataflow.errors import UserError, nearest
 from ..dataflow.inspection import as_text
 from .curve import FAINT, INK
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-FILE = "timeline.parquet"
 
 COLOURS = (
     "#2a6fdb",
@@ -217,13 +215,14 @@ def read_timeline(run: Path, steps: tuple[int | None, int | None] = (None, None)
     if not run.is_dir():
         others = [p.name for p in run.parent.iterdir() if p.is_dir()] if run.parent.is_dir() else []
         raise UserError(f"there is no run {run}{nearest(run.name, others)}")
-    if not (run / FILE).is_file():
-        raise UserError(f"{run} has no {FILE}: nothing was called yet, or it is not the directory of a run")
     try:
-        rows = pq.read_table(run / FILE).to_pylist()
-        calls = [Call(**{name: row[name] for name in Call.__dataclass_fields__}) for row in rows]
+        table = journal.read_timeline(run)
+        if table is None:
+            raise UserError(f"{run} has no timeline: nothing was called yet, or it is not the directory of a run")
+        rows = table.select(list(Call.__dataclass_fields__)).to_pylist()
     except (pa.ArrowException, OSError, KeyError) as error:
-        raise UserError(f"{run / FILE} cannot be read: {error}") from None
+        raise UserError(f"the timeline of {run} cannot be read: {error}") from None
+    calls = [Call(**row) for row in rows]
     return window(calls, steps)
 
 

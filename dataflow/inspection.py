@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from .buffer import LOG, SEGMENTS, restore
 from .errors import DamagedSegment, UserError, nearest
+from .journal import read_metrics, read_timeline
 from .log import LogReader, Position
 from .proof import Group, Row, Witness, state_of
 from .segments import Segment, SegmentReader
@@ -216,8 +217,8 @@ def query(run: Path, sql: str, notes: list[str] | None = None) -> pa.Table:
         "rows": lambda: history(folder),
         "columns": lambda: columns(folder, notes),
         "samples": lambda: samples(run, notes),
-        "metrics": lambda: _parquet(run / "metrics.parquet", notes),
-        "timeline": lambda: _parquet(run / "timeline.parquet", notes),
+        "metrics": lambda: _readable(run, read_metrics, notes),
+        "timeline": lambda: _readable(run, read_timeline, notes),
     }
     with duckdb.connect() as connection:
         connection.execute("SET python_enable_replacements = false")
@@ -309,7 +310,7 @@ def samples(run: Path, notes: list[str] | None = None) -> pa.Table | None:
     tables = list(_sample_tables(run, notes))
     if tables:
         return pa.concat_tables(tables, promote_options="permissive")
-    return _parquet(run / "samples.parquet", notes)
+    return _readable(run / "samples.parquet", _parquet, notes)
 
 
 def archive(run: Path) -> Path:
@@ -350,12 +351,16 @@ def _sample_tables(run: Path, notes: list[str]) -> Iterable[pa.Table]:
         yield table.add_column(0, "graph", graph).add_column(1, "step", step)
 
 
-def _parquet(path: Path, notes: list[str]) -> pa.Table | None:
+def _readable(path: Path, read: Callable[[Path], pa.Table | None], notes: list[str]) -> pa.Table | None:
     try:
-        return pq.read_table(path) if path.is_file() else None
-    except (pa.ArrowInvalid, OSError) as error:
+        return read(path)
+    except (pa.ArrowException, OSError) as error:
         notes.append(f"left out: {path}: {error}")
         return None
+
+
+def _parquet(path: Path) -> pa.Table | None:
+    return pq.read_table(path) if path.is_file() else None
 
 
 def _choice(names: Iterable[str], verb: str = "there are") -> str:

@@ -216,6 +216,6 @@ def test_timeline_ends_with_two_when_the_user_can_mend_it(timeline_run: Path, ca
     ):
         assert main(["timeline", *arguments]) == 2
         assert says in capsys.readouterr().err
-    (timeline_run / "timeline.parquet").unlink()
+    (timeline_run / "timeline.arrows").unlink()
     assert main(["timeline", "tiny"]) == 2
-    assert "runs/tiny has no timeline.parquet" in capsys.readouterr().err
+    assert "runs/tiny has no timeline" in capsys.readouterr().err

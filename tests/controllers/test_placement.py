@@ -62,7 +62,7 @@ def test_metrics_that_come_later_leave_holes_before(tmp_path: Path):
     run.flush()
     run.add_metrics({"step": 0.0})
     run.add_metrics({"step": 1.0, "loss": 0.5})
-    run.flush()
+    run.close()
     assert pq.read_table(run.path / "metrics.parquet").to_pylist() == [
         {"step": 0.0, "loss": None},
         {"step": 1.0, "loss": 0.5},

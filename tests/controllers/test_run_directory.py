@@ -6,12 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from test_checkpoints import Killed, run
 
 from weft.controllers.checkpoints import CheckpointConfig, checkpoints
 from weft.controllers.schedule import Synchronous
+from weft.dataflow.journal import VALUES, begin_again, present, read_metrics, read_timeline, values_from
 
 SCHEDULE = Synchronous(steps=4, prompts_per_step=3)
 EVERY = CheckpointConfig(every=2)
@@ -74,6 +76,22 @@ def test_damage_of_files_that_are_not_needed_is_named_and_stops_no_recovery(
     assert [row.get("samples") for row in metrics] == [row.get("samples") for row in whole[1]], "the log knows them"
     assert pq.read_table(run_dir / "timeline.parquet").num_rows
     assert json.loads((run_dir / "config.json").read_text())["starts"] > starts, "no writer's name comes twice"
+
+
+@pytest.mark.parametrize("how", ["truncated", "emptied", "gone"])
+def test_a_run_that_was_killed_goes_on_from_torn_streams(
+    run_dir: Path, whole: tuple[list[Any], list[dict[str, float]]], how: str
+):
+    metrics, timeline = read_metrics(run_dir), read_timeline(run_dir)
+    assert metrics is not None and timeline is not None
+    values = [value for row in metrics.to_pylist() for value in values_from(present(row))]
+    for name, table in (("metrics", pa.Table.from_pylist(values, VALUES)), ("timeline", timeline)):
+        begin_again(run_dir, name, table)  # as a kill leaves them: no Parquet files
+        DAMAGE[how](run_dir / f"{name}.arrows")
+    weights, rows = go_on(run_dir)
+    assert weights == whole[0] and [row["step"] for row in rows] == list(range(5))
+    assert [row.get("samples") for row in rows] == [row.get("samples") for row in whole[1]], "the log knows them"
+    assert not list(run_dir.glob("*.arrows")) and pq.read_table(run_dir / "timeline.parquet").num_rows
 
 
 def test_stray_files_stop_no_recovery(run_dir: Path):

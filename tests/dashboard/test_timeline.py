@@ -225,7 +225,7 @@ def test_a_run_without_a_timeline_says_so(tmp_path: Path):
     (tmp_path / "toy").mkdir()
     with pytest.raises(UserError, match=r"there is no run .*tyo; did you mean 'toy'"):
         read_timeline(tmp_path / "tyo")
-    with pytest.raises(UserError, match=r"has no timeline\.parquet"):
+    with pytest.raises(UserError, match=r"has no timeline: nothing was called yet"):
         read_timeline(tmp_path / "toy")
     (tmp_path / "toy" / "timeline.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(UserError, match="cannot be read"):
