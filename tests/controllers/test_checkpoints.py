@@ -116,9 +116,9 @@ def test_an_evaluation_that_was_under_way_at_a_checkpoint_is_given_up_and_that_o
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     every = CheckpointConfig(every=1)
-    schedule = SCHEDULES[2]
+    schedule = Asynchronous(steps=9, prompts_per_step=3, max_staleness=3)
     with pytest.raises(Killed):
-        run(tmp_path, schedule, kill_at=5, checkpoint=every)
+        run(tmp_path, schedule, kill_at=4, checkpoint=every)
     _, metrics = run(tmp_path, schedule, checkpoint=every, resume="latest", progress=True)
     said = capfd.readouterr().out
     proof = prove(tmp_path / "run" / "buffer")
