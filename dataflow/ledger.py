@@ -18,7 +18,7 @@ import heapq
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -237,8 +237,11 @@ class Ledger:
     def _replay_finish(self, lease: int, **_: Any) -> None:
         self.finish(self._leases[lease])
 
-    def _replay_release(self, lease: int, why: str, **_: Any) -> None:
-        self.release(self._leases[lease], why)
+    def _replay_release(self, lease: int, why: str, ids: list[int] | None = None, **_: Any) -> None:
+        self.release(self._leases[lease], why, ids=ids)
+
+    def _replay_drop(self, node: str, ids: list[int], why: str, **_: Any) -> None:
+        self.drop(self.graph[node], ids, why)
 
     def _replay_source(self, segment: list[Any], **_: Any) -> None:
         self.set_source(Segment.from_json(segment))
@@ -396,7 +399,8 @@ class Ledger:
         whichever the node takes. It looks at all that is ready for the node."""
         i = self._index[node.name]
         if self._takes_groups[i]:
-            groups = [g for id in sorted(self._group_offers[i]) if (g := self._groups.get(id)) is not None]
+            offered = [g for id in sorted(self._group_offers[i]) if (g := self._groups.get(id)) is not None]
+            groups = [group for group in offered if self._offered_rows(group, i)]
         else:
             rows = [self._rows.get(id) for _, id in sorted(self._offers[i])]
             groups = [row.group for row in rows if row is not None and not row.skipped >> i & 1]
@@ -541,6 +545,8 @@ class Ledger:
             if group is None:  # it was lost
                 continue
             own = self._rows_offered(group, i)
+            if not own:  # its rows were dropped
+                continue
             self._ready[i] -= self._offered_rows(group, i)
             self._ready_groups[i] -= 1
             if staleness is not None and not staleness.allows(own):
@@ -761,12 +767,22 @@ class Ledger:
         lease.open = {}
         del self._leases[lease.token]
 
-    def release(self, lease: Lease, why: str = "given back") -> None:
+    def release(self, lease: Lease, why: str = "given back", *, ids: Collection[int] | None = None) -> None:
         """Give the rows of a lease back that were not published (of a node that takes groups: all of them): they are ready
-        again, and the lease is void."""
+        again, and the lease is void.
+
+        Args:
+            ids: of a node that takes rows: give back these alone, of which none was published; the lease holds the others.
+
+        Raises:
+            LeaseError: the lease is void, or some of these rows are not in it.
+        """
         self._check(lease)
-        self._note("release", lease=lease.token, why=why)
         i = self._index[lease.node.name]
+        if ids is not None:
+            self._give_back(lease, i, ids, why)
+            return
+        self._note("release", lease=lease.token, why=why)
         for row in lease.rows if self._takes_groups[i] else lease.open.values():
             row.leased &= ~(1 << i)
         if self._takes_groups[i]:
@@ -781,18 +797,64 @@ class Ledger:
                     self._freed.append(segment)
         else:
             for row in lease.open.values():
-                if lease.node.makes_level is not None and row.level == SOURCE:
-                    self._tally(row.group, -1)
-                    row.group.version = None  # its generation begins again
-                heapq.heappush(self._offers[i], (row.group.id, row.id))
-                self._ready[i] += 1
-                if row.cancelled & self._serves[i]:  # meanwhile
-                    self._skip(row, i)
-                    self._retire_if_finished(row.group)
+                self._offer_again(row, i)
         del self._leases[lease.token]
         self._void[lease.token] = why
         if len(self._void) > REMEMBERED_LEASES:
             del self._void[next(iter(self._void))]
+
+    def _give_back(self, lease: Lease, i: int, ids: Collection[int], why: str) -> None:
+        wrong = next((id for id in ids if id not in lease.open), None)
+        if wrong is not None or self._takes_groups[i]:
+            what = "whole groups" if wrong is None else f"not row {wrong}"
+            raise LeaseError(f"rows of lease {lease.token} are given back, but node {lease.node.name!r} has {what}")
+        self._note("release", lease=lease.token, why=why, ids=list(ids))
+        for id in ids:
+            row = lease.open.pop(id)
+            row.leased &= ~(1 << i)
+            self._offer_again(row, i)
+
+    def _offer_again(self, row: Row, i: int) -> None:
+        """A row that node i had claimed is ready for it as before."""
+        if self.graph.nodes[i].makes_level is not None and row.level == SOURCE:
+            self._tally(row.group, -1)
+            row.group.version = None  # its generation begins again
+        heapq.heappush(self._offers[i], (row.group.id, row.id))
+        self._ready[i] += 1
+        if row.cancelled & self._serves[i]:  # meanwhile
+            self._skip(row, i)
+            self._retire_if_finished(row.group)
+
+    def drop(self, node: Node, ids: Iterable[int], why: str) -> int:
+        """Rows that are ready for a node which cannot do them are dropped before it, and what comes after it goes on with the
+        rest of their groups; a node that takes groups loses the whole of these. Returns how many rows.
+
+        Raises:
+            LeaseError: one of them is not ready for the node, or is claimed; nothing is changed then.
+        """
+        i = self._index[node.name]
+        if self._quorum[i]:
+            raise LeaseError(f"node {node.name!r} has a quorum: it takes what comes, and no row of it is dropped")
+        rows = [row for id in ids if (row := self._rows.get(id)) is not None]
+        groups = list(dict.fromkeys(row.group for row in rows))
+        if self._takes_groups[i]:
+            rows = [row for group in groups for row in self._rows_offered(group, i)]
+        for row in rows:
+            offers = row.group.offered if self._takes_groups[i] else row.offered
+            on_offer = offers >> i & 1 and row.group.id not in self._held[i]
+            if not on_offer or (row.leased | row.done | row.skipped) >> i & 1:
+                raise LeaseError(
+                    f"row {row.id} is dropped at node {node.name!r}, for which it is not ready, or which has it"
+                )
+        self._note("drop", node=node.name, ids=[row.id for row in rows], why=why)
+        for group in groups if self._takes_groups[i] else ():
+            self._ready[i] -= self._offered_rows(group, i)  # its entry among the offers has no rows any more
+            self._ready_groups[i] -= 1
+        for row in rows:
+            self._drop(row, i, f"failed at {node.name}")
+        for group in groups:
+            self._retire_if_finished(group)
+        return len(rows)
 
     def expire(self) -> list[Lease]:
         """What is due by the clock: leases past their deadline are released (and returned), and groups whose quorum did

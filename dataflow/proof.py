@@ -10,6 +10,7 @@ What is proven of each graph:
 - a node claims rows that exist, are of its level, have everything done that it comes after, and that nobody holds;
 - no node consumes a row twice, or one that was dropped before it;
 - a node that takes groups claims all of a group, when no more rows of it can come; a quorum the first that were ready;
+- a node does without rows alone that are ready for it, and not claimed; if it takes groups, without whole ones;
 - only the holder of a live lease publishes, only rows of that lease, each once; a map or group leaves none out;
 - a started run holds no lease of the run before it;
 - no update trains on rows older than its bound, but masked;
@@ -307,6 +308,7 @@ class Witness:
             "finish": self._finish,
             "release": self._release,
             "lose": self._lose,
+            "drop": self._drop,
             "offer": self._offer,
         }
         for record in reader:
@@ -742,6 +744,9 @@ class Witness:
     def _release(self, record: Record) -> None:
         lease, why = self._lease(record), record["why"]
         node = lease.node
+        if "ids" in record:
+            self._release_some(lease, record)
+            return
         if why == RESTARTED:
             self._restarts += not self._restarting
             self._restarting = True
@@ -754,6 +759,44 @@ class Witness:
             self._unclaimed[group.graph.name, node.index][group.id] = group
         self._end(record, f"was released ({why})")
         self._released += 1
+
+    def _release_some(self, lease: LeaseNote, record: Record) -> None:
+        """Rows go back that were not published, and the lease holds the others."""
+        node, what = lease.node, f"lease {record['lease']} of node {lease.node.name!r}"
+        if node.takes_groups:
+            raise Violation(f"{what} gives back some of its rows, but the node takes whole groups")
+        for id in record["ids"]:
+            row = lease.open.pop(id, None)
+            if row is None:
+                self._complain(f"release: {what} gives back row {id}, which is not, or no longer, its own")
+                continue
+            row.held &= ~node.bit
+            if row.cancelled & node.masters:
+                self._skip(row, node)
+
+    def _drop(self, record: Record) -> None:
+        """A node that failed at rows again and again does without them."""
+        graph = self._rules(record)
+        node = self._node(graph, record["node"])
+        rows: list[Row] = []
+        for id in record["ids"]:
+            row = self.rows.get(id)
+            ready = row is not None and row.level == node.level and row.group.graph is graph and _is_ready(row, node)
+            if row is None or not ready or (row.done | row.held | row.away) & node.bit:
+                self._complain(f"drop: node {node.name!r} does without row {id}, {self._why_not(graph, node, id)}")
+            else:
+                rows.append(row)
+        by_group: dict[Group, set[int]] = {}
+        for row in rows:
+            by_group.setdefault(row.group, set()).add(row.id)
+        for group, taken in by_group.items() if node.takes_groups else ():
+            if problem := _check_whole(group, node, taken):
+                self._complain(
+                    f"drop: node {node.name!r} does without {len(taken)} rows of group {group.id}: {problem}"
+                )
+            self._unclaimed[graph.name, node.index].pop(group.id, None)
+        for row in rows:
+            self._take_away(row, node, f"failed at {node.name}", also_here=True)
 
     def _end(self, record: Record, how: str) -> None:
         key = record["graph"], record["lease"]

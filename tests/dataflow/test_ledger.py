@@ -615,10 +615,7 @@ class Model:
             n.name: [self.node[f] for f in self.above[n.name] if self.node[f].operation.shape is Shape.FILTER]
             for n in self.nodes
         }
-        self.keepers = {
-            n.name: [self.node[f] for f in (n.name, *self.above[n.name]) if self.node[f].operation.takes_groups]
-            for n in self.nodes
-        }
+        self.keepers = {n.name: [self.node[f] for f in (n.name, *self.above[n.name])] for n in self.nodes}
         self.masters = {n.name: [q for q in self.quorums if self.serves(n, q)] for n in self.nodes}
         self.maker = {n.makes_level: n for n in self.nodes if n.makes_level is not None}
 
@@ -956,8 +953,42 @@ class Play:
             self.ledger.release(lease)
             self.released(lease)
 
+    def give_some_back(self) -> None:
+        """Some rows of a lease are ready again, and it holds the others."""
+        leases = [lease for lease in self.leases if lease.open]
+        if not leases:
+            return
+        lease = self.chance.choice(leases)
+        ids = [i for i in lease.open if self.chance.random() < 0.4]
+        self.operations += 1
+        if lease.node.operation.takes_groups:
+            with pytest.raises(LeaseError, match="has whole groups"):
+                self.ledger.release(lease, ids=ids)
+            return
+        self.ledger.release(lease, ids=ids)
+        for id in ids:
+            self.model.leased[id].discard(lease.node.name)
+
+    def drop(self) -> None:
+        """A node has failed at some rows that are ready for it, and does without them."""
+        n = self.chance.choice(self.graph.nodes)
+        ready = [i for g in self.model.flying() for i in self.model.ready(g, n)]
+        if not ready or self.chance.random() < 0.6:
+            return
+        self.operations += 1
+        id = self.chance.choice(ready)
+        if n.operation.quorum:
+            with pytest.raises(LeaseError, match="has a quorum"):
+                self.ledger.drop(n, [id], "it fails")
+            return
+        dropped = self.model.ready(self.model.group[id], n) if n.operation.takes_groups else [id]
+        assert self.ledger.drop(n, [id], "it fails") == len(dropped)
+        for one in dropped:
+            self.model.kept_from[one].add(n.name)
+        self.model.dropped[f"failed at {n.name}"] += len(dropped)
+
     def released(self, lease: Lease) -> None:
-        for id in lease.ids.tolist():
+        for id in lease.ids.tolist() if lease.node.operation.takes_groups else lease.open:
             self.model.leased[id].discard(lease.node.name)
             if lease.node.operation.takes_groups:
                 self.model.claimed.discard((self.model.group[id], lease.node.name))
@@ -1172,6 +1203,7 @@ def play(seed: int, number: int) -> int:
         moves = [
             *(play.issue, play.claim, play.claim, play.claim, play.claim, play.publish, play.publish, play.finish),
             *(play.finish, play.release, play.use_a_void_lease, play.wait, play.lose, play.train),
+            *(play.give_some_back, play.drop),
         ]
         turn = 0
         while play.operations < number:

@@ -169,6 +169,22 @@ class Play:
         for ledger in self.buffer.ledgers.values():
             ledger.expire()
 
+    def give_some_back(self) -> None:
+        ledger = self.ledger
+        leases = [lease for lease in ledger.leases if not lease.node.operation.takes_groups]
+        if leases:
+            lease = self.chance.choice(leases)
+            ledger.release(lease, "its rank died", ids=[i for i in lease.open if self.chance.random() < 0.5])
+
+    def fail(self) -> None:
+        """A node fails at what it has claimed, and does without it."""
+        ledger = self.ledger
+        node = self.chance.choice(ledger.graph.nodes)
+        lease = None if node.operation.quorum else ledger.claim(node, max_rows=2, max_groups=1)
+        if lease is not None:
+            ledger.release(lease, "it failed")
+            ledger.drop(node, [i for i in lease.ids.tolist() if self.chance.random() < 0.6], "it failed again")
+
     def lose(self) -> None:
         ledger = self.ledger
         if ledger.group_ids and not ledger.leases:
@@ -188,6 +204,8 @@ class Play:
             seldom = self.chance.random()
             if seldom < 0.02:
                 self.chance.choice([self.restart, self.checkpoint, self.lose])()
+            elif seldom < 0.06:
+                self.chance.choice([self.give_some_back, self.fail])()
             else:
                 self.chance.choice(often)()
 
