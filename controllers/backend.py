@@ -95,7 +95,7 @@ class Backend(Protocol):
     def start(self, setup: Setup) -> dict[str, WorkerGroup]: ...
 
     def delete(self, node: str, file: str) -> None:
-        """No row lies in this file any more: other nodes let go of it, or of what they fetched of it."""
+        """No row lies in this file any more: other nodes let go of it, or of what they fetched of it; returns at once."""
         ...
 
     def wait(self, timeout_s: float) -> Sequence[Event]:

@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..dataflow.arguments import names_arguments
 from ..dataflow.errors import UserError, WorkerError
@@ -41,6 +41,9 @@ from .desk import Desk
 from .group import Call, WorkerGroup
 from .placement import Place, ResourcePool, is_own, machine_cpus, machine_gpus, require_nodes
 from .shell import Failure, Reply, Task, failure_of
+
+if TYPE_CHECKING:
+    from ..dataflow.flight import Deletions
 
 NODE_TIMEOUT_S = 5.0
 """Longest wait for a node to accept a connection, when a process is gone, or rows cannot be read."""
@@ -91,7 +94,7 @@ class RayBackend:
         """Whether it was this backend that connected to Ray, and so disconnects."""
         self._run_dir = Path()
         self._servers: list[Any] = []
-        self._delete: Callable[[str, str], None] | None = None
+        self._deletions: Deletions | None = None
 
     def __repr__(self) -> str:
         return f"RayBackend({self.address!r})" if self.address else "RayBackend()"
@@ -196,7 +199,7 @@ class RayBackend:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        from ..dataflow.flight import delete_everywhere
+        from ..dataflow.flight import Deletions
 
         token = secrets.token_hex(32)
         addresses = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
@@ -211,11 +214,11 @@ class RayBackend:
         self._peers = peers, token
         told = [actor.connect.remote(peers, token) for actor in self._actors.values()]
         ray.get(told, timeout=START_TIMEOUT_S)
-        self._delete = delete_everywhere(peers, token)
+        self._deletions = Deletions(peers, token)
 
     def delete(self, node: str, file: str) -> None:
-        if self._delete is not None:
-            self._delete(node, file)
+        if self._deletions is not None:
+            self._deletions(node, file)
 
     def _connect(self, placement: Mapping[str, Place]) -> None:
         import ray
@@ -443,6 +446,8 @@ class RayBackend:
         from ray.exceptions import RayError
 
         try:
+            if self._deletions is not None:  # while the servers are there
+                self._deletions.close()
             closing = [actor.close.remote() for actor in self._actors.values()]
             if closing:
                 ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
@@ -457,7 +462,7 @@ class RayBackend:
             self._actors.clear()
             self._lives.clear()
             self._streams.clear()
-            self._peers = self._delete = None
+            self._peers = self._deletions = None
             self._groups.clear()
             self._servers.clear()
             if self._connected:

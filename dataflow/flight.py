@@ -14,7 +14,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +79,17 @@ class SegmentServer(pf.FlightServerBase):
     def do_action(self, context: Any, action: pf.Action) -> list[bytes]:
         if action.type != "delete":
             raise pf.FlightServerError(f"a segment server knows the action 'delete', not {action.type!r}")
-        node, file = json.loads(action.body.to_pybytes())
-        self._check(node, file, copies=True)
-        delete_local(self.folder, self.node or node, node, file)
+        files = json.loads(action.body.to_pybytes())
+        for node, file in files:
+            self._check(node, file, copies=True)
+        failed: OSError | None = None
+        for node, file in files:
+            try:
+                delete_local(self.folder, self.node or node, node, file)
+            except OSError as error:  # the others go all the same
+                failed = error
+        if failed is not None:
+            raise failed
         return []
 
     def close(self) -> None:
@@ -108,11 +117,10 @@ def fetch(location: str, token: str, segment: Segment, timeout_s: float) -> pa.B
     """
     what = f"file {segment.file} of node {segment.node!r} from {location}"
 
-    def get(client: pf.FlightClient, options: pf.FlightCallOptions) -> pa.Table:
-        return client.do_get(pf.Ticket(json.dumps(segment.to_json()).encode()), options).read_all()
-
+    ticket = pf.Ticket(json.dumps(segment.to_json()).encode())
     try:
-        table = _call(location, token, timeout_s, f"fetching {what}", get)
+        with _deadline(timeout_s, f"fetching {what}"), pf.FlightClient(location) as client:
+            table = client.do_get(ticket, _options(token, timeout_s)).read_all()
     except pf.FlightInternalError as error:
         if error.extra_info != DAMAGED:
             raise
@@ -125,34 +133,113 @@ def fetch(location: str, token: str, segment: Segment, timeout_s: float) -> pa.B
     return sink.getvalue()
 
 
-def delete(location: str, token: str, node: str, file: str, timeout_s: float) -> None:
-    """Have the server at `location` drop what it has of a file of `node`: the file, or copies of its messages.
+def delete(location: str, token: str, files: Sequence[tuple[str, str]], timeout_s: float) -> None:
+    """Have the server at `location` drop what it has of these files, each with the name of its node: the file, or copies of its
+    messages.
 
     Raises:
         TimeoutError: it cannot be reached, or did not answer in time.
         FlightUnauthenticatedError: the token is not the server's.
     """
-
-    def act(client: pf.FlightClient, options: pf.FlightCallOptions) -> None:
-        list(client.do_action(pf.Action("delete", json.dumps([node, file]).encode()), options))
-
-    _call(location, token, timeout_s, f"deleting file {file} of node {node!r} at {location}", act)
+    with pf.FlightClient(location) as client:
+        _delete(client, location, token, files, timeout_s)
 
 
-def delete_everywhere(peers: Mapping[str, str], token: str, timeout_s: float = 5.0) -> Callable[[str, str], None]:
-    """What `SegmentStore` wants for `delete_remote`: drops a file, and the copies of its messages, on all `peers`.
+class Deletions:
+    """What `SegmentStore` wants for `delete_remote`: drops files, and the copies of their messages, on all `peers`.
 
-    A peer that does not answer is logged and passed over: what it keeps costs room on its own disk, no more.
+    Nobody waits for it: a thread of its own tells each peer, over one channel, of all files that have come since it was told last.
+    A peer that does not answer is tried again, less and less often, and never keeps the others from being told; what it keeps
+    meanwhile costs room on its own disk, no more.
+
+    Args:
+        timeout_s: how long a peer may take.
+        pause_s: time between two rounds, in which files gather; between two tries of a peer that failed, twice as long each time, up
+            to `max_pause_s`.
     """
 
-    def delete_remote(node: str, file: str) -> None:
-        for location in peers.values():
-            try:
-                delete(location, token, node, file, timeout_s)
-            except TimeoutError as error:
-                logger.warning("%s", error)
+    MAX_FILES = 10_000
+    """Files that are kept for a peer which does not answer; beyond, the oldest are forgotten."""
 
-    return delete_remote
+    def __init__(
+        self,
+        peers: Mapping[str, str],
+        token: str,
+        timeout_s: float = 5.0,
+        *,
+        pause_s: float = 0.2,
+        max_pause_s: float = 60.0,
+    ) -> None:
+        self._token, self._timeout_s, self._pause_s = token, timeout_s, pause_s
+        self._peers = [_PeerToTell(location, pause_s, max_pause_s) for location in peers.values()]
+        self._files: list[tuple[str, str]] = []
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name="deletions", daemon=True)
+        self._thread.start()
+
+    def __call__(self, node: str, file: str) -> None:
+        with self._changed:
+            self._files.append((node, file))
+            self._changed.notify()
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Tell what is left, to those who answer, for no longer than this."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._files or self._closing, self._next_try())
+                files, self._files, closing = self._files, [], self._closing
+            for peer in self._peers:
+                peer.files += files
+                del peer.files[: -self.MAX_FILES]
+                if peer.files and (closing or peer.again_at <= time.monotonic()):
+                    peer.tell(self._token, self._timeout_s)
+            if closing:
+                for peer in self._peers:
+                    peer.hang_up()
+                return
+            time.sleep(self._pause_s)
+
+    def _next_try(self) -> float | None:
+        """Seconds until a peer that failed is tried again."""
+        due = [peer.again_at for peer in self._peers if peer.files]
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+
+class _PeerToTell:
+    """A peer, and the files that it has not dropped yet."""
+
+    def __init__(self, location: str, pause_s: float, max_pause_s: float) -> None:
+        self.location = location
+        self.files: list[tuple[str, str]] = []
+        self.again_at = 0.0
+        self._first_pause_s, self._pause_s, self._max_pause_s = pause_s, pause_s, max_pause_s
+        self._client: pf.FlightClient | None = None
+
+    def tell(self, token: str, timeout_s: float) -> None:
+        try:
+            if self._client is None:
+                self._client = pf.FlightClient(self.location)
+            _delete(self._client, self.location, token, self.files, timeout_s)
+        except Exception as error:  # whatever it is, it is no reason to end a run
+            self._pause_s = min(2 * self._pause_s, self._max_pause_s)
+            self.again_at = time.monotonic() + self._pause_s
+            logger.warning("%s; tried again in %.3g s", str(error).partition("\n")[0], self._pause_s)
+            self.hang_up()
+        else:
+            self.files, self._pause_s = [], self._first_pause_s
+
+    def hang_up(self) -> None:
+        if self._client is not None:
+            with suppress(Exception):
+                self._client.close()
+            self._client = None
 
 
 def fetch_into(path: Path, location: str, token: str, segment: Segment, timeout_s: float) -> None:
@@ -193,12 +280,23 @@ class _TokenGate(pf.ServerMiddlewareFactory):
             raise pf.FlightUnauthenticatedError("the token is missing, or is not this run's")
 
 
-def _call(location: str, token: str, timeout_s: float, what: str, do: Callable[[Any, Any], Any]) -> Any:
-    """`do(client, options)` under a deadline."""
-    headers = [(b"authorization", f"Bearer {token}".encode())]
+def _delete(
+    client: pf.FlightClient, location: str, token: str, files: Sequence[tuple[str, str]], timeout_s: float
+) -> None:
+    (node, file), more = files[0], f" and {len(files) - 1} more" if len(files) > 1 else ""
+    with _deadline(timeout_s, f"deleting file {file} of node {node!r}{more} at {location}"):
+        list(client.do_action(pf.Action("delete", json.dumps(files).encode()), _options(token, timeout_s)))
+
+
+def _options(token: str, timeout_s: float) -> pf.FlightCallOptions:
+    return pf.FlightCallOptions(timeout=timeout_s, headers=[(b"authorization", f"Bearer {token}".encode())])
+
+
+@contextmanager
+def _deadline(timeout_s: float, what: str) -> Iterator[None]:
+    """Flight's errors of time say what was being done."""
     try:
-        with pf.FlightClient(location) as client:
-            return do(client, pf.FlightCallOptions(timeout=timeout_s, headers=headers))
+        yield
     except (pf.FlightTimedOutError, pf.FlightUnavailableError) as error:
         reason = (
             "cannot be reached" if isinstance(error, pf.FlightUnavailableError) else f"no answer in {timeout_s:.3g} s"

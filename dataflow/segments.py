@@ -15,6 +15,7 @@ the shared lock of the mapping tells. An array that was read never changes.
 from __future__ import annotations
 
 import fcntl
+import logging
 import mmap
 import os
 import re
@@ -43,6 +44,8 @@ from .segment_files import (
     with_file,
     write_all,
 )
+
+logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"(?!free-)[A-Za-z0-9_-]+")
 FILE = re.compile(r"((?!free-)[A-Za-z0-9_-]+)\.(\d+)\.(\d{6,})\.arrows")
@@ -264,7 +267,7 @@ class SegmentStore:
         folder: of the node that this process runs on.
         node: the name of that node.
         delete_remote: called as `(node, file)` for each file that goes, the local ones included, whose copies other
-            nodes may hold; `flight.delete_everywhere` makes one. None where there is one node.
+            nodes may hold; a `flight.Deletions` is one. None where there is one node.
         max_free_bytes: bound on the files that are kept for writers to overwrite; the oldest is deleted beyond.
     """
 
@@ -337,7 +340,10 @@ class SegmentStore:
         self._recycle(stream[0], _file_name(stream, sequence))
 
     def _recycle(self, node: str, file: str) -> None:
-        delete_local(self.folder, self.node, node, file, self.max_free_bytes)
+        try:
+            delete_local(self.folder, self.node, node, file, self.max_free_bytes)
+        except OSError as error:  # the file stays, and takes room: no reason to end a run
+            logger.warning("file %s of node %r cannot be let go: %s", file, node, error)
         if self.delete_remote is not None:
             self.delete_remote(node, file)
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pyarrow as pa
 import pyarrow.flight as pf
@@ -16,7 +17,7 @@ import pytest
 
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import DamagedSegment, UserError
-from weft.dataflow.flight import SegmentServer, delete, delete_everywhere, fetch
+from weft.dataflow.flight import Deletions, SegmentServer, delete, fetch
 from weft.dataflow.segments import Segment, SegmentReader, SegmentStore, SegmentWriter, fetched_path
 
 TOKEN = "secret"
@@ -149,10 +150,12 @@ def test_deleting_a_file_deletes_the_copies_of_its_messages_on_every_node(server
     same_name = SegmentWriter(tmp_path / "n1", "n1", "w").append(some(3))
     try:
         peers = {"n0": server.location, "n1": other.location}
-        store = SegmentStore(server.folder, "n0", delete_everywhere(peers, TOKEN, 5))
+        deletions = Deletions(peers, TOKEN)
+        store = SegmentStore(server.folder, "n0", deletions)
         for s in segments:
             store.published(s)
         store.freed(segments[:2])
+        deletions.close(5)
     finally:
         other.close()
     copies = tmp_path / "n1" / "fetched" / "n0"
@@ -163,19 +166,67 @@ def test_deleting_a_file_deletes_the_copies_of_its_messages_on_every_node(server
 
 
 def test_the_store_of_the_driver_deletes_a_file_on_another_node(server, segment, tmp_path):
-    store = SegmentStore(tmp_path / "driver", "n9", delete_everywhere({"n0": server.location}, TOKEN, 5))
+    deletions = Deletions({"n0": server.location}, TOKEN)
+    store = SegmentStore(tmp_path / "driver", "n9", deletions)
     store.published(segment)
     store.freed([segment])
     assert (server.folder / segment.file).exists()
     store.writer_ended("w", "n0")
+    deletions.close(5)
     assert not (server.folder / segment.file).exists()
 
 
-def test_a_peer_that_is_gone_does_not_keep_the_others_from_deleting(server, segment, tmp_path, caplog):
-    peers = {"gone": "grpc://127.0.0.1:1", "n0": server.location}
-    delete_everywhere(peers, TOKEN)("n0", segment.file)
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """A peer that takes a connection, and never says anything."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"grpc://127.0.0.1:{listening.getsockname()[1]}"
+
+
+def test_a_peer_that_hangs_or_is_gone_or_refuses_keeps_nobody_from_deleting(server, segment, silent, tmp_path, caplog):
+    other = SegmentServer(tmp_path / "n0", token="another's", node="n0")
+    peers = {"silent": silent, "gone": "grpc://127.0.0.1:1", "refuses": other.location, "n0": server.location}
+    deletions = Deletions(peers, TOKEN, 0.2, pause_s=0.01)
+    started = time.monotonic()
+    deletions("n0", segment.file)
+    assert time.monotonic() - started < 0.1, "nobody waits for it"
+    while (server.folder / segment.file).exists() and time.monotonic() - started < 10:
+        time.sleep(0.01)
+    deletions.close(5)
+    other.close()
     assert not (server.folder / segment.file).exists()
-    assert "deleting file w.0.000000.arrows of node 'n0' at grpc://127.0.0.1:1: cannot be reached" in caplog.text
+    assert f"deleting file {segment.file} of node 'n0' at grpc://127.0.0.1:1: cannot be reached" in caplog.text
+    assert "the token is missing, or is not this run's" in caplog.text
+
+
+class FailsOnce(SegmentServer):
+    """Counts the files of each message; the first one fails."""
+
+    told: ClassVar[list[int]] = []
+
+    def do_action(self, context: Any, action: pf.Action) -> list[bytes]:
+        self.told.append(len(json.loads(action.body.to_pybytes())))
+        if len(self.told) == 1:
+            raise OSError("not now")
+        return super().do_action(context, action)
+
+
+def test_a_peer_that_comes_back_is_told_of_everything_in_one_message(tmp_path):
+    server = FailsOnce(tmp_path / "n0", token=TOKEN, node="n0")
+    told = FailsOnce.told = []
+    writer = SegmentWriter(server.folder, "n0", "w", file_bytes=10_000)
+    segments = [writer.append(some()) for _ in range(50)]
+    writer.close()
+    deletions = Deletions({"n0": server.location}, TOKEN, pause_s=0.01)
+    deletions("n0", segments[0].file)
+    started = time.monotonic()
+    while not told and time.monotonic() - started < 10:
+        time.sleep(0.001)
+    for s in segments[1:]:
+        deletions("n0", s.file)
+    deletions.close(5)
+    server.close()
+    assert not list(server.folder.glob("w.*")) and told[0] == 1 and told[-1] > 1
 
 
 # Strangers
@@ -186,7 +237,7 @@ def test_without_the_token_nothing_is_answered(server, segment, tmp_path, token)
     with pytest.raises(pf.FlightUnauthenticatedError, match="the token is missing, or is not this run's"):
         reader_of(server, tmp_path, token=token).read(segment)
     with pytest.raises(pf.FlightUnauthenticatedError):
-        delete(server.location, token or "", "n0", segment.file, 5)
+        delete(server.location, token or "", [("n0", segment.file)], 5)
     with pf.FlightClient(server.location) as client, pytest.raises(pf.FlightUnauthenticatedError):
         client.do_get(pf.Ticket(json.dumps(segment.to_json()).encode())).read_all()
     assert server.num_fetches == 0
@@ -217,7 +268,7 @@ def test_nothing_outside_the_folder_is_read_or_deleted(server, segment, tmp_path
     outside.write_bytes((server.folder / segment.file).read_bytes())
     for attempt in (
         lambda: fetch(server.location, TOKEN, Segment(node, file, *segment.to_json()[2:]), 5),
-        lambda: delete(server.location, TOKEN, node, file, 5),
+        lambda: delete(server.location, TOKEN, [("n0", segment.file), (node, file)], 5),
     ):
         with pytest.raises(pf.FlightServerError, match=r"a segment's file is named|a node's name is"):
             attempt()
