@@ -296,8 +296,7 @@ class Driver:
                     self.buffer = None
 
     def _flow(self, name: str, graph: Graph, buffer: SampleBuffer, sources: SegmentWriter) -> Flow:
-        table = graph.source.table.combine_chunks()
-        source = Batch(table.to_batches()[0])
+        source = Batch.of_table(graph.source.table)
         schedule = self._schedule if name == "train" else OnePass(overlaps=self._schedule.overlaps)
         buffer.set_source(name, sources.append(source))
         ledger = buffer.ledgers[name]

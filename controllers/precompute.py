@@ -104,8 +104,8 @@ def precompute(
         )
     found = found.take([places[row] for row in range(number)])
     for column in writers:
-        table = table.append_column(column, found[column].combine_chunks())
-    return TableSource(graph.source.name, table.combine_chunks())
+        table = table.append_column(column, found[column])
+    return TableSource(graph.source.name, table)
 
 
 @node(reads=("{columns}",))

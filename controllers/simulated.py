@@ -677,7 +677,7 @@ def bound(
 
 def _load(costs: Costs, graph: Graph, groups: int, seed: int, shuffle: bool) -> tuple[Counter[int], Counter[int]]:
     """Rows of each level, and their tokens, in the first so many groups of a run."""
-    batch = Batch(graph.source.table.combine_chunks().to_batches()[0])
+    batch = Batch.of_table(graph.source.table)
     lengths = num_tokens(batch)
     rows: Counter[int] = Counter()
     tokens: Counter[int] = Counter()

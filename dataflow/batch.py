@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+MAX_OFFSET = 2**31 - 1
+"""The most bytes of text, or items of lists, that one array with 32-bit offsets holds."""
+
+
 class Batch:
     """Rows with named, typed columns. No method changes a batch; each returns a new one that shares its buffers.
 
@@ -55,6 +59,24 @@ class Batch:
     def from_rows(cls, rows: Sequence[Mapping[str, Any]]) -> Batch:
         """A batch from one mapping per row; all must have the same keys."""
         return cls.of(**{name: [row[name] for row in rows] for name in (rows[0] if rows else {})})
+
+    @classmethod
+    def of_table(cls, table: pa.Table, *, max_bytes: int = MAX_OFFSET) -> Batch:
+        """All rows of a table; a column that stands in one chunk is not copied.
+
+        A column of several chunks with more than `max_bytes` gets 64-bit offsets (`large_string`, `large_list`).
+
+        Raises:
+            UserError: there are no such offsets for the type of a column that needs them.
+
+        >>> text = pa.chunked_array([["a", "b"], ["c"]])
+        >>> Batch.of_table(pa.table({"text": text}), max_bytes=10)
+        Batch(3 rows; text: large_string)
+        """
+        columns = {name: _joined(name, table.column(name), max_bytes) for name in table.column_names}
+        if not columns:  # rows without columns
+            return cls(table.to_batches()[0] if table.num_rows else pa.RecordBatch.from_pylist([]))
+        return cls(pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns)))
 
     @classmethod
     def concat(cls, batches: Iterable[Batch]) -> Batch:
@@ -121,7 +143,7 @@ class Batch:
         if pa.types.is_boolean(array.type):  # one bit each in Arrow
             return torch.from_numpy(array.to_numpy(zero_copy_only=False))
         if not _has_fixed_width(array.type):
-            better = "ragged()" if pa.types.is_list(array.type) else "numpy()"
+            better = "ragged()" if is_ragged(array.type) else "numpy()"
             raise UserError(f"column {str(column)!r} is {array.type}, not one number a row; read it with {better}")
         return _tensor(array)
 
@@ -139,7 +161,7 @@ class Batch:
         return values.to_numpy(), offsets.to_numpy()
 
     def lengths(self, column: object) -> np.ndarray:
-        """Length of each row of a ragged column, `[rows]` int32."""
+        """Length of each row of a ragged column, `[rows]` integers."""
         return np.diff(self._lists(column)[1].to_numpy())
 
     def padded(self, column: object, *, fill: float = 0, left: bool = False) -> Tensor:
@@ -204,7 +226,7 @@ class Batch:
 
     def _lists(self, column: object) -> tuple[pa.Array, pa.Array]:
         array = self[column]
-        if not pa.types.is_list(array.type):
+        if not is_ragged(array.type):
             raise UserError(
                 f"column {str(column)!r} is {array.type}, not a ragged column; read it with tensor() or numpy()"
             )
@@ -212,12 +234,50 @@ class Batch:
         start = offsets[0].as_py() if len(offsets) else 0
         values = array.values.slice(start, offsets[-1].as_py() - start) if len(offsets) else array.values
         if start:  # a slice of a larger batch: rebase the offsets
-            offsets = pa.array(offsets.to_numpy() - np.int32(start))
+            offsets = pa.array(offsets.to_numpy() - offsets.type.to_pandas_dtype()(start))
         return values, offsets
 
 
 def _from_message(message: pa.Buffer) -> Batch:
     return Batch(pa.ipc.open_stream(message).read_next_batch())
+
+
+def ragged_array(values: np.ndarray, offsets: np.ndarray, item: pa.DataType | None = None) -> pa.Array:
+    """A list array of values `[T]` and offsets `[rows + 1]`; the offsets have 64 bits where they must."""
+    if offsets[-1] > MAX_OFFSET:
+        return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), pa.array(values, type=item))
+    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32, copy=False)), pa.array(values, type=item))
+
+
+def is_ragged(type: pa.DataType) -> bool:
+    return pa.types.is_list(type) or pa.types.is_large_list(type)
+
+
+def _joined(name: str, column: pa.ChunkedArray, max_bytes: int) -> pa.Array:
+    """A column in one piece, all of it. (`Table.combine_chunks` leaves text of over 2 GiB in several.)"""
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    if column.nbytes > max_bytes:
+        column = column.cast(_wide(column.type))
+    try:
+        return column.combine_chunks()
+    except pa.ArrowInvalid as error:
+        raise UserError(
+            f"column {name!r} ({column.type}, {column.nbytes} bytes) does not fit one array: {error}"
+        ) from None
+
+
+def _wide(type: pa.DataType) -> pa.DataType:
+    """The type with 64-bit offsets."""
+    if pa.types.is_string(type):
+        return pa.large_string()
+    if pa.types.is_binary(type):
+        return pa.large_binary()
+    if pa.types.is_list(type):
+        return pa.large_list(type.value_field.with_type(_wide(type.value_type)))
+    if pa.types.is_struct(type):
+        return pa.struct([field.with_type(_wide(field.type)) for field in type])
+    return type
 
 
 def _has_fixed_width(type: pa.DataType) -> bool:
@@ -233,13 +293,12 @@ def _tensor(array: pa.Array) -> Tensor:
 def _array(name: str, data: Any) -> pa.Array:
     wanted = KNOWN[name].type if name in KNOWN else None
     if isinstance(data, pa.ChunkedArray):
-        data = data.combine_chunks()
+        data = _joined(name, data, MAX_OFFSET)
     if isinstance(data, pa.Array):
         return data if wanted is None or data.type == wanted else data.cast(wanted)
     if isinstance(data, tuple) and len(data) == 2:
         values, offsets = (_numpy(part) for part in data)
-        item = wanted.value_type if wanted is not None else None
-        return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32, copy=False)), pa.array(values, type=item))
+        return ragged_array(values, offsets, wanted.value_type if wanted is not None else None)
     if isinstance(data, np.ndarray) or hasattr(data, "detach"):
         return pa.array(_numpy(data), type=wanted)
     return pa.array(data, type=wanted)

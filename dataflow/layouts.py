@@ -156,7 +156,9 @@ def find_answers(
         else:
             return None
     column = find_column(table, answer, origin, "answer")
-    if is_text(column.type) or pa.types.is_primitive(column.type) or pa.types.is_null(column.type):
+    if is_text(column.type):
+        return as_text(column)
+    if pa.types.is_primitive(column.type) or pa.types.is_null(column.type):
         return column.cast(pa.string())
     texts = [
         None if value is None else json.dumps(value, ensure_ascii=False, default=str) for value in column.to_pylist()
@@ -190,6 +192,11 @@ def is_text(kind: pa.DataType) -> bool:
     if pa.types.is_dictionary(kind):
         return is_text(kind.value_type)
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+
+
+def as_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """A column of text as plain strings; large ones stay large, they may not fit."""
+    return column if pa.types.is_large_string(column.type) else column.cast(pa.string())
 
 
 def type_name(kind: pa.DataType) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from .errors import UserError
-from .layouts import Layout, column_kind, find_column
+from .layouts import Layout, as_text, column_kind, find_column
 from .prompt_files import Origin, short
 from .tokenizer import Tokenizer
 
@@ -68,7 +68,7 @@ def texts_of(table: pa.Table, layout: Layout, origin: Origin, tokenizer: Tokeniz
 
 def _strings(table: pa.Table, path: str, origin: Origin, empty: Literal["refuse", "allow"] = "allow") -> list[str]:
     """A text column as Python strings; null is refused, and blank text where it says so."""
-    texts = find_column(table, path, origin, "column").cast(pa.string()).to_pylist()
+    texts = as_text(find_column(table, path, origin, "column")).to_pylist()
     for row, text in enumerate(texts):
         if text is None or (empty == "refuse" and not text.strip()):
             raise UserError(f"{origin(row)}: {path!r} is {short(text)}; every row needs text there")

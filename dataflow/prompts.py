@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import pyarrow as pa
 
+from .batch import Batch, ragged_array
 from .errors import UserError, nearest
 from .layouts import find_answers, find_layout, is_text
 from .prompt_files import Origin, read_files, short, table_of
@@ -32,7 +33,7 @@ _WRITTEN = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids", "sample_
 class Prompts:
     """A source of rows: one row per prompt, tokenised, in the order of the file.
 
-    Columns of `table`, each a single chunk, in this order:
+    Columns of `table`, each a single chunk (with 64-bit offsets where it has over 2 GiB), in this order:
 
     - `prompt_ids` (list of int32): the tokens of the prompt. Messages go through the chat template, with the header of
       the assistant's turn at the end; plain text gets the special tokens that the tokenizer adds by default.
@@ -188,7 +189,8 @@ class Prompts:
                 )
             if dropped:
                 result = result.filter(pa.array(lengths <= max_prompt_tokens))
-        return cls(name, result.combine_chunks(), layout.name, dropped)
+        whole = pa.Table.from_batches([Batch.of_table(result).record])
+        return cls(name, whole, layout.name, dropped)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -206,7 +208,7 @@ def _tokenise(texts: Texts, origin: Origin, tokenizer: Tokenizer) -> dict[str, p
     if len(empty):
         raise UserError(f"{origin(int(empty[0]))}: the prompt {short(texts.prompts[empty[0]])} has no tokens")
     if not texts.responses and not texts.whole:
-        return {"prompt_ids": pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, pa.int32()))}
+        return {"prompt_ids": ragged_array(values, offsets, pa.int32())}
     prompts = np.split(values, offsets[1:-1])
     # Templates write the token that ends a turn; plain text has none, and a model must learn to stop.
     stop = tokenizer.token_id("eos_token") if special else None
@@ -291,5 +293,4 @@ def _rows(tokenizer: Tokenizer, texts: list[str], add_special_tokens: bool) -> l
 
 def _lists(rows: Sequence[np.ndarray]) -> pa.Array:
     """A list<int32> array, one list per row."""
-    offsets = np.cumsum([0, *map(len, rows)])
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(np.concatenate(rows), pa.int32()))
+    return ragged_array(np.concatenate(rows), np.cumsum([0, *map(len, rows)]), pa.int32())

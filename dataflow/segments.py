@@ -442,6 +442,8 @@ def _plain(type: Any) -> pa.DataType:
         return type.value_type
     if pa.types.is_list(type):
         return pa.list_(type.value_field.with_type(_plain(type.value_type)))
+    if pa.types.is_large_list(type):
+        return pa.large_list(type.value_field.with_type(_plain(type.value_type)))
     return type
 
 

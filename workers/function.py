@@ -50,8 +50,7 @@ class FunctionWorker(Worker):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             with pa.OSFile(str(path), "rb") as source:
-                earlier = pa.ipc.open_file(source).read_all().combine_chunks()
-            before = Batch(earlier.to_batches()[0])
+                before = Batch.of_table(pa.ipc.open_file(source).read_all())
             others = ~np.isin(before.numpy(SAMPLE_ID), kept.numpy(SAMPLE_ID))
             kept = Batch.concat([before.take(np.flatnonzero(others)), kept])
         unfinished = path.with_name(f".{path.name}")  # a reader never sees half a file

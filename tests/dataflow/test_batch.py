@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
+from weft.dataflow.segments import SegmentReader, SegmentWriter
 
 Row = dict[str, Any]
 
@@ -124,6 +126,67 @@ def test_concat_finds_the_type_that_holds_both():
 
 
 # Slices and ragged columns
+
+
+def chunked(*chunks: list[Any], type: pa.DataType | None = None) -> pa.ChunkedArray:
+    return pa.chunked_array([pa.array(chunk, type) for chunk in chunks])
+
+
+MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+
+
+def test_all_chunks_of_a_table_come_into_the_batch_also_beyond_32_bit_offsets():
+    table = pa.table(
+        {
+            "text": chunked(["one", "two"], ["three"]),
+            "bytes": chunked([b"1", b"2"], [None], type=pa.binary()),
+            "messages": chunked(
+                [[{"role": "user", "content": "a"}], []], [[{"role": "user", "content": "b"}]], type=MESSAGES
+            ),
+            "response_ids": chunked([[1, 2], []], [[3]], type=pa.list_(pa.int32())),
+            "reward": chunked([1.0, 2.0], [3.0]),
+        }
+    )
+    for max_bytes in (10, 1 << 30):
+        batch = Batch.of_table(table, max_bytes=max_bytes)
+        assert batch.to_rows() == table.to_pylist()
+        assert (
+            pa.types.is_large_string(batch["text"].type)
+            == pa.types.is_large_list(batch["messages"].type)
+            == (max_bytes == 10)
+        )
+        assert batch.lengths("response_ids").tolist() == [2, 0, 1]
+        assert [part.tolist() for part in batch.slice(2, 1).ragged("response_ids")] == [[3], [0, 1]]
+    assert Batch.of(response_ids=Batch.of_table(table, max_bytes=10)["response_ids"])["response_ids"].type == pa.list_(
+        pa.int32()
+    )
+
+
+def test_a_table_without_rows_or_without_columns_makes_a_batch():
+    assert len(Batch.of_table(pa.table({"text": pa.array([], pa.string())}))) == 0
+    assert len(Batch.of_table(pa.table({"reward": [1.0]}).select([]))) == 1
+    assert Batch.of_table(pa.table({})).columns == ()
+
+
+def test_a_column_without_64_bit_offsets_stays_as_it_is():
+    maps = chunked([[("a", 1)]], [[("b", 2)]], type=pa.map_(pa.string(), pa.int32()))
+    assert len(Batch.of_table(pa.table({"extra": maps}), max_bytes=1)) == 2, (
+        "maps have no 64-bit offsets, and these fit"
+    )
+
+
+@pytest.mark.slow
+def test_text_of_over_two_gigabytes_loses_no_row(tmp_path: Path):
+    million = "x" * (1 << 20)
+    half = pa.array([million] * 1100)
+    table = pa.table(
+        {"number": chunked(list(range(1100)), list(range(1100, 2200))), "text": pa.chunked_array([half, half])}
+    )
+    segment = SegmentWriter(tmp_path, "n0", "w").append(Batch.of_table(table))
+    del half, table
+    rows = SegmentReader(tmp_path, "n0").read(segment)
+    assert len(rows) == 2200
+    assert rows.take([2199]).to_rows() == [{"number": 2199, "text": million}]
 
 
 def test_the_offsets_of_a_slice_start_at_zero():
