@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..dataflow.column import DRAW
 from ..dataflow.errors import UserError, WorkerDied, WorkerError, nearest
 from ..dataflow.graph import Node
 from ..dataflow.handle import Handle
@@ -263,7 +264,14 @@ class _Rows:
             pieces=self._pieces(ledger, share),
             first_children=self.lease.first_child + index * MAX_CHILDREN if expands else None,
             masked=self.lease.masked,
+            draws=self._draws(share),
         )
+
+    def _draws(self, share: tuple[int, ...]) -> Sequence[Sequence[int]] | None:
+        node = self.lease.node
+        if node.makes_level is None or str(DRAW) not in (*node.operation.reads, *node.operation.may_read):
+            return None
+        return [self.lease.rows[i].draw(node.makes_level) for i in share]
 
     def _pieces(self, ledger: Ledger, share: tuple[int, ...]) -> Sequence[Piece]:
         if share:

@@ -91,6 +91,18 @@ class Row:
         """Node -> where the columns lie that it wrote of this row."""
         self.children: list[Row] | None = None
 
+    def draw(self, makes_level: int) -> list[int]:
+        """What tells the rows of a level that are made of this row from all others of its group, on any placement and under any
+        schedule (sample ids depend on both): the level, then of each row on the way to the source its number among its
+        siblings, and its level. Empty for the first expansion of a row of the source.
+        """
+        path, row = [makes_level], self
+        while row.parent is not None:
+            first = min(c.id for c in row.parent.children or () if c.level == row.level)
+            path += [row.id - first, row.level]
+            row = row.parent
+        return [] if path == [1] else path
+
 
 class Group:
     """All rows that come from one issued row, on every level. Lists are indexed by level or by node."""

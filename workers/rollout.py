@@ -15,6 +15,7 @@ from pydantic import Field
 
 from ..dataflow.batch import Batch
 from ..dataflow.column import (
+    DRAW,
     FINISH_REASON,
     GROUP_ID,
     PROMPT_IDS,
@@ -88,6 +89,7 @@ class RolloutWorker(Worker):
         shape=Shape.EXPAND,
         gives_way=True,
         reads=(PROMPT_IDS,),
+        may_read=(DRAW,),
         writes=(RESPONSE_IDS, RESPONSE_LOGPROBS, RESPONSE_VERSIONS, FINISH_REASON, TEMPERATURE),
     )
     def generate(
@@ -97,7 +99,7 @@ class RolloutWorker(Worker):
         a step in which none did: another call on this worker may have its turn then.
 
         Args:
-            prompts: columns `sample_id`, `group_id`, `prompt_ids`.
+            prompts: columns `sample_id`, `group_id`, `prompt_ids`, and `draw`, without which each is of the first expansion.
             n: responses to each prompt; row order within a prompt is 0..n-1.
             sampling: how tokens are drawn; None: `Sampling()`.
 
@@ -114,8 +116,9 @@ class RolloutWorker(Worker):
         prompt_ids = np.split(values, offsets[1:-1]) if len(prompts) else []
         sample_ids, group_ids = prompts.numpy(SAMPLE_ID), prompts.numpy(GROUP_ID)
         self._check_lengths(np.diff(offsets), sample_ids, sampling)
+        draws = prompts[DRAW].to_pylist() if DRAW in prompts else [[]] * len(prompts)
         requests = [
-            Request(row * n + index, ids, self._seed(int(group_ids[row]), ids, index))
+            Request(row * n + index, ids, self._seed(int(group_ids[row]), draws[row], ids, index))
             for row, ids in enumerate(prompt_ids)
             for index in range(n)
         ]
@@ -146,11 +149,11 @@ class RolloutWorker(Worker):
     def close(self) -> None:
         self.engine.close()
 
-    def _seed(self, group_id: int, prompt_ids: np.ndarray, index: int) -> int | None:
-        """Seed of one response. The prompt is part of it: rows of a later turn share a group, not a prompt."""
+    def _seed(self, group_id: int, draw: Sequence[int], prompt_ids: np.ndarray, index: int) -> int | None:
+        """Seed of one response: rows of a later turn share a group, and may share a prompt."""
         if not self.config.seeded:
             return None
-        return _hash(self.context.seed, group_id, index, content=prompt_ids.tobytes())
+        return _hash(self.context.seed, group_id, *draw, index, content=prompt_ids.tobytes())
 
     def _check_lengths(self, lengths: np.ndarray, sample_ids: np.ndarray, sampling: Sampling) -> None:
         bad = np.flatnonzero((lengths == 0) | (lengths + sampling.max_tokens > self.max_context))

@@ -3,8 +3,9 @@
 import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -30,13 +31,15 @@ from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.group import Call
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.ray_backend import RayBackend
-from weft.controllers.schedule import Share, Synchronous
+from weft.controllers.schedule import Pipelined, Share, Synchronous
 from weft.controllers.shell import Task
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import DeadlineError, StalledError, UserError, WorkerError
 from weft.dataflow.graph import Graph, TableSource, graph
 from weft.dataflow.handle import group
 from weft.dataflow.operation import Shape, node
+from weft.workers.dispatch import Dispatch
+from weft.workers.remote import remote
 
 
 def handles(*, rollout: dict[str, Any] | None = None, follow: bool = True) -> dict[str, Any]:
@@ -302,6 +305,37 @@ def test_a_loss_of_the_users_own_travels_as_an_argument(tmp_path: Path):
     assert "response_logprobs" in recorded["actor.update"].reads and "advantages" not in recorded["actor.update"].reads
     with drive(toy_grpo(prompts(8), **handles(), loss=ToyLoss(scale=10.0)), tmp_path, steps=1) as driver:
         assert driver.run()[1]["actor/largest"] == 5.0
+
+
+class Drawing(ToyRollout):
+    """Notes what it would draw from."""
+
+    seen: ClassVar[dict[int, list[list[int]]]] = {}
+
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        shape=Shape.EXPAND,
+        reads=("prompt_ids",),
+        may_read=("draw",),
+        writes=("response_ids",),
+    )
+    def say(self, prompts: Batch) -> Iterator[Batch]:
+        for k in reversed(range(len(prompts))):  # some are finished earlier than others
+            self.seen.setdefault(prompts["group_id"][k].as_py(), []).append(prompts["draw"][k].as_py())
+            yield Batch.of(parent_id=[prompts["sample_id"][k].as_py()] * 2, response_ids=[[1], [1]])
+
+
+@pytest.mark.parametrize("schedule", [Synchronous(prompts_per_step=4, steps=1), Pipelined(prompts_per_step=2, steps=2)])
+def test_a_row_draws_from_what_no_other_of_its_group_does_under_any_schedule(tmp_path: Path, schedule: Any):
+    @graph
+    def turns(prompts: Any, *, drawing: Any, actor: Any) -> Any:
+        drawing.say(prompts)
+        return actor.update(drawing.say(drawing.say(prompts)), loss=ToyLoss(column="response_ids"))
+
+    with drive(turns(prompts(4), drawing=group(Drawing), actor=group(ToyActor)), tmp_path, schedule=schedule) as driver:
+        driver.run()
+    drawn, Drawing.seen = Drawing.seen, {}
+    assert len(drawn) == 4 and all(sorted(d) == [[], [2], [3, 0, 2], [3, 1, 2]] for d in drawn.values())
 
 
 # What goes wrong

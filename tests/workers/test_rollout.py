@@ -104,6 +104,15 @@ def test_rows_of_one_group_with_other_prompts_are_drawn_independently(worker: Ro
     assert found[100] != found[101] and found[100][0] != found[100][1]
 
 
+def test_rows_of_one_group_that_come_to_the_same_prompt_are_drawn_independently(worker: RolloutWorker) -> None:
+    same = (
+        prompts_of([3]).take([0, 0, 0]).with_columns(sample_id=[100, 101, 102], draw=[[2, 0, 1], [2, 1, 1], [3, 1, 1]])
+    )
+    found = tokens(rows_of(worker.generate(same, n=2, sampling=Sampling(max_tokens=12, ignore_stop=True))))
+    drawn = [tuple(response) for responses in found.values() for response in responses]
+    assert len(set(drawn)) == 6, "turns, rows and responses"
+
+
 def test_without_seeds_two_replicas_draw_different_tokens(tiny_model: Path) -> None:
     config = RolloutConfig(model=tiny_model, engine="transformers", seeded=False)
     replicas = [RolloutWorker(config, Context(rank=rank, world_size=2)) for rank in range(2)]
