@@ -28,6 +28,9 @@ TooLong = Literal["error", "drop"]
 _WRITTEN = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids", "sample_id", "group_id", "parent_id")
 """Columns that Weft makes: a file that has one of its own would be misread, so it is refused."""
 
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns in which TRL, verl and OpenRLHF look for what goes to a model beside the text."""
+
 
 @dataclass(frozen=True)
 class Prompts:
@@ -162,6 +165,7 @@ class Prompts:
         taken = next((column for column in _WRITTEN if column in table.column_names), None)
         if taken:
             raise UserError(f"{origin.files}: column {taken!r} is one that Weft writes; rename it in the file")
+        _refuse_media(table, origin)
         layout = find_layout(table, origin, columns)
         loaded = Tokenizer.load(tokenizer)
         texts = texts_of(table, layout, origin, loaded, chat)
@@ -198,6 +202,18 @@ class Prompts:
 
     def __len__(self) -> int:
         return self.table.num_rows
+
+
+def _refuse_media(table: pa.Table, origin: Origin) -> None:
+    """A column of images beside the prompts: the model would be asked about them without seeing them."""
+    for column in _MEDIA:
+        values = table.column(column) if column in table.column_names else ()
+        row = next((row for row, value in enumerate(values) if value.as_py() not in (None, [], "")), None)
+        if row is not None:
+            raise UserError(
+                f"{origin(row)}: column {column!r} holds what a model would have to see or hear, and Weft gives models text alone; "
+                "leave the column out, or rename it if only a reward function is to have it"
+            )
 
 
 def _tokenise(texts: Texts, origin: Origin, tokenizer: Tokenizer) -> dict[str, pa.Array]:

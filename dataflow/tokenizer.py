@@ -185,7 +185,7 @@ class Tokenizer:
             variables: further variables of the template (`enable_thinking=False`).
 
         Raises:
-            UserError: there is no template, or the template refuses the messages.
+            UserError: there is no template, or it refuses the messages, or the content of a message is no text.
 
         >>> import tokenizers
         >>> template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -195,6 +195,8 @@ class Tokenizer:
         '<user>2 + 2?<assistant>'
         """
         messages = list(messages)
+        for message in messages:
+            _check_content(message)
         mark = "WEFT_CONTINUES_HERE "
         if continue_last:
             messages[-1] = _marked(messages[-1], mark)
@@ -229,6 +231,21 @@ class Tokenizer:
             known = ", ".join(sorted(self.chat_templates))
             raise UserError(f"{self.name} has several chat templates and none is called 'default': {known}")
         return _compiled(self.chat_templates[name])
+
+
+def _check_content(message: Mapping[str, Any]) -> None:
+    """Refuses content that is no text: most templates would write it down as Python does, and a model be trained on that."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return
+    role = message.get("role")
+    if isinstance(content, list):
+        kinds = {str(b.get("type", "text")) if isinstance(b, Mapping) else type(b).__name__ for b in content}
+        raise UserError(
+            f"the content of a message of role {role!r} is a list of content blocks ({', '.join(sorted(kinds))}); Weft takes text "
+            "alone: write the text of the blocks as one string, and leave out rows with images, video or audio"
+        )
+    raise UserError(f"the content of a message of role {role!r} is {content!r}; it must be text")
 
 
 @functools.lru_cache(maxsize=16)

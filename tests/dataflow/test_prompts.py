@@ -562,12 +562,34 @@ def test_a_wrong_layout_is_answered_with_what_was_found_and_the_nearest(tmp_path
         ({"prompt": [USER], "tools": "{"}, "column 'tools' is text that is not JSON"),
         ({"instruction": "add", "input": "2 2", "output": "4"}, "Alpaca's layout) make one prompt together"),
         ({"messages": [BLUE]}, "line 1: 'messages' holds only a response"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]},
+            "line 1: the content of a message of role 'user' is a list of content blocks (image, text); Weft takes text alone",
+        ),
+        (
+            {"prompt": [USER], "completion": [{"role": "assistant", "content": ["Blue"]}]},
+            "line 1: the content of a message of role 'assistant' is a list of content blocks (str); Weft takes text alone",
+        ),
+        ({"prompt": [{"role": "user", "content": 4}]}, "the content of a message of role 'user' is 4; it must be text"),
+        (
+            {"prompt": "What is it?", "images": ["cat.png"]},
+            "line 1: column 'images' holds what a model would have to see or",
+        ),
+        (
+            {"prompt": "a", "image": {"bytes": None, "path": "cat.png"}},
+            "line 1: column 'image' holds what a model would have",
+        ),
         ({"chosen": [BLUE], "rejected": [GREEN]}, "line 1: 'chosen' and 'rejected' begin with different messages"),
         ({"chosen": "Blue it is", "rejected": "Green it is"}, "line 1: 'chosen' and 'rejected' do not begin with"),
     ],
 )
 def test_columns_of_the_wrong_kind_are_named(row: dict[str, Any], said: str, tmp_path: Path, qwen: Path) -> None:
     assert said in complaint(jsonl(tmp_path / "k.jsonl", [row]), qwen)
+
+
+def test_a_column_for_images_may_be_empty(tmp_path: Path, qwen: Path) -> None:
+    rows = [{"prompt": "a", "images": [], "video": None}, {"prompt": "b", "images": None, "video": ""}]
+    assert len(Prompts.read(jsonl(tmp_path / "k.jsonl", rows), qwen)) == 2
 
 
 @pytest.mark.parametrize("write", [jsonl, parquet])
