@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..dataflow.column import DRAW
+from ..dataflow.column import DRAW_PATH
 from ..dataflow.errors import UserError, WorkerDied, WorkerError, nearest
 from ..dataflow.graph import Node
 from ..dataflow.handle import Handle
@@ -269,7 +269,7 @@ class _Rows:
 
     def _draws(self, share: tuple[int, ...]) -> Sequence[Sequence[int]] | None:
         node = self.lease.node
-        if node.makes_level is None or str(DRAW) not in (*node.operation.reads, *node.operation.may_read):
+        if node.makes_level is None or str(DRAW_PATH) not in (*node.operation.reads, *node.operation.may_read):
             return None
         return [self.lease.rows[i].draw(node.makes_level) for i in share]
 

@@ -15,7 +15,7 @@ import numpy as np
 from ..dataflow.batch import Batch
 from ..dataflow.column import (
     CHOSEN_IDS,
-    DRAW,
+    DRAW_PATH,
     GROUP_ID,
     PARENT_ID,
     PROMPT_IDS,
@@ -73,7 +73,7 @@ class RowTask:
     masked: frozenset[int] = frozenset()
     """Rows of which no token is to be trained on."""
     draws: Sequence[Sequence[int]] | None = None
-    """The column `draw`, for an operation that names it."""
+    """The column `draw_path`, for an operation that names it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By the plain pickler, as nothing in it is the user's. Ray's own asks Python about each object, for the sake of
@@ -236,7 +236,7 @@ def gather(rows: RowTask, reader: SegmentReader) -> Batch:
     """The columns of a call's rows, in the order of its rows; without a copy where the data already stands so."""
     columns: dict[str, Any] = {str(SAMPLE_ID): rows.ids, str(GROUP_ID): rows.group_ids, str(PARENT_ID): rows.parent_ids}
     if rows.draws is not None:
-        columns[str(DRAW)] = rows.draws
+        columns[str(DRAW_PATH)] = rows.draws
     for piece in rows.pieces:
         found = [reader.read(s) for s in piece.segments]
         if piece.by_position:

@@ -34,16 +34,16 @@ class Column:
 
 int32, int64, float32, string = pa.int32(), pa.int64(), pa.float32(), pa.string()
 
-# Identity: every row has these. DRAW is given to the operations that name it.
+# Identity: every row has these. DRAW_PATH is given to the operations that name it.
 SAMPLE_ID = Column("sample_id", int64, "unique for ever, over all rows of a run")
 GROUP_ID = Column("group_id", int64, "the rows of one prompt instance share it")
 PARENT_ID = Column("parent_id", int64, "sample_id of the row that this one was made from; its own for rows of a source")
-DRAW = Column(
-    "draw",
+DRAW_PATH = Column(
+    "draw_path",
     ragged(int32),
     "what a seed must know beside the group: the expansion, and the row that it is of (`Row.draw`)",
 )
-IDENTITY = (SAMPLE_ID, GROUP_ID, PARENT_ID, DRAW)
+IDENTITY = (SAMPLE_ID, GROUP_ID, PARENT_ID, DRAW_PATH)
 
 # Prompts and what was generated from them.
 PROMPT = Column("prompt", string, "text of the prompt, after the chat template")

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from .column import IDENTITY
+from .column import DRAW_PATH, IDENTITY
 from .errors import GraphError, UserError, nearest
 from .handle import Handle
-from .operation import Operation, Shape, bind, bind_signature
+from .operation import ALL_COLUMNS, Operation, Shape, bind, bind_signature
 
 SOURCE = 0
 """Level of the rows that come from the source; each EXPAND makes a further level."""
@@ -359,8 +359,10 @@ class Recording:
         operation = operation.called_with(described)
         wanted = operation.columns(operation.reads, described)
         optional = operation.columns(operation.may_read, described)
+        if ALL_COLUMNS in optional:
+            optional = tuple(rows.writers)
         writes = operation.columns(operation.writes, described)
-        identity = {str(c) for c in IDENTITY}
+        identity = {str(c) for c in IDENTITY if operation.shape is Shape.EXPAND or c is not DRAW_PATH}
         reads = tuple(dict.fromkeys(c for c in (*wanted, *optional) if c in rows.writers))
         expands = operation.shape is Shape.EXPAND
         # The rows' own history, and with it the order of calls on one group: an update comes after earlier uses of its weights.

@@ -29,13 +29,18 @@ class Shape(enum.Enum):
     """New rows that know their parent: samples of a prompt, pairs made of samples, turns of a dialogue."""
 
 
+ALL_COLUMNS = "*"
+"""Among what an operation may read: every column that its rows have."""
+
+
 @dataclass(frozen=True)
 class Operation:
     """The declaration that `@remote` and `@node` attach to a method or function.
 
-    `reads`, `may_read` (used where present) and `writes` are column names. "{into}", alone or within a name, stands for the
-    value of that argument of the call, "{loss.reads}" for the names in that attribute of it, and "{config.reads}" for
-    those in the worker group's configuration, so that what a node reads can depend on how it is made and called.
+    `reads`, `may_read` (used where present; "*" is all that there are) and `writes` are column names. "{into}", alone or
+    within a name, stands for the value of that argument of the call, "{loss.reads}" for the names in that attribute of it,
+    and "{config.reads}" for those in the worker group's configuration, so that what a node reads can depend on how it is
+    made and called.
     """
 
     name: str

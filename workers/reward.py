@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import pydantic
 
 from ..dataflow.batch import Batch
-from ..dataflow.column import RESPONSE, RESPONSE_IDS, REWARD
+from ..dataflow.column import IDENTITY, RESPONSE, RESPONSE_IDS, REWARD
 from ..dataflow.config import Config
 from ..dataflow.errors import SampleError, nearest
 from ..dataflow.metrics import Max, Mean, Metrics
+from ..dataflow.operation import ALL_COLUMNS
 from ..dataflow.tokenizer import Tokenizer
 from .dispatch import Dispatch
 from .remote import remote
@@ -33,7 +35,8 @@ PART_S = 1.0
 class RewardConfig(Config):
     function: Callable[..., float]
     """Called once per sample with the columns that its parameters name, e.g. `def score(response, answer) -> float`.
-    `response` is the text of the response; every column of the data and of earlier nodes can be asked for."""
+    `response` is the text of the response; every column of the data and of earlier nodes can be asked for. A parameter with a default
+    gets the column of its name where there is one, and `**columns` gets all that are left. What `functools.partial` has set stays."""
     tokenizer: str | Path
     """Model folder (or Hugging Face id) whose tokenizer turns response tokens into text."""
 
@@ -49,7 +52,8 @@ class RewardConfig(Config):
         if any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in parameters):
             raise ValueError(f"reward function {takes} must name its parameters: each is a column")
         names = [p.name for p in parameters]
-        if not {str(RESPONSE), str(RESPONSE_IDS)} & set(names):
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        if not takes_all and not {str(RESPONSE), str(RESPONSE_IDS)} & set(names):
             hint = next(
                 (f"; did you mean 'response' for {n!r}?" for n in names if nearest(n, ["response", "responses"])), ""
             )
@@ -62,15 +66,42 @@ class RewardConfig(Config):
         return None if self.deadline_s is None else self.deadline_s + PART_S
 
     @property
-    def arguments(self) -> tuple[str, ...]:
-        """Names that the function is called with; parameters with a default are the function's own business."""
-        parameters = inspect.signature(self.function).parameters.values()
-        return tuple(p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD)
+    def reads(self) -> tuple[str, ...]:
+        """Columns that the function cannot do without."""
+        return tuple(p.name for p in self._parameters if p.default is p.empty and p.name != str(RESPONSE))
 
     @property
-    def reads(self) -> tuple[str, ...]:
-        """Columns that the function wants beside the response's text."""
-        return tuple(n for n in self.arguments if n != str(RESPONSE))
+    def may_read(self) -> tuple[str, ...]:
+        """Columns that it gets where there are any."""
+        if self.takes_all:
+            return (ALL_COLUMNS,)
+        return tuple(p.name for p in self._parameters if p.default is not p.empty and p.name != str(RESPONSE))
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether it has `**columns`."""
+        return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(self.function).parameters.values())
+
+    @property
+    def takes_text(self) -> bool:
+        return self.takes_all or any(p.name == str(RESPONSE) for p in self._parameters)
+
+    def columns(self, there: Iterable[str]) -> tuple[str, ...]:
+        """Those of the columns of some rows that the function is called with."""
+        named = {p.name for p in self._parameters}
+        rest = set(self._set) | {str(RESPONSE), *map(str, IDENTITY)}
+        return tuple(c for c in there if c != str(RESPONSE) and (c in named or (self.takes_all and c not in rest)))
+
+    @property
+    def _parameters(self) -> list[inspect.Parameter]:
+        """Those that are left to be given."""
+        parameters = inspect.signature(self.function).parameters.values()
+        return [p for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in self._set]
+
+    @property
+    def _set(self) -> Mapping[str, object]:
+        """Keywords that `functools.partial` gives."""
+        return self.function.keywords if isinstance(self.function, functools.partial) else {}
 
 
 class RewardWorker(Worker):
@@ -85,22 +116,27 @@ class RewardWorker(Worker):
 
     def __init__(self, config: RewardConfig, context: Context = Context()) -> None:
         super().__init__(config, context)
-        if str(RESPONSE) in config.arguments:
+        if config.takes_text:
             _ = self._tokenizer  # to load it is no part of scoring a sample
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         return Tokenizer.load(self.config.tokenizer)
 
-    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(RESPONSE_IDS, "{config.reads}"), writes=("{into}",))
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        reads=(RESPONSE_IDS, "{config.reads}"),
+        may_read=("{config.may_read}",),
+        writes=("{into}",),
+    )
     def score(self, samples: Batch, *, into: str = str(REWARD)) -> Iterator[tuple[Batch, Metrics]]:
         """Call the function on each sample; of a slow one the rewards come in parts, so that nobody waits for all of them.
 
         Raises:
             SampleError: naming the sample, when the function returns no finite number.
         """
-        values = {name: samples[name].to_pylist() for name in self.config.reads}
-        if str(RESPONSE) in self.config.arguments:
+        values = {name: samples[name].to_pylist() for name in self.config.columns(samples.columns)}
+        if self.config.takes_text:
             values[str(RESPONSE)] = self._tokenizer.decode(samples[RESPONSE_IDS].to_pylist())
         rewards: list[float] = []
         first, said = 0, time.monotonic()

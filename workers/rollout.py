@@ -15,7 +15,7 @@ from pydantic import Field
 
 from ..dataflow.batch import Batch
 from ..dataflow.column import (
-    DRAW,
+    DRAW_PATH,
     FINISH_REASON,
     GROUP_ID,
     PROMPT_IDS,
@@ -89,7 +89,7 @@ class RolloutWorker(Worker):
         shape=Shape.EXPAND,
         gives_way=True,
         reads=(PROMPT_IDS,),
-        may_read=(DRAW,),
+        may_read=(DRAW_PATH,),
         writes=(RESPONSE_IDS, RESPONSE_LOGPROBS, RESPONSE_VERSIONS, FINISH_REASON, TEMPERATURE),
     )
     def generate(
@@ -99,7 +99,7 @@ class RolloutWorker(Worker):
         a step in which none did: another call on this worker may have its turn then.
 
         Args:
-            prompts: columns `sample_id`, `group_id`, `prompt_ids`, and `draw`, without which each is of the first expansion.
+            prompts: columns `sample_id`, `group_id`, `prompt_ids`, and `draw_path`, without which each is of the first expansion.
             n: responses to each prompt; row order within a prompt is 0..n-1.
             sampling: how tokens are drawn; None: `Sampling()`.
 
@@ -116,7 +116,7 @@ class RolloutWorker(Worker):
         prompt_ids = np.split(values, offsets[1:-1]) if len(prompts) else []
         sample_ids, group_ids = prompts.numpy(SAMPLE_ID), prompts.numpy(GROUP_ID)
         self._check_lengths(np.diff(offsets), sample_ids, sampling)
-        draws = prompts[DRAW].to_pylist() if DRAW in prompts else [[]] * len(prompts)
+        draws = prompts[DRAW_PATH].to_pylist() if DRAW_PATH in prompts else [[]] * len(prompts)
         requests = [
             Request(row * n + index, ids, self._seed(int(group_ids[row]), draws[row], ids, index))
             for row, ids in enumerate(prompt_ids)

@@ -316,12 +316,12 @@ class Drawing(ToyRollout):
         dispatch=Dispatch.SPLIT_BY_DP,
         shape=Shape.EXPAND,
         reads=("prompt_ids",),
-        may_read=("draw",),
+        may_read=("draw_path",),
         writes=("response_ids",),
     )
     def say(self, prompts: Batch) -> Iterator[Batch]:
         for k in reversed(range(len(prompts))):  # some are finished earlier than others
-            self.seen.setdefault(prompts["group_id"][k].as_py(), []).append(prompts["draw"][k].as_py())
+            self.seen.setdefault(prompts["group_id"][k].as_py(), []).append(prompts["draw_path"][k].as_py())
             yield Batch.of(parent_id=[prompts["sample_id"][k].as_py()] * 2, response_ids=[[1], [1]])
 
 

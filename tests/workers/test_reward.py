@@ -12,7 +12,8 @@ import pytest
 
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import SampleError, UserError
-from weft.dataflow.graph import TableSource
+from weft.dataflow.graph import TableSource, graph
+from weft.dataflow.handle import group
 from weft.dataflow.metrics import Max, Mean
 from weft.workers.reward import RewardConfig, RewardWorker
 
@@ -51,13 +52,59 @@ def test_columns_come_by_name_and_the_response_as_text(model: Path):
     assert RewardConfig(function=exact, tokenizer=model).reads == ("answer",)
 
 
-def test_token_ids_may_be_asked_for_and_defaults_are_the_functions_own(model: Path):
-    def length(response_ids: list[int], level: int, bonus: float = 0.5, **rest: Any) -> float:
-        assert not rest
+def test_token_ids_may_be_asked_for_and_defaults_stand_where_there_is_no_column(model: Path):
+    def length(response_ids: list[int], level: int, bonus: float = 0.5) -> float:
         return len(response_ids) * level + bonus
 
     batch, _ = score(length, model, into="length")
     assert batch.numpy("length").tolist() == [3.5, 2.5, 0.5] and "reward" not in batch
+
+
+def test_a_parameter_with_a_default_gets_the_column_of_its_name(model: Path):
+    def lenient(response: str, answer: str | None = None, style: str = "plain") -> float:
+        assert style == "plain"
+        return float(response == answer)
+
+    batch, _ = score(lenient, model)
+    assert batch.numpy("reward").tolist() == [1.0, 0.0, 1.0]
+    assert RewardConfig(function=lenient, tokenizer=model).may_read == ("answer", "style")
+
+
+def test_keywords_get_every_column_that_is_left_and_the_response(model: Path):
+    seen: list[dict[str, Any]] = []
+
+    def all_of(level: int, **columns: Any) -> float:
+        seen.append(columns)
+        return level
+
+    def named(response: str, **columns: Any) -> float:
+        seen.append({"response": response, **columns})
+        return 1.0
+
+    batch, _ = score(all_of, model)
+    assert batch.numpy("reward").tolist() == [1.0, 2.0, 3.0]
+    assert seen[0] == {"response": "one two", "response_ids": [1, 2, 0], "answer": "one two"}
+    seen.clear()
+    score(functools.partial(named, level=0), model)
+    assert seen[1] == {"response": "three", "response_ids": [3], "answer": "two", "level": 0}
+
+
+def test_what_a_function_may_take_is_read_where_the_graph_has_it(model: Path):
+    def lenient(response: str, answer: str = "", style: str = "") -> float:
+        return 0.0
+
+    def greedy(response: str, **columns: Any) -> float:
+        return 0.0
+
+    @graph
+    def scored(rows: Any, *, one: Any, two: Any) -> Any:
+        return two.score(one.score(rows), into="second")
+
+    source = TableSource("s", pa.table({"response_ids": [[1]], "answer": ["a"], "level": [1]}))
+    one, two = (group(RewardWorker, function=f, tokenizer=model) for f in (lenient, greedy))
+    recorded = scored(source, one=one, two=two)
+    assert recorded["one.score"].reads == ("response_ids", "answer")
+    assert recorded["two.score"].reads == ("response_ids", "answer", "level", "reward")
 
 
 class Judge:

@@ -106,7 +106,9 @@ def test_rows_of_one_group_with_other_prompts_are_drawn_independently(worker: Ro
 
 def test_rows_of_one_group_that_come_to_the_same_prompt_are_drawn_independently(worker: RolloutWorker) -> None:
     same = (
-        prompts_of([3]).take([0, 0, 0]).with_columns(sample_id=[100, 101, 102], draw=[[2, 0, 1], [2, 1, 1], [3, 1, 1]])
+        prompts_of([3])
+        .take([0, 0, 0])
+        .with_columns(sample_id=[100, 101, 102], draw_path=[[2, 0, 1], [2, 1, 1], [3, 1, 1]])
     )
     found = tokens(rows_of(worker.generate(same, n=2, sampling=Sampling(max_tokens=12, ignore_stop=True))))
     drawn = [tuple(response) for responses in found.values() for response in responses]
