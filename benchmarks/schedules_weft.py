@@ -111,7 +111,7 @@ class LongTailedRollout(RolloutWorker):
         self.max_context = config.max_context
         self.engine = LongTailedEngine(config, self.max_context)
 
-    def _seed(self, group_id: int, prompt_ids: np.ndarray, index: int) -> int | None:
+    def _seed(self, group_id: int, draw: Sequence[int], prompt_ids: np.ndarray, index: int) -> int | None:
         return response_seed(prompt_ids, index)  # prompts differ; what number a group has, depends on the schedule
 
     @remote(dispatch=Dispatch.ALL_TO_ALL)
