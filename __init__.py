@@ -31,7 +31,7 @@ _MODULES: dict[str, str] = {
     "RewardModelWorker": "workers.reward_model",
     "RewardWorker": "workers.reward",
     "RolloutWorker": "workers.rollout",
-    "Sampling": "workers.generation",
+    "Sampling": "algorithms.sampling",
     "Shape": "dataflow.operation",
     "Simulated": "controllers.simulated",
     "Synchronous": "controllers.schedule",
@@ -57,6 +57,7 @@ if TYPE_CHECKING:  # the same names for editors and checkers; tests/test_packagi
     from . import dataflow as dataflow
     from . import resharding as resharding
     from . import workers as workers
+    from .algorithms.sampling import Sampling as Sampling
     from .controllers.backend import Local as Local
     from .controllers.checkpoints import CheckpointConfig as CheckpointConfig
     from .controllers.driver import Driver as Driver
@@ -84,7 +85,6 @@ if TYPE_CHECKING:  # the same names for editors and checkers; tests/test_packagi
     from .workers.adaptive_kl import AdaptiveKlWorker as AdaptiveKlWorker
     from .workers.critic import CriticWorker as CriticWorker
     from .workers.dispatch import Dispatch as Dispatch
-    from .workers.generation import Sampling as Sampling
     from .workers.lora import Lora as Lora
     from .workers.lora import adapter_off as adapter_off
     from .workers.reference import ReferenceWorker as ReferenceWorker

@@ -6,10 +6,11 @@ from typing import Any
 
 from ..dataflow.graph import graph
 from .roles import Reward, Rollout
+from .sampling import Sampling
 
 
 @graph
-def evaluate(prompts: Any, *, rollout: Rollout, reward: Reward, sampling: Any = None, n: int = 1) -> Any:
+def evaluate(prompts: Any, *, rollout: Rollout, reward: Reward, sampling: Sampling = Sampling(), n: int = 1) -> Any:
     """Generate and score; greedy decoding is `sampling=weft.Sampling(temperature=0, ...)`."""
     samples = rollout.generate(prompts, n=n, sampling=sampling)
     return reward.score(samples)

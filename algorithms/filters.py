@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ..dataflow.batch import Batch
+from ..dataflow.metrics import Metrics, Sum
 from ..dataflow.operation import Shape, node
 
 
@@ -23,3 +26,31 @@ def first_of_group(samples: Batch, n: int, *, by: str = "reward", deadline_s: fl
     [1, 2]
     """
     return samples
+
+
+@node(shape=Shape.FILTER, reads=("{by}",), whole_groups=True)
+def drop_zero_variance(samples: Batch, *, by: str = "reward") -> tuple[Batch, Metrics]:
+    """Drops groups whose rewards are all equal: relative to each other their rows have an advantage of 0, and no gradient
+    (dynamic sampling, DAPO, arXiv:2503.14476, eq. 11).
+
+    In training other prompts are issued in their place, so that a step keeps its size; where all groups are alike it goes on
+    sampling and does not end.
+
+    Args:
+        samples: whole groups.
+        by: the column that is compared, exactly.
+
+    Returns:
+        The other groups, and `zero_variance_groups`: how many were dropped; groups of one row are among them. A group with a
+        reward that is not a number is kept.
+
+    >>> samples = Batch.of(group_id=[7, 8, 7, 8], reward=[1.0, 1.0, 0.0, 1.0])
+    >>> kept, metrics = drop_zero_variance(samples)
+    >>> kept["group_id"].to_pylist(), metrics["zero_variance_groups"].value
+    ([7, 7], 1.0)
+    """
+    rewards, (groups, index) = samples.numpy(by), samples.groups()
+    first = np.zeros(len(groups), dtype=rewards.dtype)
+    first[index] = rewards  # of each group some row's
+    differs = np.bincount(index, weights=rewards != first[index], minlength=len(groups)) > 0
+    return samples.take(np.flatnonzero(differs[index])), {"zero_variance_groups": Sum(float((~differs).sum()))}

@@ -1,15 +1,18 @@
-"""GRPO and its family, as one graph: Dr. GRPO, DAPO, GSPO and RLOO are other values of `advantages` and `loss`."""
+"""GRPO and its family, as one graph: Dr. GRPO, DAPO, GSPO, RLOO and ReMax are other values of `advantages` and `loss`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..dataflow.column import REFERENCE_LOGPROBS
+from ..dataflow.column import BASELINE_REWARD, REFERENCE_LOGPROBS
 from ..dataflow.graph import graph
 from .advantages import Estimator, group_advantages, group_normalized
 from .loss import Loss
+from .old_policy import needs_old_logprobs, old_logprobs
 from .policy_loss import PolicyLoss
-from .roles import Reward, Rollout, Scorer, Trainable
+from .remax import greedy_baselines
+from .roles import Policy, Reward, Rollout, Scorer
+from .sampling import Sampling
 
 
 @graph
@@ -18,17 +21,27 @@ def grpo(
     *,
     rollout: Rollout,
     reward: Reward,
-    actor: Trainable,
+    actor: Policy,
     reference: Scorer | None = None,
     n: int = 8,
-    sampling: Any = None,
+    sampling: Sampling = Sampling(),
     loss: Loss = PolicyLoss(),
     advantages: Estimator = group_normalized,
+    epochs: int = 1,
+    minibatches: int = 1,
 ) -> Any:
-    """Group-relative policy optimisation (arXiv:2402.03300): n responses to a prompt are each other's baseline."""
+    """Group-relative policy optimisation (arXiv:2402.03300): n responses to a prompt are each other's baseline.
+
+    The actor makes `epochs` passes of `minibatches` steps each. Its own log-probabilities from before the update are computed where
+    the loss needs them, and greedy responses are sampled where the estimator compares with their reward (ReMax).
+    """
+    if str(BASELINE_REWARD) in getattr(advantages, "reads", ()):
+        prompts = greedy_baselines(prompts, rollout=rollout, reward=reward, sampling=sampling)
     samples = rollout.generate(prompts, n=n, sampling=sampling)
     samples = reward.score(samples)
     if reference:
         samples = reference.logprobs(samples, into=str(REFERENCE_LOGPROBS))
+    if needs_old_logprobs(loss, epochs=epochs, minibatches=minibatches):
+        samples = old_logprobs(samples, actor=actor)
     samples = group_advantages(samples, estimator=advantages)
-    return actor.update(samples, loss=loss)
+    return actor.update(samples, loss=loss, epochs=epochs, minibatches=minibatches)

@@ -54,9 +54,11 @@ class PolicyLoss(AggregatedLoss):
     entropy_coefficient: float = Field(default=0.0, ge=0)
     """Bonus for entropy; above 0 it costs one more pass over the logits."""
     old: str | None = None
-    """Column with the log-probabilities under the policy that the ratio compares with. None: the generator's own,
-    `response_logprobs`; with a correction that weighs, `old_logprobs` where the rows have it, otherwise the policy as it
-    stands (r = 1: a plain policy gradient, right for one optimizer step a batch, and without a pass of its own)."""
+    """Column with the log-probabilities under the policy that the ratio compares with. None: of single tokens the generator's
+    own, `response_logprobs`. A ratio of whole responses, in which the small gaps between two engines add up, and one beside a
+    correction that weighs, which has the generator in it already, compare with the trainer's own: `old_logprobs` where the
+    rows have it, otherwise the policy as it stands (r = 1: a plain policy gradient, right for one optimizer step an update,
+    and without a pass of its own)."""
     correction: Correction | tuple[Correction, ...] = ()
     """What to do about tokens that the generator drew from another distribution than the trainer's; several are multiplied.
     It acts on the policy gradient, not on the KL penalty nor the entropy bonus."""
@@ -71,17 +73,29 @@ class PolicyLoss(AggregatedLoss):
                 f"{weighing[0]} weighs with the ratio to the generator, which is in the clipped ratio already when "
                 f"old={self.old!r}; leave `old` out, or compare with the trainer's own: old={str(OLD_LOGPROBS)!r}"
             )
+        if self._of_responses and self.old == str(RESPONSE_LOGPROBS):
+            raise ValueError(
+                f"a ratio of whole responses adds up the gaps between trainer and generator over their tokens, and clips rows "
+                f"that are on-policy when old={self.old!r}; leave `old` out, or compare with the trainer's own: "
+                f"old={str(OLD_LOGPROBS)!r}"
+            )
         return self
 
     @property
     def reads(self) -> tuple[str, ...]:
-        generator = (str(RESPONSE_LOGPROBS),) if self._corrections or not self.old else ()
-        reference = (str(REFERENCE_LOGPROBS),) if self.kl else ()
-        return tuple(dict.fromkeys((str(ADVANTAGES), *((self.old,) if self.old else ()), *generator, *reference)))
+        generator = str(RESPONSE_LOGPROBS)
+        compared = self.old or (None if self._compares_with_trainer else generator)
+        wanted = (
+            str(ADVANTAGES),
+            compared,
+            generator if self._corrections else None,
+            str(REFERENCE_LOGPROBS) if self.kl else None,
+        )
+        return tuple(dict.fromkeys(filter(None, wanted)))
 
     @property
     def may_read(self) -> tuple[str, ...]:
-        trainer = (str(OLD_LOGPROBS),) if self._weighs and not self.old else ()
+        trainer = (str(OLD_LOGPROBS),) if self._compares_with_trainer and not self.old else ()
         return tuple(c for c in (str(RESPONSE_MASK), str(RESPONSE_LOGPROBS), *trainer) if c not in self.reads)
 
     @property
@@ -92,9 +106,18 @@ class PolicyLoss(AggregatedLoss):
     def _weighs(self) -> bool:
         return any(one.weighs for one in self._corrections)
 
+    @property
+    def _of_responses(self) -> bool:
+        return self.ratio is not token_ratio
+
+    @property
+    def _compares_with_trainer(self) -> bool:
+        """Where `old` does not say with whom: never with the generator."""
+        return self._of_responses or self._weighs
+
     def _old_column(self, rows: PackedRows) -> str | None:
         """The column that the ratio compares with; None: the policy as it stands."""
-        if self.old or not self._weighs:
+        if self.old or not self._compares_with_trainer:
             return self.old or str(RESPONSE_LOGPROBS)
         return str(OLD_LOGPROBS) if OLD_LOGPROBS in rows else None
 
@@ -147,7 +170,7 @@ class PolicyLoss(AggregatedLoss):
                 left = rows.sums((trained & ~corrected.masked).float())
                 counted["masked_rows"] = rows.counted & (left == 0)
         if self.kl:
-            kl = self.kl.estimator(logprobs, only(rows[REFERENCE_LOGPROBS]))
+            kl = self.kl.estimator(only(logprobs), only(rows[REFERENCE_LOGPROBS]))
             losses, watched["kl"] = losses + self.kl.coefficient * kl, kl
         if self.needs_entropy:
             entropy = only(rows["entropy"])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..dataflow.column import REFERENCE_LOGPROBS
+from ..dataflow.column import OLD_LOGPROBS, REFERENCE_LOGPROBS, RESPONSE_LOGPROBS
 from ..dataflow.graph import graph
 from .loss import Loss
+from .old_policy import needs_old_logprobs, old_logprobs
 from .policy_loss import PolicyLoss
 from .rewards import outcome_rewards, token_rewards
-from .roles import Critic, Penalty, Reward, Rollout, Scorer, Trainable
+from .roles import Critic, Penalty, Policy, Reward, Rollout, Scorer
+from .sampling import Sampling
 from .values import ValueLoss, critic_advantages
 
 
@@ -19,11 +21,11 @@ def ppo(
     *,
     rollout: Rollout,
     reward: Reward,
-    actor: Trainable,
+    actor: Policy,
     critic: Critic,
     reference: Scorer | None = None,
     n: int = 1,
-    sampling: Any = None,
+    sampling: Sampling = Sampling(),
     kl: float | Penalty = 0.0,
     gamma: float = 1.0,
     lam: float = 0.95,
@@ -37,16 +39,20 @@ def ppo(
 
     With a reference the policy is kept near it by the reward (`kl`: reward lost for a nat, or an `AdaptiveKlWorker`, which steers
     that) or by the loss (`PolicyLoss(kl=KlPenalty(...))`). Critic and actor make `epochs` passes of `minibatches` steps each;
-    values and advantages are those from before the update.
+    values and advantages are those from before the update. The actor's own log-probabilities from before it are computed where the
+    loss needs them; then the divergence is between them and the reference's.
     """
     samples = rollout.generate(prompts, n=n, sampling=sampling)
     samples = reward.score(samples)
     if reference:
         samples = reference.logprobs(samples, into=str(REFERENCE_LOGPROBS))
+    old = str(RESPONSE_LOGPROBS)
+    if needs_old_logprobs(loss, epochs=epochs, minibatches=minibatches):
+        samples, old = old_logprobs(samples, actor=actor), str(OLD_LOGPROBS)
     if isinstance(kl, float | int):
-        samples = token_rewards(samples, coefficient=kl) if kl else outcome_rewards(samples)
+        samples = token_rewards(samples, coefficient=kl, old=old) if kl else outcome_rewards(samples)
     else:
-        samples = kl.update(kl.token_rewards(samples))
+        samples = kl.update(kl.token_rewards(samples, old=old), old=old)
     samples = critic.values(samples)
     samples = critic_advantages(samples, gamma=gamma, lam=lam, whiten=whiten)
     samples = critic.update(samples, loss=value_loss, epochs=epochs, minibatches=minibatches)

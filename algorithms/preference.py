@@ -23,6 +23,7 @@ from ..dataflow.column import (
     GROUP_ID,
     MISMATCHED_IDS,
     MISMATCHED_LOGPROBS,
+    MISMATCHED_MASK,
     MISMATCHED_REFERENCE_LOGPROBS,
     PREFERRED,
     REFERENCE_LOGPROBS,
@@ -30,6 +31,7 @@ from ..dataflow.column import (
     REJECTED_IDS,
     REJECTED_REFERENCE_LOGPROBS,
     RESPONSE_IDS,
+    RESPONSE_MASK,
     REWARD,
     SAMPLE_ID,
     Column,
@@ -40,6 +42,7 @@ from ..dataflow.operation import Shape, node
 from .loss import Loss
 from .preference_loss import DesirabilityLoss, PreferenceLoss
 from .roles import Reward, Rollout, Scorer, Trainable
+from .sampling import Sampling
 
 
 @node(shape=Shape.EXPAND, reads=(CHOSEN_IDS, REJECTED_IDS), writes=(RESPONSE_IDS, PREFERRED))
@@ -97,45 +100,52 @@ def labelled(responses: Batch, *, by: str = "label") -> Batch:
     return responses.with_columns(preferred=(responses.numpy(by) > 0).astype(np.uint8))
 
 
-@node(reads=(RESPONSE_IDS,), writes=(MISMATCHED_IDS,))
+@node(reads=(RESPONSE_IDS,), may_read=(RESPONSE_MASK,), writes=(MISMATCHED_IDS, MISMATCHED_MASK))
 def mismatched(rows: Batch) -> Batch:
-    """Beside each prompt the response to another one: that of the next group, in a circle over the rows of this call.
+    """Beside each prompt the response to another one, and which of its tokens count.
 
-    A group alone gets its own responses.
+    With the N rows of this call in order of their groups, and m rows in the largest of these, a row gets the response m places
+    further on, in a circle: that is past its own group. Each response stands beside one prompt. A group of more than half of
+    the rows takes all the others' responses in turn, some of them several times; a group alone keeps its own.
 
     >>> rows = Batch.of(sample_id=[1, 2, 3], group_id=[1, 2, 3], response_ids=[[1], [2], [3]])
     >>> mismatched(rows)["mismatched_ids"].to_pylist()
     [[2], [3], [1]]
     """
-    groups, ids = rows.numpy(GROUP_ID), rows.numpy(SAMPLE_ID)
-    by_group = np.lexsort((ids, groups))
-    starts = np.searchsorted(groups[by_group], groups[by_group])
-    place = np.empty(len(rows), np.int64)
-    place[by_group] = np.arange(len(rows)) - starts  # the how-manieth of its group a row is
-    circle = np.lexsort((groups, place))
-    other = np.empty(len(rows), np.int64)
-    other[circle] = np.roll(circle, -1)
-    return rows.with_columns(mismatched_ids=rows.take(other)[RESPONSE_IDS])
+    groups, number = rows.numpy(GROUP_ID), len(rows)
+    order = np.lexsort((rows.numpy(SAMPLE_ID), groups))
+    starts = np.searchsorted(groups[order], groups[order])
+    largest = int(np.bincount(starts).max(initial=0))
+    in_group = np.arange(number) - starts
+    other = np.empty(number, np.int64)
+    other[order] = order[(starts + largest + in_group % (number - largest or number)) % number] if number else order
+    responses = rows.take(other)
+    ids, cu_seqlens = responses.ragged_numpy(RESPONSE_IDS)
+    counts = responses[RESPONSE_MASK] if RESPONSE_MASK in rows else (np.ones(len(ids), np.uint8), cu_seqlens)
+    return rows.with_columns(mismatched_ids=responses[RESPONSE_IDS], mismatched_mask=counts)
 
 
-@node(reads=(MISMATCHED_LOGPROBS, MISMATCHED_REFERENCE_LOGPROBS), writes=(REFERENCE_POINT,))
+@node(reads=(MISMATCHED_LOGPROBS, MISMATCHED_REFERENCE_LOGPROBS, MISMATCHED_MASK), writes=(REFERENCE_POINT,))
 def reference_point(rows: Batch) -> Batch:
     """KTO's z0 (arXiv:2402.01306, §4.1): max(0, mean over rows of sum_t log p(y'_t) - log p_ref(y'_t)), of the responses to other
     prompts; the same in all rows of this call.
 
-    >>> rows = Batch.of(mismatched_logprobs=[[-1.0, -1.0], [-3.0]], mismatched_reference_logprobs=[[-3.0, -2.0], [-2.0]])
+    >>> columns = {"mismatched_logprobs": [[-1.0, -1.0], [-3.0]], "mismatched_reference_logprobs": [[-3.0, -2.0], [-2.0]]}
+    >>> rows = Batch.of(**columns, mismatched_mask=[[1, 1], [1]])
     >>> reference_point(rows)["reference_point"].to_pylist()
     [1.0, 1.0]
     """
-    ratios = rows.ragged_numpy(MISMATCHED_LOGPROBS)[0] - rows.ragged_numpy(MISMATCHED_REFERENCE_LOGPROBS)[0]
-    point = max(0.0, float(ratios.sum(dtype=np.float64)) / max(1, len(rows)))
+    ratios = _sums(rows, MISMATCHED_LOGPROBS, MISMATCHED_MASK) - _sums(
+        rows, MISMATCHED_REFERENCE_LOGPROBS, MISMATCHED_MASK
+    )
+    point = max(0.0, float(ratios.sum()) / max(1, len(rows)))
     return rows.with_columns(reference_point=np.full(len(rows), point, np.float32))
 
 
-@node(shape=Shape.GROUP, reads=(PREFERRED, "{score}"), may_read=("{against}",))
+@node(shape=Shape.GROUP, reads=(PREFERRED, "{score}"), may_read=("{against}", RESPONSE_MASK))
 def compare(rows: Batch, *, score: str, against: str = "") -> Metrics:
-    """How often the preferred response of a pair has the higher score: the sum over tokens of the column `score` (or its value, where
-    there is one a row), less that of `against`.
+    """How often the preferred response of a pair has the higher score: the sum over trained tokens of the column `score` (or its
+    value, where there is one a row), less that of `against`.
 
     >>> rows = Batch.of(group_id=[4, 4], preferred=[0, 1], logprobs=[[-3.0], [-1.0, -1.0]])
     >>> compare(rows, score="logprobs")["preference_accuracy"].value
@@ -182,7 +192,7 @@ def online_dpo(
     actor: Trainable,
     reference: Scorer | None = None,
     n: int = 8,
-    sampling: Any = None,
+    sampling: Sampling = Sampling(),
     loss: Loss = PreferenceLoss(),
 ) -> Any:
     """Preference optimisation on the policy's own samples: the best of n against the worst (online DPO, arXiv:2402.04792, with a
@@ -237,9 +247,12 @@ def _two_of_each(preferences: Batch, columns: dict[Column, tuple[Column, Column]
     )
 
 
-def _sums(rows: Batch, column: str) -> np.ndarray:
-    """[rows] float64: of a column with one value a token the sums, of another one the values."""
+def _sums(rows: Batch, column: object, mask: object = RESPONSE_MASK) -> np.ndarray:
+    """[rows] float64: of a column with one value a token the sums of those that the mask, if there is one, does not leave out (which
+    may hold anything); of another one the values."""
     if not pa.types.is_list(rows[column].type):
         return rows.numpy(column).astype(np.float64)
     values, cu_seqlens = rows.ragged_numpy(column)
+    if mask in rows:
+        values = np.where(rows.ragged_numpy(mask)[0] > 0, values, 0)
     return np.diff(np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])[cu_seqlens])

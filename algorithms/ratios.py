@@ -1,4 +1,8 @@
-"""Importance ratios between the policy and the one that sampled, of tokens and of whole responses."""
+"""Importance ratios between the policy and the one before the update, of tokens and of whole responses.
+
+The gaps between two engines, of some hundredths of a nat a token, add up in the ratio of a response. `PolicyLoss` therefore compares
+whole responses with the trainer's own log-probabilities and never with the generator's.
+"""
 
 from __future__ import annotations
 

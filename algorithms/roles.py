@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from .loss import Loss
+from .sampling import Sampling
 
 
 class Rollout(Protocol):
     """Samples responses (`workers/rollout.py`)."""
 
-    def generate(self, prompts: Any, *, n: int, sampling: Any) -> Any:
+    def generate(self, prompts: Any, *, n: int, sampling: Sampling) -> Any:
         """New rows: n responses to each prompt, of one group."""
         ...
 
@@ -22,8 +23,8 @@ class Rollout(Protocol):
 class Reward(Protocol):
     """Scores responses (`workers/reward.py`, `workers/reward_model.py`)."""
 
-    def score(self, samples: Any) -> Any:
-        """Adds `reward`."""
+    def score(self, samples: Any, *, into: str = "reward") -> Any:
+        """Adds the column `into`."""
         ...
 
 
@@ -43,6 +44,10 @@ class Trainable(Protocol):
         ...
 
 
+class Policy(Trainable, Scorer, Protocol):
+    """Is trained, and says what it thinks of tokens before it is (`workers/actor.py`)."""
+
+
 class Critic(Trainable, Protocol):
     """Predicts the reward to come, and learns to (`workers/critic.py`)."""
 
@@ -54,10 +59,10 @@ class Critic(Trainable, Protocol):
 class Penalty(Protocol):
     """Takes the divergence from the reference off the reward, with a coefficient of its own (`workers/adaptive_kl.py`)."""
 
-    def token_rewards(self, samples: Any) -> Any:
-        """Adds `token_rewards`."""
+    def token_rewards(self, samples: Any, *, old: str) -> Any:
+        """Adds `token_rewards`; the column `old` has the log-probabilities of the policy that sampled."""
         ...
 
-    def update(self, samples: Any) -> Any:
+    def update(self, samples: Any, *, old: str) -> Any:
         """One new coefficient, from the divergence of these samples."""
         ...

@@ -25,12 +25,13 @@ from workloads import reward as score
 
 import weft
 from weft.algorithms.grpo import grpo
+from weft.algorithms.sampling import Sampling
 from weft.dataflow.buffer import LOG
 from weft.dataflow.log import LogReader
 from weft.dataflow.proof import prove
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.dispatch import Dispatch
-from weft.workers.generation import Request, Sampling
+from weft.workers.generation import Request
 from weft.workers.remote import remote
 from weft.workers.rollout import RolloutConfig, RolloutWorker
 from weft.workers.vllm_engine import VllmEngine, VllmSettings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..dataflow.buffer import BufferConfig, expected_rows
-from ..dataflow.column import RESPONSE_LOGPROBS, RESPONSE_VERSIONS
+from ..dataflow.column import OLD_LOGPROBS, RESPONSE_LOGPROBS, RESPONSE_VERSIONS
 from ..dataflow.errors import UserError
 from ..dataflow.graph import Graph
 from ..dataflow.handle import Handle
@@ -61,7 +61,9 @@ def check_followed(graph: Graph, schedule: Training) -> None:
     follows = {e.follower: e for e in graph.follows}
     generating = {n.group for n in graph.nodes if str(RESPONSE_VERSIONS) in n.writes and n.group}
     for node in graph.nodes:
-        needs_policy = str(RESPONSE_LOGPROBS) in getattr(node.arguments.get("loss"), "reads", ())
+        loss = node.arguments.get("loss")
+        reads = {*getattr(loss, "reads", ()), *getattr(loss, "may_read", ())}
+        needs_policy = reads & {str(RESPONSE_LOGPROBS), str(OLD_LOGPROBS)}
         for group in generating if node.operation.updates and needs_policy else ():
             edge = follows.get(group)
             if edge is None:

@@ -27,6 +27,8 @@ class Column:
     name: str
     type: pa.DataType
     doc: str
+    made: str = ""
+    """How a graph comes to have it, for a message to whoever forgot; of columns that something must be made for."""
 
     def __str__(self) -> str:
         return self.name
@@ -59,13 +61,34 @@ FINISH_REASON = Column("finish_reason", string, "'stop' (a stop token came) or '
 
 # What training reads.
 REWARD = Column("reward", float32, "scalar reward of the whole response")
-BASELINE_REWARD = Column("baseline_reward", float32, "reward of the greedy response to the same prompt")
+BASELINE_REWARD = Column(
+    "baseline_reward",
+    float32,
+    "reward of the greedy response to the same prompt",
+    "sample the greedy response first: prompts = greedy_baselines(prompts, rollout=rollout, reward=reward) (weft.algorithms.remax)",
+)
 TOKEN_REWARDS = Column("token_rewards", ragged(float32), "[L] reward of each token; they add up to the response's")
-VALUES = Column("values", ragged(float32), "[L] the critic's prediction of the reward to come, before each token")
+VALUES = Column(
+    "values",
+    ragged(float32),
+    "[L] the critic's prediction of the reward to come, before each token",
+    "a critic makes it: critic = weft.group(weft.CriticWorker, model=...), and samples = critic.values(samples)",
+)
 RETURNS = Column("returns", ragged(float32), "[L] what the critic is to predict")
 ADVANTAGES = Column("advantages", ragged(float32), "[L] advantage of each token")
-OLD_LOGPROBS = Column("old_logprobs", ragged(float32), "[L] nats, under the actor before the update")
-REFERENCE_LOGPROBS = Column("reference_logprobs", ragged(float32), "[L] nats, under the reference model")
+OLD_LOGPROBS = Column(
+    "old_logprobs",
+    ragged(float32),
+    "[L] nats, under the actor before the update",
+    "the actor makes it: samples = old_logprobs(samples, actor=actor) (weft.algorithms.old_policy)",
+)
+REFERENCE_LOGPROBS = Column(
+    "reference_logprobs",
+    ragged(float32),
+    "[L] nats, under the reference model",
+    "a reference makes it: give the graph reference=weft.group(weft.ReferenceWorker, model=...), or, for an actor with LoRA, "
+    "reference=weft.adapter_off(actor); in a graph of your own, samples = reference.logprobs(samples)",
+)
 
 # Reward models.
 TOKEN_SCORES = Column(
@@ -83,6 +106,7 @@ PREFERRED = Column(
 )
 REFERENCE_POINT = Column("reference_point", float32, "nats; KTO's z0: the divergence that a response is held against")
 MISMATCHED_IDS = Column("mismatched_ids", ragged(int32), "[L] tokens of the response to another prompt")
+MISMATCHED_MASK = Column("mismatched_mask", ragged(pa.uint8()), "[L] 1 where a token of mismatched_ids counts")
 MISMATCHED_LOGPROBS = Column("mismatched_logprobs", ragged(float32), "[L] nats, of mismatched_ids under the actor")
 MISMATCHED_REFERENCE_LOGPROBS = Column(
     "mismatched_reference_logprobs", ragged(float32), "[L] nats, of mismatched_ids under the reference model"

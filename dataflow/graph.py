@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from .column import DRAW_PATH, IDENTITY
+from .column import DRAW_PATH, IDENTITY, KNOWN
 from .errors import GraphError, UserError, nearest
 from .handle import Handle
 from .operation import ALL_COLUMNS, Operation, Shape, bind, bind_signature
@@ -188,12 +188,7 @@ class Graph:
                 elif writer:
                     yield f"{where}, which {writer!r} writes on another branch; pass its result, or join the two with |"
                 else:
-                    known = [*self.source.columns, *everywhere]
-                    hint = (
-                        nearest(column, [c for c in known if c not in node.writes])
-                        or f"; there are {', '.join(known) or 'none'}"
-                    )
-                    yield f"{where}, which no node writes{hint}"
+                    yield where + (self._left_out(column) or f", which no node writes{self._how_to_have(column, node)}")
             for column in node.writes:
                 if column in {str(c) for c in IDENTITY}:
                     yield f"node {node.name!r} writes column {column!r}, which identifies rows and belongs to the buffer"
@@ -202,6 +197,23 @@ class Graph:
                     already = written[column]
                     yield f"node {node.name!r} writes column {column!r}, which {already} writes already; rename it (into=...)"
                 written.setdefault(column, f"node {node.name!r}")
+
+    def _left_out(self, column: str) -> str:
+        """Who would write a column if it were called otherwise, and why it does not; "" for nobody."""
+        for node in self.nodes:
+            for value in node.arguments.values():
+                reasons = getattr(value, "leaves_out", None)
+                if isinstance(reasons, Mapping) and column in reasons:
+                    return f", which node {node.name!r} leaves out: {reasons[column]}"
+        return ""
+
+    def _how_to_have(self, column: str, reader: Node) -> str:
+        """What makes a column that no node writes; without such a thing, which other one may be meant."""
+        if column in KNOWN and KNOWN[column].made:
+            return f"; {KNOWN[column].made}"
+        known = [*self.source.columns, *(c for n in self.nodes for c in n.writes)]
+        near = nearest(column, [c for c in known if c not in reader.writes])
+        return near or f"; there are {', '.join(dict.fromkeys(known)) or 'none'}"
 
     def _group_problems(self) -> Iterable[str]:
         for node in self.nodes:

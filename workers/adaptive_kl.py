@@ -43,29 +43,31 @@ class AdaptiveKlWorker(Worker):
 
     @remote(
         dispatch=Dispatch.ONE_TO_ALL,
-        reads=("{reward}", RESPONSE_LOGPROBS, REFERENCE_LOGPROBS),
+        reads=("{reward}", "{old}", REFERENCE_LOGPROBS),
         may_read=(RESPONSE_MASK,),
         writes=(TOKEN_REWARDS,),
     )
-    def token_rewards(self, samples: Batch, *, reward: str = str(REWARD)) -> Batch:
+    def token_rewards(self, samples: Batch, *, reward: str = str(REWARD), old: str = str(RESPONSE_LOGPROBS)) -> Batch:
         """What `rewards.token_rewards` makes of the samples with the present coefficient."""
-        return token_rewards(samples, coefficient=self.coefficient, estimator=self.config.estimator, reward=reward)
+        estimator = self.config.estimator
+        return token_rewards(samples, coefficient=self.coefficient, estimator=estimator, reward=reward, old=old)
 
     @remote(
         dispatch=Dispatch.ONE_TO_ALL,
-        reads=(RESPONSE_LOGPROBS, REFERENCE_LOGPROBS),
+        reads=("{old}", REFERENCE_LOGPROBS),
         may_read=(RESPONSE_MASK,),
         updates=True,
     )
-    def update(self, samples: Batch) -> Metrics:
-        """The coefficient for the next step, from the divergence of these samples.
+    def update(self, samples: Batch, *, old: str = str(RESPONSE_LOGPROBS)) -> Metrics:
+        """The coefficient for the next step, from the divergence of these samples; the column `old` has the log-probabilities of the
+        policy that sampled.
 
         Returns:
             `coefficient` (that these were rewarded with) and `kl` (nats a response).
         """
         used = self.coefficient
-        rows = response_rows(samples, RESPONSE_LOGPROBS, REFERENCE_LOGPROBS)
-        kl = self.config.estimator(rows[RESPONSE_LOGPROBS], rows[REFERENCE_LOGPROBS])
+        rows = response_rows(samples, old, REFERENCE_LOGPROBS)
+        kl = self.config.estimator(rows[old], rows[REFERENCE_LOGPROBS])
         total = float(kl[rows.trained > 0].sum())
         if len(samples):
             self.coefficient = used.updated(total / len(samples), len(samples))

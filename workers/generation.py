@@ -8,29 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
-from pydantic import Field
 
-from ..dataflow.config import Config
+from ..algorithms.sampling import Sampling
 
 if TYPE_CHECKING:
     from ..resharding.weights import Weights
-
-
-class Sampling(Config):
-    """How tokens are drawn."""
-
-    max_tokens: int = Field(default=64, ge=1)
-    """Longest response, in tokens, the stop token included."""
-    temperature: float = Field(default=1.0, ge=0)
-    """Divides the logits; 0 is greedy."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Smallest set of tokens whose probability reaches this; 1 keeps all."""
-    top_k: int = Field(default=0, ge=0)
-    """Most likely tokens kept; 0 keeps all."""
-    min_tokens: int = Field(default=0, ge=0)
-    """No stop token before this many tokens."""
-    ignore_stop: bool = False
-    """Go on to `max_tokens` whatever is sampled (for benchmarks)."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +34,8 @@ class Response:
     token_ids: np.ndarray
     """[L] int32, the stop token included."""
     logprobs: np.ndarray
-    """[L] float32 nats, of the sampled tokens under the distribution that they were drawn from (greedy: under the
-    model's own, at temperature 1)."""
+    """[L] float32 nats, of the sampled tokens under the distribution that they were drawn from, cut or whole (greedy: under
+    the model's own, at temperature 1)."""
     versions: np.ndarray
     """[L] int32 policy version that sampled each token."""
     finish_reason: Literal["stop", "length"]

@@ -157,7 +157,7 @@ class RewardWorker(Worker):
 
     def _part(self, samples: Batch, rewards: list[float], into: str) -> tuple[Batch, Metrics]:
         metrics = {"mean": Mean(sum(rewards), len(rewards))} | ({"max": Max(max(rewards))} if rewards else {})
-        return samples.with_columns(**{into: rewards}), metrics
+        return samples.with_columns(**{into: rewards}), of_column(into, metrics)
 
     def _checked(self, reward: object, sample_id: int) -> float:
         try:
@@ -170,6 +170,15 @@ class RewardWorker(Worker):
                 (sample_id,),
             )
         return value
+
+
+def of_column(column: str, metrics: Metrics) -> Metrics:
+    """Metrics of rewards under their column's name, unless that is the reward itself: the mean of a baseline is not the reward's.
+
+    >>> of_column("reward", {"mean": Mean(1.0)}), of_column("baseline_reward", {"mean": Mean(1.0)})
+    ({'mean': Mean(total=1.0, weight=1.0)}, {'baseline_reward_mean': Mean(total=1.0, weight=1.0)})
+    """
+    return metrics if column == str(REWARD) else {f"{column}_{name}": metric for name, metric in metrics.items()}
 
 
 def _name(function: Any) -> str:

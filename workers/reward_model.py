@@ -10,11 +10,12 @@ import numpy as np
 from ..dataflow.batch import Batch
 from ..dataflow.column import PROMPT_IDS, RESPONSE_IDS, REWARD, TOKEN_SCORES
 from ..dataflow.errors import UserError
-from ..dataflow.metrics import Max, Mean, Metrics
+from ..dataflow.metrics import Max, Mean, Metric, Metrics
 from .critic import last_of_rows
 from .dispatch import Dispatch
 from .model_folder import find_tensor
 from .remote import remote
+from .reward import of_column
 from .training import SCALAR_HEAD, ModelConfig, TrainingEngine
 from .worker import Context, Worker
 
@@ -71,11 +72,10 @@ class RewardModelWorker(Worker):
             raise UserError(
                 f"{self.config.model} gives sample {row} the reward {rewards[wrong[0]]}; a reward is a finite number"
             )
-        metrics: Metrics = {"mean": Mean(float(rewards.sum()), len(rewards))}
-        return samples.with_columns(**{into: rewards}), {
-            **metrics,
-            **({"max": Max(float(rewards.max()))} if len(rewards) else {}),
-        }
+        metrics: dict[str, Metric] = {"mean": Mean(float(rewards.sum()), len(rewards))}
+        if len(rewards):
+            metrics["max"] = Max(float(rewards.max()))
+        return samples.with_columns(**{into: rewards}), of_column(into, metrics)
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=("{into}",))
     def token_scores(self, samples: Batch, *, into: str = str(TOKEN_SCORES)) -> Batch:

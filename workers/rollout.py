@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import Field
 
+from ..algorithms.sampling import Sampling
 from ..dataflow.batch import Batch
 from ..dataflow.column import (
     DRAW_PATH,
@@ -30,7 +31,7 @@ from ..dataflow.errors import SampleError, UserError
 from ..dataflow.metrics import Mean, Metrics, Sum
 from ..dataflow.operation import Shape
 from .dispatch import Dispatch
-from .generation import GenerationEngine, Request, Response, Sampling
+from .generation import GenerationEngine, Request, Response
 from .model_folder import head_dim, read_model_config
 from .remote import remote
 from .transformers_engine import TransformersEngine, TransformersSettings
@@ -90,10 +91,10 @@ class RolloutWorker(Worker):
         gives_way=True,
         reads=(PROMPT_IDS,),
         may_read=(DRAW_PATH,),
-        writes=(RESPONSE_IDS, RESPONSE_LOGPROBS, RESPONSE_VERSIONS, FINISH_REASON, TEMPERATURE),
+        writes=(RESPONSE_IDS, "{sampling.writes}", RESPONSE_VERSIONS, FINISH_REASON, TEMPERATURE),
     )
     def generate(
-        self, prompts: Batch, *, n: int = 1, sampling: Sampling | None = None
+        self, prompts: Batch, *, n: int = 1, sampling: Sampling = Sampling()
     ) -> Iterator[tuple[Batch, Metrics] | None]:
         """`n` responses to each prompt. Yields whole groups as they finish, those of one engine step together, and None after
         a step in which none did: another call on this worker may have its turn then.
@@ -101,17 +102,17 @@ class RolloutWorker(Worker):
         Args:
             prompts: columns `sample_id`, `group_id`, `prompt_ids`, and `draw_path`, without which each is of the first expansion.
             n: responses to each prompt; row order within a prompt is 0..n-1.
-            sampling: how tokens are drawn; None: `Sampling()`.
+            sampling: how tokens are drawn.
 
         Returns:
             Batches with `parent_id` (the prompt's `sample_id`) and what a response consists of. Log-probabilities are
-            those of the distribution sampled from; of greedy responses, of the model's own (their `temperature` is 1).
+            those of the distribution sampled from; of greedy responses, of the model's own (their `temperature` is 1);
+            where only a part of the distribution is sampled from, there are none (see `Sampling`).
             With each batch come `tokens`, `response_length` and `stopped` (share that ended before the limit).
 
         Raises:
             SampleError: for prompts that are empty or leave no room in the context, naming their `sample_id`.
         """
-        sampling = sampling or Sampling()
         values, offsets = prompts.ragged_numpy(PROMPT_IDS)
         prompt_ids = np.split(values, offsets[1:-1]) if len(prompts) else []
         sample_ids, group_ids = prompts.numpy(SAMPLE_ID), prompts.numpy(GROUP_ID)
@@ -179,7 +180,7 @@ class RolloutWorker(Worker):
         if config.engine == "vllm":
             _check_vllm(config, model_config)
         for node in nodes:
-            sampling = node.arguments.get("sampling") or Sampling()
+            sampling = node.arguments.get("sampling", Sampling())
             if not isinstance(sampling, Sampling):
                 raise UserError(f"node {node.name!r}: sampling must be a weft.Sampling(...), not {sampling!r}")
             n = node.arguments.get("n", 1)
@@ -195,15 +196,15 @@ class RolloutWorker(Worker):
 def _batch(parent_ids: np.ndarray, responses: Sequence[Response], sampling: Sampling) -> Batch:
     """The rows of finished responses."""
     offsets = np.cumsum([0, *(len(r.token_ids) for r in responses)], dtype=np.int32)
-    return Batch.of(
-        parent_id=parent_ids,
-        response_ids=(np.concatenate([r.token_ids for r in responses]), offsets),
-        response_logprobs=(np.concatenate([r.logprobs for r in responses]), offsets),
-        response_versions=(np.concatenate([r.versions for r in responses]), offsets),
-        finish_reason=[r.finish_reason for r in responses],
+    columns = {
+        str(RESPONSE_IDS): (np.concatenate([r.token_ids for r in responses]), offsets),
+        str(RESPONSE_LOGPROBS): (np.concatenate([r.logprobs for r in responses]), offsets),
+        str(RESPONSE_VERSIONS): (np.concatenate([r.versions for r in responses]), offsets),
+        str(FINISH_REASON): [r.finish_reason for r in responses],
         # What the logits are to be divided by to arrive at these log-probabilities: greedy ones are undivided.
-        temperature=np.full(len(responses), sampling.temperature or 1.0, dtype=np.float32),
-    )
+        str(TEMPERATURE): np.full(len(responses), sampling.temperature or 1.0, dtype=np.float32),
+    }
+    return Batch.of(parent_id=parent_ids, **{c: v for c, v in columns.items() if c not in sampling.leaves_out})
 
 
 def _metrics(responses: Sequence[Response]) -> Metrics:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..algorithms.loss import Loss
+from ..algorithms.old_policy import needs_old_logprobs
 from ..dataflow.batch import Batch
+from ..dataflow.column import OLD_LOGPROBS
 from ..dataflow.errors import UserError
 from ..dataflow.metrics import Metrics, merge
 from .bad_steps import BadSteps
@@ -188,3 +190,16 @@ def check_updates(nodes: Iterable[Node]) -> None:
             value = node.arguments.get(name, 1)
             if not isinstance(value, int) or value < 1:
                 raise UserError(f"node {node.name!r}: {name} must be a whole number of at least 1, not {value!r}")
+        _check_old_policy(node, loss)
+
+
+def _check_old_policy(node: Node, loss: Loss | None) -> None:
+    """After the first of several steps the policy is no longer the one from before the update, and cannot stand for it."""
+    steps = {name: node.arguments.get(name, 1) for name in ("epochs", "minibatches")}
+    if loss is not None and needs_old_logprobs(loss, **steps) and str(OLD_LOGPROBS) not in node.reads:
+        given = ", ".join(f"{name}={value}" for name, value in steps.items())
+        raise UserError(
+            f"node {node.name!r} takes several optimizer steps ({given}), and after the first its loss has no old policy to "
+            f"compare with unless the rows have {str(OLD_LOGPROBS)!r}; take one step, or write them before the update: "
+            "samples = old_logprobs(samples, actor=actor) (weft.algorithms.old_policy)"
+        )

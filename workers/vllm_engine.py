@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import Field
 
+from ..algorithms.sampling import Sampling
 from ..dataflow.config import Config
 from ..dataflow.errors import GenerationError, WeightSyncError
 from ..dataflow.lazy import torch
 from ..resharding.weights import Weights
-from .generation import Request, Response, Sampling
+from .generation import Request, Response
 from .model_folder import find_model_config, head_dim, read_model_config, read_stop_tokens
 
 if TYPE_CHECKING:

@@ -62,10 +62,15 @@ def chosen(loss: PolicyLoss) -> tuple[Any, ...]:
     return loss.correction if isinstance(loss.correction, tuple) else (loss.correction,)
 
 
+def of_trainer(loss: PolicyLoss) -> bool:
+    """Whether the ratio compares with the trainer, and not with the generator."""
+    weighs = any(isinstance(c, TruncatedImportance) for c in chosen(loss))
+    return bool(loss.old) or weighs or loss.ratio is sequence_ratio
+
+
 def has_trainer(loss: PolicyLoss, rows: PackedRows) -> bool:
     """Whether the trainer's own log-probabilities come from a column; otherwise it is the policy as it stands."""
-    weighs = any(isinstance(c, TruncatedImportance) for c in chosen(loss))
-    return bool(loss.old) or (weighs and "old_logprobs" in rows)
+    return of_trainer(loss) and "old_logprobs" in rows
 
 
 def reference_weights(loss: PolicyLoss, logprobs: torch.Tensor, rows: PackedRows) -> dict[int, float]:
@@ -89,13 +94,12 @@ def reference_weights(loss: PolicyLoss, logprobs: torch.Tensor, rows: PackedRows
 def reference(loss: PolicyLoss, logprobs: torch.Tensor, rows: PackedRows) -> Any:
     """The mean that the papers write, one row and token at a time."""
     weights = reference_weights(loss, logprobs, rows)
-    weighs = any(isinstance(c, TruncatedImportance) for c in chosen(loss))
     kept = []
     for tokens in filter(None, tokens_of_rows(rows)):
         if has_trainer(loss, rows):
             anchors = [rows["old_logprobs"][t] for t in tokens]
         else:
-            anchors = [logprobs[t].detach() if weighs else rows["response_logprobs"][t] for t in tokens]
+            anchors = [logprobs[t].detach() if of_trainer(loss) else rows["response_logprobs"][t] for t in tokens]
         log_ratios = [logprobs[t] - anchor for t, anchor in zip(tokens, anchors, strict=True)]
         if loss.ratio is sequence_ratio:
             log_ratios = [torch.stack(log_ratios).mean()] * len(tokens)
@@ -403,6 +407,8 @@ def test_wrong_settings_are_refused_where_they_are_made():
     for settings in wrong:
         with pytest.raises(UserError, match=r"Rejection\.(low|high)"):
             Rejection(**settings)
+    with pytest.raises(UserError, match=r"adds up the gaps .* compare with the trainer's own: old='old_logprobs'"):
+        PolicyLoss(old="response_logprobs", ratio=sequence_ratio)
     with pytest.raises(UserError, match="in the clipped ratio already"):
         PolicyLoss(old="response_logprobs", correction=TruncatedImportance())
     with pytest.raises(UserError, match="weighed with once"):

@@ -6,15 +6,20 @@ import sys
 import pyarrow as pa
 import pytest
 
-from weft.algorithms.advantages import leave_one_out
+from weft.algorithms.advantages import greedy_baseline, leave_one_out
+from weft.algorithms.corrections import TruncatedImportance
 from weft.algorithms.grpo import grpo
 from weft.algorithms.kl import KlPenalty
 from weft.algorithms.policy_loss import PolicyLoss
+from weft.algorithms.ppo import ppo
+from weft.algorithms.ratios import sequence_product, sequence_ratio
+from weft.algorithms.sampling import Sampling
 from weft.algorithms.supervised import supervised
 from weft.dataflow.errors import UserError
 from weft.dataflow.graph import TableSource
 from weft.dataflow.handle import group
 from weft.workers.actor import ActorWorker
+from weft.workers.critic import CriticWorker
 from weft.workers.reference import ReferenceWorker
 
 PAIRS = TableSource("pairs", pa.table({"prompt_ids": [[1, 2]], "response_ids": [[3]]}))
@@ -60,8 +65,51 @@ def test_grpo_records_the_graph_of_the_paper():
     ]
     assert graph["group_advantages"].arguments["estimator"] is leave_one_out
     assert {"advantages", "response_logprobs", "reference_logprobs"} <= set(graph["actor.update"].reads)
-    with pytest.raises(UserError, match="reads column 'reference_logprobs', which no node writes"):
+    with pytest.raises(UserError) as refused:
         grpo(prompts, rollout=rollout, reward=reward, actor=actor, loss=loss)
+    assert str(refused.value) == (
+        "node 'actor.update' reads column 'reference_logprobs', which no node writes; a reference makes it: give the graph "
+        "reference=weft.group(weft.ReferenceWorker, model=...), or, for an actor with LoRA, reference=weft.adapter_off(actor); "
+        "in a graph of your own, samples = reference.logprobs(samples)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "steps", "scored"),
+    [
+        (PolicyLoss(), {"epochs": 2, "minibatches": 2}, False),
+        (PolicyLoss(ratio=sequence_ratio), {}, False),
+        (PolicyLoss(ratio=sequence_ratio), {"minibatches": 2}, True),
+        (PolicyLoss(ratio=sequence_product), {"epochs": 2}, True),
+        (PolicyLoss(correction=TruncatedImportance()), {"epochs": 2}, True),
+        (PolicyLoss(old="old_logprobs"), {}, True),
+    ],
+    ids=["tokens", "one step", "minibatches", "epochs", "correction", "decoupled"],
+)
+def test_the_old_policy_is_asked_where_the_loss_needs_it(loss: PolicyLoss, steps: dict[str, int], scored: bool):
+    rollout, reward = rollout_and_reward()
+    actor, critic = group(ActorWorker, model="m"), group(CriticWorker, model="m")
+    prompts = TableSource("prompts", pa.table({"prompt_ids": [[1]]}))
+    for graph in (
+        grpo(prompts, rollout=rollout, reward=reward, actor=actor, loss=loss, **steps),
+        ppo(prompts, rollout=rollout, reward=reward, actor=actor, critic=critic, loss=loss, **steps),
+    ):
+        assert ("actor.logprobs" in [n.name for n in graph.nodes]) == scored
+        assert ("old_logprobs" in graph["actor.update"].reads) == scored
+        assert graph["actor.update"].arguments["epochs"] == steps.get("epochs", 1)
+        assert graph["actor.update"].arguments["minibatches"] == steps.get("minibatches", 1)
+
+
+def test_remax_samples_a_greedy_response_to_each_prompt_first():
+    rollout, reward = rollout_and_reward()
+    prompts = TableSource("prompts", pa.table({"prompt_ids": [[1]]}))
+    sampling = Sampling(max_tokens=8, temperature=0.7)
+    actor = group(ActorWorker, model="m")
+    graph = grpo(prompts, rollout=rollout, reward=reward, actor=actor, sampling=sampling, advantages=greedy_baseline)
+    greedy, sampled = graph["rollout.generate"], graph["rollout.generate_2"]
+    assert greedy.arguments["n"] == 1 and greedy.arguments["sampling"] == Sampling(max_tokens=8, temperature=0)
+    assert graph["reward.score"].writes == ("baseline_reward",) and graph["reward.score_2"].writes == ("reward",)
+    assert sampled.level == greedy.makes_level and "baseline_reward" in graph["group_advantages"].reads
 
 
 def test_algorithms_and_training_workers_are_imported_without_torch():

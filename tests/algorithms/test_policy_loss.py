@@ -10,19 +10,21 @@ from weft.algorithms.aggregation import fixed_length, sequence_mean, token_mean
 from weft.algorithms.kl import KlPenalty, k1, k2, k3
 from weft.algorithms.loss import Loss, PackedRows
 from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
-from weft.algorithms.ratios import sequence_ratio, token_ratio
+from weft.algorithms.ratios import sequence_product, sequence_ratio, token_ratio
 from weft.algorithms.surrogates import Clipped
 from weft.dataflow.errors import UserError
 
 LENGTHS = [3, 1, 5, 2, 4]
 VARIANTS = [
-    PolicyLoss(ratio=ratio, aggregation=aggregation, kl=kl, surrogate=Clipped(high=0.3), entropy_coefficient=entropy)
-    for (ratio, aggregation), kl, entropy in itertools.product(
+    PolicyLoss(
+        ratio=ratio, old=old, aggregation=aggregation, kl=kl, surrogate=Clipped(high=0.3), entropy_coefficient=entropy
+    )
+    for (ratio, old, aggregation), kl, entropy in itertools.product(
         [
-            (token_ratio, token_mean),
-            (token_ratio, sequence_mean),
-            (token_ratio, fixed_length(6)),
-            (sequence_ratio, sequence_mean),
+            (token_ratio, None, token_mean),
+            (token_ratio, None, sequence_mean),
+            (token_ratio, None, fixed_length(6)),
+            (sequence_ratio, "old_logprobs", sequence_mean),
         ],
         [
             None,
@@ -43,6 +45,7 @@ def random_rows(seed: int = 0, *, mask: bool = True) -> tuple[torch.Tensor, Pack
     columns = {
         "advantages": draw(),
         "response_logprobs": logprobs + 0.3 * draw(),
+        "old_logprobs": logprobs + 0.3 * draw(),
         "reference_logprobs": logprobs + 0.3 * draw(),
         "entropy": draw().abs(),
     }
@@ -58,7 +61,7 @@ def reference(loss: PolicyLoss, logprobs: torch.Tensor, rows: PackedRows) -> Any
     for length in LENGTHS:
         tokens = [t for t in range(start, start + length) if "response_mask" not in rows or rows["response_mask"][t]]
         start += length
-        log_ratios = [logprobs[t] - rows["response_logprobs"][t] for t in tokens]
+        log_ratios = [logprobs[t] - rows[loss.old or "response_logprobs"][t] for t in tokens]
         if loss.ratio is sequence_ratio and tokens:
             log_ratios = [sum(log_ratios) / len(tokens)] * len(tokens)
         losses = []
@@ -118,10 +121,46 @@ def test_masked_tokens_have_no_gradient_and_may_hold_anything(loss: Loss):
     clean, _ = loss(logprobs, rows)
     masked = rows["response_mask"] == 0
     poisoned = {n: torch.where(masked, torch.nan, v) if v.is_floating_point() else v for n, v in rows.columns.items()}
-    dirty, metrics = loss(logprobs, PackedRows(rows.cu_seqlens, poisoned))
-    assert dirty.item() == clean.item() and all(m.value == m.value for m in metrics.values())
-    (gradient,) = torch.autograd.grad(dirty, logprobs)
-    assert (gradient[masked] == 0).all() and gradient.isfinite().all()
+    impossible = logprobs.detach().masked_fill(masked, -torch.inf).requires_grad_()  # tokens of probability 0
+    for given in (logprobs, impossible):
+        dirty, metrics = loss(given, PackedRows(rows.cu_seqlens, poisoned))
+        assert dirty.item() == clean.item() and all(m.value == m.value for m in metrics.values())
+        (gradient,) = torch.autograd.grad(dirty, given)
+        assert (gradient[masked] == 0).all() and gradient.isfinite().all()
+
+
+def of_two_engines(num_tokens: int, gap: float) -> tuple[torch.Tensor, PackedRows, torch.Tensor]:
+    """1,000 on-policy rows whose generator says of each token something a little else than the trainer; and the advantages of the
+    rows' tokens."""
+    generator = torch.Generator().manual_seed(0)
+    logprobs = -torch.rand(1000 * num_tokens, generator=generator)
+    other = logprobs + gap * torch.randn(len(logprobs), generator=generator)
+    advantages = torch.randn(1000, generator=generator).repeat_interleave(num_tokens)
+    rows = PackedRows.of([num_tokens] * 1000, advantages=advantages, response_logprobs=other)
+    return logprobs.requires_grad_(), rows, advantages
+
+
+@pytest.mark.parametrize("scored", [False, True], ids=["one step", "old_logprobs"])
+@pytest.mark.parametrize(
+    ("loss", "num_tokens"),
+    [
+        (PolicyLoss(surrogate=Clipped(low=3e-4, high=4e-4), ratio=sequence_ratio, aggregation=sequence_mean), 200),
+        (PolicyLoss(ratio=sequence_product, aggregation=sequence_mean), 1000),
+    ],
+    ids=["GSPO", "RLOO"],
+)
+def test_no_on_policy_row_of_a_ratio_of_responses_is_lost_to_the_gap_of_two_engines(
+    loss: PolicyLoss, num_tokens: int, scored: bool
+):
+    logprobs, rows, advantages = of_two_engines(num_tokens, gap=0.02)
+    if scored:
+        rows = PackedRows(rows.cu_seqlens, {**rows.columns, "old_logprobs": logprobs.detach()})
+    loss_sum, metrics = loss(logprobs, rows)
+    (gradient,) = torch.autograd.grad(loss_sum, logprobs)
+    assert (gradient.view(1000, -1).abs().sum(1) > 0).all(), "each row has a gradient"
+    assert torch.cosine_similarity(gradient, -advantages, dim=0) >= 0.999
+    assert metrics["clip_fraction"].value == 0 and metrics["approx_kl"].value == 0
+    assert metrics["generator_kl_k3"].value == pytest.approx(0.02**2 / 2, rel=0.05), "the gap is still watched"
 
 
 def test_all_masked_is_zero_with_zero_gradient():
@@ -137,6 +176,9 @@ def test_what_a_loss_reads_depends_on_its_parts():
     assert PolicyLoss().reads == ("advantages", "response_logprobs")
     with_kl = PolicyLoss(kl=KlPenalty(coefficient=0.1), old="old_logprobs")
     assert with_kl.reads == ("advantages", "old_logprobs", "reference_logprobs")
+    for of_responses in (sequence_ratio, sequence_product):
+        assert PolicyLoss(ratio=of_responses).reads == ("advantages",), "never the generator's"
+        assert "old_logprobs" in PolicyLoss(ratio=of_responses).may_read
     assert NegativeLogLikelihood().reads == ()
     assert isinstance(PolicyLoss(), Loss) and isinstance(NegativeLogLikelihood(), Loss)
     assert PolicyLoss(aggregation=fixed_length(8)) == PolicyLoss(aggregation=fixed_length(8))
@@ -144,8 +186,8 @@ def test_what_a_loss_reads_depends_on_its_parts():
 
 def test_a_missing_column_and_a_wrong_setting_are_named():
     logprobs, rows = random_rows()
-    with pytest.raises(UserError, match="reads column 'old_logprobs'"):
-        PolicyLoss(old="old_logprobs")(logprobs, rows)
+    with pytest.raises(UserError, match=r"reads column 'older_logprobs'.*did you mean 'old_logprobs'"):
+        PolicyLoss(old="older_logprobs")(logprobs, rows)
     with pytest.raises(UserError, match="did you mean 'surrogate'"):
         PolicyLoss(surogate=Clipped())  # pyright: ignore[reportCallIssue]
     with pytest.raises(UserError, match=r"surrogate=Clipped is a class; make a value of it: Clipped\(\)"):

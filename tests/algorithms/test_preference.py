@@ -17,6 +17,7 @@ from weft.algorithms.preference import (
     pairs,
     pairs_with_reference,
     reference_of_pairs,
+    reference_point,
 )
 from weft.algorithms.preference_loss import LogLikelihood, PreferenceLoss
 from weft.algorithms.supervised import supervised
@@ -118,6 +119,44 @@ def test_mismatched_responses_are_of_other_groups():
     other = [ids[0] // 2 for ids in found["mismatched_ids"].to_pylist()]
     assert all(a + 1 != b for a, b in zip(other, found["group_id"].to_pylist(), strict=True))
     assert sorted(ids[0] for ids in found["mismatched_ids"].to_pylist()) == list(range(6))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_mismatched_responses_are_of_other_groups_of_any_size(seed: int):
+    rng = np.random.default_rng(seed)
+    groups = rng.permutation(np.repeat(np.arange(4), rng.integers(1, 7, 4)))
+    number = len(groups)
+    rows = Batch.of(sample_id=range(number), group_id=groups, response_ids=[[i] for i in range(number)])
+    other = np.array([ids[0] for ids in mismatched(rows)["mismatched_ids"].to_pylist()])
+    assert (groups[other] != groups).all()
+    if 2 * np.bincount(groups).max() <= number:
+        assert sorted(other) == list(range(number)), "each response stands beside one prompt"
+    alone = mismatched(rows.take(np.flatnonzero(groups == 0)))
+    assert alone["mismatched_ids"].to_pylist() == [[i] for i in np.flatnonzero(groups == 0)]
+
+
+def test_masked_tokens_stay_out_of_comparisons_and_of_the_reference_point():
+    rows = Batch.of(
+        sample_id=[1, 2],
+        group_id=[1, 2],
+        response_ids=[[5, 6], [7, 8]],
+        response_mask=[[1, 0], [1, 1]],
+    )
+    beside = mismatched(rows)
+    assert beside["mismatched_mask"].to_pylist() == [[1, 1], [1, 0]], "the mask goes with the response"
+    assert mismatched(rows.select(["sample_id", "group_id", "response_ids"]))["mismatched_mask"].to_pylist() == [
+        [1, 1],
+        [1, 1],
+    ]
+    nothing = float("nan")
+    scored = beside.with_columns(
+        mismatched_logprobs=[[-1.0, -1.0], [-1.0, nothing]],
+        mismatched_reference_logprobs=[[-2.0, -2.0], [-4.0, nothing]],
+    )
+    assert reference_point(scored)["reference_point"].to_pylist() == [2.5, 2.5]
+    pair = Batch.of(group_id=[4, 4], preferred=[1, 0], response_mask=[[1, 0], [1, 1]], a=[[-1.0, -9.0], [-2.0, -2.0]])
+    found = compare(pair, score="a")
+    assert found["preference_accuracy"].value == 1 and found["preference_margin"].value == 3  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_pairs_of_a_slice_keep_their_own_tokens():

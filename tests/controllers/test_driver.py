@@ -26,6 +26,8 @@ from toy import (
     toy_ppo,
 )
 
+from weft.algorithms.policy_loss import PolicyLoss
+from weft.algorithms.ratios import sequence_ratio
 from weft.controllers.backend import Local
 from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.group import Call
@@ -259,6 +261,11 @@ def test_a_policy_gradient_wants_a_generator_that_takes_over_every_version(tmp_p
     slow["rollout"].follows(slow["actor"], every=2)
     text = refused(tmp_path, toy_grpo(prompts(8), **slow, loss=ratio))
     assert "'rollout' follows 'actor' every 2 updates, but Synchronous allows a staleness of 0; take every=1" in text
+
+
+def test_a_ratio_of_responses_too_wants_a_generator_that_takes_over_every_version(tmp_path: Path):
+    gspo = PolicyLoss(ratio=sequence_ratio)
+    assert "follows nobody" in refused(tmp_path, toy_grpo(prompts(8), **handles(follow=False), loss=gspo))
 
 
 def test_a_generator_that_follows_nobody_may_teach(tmp_path: Path):

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
+from weft.algorithms.ratios import sequence_ratio
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig, ActorWorker
@@ -166,7 +167,8 @@ def test_weights_of_another_model_are_refused(tiny_model: Path):
 
 
 def check(config: ActorConfig, **arguments: Any) -> None:
-    ActorWorker.check(config, [SimpleNamespace(name="actor.update", arguments=arguments)], None)  # pyright: ignore[reportArgumentType]
+    node = SimpleNamespace(name="actor.update", arguments=arguments, reads=("advantages", "response_logprobs"))
+    ActorWorker.check(config, [node], None)  # pyright: ignore[reportArgumentType]
 
 
 def test_mistakes_are_found_before_any_process_starts(tiny_model: Path):
@@ -178,6 +180,12 @@ def test_mistakes_are_found_before_any_process_starts(tiny_model: Path):
         check(config, loss="ppo")
     with pytest.raises(UserError, match="minibatches must be a whole number of at least 1, not 0"):
         check(config, minibatches=0)
+    check(config, loss=PolicyLoss(ratio=sequence_ratio))
+    with pytest.raises(
+        UserError,
+        match=r"several optimizer steps \(epochs=1, minibatches=4\).*samples = old_logprobs\(samples, actor=actor\)",
+    ):
+        check(config, loss=PolicyLoss(ratio=sequence_ratio), minibatches=4)
     with pytest.raises(UserError, match="no such folder"):
         check(ActorConfig(model=str(tiny_model.with_name("tinny"))))
     with pytest.raises(UserError, match=r"tensor_parallel=4 does not divide the model's num_key_value_heads \(2\)"):

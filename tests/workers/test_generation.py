@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 import torch
 
+from weft.algorithms.sampling import Sampling
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import GenerationError, WeightSyncError
 from weft.resharding.shared_memory import WeightPublisher
 from weft.resharding.weights import Weights
-from weft.workers.generation import GenerationEngine, Request, Response, Sampling
+from weft.workers.generation import GenerationEngine, Request, Response
 from weft.workers.rollout import RolloutConfig, RolloutWorker
 from weft.workers.transformers_engine import TransformersEngine, TransformersSettings
 from weft.workers.vllm_engine import VllmEngine, VllmSettings
@@ -68,11 +69,11 @@ def straight_logprobs(model: Any, prompt: np.ndarray, response: np.ndarray, samp
     ids = torch.from_numpy(np.concatenate([prompt, response])).long()
     with torch.no_grad():
         logits = model(ids[None]).logits[0, len(prompt) - 1 : -1].float().clone()
-    for position in range(min(sampling.min_tokens, len(logits))):
+    for position in range(0 if sampling.ignore_stop else min(sampling.min_tokens, len(logits))):
         logits[position, STOP] = -torch.inf
     if sampling.temperature:
         logits /= sampling.temperature
-    for row in logits:
+    for row in logits if sampling.temperature else ():  # a greedy token is the likeliest, whatever is cut off
         order = row.argsort(descending=True)
         if sampling.top_k:
             row[order[sampling.top_k :]] = -torch.inf
@@ -167,7 +168,9 @@ SAMPLINGS = [
     Sampling(max_tokens=24, top_k=5),
     Sampling(max_tokens=24, top_p=0.6, temperature=1.3),
     Sampling(max_tokens=24, top_k=8, top_p=0.8, min_tokens=6),
-    Sampling(max_tokens=24, temperature=0),
+    Sampling(max_tokens=24, min_tokens=6),
+    Sampling(max_tokens=24, min_tokens=6, ignore_stop=True),
+    Sampling(max_tokens=24, temperature=0, top_p=0.6),
 ]
 
 
@@ -179,6 +182,9 @@ def test_logprobs_are_those_of_a_straight_forward_pass(
     responses = all_of(engine, requests, sampling)
     largest, mean = largest_and_mean_gap(model, requests, responses.values(), sampling)
     assert largest <= 5e-4 and mean <= 1e-5
+    whole = Sampling(temperature=sampling.temperature)  # which is what a trainer knows
+    largest, _ = largest_and_mean_gap(model, requests, responses.values(), whole)
+    assert (largest <= 5e-4) == ("response_logprobs" in sampling.writes)
 
 
 def test_the_same_seeds_give_the_same_tokens(engine: GenerationEngine) -> None:

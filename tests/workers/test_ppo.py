@@ -14,6 +14,7 @@ from weft.algorithms.kl import AdaptiveCoefficient, KlPenalty
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.ppo import ppo
 from weft.algorithms.reward_model import process_reward_model, reward_accuracy, reward_model, step_rewards
+from weft.algorithms.sampling import Sampling
 from weft.algorithms.surrogates import Clipped
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
@@ -22,7 +23,6 @@ from weft.dataflow.handle import group
 from weft.workers.actor import ActorWorker
 from weft.workers.adaptive_kl import AdaptiveKlWorker
 from weft.workers.critic import CriticWorker
-from weft.workers.generation import Sampling
 from weft.workers.reference import ReferenceWorker
 from weft.workers.reward import RewardWorker
 from weft.workers.reward_model import RewardModelConfig, RewardModelWorker

@@ -14,12 +14,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from weft.algorithms.sampling import Sampling
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import SampleError, UserError
 from weft.dataflow.metrics import Metrics, Sum, merge
 from weft.dataflow.operation import Shape, operation_of
 from weft.resharding.shared_memory import WeightPublisher
-from weft.workers.generation import Sampling
 from weft.workers.model_folder import read_model_config, read_stop_tokens
 from weft.workers.rollout import RolloutConfig, RolloutWorker
 from weft.workers.transformers_engine import TransformersEngine, TransformersSettings
@@ -77,7 +77,8 @@ def test_every_batch_comes_with_its_tokens_and_the_share_that_stopped(worker: Ro
 def test_every_prompt_gets_n_responses_with_all_columns(worker: RolloutWorker) -> None:
     batch = rows_of(worker.generate(prompts_of([3, 5, 4]), n=4, sampling=Sampling(max_tokens=6, temperature=0.5)))
     operation = operation_of(RolloutWorker.generate)
-    assert operation is not None and set(batch.columns) == {"parent_id", *operation.writes}
+    assert operation is not None
+    assert set(batch.columns) == {"parent_id", *operation.columns(operation.writes, {"sampling": Sampling()})}
     assert {parent: len(rows) for parent, rows in tokens(batch).items()} == {100: 4, 101: 4, 102: 4}
     lengths = batch.lengths("response_ids")
     assert (lengths <= 6).all()
@@ -148,6 +149,16 @@ def test_weights_are_taken_over_and_stamped_on_tokens(worker: RolloutWorker) -> 
 def test_greedy_rows_say_that_their_logprobs_are_undivided(worker: RolloutWorker) -> None:
     batch = rows_of(worker.generate(prompts_of([3]), sampling=Sampling(temperature=0, max_tokens=3)))
     assert batch.numpy("temperature").tolist() == [1.0]
+
+
+def test_samples_of_a_part_of_the_distribution_come_without_logprobs(worker: RolloutWorker) -> None:
+    for sampling in (
+        Sampling(max_tokens=3, top_p=0.9),
+        Sampling(max_tokens=3, top_k=5),
+        Sampling(max_tokens=3, min_tokens=2),
+    ):
+        batch = rows_of(worker.generate(prompts_of([3]), sampling=sampling))
+        assert "response_logprobs" not in batch and "response_versions" in batch
 
 
 def test_no_prompts_give_no_batches(worker: RolloutWorker) -> None:

@@ -1,0 +1,75 @@
+"""Sampling: how the tokens of a response are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import Field, field_validator
+
+from ..dataflow.column import OLD_LOGPROBS, RESPONSE_LOGPROBS
+from ..dataflow.config import Config
+
+LOWEST_TEMPERATURE = 0.01
+"""vLLM draws at this temperature whatever is asked for between 0 and it."""
+
+
+class Sampling(Config):
+    """How tokens are drawn, and with it what their log-probabilities are those of.
+
+    A trainer knows the whole distribution at a temperature. What draws from another one (`top_p`, `top_k`, `min_tokens`) leaves
+    the column `response_logprobs` out: a ratio of the trainer's probabilities to them would compare two distributions and not
+    two policies.
+
+    >>> Sampling(temperature=0.7).writes, Sampling(top_p=0.9).writes
+    (('response_logprobs',), ())
+    """
+
+    max_tokens: int = Field(default=64, ge=1)
+    """Longest response, in tokens, the stop token included."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Divides the logits; 0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Smallest set of tokens whose probability reaches this; 1 keeps all."""
+    top_k: int = Field(default=0, ge=0)
+    """Most likely tokens kept; 0 keeps all."""
+    min_tokens: int = Field(default=0, ge=0)
+    """No stop token before this many tokens."""
+    ignore_stop: bool = False
+    """Go on to `max_tokens` whatever is sampled (for benchmarks)."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _is_drawn_at(cls, temperature: float) -> float:
+        if 0 < temperature < LOWEST_TEMPERATURE:
+            raise ValueError(f"temperature must be 0 (greedy) or at least {LOWEST_TEMPERATURE}, not {temperature}")
+        return temperature
+
+    @property
+    def greedy(self) -> Sampling:
+        """The most likely token each time, and otherwise the same.
+
+        >>> Sampling(max_tokens=8, top_p=0.9).greedy
+        Sampling(max_tokens=8, temperature=0.0, top_p=0.9, top_k=0, min_tokens=0, ignore_stop=False)
+        """
+        return self.model_copy(update={"temperature": 0.0})
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Columns that only some samplings write."""
+        return tuple(c for c in (str(RESPONSE_LOGPROBS),) if c not in self.leaves_out)
+
+    @property
+    def leaves_out(self) -> Mapping[str, str]:
+        """Columns that this sampling does not write, and why; a graph says so to whoever reads them."""
+        cut = []
+        if self.temperature:  # a greedy token is the likeliest of any set that is kept
+            cut += [f"top_p={self.top_p}"] * (self.top_p < 1) + [f"top_k={self.top_k}"] * (self.top_k > 0)
+        cut += [f"min_tokens={self.min_tokens}"] * (self.min_tokens > 0 and not self.ignore_stop)
+        if not cut:
+            return {}
+        return {
+            str(
+                RESPONSE_LOGPROBS
+            ): f"with {', '.join(cut)} tokens are drawn from a part of the distribution, and the trainer knows "
+            f"only the whole; sample without, or compare with the trainer's own: PolicyLoss(old={str(OLD_LOGPROBS)!r})"
+        }
