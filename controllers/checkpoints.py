@@ -26,17 +26,19 @@ from pydantic import Field
 
 from ..dataflow.buffer import LOG, restore
 from ..dataflow.config import Config
-from ..dataflow.disk import Disk, is_full
-from ..dataflow.errors import RunError, UserError
+from ..dataflow.disk import Disk, is_full, make_folder
+from ..dataflow.errors import RunError, UserError, nearest
 from ..dataflow.graph import Graph
 from ..dataflow.handle import Handle
+from ..dataflow.inspection import BUFFER
 from ..dataflow.log import LogReader, Position
 from ..dataflow.manifest import verify, write_manifest
 from ..workers.dispatch import Dispatch
 from ..workers.remote import dispatch_of
 from .backend import Event
 from .group import Call, WorkerGroup
-from .run_directory import RunDirectory
+from .run_directory import RunDirectory, check_name, hold, is_used
+from .run_lock import RunLock
 
 FOLDER = "checkpoints"
 BEFORE = ".before_"
@@ -149,12 +151,13 @@ class Hands(Protocol):
 class Checkpoints:
     """The checkpoints of one run. One is written at a time: one that falls due meanwhile waits for it."""
 
-    def __init__(self, run: Path, config: CheckpointConfig, hands: Hands) -> None:
-        self.folder = run / FOLDER
+    def __init__(self, run: RunDirectory, config: CheckpointConfig, hands: Hands) -> None:
+        self.folder = run.path / FOLDER
+        self._run = run
         self.config = config
         self._hands = hands
         self._path: Path | None = None
-        """Where the one that is being written will be; until then it stands beside it, with a dot in front."""
+        """Where the one that is being written will be."""
         self._copying: set[str] = set()
         self._writing: dict[str, WorkerGroup] = {}
         """Groups that have not said that their part is on the disk."""
@@ -187,9 +190,10 @@ class Checkpoints:
         """Have each of these groups copy its state, and write it in the background."""
         assert not self.under_way
         path = self.folder / f"step_{state.step:06d}"
-        unfinished = _unfinished(path)
+        unfinished = self._unfinished(path)
         shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
+        make_folder(self.folder)
+        make_folder(unfinished)
         state.write(unfinished)
         self._path, self.no_room = path, ""
         self.saved_step = state.step
@@ -247,25 +251,34 @@ class Checkpoints:
             if not self._naming.done():
                 return
             error, self._naming = self._naming.exception(), None
+            if isinstance(error, RunError):  # another driver has taken the run over
+                raise error
             if error is not None and not is_full(error):
                 raise RunError(f"checkpoint {self._path} could not be completed: {error}") from error
             self.no_room = str(error or "")
         if self.no_room:
-            shutil.rmtree(_unfinished(self._path), ignore_errors=True)
+            shutil.rmtree(self._unfinished(self._path), ignore_errors=True)
             self.saved_step = -1
         self._path = None
 
     def _name(self, path: Path, values: Callable[[str], Mapping[int, float]]) -> None:
-        write_manifest(_unfinished(path))
+        write_manifest(self._unfinished(path))
+        self._run.check(sure=True)
         before = path.with_name(f"{BEFORE}{path.name}")
         if path.exists():  # of a run that was ended twice within a step
             path.rename(before)
-        _unfinished(path).rename(path)
+        self._unfinished(path).rename(path)
         Disk().sync_folder(self.folder)
-        shutil.rmtree(before, ignore_errors=True)
+        if before.exists():
+            _remove(before)
         self._prune(values)
 
+    def _unfinished(self, path: Path) -> Path:
+        """Where a checkpoint is written until it is whole: in a folder that no driver before or after this one has."""
+        return path.with_name(f".{path.name}.start_{self._run.starts}")
+
     def _prune(self, values: Callable[[str], Mapping[int, float]]) -> None:
+        self._run.check(sure=True)
         found = checkpoints(self.folder)
         keep = {*found[: self.config.keep], self._best(found, values)}
         for path in found:
@@ -292,10 +305,6 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def _unfinished(path: Path) -> Path:
-    return path.with_name(f".{path.name}")
-
-
 def checkpoints(folder: Path) -> list[Path]:
     """The whole checkpoints in a folder, latest first."""
     return sorted((p for p in folder.glob("step_*") if re.fullmatch(r"step_\d+", p.name)), key=step_of, reverse=True)
@@ -318,9 +327,11 @@ class Found:
     def run(self) -> Path:
         return self.path.parent.parent
 
-    def reopen(self) -> RunDirectory:
-        """The directory of the run as it was then."""
-        return RunDirectory.reopen(self.run, self.state.step, self.state.time_s, self.state.position)
+    def reopen(self, lock: RunLock) -> RunDirectory:
+        """The directory of the run as it was then, which this process holds."""
+        directory = RunDirectory.reopen(self.run, self.state.step, self.state.time_s, self.state.position, lock)
+        directory.origin = f"goes on after step {self.state.step}, from {self.path}"
+        return directory
 
     @property
     def groups(self) -> list[str]:
@@ -341,7 +352,7 @@ def latest_sound(run: Path) -> Found | None:
         else:
             state = RunState.read(path)
             passed_over = [f"{one}; the checkpoint before it is used" for one in damage]
-            return Found(path, state, [*passed_over, *_wrong_before(state.position, run / "buffer" / LOG)])
+            return Found(path, state, [*passed_over, *_wrong_before(state.position, run / BUFFER / LOG)])
     if damage:
         raise UserError("no checkpoint of the run is sound: " + "; ".join(damage))
     return None
@@ -352,7 +363,7 @@ def what_is_wrong(path: Path) -> str:
     if wrong := [str(one) for one in verify(path)]:
         return ", ".join(wrong)
     position = RunState.read(path).position
-    buffer = path.parent.parent / "buffer"
+    buffer = path.parent.parent / BUFFER
     try:
         history = restore(buffer, at=position)
     except (UserError, RuntimeError, OSError) as error:
@@ -373,34 +384,94 @@ def _wrong_before(position: Position, log: Path) -> list[str]:
     ]
 
 
-def find(resume: str | Path, root: Path, name: str | None) -> Found | None:
-    """Where to go on; None: a new run.
+def open_run(
+    resume: str | Path, root: Path, name: str | None, accept: Callable[[Found | None], None]
+) -> tuple[RunDirectory, Found | None]:
+    """Hold the run that a driver is to do: one that goes on from a checkpoint, or a new one (None). Its directory notes why.
 
     Args:
         resume: "none"; "latest", of the run `name` (default: the newest run that has any); or the folder of a run, or of one
             of its checkpoints.
+        accept: raises UserError when what was found is of another kind.
 
     Raises:
-        UserError: there is no such folder, or it is damaged.
+        UserError: another driver holds the run, there is no such folder, or it is damaged.
     """
+    if name is not None:
+        check_name(name, "name")
+    run, looked = _where(resume, root, name)
+    if run is not None:
+        lock = hold(run)
+        try:
+            found = _at(Path(resume), run) if is_checkpoint(Path(resume)) else latest_sound(run)
+            accept(found)
+            if found is not None:
+                return found.reopen(lock), found
+        except BaseException:
+            lock.give_back()
+            raise
+        lock.give_back()
+    accept(None)
+    directory = RunDirectory.create(root, name, aside=resume == "latest")
+    if looked:
+        directory.origin = f"{looked}; the run begins with step 1"
+        directory.notes.insert(0, directory.origin)
+    return directory, None
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether it is the folder of one checkpoint of a run."""
+    return path.resolve().parent.name == FOLDER and path.is_dir()
+
+
+def _where(resume: str | Path, root: Path, name: str | None) -> tuple[Path | None, str]:
+    """The run to go on with, if there is one; else what was looked for, and what there is."""
     if resume == "none":
-        return None
+        return None, ""
     if resume == "latest":
-        runs = [root / name] if name else sorted(root.glob("*"), key=lambda p: p.stat().st_mtime, reverse=True)
-        for run in runs:
-            if found := latest_sound(run.resolve()):
-                return found
-        return None
+        return _latest_run(root.resolve(), name)
     path = Path(resume).resolve()
-    if path.parent.name == FOLDER and path.is_dir():
-        if wrong := what_is_wrong(path):
-            raise UserError(f"checkpoint {resume} is damaged: {wrong}")
-        state = RunState.read(path)
-        found = Found(path, state, _wrong_before(state.position, path.parent.parent / "buffer" / LOG))
-    else:
-        found = latest_sound(path)
-    if found is not None and name not in (None, found.run.name):
-        raise UserError(f"resume={str(resume)!r} is of the run {found.run.name!r}, not of {name!r}")
-    if found is not None:
-        return found
-    raise UserError(f"resume={str(resume)!r} is neither a run that has a checkpoint, nor a checkpoint of one")
+    run = path.parent.parent if is_checkpoint(path) else path
+    if not has_checkpoints(run):
+        there = _checkpointed(run.parent)
+        raise UserError(
+            f"resume={str(resume)!r} is neither a run that has a checkpoint, nor a checkpoint of one"
+            f"{nearest(run.name, [*(p.name for p in there), 'latest', 'none'])}"
+        )
+    if name not in (None, run.name):
+        raise UserError(f"resume={str(resume)!r} is of the run {run.name!r}, not of {name!r}")
+    return run, ""
+
+
+def _latest_run(root: Path, name: str | None) -> tuple[Path | None, str]:
+    there = _checkpointed(root)
+    if name is None:
+        return next(iter(there), None), f"resume='latest': no run in {root} has a checkpoint"
+    run = root / name
+    if has_checkpoints(run):
+        return run, ""
+    others = ", ".join(f"{p.name!r} (step {step_of(checkpoints(p / FOLDER)[0])})" for p in there[:5])
+    known = f"; checkpoints are in {others}" if others else "; no run there has one"
+    if (run / FOLDER).exists() and not (run / FOLDER).is_dir():
+        return None, f"damaged: resume='latest': {run / FOLDER} is not a folder, so nothing can be gone on from{known}"
+    what = "there is no checkpoint of run" if is_used(run) else "there is no run"
+    return None, f"resume='latest': {what} {name!r} in {root}{nearest(name, [p.name for p in there])}{known}"
+
+
+def has_checkpoints(run: Path) -> bool:
+    return bool(checkpoints(run / FOLDER)) or any((run / FOLDER).glob(f"{BEFORE}*"))
+
+
+def _checkpointed(root: Path) -> list[Path]:
+    """Runs that have checkpoints, newest first."""
+    runs = [p for p in root.glob("*") if p.is_dir() and has_checkpoints(p)]
+    return sorted(runs, key=lambda p: p.stat().st_mtime, reverse=True)
+
+
+def _at(path: Path, run: Path) -> Found:
+    """One checkpoint, which the user named."""
+    path = run / FOLDER / path.resolve().name
+    if wrong := what_is_wrong(path):
+        raise UserError(f"checkpoint {path} is damaged: {wrong}")
+    state = RunState.read(path)
+    return Found(path, state, _wrong_before(state.position, run / BUFFER / LOG))

@@ -45,9 +45,9 @@ from .checkpoints import (
     can_be_ended,
     check_saved,
     checkpoints,
-    find,
     has_state,
     latest_sound,
+    open_run,
 )
 from .checks import all_handles, check_apart, check_followed, check_kinds, check_room
 from .failures import Failures
@@ -57,7 +57,7 @@ from .group import Call, WorkerGroup
 from .placement import Placement, resolve
 from .progress import Progress
 from .recording import FUNCTIONS, RECORD, with_recording
-from .run_directory import RunDirectory
+from .run_directory import check_name
 from .schedule import Asynchronous, OnePass, Share, Training
 from .shell import num_tokens
 from .weight_passing import WeightPassing
@@ -121,6 +121,7 @@ class Driver:
                 taken back to its last checkpoint, or ends.
             buffer: how much the sample buffer may hold, and how it keeps it.
             checkpoint: when the run saves what it needs to go on.
+            name: of the run's directory below `root`; default: the time. A run has one driver: while it lives, another is refused.
             resume: "none" for a new run; "latest" to go on from the last sound checkpoint of the run `name` (of the newest that has
                 any, without a name), or to begin where there is none; or the folder of a run or of one of its checkpoints.
             stop: ends the run early when it says so of a step's metrics.
@@ -134,6 +135,7 @@ class Driver:
         )
         names = ["train", *(e.name for e in evaluations)]
         for taken in names:
+            check_name(taken, "Evaluation(..., name")
             if names.count(taken) > 1:
                 raise UserError(
                     f"two graphs of the run are called {taken!r}; give each Evaluation(..., name=...) its own"
@@ -142,6 +144,8 @@ class Driver:
         for one in graphs:
             one.validate(also=graphs)
         handles = all_handles(graphs)
+        for called in handles:
+            check_name(called, "weft.group(..., name")
         self._placement = resolve(placement, handles)
         self._backend = backend or Local()
         self._backend.check(self._placement)
@@ -165,12 +169,12 @@ class Driver:
         self._handles = {**handles, FUNCTIONS: Handle(FunctionWorker, functions, FUNCTIONS)}
         self._placement = resolve(self._placement, self._handles)
         self._graphs = {"train": graph} | {e.name: e.graph for e in evaluations}
-        self._resumed = self._find_checkpoint(resume, Path(root), name)
-        check_saved(checkpoint, graphs, handles, self._resumed)
-        if self._resumed is None:
-            self.directory = RunDirectory.create(Path(root), name, aside=resume == "latest")
-        else:
-            self.directory = self._resumed.reopen()
+
+        def accept(found: Found | None) -> None:
+            self._check_found(found)
+            check_saved(checkpoint, graphs, handles, found)
+
+        self.directory, self._resumed = open_run(resume, Path(root), name, accept)
         self._progress = Progress(schedule.steps, self.directory.path, enabled=progress)
         self._described = {
             "seed": seed,
@@ -198,7 +202,7 @@ class Driver:
     def _begin(self) -> None:
         """What each start of the run begins with: the first, and those from a checkpoint."""
         self._disk.write(lambda: self.directory.write_config(self._described, self._graphs["train"].mermaid()))
-        self._checkpoints = Checkpoints(self.directory.path, self._checkpoint_config, self)
+        self._checkpoints = Checkpoints(self.directory, self._checkpoint_config, self)
         self.buffer: SampleBuffer | None = None
         """The rows of the run, while it lives."""
         self.groups: dict[str, WorkerGroup] = {}
@@ -228,7 +232,11 @@ class Driver:
 
     def __enter__(self) -> Driver:
         """Start the worker groups and give every follower its leader's weights."""
-        self._start_groups()
+        try:
+            self._start_groups()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def _start_groups(self) -> None:
@@ -240,11 +248,25 @@ class Driver:
         folder, resumed = self.directory.path / "buffer", self._resumed
         if resumed is None:
             self.buffer = SampleBuffer.create(
-                folder, graphs, config=config, node=this_node(), clock=self._backend.clock
+                folder,
+                graphs,
+                config=config,
+                node=this_node(),
+                clock=self._backend.clock,
+                fence=self.directory.lock,
             )
         else:
-            self.buffer = SampleBuffer.recover(
-                folder, graphs, config=config, node=this_node(), at=resumed.state.position, clock=self._backend.clock
+            at = resumed.state.position
+            self.buffer = self._disk.write(  # what is kept of the log is copied
+                lambda: SampleBuffer.recover(
+                    folder,
+                    graphs,
+                    config=config,
+                    node=this_node(),
+                    at=at,
+                    clock=self._backend.clock,
+                    fence=self.directory.lock,
+                )
             )
             self._checkpoints.go_on_from(resumed)
             self._progress.resumed(resumed.path, resumed.state.step, [*resumed.damage, *self.buffer.damage])
@@ -270,7 +292,7 @@ class Driver:
             for leader in dict.fromkeys(e.leader for e in self._follows):
                 self._weights.pass_on(leader)
             self._wait_for_all()
-            self._progress.started(self._graphs, self.groups, self._placement)
+            self._progress.started(self._graphs, self.groups)
         except BaseException:
             self.close()
             raise
@@ -279,7 +301,14 @@ class Driver:
         self.close()
 
     def close(self) -> None:
-        """End every process of the run; what was measured is on disk."""
+        """End every process of the run; what was measured is on disk, and others may go on with it."""
+        try:
+            self._stop_groups()
+        finally:
+            if self.directory.lock is not None:
+                self.directory.lock.release()
+
+    def _stop_groups(self) -> None:
         try:
             try:
                 self.directory.close()
@@ -320,9 +349,7 @@ class Driver:
         for group in flow.ledger.group_ids:
             flow.ledger.lose(group, "the run was started again, and its evaluation is given up", issue_again=False)
 
-    def _find_checkpoint(self, resume: str | Path, root: Path, name: str | None) -> Found | None:
-        """Where this run goes on; None where it begins."""
-        found = find(resume, root, name)
+    def _check_found(self, found: Found | None) -> None:
         if found is not None and found.state.seed != self._seed:
             raise UserError(f"{found.path} is of a run with seed={found.state.seed}, not {self._seed}")
         kind = type(self._schedule).__name__
@@ -330,7 +357,6 @@ class Driver:
             raise UserError(
                 f"{found.path} is of a run under {found.state.schedule}, not {kind}: its rows are of another age"
             )
-        return found
 
     def _load(self, found: Found) -> None:
         """Give every group that has a state the one of the checkpoint."""
@@ -372,7 +398,10 @@ class Driver:
         return latest is not None and self._restarts[latest.name] < MAX_RESTARTS
 
     def _start_again(self, error: WorkerDied) -> None:
-        self.close()
+        self._stop_groups()
+        lock = self.directory.lock
+        assert lock is not None
+        lock.renew()
         try:
             found = latest_sound(self.directory.path)
         except UserError as damaged:
@@ -380,7 +409,7 @@ class Driver:
         assert found is not None
         self._restarts[found.path.name] += 1
         self._resumed = found
-        self.directory = found.reopen()
+        self.directory = found.reopen(lock)
         self._progress.died(str(error))
         self._begin()
         self._start_groups()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..dataflow import disk
+from ..dataflow.buffer import LOG
 from ..dataflow.config import Config
 from ..dataflow.disk import PARTIAL, Disk, is_full, set_aside
 from ..dataflow.errors import UserError
@@ -34,13 +38,18 @@ from ..dataflow.journal import (
     values_from,
     values_of,
 )
-from ..dataflow.log import Position
+from ..dataflow.log import Position, last_epoch
+from .run_lock import FOLDER as LOCK
+from .run_lock import RunLock, epochs
 
 JOURNALS = tuple(name + ending for name in (METRICS, TIMELINE) for ending in (PARQUET, STREAM))
-FILES = ("config.json", "graph.mmd", *JOURNALS)
+CONFIG = "config.json"
+FILES = (CONFIG, "graph.mmd", *JOURNALS)
 """What a run leaves behind for people. None of it is needed to go on."""
 FOLDERS = ("buffer", "checkpoints", "logs", "samples", "skipped")
 SAMPLES = re.compile(r"(?P<flow>.+)_(?P<step>\d+)\.arrow")
+MAX_NAME_BYTES = 200
+"""File systems allow 255, and something is appended to a name."""
 RECENT = 64
 """Steps whose metrics are remembered, for what is measured of them later."""
 
@@ -51,12 +60,14 @@ class RunDirectory:
     flush_interval_s = 5.0
     """How old metrics and timeline on disk may be while a run goes on."""
 
-    def __init__(self, path: Path, starts: int = 0) -> None:
+    def __init__(self, path: Path, lock: RunLock | None = None) -> None:
         self.path = path
-        self.starts = starts
-        """How often the run was started again."""
+        self.lock = lock
+        """Whoever writes into a run holds it."""
         self.notes: list[str] = []
         """What was found damaged and set aside, said at the start."""
+        self.origin = "begins with step 1"
+        """Where the run begins or goes on, and why there."""
         self._disk = Disk()
         self._metrics = Journal(path / f"{METRICS}{STREAM}", VALUES, disk=self._disk)
         self._timeline = Journal(path / f"{TIMELINE}{STREAM}", CALLS, disk=self._disk)
@@ -73,28 +84,28 @@ class RunDirectory:
         Raises:
             UserError: when `name` is taken already.
         """
-        make_folder(root, f"root {str(root)!r}")
-        if name is None:
-            name = time.strftime("%Y%m%d-%H%M%S")
-            taken, number = name, 2
-            while (root / name).exists():
-                name, number = f"{taken}-{number}", number + 1
-        path = (root / name).resolve()
-        used = path.exists() and any(path.iterdir())
-        if used and aside:
+        make_folder(root, f"root {str(root)!r}", private=False)
+        path = _unused(root.resolve()) if name is None else root.resolve() / name
+        if aside and is_used(path):
+            lock = hold(path) if path.is_dir() else None  # refused while its driver lives
             set_aside(path, "begun")
-        elif used:
-            raise UserError(f"run directory {root / name} is used already; give the run another name, or remove it")
-        make_folder(path / "logs", f"run directory {str(root / name)!r}")
-        return cls(path)
+            if lock is not None:
+                lock.release()
+        make_folder(path, f"run directory {str(root / path.name)!r}")
+        lock = hold(path)
+        if is_used(path):
+            lock.give_back()
+            raise UserError(f"run directory {path} is used already; give the run another name, or remove it")
+        make_folder(path / "logs", f"run directory {str(path)!r}")
+        return cls(path, lock)
 
     @classmethod
-    def reopen(cls, path: Path, step: int, time_s: float, position: Position) -> RunDirectory:
+    def reopen(cls, path: Path, step: int, time_s: float, position: Position, lock: RunLock) -> RunDirectory:
         """The directory of a run which goes on after `step`, `time_s` after its start and at this position of its log; what came
         later is forgotten. What is damaged is set aside and named in `notes`: none of it is needed to go on."""
-        directory = cls(path)
+        directory = cls(path, lock)
         directory._set_aside_what_is_no_file()
-        directory.starts = directory._starts_before() + 1
+        directory._set_aside_damaged_config()
         for samples in (path / "samples").glob("*.arrow"):
             name = SAMPLES.fullmatch(samples.name)
             if name and int(name["step"]) > step and samples.is_file():
@@ -124,17 +135,23 @@ class RunDirectory:
         aside = set_aside(self.path / name, "damaged")
         self.notes.append(f"damaged: {self.path / name} ({why}); it is set aside as {aside.name}")
 
-    def _starts_before(self) -> int:
-        """How often the run was started again before. A damaged `config.json` does not say it; names of segments do."""
-        config = self.path / "config.json"
+    def _set_aside_damaged_config(self) -> None:
         try:
-            return int(json.loads(config.read_text())["starts"])
+            json.loads((self.path / CONFIG).read_text())
         except FileNotFoundError:
-            self.notes.append(f"{config} is gone; it is written again")
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            self._set_aside(config.name, error)
-        names = (re.match(r".*-(\d+)\.\d+\.arrow", p.name) for p in (self.path / BUFFER).glob("segments/*/*"))
-        return max((int(name[1]) for name in names if name), default=0)
+            self.notes.append(f"{self.path / CONFIG} is gone; it is written again")
+        except (OSError, ValueError) as error:
+            self._set_aside(CONFIG, error)
+
+    @property
+    def starts(self) -> int:
+        """How often the run was started again: a name that a writer of segments had is never used again."""
+        return self.lock.epoch - 1 if self.lock else 0
+
+    def check(self, *, sure: bool = False) -> None:
+        """Before anything is written; raises TakenOverError when another driver goes on with the run. See `RunLock.check`."""
+        if self.lock is not None:
+            self.lock.check(sure=sure)
 
     def _read(self, name: str, read: Callable[[Path], pa.Table | None], columns: Sequence[str]) -> pa.Table | None:
         """Metrics or timeline, which have these columns; None, and a note, where they are damaged or gone."""
@@ -155,8 +172,11 @@ class RunDirectory:
         return self.path / "samples" / f"{flow}_{step:06d}.arrow"
 
     def write_config(self, config: Mapping[str, Any], drawing: str) -> None:
-        described = json.dumps({**config, "starts": self.starts}, indent=2, default=_plain) + "\n"
-        self._disk.write_whole(self.path / "config.json", described.encode())
+        self.check()
+        described = (
+            json.dumps({**config, "starts": self.starts, "origin": self.origin}, indent=2, default=_plain) + "\n"
+        )
+        self._disk.write_whole(self.path / CONFIG, described.encode())
         self._disk.write_whole(self.path / "graph.mmd", drawing.encode())
 
     def add_metrics(self, row: Mapping[str, float]) -> Mapping[str, float]:
@@ -200,25 +220,83 @@ class RunDirectory:
         """
         if when_due and time.monotonic() - self._flushed <= self.flush_interval_s:
             return
+        self.check()
         self._metrics.flush()
         self._timeline.flush()
         self._flushed = time.monotonic()
 
     def close(self) -> None:
         """Make Parquet files of metrics and timeline: the run is over."""
+        self.check()
         for journal in (self._metrics, self._timeline):
             journal.close()
         to_parquet(self.path)
 
 
-def make_folder(path: Path, what: str) -> None:
-    """Make a folder, and those above it.
+def check_name(name: object, what: str) -> None:
+    """The name of a run, a worker group or an evaluation is part of paths, and must not lead elsewhere.
+
+    Args:
+        what: it is the name of, as the user said it.
+
+    Raises:
+        UserError: the rule, and the nearest name that is right.
+    """
+    text = str(name)
+    leads_on = not text.isprintable() or text.startswith(".") or text != text.strip() or {*text} & {"/", "\\"}
+    if isinstance(name, str) and name and not leads_on and len(text.encode()) <= MAX_NAME_BYTES:
+        return
+    plain = re.sub(r"[^\w.=,+@ -]+", "-", text).strip(" .-")[: MAX_NAME_BYTES // 4]
+    raise UserError(
+        f"{what}={name!r} cannot name a folder: a name has at least one character and at most {MAX_NAME_BYTES} bytes, no slash, "
+        "no control character, and neither a dot nor a space at its beginning"
+        + (f"; did you mean {plain!r}?" if plain else "")
+    )
+
+
+def hold(run: Path) -> RunLock:
+    """Hold a run that is there; its epoch is larger than all before, also when the folder of the lock was removed.
+
+    Raises:
+        UserError: somebody else holds it.
+    """
+    return RunLock.take(run, after=0 if epochs(run) else _last_epoch(run))
+
+
+def _last_epoch(run: Path) -> int:
+    try:
+        return int(json.loads((run / CONFIG).read_text())["starts"]) + 1
+    except (OSError, ValueError, TypeError, KeyError):
+        return last_epoch(run / BUFFER / LOG)
+
+
+def is_used(path: Path) -> bool:
+    """Whether a run was begun there."""
+    return path.exists() and (not path.is_dir() or any(inside.name != LOCK for inside in path.iterdir()))
+
+
+def _unused(root: Path) -> Path:
+    """A new folder, named after the time; of two that ask at once each gets its own."""
+    taken = root / time.strftime("%Y%m%d-%H%M%S")
+    for number in itertools.count(1):
+        path = taken if number == 1 else taken.with_name(f"{taken.name}-{number}")
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+            return path
+    raise AssertionError
+
+
+def make_folder(path: Path, what: str, *, private: bool = True) -> None:
+    """Make a folder, and those above it. Nobody else may look into a private one.
 
     Raises:
         UserError: it cannot be made; `what` the user said names it.
     """
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        if private:
+            disk.make_folder(path)
+        else:
+            path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         if is_full(error):
             raise

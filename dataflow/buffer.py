@@ -21,12 +21,12 @@ from typing import Any
 from pydantic import Field
 
 from .config import Config
-from .disk import Disk, is_full
+from .disk import Disk, is_full, make_folder
 from .errors import DamagedSegment, LeaseError, RecoveryError, UserError, nearest
 from .graph import Graph
 from .ledger import Ledger
 from .ledger_state import load, save
-from .log import Log, LogReader, Position, Record, has_position, read_checkpoint, write_checkpoint
+from .log import Fence, Log, LogReader, Position, Record, has_position, read_checkpoint, write_checkpoint
 from .operation import Shape
 from .rows import Fate, Ids, Lease, Published
 from .segment_files import with_file
@@ -107,17 +107,21 @@ class SampleBuffer:
         node: str = "driver",
         disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
+        fence: Fence | None = None,
     ) -> SampleBuffer:
         """A new buffer in a folder that has none.
+
+        Args:
+            fence: keeps the log to one writer.
 
         Raises:
             UserError: when the folder has a log already.
         """
         if (folder / LOG).exists() and any(True for _ in LogReader(folder / LOG)):
             raise UserError(f"{folder} holds the buffer of a run already; SampleBuffer.recover() goes on with it")
-        (folder / SEGMENTS / node).mkdir(parents=True, exist_ok=True)
+        _make_folders(folder, node)
         disk = disk or Disk()
-        log = Log(folder / LOG, sync_interval_s=config.sync_interval_s, disk=disk, clock=clock)
+        log = Log(folder / LOG, sync_interval_s=config.sync_interval_s, disk=disk, clock=clock, fence=fence)
         ids = Ids()
         ledgers = {name: Ledger(graph, ids=ids, name=name, log=log, clock=clock) for name, graph in graphs.items()}
         for name, graph in graphs.items():
@@ -137,6 +141,7 @@ class SampleBuffer:
         check: Callable[[Segment], None] | None = None,
         disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
+        fence: Fence | None = None,
     ) -> SampleBuffer:
         """The buffer of a run that was ended, as its log says it stood; who held leases is gone, so their rows are free.
 
@@ -147,6 +152,7 @@ class SampleBuffer:
             graphs: those of the run; None takes their outlines from the log, for looking only.
             at: go back to this position (of a checkpoint that belongs to a saved model); None: the end.
             check: raises DamagedSegment for columns that cannot be read; None reads the folders of all nodes here.
+            fence: keeps the log to one writer.
 
         Raises:
             UserError: when there is no log, or the graphs are not those of the run.
@@ -154,10 +160,12 @@ class SampleBuffer:
         """
         if not (folder / LOG).exists():
             raise UserError(f"{folder} holds no log of a run ({LOG})")
-        (folder / SEGMENTS / node).mkdir(parents=True, exist_ok=True)
+        _make_folders(folder, node)
         disk = disk or Disk()
         history = restore(folder, graphs, at=at, clock=clock)
-        log = Log(folder / LOG, at=history.end, sync_interval_s=config.sync_interval_s, disk=disk, clock=clock)
+        log = Log(
+            folder / LOG, at=history.end, sync_interval_s=config.sync_interval_s, disk=disk, clock=clock, fence=fence
+        )
         for path in folder.glob("*.checkpoint*"):  # of a future that was given up, damaged, or never completed
             if path not in history.checkpoints:
                 path.unlink()
@@ -233,8 +241,10 @@ class SampleBuffer:
             going_on: a run will go on from a checkpoint, so rows that were in flight there stay, too.
         """
         try:
-            self.commit(sync=True)
-            self.log.close()
+            try:
+                self.commit(sync=True)
+            finally:
+                self.log.close()
         except OSError as error:
             if not is_full(error):  # what is in the log is whole; what is not was not promised
                 raise
@@ -440,6 +450,8 @@ def _take(history: History, record: Record, graphs: Mapping[str, Graph] | None, 
             history.notes[record["key"]] = record["value"]
         case "ledger" | "group" | "lease":
             pass  # the state of a ledger: loaded together
+        case "epoch":
+            pass  # of a writer
         case _:
             history.ledgers[record["graph"]].replay(record)
 
@@ -487,6 +499,11 @@ def _latest_checkpoint(
         best = best or (position, state)
     start, records = best or (Position(), [])
     return start, records, sound
+
+
+def _make_folders(folder: Path, node: str) -> None:
+    for made in (folder, folder / SEGMENTS, folder / SEGMENTS / node):
+        make_folder(made)
 
 
 def _segments_of(ledgers: Iterable[Ledger]) -> set[Segment]:

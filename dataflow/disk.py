@@ -20,6 +20,13 @@ def is_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder of a run, which nobody else may look into. One that is there stays as it is."""
+    if not path.parent.is_dir():
+        path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+
+
 def set_aside(path: Path, why: str) -> Path:
     """Rename what stands in the way, of whatever kind, to `NAME.WHY-1` (or -2, ...) beside it; returns its new path."""
     numbered = (path.with_name(f"{path.name}.{why}-{number}") for number in itertools.count(1))
@@ -33,7 +40,7 @@ class Disk:
 
     def open(self, path: Path) -> int:
         """A descriptor that appends; the file is made when it is not there."""
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
 
     def write(self, descriptor: int, data: bytes) -> None:
         """All of the data, at the end of the file: it survives the death of this process."""

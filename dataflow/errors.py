@@ -9,6 +9,7 @@
      │   ├─ StalledError                       rows are in flight, and nothing can move
      │   ├─ StalenessError                     rows are older than the schedule allows
      │   ├─ WeightSyncError                    a receiver holds other weights than were published
+     │   ├─ TakenOverError                     another driver goes on with the run
      │   ├─ RecoveryError                      the log of a run cannot be replayed
      │   ├─ DamagedSegment                     columns of rows cannot be read any more
      │   ├─ LeaseError                         rows were handled that are somebody else's
@@ -99,6 +100,12 @@ class WeightSyncError(RunError):
     """A receiver did not arrive at the weights that the sender published."""
 
     advice = "Nothing was generated with the wrong weights. Go on from the last checkpoint with resume='latest'."
+
+
+class TakenOverError(RunError):
+    """Another driver goes on with the run: this one was taken for dead, and writes no more. The message says who."""
+
+    advice = "Nothing is to be done for the run: the other driver goes on from its last checkpoint."
 
 
 class RecoveryError(RunError):

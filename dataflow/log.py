@@ -5,23 +5,30 @@
 The checksum is the CRC-32 of this record, started from that of the record before: a torn, changed, missing or repeated
 line shows, and what stands before it is still proven. Records are written together (group commit): `append` costs no
 system call, `commit` one. A position in the log is a number of bytes; a checkpoint names one.
+
+A log has one writer. Whoever goes on with it copies what it keeps into a new file, and gives that the name of the old one: a
+writer that was taken for dead and still lives appends to a file without a name. A `Fence` tells it so before each commit.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from .disk import Disk
+from .disk import PARTIAL, Disk
+from .errors import TakenOverError
 
 Record = Mapping[str, Any]
 """What happened: `do` says what, the rest depends on it. Values are those of JSON."""
 
+_CHUNK_BYTES = 4 << 20
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -31,6 +38,18 @@ class Position:
 
     offset: int = 0
     checksum: int = 0
+
+
+class Fence(Protocol):
+    """What keeps a run to one writer."""
+
+    def check(self) -> None:
+        """This process may write; raises TakenOverError when another one does."""
+        ...
+
+    def record(self) -> Record:
+        """What the log says of the writer that begins here: `do` is "epoch", and `epoch` is larger than all before it."""
+        ...
 
 
 class Log:
@@ -44,12 +63,14 @@ class Log:
         sync_interval_s: float = 0.5,
         disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
+        fence: Fence | None = None,
     ) -> None:
         """Whatever stands behind `at` is cut off, and kept beside the log as `NAME.cut-OFFSET`.
 
         Args:
             sync_interval_s: how much of the log the loss of power may cost at most; the death of a process costs nothing
                 that was committed.
+            fence: asked before each commit; its record is the first that this writer appends.
         """
         self.path = path
         self._disk = disk or Disk()
@@ -61,14 +82,33 @@ class Log:
         """Something may stand behind the place where what is pending goes."""
         self.position = at
         """The end of what was appended, committed or not."""
-        self._unsynced = path.exists()
-        """Whoever wrote what is there may have died before it was synced."""
+        self._unsynced = False
+        self._fence = fence
         if path.exists():
             self._keep_what_is_cut(at.offset)
-        self._descriptor = self._disk.open(path)
-        self._disk.truncate(self._descriptor, at.offset)
-        self._disk.sync_folder(path.parent)
+        self._descriptor = self._begin_file(at.offset)
         self._synced = clock()
+        if fence is not None:
+            self.append(fence.record())
+
+    def _begin_file(self, size: int) -> int:
+        """A file of this writer's own in the place of the log, with so much of what is there; whole at every moment."""
+        unnamed = self.path.with_name(self.path.name + PARTIAL)
+        unnamed.unlink(missing_ok=True)
+        descriptor = self._disk.open(unnamed)
+        try:
+            if size:
+                with self.path.open("rb") as before:
+                    for start in range(0, size, _CHUNK_BYTES):
+                        self._disk.write(descriptor, before.read(min(_CHUNK_BYTES, size - start)))
+            self._disk.sync(descriptor)
+            self._disk.rename(unnamed, self.path)
+            self._disk.sync_folder(self.path.parent)
+        except OSError:
+            self._disk.close(descriptor)
+            unnamed.unlink(missing_ok=True)
+            raise
+        return descriptor
 
     def _keep_what_is_cut(self, offset: int) -> None:
         with self.path.open("rb") as file:
@@ -80,7 +120,7 @@ class Log:
             number += 1
             kept = self.path.with_name(f"{name}-{number}")
         if cut:
-            kept.write_bytes(cut)
+            self._disk.write_whole(kept, cut)
 
     def append(self, record: Record) -> None:
         """Note what happened; it is on disk after the next `commit`."""
@@ -89,7 +129,12 @@ class Log:
         self.position = Position(self.position.offset + len(line), int(line[:8], 16))
 
     def commit(self, *, sync: bool = False) -> None:
-        """Write what was appended, all at once; `sync` it, or when the last time is longer ago than the interval."""
+        """Write what was appended, all at once; `sync` it, or when the last time is longer ago than the interval.
+
+        Raises:
+            TakenOverError: another process writes the log by now.
+        """
+        self._check()
         offset, lines = self._pending
         if self._torn:
             self._disk.truncate(self._descriptor, offset)
@@ -108,6 +153,20 @@ class Log:
             self._disk.sync(self._descriptor)
             self._synced = self._clock()
             self._unsynced = False
+
+    def _check(self) -> None:
+        if self._descriptor < 0:  # closed: there is nothing to write
+            return
+        if self._fence is not None:
+            self._fence.check()
+        try:
+            own = os.path.samestat(os.stat(self.path), os.fstat(self._descriptor))
+        except (FileNotFoundError, NotADirectoryError):
+            own = False
+        if not own:
+            raise TakenOverError(
+                f"{self.path} is not the file any more that this process writes: another one goes on with it"
+            )
 
     def close(self) -> None:
         """Commit, sync, and let go of the file."""
@@ -167,6 +226,28 @@ def has_position(path: Path, position: Position) -> bool:
             file.seek(start)
             tail, size = file.read(position.offset - start), 4 * size
     return tail.endswith(b"\n") and tail[tail.rfind(b"\n", 0, -1) + 1 :].startswith(b"%08x " % position.checksum)
+
+
+def last_epoch(path: Path) -> int:
+    """The largest epoch that a log knows of; 0 without any."""
+    try:
+        return max((r["epoch"] for r in LogReader(path) if r.get("do") == "epoch"), default=0)
+    except OSError:
+        return 0
+
+
+def find_fork(path: Path, damage: Position, *, look_back: int = 1000) -> int | None:
+    """Where the record that cannot follow at `damage` goes on from: the place of an earlier record, if it was written by somebody who
+    did not know of what stands between."""
+    reader = LogReader(path)
+    places = deque([reader.end], look_back)
+    for _ in reader:
+        places.append(reader.end)
+    with path.open("rb") as file:
+        file.seek(damage.offset)
+        line = file.readline()
+    after = (p.offset for p in reversed(places) if line[:9] == b"%08x " % zlib.crc32(line[9:-1], p.checksum))
+    return next(after, None)
 
 
 def write_checkpoint(path: Path, position: Position, records: Iterable[Record], *, disk: Disk | None = None) -> None:

@@ -12,7 +12,7 @@ What is proven of each graph:
 - a node that takes groups claims all of a group, when no more rows of it can come; a quorum the first that were ready;
 - a node does without rows alone that are ready for it, and not claimed; if it takes groups, without whole ones;
 - only the holder of a live lease publishes, only rows of that lease, each once; a map or group leaves none out;
-- a started run holds no lease of the run before it;
+- a started run holds no lease of the run before it, and its epoch is larger than all before: one run has one writer;
 - no update trains on rows older than its bound, but masked;
 - in the end every row is exactly one of waiting, leased, done or dropped.
 """
@@ -28,7 +28,7 @@ from typing import Any
 
 from .buffer import LOG, checkpoints
 from .errors import UserError, Violation
-from .log import LogReader, Position, Record, read_checkpoint
+from .log import LogReader, Position, Record, find_fork, read_checkpoint
 from .rows import MAX_CHILDREN
 
 MOST_VIOLATIONS = 1000
@@ -67,7 +67,7 @@ class Proof:
     leases: dict[str, int]
     """How many were granted, finished and released, and how many are open."""
     restarts: int
-    """Those that found leases; a restart between two claims leaves no trace."""
+    """Epochs but the first; of a log without epochs, the restarts that found leases."""
     segments: int
     """Segments that the log refers to."""
     checkpoints: int
@@ -279,6 +279,7 @@ class Witness:
         self._segments: set[tuple[str, str, int]] = set()
         self._granted, self._finished, self._released = 0, 0, 0
         self._restarts, self._restarting = 0, False
+        self._epoch = 0
         self._records, self._offset = 0, 0
         self._checkpoint_paths = checkpoints(folder)
         self._sound_checkpoints = 0
@@ -299,6 +300,7 @@ class Witness:
         places = self._places_of_checkpoints()
         reader, position = LogReader(self.log), Position()
         take = {
+            "epoch": self._begin_epoch,
             "graph": self._graph,
             "source": self._source,
             "note": self._note,
@@ -315,7 +317,7 @@ class Witness:
             self._offset = position.offset
             try:
                 do = record["do"]
-                if self._restarting and do != "lose" and record.get("why") != RESTARTED:
+                if self._restarting and do not in ("lose", "epoch") and record.get("why") != RESTARTED:
                     self._end_restart()
                 if do not in take:
                     raise Violation("no such record is known; the log was written by another version")
@@ -344,7 +346,11 @@ class Witness:
                 file.seek(position.offset)
                 lines = sum(1 for line in file if line.endswith(b"\n"))
             if lines:  # what a kill leaves behind is one line without an end; this was changed, or the disk lost a part
-                self.violations.append(f"{reader.damage}; {lines} whole lines from there on prove nothing")
+                fork = find_fork(self.log, position)
+                why = (
+                    "" if fork is None else f"; it goes on from byte {fork}: two processes appended to this log at once"
+                )
+                self.violations.append(f"{reader.damage}; {lines} whole lines from there on prove nothing{why}")
             else:
                 self.damage.append(reader.damage)
         if not self._records:
@@ -401,6 +407,16 @@ class Witness:
         for (graph, token), lease in self._leases.items():
             who = f"lease {token} of node {lease.node.name!r} in graph {graph!r}, claimed at byte {lease.offset},"
             self._complain(f"the run was started again, but {who} was not released")
+
+    def _begin_epoch(self, record: Record) -> None:
+        epoch = record["epoch"]
+        if epoch <= self._epoch:
+            who = f"host {record['host']!r}, process {record['pid']}, since {record['since']}"
+            self._complain(f"epoch {epoch} ({who}) begins after epoch {self._epoch}: two drivers wrote this log")
+        if self._epoch:
+            self._restarts += not self._restarting
+            self._restarting = True
+        self._epoch = max(epoch, self._epoch)
 
     # Rows come in
 

@@ -81,6 +81,7 @@ def run(
     kill_at: int | None = None,
     kill: Callable[[], NoReturn] | None = None,
     evaluate: bool = True,
+    at_step: Callable[[Mapping[str, float]], None] = lambda metrics: None,
     **settings: Any,
 ) -> tuple[list[Any], list[dict[str, float]]]:
     rollout, actor = group(SlowRollout, name="rollout"), group(SavingActor, name="actor")
@@ -88,6 +89,7 @@ def run(
     rollout.follows(actor)
 
     def stop(metrics: Mapping[str, float]) -> bool:
+        at_step(metrics)
         if kill_at is not None and metrics["step"] >= kill_at:
             if kill is not None:
                 kill()

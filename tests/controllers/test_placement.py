@@ -67,4 +67,4 @@ def test_metrics_that_come_later_leave_holes_before(tmp_path: Path):
         {"step": 0.0, "loss": None},
         {"step": 1.0, "loss": 0.5},
     ]
-    assert sorted(p.name for p in run.path.iterdir()) == ["logs", "metrics.parquet"], "nothing half-written"
+    assert sorted(p.name for p in run.path.iterdir()) == ["lock", "logs", "metrics.parquet"], "nothing half-written"

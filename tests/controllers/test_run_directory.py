@@ -9,10 +9,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_checkpoints import Killed, run
+from test_checkpoints import Killed, SavingActor, run
+from test_schedules import SlowRollout
+from toy import ToyReward, prompts, toy_evaluation, toy_grpo
 
 from weft.controllers.checkpoints import CheckpointConfig, checkpoints
+from weft.controllers.driver import Driver, Evaluation
+from weft.controllers.run_directory import check_name
 from weft.controllers.schedule import Synchronous
+from weft.dataflow.errors import UserError
+from weft.dataflow.handle import group
 from weft.dataflow.journal import VALUES, begin_again, present, read_metrics, read_timeline, values_from
 
 SCHEDULE = Synchronous(steps=4, prompts_per_step=3)
@@ -114,3 +120,94 @@ def test_a_file_in_the_place_of_a_folder_is_set_aside(run_dir: Path, capsys: pyt
     for name in ("samples", "logs", "skipped"):
         assert f"run/{name} (it is not a folder)" in said
         assert (run_dir / f"{name}.damaged-1").read_text() == "no folder"
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../../x", "a/b", "/tmp/x", "a\\b", ".hidden", "a\nb", " a", "x" * 250]
+)
+@pytest.mark.parametrize("resume", ["latest", "none"])
+def test_a_name_that_leads_out_of_the_root_is_refused_and_nothing_is_touched(tmp_path: Path, name: str, resume: str):
+    (tmp_path / "root" / "other").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"^name='.*' cannot name a folder"):
+        run(tmp_path / "root", SCHEDULE, evaluate=False, resume=resume, name=name)
+    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*")) == ["root", "root/other"]
+
+
+def test_a_name_that_is_wrong_is_told_the_nearest_right_one():
+    with pytest.raises(UserError, match=r"did you mean 'runs-mine'\?"):
+        check_name("../runs/mine", "name")
+    for name in ("my-run", "2026-11-22T04:20", "run.begun-1", "lr=1e-3, seed 1", "Übung"):
+        check_name(name, "name")
+
+
+def test_names_of_groups_and_evaluations_lead_nowhere_else(tmp_path: Path):
+    rollout, actor = group(SlowRollout, name="rollout"), group(SavingActor, name="../actor")
+    rollout.follows(actor)
+    reward = group(ToyReward, name="reward")
+    graph = toy_grpo(prompts(10), rollout=rollout, reward=reward, actor=actor)
+    with pytest.raises(UserError, match=r"^weft.group\(..., name='../actor' cannot name"):
+        Driver(graph, schedule=SCHEDULE, root=tmp_path / "runs")
+    other = toy_evaluation(prompts(2, "held_out"), rollout=rollout, reward=reward)
+    with pytest.raises(UserError, match=r"^Evaluation\(..., name='../x' cannot name"):
+        Driver(graph, schedule=SCHEDULE, root=tmp_path / "runs", evaluations=[Evaluation(other, name="../x")])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_link_in_the_place_of_a_run_is_moved_aside_and_not_what_it_leads_to(tmp_path: Path):
+    (tmp_path / "root").mkdir()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("mine")
+    (tmp_path / "root" / "run").symlink_to(tmp_path / "mine")
+    run(tmp_path / "root", SCHEDULE, evaluate=False, resume="latest")
+    assert (tmp_path / "root" / "run.begun-1").is_symlink() and not (tmp_path / "root" / "run").is_symlink()
+    assert (tmp_path / "mine" / "notes").read_text() == "mine"
+
+
+# What there is to go on from
+
+
+def origin(run_dir: Path) -> str:
+    return json.loads((run_dir / "config.json").read_text())["origin"]
+
+
+def test_a_misspelt_name_is_said_in_the_first_line_with_the_nearest_there_is(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    root = run_dir.parent
+    run(root, SCHEDULE, evaluate=False, resume="latest", name="rnu", progress=True)
+    first = capsys.readouterr().out.splitlines()[0]
+    assert (
+        first
+        == origin(root / "rnu")
+        == (
+            f"resume='latest': there is no run 'rnu' in {root}; did you mean 'run'?; checkpoints are in 'run' (step 2); "
+            "the run begins with step 1"
+        )
+    )
+
+
+def test_what_a_requeued_job_finds_nothing_of_it_begins_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(Killed):
+        run(tmp_path, SCHEDULE, evaluate=False, resume="latest", kill_at=1, progress=True)
+    said = capsys.readouterr().out.splitlines()[0]
+    assert (
+        said
+        == f"resume='latest': there is no run 'run' in {tmp_path}; no run there has one; the run begins with step 1"
+    )
+    (tmp_path / "run" / "checkpoints").write_text("no folder")
+    run(tmp_path, SCHEDULE, evaluate=False, resume="latest", progress=True)
+    said = capsys.readouterr().out.splitlines()[0]
+    assert "run/checkpoints is not a folder" in said and (tmp_path / "run.begun-1").is_dir()
+
+
+def test_where_a_run_goes_on_is_kept_in_its_configuration(run_dir: Path):
+    go_on(run_dir)
+    assert origin(run_dir) == f"goes on after step 2, from {run_dir / 'checkpoints' / 'step_000002'}"
+
+
+def test_a_run_path_that_is_misspelt_is_told_the_nearest_there_is(run_dir: Path):
+    with pytest.raises(UserError, match=r"neither a run that has a checkpoint, .*did you mean 'run'\?"):
+        run(run_dir.parent, SCHEDULE, evaluate=False, resume=run_dir.parent / "rum", name=None)

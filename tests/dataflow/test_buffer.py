@@ -94,8 +94,8 @@ class FragileDisk(Disk):
     dead: bool = False
     paths: dict[int, Path] = field(default_factory=dict)
     synced: dict[Path, int] = field(default_factory=dict)
-    renames: list[tuple[Path, Path]] = field(default_factory=list)
-    """Those that may be undone."""
+    renames: list[tuple[Path, Path, bytes | None]] = field(default_factory=list)
+    """Those that may be undone, with what was there before."""
     cut: dict[Path, bytes] = field(default_factory=dict)
     """What was in files whose truncation may be undone."""
 
@@ -143,9 +143,11 @@ class FragileDisk(Disk):
 
     def rename(self, source: Path, target: Path) -> None:
         when = self._reach("rename")
+        before = target.read_bytes() if target.exists() else None
         super().rename(source, target)
         self.synced[target] = self.synced.pop(source)
-        self.renames.append((source, target))
+        self.paths = {d: target if path == source else path for d, path in self.paths.items()}
+        self.renames.append((source, target, before))
         self._end(when)
 
     def sync_folder(self, folder: Path) -> None:
@@ -168,10 +170,12 @@ class FragileDisk(Disk):
 
     def lose_power(self, chance: random.Random) -> None:
         self.bury()
-        for source, target in reversed(self.renames):
+        for source, target, before in reversed(self.renames):
             if chance.random() < 0.5 and target.exists():
                 target.rename(source)
                 self.synced[source] = self.synced.pop(target)
+                if before is not None:
+                    target.write_bytes(before)
         for path, content in self.cut.items():
             if chance.random() < 0.5:
                 path.write_bytes(content)

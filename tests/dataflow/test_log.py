@@ -1,14 +1,19 @@
 """The log: whatever happens to its bytes is found and named, and what stands before it is used."""
 
 import errno
+import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from weft.dataflow.disk import Disk
-from weft.dataflow.log import Log, LogReader, Position, has_position, read_checkpoint, write_checkpoint
+from weft.dataflow.errors import TakenOverError
+from weft.dataflow.log import Log, LogReader, Position, find_fork, has_position, read_checkpoint, write_checkpoint
 
 RECORDS = [{"do": "note", "key": f"k{i}", "value": [i] * (i % 4)} for i in range(6)]
 
@@ -192,11 +197,8 @@ def test_the_log_is_synced_when_it_is_told_to_or_the_interval_is_over(tmp_path: 
 
 def test_what_somebody_else_left_unsynced_is_synced(tmp_path: Path):
     end, disk = write(tmp_path / "log")[-1], CountingDisk()
-    log = Log(tmp_path / "log", at=end, disk=disk, clock=lambda: 0.0)
-    disk.calls.clear()
-    log.commit(sync=True)
-    assert disk.calls == ["sync"]
-    log.close()
+    Log(tmp_path / "log", at=end, disk=disk, clock=lambda: 0.0).close()
+    assert disk.calls == ["write", "sync"]
 
 
 def test_a_full_disk_loses_nothing_and_the_next_commit_completes(tmp_path: Path):
@@ -353,3 +355,82 @@ def test_a_checkpoint_for_which_there_is_no_room_leaves_the_one_before(tmp_path:
         write_checkpoint(path, Position(3, 4), RECORDS, disk=disk)
     assert read_checkpoint(path) == (Position(1, 2), RECORDS[:2])
     assert list(tmp_path.iterdir()) == [path], "what was written of it does not take the room"
+
+
+# Two writers
+
+
+class Overtaken(CountingDisk):
+    """Somebody else does something just before a write: after the writer has looked whether it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: list[Callable[[], None]] = []
+
+    def write(self, descriptor: int, data: bytes) -> None:
+        for act in [self.before.pop()] if self.before else []:
+            act()
+        super().write(descriptor, data)
+
+
+@given(st.lists(st.sampled_from(["append", "commit", "take over", "take over in a commit"]), max_size=40))
+@settings(max_examples=150, deadline=None)
+def test_two_writers_that_commit_in_turns_never_share_a_file(moves: list[str]):
+    """Whoever opened the log last owns it: all that it commits is in it, and whoever came before is told so."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, disk = Path(folder, "log"), Overtaken()
+        owner = Log(path, disk=disk)
+        others: list[Log] = []
+        committed: list[Any] = []
+        pending: list[Any] = []
+
+        def take_over() -> None:
+            nonlocal owner
+            others.append(owner)
+            reader = LogReader(path)
+            committed[:] = list(reader)
+            pending.clear()
+            owner = Log(path, at=reader.end, disk=disk)
+
+        for number, move in enumerate(moves):
+            for log in [*others, owner]:
+                record = {"do": "note", "key": "k", "value": [number, len(others)]}
+                if move == "append":
+                    log.append(record)
+                    pending += [record] * (log is owner)
+                elif move == "commit" and log is owner:
+                    log.commit()
+                    committed += pending
+                    pending.clear()
+                elif move == "commit":
+                    with pytest.raises(TakenOverError, match="another one goes on with it"):
+                        log.commit(sync=True)
+            if move == "take over":
+                take_over()
+            elif move == "take over in a commit":
+                before, owes = owner, bool(pending)
+                disk.before.append(take_over)
+                before.commit()  # it has looked, and does not know yet
+                disk.before.clear()
+                assert (owner is not before) == owes
+                if owes:
+                    with pytest.raises(TakenOverError):
+                        before.commit()
+            found, reader = read(path)
+            assert found == committed and reader.damage is None
+        for log in others:
+            with pytest.raises(TakenOverError):
+                log.close()
+        owner.close()
+        assert read(path)[0] == committed + pending
+
+
+def test_a_log_that_two_processes_appended_to_shows_where_they_parted(tmp_path: Path):
+    write(tmp_path / "one", RECORDS)
+    write(tmp_path / "other", [*RECORDS[:3], {"do": "else"}, *RECORDS[4:]])
+    one, other = ((tmp_path / name).read_bytes().splitlines(keepends=True) for name in ("one", "other"))
+    (tmp_path / "both").write_bytes(b"".join([*one[:5], *other[3:], *one[5:]]))
+    records, reader = read(tmp_path / "both")
+    assert records == RECORDS[:5] and reader.damage
+    assert find_fork(tmp_path / "both", reader.end) == len(b"".join(one[:3]))
+    assert find_fork(tmp_path / "one", read(tmp_path / "one")[1].end) is None

@@ -3,9 +3,10 @@
 import json
 import random
 import re
+import shutil
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from weft.dataflow.errors import UserError
 from weft.dataflow.graph import SOURCE, Graph, Recording, Rows, TableSource
 from weft.dataflow.handle import Handle
 from weft.dataflow.ledger import Ledger
-from weft.dataflow.log import Log, LogReader, Position, read_checkpoint, write_checkpoint
+from weft.dataflow.log import Log, LogReader, Position, Record, read_checkpoint, write_checkpoint
 from weft.dataflow.operation import Operation, Shape
 from weft.dataflow.proof import Proof, prove
 from weft.dataflow.rows import MAX_CHILDREN, Lease, Published, Staleness
@@ -563,6 +564,51 @@ def test_a_torn_tail_and_what_was_cut_off_are_reported_and_are_no_violation(tmp_
     SampleBuffer.recover(tmp_path / "run", {"train": dapo()}, check=lambda segment: None).log.close()
     proof = prove(tmp_path / "run")
     assert not proof.violations and proof.restarts == 1 and "bytes were cut off the log" in proof.damage[0]
+
+
+@dataclass
+class Epoch:
+    """A writer of the log."""
+
+    number: int
+
+    def check(self) -> None: ...
+
+    def record(self) -> Record:
+        return {"do": "epoch", "epoch": self.number, "host": "here", "pid": 7, "since": "2026-11-22 04:20:15 UTC"}
+
+
+def test_epochs_in_a_log_count_restarts_and_show_two_drivers(tmp_path: Path):
+    graphs = {"train": dapo()}
+    SampleBuffer.create(tmp_path, graphs, fence=Epoch(1)).close()
+    for number in (2, 5):
+        buffer = SampleBuffer.recover(tmp_path, graphs, fence=Epoch(number), check=lambda segment: None)
+        if number == 2:
+            buffer.ledgers["train"].issue([0], [2], round=0)
+            buffer.ledgers["train"].claim(buffer.ledgers["train"].graph.nodes[0])
+        buffer.log.close()
+    proof = prove(tmp_path)
+    assert not proof.violations and proof.restarts == 2, "also the one that found no lease"
+    SampleBuffer.recover(tmp_path, graphs, fence=Epoch(4)).log.close()
+    (violation,) = prove(tmp_path).violations
+    assert (
+        "epoch 4 (host 'here', process 7, since 2026-11-22 04:20:15 UTC) begins after epoch 5: two drivers" in violation
+    )
+
+
+def test_a_log_that_two_drivers_appended_to_is_refuted_with_the_place_where_they_parted(tmp_path: Path):
+    buffer = drive(tmp_path / "run", dapo())
+    place = buffer.log.position
+    buffer.note("step", 1)
+    buffer.commit()
+    shutil.copy(tmp_path / "run" / "ledger.log", tmp_path / "other")
+    other = Log(tmp_path / "other", at=place)
+    other.append({"do": "note", "key": "step", "value": 2})
+    other.close()
+    log = tmp_path / "run" / "ledger.log"
+    log.write_bytes(log.read_bytes() + (tmp_path / "other").read_bytes()[place.offset :])
+    (violation,) = prove(tmp_path / "run").violations
+    assert f"it goes on from byte {place.offset}: two processes appended to this log at once" in violation
 
 
 def test_a_folder_without_a_log_is_the_users_mistake(tmp_path: Path):
