@@ -292,7 +292,7 @@ class Driver:
             for leader in dict.fromkeys(e.leader for e in self._follows):
                 self._weights.pass_on(leader)
             self._wait_for_all()
-            self._progress.started(self._graphs, self.groups)
+            self._progress.started(self._graphs, self.groups, self._placement)
         except BaseException:
             self.close()
             raise

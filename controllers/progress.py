@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..dataflow.graph import Graph
+from .placement import Place
 
 
 class Progress:
@@ -54,7 +55,10 @@ class Progress:
     def left(self, checkpoints: Path) -> None:
         self.say(f"ended early, and saved in {checkpoints}; resume='latest' goes on from there")
 
-    def started(self, graphs: Mapping[str, Graph], groups: Mapping[str, Any]) -> None:
+    def started(self, graphs: Mapping[str, Graph], groups: Mapping[str, Any], placement: Mapping[str, Place]) -> None:
+        fewer = [f"{n} {placement[n].ranks}" for n, group in groups.items() if placement[n].ranks > len(group.mesh)]
+        if fewer:
+            self.say(f"the backend gives each group one rank, the placement asks for more: {', '.join(fewer)}")
         sizes = ", ".join(f"{name} x{len(group.mesh)}" for name, group in groups.items())
         self.say(f"{', '.join(g.name for g in graphs.values())} on {sizes}")
         self._began = time.monotonic()

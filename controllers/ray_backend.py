@@ -163,7 +163,7 @@ class RayBackend:
         place = setup.placement[name]
         rendezvous = self._rendezvous(name) if place.ranks > 1 else None
         sharing = sum(1 for p in setup.placement.values() if p.pool.name == place.pool.name)
-        context = Context(name, rank, place.ranks, rendezvous, setup.run_dir, setup.seed)
+        context = Context(name, rank, place.ranks, rendezvous, setup.run_dir, setup.seed, watched=True)
         data = setup.files, names, life, self._peers
         actor = self._actor(setup.handles[name], place, context, pools[place.pool.name], sharing, data)
         self._actors[name, rank] = actor

@@ -20,6 +20,7 @@ from ..dataflow.errors import SampleError, nearest
 from ..dataflow.metrics import Max, Mean, Metrics
 from ..dataflow.operation import ALL_COLUMNS
 from ..dataflow.tokenizer import Tokenizer
+from .deadline import deadline
 from .dispatch import Dispatch
 from .remote import remote
 from .worker import Context, Worker
@@ -41,8 +42,9 @@ class RewardConfig(Config):
     """Model folder (or Hugging Face id) whose tokenizer turns response tokens into text."""
 
     deadline_s: float | None = pydantic.Field(default=None, gt=0)
-    """Seconds that a sample may take. Under Ray, a process that takes longer is ended and replaced, and what it had not scored is
-    asked again; the third time at the same sample ends the run. None: the driver's `call_timeout_s`."""
+    """Seconds that a sample may take; then what was not scored is asked again, and the third time at the same sample ends the run. Under
+    Ray the process is ended and replaced; under `Local` the function is interrupted, where it runs Python and no debugger.
+    None: the driver's `call_timeout_s`."""
 
     @pydantic.field_validator("function")
     @classmethod
@@ -138,6 +140,7 @@ class RewardWorker(Worker):
         values = {name: samples[name].to_pylist() for name in self.config.columns(samples.columns)}
         if self.config.takes_text:
             values[str(RESPONSE)] = self._tokenizer.decode(samples[RESPONSE_IDS].to_pylist())
+        limit = None if self.context.watched else self.config.deadline_s
         rewards: list[float] = []
         first, said = 0, time.monotonic()
         for k, sample_id in enumerate(samples["sample_id"].to_pylist()):
@@ -146,7 +149,8 @@ class RewardWorker(Worker):
                 first, rewards, said = k, [], time.monotonic()
             self.context.at(sample_id)
             try:
-                reward = self.config.function(**{name: column[k] for name, column in values.items()})
+                with deadline(limit, f"reward function {_name(self.config.function)}"):
+                    reward = self.config.function(**{name: column[k] for name, column in values.items()})
             except Exception as error:
                 error.sample_ids = (sample_id,)  # pyright: ignore[reportAttributeAccessIssue]
                 raise

@@ -26,6 +26,8 @@ class Context:
     """URL for `torch.distributed.init_process_group`, or None in a group of one."""
     run_dir: Path | None = None
     seed: int = 0
+    watched: bool = False
+    """This process is ended and replaced when it is silent for too long; otherwise a worker keeps its own deadlines."""
     at: Callable[[int | None], None] = lambda sample_id: None
     """To be told which sample is worked on (None: none), where one of them may hang or end the process: it is blamed then, instead of
     all that the call has not finished."""

@@ -345,6 +345,15 @@ def test_a_row_draws_from_what_no_other_of_its_group_does_under_any_schedule(tmp
     assert len(drawn) == 4 and all(sorted(d) == [[], [2], [3, 0, 2], [3, 1, 2]] for d in drawn.values())
 
 
+def test_ranks_that_a_backend_does_not_give_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    pool = ResourcePool("two", cpus=2)
+    placement = {"rollout": Place(pool, ranks=2), "reward": Place(pool)}
+    schedule = Synchronous(steps=1, prompts_per_step=4)
+    with Driver(training(), schedule=schedule, placement=placement, root=tmp_path, name="run") as driver:
+        driver.run()
+    assert "the backend gives each group one rank, the placement asks for more: rollout 2\n" in capsys.readouterr().out
+
+
 # What goes wrong
 
 

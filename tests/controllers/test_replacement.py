@@ -261,6 +261,19 @@ def test_a_sample_at_which_the_reward_always_hangs_ends_the_run_and_no_other_is_
         scored(tmp_path, words, "hangs", 9, RayBackend(), deadline_s=1)
 
 
+def test_a_reward_that_hangs_in_this_process_is_interrupted_and_its_sample_asked_again(tmp_path: Path, words: Path):
+    metrics = scored(tmp_path, words, "hangs", 2, Local(), deadline_s=0.02)
+    assert metrics[-1]["repeated_rows"] > 0 and "replaced_workers" not in metrics[-1]
+
+
+def test_a_reward_that_always_hangs_in_this_process_ends_the_run_with_its_sample(tmp_path: Path, words: Path):
+    said = (
+        r"sample \d+ \(row 3 of source 'prompts'\)\..*TimeoutError: reward function .*length took longer than 0\.02 s"
+    )
+    with pytest.raises(WorkerError, match=said):
+        scored(tmp_path, words, "hangs", 9, Local(), deadline_s=0.02)
+
+
 def test_a_reward_that_fails_now_and_then_is_asked_again(tmp_path: Path, words: Path):
     metrics = scored(tmp_path, words, "raises", 2, Local())
     assert metrics[-1]["repeated_rows"] > 0 and "replaced_workers" not in metrics[-1]
