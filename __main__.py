@@ -55,6 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     sql = add("sql", _sql, "ask DuckDB about the tables rows, columns, samples, metrics, timeline")
     sql.add_argument("query", metavar="QUERY", help="such as 'select state, count(*) from rows group by state'")
     sql.add_argument("--limit", type=int, default=100, help="how many rows are shown (100)")
+    sql.add_argument(
+        "--timeout", metavar="SECONDS", type=float, default=60, help="give the question up after so long (60)"
+    )
     add("archive", _archive, "write all samples into one Parquet file, samples.parquet")
     timeline = add(
         "timeline", _timeline, "say how busy each worker group of a run was, and draw what it did when", rooms
@@ -142,7 +145,8 @@ def _sql(options: argparse.Namespace) -> int:
     from .dataflow.inspection import as_text, query
 
     notes: list[str] = []
-    print(as_text(query(_run(options.run), options.query, notes), limit=options.limit))
+    answer = query(_run(options.run), options.query, notes, timeout_s=options.timeout)
+    print(as_text(answer, limit=options.limit))
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     return 0

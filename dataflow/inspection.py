@@ -6,6 +6,7 @@ It reads files only: the log, the segments of rows in flight, the samples, metri
 from __future__ import annotations
 
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -193,18 +194,31 @@ def steps_in_log(folder: Path, last: int, end: Position) -> list[dict[str, float
 
 # SQL
 
+MAX_ROWS = 100_000
+TIMEOUT_S = 60.0
+_LOCKED = (
+    "python_enable_replacements = false",  # else a name in the question may be a variable of this program
+    "enable_external_access = false",  # files, other databases, extensions
+    "lock_configuration = true",
+)
 
-def query(run: Path, sql: str, notes: list[str] | None = None) -> pa.Table:
+
+def query(
+    run: Path, sql: str, notes: list[str] | None = None, *, max_rows: int = MAX_ROWS, timeout_s: float = TIMEOUT_S
+) -> pa.Table:
     """The answer of DuckDB to a question about a run.
 
     Its tables are `rows` (see `HISTORY`), `columns` (of rows in flight: what nodes wrote of them), `samples`, `metrics` and
-    `timeline`, each where the run has it.
+    `timeline`, each where the run has it. DuckDB sees nothing else: it can neither read nor write a file, nor load an extension, nor
+    be told otherwise by the question.
 
     Args:
-        notes: gets a line for each part that could not be read.
+        notes: gets a line for each part that could not be read, and one when the answer is cut.
+        max_rows: the answer is cut after so many rows.
+        timeout_s: the question is given up after so many seconds.
 
     Raises:
-        UserError: when DuckDB is missing, or cannot answer.
+        UserError: when DuckDB is missing, cannot answer, or takes too long.
     """
     try:
         import duckdb
@@ -220,21 +234,35 @@ def query(run: Path, sql: str, notes: list[str] | None = None) -> pa.Table:
         "metrics": lambda: _readable(run, read_metrics, notes),
         "timeline": lambda: _readable(run, read_timeline, notes),
     }
-    with duckdb.connect() as connection:
-        connection.execute("SET python_enable_replacements = false")
+    with duckdb.connect(config={"temp_directory": ""}) as connection:
         known: list[str] = []
         for name, read in tables.items():
             if re.search(rf"\b{name}\b", sql, re.IGNORECASE) and (table := read()) is not None:
                 connection.register(name, table)
                 known.append(name)
+        for setting in _LOCKED:
+            connection.execute(f"SET {setting}")
+        clock = threading.Timer(timeout_s, connection.interrupt)
+        clock.start()
         try:
             answer = connection.sql(sql)
-            return pa.table({}) if answer is None else answer.to_arrow_table()  # None: it was no question
+            if answer is None:  # it was no question
+                return pa.table({})
+            table = answer.limit(max_rows + 1).to_arrow_table()
+            if len(table) > max_rows:
+                notes.append(f"the answer has more than {max_rows} rows; the others are left out")
+            return table.slice(0, max_rows)
+        except duckdb.InterruptException:
+            raise UserError(
+                f"the question was given up after {timeout_s:g} s; ask for less (where ..., limit ...), or allow more time"
+            ) from None
         except duckdb.Error as error:
             there = _choice(tables, "a run's tables are")
             missing = [n for n in tables if n not in known and re.search(rf"\b{n}\b", sql, re.IGNORECASE)]
             lacks = f"; this run has no {' and no '.join(missing)} yet" if missing else ""
             raise UserError(f"{error}{there}{lacks}") from None
+        finally:
+            clock.cancel()
 
 
 def columns(folder: Path, notes: list[str] | None = None) -> pa.Table:

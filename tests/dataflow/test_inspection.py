@@ -239,6 +239,44 @@ def test_a_question_that_cannot_be_answered_says_which_tables_there_are(run: Run
         query(run.path, "select * from metrics")
 
 
+ELSEWHERE = [
+    "select * from read_text('/etc/hostname')",
+    "select * from glob('/etc/*')",
+    "select * from '{file}'",
+    "copy rows to '{file}.csv'",
+    "attach '{file}.db'",
+    "export database '{file}'",
+    "load httpfs",
+    "set enable_external_access = true",
+    "set lock_configuration = false; select 1",
+    "select * from tables",
+]
+
+
+@pytest.mark.parametrize("sql", ELSEWHERE)
+def test_a_question_reaches_nothing_but_the_tables_of_the_run(run: Run, tmp_path: Path, sql: str):
+    file = tmp_path / "seen.parquet"
+    pq.write_table(pa.table({"secret": [1]}), file)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(UserError, match=r"disabled|configuration|does not exist"):
+        query(run.path, sql.format(file=file))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_long_answer_is_cut_with_a_note(run: Run):
+    notes: list[str] = []
+    answer = query(run.path, "select * from range(100) order by 1 desc", notes, max_rows=3)
+    assert answer.column(0).to_pylist() == [99, 98, 97]
+    assert notes == ["the answer has more than 3 rows; the others are left out"]
+    query(run.path, "select * from range(3)", notes, max_rows=3)
+    assert len(notes) == 1
+
+
+def test_a_question_that_takes_too_long_is_given_up(run: Run):
+    with pytest.raises(UserError, match=r"the question was given up after 0\.05 s; ask for less"):
+        query(run.path, "select count(*) from range(100000000000)", timeout_s=0.05)
+
+
 def test_sql_without_duckdb_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch):
     import_module = builtins.__import__
 
@@ -257,7 +295,8 @@ def test_a_table_that_cannot_be_read_is_left_out_with_a_note(run: Run):
     notes: list[str] = []
     with pytest.raises(UserError, match="this run has no metrics yet"):
         query(run.path, "select * from metrics", notes)
-    assert len(notes) == 1 and notes[0].startswith(f"left out: {run.path / 'metrics.parquet'}: ")
+    assert len(notes) == 1 and notes[0].startswith(f"left out: {run.path}: ")
+    assert str(run.path / "metrics.parquet") in notes[0]
 
 
 # Samples
