@@ -40,13 +40,14 @@ Curve = Sequence[tuple[int, float, float]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", default="0,1,2", help="seeds of the runs; default: 0,1,2")
-    parser.add_argument("--steps", type=int, default=250, help="updates of each run; default: 250")
+    parser.add_argument("--seeds", help="seeds of the runs; default: 0,1,2 (--small: 0)")
+    parser.add_argument("--steps", type=int, help="updates of each run; default: 250 (--small: 3)")
     parser.add_argument("--picture", type=Path, default=Path("docs/schedules.png"), help="default: docs/schedules.png")
     parser.add_argument("--small", action="store_true", help="three steps, one seed: not a measurement")
     arguments = parser.parse_args()
-    seeds = [0] if arguments.small else [int(seed) for seed in arguments.seeds.split(",")]
-    more = ["--small"] if arguments.small else ["--steps", str(arguments.steps)]
+    seeds = [int(seed) for seed in (arguments.seeds or ("0" if arguments.small else "0,1,2")).split(",")]
+    steps = arguments.steps or (3 if arguments.small else 250)
+    more = ["--steps", str(steps), *(["--small"] if arguments.small else [])]
     curves: dict[str, list[Curve]] = {name: [] for name in MODES}
     with tempfile.TemporaryDirectory(prefix="weft-curves-") as root:
         run("synchronous", seeds[0], ["--small"], Path(root))  # what is read for the first time is read now

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -43,7 +44,18 @@ class RunSettings(weft.Config):
     resume: str = "none"
     """latest: go on with the run of that name (or the newest); or the folder of a run or a checkpoint."""
     small: bool = False
-    """A few steps on little data from a barely trained model: does everything work?"""
+    """A few steps on little data from a barely trained model: does everything work? Sizes that are given stay as they are."""
+
+    def size(self, given: int | None, full: int, small: int) -> int:
+        """What was given; or else what belongs to a whole run, or to a small one."""
+        if given is not None:
+            return given
+        return small if self.small else full
+
+    @property
+    def judge(self) -> Callable[[str, str], float]:
+        """The reward. A barely trained model gets no sum right: where all rewards are 0, nothing is learned, and nothing tried."""
+        return right_digits if self.small else exact_match
 
     def new_backend(self) -> weft.RayBackend | weft.Local:
         """Of one driver."""
@@ -74,6 +86,15 @@ class SamplingSettings(RunSettings):
 def exact_match(response: str, answer: str) -> float:
     """1 for the right digits, 0 for anything else."""
     return float(response == answer)
+
+
+def right_digits(response: str, answer: str) -> float:
+    """Share of the answer's digits that the response has in their places.
+
+    >>> right_digits("951", "950") == 2 / 3
+    True
+    """
+    return sum(a == b for a, b in zip(response, answer, strict=False)) / len(answer)
 
 
 def make_data(folder: Path, seed: int) -> None:

@@ -35,10 +35,10 @@ METHODS = {
 class Settings(arithmetic.RunSettings):
     method: Literal["rpo", "dpo", "ipo", "simpo", "orpo"] = "rpo"
     """What is optimised; simpo and orpo need no reference."""
-    steps: int = Field(default=200, ge=1)
-    """Updates of the policy."""
-    pairs: int = Field(default=64, ge=1)
-    """Pairs in a step."""
+    steps: int | None = Field(default=None, ge=1)
+    """Updates of the policy. Default: 200, with --small 3."""
+    pairs: int | None = Field(default=None, ge=1)
+    """Pairs in a step. Default: 64, with --small 8."""
 
 
 def preferences(file: Path, model: str, seed: int, limit: int | None = None) -> weft.Prompts:
@@ -64,7 +64,7 @@ def main(settings: Settings) -> None:
     started = time.monotonic()
     cores = weft.ResourcePool("cores", cpus=2)
     placement = {name: weft.Place(cores, ranks=2) for name in ("actor", "reference", "rollout")}
-    steps, number = (3, 8) if settings.small else (settings.steps, settings.pairs)
+    steps, number = settings.size(settings.steps, 200, small=3), settings.size(settings.pairs, 64, small=8)
     loss = METHODS[settings.method]
     task = arithmetic.prepare(settings.root, settings.seed, settings.small)
     model = str(task / "model")

@@ -22,10 +22,10 @@ from weft.dashboard.curve import draw_curve
 class Settings(arithmetic.SamplingSettings):
     placement: Literal["colocated", "apart"] = "colocated"
     """Actor and rollouts take turns on all cores, or each has its own."""
-    steps: int = Field(default=400, ge=1)
-    """Updates of the policy."""
-    prompts: int = Field(default=64, ge=1)
-    """Prompts in a step; each is answered eight times."""
+    steps: int | None = Field(default=None, ge=1)
+    """Updates of the policy. Default: 400, with --small 3."""
+    prompts: int | None = Field(default=None, ge=1)
+    """Prompts in a step; each is answered eight times. Default: 64, with --small 8."""
 
 
 def main(settings: Settings) -> None:
@@ -37,7 +37,7 @@ def main(settings: Settings) -> None:
         placement = {name: weft.Place(weft.ResourcePool(name, cpus=1)) for name in ("actor", "rollout")}
     backend = settings.new_backend()
     backend.check(placement)  # the driver does, too; this is before the warm start
-    steps, prompts = (3, 8) if settings.small else (settings.steps, settings.prompts)
+    steps, prompts = settings.size(settings.steps, 400, small=3), settings.size(settings.prompts, 64, small=8)
     # Data (columns prompt and answer), and a model that a supervised phase has brought to a third of right answers.
     task = arithmetic.prepare(settings.root, settings.seed, settings.small)
     model = str(task / "model")
@@ -48,7 +48,7 @@ def main(settings: Settings) -> None:
     rate = {"learning_rate": 1e-3, "warmup_steps": 10, "decay": "linear", "decay_steps": 500}
     actor = weft.group(weft.ActorWorker, model=model, **rate)
     rollout = weft.group(weft.RolloutWorker, model=model, engine=settings.generator)
-    reward = weft.group(weft.RewardWorker, function=arithmetic.exact_match, tokenizer=model)
+    reward = weft.group(weft.RewardWorker, function=settings.judge, tokenizer=model)
     rollout.follows(actor)
 
     # What happens.

@@ -40,12 +40,12 @@ PAIRS = "pairs/weft.functions/preference_accuracy"
 class Settings(arithmetic.SamplingSettings):
     reward: Literal["model", "exact"] = "model"
     """A reward model, trained first where there is none yet; or the exact match."""
-    steps: int = Field(default=200, ge=1)
-    """Updates of policy and critic."""
-    reward_steps: int = Field(default=300, ge=1)
-    """Updates of the reward model."""
-    prompts: int = Field(default=256, ge=1)
-    """Prompts in a step; each is answered once."""
+    steps: int | None = Field(default=None, ge=1)
+    """Updates of policy and critic. Default: 200, with --small 3."""
+    reward_steps: int | None = Field(default=None, ge=1)
+    """Updates of the reward model. Default: 300, with --small 3."""
+    prompts: int | None = Field(default=None, ge=1)
+    """Prompts in a step; each is answered once. Default: 256, with --small 8."""
 
 
 def spoiled(answer: str, draw: random.Random) -> str:
@@ -76,12 +76,13 @@ def trained_reward_model(task: Path, settings: Settings) -> Path:
 
     It begins as the policy does. Likelihood beside the comparison keeps that of right answers from falling with the wrong ones'.
     """
-    folder, policy = task / f"reward_model_{settings.reward_steps}", str(task / "model")
+    steps = settings.size(settings.reward_steps, 300, small=3)
+    folder, policy = task / f"reward_model_{steps}", str(task / "model")
     if folder.exists():
         return folder
     print("preparing: a reward model, on pairs", flush=True)
     shutil.rmtree(task / "reward_training", ignore_errors=True)  # what an interrupted one left
-    steps, number = (3, 8) if settings.small else (settings.reward_steps, 64)
+    number = 8 if settings.small else 64
     rate = {"learning_rate": 1e-3, "warmup_steps": 5, "decay": "linear", "decay_steps": max(steps, 10)}
     model = weft.group(weft.ActorWorker, name="reward_model", model=policy, **rate)
     held_out = pairs(task / "held_out.parquet", policy, seed=2)
@@ -130,7 +131,7 @@ def main(settings: Settings) -> None:
     placement = {name: weft.Place(cores, ranks=2) for name in placed}
     backend = settings.new_backend()
     backend.check(placement)  # the driver does, too; this is before the models are prepared
-    steps, prompts = (3, 8) if settings.small else (settings.steps, settings.prompts)
+    steps, prompts = settings.size(settings.steps, 200, small=3), settings.size(settings.prompts, 256, small=8)
     task = arithmetic.prepare(settings.root, settings.seed, settings.small)
     model = str(task / "model")
     train = weft.Prompts.read(task / "train.parquet", model)
@@ -144,7 +145,7 @@ def main(settings: Settings) -> None:
         "decay": "linear",
         "decay_steps": max(20, steps * epochs * minibatches),
     }
-    judge = weft.group(weft.RewardWorker, name="reward", function=arithmetic.exact_match, tokenizer=model)
+    judge = weft.group(weft.RewardWorker, name="reward", function=settings.judge, tokenizer=model)
     reward = RewardModel(trained_reward_model(task, settings)) if settings.reward == "model" else judge
     critic = weft.group(weft.CriticWorker, model=model, **rate)
     actor = weft.group(weft.ActorWorker, model=model, **rate)

@@ -31,10 +31,10 @@ class Settings(arithmetic.SamplingSettings):
     """Weight-decomposed LoRA."""
     kl: float = Field(default=0.01, ge=0)
     """Weight of the penalty for leaving the model without its adapter."""
-    steps: int = Field(default=300, ge=1)
-    """Updates of the policy."""
-    prompts: int = Field(default=64, ge=1)
-    """Prompts in a step; each is answered eight times."""
+    steps: int | None = Field(default=None, ge=1)
+    """Updates of the policy. Default: 300, with --small 3."""
+    prompts: int | None = Field(default=None, ge=1)
+    """Prompts in a step; each is answered eight times. Default: 64, with --small 8."""
 
 
 def main(settings: Settings) -> None:
@@ -44,7 +44,7 @@ def main(settings: Settings) -> None:
     placement = {"actor": weft.Place(cores, ranks=2), "rollout": weft.Place(cores, ranks=2)}
     backend = settings.new_backend()
     backend.check(placement)  # the driver does, too; this is before the warm start
-    steps, prompts = (3, 8) if settings.small else (settings.steps, settings.prompts)
+    steps, prompts = settings.size(settings.steps, 300, small=3), settings.size(settings.prompts, 64, small=8)
     # Data (columns prompt and answer), and a model that a supervised phase has brought to a third of right answers.
     task = arithmetic.prepare(settings.root, settings.seed, settings.small)
     model = str(task / "model")
@@ -56,7 +56,7 @@ def main(settings: Settings) -> None:
     lora = weft.Lora(rank=settings.rank, alpha=2 * settings.rank, dora=settings.dora)
     actor = weft.group(weft.ActorWorker, model=model, lora=lora, **rate)
     rollout = weft.group(weft.RolloutWorker, model=model, engine=settings.generator)
-    reward = weft.group(weft.RewardWorker, function=arithmetic.exact_match, tokenizer=model)
+    reward = weft.group(weft.RewardWorker, function=settings.judge, tokenizer=model)
     rollout.follows(actor)
 
     # What happens.

@@ -28,26 +28,18 @@ GREEDY = weft.Sampling(max_tokens=4, temperature=0)
 CORES = weft.Place(weft.ResourcePool("cores", cpus=2), ranks=2)
 
 
-def right_digits(response: str, answer: str) -> float:
-    """Share of the answer's digits that the response has in their places.
-
-    >>> right_digits("951", "950") == 2 / 3
-    True
-    """
-    return sum(a == b for a, b in zip(response, answer, strict=False)) / len(answer)
-
-
 class Settings(arithmetic.RunSettings):
-    supervised_steps: int = Field(default=1000, ge=1)
-    """Most updates of the supervised phase."""
+    supervised_steps: int | None = Field(default=None, ge=1)
+    """Most updates of the supervised phase. Default: 1000, with --small 20."""
     supervised_accuracy: float = Field(default=arithmetic.WARM_ACCURACY, gt=0, le=1)
     """The supervised phase ends where so many held-out sums are right."""
-    steps: int = Field(default=200, ge=1)
-    """Updates of the preference phase."""
-    pairs: int = Field(default=64, ge=1)
-    """Pairs in a step."""
-    sums: int = Field(default=4096, ge=1)
-    """Sums that the supervised model answers, eight times each (rounded up to equal steps); right and wrong answers make pairs."""
+    steps: int | None = Field(default=None, ge=1)
+    """Updates of the preference phase. Default: 200, with --small 3."""
+    pairs: int | None = Field(default=None, ge=1)
+    """Pairs in a step. Default: 64, with --small 8."""
+    sums: int | None = Field(default=None, ge=1)
+    """Sums that the supervised model answers, eight times each (rounded up to equal steps); right and wrong answers make pairs.
+    Default: 4096, with --small 24."""
     likelihood: float = Field(default=1.0, ge=0)
     """Weight of the right answers' own likelihood beside the loss of DPO; 0 is plain DPO, which lowers right answers with wrong ones."""
 
@@ -64,7 +56,8 @@ def fresh_model(settings: Settings) -> Path:
 
 def train_on_answers(task: Path, settings: Settings) -> Path:
     """Phase 1, where it has not been done yet: supervised training on right answers. Returns the model's folder."""
-    folder = task / f"supervised_{settings.supervised_steps}_{settings.supervised_accuracy:g}"
+    steps = settings.size(settings.supervised_steps, 1000, small=20)
+    folder = task / f"supervised_{steps}_{settings.supervised_accuracy:g}"
     fresh = str(task / "untrained")
     if folder.exists():
         return folder
@@ -80,7 +73,7 @@ def train_on_answers(task: Path, settings: Settings) -> Path:
 
     with weft.Driver(
         supervised(answers, actor=actor),
-        schedule=weft.Synchronous(steps=20 if settings.small else settings.supervised_steps, prompts_per_step=256),
+        schedule=weft.Synchronous(steps=steps, prompts_per_step=256),
         evaluations=[weft.Evaluation(evaluate(held_out, rollout=rollout, reward=reward, sampling=GREEDY), every=4)],
         stop=lambda metrics: metrics.get(ACCURACY, 0.0) >= settings.supervised_accuracy,
         placement={"actor": CORES, "rollout": CORES},
@@ -104,15 +97,14 @@ def sampled_pairs(prompts, *, rollout, reward):
 
 def answer_in_pairs(task: Path, model: str, settings: Settings) -> weft.Prompts:
     """Phase 2, where it has not been done yet: the supervised model's right and wrong answers to sums of the training set."""
-    file = Path(model) / f"pairs_{settings.sums}.jsonl"
+    number = settings.size(settings.sums, 4096, small=24)
+    file = Path(model) / f"pairs_{number}.jsonl"
     if not file.exists():
         print("phase 2: the supervised model answers, and right answers are put beside wrong ones", flush=True)
         shutil.rmtree(task / "sampling_phase", ignore_errors=True)
-        number = 24 if settings.small else settings.sums
         steps = math.ceil(number / 512)
         rollout = weft.group(weft.RolloutWorker, model=model, engine="transformers")
-        better = right_digits if settings.small else arithmetic.exact_match  # after a few steps no answer is right
-        reward = weft.group(weft.RewardWorker, function=better, tokenizer=model)
+        reward = weft.group(weft.RewardWorker, function=settings.judge, tokenizer=model)
         sums = weft.Prompts.read(task / "train.parquet", model)
         with weft.Driver(
             sampled_pairs(sums, rollout=rollout, reward=reward),
@@ -143,7 +135,7 @@ def main(settings: Settings) -> None:
     pairs = answer_in_pairs(task, model, settings)
 
     print(f"phase 3: DPO on {len(pairs)} pairs", flush=True)
-    steps, number = (3, 8) if settings.small else (settings.steps, settings.pairs)
+    steps, number = settings.size(settings.steps, 200, small=3), settings.size(settings.pairs, 64, small=8)
     held_out = weft.Prompts.read(task / "held_out.parquet", model)
 
     # What the reference says of each pair is computed once.

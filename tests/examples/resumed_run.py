@@ -11,10 +11,6 @@ from weft.algorithms.evaluation import evaluate
 from weft.algorithms.grpo import grpo
 
 
-def right_digits(response: str, answer: str) -> float:
-    return sum(a == b for a, b in zip(response, answer, strict=False)) / len(answer)
-
-
 class Settings(weft.Config):
     root: Path
     name: str
@@ -29,7 +25,7 @@ def main(settings: Settings) -> None:
     model = str(task / "model")
     actor = weft.group(weft.ActorWorker, model=model, learning_rate=1e-3)
     rollout = weft.group(weft.RolloutWorker, model=model, engine=settings.engine)
-    reward = weft.group(weft.RewardWorker, function=right_digits, tokenizer=model)
+    reward = weft.group(weft.RewardWorker, function=arithmetic.right_digits, tokenizer=model)
     rollout.follows(actor)
     prompts = weft.Prompts.read(task / "train.parquet", model)
     held_out = weft.Prompts.read(task / "held_out.parquet", model)

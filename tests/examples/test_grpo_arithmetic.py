@@ -10,10 +10,15 @@ from small import run
 
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_the_example_runs_in_one_process(root: Path, engine: str):
-    summary = json.loads(run("grpo_arithmetic.py", "--engine", engine, root=root).splitlines()[-1])
-    assert summary["steps"] == 3 and summary["samples"] == 3 * 8 * 8
+    steps = ["--steps", "2"] if engine == "transformers" else []
+    summary = json.loads(run("grpo_arithmetic.py", "--engine", engine, *steps, root=root).splitlines()[-1])
+    count = 2 if steps else 3
+    assert summary["steps"] == count and summary["samples"] == count * 8 * 8, "--small, but for what is given"
     assert summary["mean_logprob_gap"] <= 1e-5 and summary["max_logprob_gap"] <= 5e-4
     made = max((p for p in root.iterdir() if (p / "curve.png").exists()), key=lambda p: p.stat().st_mtime)
     metrics = pq.read_table(made / "metrics.parquet").to_pylist()
-    assert [row["step"] for row in metrics] == [0, 1, 2, 3] and metrics[3]["eval/reward/mean"] is not None
+    assert [row["step"] for row in metrics] == list(range(count + 1)) and metrics[-1]["eval/reward/mean"] is not None
+    assert all(row["reward/mean"] > 0 and row["actor/grad_norm"] > 0 for row in metrics[1:]), (
+        "it has something to learn"
+    )
     assert (made / "model" / "model.safetensors").exists()

@@ -21,6 +21,9 @@ def test_the_example_runs_in_one_process(root: Path, engine: str):
     made = root / engine
     metrics = pq.read_table(made / "metrics.parquet").to_pylist()
     assert [row["step"] for row in metrics] == [0, 1, 2, 3] and metrics[3]["eval/reward/mean"] is not None
+    assert all(row["reward/mean"] > 0 and row["actor/grad_norm"] > 0 for row in metrics[1:]), (
+        "it has something to learn"
+    )
     base = AutoModelForCausalLM.from_pretrained(root / "arithmetic-0-small" / "model")
     merged = PeftModel.from_pretrained(base, made / "adapter").merge_and_unload().state_dict()  # pyright: ignore[reportCallIssue]
     model = AutoModelForCausalLM.from_pretrained(made / "model").state_dict()
