@@ -33,6 +33,8 @@ from .checkpoint import SnapshotWriter, StoredState, local_part, set_random_stat
 from .dispatch import Coordinates
 from .lora import Lora
 from .model_folder import find_model_config, read_model_config
+from .precision import rounded_parameters
+from .replicas import check_alike
 from .response_model import ResponseModel
 from .scalar_head import put_scalar_head, scalar_settings
 from .training import Head, ModelConfig, OptimizerConfig, OptimizerStep, check_rows, plan_microbatches, tokens_of
@@ -71,13 +73,13 @@ class FsdpEngine:
         self.mesh = _mesh(context, config.tensor_parallel, self.device)
         self.microbatch_tokens = config.microbatch_tokens or (1280 if self.device.type == "cpu" else 16384)
         self.head: Head = head
-        self.model = ResponseModel(_load(str(config.model), head, context.seed), scalar=head != "logprobs")
+        causal_lm = _load(str(config.model), head, context.seed)
+        if activation_checkpointing:
+            _checkpoint_activations(causal_lm)
+        self.model = ResponseModel(causal_lm, scalar=head != "logprobs")
         self.adapter = None
         """What is trained, in place of the model itself."""
         self.vocabulary = self.model.causal_lm.get_input_embeddings().weight.shape[0]
-        if activation_checkpointing:
-            self.model.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
-        self.model.train(optimizer is not None)  # dropout is off (_load); only checkpointing looks at this
         self.model.requires_grad_(optimizer is not None)
         if lora is not None:
             with torch.no_grad():
@@ -109,7 +111,11 @@ class FsdpEngine:
         rows = self._pack(batch, ())
         out = np.zeros(int(rows.response[1][-1]), dtype=np.float32)
         plan = rows.plan(self.microbatch_tokens, packed=self.model.packs)
-        with torch.no_grad(), nullcontext() if adapter or self.adapter is None else self.adapter.off():
+        with (
+            torch.no_grad(),
+            self._precision(),
+            nullcontext() if adapter or self.adapter is None else self.adapter.off(),
+        ):
             for part in self._padded_plan(plan, self._over_replicas(len(plan))):
                 values, _ = self._forward(rows, part)
                 if len(part):
@@ -132,13 +138,14 @@ class FsdpEngine:
         plan = self._padded_plan(plan, replicas) or [np.empty(0, dtype=np.int64)] * last
         for number, part in enumerate(plan if self._count > 0 else ()):
             self._sync_gradients(last and number == len(plan) - 1)
-            logprobs, entropy = self._forward(rows, part, entropy=loss.needs_entropy)
-            if len(part):
-                loss_sum, metrics = loss(logprobs, rows.packed(part, entropy))
-                parts.append(metrics)
-            else:
-                loss_sum = 0.0 * logprobs.sum()
-            (loss_sum * len(replicas)).backward()  # FSDP averages over replicas; the loss is a sum
+            with self._precision():
+                logprobs, entropy = self._forward(rows, part, entropy=loss.needs_entropy)
+                if len(part):
+                    loss_sum, metrics = loss(logprobs, rows.packed(part, entropy))
+                    parts.append(metrics)
+                else:
+                    loss_sum = 0.0 * logprobs.sum()
+                (loss_sum * len(replicas)).backward()  # FSDP averages over replicas; the loss is a sum
             loss_total += loss_sum.detach()
         if last:
             self._reshard()
@@ -160,7 +167,7 @@ class FsdpEngine:
         plan = rows.plan(self.microbatch_tokens, packed=self.model.packs, groups=unit if loss.whole_groups else None)
         lengths = np.diff(rows.response[1])
         out = np.zeros(len(batch), dtype=np.float32)
-        with torch.no_grad():
+        with torch.no_grad(), self._precision():
             for part in self._padded_plan(plan, self._over_replicas(len(plan))):
                 logprobs, entropy = self._forward(rows, part, entropy=loss.needs_entropy)
                 of_token = np.repeat(unit[part], lengths[part])
@@ -208,13 +215,13 @@ class FsdpEngine:
     def _forward(self, rows: _Rows, part: np.ndarray, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         inputs = rows.inputs(part)
         arrays = [None if array is None else torch.from_numpy(array).to(self.device) for array in inputs]
-        with self._precision():
-            return self.model(*arrays, entropy=entropy)
+        return self.model(*arrays, entropy=entropy)
 
     def _precision(self) -> AbstractContextManager[object]:
-        if self.config.dtype == "float32" or self.mesh is not None:  # FSDP casts by its own policy
+        """What forward and backward passes are in."""
+        if self.config.dtype == "float32" or self.mesh is not None:  # FSDP rounds by its own policy
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return rounded_parameters(self.model, getattr(torch, self.config.dtype), but=self.model.scalar_head)
 
     def _pack(self, batch: Batch, columns: Iterable[str]) -> _Rows:
         columns = list(columns)
@@ -268,20 +275,23 @@ class FsdpEngine:
 
     def _distribute(self) -> bool:
         """Spread the parameters over the mesh; returns whether they are gathered once a step."""
-        causal_lm, mesh = self.model.causal_lm, self.mesh
+        mesh = self.mesh
         if mesh is None:
             self.model.to(self.device)
             return True
         numel = sum(p.numel() for p in self.model.parameters())
         once = self.config.gather == "once" or (self.config.gather == "auto" and 4 * numel < _GATHER_ONCE_BYTES)
-        layers = list(getattr(causal_lm.base_model, "layers", ()))
+        layers = self.model.layers
         if self.config.tensor_parallel > 1:
             # Embeddings, norms and the head are the same on all ranks of a replica, and get the same gradient there.
             for layer in layers:
                 parallelize_module(layer, mesh["tp"], tensor_parallel_plan(layer, _TENSOR_PARALLEL_PLAN))
         precision = MixedPrecisionPolicy()
         if self.config.dtype == "bfloat16":
-            precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            # Inputs stay as they are: of those with floating point the model rounds itself what it must, and not temperatures.
+            precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+            if self.model.scalar_head is not None:  # half precision is too coarse for values
+                fully_shard(self.model.scalar_head, mesh=mesh["dp"], reshard_after_forward=False)
         units = [] if once and numel < _ONE_UNIT_PARAMETERS else layers
         for layer in units:
             fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=not once, mp_policy=precision)
@@ -413,8 +423,10 @@ class FsdpEngine:
             raise RuntimeError(
                 "gradients of the step to come have been accumulated; a snapshot is taken between two steps"
             )
-        start = time.perf_counter()
-        self._snapshots.snapshot(folder, self._state(), {"steps": self.steps, "notes": dict(notes or {})})
+        start, state = time.perf_counter(), self._state()
+        if self.mesh is not None and self.config.tensor_parallel > 1:
+            check_alike(state, self.mesh["tp"])
+        self._snapshots.snapshot(folder, state, {"steps": self.steps, "notes": dict(notes or {})})
         return time.perf_counter() - start
 
     def written(self, *, wait: bool) -> bool:
@@ -605,25 +617,55 @@ def _mesh(context: Context, tensor_parallel: int, device: torch.device) -> Devic
 
 
 def _load(model: str, head: Head, seed: int) -> Any:
+    """The model in float32 on the host, as it is when it generates: nothing in it is random.
+
+    Raises:
+        UserError: `transformers` refuses it.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # one per rank would garble the terminal
-    settings = AutoConfig.from_pretrained(model, local_files_only=True)
-    for name, value in vars(settings).items():
-        # A policy that drops out is not the one that sampled: its log-probabilities would be of another model.
-        if isinstance(value, float) and name.endswith(("dropout", "_pdrop")):
-            setattr(settings, name, 0.0)
     said = logging.get_verbosity()
     if head != "logprobs":  # else it says that there is no weight for one head, and none to take the other's
         logging.set_verbosity_error()
-    causal_lm = AutoModelForCausalLM.from_pretrained(
-        model, config=settings, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
-    )
-    if head != "logprobs":
+    try:
+        settings = AutoConfig.from_pretrained(model, local_files_only=True)
+        _switch_off_dropout(settings)
+        causal_lm = AutoModelForCausalLM.from_pretrained(
+            model, config=settings, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, ImportError, NotImplementedError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"model {model!r} cannot be trained: transformers refuses it ({reason})") from error
+    finally:
         logging.set_verbosity(said)
+    if head != "logprobs":
         put_scalar_head(causal_lm, model, seed)
     return causal_lm
+
+
+def _switch_off_dropout(settings: Any) -> None:
+    """Set it to zero wherever it stands among the settings.
+
+    A policy that drops out is not the one that sampled. The model is in evaluation mode, where nothing is random; but layers whose
+    activations are computed a second time must be in training mode, and may drop out by themselves.
+    """
+    for name, value in vars(settings).items():
+        if hasattr(value, "to_dict"):
+            _switch_off_dropout(value)
+        elif isinstance(value, float) and "drop" in name:
+            setattr(settings, name, 0.0)
+
+
+def _checkpoint_activations(causal_lm: Any) -> None:
+    """Compute activations again in the backward pass, of each layer for itself."""
+    try:
+        causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    except ValueError as error:
+        raise UserError(f"activation_checkpointing=True: transformers refuses it ({error})") from error
+    for module in causal_lm.modules():
+        module.training = bool(getattr(module, "gradient_checkpointing", False))  # it alone looks at that
 
 
 def _is_list(batch: Batch, column: str) -> bool:

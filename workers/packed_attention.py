@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -27,6 +28,8 @@ class Rows:
     lengths: Tensor
     """[B] int64, on the tokens' device; no row is empty."""
     longest: int
+    first: Tensor | int = 0
+    """[B] int64 position of the first token of each."""
     windows: set[int | None] = field(default_factory=set)
     """Sliding windows that attention was asked for, so far."""
 
@@ -35,46 +38,47 @@ class Rows:
         return len(self.lengths), self.longest
 
     @cached_property
-    def positions(self) -> Tensor:
+    def places(self) -> Tensor:
         """[T] int64 place of each token in its row."""
         starts = torch.cumsum(self.lengths, 0) - self.lengths
         return torch.arange(int(self.lengths.sum()), device=starts.device) - starts.repeat_interleave(self.lengths)
+
+    @property
+    def positions(self) -> Tensor:
+        """[T] int64 position of each token, as the model counts."""
+        first = torch.as_tensor(self.first, device=self.lengths.device).expand_as(self.lengths)
+        return self.places + first.repeat_interleave(self.lengths)
+
+    @property
+    def padded_positions(self) -> Tensor:
+        """[B, longest] int64 positions; padding has that of the last token before it, so no row is longer than it is."""
+        places = torch.arange(self.longest, device=self.lengths.device).expand(self.shape)
+        first = torch.as_tensor(self.first, device=self.lengths.device).expand_as(self.lengths)
+        return torch.minimum(places, self.lengths[:, None] - 1) + first[:, None]
 
     @cached_property
     def slots(self) -> Tensor:
         """[T] int64 place of each token in the flattened [B * longest]."""
         before = torch.arange(len(self.lengths), device=self.lengths.device) * self.longest
-        return before.repeat_interleave(self.lengths) + self.positions
+        return before.repeat_interleave(self.lengths) + self.places
 
 
-def can_pack(causal_lm: Any) -> bool:
-    """Whether the tokens of a model's rows meet in nothing but attention, and in that as it is computed here: seen by trying.
+def may_pack(causal_lm: Any) -> bool:
+    """Whether a model lets its attention be exchanged, and its tokens meet in nothing else, as far as it says.
 
-    Not so with a model whose layers have state (Mamba) or see in chunks, and for one that does not hand on to its attention
-    what it does not know: those are padded.
+    Not so with a model whose layers have state (Mamba) or see in chunks. Whether it answers as it should is for `agreement.py` to see.
     """
+    kinds = set(getattr(causal_lm.config.get_text_config(), "layer_types", None) or _ATTENDS)
+    exchanges = causal_lm._supports_attention_backend and causal_lm._supports_sdpa
+    return exchanges and not causal_lm._is_stateful and kinds <= _ATTENDS
+
+
+def windows_reached_attention(causal_lm: Any, rows: Rows) -> bool:
+    """Whether a model that has sliding windows told its attention of them, and not its mask alone, which is not looked at here."""
     config = causal_lm.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or _ATTENDS)
-    if causal_lm._is_stateful or not kinds <= _ATTENDS:
-        return False
-    if not (causal_lm._supports_attention_backend and causal_lm._supports_sdpa):
-        return False
-    ids = torch.arange(5) % config.vocab_size
-    rows = Rows(torch.tensor([3, 2]), 3)
-    model, before = causal_lm.base_model, config._attn_implementation
-    with torch.no_grad():
-        alone = [model(input_ids=row[None], use_cache=False).last_hidden_state[0] for row in ids.split([3, 2])]
-        causal_lm.set_attn_implementation(NAME)
-        try:
-            together = model(input_ids=ids[None], position_ids=rows.positions[None], rows=rows, use_cache=False)
-        except Exception:  # code that comes with a model may do anything with what it does not know
-            return False
-        finally:
-            causal_lm.set_attn_implementation(before)
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if window is not None and "sliding_attention" in kinds and rows.windows == {None}:
-        return False  # it is in the mask alone, which packed attention is not given
-    return torch.allclose(together.last_hidden_state[0], torch.cat(alone), rtol=1e-3, atol=1e-3)
+    return window is None or "sliding_attention" not in kinds or rows.windows != {None}
 
 
 def packed_attention(
@@ -88,6 +92,7 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each row.
@@ -96,6 +101,7 @@ def packed_attention(
         query, key, value: [1, heads, T, head size].
         rows: of the T tokens.
         sliding_window: tokens that each sees, itself included; None: all before it.
+        softcap: scores s become softcap * tanh(s / softcap); None: they stay (arXiv:2408.00118, section 2).
 
     Returns:
         ([1, T, heads, head size], None)
@@ -103,14 +109,28 @@ def packed_attention(
     rows.windows.add(sliding_window)
     query, key, value = (_Unpack.apply(x[0].transpose(0, 1), rows).transpose(1, 2) for x in (query, key, value))
     mask = None
-    if sliding_window is not None and rows.longest > sliding_window:
+    if softcap is not None or (sliding_window is not None and rows.longest > sliding_window):
         at = torch.arange(rows.longest, device=query.device)
         back = at[:, None] - at[None, :]
-        mask = ((back >= 0) & (back < sliding_window))[None, None]
+        mask = ((back >= 0) & (back < (sliding_window or rows.longest)))[None, None]
+    if softcap is not None:
+        assert mask is not None
+        return _Pack.apply(_capped_attention(query, key, value, mask, scaling, softcap, dropout), rows)[None], None
     out, _ = sdpa_attention_forward(
         module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=mask is None
     )
     return _Pack.apply(out, rows)[None], None
+
+
+def _capped_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, softcap: float, dropout: float
+) -> Tensor:
+    """[B, L, heads, head size]: attention whose scores have a soft cap, which no kernel of torch knows: by its formula."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -torch.inf)
+    weights = F.dropout(scores.softmax(-1, dtype=torch.float32).to(query.dtype), dropout)
+    return (weights @ value).transpose(1, 2)
 
 
 class _Unpack(torch.autograd.Function):

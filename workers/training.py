@@ -35,7 +35,7 @@ class ModelConfig(Config):
     model: str | Path
     """Folder with a Hugging Face causal language model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What it computes in, and what is published; parameters and optimizer state are held in float32 either way."""
+    """What it computes in, and what is published; parameters, optimizer state and what logits become are float32 either way."""
     microbatch_tokens: int | None = Field(default=None, ge=1)
     """Most tokens in one forward pass (with padding, for a model whose rows cannot be packed); None: 1,280 on a CPU, 16,384 on a GPU."""
     tensor_parallel: int = Field(default=1, ge=1)

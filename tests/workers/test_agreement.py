@@ -1,0 +1,131 @@
+"""Models answer as `transformers` does with eager attention, each row alone, or are refused by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, VOCABULARY, amplify, make, make_family
+
+from weft.dataflow.batch import Batch
+from weft.dataflow.errors import UserError
+from weft.workers.actor import ActorConfig, ActorWorker
+from weft.workers.response_model import ResponseModel
+
+LENGTHS = (9, 1, 4, 30, 7)
+"""Tokens of the rows: longer than windows, chunks and the original length of ropes, and shorter."""
+MOST_TELLING = ("Gemma 2", "Phi-3 longrope", "dynamic NTK", "HyperCLOVAX", "ModernBERT-decoder", "Llama 4", "Gemma 4")
+
+
+def exact_logits(model: Any, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """In float64, by `transformers` alone, with eager attention, a row at a time."""
+    exact = copy.deepcopy(model).double().eval()
+    exact.set_attn_implementation("eager")
+    if hasattr(exact, "set_experts_implementation"):
+        exact.set_experts_implementation("eager")
+    with torch.no_grad():
+        return [exact(input_ids=row[None], use_cache=False).logits[0].double() for row in rows]
+
+
+def logprobs(logits: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of one token at each position, the rows one behind the other."""
+    return torch.cat([x.log_softmax(-1).gather(1, ids[:, None])[:, 0] for x, ids in zip(logits, tokens, strict=True)])
+
+
+def make_rows(lengths: Sequence[int] = LENGTHS) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [torch.randint(3, VOCABULARY, (length,)) for length in lengths]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in MOST_TELLING else pytest.mark.slow) for name in FAMILIES]
+)
+def test_rows_together_answer_as_transformers_does_with_each_alone(name: str):
+    model, rows = make_family(name), make_rows()
+    together = ResponseModel(
+        copy.deepcopy(model)
+    )  # decides on fresh weights, and is right with those that training makes
+    amplify(model)
+    amplify(together)
+    exact = exact_logits(model, rows)
+    ids, lengths = torch.cat(rows), torch.tensor(LENGTHS)
+    for temperature in (1.0, 0.6):
+        expected = logprobs([logits / temperature for logits in exact], rows)
+        temperatures = None if temperature == 1 else torch.full((len(ids),), temperature)
+        assert float(expected.std()) > 0.1
+        for entropy in (False, True):
+            with torch.no_grad():
+                found, _ = together(ids, lengths, torch.arange(len(ids)), ids, temperatures, entropy)
+            assert float((found.double() - expected).abs().max()) < (1e-3 if name == "RecurrentGemma" else 5e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["Gemma 2", *(pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES if n != "Gemma 2")]
+)
+def test_trying_a_model_leaves_its_parameters_as_they_are(name: str):
+    model = make_family(name)
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    ResponseModel(model)
+    assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
+
+
+def test_gradients_through_a_models_own_head_are_its_own():
+    model, rows = amplify(make_family("Gemma 2")), make_rows()
+    weights = torch.linspace(-1, 1, sum(LENGTHS))
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    expected = logprobs([eager(input_ids=row[None], use_cache=False).logits[0] for row in rows], rows)
+    ids = torch.cat(rows)
+    found, _ = ResponseModel(model)(ids, torch.tensor(LENGTHS), torch.arange(len(ids)), ids, None)
+    theirs = torch.autograd.grad((expected * weights).sum(), [*eager.parameters()])
+    for mine, their in zip(torch.autograd.grad((found * weights).sum(), [*model.parameters()]), theirs, strict=True):
+        torch.testing.assert_close(mine, their, rtol=1e-4, atol=1e-4 * float(their.abs().max()))
+
+
+def save(model: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+def trained_logprobs(folder: Path, rows: Sequence[torch.Tensor], **settings: Any) -> list[torch.Tensor]:
+    """Of all tokens but the first, by an actor that trains, asked twice."""
+    actor = ActorWorker(ActorConfig(model=str(folder), learning_rate=1e-3, **settings))
+    batch = Batch.of(prompt_ids=[row[:1].tolist() for row in rows], response_ids=[row[1:].tolist() for row in rows])
+    return [actor.logprobs(batch).ragged("old_logprobs")[0] for _ in range(2)]
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(
+    "name", ["Mixtral", "BioGPT", "Gemma 3 that sees", pytest.param("PhiMoE", marks=pytest.mark.slow)]
+)
+def test_nothing_in_a_model_that_is_trained_is_random(tmp_path: Path, name: str, again: bool):
+    model, rows = amplify(make_family(name)), make_rows((9, 5, 7))
+    expected = logprobs([x[:-1] for x in exact_logits(model, rows)], [row[1:] for row in rows])
+    for found in trained_logprobs(save(model, tmp_path / "model"), rows, activation_checkpointing=again):
+        assert float((found.double() - expected).abs().max()) < 5e-5
+
+
+def test_a_model_that_is_not_causal_is_refused_by_name():
+    with pytest.raises(UserError, match=r"\(BertLMHeadModel\) cannot be trained: what it says of rows that share"):
+        ResponseModel(make("bert", {}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1}),
+        pytest.param("mamba", {}, marks=pytest.mark.slow),
+        pytest.param("bloom", {}, marks=pytest.mark.slow),
+        pytest.param("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_what_transformers_refuses_is_a_mistake_of_the_user(tmp_path: Path, kind: str, settings: dict[str, Any]):
+    folder = save(make(kind, settings, attention="eager"), tmp_path / "model")
+    with pytest.raises(
+        UserError, match=f"model '{folder}' cannot be trained: transformers refuses it .*does not support"
+    ):
+        ActorWorker(ActorConfig(model=str(folder)))
