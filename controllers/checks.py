@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ..dataflow.buffer import BufferConfig, expected_rows
 from ..dataflow.column import OLD_LOGPROBS, RESPONSE_LOGPROBS, RESPONSE_VERSIONS
@@ -10,6 +11,7 @@ from ..dataflow.errors import UserError
 from ..dataflow.graph import Graph
 from ..dataflow.handle import Handle
 from ..dataflow.operation import Shape
+from ..dataflow.prompts import Prompts
 from .checkpoints import CheckpointConfig
 from .placement import Place
 from .schedule import Stepwise, Synchronous, Training
@@ -76,6 +78,19 @@ def check_followed(graph: Graph, schedule: Training) -> None:
                     f"{group!r} follows {node.group!r} every {edge.every} updates, but {type(schedule).__name__} "
                     f"allows a staleness of {schedule.max_staleness}; take every={schedule.max_staleness + 1}"
                 )
+
+
+def with_prompts_that_fit(graph: Graph) -> Graph:
+    """The graph without the prompts of its source that whoever answers them cannot read, where its source says that they are to be
+    dropped; else the worker classes refuse them."""
+    if not isinstance(graph.source, Prompts):
+        return graph
+    longest = (
+        handle.worker_class.longest_prompt(handle.config, [n for n in graph.nodes if n.group == name])
+        for name, handle in graph.handles.items()
+    )
+    limit = min((tokens for tokens in longest if tokens is not None), default=None)
+    return graph if limit is None else replace(graph, source=graph.source.up_to(limit))
 
 
 def check_room(graph: Graph, schedule: Training, buffer: BufferConfig) -> None:

@@ -49,11 +49,11 @@ from .checkpoints import (
     latest_sound,
     open_run,
 )
-from .checks import all_handles, check_apart, check_followed, check_kinds, check_room
+from .checks import all_handles, check_apart, check_followed, check_kinds, check_room, with_prompts_that_fit
 from .failures import Failures
 from .flow import Flow, positions
 from .full_disk import FullDisk
-from .group import Call, WorkerGroup
+from .group import Call, WorkerGroup, publishes_as_it_goes
 from .placement import Placement, resolve
 from .progress import Progress
 from .recording import FUNCTIONS, RECORD, with_recording
@@ -140,7 +140,8 @@ class Driver:
                 raise UserError(
                     f"two graphs of the run are called {taken!r}; give each Evaluation(..., name=...) its own"
                 )
-        graphs = [graph, *(e.graph for e in evaluations)]
+        graphs = [with_prompts_that_fit(one) for one in (graph, *(e.graph for e in evaluations))]
+        graph = graphs[0]
         for one in graphs:
             one.validate(also=graphs)
         handles = all_handles(graphs)
@@ -156,7 +157,7 @@ class Driver:
                 handle.worker_class.check(handle.config, [n for n in one.nodes if n.group == group], one.source)
         check_followed(graph, schedule)
         check_room(graph, schedule, buffer)
-        check_apart(graph, schedule, self._placement, [e.graph for e in evaluations])
+        check_apart(graph, schedule, self._placement, graphs[1:])
         self._schedule = schedule
         self._evaluations = {e.name: e for e in evaluations}
         self._seed = seed
@@ -168,7 +169,7 @@ class Driver:
         )
         self._handles = {**handles, FUNCTIONS: Handle(FunctionWorker, functions, FUNCTIONS)}
         self._placement = resolve(self._placement, self._handles)
-        self._graphs = {"train": graph} | {e.name: e.graph for e in evaluations}
+        self._graphs = dict(zip(names, graphs, strict=True))
 
         def accept(found: Found | None) -> None:
             self._check_found(found)
@@ -243,6 +244,7 @@ class Driver:
         for note in self.directory.notes:
             self._progress.say(note)
         self._progress.starting(self._handles, repr(self._backend))
+        self._progress.left_out([graph.source for graph in self._graphs.values()])
         graphs = {name: with_recording(graph) for name, graph in self._graphs.items()}
         config = self._buffer_config
         folder, resumed = self.directory.path / "buffer", self._resumed
@@ -749,8 +751,7 @@ class Driver:
         assert node is not None and lease is not None
         held = flow.ledger.holds(lease)
         # Of a call that lost its rows, what it had published stays: then its metrics do, too. Else all is asked, and measured, again.
-        publishes = bool(node.writes) and not node.operation.takes_groups and node.operation.shape is not Shape.FILTER
-        if node.name != RECORD and (held or publishes):
+        if node.name != RECORD and (held or publishes_as_it_goes(node)):
             flow.take(lease, {f"{call.group.name}/{name}": metric for name, metric in call.merged_metrics().items()})
         if not held:
             return  # its deadline passed, or it was given up: what it had not published is somebody else's
@@ -799,7 +800,7 @@ class Driver:
         if flow.ledger.rounds[step] or any(lease is not None and lease.round == step for lease in leases):
             return
         metrics = flow.close_round(step)
-        row = self.directory.add_metrics({"step": float(step), **metrics})
+        row = self.directory.add_metrics({"step": float(step), **metrics, **self._failures.metrics()})
         self._progress.evaluated(flow.name, step, metrics)
         self._ask_to_stop(row)
 

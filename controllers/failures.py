@@ -1,7 +1,8 @@
 """Failures: what becomes of the work of a rank that fails, falls silent, or whose process ends.
 
 it holds nothing of its own (`replaceable`)   its rows go back; a process that is gone or silent is replaced, and gets the
-                                              present weights; the third time at the same sample ends the run, naming it
+                                              present weights; a sample at which that happens for the third time is dropped,
+                                              with its reason, and more than a share of such samples ends the run
 it is one of an actor's, say                  all groups are started again from the last checkpoint (the driver does that)
 """
 
@@ -9,18 +10,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
-from ..dataflow.errors import DeadlineError, WorkerError
+from ..dataflow.errors import DeadlineError, UserError, WorkerError
+from ..workers.worker import MAX_FAILED
 from .backend import START_TIMEOUT_S, Backend, Event
-from .group import Call, WorkerGroup
+from .group import Call, WorkerGroup, publishes_as_it_goes
 from .progress import Progress
+from .shell import Failure
 
 MAX_FAILURES = 3
-"""Failures at the same place after which the run is given up."""
-
-
+"""Failures at the same sample after which it is dropped, or of the same call beside the graph after which the run ends."""
+FEWEST_ROWS = 100
+"""A share of failed samples is of so many at least: a run does not end because one of its first ten fails."""
 LOOK_S = 1.0
 """Seconds between two looks at who is silent."""
 
@@ -42,8 +46,12 @@ class Failures:
         self._hands = hands
         self._progress = progress
         self._call_timeout_s = call_timeout_s
-        self._counted: Counter[str] = Counter()
-        """Place -> failures there."""
+        self._counted: Counter[tuple[str, int | None]] = Counter()
+        """Node and sample, or call beside the graph -> failures there."""
+        self._seen: Counter[tuple[str, str]] = Counter()
+        """Graph and node -> rows that came through,"""
+        self._dropped: Counter[tuple[str, str]] = Counter()
+        """and rows that were dropped because it failed at them."""
         self._starting: set[tuple[str, int]] = set()
         """Group and rank of processes that are not up yet."""
         self._heard: dict[tuple[str, int], float] = {}
@@ -54,8 +62,10 @@ class Failures:
 
     def metrics(self) -> dict[str, float]:
         """Those that are not 0."""
-        counts = {"replaced_workers": float(self.replaced), "repeated_rows": float(self.repeated)}
-        return {name: count for name, count in counts.items() if count}
+        counts = Counter({"replaced_workers": self.replaced, "repeated_rows": self.repeated})
+        for (graph, _), rows in self._dropped.items():
+            counts["failed_rows" if graph == "train" else f"{graph}/failed_rows"] += rows
+        return {name: float(count) for name, count in counts.items() if count}
 
     # Silence
 
@@ -113,17 +123,19 @@ class Failures:
     def answered(self, call: Call) -> None:
         """A call is over: what failed beside the graph before has nothing to do with what fails later."""
         if call.lease is None and not call.lost:
-            self._counted.pop(_beside(call), None)
+            self._counted.pop((call.describe(), None), None)
+        elif call.lease is not None and call.ledger is not None:
+            self._seen[call.ledger.name, call.lease.node.name] += len(call.lease.rows)
 
     def take(self, event: Event) -> bool:
         """See to a reply that says that its call failed; False: nothing can be done but to end the run, or to start it again.
 
         Raises:
-            WorkerError: it has happened MAX_FAILURES times at the same sample (or in the same call beside the graph).
+            WorkerError (or UserError, when the user can mend it): more samples than may failed MAX_FAILURES times each.
         """
         call, failure = event.call, event.reply.failure
         assert failure is not None
-        if not call.group.handle.worker_class.replaceable or failure.user_error:
+        if not call.group.handle.worker_class.replaceable or (failure.user_error and not failure.sample_ids):
             return False
         if (failure.died or failure.unreadable) and self._backend.has_lost_node():
             return False
@@ -141,9 +153,11 @@ class Failures:
         said = f"{failure.message}\n{failure.traceback.rstrip()}"
         held = call.held_by(event.rank)
         blamed = held.intersection(failure.sample_ids)
-        self._count(call, event.rank, blamed or held, "failed", said)
+        hopeless = self._count(call, event.rank, blamed or held, "failed", said)
         self._give_back(call, event.rank, f"{call.describe(event.rank)} failed")
-        self._progress.repeated(call.describe(event.rank), failure.message, sorted(blamed))
+        if held - {*hopeless}:
+            self._progress.repeated(call.describe(event.rank), failure.message, sorted(blamed - {*hopeless}))
+        self._do_without(call, hopeless, f"{call.describe(event.rank)} failed", replace(failure, message=said))
         if call.done:
             self._hands.complete(call)
         return True
@@ -152,14 +166,16 @@ class Failures:
         """A rank is gone, or silent: its rows go back, and another process takes its place, and gets the present weights.
 
         Raises:
-            WorkerError: it has happened MAX_FAILURES times at the same sample (or in the same call beside the graph).
+            WorkerError: it has happened MAX_FAILURES times in the same call beside the graph, or at more samples than may fail.
         """
         began = self._backend.clock()
         interrupted = [call for call in group.calls if rank in call.waiting]
         at = self._backend.sample_at(group, rank)
+        hopeless: dict[Call, list[int]] = {}
         for call in interrupted:
             held = call.held_by(rank)
-            self._count(call, rank, {at} if at is not None and at in held else held, "was lost", why)
+            blamed = {at} if at is not None and at in held else held
+            hopeless[call] = self._count(call, rank, blamed, "was lost", why)
         rows = sum(self._give_back(call, rank, f"the process of {group.name}[{rank}] ended") for call in interrupted)
         for call in group.calls:
             if rank in call.ranks:  # what it has answered, its successor knows nothing of
@@ -168,6 +184,8 @@ class Failures:
         self.replaced += 1
         self._starting.add((group.name, rank))
         self._hands.watch(group.register(rank), lambda call: self._is_up(call, rank, why, rows, began))
+        for call, samples in hopeless.items():
+            self._do_without(call, samples, f"{call.describe(rank)} was lost", Failure(why, "", user_error=False))
         for call in interrupted:
             if call.done:
                 self._hands.complete(call)
@@ -185,35 +203,64 @@ class Failures:
         self._progress.replaced(f"{group.name}[{rank}]", why, rows, self._backend.clock() - began)
 
     def _give_back(self, call: Call, rank: int, why: str) -> int:
-        """Release what a call has not finished; returns the rows. Nothing more is to come from the rank."""
+        """Release what a rank has not finished; returns the rows. Nothing more is to come from it. What other ranks of the call
+        are at stays theirs, where they can publish it without this one."""
+        own = call.held_by(rank)
         call.lose(rank)
         if call.ledger is None or call.lease is None or not call.ledger.holds(call.lease):
             return 0
-        rows = len(call.lease.open)
-        call.ledger.release(call.lease, why)
-        if call.gives_way:
-            self._backend.cancel(call)
+        shared = any(own.intersection(call.shares.get(other, ())) for other in call.waiting)
+        if publishes_as_it_goes(call.lease.node) and not shared:
+            rows = len(own)
+            call.ledger.release(call.lease, why, ids=own)
+        else:
+            rows = len(call.lease.open)
+            call.ledger.release(call.lease, why)
+            if call.gives_way:
+                self._backend.cancel(call)
+        self._seen[call.ledger.name, call.lease.node.name] -= rows
         self.repeated += rows
         return rows
 
-    def _count(self, call: Call, rank: int, samples: Iterable[int], what: str, why: str) -> None:
-        places: Mapping[str, str] = {_beside(call): ""}
-        if call.lease is not None and call.ledger is not None:
-            source = call.ledger.graph.source.name
-            positions = {row.id: row.position for row in call.lease.rows}
-            places = {
-                f"node {call.lease.node.name!r}, sample {id}": f"row {positions[id]} of source {source!r}"
-                for id in samples
-            }
-        self._counted.update(places.keys())
-        if repeated := [place for place in places if self._counted[place] >= MAX_FAILURES]:
-            at = "; ".join(f"{place} ({places[place]})" if places[place] else place for place in repeated[:4])
-            raise WorkerError(
-                f"{call.describe(rank)} {what} {MAX_FAILURES} times at {at}. To replay it under a debugger: "
-                f"the same run with backend=weft.Local() (and resume='latest', if it makes checkpoints). {why}"
+    def _count(self, call: Call, rank: int, samples: Iterable[int], what: str, why: str) -> list[int]:
+        """Note a failure; returns the samples at which it was not the first, nor the second.
+
+        Raises:
+            WorkerError: it is a call beside the graph that failed MAX_FAILURES times.
+        """
+        who = call.describe()
+        places = [(who, id) for id in sorted(samples)] if call.lease is not None else [(who, None)]
+        self._counted.update(places)
+        repeated = [place for place in places if self._counted[place] >= MAX_FAILURES]
+        if repeated and call.lease is None:
+            raise WorkerError(f"{call.describe(rank)} {what} {MAX_FAILURES} times. {why}")
+        for place in repeated:
+            del self._counted[place]
+        return [id for _, id in repeated if id is not None]
+
+    def _do_without(self, call: Call, samples: Sequence[int], what: str, failure: Failure) -> None:
+        """Drop samples at which a node failed MAX_FAILURES times each, as long as they are few.
+
+        Raises:
+            WorkerError (or UserError, when the user can mend it): there are more of them than the group's `max_failed` allows.
+        """
+        if not samples or call.ledger is None or call.lease is None:
+            return
+        node, ledger = call.lease.node, call.ledger
+        key, share = (ledger.name, node.name), getattr(call.group.handle.config, "max_failed", MAX_FAILED)
+        positions = {row.id: row.position for row in call.lease.rows}
+        said = {samples[0]: f"; {failure.at}"} if failure.at else {}
+        source = ledger.graph.source.name
+        named = (f"sample {id} (row {positions[id]} of source {source!r}{said.get(id, '')})" for id in samples[:4])
+        at = ", ".join(named)
+        failed, seen = self._dropped[key] + len(samples), max(0, self._seen[key]) + len(samples)
+        if node.operation.quorum or failed > share * max(seen, FEWEST_ROWS):
+            kind = UserError if failure.user_error else WorkerError
+            raise kind(
+                f"{what} {MAX_FAILURES} times at {at}. So did {failed} of {seen} rows so far, which is more than max_failed={share} "
+                "allows. To replay it under a debugger: the same run with backend=weft.Local() (and resume='latest', if it makes "
+                f"checkpoints). {failure.message}"
             )
-
-
-def _beside(call: Call) -> str:
-    """The place of a call beside the graph."""
-    return f"call {call.group.name}.{call.method}"
+        ledger.drop(node, samples, f"{what}: {failure.message.splitlines()[0]}")
+        self._dropped[key] = failed
+        self._progress.dropped(f"{what} {MAX_FAILURES} times at {at}", samples[4:], failure.message.splitlines()[0])

@@ -107,12 +107,18 @@ class Call:
     def _error(self, rank: int, failure: Failure) -> Exception:
         ids = failure.sample_ids or self.shares.get(rank, ())[:4]
         samples = f", samples {', '.join(map(str, ids))}" if ids else ""
+        samples += f" ({failure.at})" if failure.at else ""
         where = f"{self.describe(rank)}{samples}: {failure.message}"
         if failure.died:
             return WorkerDied(where)
         if failure.unreadable:  # the worker lives, but what it was to work on does not
             return WorkerDied(f"{where}\n{failure.traceback.rstrip()}")
         return UserError(where) if failure.user_error else WorkerError(f"{where}\n{failure.traceback.rstrip()}")
+
+
+def publishes_as_it_goes(node: Node) -> bool:
+    """Whether what a call has published of some rows counts before it is through with all of them."""
+    return bool(node.writes) and not node.operation.takes_groups and node.operation.shape is not Shape.FILTER
 
 
 class WorkerGroup:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..dataflow.graph import Graph
+from ..dataflow.graph import Graph, Source
 from .placement import Place
 
 
@@ -31,6 +31,13 @@ class Progress:
     def starting(self, groups: Iterable[str], backend: str) -> None:
         self.say(f"run {self._run_dir.name}: starting {', '.join(groups)} with {backend}; files in {self._run_dir}")
 
+    def left_out(self, sources: Iterable[Source]) -> None:
+        for source in sources:
+            if number := getattr(source, "dropped", 0):
+                self.say(
+                    f"{number} of {number + len(source.table)} prompts of {source.name!r} are left out: they are too long"
+                )
+
     def resumed(self, checkpoint: Path, step: int, damage: Iterable[str]) -> None:
         for what in damage:
             self.say(f"damaged: {what}")
@@ -41,6 +48,10 @@ class Progress:
 
     def replaced(self, worker: str, why: str, rows: int, seconds: float) -> None:
         self.say(f"worker {worker} was replaced after {seconds:.1f} s, {rows} rows are asked again; {why}")
+
+    def dropped(self, what: str, others: Sequence[int], why: str) -> None:
+        more = f", and {len(others)} more" if others else ""
+        self.say(f"{what}{more}; dropped: {why}")
 
     def repeated(self, who: str, why: str, samples: Sequence[int]) -> None:
         at = f" at sample {', '.join(map(str, samples[:4]))}" if samples else ""

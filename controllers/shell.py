@@ -4,8 +4,10 @@ writes what comes back. The same shell serves the in-process backend and Ray."""
 from __future__ import annotations
 
 import pickle
+import sys
 import time
 import traceback
+from bdb import BdbQuit
 from collections.abc import Container, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -139,6 +141,8 @@ class Failure:
     user_error: bool
     sample_ids: tuple[int, ...] = ()
     """The samples at fault, where the worker knows them."""
+    at: str = ""
+    """What the first of them is, in words, where the worker knows it: its prompt and response, say."""
     died: bool = False
     """It was not an exception: the process is gone."""
     disk_full: bool = False
@@ -177,7 +181,7 @@ def run(worker: Worker, task: Task, data: DataAccess) -> Iterator[Reply | None]:
                 yield reply
         returned.check_none_is_missing(task)
         yield Reply(done=True, seconds=time.perf_counter() - started)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         yield Reply(failure=failure_of(error))
 
 
@@ -203,15 +207,25 @@ def _answer(
     return Reply(published, metrics=metrics)
 
 
-def failure_of(error: Exception) -> Failure:
-    """An exception as text, with the samples that it names itself (`error.sample_ids`)."""
+def failure_of(error: Exception | SystemExit) -> Failure:
+    """An exception as text, with the samples that it names itself (`error.sample_ids`, and of the first `error.sample` in words)."""
     text = "".join(traceback.format_exception(type(error), error, _below_shell(error)))
     name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    message = f"{name}{error}"
+    if isinstance(error, SystemExit):
+        message = f"it called sys.exit({error.code!r}), which ends no run"
+    elif isinstance(error, BdbQuit):
+        message = "a debugger was left, and the run ends"
+        if sys.stdin is None or not sys.stdin.isatty():
+            message = (
+                "breakpoint() found no terminal to stop at; run with backend=weft.Local() in a terminal, or take it out"
+            )
     return Failure(
-        f"{name}{error}",
+        message,
         text,
-        isinstance(error, UserError),
+        isinstance(error, UserError | BdbQuit),
         tuple(getattr(error, "sample_ids", ())),
+        getattr(error, "sample", ""),
         disk_full=is_full(error),
     )
 

@@ -9,7 +9,7 @@ before torch is imported. docs/data.md shows every layout.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -61,7 +61,9 @@ class Prompts:
     layout: str = ""
     """The layout that was found."""
     dropped: int = 0
-    """Rows left out because their prompt was longer than `max_prompt_tokens`."""
+    """Rows left out because their prompt was longer than `max_prompt_tokens`, or than whoever answers it can read."""
+    too_long: TooLong = field(default="error", repr=False)
+    """What a prompt is that is longer than whoever answers it can read."""
 
     @classmethod
     def read(
@@ -87,7 +89,9 @@ class Prompts:
             response: the column to take responses from, for supervised training.
             chat: a plain-text prompt is sent as a user's message, through the chat template.
             max_prompt_tokens: the longest prompt allowed, inclusive.
-            too_long: what a longer prompt is: an `error`, or a row to `drop` (`Prompts.dropped` counts them).
+            too_long: what a longer prompt is: an `error`, or a row to `drop` (`Prompts.dropped` counts them). It holds as well for prompts
+                that leave no room for an answer in the context of the model that is to answer them; the driver finds these
+                before it starts anything.
             limit: read no more than this many rows.
 
         Raises:
@@ -194,7 +198,16 @@ class Prompts:
             if dropped:
                 result = result.filter(pa.array(lengths <= max_prompt_tokens))
         whole = pa.Table.from_batches([Batch.of_table(result).record])
-        return cls(name, whole, layout.name, dropped)
+        return cls(name, whole, layout.name, dropped, too_long)
+
+    def up_to(self, tokens: int) -> Prompts:
+        """Without the prompts that are longer, where these are rows to `drop`; all of them are an error."""
+        lengths = Batch.of_table(self.table.select(["prompt_ids"])).lengths("prompt_ids")
+        table = self.table.filter(pa.array(lengths <= tokens))
+        if self.too_long != "drop" or len(table) in (0, len(self)):
+            return self
+        whole = pa.Table.from_batches([Batch.of_table(table).record])
+        return replace(self, table=whole, dropped=self.dropped + len(self) - len(table))
 
     @property
     def columns(self) -> tuple[str, ...]:

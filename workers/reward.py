@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 import time
+from bdb import BdbQuit
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pydantic
 
 from ..dataflow.batch import Batch
-from ..dataflow.column import IDENTITY, RESPONSE, RESPONSE_IDS, REWARD
+from ..dataflow.column import IDENTITY, PROMPT, PROMPT_IDS, RESPONSE, RESPONSE_IDS, REWARD
 from ..dataflow.config import Config
 from ..dataflow.errors import SampleError, nearest
 from ..dataflow.metrics import Max, Mean, Metrics
@@ -23,7 +24,7 @@ from ..dataflow.tokenizer import Tokenizer
 from .deadline import deadline
 from .dispatch import Dispatch
 from .remote import remote
-from .worker import Context, Worker
+from .worker import MAX_FAILED, Context, Worker
 
 if TYPE_CHECKING:
     from ..dataflow.graph import Node, Source
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 PART_S = 1.0
 """How long rewards are kept before they are given on."""
+LONGEST_TEXT = 400
+"""Characters of a prompt or response that a message shows."""
 
 
 class RewardConfig(Config):
@@ -42,9 +45,12 @@ class RewardConfig(Config):
     """Model folder (or Hugging Face id) whose tokenizer turns response tokens into text."""
 
     deadline_s: float | None = pydantic.Field(default=None, gt=0)
-    """Seconds that a sample may take; then what was not scored is asked again, and the third time at the same sample ends the run. Under
+    """Seconds that a sample may take; then what was not scored is asked again, and the third time at the same sample drops it. Under
     Ray the process is ended and replaced; under `Local` the function is interrupted, where it runs Python and no debugger.
     None: the driver's `call_timeout_s`."""
+    max_failed: float = pydantic.Field(default=MAX_FAILED, ge=0, le=1)
+    """Share of the samples that may fail three times each, and are dropped and counted (`failed_rows`); more of them end the run. It is of
+    100 samples at least; 0: the first ends the run."""
 
     @pydantic.field_validator("function")
     @classmethod
@@ -128,50 +134,70 @@ class RewardWorker(Worker):
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
         reads=(RESPONSE_IDS, "{config.reads}"),
-        may_read=("{config.may_read}",),
+        may_read=(PROMPT, PROMPT_IDS, "{config.may_read}"),
         writes=("{into}",),
     )
     def score(self, samples: Batch, *, into: str = str(REWARD)) -> Iterator[tuple[Batch, Metrics]]:
-        """Call the function on each sample; of a slow one the rewards come in parts, so that nobody waits for all of them.
+        """Call the function on each sample; of a slow one the rewards come in parts, so that nobody waits for all of them. A sample
+        at which it fails holds back no other: what it raised comes after all rewards.
 
         Raises:
-            SampleError: naming the sample, when the function returns no finite number.
+            SampleError: when the function returns no finite number.
+            Exception: the first that the function raised. Like a `SampleError` it has `sample_ids`, of all samples that failed,
+                and `sample`, the prompt and response of the first.
         """
         values = {name: samples[name].to_pylist() for name in self.config.columns(samples.columns)}
         if self.config.takes_text:
             values[str(RESPONSE)] = self._tokenizer.decode(samples[RESPONSE_IDS].to_pylist())
         limit = None if self.context.watched else self.config.deadline_s
-        rewards: list[float] = []
-        first, said = 0, time.monotonic()
+        rewards: dict[int, float] = {}
+        failed: dict[int, Exception | SystemExit] = {}
+        said = time.monotonic()
         for k, sample_id in enumerate(samples["sample_id"].to_pylist()):
             if rewards and time.monotonic() - said > PART_S:
-                yield self._part(samples.slice(first, k - first), rewards, into)
-                first, rewards, said = k, [], time.monotonic()
+                yield self._part(samples.take([*rewards]), [*rewards.values()], into)
+                rewards, said = {}, time.monotonic()
             self.context.at(sample_id)
             try:
                 with deadline(limit, f"reward function {_name(self.config.function)}"):
                     reward = self.config.function(**{name: column[k] for name, column in values.items()})
-            except Exception as error:
-                error.sample_ids = (sample_id,)  # pyright: ignore[reportAttributeAccessIssue]
+                rewards[k] = self._checked(reward)
+            except BdbQuit:  # somebody has left the debugger
                 raise
+            except (Exception, SystemExit) as error:
+                failed[k] = error
             finally:
                 self.context.at(None)
-            rewards.append(self._checked(reward, sample_id))
-        yield self._part(samples.slice(first, len(samples) - first), rewards, into)
+        yield self._part(
+            samples.take([*rewards]) if failed or len(rewards) < len(samples) else samples, [*rewards.values()], into
+        )
+        if failed:
+            raise self._blamed(samples, failed)
+
+    def _blamed(self, samples: Batch, failed: Mapping[int, Exception | SystemExit]) -> Exception | SystemExit:
+        """The first failure, with all samples that failed, and the texts of its own."""
+        first, error = next(iter(failed.items()))
+        ids = samples["sample_id"].to_pylist()
+        texts = {str(PROMPT): samples[PROMPT][first].as_py()} if PROMPT in samples else {}
+        for text, tokens in ((PROMPT, PROMPT_IDS), (RESPONSE, RESPONSE_IDS)):
+            if str(text) not in texts and tokens in samples:
+                texts[str(text)] = self._tokenizer.decode([samples[tokens][first].as_py()])[0]
+        error.sample_ids = tuple(ids[k] for k in failed)  # pyright: ignore[reportAttributeAccessIssue]
+        error.sample = ", ".join(f"{name} {_short(text)}" for name, text in texts.items())  # pyright: ignore[reportAttributeAccessIssue]
+        return error
 
     def _part(self, samples: Batch, rewards: list[float], into: str) -> tuple[Batch, Metrics]:
         metrics = {"mean": Mean(sum(rewards), len(rewards))} | ({"max": Max(max(rewards))} if rewards else {})
         return samples.with_columns(**{into: rewards}), of_column(into, metrics)
 
-    def _checked(self, reward: object, sample_id: int) -> float:
+    def _checked(self, reward: object) -> float:
         try:
             value = math.nan if isinstance(reward, str | bytes) else float(reward)  # pyright: ignore[reportArgumentType]
         except (TypeError, ValueError):
             value = math.nan
         if not math.isfinite(value):
             raise SampleError(
-                f"reward function {_name(self.config.function)} returned {reward!r}; a reward is a finite number",
-                (sample_id,),
+                f"reward function {_name(self.config.function)} returned {reward!r}; a reward is a finite number"
             )
         return value
 
@@ -183,6 +209,11 @@ def of_column(column: str, metrics: Metrics) -> Metrics:
     ({'mean': Mean(total=1.0, weight=1.0)}, {'baseline_reward_mean': Mean(total=1.0, weight=1.0)})
     """
     return metrics if column == str(REWARD) else {f"{column}_{name}": metric for name, metric in metrics.items()}
+
+
+def _short(text: str) -> str:
+    """A text as a message shows it: how it begins and how it ends."""
+    return repr(text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT // 2]} ... {text[-LONGEST_TEXT // 2 :]}")
 
 
 def _name(function: Any) -> str:

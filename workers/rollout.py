@@ -36,7 +36,7 @@ from .model_folder import head_dim, read_model_config
 from .remote import remote
 from .transformers_engine import TransformersEngine, TransformersSettings
 from .vllm_engine import VllmEngine, VllmSettings
-from .worker import Context, Worker
+from .worker import MAX_FAILED, Context, Worker
 
 if TYPE_CHECKING:
     from ..dataflow.graph import Node, Source
@@ -59,6 +59,9 @@ class RolloutConfig(Config):
     """Type of the weights; auto: float32 on CPU, bfloat16 on GPUs."""
     seeded: bool = True
     """Give each response a seed of its own, so that any placement samples the same tokens (costs vLLM about 8 %)."""
+    max_failed: float = Field(default=MAX_FAILED, ge=0, le=1)
+    """Share of the prompts that may fail three times each, and are dropped and counted (`failed_rows`); more of them end the run. It is of
+    100 prompts at least; 0: the first ends the run."""
     vllm: VllmSettings = VllmSettings()
     """Settings of the vLLM engine."""
     transformers: TransformersSettings = TransformersSettings()
@@ -191,6 +194,12 @@ class RolloutWorker(Worker):
                     f"node {node.name!r}: min_tokens={sampling.min_tokens} is more than max_tokens={sampling.max_tokens}"
                 )
             _check_prompts(source, node.name, sampling, config.max_context or of_model, of_model)
+
+    @classmethod
+    def longest_prompt(cls, config: RolloutConfig, nodes: Sequence[Node]) -> int | None:
+        reads = [n.arguments.get("sampling") or Sampling() for n in nodes if n.writers.get(str(PROMPT_IDS)) == ""]
+        room = config.max_context or _context_of(read_model_config(config.model))
+        return min((room - sampling.max_tokens for sampling in reads if isinstance(sampling, Sampling)), default=None)
 
 
 def _batch(parent_ids: np.ndarray, responses: Sequence[Response], sampling: Sampling) -> Batch:

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from ..dataflow.graph import Node, Source
 
 
+MAX_FAILED = 0.05
+"""Share of the rows of a node that may fail three times each and be dropped, where a group's configuration has no `max_failed`."""
+
+
 @dataclass(frozen=True)
 class Context:
     """What a worker is told of its surroundings."""
@@ -44,7 +48,8 @@ class Worker:
     """Configuration class; `weft.group` builds it from keyword arguments."""
     replaceable: ClassVar[bool] = False
     """A rank knows nothing of the others, and holds nothing but its configuration and weights that it follows: what it failed at
-    is asked again, and when its process ends or hangs, another takes its place, and the run goes on."""
+    is asked again (and dropped when it fails for the third time, see `MAX_FAILED`), and when its process ends or hangs, another
+    takes its place, and the run goes on."""
 
     def __init__(self, config: Any, context: Context = Context()) -> None:
         self.config = config
@@ -60,6 +65,11 @@ class Worker:
         Raises:
             UserError: naming the setting, the rule and the nearest right value.
         """
+
+    @classmethod
+    def longest_prompt(cls, config: Any, nodes: Sequence[Node]) -> int | None:
+        """Tokens of the longest prompt that these calls can take; None: any."""
+        return None
 
     @property
     def coordinates(self) -> Coordinates:

@@ -38,6 +38,7 @@ class DyingConfig(SlowConfig):
     dies_at_version: int = -1
     """or version of the weights that it is given."""
     deaths: int = 1
+    max_failed: float = 0.0
 
 
 def die(config: Any, where: bool) -> None:
@@ -130,7 +131,7 @@ def test_a_reward_that_dies(tmp_path: Path):
 def test_deaths_at_the_same_sample_end_the_run_and_name_it(tmp_path: Path):
     with pytest.raises(
         WorkerError,
-        match=r"rollout\[[01]\], node 'rollout.generate' was lost 3 times at node 'rollout.generate', sample .*row 3 of source",
+        match=r"worker rollout, node 'rollout.generate' was lost 3 times at sample .*row 3 of source",
     ):
         run(tmp_path, SYNCHRONOUS, {"dies_at": 31, "deaths": 9})
 
@@ -255,10 +256,10 @@ def test_a_reward_that_hangs_is_ended_and_its_sample_is_asked_again(tmp_path: Pa
 def test_a_sample_at_which_the_reward_always_hangs_ends_the_run_and_no_other_is_blamed(tmp_path: Path, words: Path):
     with pytest.raises(
         WorkerError,
-        match=r"was lost 3 times at node 'reward.score', sample \d+ \(row 3 of source 'prompts'\)\. To replay .*"
+        match=r"node 'reward.score' was lost 3 times at sample \d+ \(row 3 of source 'prompts'\)\. So did .*To replay .*"
         r"it did not answer for 2 s",
     ):
-        scored(tmp_path, words, "hangs", 9, RayBackend(), deadline_s=1)
+        scored(tmp_path, words, "hangs", 9, RayBackend(), deadline_s=1, max_failed=0)
 
 
 def test_a_reward_that_hangs_in_this_process_is_interrupted_and_its_sample_asked_again(tmp_path: Path, words: Path):
@@ -280,8 +281,8 @@ def test_a_reward_that_fails_now_and_then_is_asked_again(tmp_path: Path, words: 
 
 
 def test_a_sample_at_which_the_reward_always_fails_ends_the_run_and_is_named(tmp_path: Path, words: Path):
-    with pytest.raises(WorkerError, match=r"failed 3 times at node 'reward.score', sample \d+ \(row 3 of ") as caught:
-        scored(tmp_path, words, "raises", 9, Local())
+    with pytest.raises(WorkerError, match=r"node 'reward.score' failed 3 times at sample \d+ \(row 3 of ") as caught:
+        scored(tmp_path, words, "raises", 9, Local(), max_failed=0)
     assert "ConnectionError: the judge does not answer" in str(caught.value) and "in length" in str(caught.value)
 
 

@@ -137,6 +137,20 @@ def test_what_is_no_finite_number_is_refused_with_the_sample(value: Any, model: 
     assert f".odd returned {value!r}; a reward is a finite number" in str(caught.value)
 
 
+def test_a_sample_that_fails_holds_back_no_other_and_is_shown(model: Path):
+    def broken(response: str) -> float:
+        return 1 / (len(response) - len("three"))
+
+    batch = samples().with_columns(prompt=["1?", "2?", "3?"])
+    parts: list[Any] = []
+    with pytest.raises(ZeroDivisionError) as caught:
+        parts += RewardWorker(RewardConfig(function=broken, tokenizer=model)).score(batch)
+    ((scored, metrics),) = parts
+    assert scored["sample_id"].to_pylist() == [7, 9] and metrics["mean"].weight == 2
+    assert getattr(caught.value, "sample_ids", None) == (8,)
+    assert getattr(caught.value, "sample", None) == "prompt '2?', response 'three'"
+
+
 def test_an_exception_keeps_its_type_and_names_the_sample(model: Path):
     def broken(response: str) -> float:
         return 1 / len(response)

@@ -304,3 +304,13 @@ def test_checking_needs_neither_torch_nor_vllm(tmp_path: Path) -> None:
         "assert not {'torch', 'vllm', 'transformers', 'ray'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_longest_prompt_leaves_room_for_the_longest_answer(tmp_path: Path) -> None:
+    config = RolloutConfig(model=folder_with(tmp_path / "m"), max_context=48)
+    nodes: Any = [
+        SimpleNamespace(writers={"prompt_ids": ""}, arguments={"sampling": Sampling(max_tokens=n)}) for n in (8, 20)
+    ]
+    assert RolloutWorker.longest_prompt(config, nodes) == 28
+    later: Any = [SimpleNamespace(writers={"prompt_ids": "turn"}, arguments={})]
+    assert RolloutWorker.longest_prompt(config, later) is None, "these prompts are made by another node"
