@@ -56,6 +56,10 @@ class Failures:
         """Group and rank of processes that are not up yet."""
         self._heard: dict[tuple[str, int], float] = {}
         """Group and rank -> when it said something last, or was asked something while it had nothing to do."""
+        self._all_heard = -math.inf
+        """When all of them were taken to have said something."""
+        self._asked: dict[tuple[str, int], dict[Call, None]] = {}
+        """Group and rank -> calls that it was given and that are under way."""
         self._looked = -math.inf
         self.replaced = self.repeated = 0
         """Processes that were replaced, and rows that were asked again because somebody failed."""
@@ -71,18 +75,22 @@ class Failures:
 
     def asked(self, call: Call) -> None:
         """A call is given to its ranks: from here on those are waited for who had nothing to do."""
+        now = self._backend.clock()
         for rank in call.ranks:
-            if not any(rank in other.waiting for other in call.group.calls):
-                self._heard[call.group.name, rank] = self._backend.clock()
+            others = self._asked.setdefault((call.group.name, rank), {})
+            if not any(rank in other.waiting for other in others):
+                self._heard[call.group.name, rank] = now
+            others[call] = None
 
     def forgive(self) -> None:
         """The time until now is nobody's: the run was paused."""
-        self._heard = dict.fromkeys(self._heard, self._backend.clock())
+        self._all_heard = self._backend.clock()
 
     def start_again(self) -> None:
         """All processes are new."""
         self._starting.clear()
         self._heard.clear()
+        self._asked.clear()
 
     def listen(self, events: Sequence[Event], under_way: Iterable[Call]) -> None:
         """Note who has said something; once a second, replace ranks that have been silent for too long.
@@ -94,7 +102,7 @@ class Failures:
         for event in events:
             self._heard[event.call.group.name, event.rank] = now
         if events and not self._backend.has_processes:  # they take turns: who said nothing had none
-            self._heard = dict.fromkeys(self._heard, now)
+            self._all_heard = now
         if now - self._looked < LOOK_S:
             return
         self._looked = now
@@ -104,7 +112,7 @@ class Failures:
                 silent.setdefault((call.group.name, rank), []).append(call)
         for (name, rank), calls in silent.items():
             limit, group = self._limit(name, rank, calls), calls[0].group
-            if now - self._heard[name, rank] <= limit:
+            if now - max(self._heard[name, rank], self._all_heard) <= limit:
                 continue
             what = "; ".join(f"{c.describe(rank)} (called {now - c.started:.0f} s ago)" for c in calls)
             if not (self._backend.has_processes and group.handle.worker_class.replaceable):
@@ -122,6 +130,8 @@ class Failures:
 
     def answered(self, call: Call) -> None:
         """A call is over: what failed beside the graph before has nothing to do with what fails later."""
+        for rank in call.ranks:
+            self._asked.get((call.group.name, rank), {}).pop(call, None)
         if call.lease is None and not call.lost:
             self._counted.pop((call.describe(), None), None)
         elif call.lease is not None and call.ledger is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,6 +53,8 @@ class Call:
     metrics: list[Metrics] = field(default_factory=list)
     seconds: dict[int, float] = field(default_factory=dict)
     """Rank -> time spent in the worker."""
+    weighs: int = 0
+    """Rows that its replica is known to have left to do of it."""
     lost: set[int] = field(default_factory=set)
     """Ranks of which nothing counts any more: they failed, or their processes ended meanwhile."""
     shares: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -121,6 +124,71 @@ def publishes_as_it_goes(node: Node) -> bool:
     return bool(node.writes) and not node.operation.takes_groups and node.operation.shape is not Shape.FILTER
 
 
+class UnderWay:
+    """Calls that are under way, oldest first. What is asked of all of them at each turn of the loop is counted, not searched for."""
+
+    def __init__(self) -> None:
+        self._calls: dict[Call, None] = {}
+        self.giving_way = 0
+        """Of them, those beside which others may go on."""
+        self.beside_the_graph = 0
+        """Of them, those of no node."""
+
+    def add(self, call: Call) -> None:
+        self._calls[call] = None
+        self._count(call, 1)
+
+    def remove(self, call: Call) -> None:
+        del self._calls[call]
+        self._count(call, -1)
+
+    def _count(self, call: Call, by: int) -> None:
+        self.giving_way += by * call.gives_way
+        self.beside_the_graph += by * (call.node is None)
+
+    def __iter__(self) -> Iterator[Call]:
+        return iter(self._calls)
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+
+class Loads:
+    """Unfinished rows of each replica of a group.
+
+    >>> loads = Loads([0, 1, 2])
+    >>> loads.add(0, 4)
+    >>> loads.spread(5)
+    {1: 3, 2: 2}
+    """
+
+    def __init__(self, replicas: Iterable[int]) -> None:
+        self._rows = dict.fromkeys(replicas, 0)
+        self._heap = [(0, replica) for replica in self._rows]
+        """Of (rows, replica); entries that are not true any more stay until they come up."""
+
+    def add(self, replica: int, rows: int) -> None:
+        self._rows[replica] += rows
+        heapq.heappush(self._heap, (self._rows[replica], replica))
+        if len(self._heap) > 4 * len(self._rows) + 64:
+            self._heap = [(rows, replica) for replica, rows in self._rows.items()]
+            heapq.heapify(self._heap)
+
+    def spread(self, rows: int) -> dict[int, int]:
+        """How many of so many rows each replica is to have, so that all have as many unfinished ones. Replicas that get none are
+        left out, and nothing is added yet."""
+        given: Counter[int] = Counter()
+        for _ in range(rows):
+            while self._heap[0][0] != self._rows[self._heap[0][1]]:
+                heapq.heappop(self._heap)
+            replica = self._heap[0][1]
+            given[replica] += 1
+            self.add(replica, 1)
+        for replica, number in given.items():
+            self.add(replica, -number)
+        return dict(sorted(given.items()))
+
+
 class WorkerGroup:
     """The live side of a handle: ranks that registered their mesh coordinates, and how to call them."""
 
@@ -130,17 +198,38 @@ class WorkerGroup:
         self.place = place
         self.mesh = tuple(mesh)
         self._submit = submit
-        self.calls: list[Call] = []
+        self.calls = UnderWay()
         """Calls under way, oldest first; a rank takes them one at a time."""
         self.version = 0
         """Policy version of the weights that it holds."""
+        self._ranks_of: dict[int, list[int]] = {}
+        for rank, at in enumerate(self.mesh):
+            self._ranks_of.setdefault(at.dp, []).append(rank)
+        self._loads = Loads(sorted(self._ranks_of))
 
     def __repr__(self) -> str:
         return f"<WorkerGroup {self.name}: {len(self.mesh)} x {self.handle.worker_class.__name__}>"
 
     @property
     def busy(self) -> bool:
-        return bool(self.calls)
+        return len(self.calls) > 0
+
+    def watch(self, call: Call) -> None:
+        """A call is under way from here on."""
+        self.calls.add(call)
+        self.weigh(call)
+
+    def forget(self, call: Call) -> None:
+        """A call is over."""
+        self.calls.remove(call)
+        if call.replica is not None:
+            self._loads.add(call.replica, -call.weighs)
+
+    def weigh(self, call: Call) -> None:
+        """Note how many rows the replica of a call has left to do."""
+        if call.replica is not None and call.lease is not None:
+            self._loads.add(call.replica, len(call.lease.open) - call.weighs)
+            call.weighs = len(call.lease.open)
 
     def call(self, method: str, **arguments: Any) -> Call:
         """Call a method without rows on the ranks that its dispatch protocol names; returns at once.
@@ -168,16 +257,7 @@ class WorkerGroup:
     def least_loaded(self, rows: int) -> dict[int, int]:
         """How many of so many rows each data-parallel replica is to have, so that all have as many unfinished ones: whoever
         is still at long responses gets fewer. Replicas that get none are left out."""
-        left = dict.fromkeys(sorted({c.dp for c in self.mesh}), 0.0)
-        for call in self.calls:
-            if call.replica is not None and call.lease is not None:
-                left[call.replica] += len(call.lease.open)
-        given: Counter[int] = Counter()
-        for _ in range(rows):
-            replica = min(left, key=lambda r: (left[r], r))
-            given[replica] += 1
-            left[replica] += 1
-        return dict(sorted(given.items()))
+        return self._loads.spread(rows)
 
     def call_node(self, ledger: Ledger, lease: Lease, *, replica: int | None = None, **extra: Any) -> Call:
         """Call a node's method on the rows of a lease, distributed by its dispatch protocol; returns at once.
@@ -189,18 +269,16 @@ class WorkerGroup:
         method = node.operation.name if node.group else "apply"
         dispatch = self._dispatch(method)
         sizes = RowSizes(lease.num_tokens, lease.group_ids, node.operation.whole_groups)
-        chosen = [rank for rank, c in enumerate(self.mesh) if replica is None or c.dp == replica]
+        chosen = range(len(self.mesh)) if replica is None else self._ranks_of[replica]
         mesh = [self.mesh[rank] if replica is None else replace(self.mesh[rank], dp=0) for rank in chosen]
         given = dispatch.distribute(sizes, mesh)
         if len(given) != len(mesh):
             raise UserError(f"{dispatch!r} gave {len(given)} shares for the {len(mesh)} ranks of {self.name!r}")
-        shares: list[Sequence[int] | None] = [None] * len(self.mesh)
-        for rank, share in zip(chosen, given, strict=True):
-            shares[rank] = share
+        # A rank without rows is called all the same: it takes part in the collectives of its group.
+        shares = {rank: share for rank, share in zip(chosen, given, strict=True) if share is not None}
         keep = {chosen[k] for k in dispatch.collect(mesh)}
         self._check_shares(dispatch, shares, keep, len(lease.rows))
-        # A rank without rows is called all the same: it takes part in the collectives of its group.
-        ranks = tuple(rank for rank, share in enumerate(shares) if share is not None)
+        ranks = tuple(shares)
         call = Call(self, method, ranks, node=node, replica=replica, ledger=ledger, lease=lease)
         call.waiting = set(ranks)
         arguments = (
@@ -211,7 +289,7 @@ class WorkerGroup:
         whole = _Rows(lease, lease.ids, lease.group_ids, lease.parent_ids)
         tasks: dict[tuple[int, ...], RowTask] = {}
         for rank in ranks:
-            share = tuple(shares[rank] or ())
+            share = tuple(shares[rank])
             if share not in tasks:  # equal copies for the ranks of one replica
                 tasks[share] = whole.task(ledger, share)
             call.shares[rank] = tuple(tasks[share].ids.tolist())
@@ -240,8 +318,10 @@ class WorkerGroup:
                     )
         return arguments
 
-    def _check_shares(self, dispatch: Dispatch, shares: Any, keep: set[int], num_rows: int) -> None:
-        kept = sorted(i for rank in keep for i in shares[rank] or ())
+    def _check_shares(
+        self, dispatch: Dispatch, shares: Mapping[int, Sequence[int]], keep: set[int], num_rows: int
+    ) -> None:
+        kept = sorted(i for rank in keep for i in shares.get(rank, ()))
         if kept != list(range(num_rows)):
             raise UserError(
                 f"{dispatch!r} on {self.name!r}: the collected ranks hold {len(kept)} rows of {num_rows}; each must be held exactly once"

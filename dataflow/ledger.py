@@ -96,6 +96,7 @@ class Ledger:
         self._group_offers: list[list[int]] = [[] for _ in nodes]
         self._ready = [0] * len(nodes)
         self._ready_groups = [0] * len(nodes)
+        self._leased_groups = [0] * len(nodes)
         self._held: list[list[int]] = [[] for _ in nodes]
         self._unclaimed = [0] * len(nodes)
         # Of nodes that update: unclaimed groups by the version at which their generation began, and those of them on offer.
@@ -415,12 +416,12 @@ class Ledger:
 
     def leased_groups(self, node: Node) -> int:
         """Groups that this node (which takes groups or batches) has claimed and not finished."""
-        return sum(lease.num_groups for lease in self._leases.values() if lease.node.name == node.name)
+        return self._leased_groups[self._index[node.name]]
 
-    def oldest_version(self, node: Node) -> int | None:
-        """Oldest policy version among the groups that a claim on this node could get now; None: no policy made them."""
+    def oldest_held(self, node: Node) -> int | None:
+        """Oldest policy version among the groups that are too old for this node and wait (see `held`); None: there is none."""
         i = self._index[node.name]
-        groups = (self._groups[g] for g in self._group_offers[i] if g in self._groups)
+        groups = (self._groups[g] for g in self._held[i])
         made = (r.version for g in groups for r in self._rows_offered(g, i) if r.version is not None and r.version >= 0)
         return min(made, default=None)
 
@@ -515,7 +516,7 @@ class Ledger:
         if deadline_s is not None:
             lease.deadline = self._clock() + deadline_s
             heapq.heappush(self._deadlines, (lease.deadline, -1, token))
-        self._leases[token] = lease
+        self.hold(lease)
         return lease
 
     def _claim_rows(self, i: int, number: int | None) -> list[Row]:
@@ -765,7 +766,7 @@ class Ledger:
                 row.group.expanded[i] += 1
             self._finish(row, i)
         lease.open = {}
-        del self._leases[lease.token]
+        self._end(lease)
 
     def release(self, lease: Lease, why: str = "given back", *, ids: Collection[int] | None = None) -> None:
         """Give the rows of a lease back that were not published (of a node that takes groups: all of them): they are ready
@@ -798,7 +799,7 @@ class Ledger:
         else:
             for row in lease.open.values():
                 self._offer_again(row, i)
-        del self._leases[lease.token]
+        self._end(lease)
         self._void[lease.token] = why
         if len(self._void) > REMEMBERED_LEASES:
             del self._void[next(iter(self._void))]
@@ -875,6 +876,17 @@ class Ledger:
     def next_deadline(self) -> float | None:
         """When `expire` has something to look at, in seconds of the clock."""
         return self._deadlines[0][0] if self._deadlines else None
+
+    def hold(self, lease: Lease) -> None:
+        """A lease is open from here on."""
+        self._leases[lease.token] = lease
+        i = self._index[lease.node.name]
+        self._leased_groups[i] += lease.num_groups if self._takes_groups[i] else 0
+
+    def _end(self, lease: Lease) -> None:
+        del self._leases[lease.token]
+        i = self._index[lease.node.name]
+        self._leased_groups[i] -= lease.num_groups if self._takes_groups[i] else 0
 
     def holds(self, lease: Lease) -> bool:
         """Whether the lease is neither finished nor released."""

@@ -9,7 +9,7 @@ import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,10 @@ import pyarrow as pa
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 CHUNK_BYTES = 1 << 20  # hashed and then written while it is in the core's cache
 FETCHED = "fetched"  # the folder, inside a node's own, of the messages that were fetched from other nodes
+FREE = "free"  # the folder, inside a node's own, of the files that nobody needs, for writers to overwrite
+NEW = ".new"  # ends the name of a file that is being made
 MAX_FREE_BYTES = 4 * (64 << 20)
+MAX_FREE_FILES = 64
 
 _libc = ctypes.CDLL(None)
 
@@ -96,6 +99,7 @@ def new_file(path: Path, capacity: int, start: bytes) -> int:
 
     It comes to its name when its start is written: at no moment does a reader find a file of another meaning there.
     """
+    (path.parent / FREE).mkdir(exist_ok=True)
     for _, _, free in sorted(_free_files(path.parent), key=lambda f: abs(f[1] - capacity)):
         try:
             descriptor = os.open(free, os.O_RDWR)
@@ -115,7 +119,7 @@ def new_file(path: Path, capacity: int, start: bytes) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)
-    fresh = path.with_name(f"free-{path.name}.new")
+    fresh = path.parent / FREE / f"{path.name}{NEW}"
     descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
@@ -145,15 +149,16 @@ def room_named(folder: Path, who: str, num_bytes: int) -> Iterator[None]:
 
 
 def recycle(path: Path, max_free_bytes: int) -> None:
-    """Leave a file to whoever needs one next, and delete the oldest free files beyond the bound."""
+    """Leave a file to whoever needs one next, and delete the oldest free files beyond the bounds."""
     try:
-        os.rename(path, path.with_name(f"free-{path.name}"))
+        (path.parent / FREE).mkdir(exist_ok=True)
+        os.rename(path, path.parent / FREE / path.name)
     except FileNotFoundError:
         return
-    free = _free_files(path.parent)
+    free = sorted(_free_files(path.parent))
     num_bytes = sum(size for _, size, _ in free)
-    for _, size, oldest in sorted(free):
-        if num_bytes <= max_free_bytes:
+    for left, (_, size, oldest) in zip(range(len(free), 0, -1), free, strict=True):
+        if num_bytes <= max_free_bytes and left <= MAX_FREE_FILES:
             break
         oldest.unlink(missing_ok=True)
         num_bytes -= size
@@ -167,8 +172,8 @@ def spill(folder: Path, memory_bytes: int) -> int:
     Returns: bytes of the files evicted; 0 when nothing had to go.
     """
     resident = []
-    for path in [*folder.glob("*.arrows"), *(folder / FETCHED).glob("*/*")]:
-        if not path.name.startswith("free-") and (found := with_file(path, _resident_since)):
+    for path in [*folder.glob("*.arrows"), *(folder / FETCHED).glob("*/*/*")]:
+        if found := with_file(path, _resident_since):
             resident.append((*found, path))
     excess = sum(size for _, size, _ in resident) - memory_bytes
     evicted = 0
@@ -181,14 +186,14 @@ def spill(folder: Path, memory_bytes: int) -> int:
 
 
 def _free_files(folder: Path) -> list[tuple[int, int, Path]]:
-    """When each free file was last written to, its size, its path."""
+    """When each free file of a node's folder was last written to, its size, its path."""
     found = []
-    for path in folder.glob("free-*.arrows"):
-        try:
-            status = path.stat()
-        except FileNotFoundError:
-            continue
-        found.append((status.st_mtime_ns, status.st_size, path))
+    with os.scandir(folder / FREE) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):
+                if not entry.name.endswith(NEW):
+                    status = entry.stat()
+                    found.append((status.st_mtime_ns, status.st_size, Path(entry.path)))
     return found
 
 

@@ -8,7 +8,7 @@ The kernel's page cache is the shared memory: a message is copied once, by `writ
 belong to the node: they outlive the process that wrote them. Write-back, and `spill`, move what is too much to disk.
 
 Overwriting the pages of an existing file is twice as fast as filling a new one, so files are recycled: `SegmentStore`
-renames a file that nobody refers to to `free-…`, and a writer takes it over unless some process still maps it, which
+moves a file that nobody refers to into the folder `free`, and a writer takes it over unless some process still maps it, which
 the shared lock of the mapping tells. An array that was read never changes.
 """
 
@@ -19,6 +19,7 @@ import logging
 import mmap
 import os
 import re
+import shutil
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,7 +35,9 @@ from .errors import DamagedSegment, UserError, nearest
 from .segment_files import (
     END_OF_STREAM,
     FETCHED,
+    FREE,
     MAX_FREE_BYTES,
+    NEW,
     StreamFile,
     chunks,
     new_file,
@@ -47,8 +50,8 @@ from .segment_files import (
 
 logger = logging.getLogger(__name__)
 
-NAME = re.compile(r"(?!free-)[A-Za-z0-9_-]+")
-FILE = re.compile(r"((?!free-)[A-Za-z0-9_-]+)\.(\d+)\.(\d{6,})\.arrows")
+NAME = re.compile(r"[A-Za-z0-9_-]+")
+FILE = re.compile(r"([A-Za-z0-9_-]+)\.(\d+)\.(\d{6,})\.arrows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +96,9 @@ class SegmentWriter:
         self, folder: Path, node: str, name: str, *, file_bytes: int = 64 << 20, memory_bytes: int | None = None
     ) -> None:
         if not NAME.fullmatch(name):
-            raise UserError(f"a writer's name is letters, digits, '_' and '-', not starting with 'free-'; not {name!r}")
+            raise UserError(f"a writer's name is letters, digits, '_' and '-', not {name!r}")
         folder.mkdir(parents=True, exist_ok=True)
-        if used := sorted(path.name for kind in ("", "free-") for path in folder.glob(f"{kind}{name}.*")):
+        if used := sorted(path.name for kind in (".", FREE) for path in (folder / kind).glob(f"{name}.*")):
             raise UserError(
                 f"writer {name!r} has been here before, and {folder} has its {', '.join(used)}; take a new name"
             )
@@ -280,17 +283,17 @@ class SegmentStore:
         max_free_bytes: int = MAX_FREE_BYTES,
     ) -> None:
         self.folder, self.node, self.delete_remote, self.max_free_bytes = folder, node, delete_remote, max_free_bytes
-        self._live: dict[tuple[str, str, int], dict[int, set[int]]] = {}  # (node, writer, stream): {sequence: offsets}
+        self._live: dict[tuple[str, str, int], _LiveFiles] = {}  # by node, writer and number of the stream
         self._ended: set[tuple[str, str]] = set()
 
     def published(self, segment: Segment) -> None:
         """A live row refers to this segment."""
         stream, sequence = _stream_of(segment)
-        files = self._live.setdefault(stream, {})
-        earlier = [k for k, offsets in files.items() if k < sequence and not offsets]
-        files.setdefault(sequence, set()).add(segment.offset)
-        for k in earlier:
-            self._delete(stream, k)
+        files = self._live.setdefault(stream, _LiveFiles())
+        before, files.latest = files.latest, max(files.latest, sequence)
+        files.offsets.setdefault(sequence, set()).add(segment.offset)
+        if before < files.latest and not files.offsets.get(before, {0}):  # complete now, and empty already
+            self._delete(stream, before)
 
     def freed(self, segments: Iterable[Segment]) -> None:
         """No live row refers to these any more.
@@ -300,11 +303,12 @@ class SegmentStore:
         """
         for segment in segments:
             stream, sequence = _stream_of(segment)
-            files = self._live.get(stream, {})
-            if segment.offset not in files.get(sequence, ()):
+            files = self._live.get(stream, _LiveFiles())
+            offsets = files.offsets.get(sequence, set())
+            if segment.offset not in offsets:
                 raise ValueError(f"{segment} is freed, but is not live: never published, or freed before")
-            files[sequence].remove(segment.offset)
-            if not files[sequence] and (sequence < max(files) or stream[:2] in self._ended):
+            offsets.remove(segment.offset)
+            if not offsets and (sequence < files.latest or stream[:2] in self._ended):
                 self._delete(stream, sequence)
 
     def writer_ended(self, writer_name: str, node: str) -> None:
@@ -312,7 +316,7 @@ class SegmentStore:
         self._ended.add((node, writer_name))
         streams = [s for s in self._live if s[:2] == (node, writer_name)]
         for stream in streams:
-            for sequence in [k for k, offsets in self._live[stream].items() if not offsets]:
+            for sequence in [k for k, offsets in self._live[stream].offsets.items() if not offsets]:
                 self._delete(stream, sequence)
         if node == self.node:  # and those in which nothing was published
             self._sweep(f"{writer_name}.*.arrows")
@@ -322,20 +326,20 @@ class SegmentStore:
 
         Returns: how many files.
         """
-        for unfinished in self.folder.glob("free-*.new"):  # its writer died while it made a file
+        for unfinished in (self.folder / FREE).glob(f"*{NEW}"):  # its writer died while it made a file
             unfinished.unlink()
         return self._sweep("*.arrows")
 
     def _sweep(self, pattern: str) -> int:
-        live = {_file_name(s, k) for s, files in self._live.items() if s[0] == self.node for k in files}
+        live = {_file_name(s, k) for s, files in self._live.items() if s[0] == self.node for k in files.offsets}
         dead = [p.name for p in self.folder.glob(pattern) if FILE.fullmatch(p.name) and p.name not in live]
         for file in dead:
             self._recycle(self.node, file)
         return len(dead)
 
     def _delete(self, stream: tuple[str, str, int], sequence: int) -> None:
-        del self._live[stream][sequence]
-        if not self._live[stream]:
+        del self._live[stream].offsets[sequence]
+        if not self._live[stream].offsets:
             del self._live[stream]
         self._recycle(stream[0], _file_name(stream, sequence))
 
@@ -348,12 +352,21 @@ class SegmentStore:
             self.delete_remote(node, file)
 
 
+class _LiveFiles:
+    """Files of a stream of a writer."""
+
+    def __init__(self) -> None:
+        self.offsets: dict[int, set[int]] = {}
+        """Sequence number of a file -> offsets of the segments in it that a row refers to."""
+        self.latest = -1
+        """The file that may still be appended to: only it can be empty."""
+
+
 def delete_local(folder: Path, here: str, node: str, file: str, max_free_bytes: int = MAX_FREE_BYTES) -> None:
     """Drop what `folder`, of node `here`, has of a file of `node`: the file itself goes to the free ones, or the copies
     of its messages that were fetched. What is missing already is no error."""
     if node != here:
-        for path in (folder / FETCHED / node).glob(f"{file}.*"):
-            path.unlink(missing_ok=True)
+        shutil.rmtree(folder / FETCHED / node / file, ignore_errors=True)
         return
     recycle(folder / file, max_free_bytes)
 
@@ -385,7 +398,7 @@ def verify(folder: Path, segment: Segment) -> None:
 
 def fetched_path(folder: Path, segment: Segment) -> Path:
     """Where a node keeps its copy of another node's message: itself an Arrow IPC stream."""
-    return folder / FETCHED / segment.node / f"{segment.file}.{segment.offset}"
+    return folder / FETCHED / segment.node / segment.file / str(segment.offset)
 
 
 class _Mapping:

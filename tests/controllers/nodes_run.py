@@ -74,7 +74,7 @@ def run(root: Path, address: str) -> dict[str, object]:
         seen = driver.call(made["actor"], "seen_groups")
         folders = sorted(p for p in (root / "nodes" / "buffer" / "segments").iterdir())
         wrote = {p.name: sorted({f.name.split(".")[0] for f in p.glob("*.arrows")}) for p in folders}
-        fetched = {p.name: len(list(p.glob("fetched/*/*.arrows.*"))) for p in folders}
+        fetched = {p.name: len(list(p.glob("fetched/*/*.arrows/*"))) for p in folders}
     return {"rewards": [row.get("reward/mean") for row in metrics], "seen": seen, "wrote": wrote, "fetched": fetched}
 
 

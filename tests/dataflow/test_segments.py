@@ -33,7 +33,8 @@ def numbered(n: int, *, rows: int = 4, length: int = 100) -> Batch:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob("*.arrows"))
+    """Files of a node's folder, those that are free among them."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.arrows"))
 
 
 # What is written is what is read
@@ -150,9 +151,9 @@ def test_a_writer_name_is_used_once(tmp_path: Path):
         SegmentWriter(tmp_path, "n0", "w")
     store = SegmentStore(tmp_path, "n0")
     store.writer_ended("w", "n0")
-    with pytest.raises(UserError, match=r"free-w\.0\.000000\.arrows"):
+    with pytest.raises(UserError, match=r"has its w\.0\.000000\.arrows"):
         SegmentWriter(tmp_path, "n0", "w")
-    for bad in ("free-w", "a/b", "a.b", ""):
+    for bad in ("a/b", "a.b", ""):
         with pytest.raises(UserError, match="a writer's name is"):
             SegmentWriter(tmp_path, "n0", bad)
 
@@ -276,7 +277,7 @@ try:
     writer.append(Batch.of(sample_id=list(range(limit))))
 except OSError as error:
     print(error.errno, error)
-assert sorted(p.name for p in folder.iterdir()) == ["w.0.000000.arrows"], list(folder.iterdir())
+assert [p.name for p in folder.rglob("*") if p.is_file()] == ["w.0.000000.arrows"], list(folder.rglob("*"))
 second = writer.append(Batch.of(sample_id=[2]))
 assert [reader.read(s).to_rows()[0]["sample_id"] for s in (first, second)] == [1, 2]
 """
@@ -324,7 +325,7 @@ def test_a_file_goes_when_it_is_complete_and_its_last_segment_is_freed(tmp_path:
     assert not gone, "the writer may append to it still"
     store.published(c)
     assert gone == [("n0", a.file)]
-    assert names(tmp_path) == [f"free-{a.file}", c.file]
+    assert names(tmp_path) == [f"free/{a.file}", c.file]
     store.published(d)
     store.writer_ended("w", "n0")
     store.freed([c])
@@ -349,12 +350,12 @@ def test_what_a_dead_writer_never_published_goes_too_and_recovery_keeps_what_is_
     for name in ("w1", "w2", "w10"):
         SegmentWriter(tmp_path, "n0", name).append(numbered(1))
     store.writer_ended("w1", "n0")
-    assert names(tmp_path) == ["free-w1.0.000000.arrows", "w10.0.000000.arrows", "w2.0.000000.arrows"]
+    assert names(tmp_path) == ["free/w1.0.000000.arrows", "w10.0.000000.arrows", "w2.0.000000.arrows"]
     recovered = SegmentStore(tmp_path, "n0")
     recovered.published(Segment("n0", "w2.0.000000.arrows", 0, 8, 0))
-    (tmp_path / "free-w3.0.000000.arrows.new").touch()
+    (tmp_path / "free" / "w3.0.000000.arrows.new").touch()
     assert recovered.sweep() == 1
-    assert not list(tmp_path.glob("*.new"))
+    assert not list(tmp_path.rglob("*.new"))
     assert "w2.0.000000.arrows" in names(tmp_path)
     assert "w10.0.000000.arrows" not in names(tmp_path)
 
@@ -367,8 +368,20 @@ def test_free_files_are_kept_up_to_a_bound(tmp_path: Path):
         store.published(segment)
     store.freed(segments)
     store.writer_ended("w", "n0")
-    free = [path.stat().st_size for path in tmp_path.glob("free-*")]
+    free = [path.stat().st_size for path in (tmp_path / "free").iterdir()]
     assert 5_000 < sum(free) <= 10_000
+
+
+def test_few_free_files_are_kept_however_small_they_are(tmp_path: Path):
+    store = SegmentStore(tmp_path, "n0")
+    for k in range(70):
+        writer = SegmentWriter(tmp_path, "n0", f"w{k}")
+        segment = writer.append(numbered(1))
+        writer.close()
+        store.published(segment)
+        store.freed([segment])
+        store.writer_ended(f"w{k}", "n0")
+    assert len(list((tmp_path / "free").iterdir())) <= 64, "so that to look through them costs the same at any time"
 
 
 def churn(folder: Path, rounds: int, *, hold: int, reader: SegmentReader) -> tuple[list[tuple[int, Batch]], set[int]]:
@@ -418,7 +431,7 @@ print(int(values.min()), int(values.max()), flush=True)
         store.published(segment)
         store.freed([segment])
         store.writer_ended("first", "n0")
-        assert names(tmp_path) == [f"free-{segment.file}"]
+        assert names(tmp_path) == [f"free/{segment.file}"]
         _, inodes = churn(tmp_path, 50, hold=2, reader=SegmentReader(tmp_path, "n0"))
         assert inode not in inodes
         other.stdin.write("\n")
@@ -427,7 +440,7 @@ print(int(values.min()), int(values.max()), flush=True)
     assert other.returncode == 0
     late = SegmentWriter(tmp_path, "n0", "late")
     late.append(numbered(1))
-    found = {path.stat().st_ino for path in tmp_path.glob("*.arrows")}
+    found = {path.stat().st_ino for path in tmp_path.rglob("*.arrows")}
     assert inode in found, "now it may be used"
 
 
