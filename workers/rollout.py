@@ -271,7 +271,7 @@ def _check_prompts(source: Source, node: str, sampling: Sampling, max_context: i
         )
     if str(PROMPT_IDS) not in source.columns:
         return  # the prompts are made by another node: they are checked when they come
-    lengths = Batch.of(prompt_ids=source.table.column(str(PROMPT_IDS))).lengths(PROMPT_IDS)
+    lengths = Batch.of_table(source.table.select([str(PROMPT_IDS)])).lengths(PROMPT_IDS)
     if not len(lengths):
         return
     row = int(np.argmax(lengths))
