@@ -231,8 +231,8 @@ def query(
         "rows": lambda: history(folder),
         "columns": lambda: columns(folder, notes),
         "samples": lambda: samples(run, notes),
-        "metrics": lambda: _readable(run, read_metrics, notes),
-        "timeline": lambda: _readable(run, read_timeline, notes),
+        "metrics": lambda: _readable(run / "metrics.parquet", lambda path: read_metrics(path.parent), notes),
+        "timeline": lambda: _readable(run / "timeline.parquet", lambda path: read_timeline(path.parent), notes),
     }
     with duckdb.connect(config={"temp_directory": ""}) as connection:
         known: list[str] = []
