@@ -154,7 +154,7 @@ def _sql(options: argparse.Namespace) -> int:
 
 def _archive(options: argparse.Namespace) -> int:
     from .dataflow.errors import UserError, nearest
-    from .dataflow.inspection import archive
+    from .dataflow.samples import archive
 
     run = _run(options.run)
     if not run.is_dir():

@@ -190,7 +190,8 @@ def critic_advantages(samples: Batch, *, gamma: float = 1.0, lam: float = 0.95, 
         gamma: discount of what comes a token later.
         lam: 0 for one step, 1 for all of the reward to come.
         whiten: bring the advantages of all trained tokens given at once to mean 0 and deviation 1. What is "at once" is the
-            step under `Synchronous`, and the rows that happen to be ready under the other schedules.
+            step under `Synchronous`, and the rows that happen to be ready under the other schedules; of several ranks of
+            `functions`, each has its part.
 
     >>> samples = Batch.of(response_ids=[[5, 6]], token_rewards=[[0.0, 1.0]], values=[[0.5, 0.5]])
     >>> critic_advantages(samples, lam=1.0, whiten=False).select(("advantages", "returns")).to_rows()

@@ -36,7 +36,7 @@ NODES = {
     "rollout.generate": "generate",
     "group_advantages": "advantages",
     "reward.score": "reward",
-    "weft.record": "record",
+    "recorder.record": "record",
 }
 """Call -> part of a step; `driver` is when no call is under way. Where calls overlap, the time is the first one's of them here."""
 
@@ -151,7 +151,7 @@ def shares(steps: Sequence[Mapping[str, Any]], nodes: Mapping[str, str] = NODES)
 
     >>> generate = {"node": "rollout.generate", "start_s": 10.0, "end_s": 11.0}
     >>> update = {"node": "actor.update", "start_s": 11.5, "end_s": 12.0}
-    >>> record = {"node": "weft.record", "start_s": 11.25, "end_s": 11.75}
+    >>> record = {"node": "recorder.record", "start_s": 11.25, "end_s": 11.75}
     >>> {k: v for k, v in shares([{"step_s": 2.0, "calls": [generate, update, record]}]).items() if v}
     {'update': 0.25, 'generate': 0.5, 'record': 0.125, 'driver': 0.125}
     """

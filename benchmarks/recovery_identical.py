@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 from recovery_processes import HERE, Run
+
+from weft.dataflow.samples import recorded
 
 EXAMPLE = HERE.parent / "examples" / "grpo_arithmetic.py"
 TIMES = frozenset({"time_s", "step_s", "tokens_per_s", "checkpoint_pause_s"})
@@ -91,7 +92,7 @@ def outcome(run: Path) -> Mapping[str, Any]:
     rows = [
         {k: v for k, v in row.items() if k not in TIMES} for row in pq.read_table(run / "metrics.parquet").to_pylist()
     ]
-    samples = {path.name: pa.ipc.open_file(path).read_all().to_pylist() for path in (run / "samples").glob("*.arrow")}
+    samples = [row for part in recorded(run) for row in part.read().to_pylist()]  # by graph and step
     return {
         "weights": (run / "model" / "model.safetensors").read_bytes(),
         "metrics": json.dumps(rows),

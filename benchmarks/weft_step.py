@@ -9,12 +9,13 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import pyarrow as pa
 from turns import Turns
 from workloads import WORKLOADS, Workload, reward
 
 import weft
 from weft.algorithms.grpo import grpo
+from weft.dataflow.buffer import LOG
+from weft.dataflow.log import LogReader
 
 
 def main(workload: Workload, folder: Path, actor_ranks: int, rollout_ranks: int, cores: int) -> None:
@@ -37,18 +38,19 @@ def main(workload: Workload, folder: Path, actor_ranks: int, rollout_ranks: int,
     pool = weft.ResourcePool("cores", cpus=cores)
     started = 0.0
     seen = 0
+    log: LogReader | None = None
 
     def after_step(metrics: Mapping[str, float]) -> bool:
         """Told of each step's end by the driver; the next one begins when this returns."""
-        nonlocal started, seen
+        nonlocal started, seen, log
         now = time.perf_counter()
+        log = log or LogReader(driver.directory.path / "buffer" / LOG)
         if metrics["step"] == 0:
             turns.say(placement=[actor_ranks, rollout_ranks])
         else:
-            step = int(metrics["step"]) - 1
             calls = driver.directory.timeline[seen:]
             seen += len(calls)
-            lengths = response_lengths(driver.directory.samples_path("train", step))
+            lengths = response_lengths(log)
             turns.say(step_s=now - started, tokens=sum(lengths), lengths=lengths, calls=calls)
         ends = not turns.go_on()
         started = time.perf_counter()
@@ -66,11 +68,11 @@ def main(workload: Workload, folder: Path, actor_ranks: int, rollout_ranks: int,
         driver.run()
 
 
-def response_lengths(path: Path) -> list[int]:
-    """Tokens of each response of a step, from the samples that the run keeps."""
-    with pa.OSFile(str(path)) as file:
-        table = pa.ipc.open_file(file).read_all()
-    return [len(ids) for ids in table.column("response_ids")]
+def response_lengths(log: LogReader) -> list[int]:
+    """Tokens of each response that was published since the last call, from the log of the run."""
+    return [
+        number for record in log if record["do"] == "publish" and "parents" in record for number in record["tokens"]
+    ]
 
 
 if __name__ == "__main__":

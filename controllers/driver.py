@@ -28,12 +28,11 @@ from ..dataflow.column import PROMPT_IDS, RESPONSE_VERSIONS
 from ..dataflow.disk import is_full
 from ..dataflow.errors import RunError, StalenessError, StalledError, UserError, WorkerDied
 from ..dataflow.graph import SOURCE, Graph, Node
-from ..dataflow.handle import Handle
 from ..dataflow.log import Position
 from ..dataflow.operation import Shape
 from ..dataflow.rows import Lease, Published, Staleness
+from ..dataflow.samples import FOLDER as SAMPLES
 from ..dataflow.segments import SegmentWriter
-from ..workers.function import FunctionConfig, FunctionWorker
 from .backend import Backend, Event, Files, Local, Setup, this_node
 from .checkpoints import (
     FOLDER,
@@ -56,7 +55,7 @@ from .full_disk import FullDisk
 from .group import Call, UnderWay, WorkerGroup, publishes_as_it_goes
 from .placement import Placement, resolve
 from .progress import Progress
-from .recording import FUNCTIONS, RECORD, with_recording
+from .recording import FUNCTIONS, RECORDER, RESERVED, Recording, own_groups, with_recording
 from .run_directory import check_name
 from .schedule import Asynchronous, OnePass, Share, Training
 from .shell import num_tokens
@@ -116,7 +115,7 @@ class Driver:
         """Check everything that can be checked before a process is started.
 
         Args:
-            record_every: samples of each `record_every`-th step are kept in the run directory; 0 keeps none.
+            record_every: samples of each `record_every`-th step (those that it divides) are kept in the run directory; 0 keeps none.
             call_timeout_s: how long a rank that was called may say nothing: then it is replaced, if it can be, or the run is
                 taken back to its last checkpoint, or ends.
             buffer: how much the sample buffer may hold, and how it keeps it.
@@ -147,7 +146,9 @@ class Driver:
         handles = all_handles(graphs)
         for called in handles:
             check_name(called, "weft.group(..., name")
-        self._placement = resolve(placement, handles)
+        self._handles = {**handles, **own_groups(graphs, handles, record_every)}
+        places = resolve(placement, {**handles, **RESERVED})
+        self._placement = {name: places[name] for name in self._handles}
         self._backend = backend or Local()
         self._backend.check(self._placement)
         for one in graphs:
@@ -161,14 +162,9 @@ class Driver:
         self._schedule = schedule
         self._evaluations = {e.name: e for e in evaluations}
         self._seed = seed
-        self._record_every = record_every
+        self._recording = Recording(record_every, schedule.prompts_per_step)
         self._stop = stop
         self._follows = tuple(dict.fromkeys(edge for g in graphs for edge in g.follows))
-        functions = FunctionConfig(
-            tokenizer=next((str(h.config.model) for h in handles.values() if getattr(h.config, "model", None)), None),
-        )
-        self._handles = {**handles, FUNCTIONS: Handle(FunctionWorker, functions, FUNCTIONS)}
-        self._placement = resolve(self._placement, self._handles)
         self._graphs = dict(zip(names, graphs, strict=True))
 
         def accept(found: Found | None) -> None:
@@ -184,7 +180,7 @@ class Driver:
             "schedule": {"kind": type(schedule).__name__, **dict(schedule)},
             "buffer": dict(buffer),
             "checkpoint": dict(checkpoint),
-            "placement": {n: self._placement[n] for n in handles},
+            "placement": self._placement,
             "groups": {n: {"class": h.worker_class, **dict(h.config)} for n, h in handles.items()},
             "graphs": {n: str(g).splitlines() for n, g in self._graphs.items()},
             "python": platform.python_version(),
@@ -221,6 +217,8 @@ class Driver:
         self._saving = Position()
         """Of the checkpoint that was begun last, in the buffer's log."""
         self._closed_at = 0.0
+        self._closed_first = False
+        """The start of the run is over."""
         self._failures.start_again()
         self._started = self._backend.clock()
 
@@ -271,7 +269,10 @@ class Driver:
                 )
             )
             self._checkpoints.go_on_from(resumed)
+            ledgers = self.buffer.ledgers
+            self.directory.forget_samples(lambda graph, lease: graph in ledgers and ledgers[graph].is_void(lease))
             self._progress.resumed(resumed.path, resumed.state.step, [*resumed.damage, *self.buffer.damage])
+        self.buffer.note("record_every", self._recording.every)
         self.buffer.store.delete_remote = self._backend.delete
         starts = self.directory.starts
         files = Files(self.buffer.folder / "segments", config.file_bytes, config.memory_bytes, starts)
@@ -341,14 +342,14 @@ class Driver:
             self._give_up_evaluations(flow)
         elif self._resumed is not None:
             flow.step = self._resumed.state.step
-            flow.open = ledger.groups_in_flight > 0
+            flow.open = ledger.groups_at_work > 0
         return flow
 
     def _give_up_evaluations(self, flow: Flow) -> None:
         """Those that were under way at a checkpoint would be of the weights of another step: that of the present one is made again."""
         for step in sorted(flow.ledger.rounds):
             self._progress.given_up(flow.name, step)
-        for group in flow.ledger.group_ids:
+        for group in flow.ledger.ids_at_work:
             flow.ledger.lose(group, "the run was started again, and its evaluation is given up", issue_again=False)
 
     def _check_found(self, found: Found | None) -> None:
@@ -437,6 +438,12 @@ class Driver:
         return self.directory.metrics
 
     @property
+    def _step_under_way(self) -> int:
+        """A step lasts from the end of the one before until its update is made and passed on; the start of the run is step 0."""
+        begun = self._resumed is not None or self._closed_first
+        return self.step + 1 if begun and not self._over else self.step
+
+    @property
     def _over(self) -> bool:
         """No step is to come any more."""
         return self._stopped or self.step >= self._schedule.steps
@@ -447,14 +454,15 @@ class Driver:
         left = (f for f in self._flows.values() if f.evaluates or not self._schedule.overlaps)
         due = any(f.due or f.rounds for f in self._flows.values())
         train = self._flows["train"]
-        unrecorded = any(train.observes(n) and train.ledger.ready(n) for n in train.graph.nodes)
-        at_rest = self._over and not self._under_way and not due and not unrecorded
+        unseen = any(train.observes(n) and train.ledger.ready(n) for n in train.graph.nodes)
+        unrecorded = any(f.ledger.groups_behind for f in self._flows.values())
+        at_rest = self._over and not self._under_way and not due and not unseen and not unrecorded
         return at_rest and not any(f.ledger.groups_in_flight for f in left)
 
     def _admit(self) -> None:
         for flow in self._flows.values():
             for step, versions in list(flow.due.items()):
-                if self._may_evaluate(versions):
+                if self._may_evaluate(versions) and not self._recording.is_full(flow):
                     del flow.due[step]
                     flow.evaluate(step)
         train = self._flows["train"]
@@ -484,12 +492,12 @@ class Driver:
                     f"{self._dropped(train)}"
                 )
         if number:
-            train.issue(number, self.step)
+            train.issue(number, self.step + 1)
 
     def _may_evaluate(self, versions: Mapping[str, int]) -> bool:
         """Whether the weights that an evaluation is of have arrived; it is made among all else, or when nothing else is under way."""
         if not self._schedule.overlaps:
-            return not self._under_way and not self._weights.under_way
+            return all(call.behind for call in self._under_way) and not self._weights.under_way
         return all(self.groups[name].version >= version for name, version in versions.items())
 
     def _dropped(self, flow: Flow) -> str:
@@ -522,10 +530,11 @@ class Driver:
     def _dispatch(self) -> None:
         self._weights.settle()
         self._checkpoints.poll()
+        self._record(hurry=self._over)
         for flow in sorted(
             self._flows.values(), key=lambda flow: not flow.evaluates
         ):  # few rows, and not at the end of a queue
-            for node in flow.graph.nodes:
+            for node in flow.nodes:
                 group = self.groups[node.group or FUNCTIONS]
                 share = self._share(flow, node, group)
                 if share is None:
@@ -543,6 +552,8 @@ class Driver:
         if not flow.evaluates and self._over:  # what was trained on is still recorded
             return Share() if flow.observes(node) and flow.ledger.ready(node) else None
         if node.operation.updates and any(self._waits_for(f, group) for f in self._flows.values()):
+            return None
+        if node.operation.updates and self._recording.is_full(flow):
             return None
         return flow.schedule.share(flow, node, group.version)
 
@@ -585,13 +596,6 @@ class Driver:
         if lease is None:
             return
         extra: dict[str, Any] = {}
-        if node.name == RECORD:
-            issued_at = lease.round
-            if not self._record_every or issued_at % self._record_every:
-                self._publish_all(flow, lease.ids, lease)
-                flow.ledger.finish(lease)
-                return
-            extra["path"] = self.directory.samples_path(flow.name, issued_at)
         if node.operation.updates:
             flow.taken[node.name] += lease.num_groups
             if node.operation.in_parts is not None:
@@ -601,6 +605,37 @@ class Driver:
         call = group.call_node(flow.ledger, lease, replica=replica, **extra)
         call.last = share.last
         self.watch(call, lambda call: self._node_done(flow, call))
+
+    def _record(self, *, hurry: bool) -> None:
+        """Have the recorder write what is over, where it has nothing else to do."""
+        recorder = self.groups.get(RECORDER)
+        for flow in self._flows.values():
+            for node in flow.recorders:
+                busy = recorder is not None and (recorder.busy or not self._may_take_turn(recorder))
+                if busy or not self._recording.is_due(flow, node, hurry=hurry):
+                    continue
+                lease = flow.ledger.claim(
+                    node, holder=RECORDER, deadline_s=self._buffer_config.lease_deadline_s if recorder else None
+                )
+                if lease is None:
+                    continue
+                steps = self._recording.steps(flow, lease)
+                if recorder is None or not steps:
+                    self._publish_all(flow, lease.ids, lease)
+                    flow.ledger.finish(lease)
+                    continue
+                self._disk.write(self._live_buffer.commit)
+                self.take_device(recorder)
+                folder = self.directory.path / SAMPLES
+                where = {"folder": folder, "graph": flow.name, "token": lease.token, "steps": steps}
+                call = recorder.call_node(flow.ledger, lease, **where)
+                self.watch(call, lambda call, flow=flow: self._node_done(flow, call))
+
+    def _record_the_rest(self) -> None:
+        """Wait until all that the run is through with is recorded."""
+        while any(f.ledger.groups_behind for f in self._flows.values()):
+            self._record(hurry=True)
+            self._settle()
 
     def _staleness(self, flow: Flow, node: Node, group: WorkerGroup) -> Staleness | None:
         """The bound of the schedule, on every row that an update claims."""
@@ -679,7 +714,8 @@ class Driver:
         """Whether the next turn of the loop will find something to do."""
         waiting = any(self._may_evaluate(versions) for f in self._flows.values() for versions in f.due.values())
         flows = self._flows.values()
-        claimable = any(self._share(f, n, self.groups[n.group or FUNCTIONS]) for f in flows for n in f.graph.nodes)
+        claimable = any(self._share(f, n, self.groups[n.group or FUNCTIONS]) for f in flows for n in f.nodes)
+        claimable |= any(self._recording.is_due(f, n, hurry=self._over) for f in flows for n in f.recorders)
         train = self._flows["train"]
         admissible = not self._over and self._schedule.admit(train) > 0 and self._room(train).groups > 0
         over = any(f.schedule.over(f) for f in flows)  # its last rows were finished without a call
@@ -715,7 +751,7 @@ class Driver:
         self._failures.answered(call)
         now = self._backend.clock()
         self.directory.add_call(
-            step=self.step,
+            step=self._step_under_way,
             graph=call.ledger.name if call.ledger else "",
             group=call.group.name,
             node=call.node.name if call.node else call.method,
@@ -751,7 +787,7 @@ class Driver:
         assert node is not None and lease is not None
         held = flow.ledger.holds(lease)
         # Of a call that lost its rows, what it had published stays: then its metrics do, too. Else all is asked, and measured, again.
-        if node.name != RECORD and (held or publishes_as_it_goes(node)):
+        if not node.operation.behind and (held or publishes_as_it_goes(node)):
             flow.take(lease, {f"{call.group.name}/{name}": metric for name, metric in call.merged_metrics().items()})
         if not held:
             return  # its deadline passed, or it was given up: what it had not published is somebody else's
@@ -762,7 +798,7 @@ class Driver:
             self._tokens[node.name] += int(lease.num_tokens.sum())
             flow.trained[node.name] += lease.num_groups
             flow.consumed[node.name] += [r.tokens - r.group.tokens for r in lease.rows]
-        flow.ledger.finish(lease)
+        flow.ledger.finish(lease, step=self._step_under_way if node.operation.updates else None)
         if node.operation.updates and call.last:
             call.group.version += 1
             self._live_buffer.note(f"version/{call.group.name}", call.group.version)
@@ -796,7 +832,7 @@ class Driver:
 
     def _close_evaluation(self, flow: Flow, step: int) -> None:
         """Note the metrics of an evaluation beside those of the step that it is of, when it is over."""
-        leases = (call.lease for call in self._under_way if call.ledger is flow.ledger)
+        leases = (call.lease for call in self._under_way if call.ledger is flow.ledger and not call.behind)
         if flow.ledger.rounds[step] or any(lease is not None and lease.round == step for lease in leases):
             return
         metrics = flow.close_round(step)
@@ -819,7 +855,7 @@ class Driver:
         row |= self._failures.metrics()
         if self._checkpoints.pause_s:
             row["checkpoint_pause_s"], self._checkpoints.pause_s = self._checkpoints.pause_s, 0.0
-        self._closed_at = now
+        self._closed_at, self._closed_first = now, True
         self._samples.clear()
         self._tokens.clear()
         self.directory.add_metrics(row)
@@ -875,6 +911,7 @@ class Driver:
     def _save_and_leave(self) -> NoReturn:
         self._checkpoints.saved_step = -1  # of this step there may be one, with less in the buffer
         self._save_to_the_end()
+        self._record_the_rest()
         self._disk.write(self.directory.flush)
         self._progress.left(self._checkpoints.folder)
         raise SystemExit(0)

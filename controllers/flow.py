@@ -81,8 +81,20 @@ class Flow:
         """Nodes that make new versions of weights."""
         return tuple(n for n in self.graph.nodes if n.operation.updates)
 
+    @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        """Those that the run waits for."""
+        return tuple(n for n in self.graph.nodes if not n.operation.behind)
+
+    @cached_property
+    def recorders(self) -> tuple[Node, ...]:
+        """Those that follow behind."""
+        return tuple(n for n in self.graph.nodes if n.operation.behind)
+
     def observes(self, node: Node) -> bool:
-        """Whether nothing can come of a node: it writes no column, takes no row away, and updates nothing."""
+        """Whether nothing can come of a node that the run waits for: it writes no column, takes no row away, and updates nothing."""
+        if node.operation.behind:
+            return False
         return not node.writes and not node.operation.updates and node.operation.shape in (Shape.MAP, Shape.GROUP)
 
     def issue(self, number: int, round: int) -> None:

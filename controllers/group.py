@@ -65,6 +65,11 @@ class Call:
         return not self.waiting
 
     @property
+    def behind(self) -> bool:
+        """Whether nothing waits for it: it writes samples."""
+        return self.node is not None and self.node.operation.behind
+
+    @property
     def gives_way(self) -> bool:
         """Whether other calls on the group may go on beside it."""
         return self.node is not None and self.node.operation.gives_way

@@ -39,6 +39,7 @@ from ..dataflow.journal import (
     values_of,
 )
 from ..dataflow.log import Position, last_epoch
+from ..dataflow.samples import parts
 from .run_lock import FOLDER as LOCK
 from .run_lock import RunLock, epochs
 
@@ -47,7 +48,6 @@ CONFIG = "config.json"
 FILES = (CONFIG, "graph.mmd", *JOURNALS)
 """What a run leaves behind for people. None of it is needed to go on."""
 FOLDERS = ("buffer", "checkpoints", "logs", "samples", "skipped")
-SAMPLES = re.compile(r"(?P<flow>.+)_(?P<step>\d+)\.arrow")
 MAX_NAME_BYTES = 200
 """File systems allow 255, and something is appended to a name."""
 RECENT = 64
@@ -106,10 +106,6 @@ class RunDirectory:
         directory = cls(path, lock)
         directory._set_aside_what_is_no_file()
         directory._set_aside_damaged_config()
-        for samples in (path / "samples").glob("*.arrow"):
-            name = SAMPLES.fullmatch(samples.name)
-            if name and int(name["step"]) > step and samples.is_file():
-                samples.unlink()
         metrics = directory._read(METRICS, read_metrics, ("step",))
         rows = {row["step"]: present(row) for row in metrics.to_pylist() if row["step"] is not None} if metrics else {}
         if any(earlier not in rows for earlier in range(step + 1)):
@@ -168,8 +164,11 @@ class RunDirectory:
             self._set_aside(path.name, error)
             return None
 
-    def samples_path(self, flow: str, step: int) -> Path:
-        return self.path / "samples" / f"{flow}_{step:06d}.arrow"
+    def forget_samples(self, is_void: Callable[[str, int], bool]) -> None:
+        """Remove samples that were written under leases (graph, number) which are void since the run was taken back."""
+        for part in parts(self.path):
+            if is_void(part.graph, part.lease):
+                part.path.unlink()
 
     def write_config(self, config: Mapping[str, Any], drawing: str) -> None:
         self.check()

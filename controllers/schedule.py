@@ -80,7 +80,7 @@ class Stepwise(Config):
         return max(0, self.prompts_per_step - min(reached, default=self.prompts_per_step))
 
     def over(self, flow: Flow) -> bool:
-        return flow.open and not flow.ledger.groups_in_flight and not self.lacks(flow)
+        return flow.open and not flow.ledger.groups_at_work and not self.lacks(flow)
 
     def _when_settled(self, flow: Flow, node: Node) -> Share | None:
         """Everything of the step at once, and an update sees no half of a step."""

@@ -199,7 +199,7 @@ class Simulated:
     def check(self, placement: Mapping[str, Place]) -> None:
         """Costs must be those of groups that there are; devices are as many as the placement asks for."""
         for name in [*(n.partition(".")[0] for n in self.costs.nodes if "." in n), *self.costs.ranks_per_replica]:
-            if name not in placement and not FUNCTIONS.startswith(f"{name}."):
+            if name not in placement:
                 raise UserError(f"Costs names a group {name!r}, which no graph has{nearest(name, placement)}")
         for name, each in self.costs.ranks_per_replica.items():
             ranks = placement[name].ranks

@@ -52,7 +52,7 @@ class Call:
     """One call of a group, as the driver saw it."""
 
     step: int
-    """Updates made when it ended: the work of step 3 makes policy version 4."""
+    """The step that was under way when it ended: step 3 makes policy version 3, and the start of the run is step 0."""
     group: str
     node: str
     start_s: float

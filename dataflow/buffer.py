@@ -341,7 +341,7 @@ class SampleBuffer:
         """
         ledger, config = self.ledgers[name], self.config
         updates = [n for n in ledger.graph.nodes if n.operation.updates]
-        missing = groups_per_update - ledger.groups_in_flight + max(map(ledger.held, updates), default=0)
+        missing = groups_per_update - ledger.groups_at_work + max(map(ledger.held, updates), default=0)
         bounds: list[tuple[int, str]] = []
         if config.max_rows is not None:
             each = max(expected_rows(ledger.graph), ledger.largest_group)

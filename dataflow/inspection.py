@@ -20,6 +20,7 @@ from .errors import DamagedSegment, UserError, nearest
 from .journal import read_metrics, read_timeline
 from .log import LogReader, Position
 from .proof import Group, Row, Witness, state_of
+from .samples import samples as samples_of
 from .segments import Segment, SegmentReader
 
 BUFFER = "buffer"
@@ -329,54 +330,11 @@ def _with_columns(table: pa.Table, other: pa.Table) -> pa.Table:
     return table
 
 
-# Samples
-
-
 def samples(run: Path, notes: list[str] | None = None) -> pa.Table | None:
-    """The samples that a run recorded, with the graph and step of each; None where it recorded none."""
+    """The samples that a run recorded, with the graph and step of each, or its archive; None where it recorded none."""
     notes = [] if notes is None else notes
-    tables = list(_sample_tables(run, notes))
-    if tables:
-        return pa.concat_tables(tables, promote_options="permissive")
-    return _readable(run / "samples.parquet", _parquet, notes)
-
-
-def archive(run: Path) -> Path:
-    """All samples of a run as one Parquet file, compressed with zstd, beside their folder (which stays).
-
-    Raises:
-        UserError: when the run recorded none.
-    """
-    path = run / "samples.parquet"
-    found: list[str] = []
-    schemas = [table.schema for table in _sample_tables(run, found)]
-    if not schemas:
-        raise UserError(f"{run} has no samples (samples/*.arrow); Driver(record_every=...) records them")
-    if found:
-        raise UserError(f"the archive would be incomplete: {found[0]}")
-    schema = pa.unify_schemas(schemas, promote_options="permissive")
-    partial = path.with_name(f".{path.name}")
-    with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
-        for table in _sample_tables(run, found):
-            whole = pa.concat_tables([schema.empty_table(), table], promote_options="permissive")
-            writer.write_table(whole.select(schema.names).cast(schema))
-    partial.rename(path)
-    return path
-
-
-def _sample_tables(run: Path, notes: list[str]) -> Iterable[pa.Table]:
-    for path in sorted((run / "samples").glob("*.arrow")):
-        name = re.fullmatch(r"(.+)_(\d+)\.arrow", path.name)
-        if name is None:
-            continue
-        try:
-            with pa.memory_map(str(path)) as file:
-                table = pa.ipc.open_file(file).read_all()
-        except (pa.ArrowInvalid, OSError) as error:
-            notes.append(f"left out: {path}: {error}")
-            continue
-        graph, step = pa.array([name[1]] * len(table), pa.string()), pa.array([int(name[2])] * len(table), pa.int64())
-        yield table.add_column(0, "graph", graph).add_column(1, "step", step)
+    found = samples_of(run, notes)
+    return _readable(run / "samples.parquet", _parquet, notes) if found is None else found
 
 
 def _readable(path: Path, read: Callable[[Path], pa.Table | None], notes: list[str]) -> pa.Table | None:

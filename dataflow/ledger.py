@@ -75,6 +75,7 @@ class Ledger:
         self._parent_level = {lv: graph.parent_level(lv) for lv in range(1, self._num_levels)}
         self._on_level = [[i for i, n in enumerate(nodes) if n.level == lv] for lv in range(self._num_levels)]
         self._takes_groups = [n.operation.takes_groups for n in nodes]
+        self._behind = [n.operation.behind for n in nodes]
         self._quorum = [int(n.arguments["n"]) if n.operation.quorum else 0 for n in nodes]
         self._after = [self._requirements(n) for n in nodes]
         # Which nodes to look at again when node i has finished a row: on the row's own level, and on deeper ones.
@@ -87,7 +88,9 @@ class Ledger:
         self._rows: dict[int, Row] = {}
         self._groups: dict[int, Group] = {}
         self.rounds: Counter[int] = Counter()
-        """Groups in flight, by the round that they were issued in."""
+        """Groups at work, by the round that they were issued in."""
+        self.groups_behind = 0
+        """Groups with which nothing is left to do but what follows behind."""
         self._leases: dict[int, Lease] = {}
         self._next_token = 1
         # What may be claimed by each node: heaps of (group, sample) ids, or of group ids where the node takes groups.
@@ -235,8 +238,8 @@ class Ledger:
         published = Published(int64_array(ids), int64_array(tokens), int64_array(versions), int64_array(parents))
         self.publish(self._leases[lease], published, Segment.from_json(segment) if segment else None)
 
-    def _replay_finish(self, lease: int, **_: Any) -> None:
-        self.finish(self._leases[lease])
+    def _replay_finish(self, lease: int, step: int | None = None, **_: Any) -> None:
+        self.finish(self._leases[lease], step=step)
 
     def _replay_release(self, lease: int, why: str, ids: list[int] | None = None, **_: Any) -> None:
         self.release(self._leases[lease], why, ids=ids)
@@ -297,6 +300,7 @@ class Ledger:
         row.group.open += len(nodes)
         for i in nodes:
             self._todo[i] += 1
+            row.group.behind += self._behind[i]
         for i in nodes:
             if row.group.closed >> i & 1:
                 self._cancel(row, i, f"late at {self.graph.nodes[i].name}")
@@ -334,6 +338,8 @@ class Ledger:
 
     def _offer_group_if_ready(self, group: Group, i: int) -> None:
         if not self._takes_groups[i] or (group.offered | group.closed) >> i & 1:
+            return
+        if self._behind[i] and not group.rested:
             return
         level = self.graph.nodes[i].level
         expected = len(group.levels[level]) - group.skipped[i]
@@ -457,6 +463,16 @@ class Ledger:
     def groups_in_flight(self) -> int:
         """Groups issued and not yet finished by every node."""
         return len(self._groups)
+
+    @property
+    def groups_at_work(self) -> int:
+        """Those of them that a node has still to do which does not follow behind."""
+        return len(self._groups) - self.groups_behind
+
+    @property
+    def ids_at_work(self) -> list[int]:
+        """Their ids, oldest first."""
+        return [id for id, group in self._groups.items() if not group.rested]
 
     @property
     def rows_in_flight(self) -> int:
@@ -740,9 +756,12 @@ class Ledger:
             parent.children.append(row)
             self._add(row)
 
-    def finish(self, lease: Lease) -> None:
+    def finish(self, lease: Lease, *, step: int | None = None) -> None:
         """The node is through with the lease. Rows that a FILTER did not publish are dropped; an EXPAND made nothing of
         the parents that it did not mention.
+
+        Args:
+            step: of an update: the step that it is part of.
 
         Raises:
             LeaseError: when a map or group left rows out.
@@ -755,7 +774,10 @@ class Ledger:
             raise LeaseError(
                 f"node {lease.node.name!r} returned no row for {len(lease.open)} of its rows (sample ids {some})"
             )
-        self._note("finish", lease=lease.token)
+        self._note("finish", lease=lease.token, **({} if step is None else {"step": step}))
+        if step is not None:
+            for row in lease.rows:
+                row.group.step = step
         by_id = {r.id: r for r in lease.rows} if lease.staged else {}
         for ids, published, segment in lease.staged:
             self._accept(lease.node, [by_id[id] for id in ids], published, segment)
@@ -892,6 +914,10 @@ class Ledger:
         """Whether the lease is neither finished nor released."""
         return self._leases.get(lease.token) is lease
 
+    def is_void(self, token: int) -> bool:
+        """Whether a lease of this number was released, or is not granted yet (it was in a future that was given up)."""
+        return token in self._void or token >= self._next_token
+
     @property
     def leases(self) -> list[Lease]:
         """Leases that are neither finished nor released, oldest first."""
@@ -912,6 +938,7 @@ class Ledger:
         self._todo[i] -= 1
         group = row.group
         group.open -= 1
+        group.behind -= self._behind[i]
         for j in self._then[i]:
             level = self.graph.nodes[j].level
             if level == row.level:
@@ -922,7 +949,7 @@ class Ledger:
         made = self.graph.nodes[i].makes_level
         if made is not None:
             self._finish_level_if_whole(group, made)
-        if not group.open:
+        if group.open == group.behind:
             self._retire_if_finished(group)
 
     def _drop(self, row: Row, i: int, reason: str) -> None:
@@ -949,6 +976,7 @@ class Ledger:
         self._todo[j] -= 1
         group = row.group
         group.open -= 1
+        group.behind -= self._behind[j]
         group.skipped[j] += 1
         if row.offered & bit:
             if self._takes_groups[j]:
@@ -958,7 +986,11 @@ class Ledger:
         self._offer_group_if_ready(group, j)
 
     def _retire_if_finished(self, group: Group) -> None:
-        if group.open or not all(group.whole) or group.id not in self._groups:
+        if group.open != group.behind or not all(group.whole) or group.id not in self._groups:
+            return
+        if not group.rested:
+            self._rest(group)
+        if group.open:
             return
         num_bytes = 0.0
         for level in group.levels:
@@ -977,10 +1009,19 @@ class Ledger:
         self.largest_group_bytes = max(self.largest_group_bytes, round(num_bytes))
         self.finished_bytes += num_bytes
         self.groups_finished += 1
+        self.groups_behind -= 1
         del self._groups[group.id]
+
+    def _rest(self, group: Group) -> None:
+        """Nothing is left to do with a group but what follows behind."""
+        group.rested = True
+        self.groups_behind += 1
         self.rounds[group.round] -= 1
         if not self.rounds[group.round]:
             del self.rounds[group.round]
+        for i, behind in enumerate(self._behind):
+            if behind:
+                self._offer_group_if_ready(group, i)
 
     def _free(self, part: Part) -> None:
         self.num_bytes -= part.segment.num_bytes
@@ -1083,6 +1124,8 @@ class Ledger:
                 maker = self.graph.levels[node.level]
                 missing.append(f"the rest of the group from {maker!r}")
             oldest = min((r.version for r in left if r.version is not None and r.version >= 0), default=None)
+            if node.operation.behind and not group.rested:
+                missing.append("all else to be done with the group")
             too_old = group_id in self._held[i] and f"too old, of version {oldest}; waits for a larger bound"
             state = too_old or (
                 f"{leased} leased" if leased else f"waits for {', '.join(missing)}" if missing else "ready, not claimed"

@@ -57,6 +57,7 @@ def save(ledger: Ledger) -> Iterator[Record]:
             "round": group.round,
             "tokens": group.tokens,
             "version": group.version,
+            "step": group.step,
             "offered": group.offered,
             "closed": group.closed,
             "order": [[i, [r.id for r in order]] for i, order in (group.order or {}).items()],
@@ -118,7 +119,7 @@ def _load_totals(ledger: Ledger, record: Record) -> None:
 def _load_group(ledger: Ledger, record: Record, parts: list[Part]) -> None:
     nodes = ledger.graph.nodes
     group = Group(record["id"], record["round"], record["tokens"], ledger._num_levels, len(nodes))
-    group.version = record["version"]
+    group.version, group.step = record["version"], record["step"]
     group.offered, group.closed = record["offered"], record["closed"]
     ledger._groups[group.id] = group
     ledger.rounds[group.round] += 1
@@ -137,6 +138,8 @@ def _load_group(ledger: Ledger, record: Record, parts: list[Part]) -> None:
     if record["order"]:
         group.order = {i: [ledger._rows[id] for id in order] for i, order in record["order"]}
     _count(ledger, group)
+    if group.open == group.behind and all(group.whole):
+        ledger._rest(group)
     ledger._tally(group, 1)
     _offer(ledger, group)
 
@@ -150,6 +153,7 @@ def _count(ledger: Ledger, group: Group) -> None:
         group.ready[i] = sum(1 for r in rows if r.offered & ~r.skipped & bit) if ledger._takes_groups[i] else 0
         todo = sum(1 for r in rows if not (r.done | r.skipped) & bit)
         group.open += todo
+        group.behind += todo * ledger._behind[i]
         ledger._todo[i] += todo
         group.claimed |= bit if ledger._takes_groups[i] and any((r.done | r.leased) & bit for r in rows) else 0
         ledger._unclaimed[i] += ledger._takes_groups[i] and not group.claimed & bit

@@ -59,6 +59,9 @@ class Operation:
     in_parts: tuple[str, ...] | None = None
     """An update whose rows may come in several calls, the last of which says so (`last=True`), as long as these arguments are
     1; None: it takes its batch at once."""
+    behind: bool = False
+    """Follows behind: it is given a group when nothing else is left to do with it, and nothing waits for it, neither the end of a step
+    nor the next prompts."""
     quorum: bool = False
     """A FILTER that is given the first `n` rows of a group (its argument) as soon as they are ready, or what there is when its
     `deadline_s` (the other argument, or None) has passed since the first was; the others of the group are cancelled."""
@@ -120,6 +123,7 @@ def declare(
     quorum: bool = False,
     gives_way: bool = False,
     in_parts: tuple[str, ...] | None = None,
+    behind: bool = False,
 ) -> Operation:
     """The `Operation` of a function or method, columns given by name or as `Column`."""
     if whole_groups and shape is Shape.MAP:
@@ -136,6 +140,7 @@ def declare(
         quorum=quorum,
         gives_way=gives_way,
         in_parts=in_parts,
+        behind=behind,
     )
 
 

@@ -14,6 +14,8 @@ What is proven of each graph:
 - only the holder of a live lease publishes, only rows of that lease, each once; a map or group leaves none out;
 - a started run holds no lease of the run before it, and its epoch is larger than all before: one run has one writer;
 - no update trains on rows older than its bound, but masked;
+- an update's rows are of the step that was under way;
+- the samples of a run, where it kept any, are those rows that the log says were recorded, each once, under its step;
 - in the end every row is exactly one of waiting, leased, done or dropped.
 """
 
@@ -26,10 +28,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from .buffer import LOG, checkpoints
 from .errors import UserError, Violation
 from .log import LogReader, Position, Record, find_fork, read_checkpoint
 from .rows import MAX_CHILDREN
+from .samples import FOLDER, Part, parts
 
 MOST_VIOLATIONS = 1000
 """The proof stops there: what follows from a broken log is no news."""
@@ -79,15 +84,72 @@ class Proof:
 
 
 def prove(folder: Path) -> Proof:
-    """Read the log in a buffer's folder and prove it.
+    """Read the log in a buffer's folder and prove it, and compare the samples beside that folder with it.
 
     Raises:
         UserError: when the folder holds no log.
     """
-    witness = Witness(folder)
+    samples = Samples(folder.parent)
+    witness = Witness(folder, on_recorded=samples.compare)
     for _ in witness.read():
         pass
-    return witness.proof()
+    proof = witness.proof()
+    proof.violations.extend(samples.violations)
+    proof.damage.extend(samples.notes())
+    return proof
+
+
+class Samples:
+    """The samples of a run, compared with the log lease by lease."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._parts: dict[tuple[str, int], list[Part]] = {}
+        for part in parts(run):
+            self._parts.setdefault((part.graph, part.lease), []).append(part)
+        self.violations: list[str] = []
+        self._uncompared = 0
+
+    def compare(self, graph: str, lease: int, steps: Mapping[int, int]) -> None:
+        """What was written under a lease must be these rows, each under its step."""
+        found = self._parts.pop((graph, lease), [])
+        if steps and not (self._run / FOLDER).is_dir():
+            self._uncompared += len(steps)
+            return
+        filed: list[tuple[int, int]] = []
+        for part in found:
+            try:
+                filed += [(id, part.step) for id in part.read()["sample_id"].to_pylist()]
+            except (pa.ArrowException, OSError, KeyError) as error:
+                self._complain(f"{part.path} cannot be read: {error}")
+                return
+        what = f"lease {lease} of graph {graph!r}"
+        if missing := sorted(steps.keys() - {id for id, _ in filed}):
+            self._complain(
+                f"{what} recorded {len(steps)} rows, of which {len(missing)} are not there (sample ids {missing[:3]})"
+            )
+        times = Counter(id for id, _ in filed)
+        if wrong := [id for id, number in times.items() if number > 1 or id not in steps]:
+            self._complain(
+                f"{what}: {len(wrong)} rows are there that it did not record, or more than once (sample ids {wrong[:3]})"
+            )
+        if wrong := [(id, step) for id, step in filed if steps.get(id, step) != step]:
+            id, step = wrong[0]
+            self._complain(f"{what}: sample {id} is filed under step {step}; it is of step {steps[id]}")
+
+    def _complain(self, text: str) -> None:
+        if len(self.violations) < MOST_VIOLATIONS:
+            self.violations.append(f"samples: {text}")
+
+    def notes(self) -> list[str]:
+        """What is there and counts for nothing, and what could not be compared."""
+        left = [part.path for own in self._parts.values() for part in own]
+        found = [f"{path} is of a lease that was not finished: no reader takes it" for path in left]
+        if self._uncompared:
+            found.append(
+                f"{self._run / FOLDER} is not there: {self._uncompared} rows that were recorded are not compared with it"
+            )
+        return found
 
 
 class Row:
@@ -132,12 +194,14 @@ class Row:
 class Group:
     """All rows that come from one issued row."""
 
-    __slots__ = ("chosen", "claimed", "graph", "id", "levels", "open", "ready", "round", "short", "tokens")
+    __slots__ = ("chosen", "claimed", "graph", "id", "levels", "open", "ready", "round", "short", "step", "tokens")
 
     def __init__(self, id: int, graph: GraphRules, round: int, tokens: int) -> None:
         self.id = id
         self.graph = graph
         self.round = round
+        self.step: int | None = None
+        """Step of the update that trained it last."""
         self.tokens = tokens
         self.levels: list[list[Row]] = [[] for _ in graph.on_level]
         self.open = 0
@@ -164,6 +228,7 @@ class NodeRules:
     writes: bool
     after: list[str]
     bit: int = 0
+    records: bool = False
     needs: list[tuple[int, int]] = field(default_factory=list)
     """(level, mask of nodes) that must be done with a row's ancestor there."""
     downstream: list[NodeRules] = field(default_factory=list)
@@ -185,12 +250,14 @@ class GraphRules:
             quorum = int(n["arguments"]["n"]) if operation["quorum"] else 0
             rules = NodeRules(i, n["name"], operation["shape"], n["level"], n["makes_level"], groups, quorum, False, [])
             rules.after, rules.writes, rules.bit = list(n["after"]), bool(n["writes"]), 1 << i
+            rules.records = bool(operation.get("behind"))
             self.nodes.append(rules)
         self.by_name = {n.name: n for n in self.nodes}
         self.makers = {n.makes: n for n in self.nodes if n.makes is not None}
         self.level_names = {0: outline["source"]} | {level: n.name for level, n in self.makers.items()}
         self.on_level = [[n for n in self.nodes if n.level == lv] for lv in range(len(self.makers) + 1)]
         self.all = (1 << len(self.nodes)) - 1
+        self.updates = any(n["operation"]["updates"] for n in outline["nodes"])
         for node in self.nodes:
             line = self.line(node.level)
             masks: Counter[int] = Counter()
@@ -248,9 +315,18 @@ class LeaseNote:
 class Witness:
     """Reads a log from its beginning, knows of each row what was done with it, and believes no record."""
 
-    def __init__(self, folder: Path, *, on_retired: Callable[[Group], None] | None = None, keep_parts: bool = False):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        on_retired: Callable[[Group], None] | None = None,
+        on_recorded: Callable[[str, int, Mapping[int, int]], None] | None = None,
+        keep_parts: bool = False,
+    ) -> None:
         """
         Args:
+            on_recorded: told, of each lease of a recorder that is finished, its graph, its number, and the rows that are kept:
+                sample id -> step.
             on_retired: told of each group when nothing is left to do with it, just before it is forgotten.
             keep_parts: remember where the columns of rows in flight lie.
         """
@@ -266,7 +342,7 @@ class Witness:
         """Graph -> the segment with the rows of its source."""
         self.violations: list[str] = []
         self.damage: list[str] = []
-        self._on_retired, self._keep_parts = on_retired, keep_parts
+        self._on_retired, self._on_recorded, self._keep_parts = on_retired, on_recorded, keep_parts
         self._next_id = self._next_group = 0
         self._leases: dict[tuple[str, int], LeaseNote] = {}
         self._ended: dict[tuple[str, int], str] = {}
@@ -744,6 +820,10 @@ class Witness:
     def _finish(self, record: Record) -> None:
         lease = self._lease(record)
         node, what = lease.node, f"lease {record['lease']} of node {lease.node.name!r}"
+        if "step" in record:
+            self._train(lease, record["step"], what)
+        if node.records:
+            self._say_recorded(lease, record)
         for published, rows in lease.staged:
             self._accept(node, published, rows)
         if lease.open and node.shape in ("map", "group"):
@@ -756,6 +836,24 @@ class Witness:
         self._done(node, left)
         self._end(record, "was finished")
         self._finished += 1
+
+    def _train(self, lease: LeaseNote, step: int, what: str) -> None:
+        under_way = self.notes.get("step", 0) + 1
+        if step != under_way:
+            self._complain(f"finish: {what} is of step {step}, but step {under_way} was under way")
+        for row in lease.rows:
+            row.group.step = step
+
+    def _say_recorded(self, lease: LeaseNote, record: Record) -> None:
+        every = self.notes.get("record_every", 0)
+        if self._on_recorded is None or not every:
+            return
+        kept: dict[int, int] = {}
+        for row in lease.rows:
+            step = row.group.step if row.group.graph.updates else row.group.round
+            if step is not None and step % every == 0:
+                kept[row.id] = step
+        self._on_recorded(record["graph"], record["lease"], kept)
 
     def _release(self, record: Record) -> None:
         lease, why = self._lease(record), record["why"]

@@ -108,6 +108,7 @@ class Group:
     """All rows that come from one issued row, on every level. Lists are indexed by level or by node."""
 
     __slots__ = (
+        "behind",
         "claimed",
         "closed",
         "expanded",
@@ -117,8 +118,10 @@ class Group:
         "open",
         "order",
         "ready",
+        "rested",
         "round",
         "skipped",
+        "step",
         "tokens",
         "version",
         "whole",
@@ -138,6 +141,12 @@ class Group:
         """Masks of the nodes that it was offered to, that have claimed it, and that have chosen their quorum of it."""
         self.open = 0
         """(row, node) pairs not yet done or skipped."""
+        self.behind = 0
+        """Those of them whose node follows behind."""
+        self.rested = False
+        """Nothing is left to do with it but what follows behind."""
+        self.step: int | None = None
+        """The step whose update trained it, the last one if several did."""
         self.ready = [0] * num_nodes
         """Rows offered to each node."""
         self.skipped = [0] * num_nodes

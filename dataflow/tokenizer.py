@@ -166,6 +166,12 @@ class Tokenizer:
         """Texts of rows of token ids, special tokens skipped."""
         return self.backend.decode_batch(rows, skip_special_tokens=True)
 
+    def decode_ragged(self, values: np.ndarray, offsets: np.ndarray) -> list[str]:
+        """Texts of the rows of a ragged column, special tokens skipped; no token becomes a Python object of a list."""
+        ids = np.ascontiguousarray(values, np.uint32).data
+        cuts = offsets.tolist()
+        return self.decode([ids[start:end] for start, end in itertools.pairwise(cuts)])
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -34,7 +34,7 @@ from weft.dashboard.curve import draw_curve
 from weft.dataflow.metrics import Mean
 
 ACCURACY = "eval/reward/mean"
-PAIRS = "pairs/weft.functions/preference_accuracy"
+PAIRS = "pairs/functions/preference_accuracy"
 
 
 class Settings(arithmetic.SamplingSettings):
@@ -187,7 +187,7 @@ def main(settings: Settings) -> None:
         metrics = driver.run()
         for handle, name in ((actor, "model"), (critic, "critic")):
             driver.call(handle, "save", path=driver.directory.path / name)
-    rewarded = "weft.functions/reward" if settings.reward == "model" else "reward/mean"
+    rewarded = "functions/reward" if settings.reward == "model" else "reward/mean"
     curves = {rewarded: "reward of samples", ACCURACY: "held-out accuracy (greedy)"}
     print("learning curve:", draw_curve(metrics, curves, driver.directory.path / "curve.png", "PPO on addition"))
     trained = [row for row in metrics if "actor/loss" in row]

@@ -79,7 +79,9 @@ def test_shares_count_every_moment_once(grpo_step: ModuleType):
         step(
             4.0, call("publish_weights", 0.0, 1.0), call("rollout.generate", 1.0, 3.0), call("actor.update", 3.0, 5.0)
         ),
-        step(4.0, call("rollout.generate", 6.0, 7.0), call("weft.record", 7.0, 9.0), call("actor.update", 8.0, 10.0)),
+        step(
+            4.0, call("rollout.generate", 6.0, 7.0), call("recorder.record", 7.0, 9.0), call("actor.update", 8.0, 10.0)
+        ),
     ]
     shares = grpo_step.shares(steps)
     assert sum(shares.values()) == pytest.approx(1)

@@ -143,7 +143,7 @@ def test_sql_prints_the_answer(runs: Path, capsys: pytest.CaptureFixture[str]):
 def test_archive_writes_one_file(runs: Path, capsys: pytest.CaptureFixture[str]):
     (runs / "tiny" / "samples").mkdir()
     table = pa.table({"sample_id": [1]})
-    with pa.ipc.new_file(runs / "tiny" / "samples" / "train_000001.arrow", table.schema) as writer:
+    with pa.ipc.new_file(runs / "tiny" / "samples" / "train_000001.1.0.arrow", table.schema) as writer:
         writer.write_table(table)
     assert main(["buffer", "archive", "tiny"]) == 0
     assert capsys.readouterr().out == "runs/tiny/samples.parquet\n" and (runs / "tiny" / "samples.parquet").is_file()

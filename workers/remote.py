@@ -23,6 +23,7 @@ def remote(
     updates: bool = False,
     gives_way: bool = False,
     in_parts: tuple[str, ...] | None = None,
+    behind: bool = False,
 ) -> Callable[[F], F]:
     """Attach an `Operation` (which explains the arguments) and a `Dispatch` to a method. The method itself stays what it is.
 
@@ -43,6 +44,7 @@ def remote(
             updates=updates,
             gives_way=gives_way,
             in_parts=in_parts,
+            behind=behind,
         )
         method.__dispatch__ = dispatch  # pyright: ignore[reportFunctionMemberAccess]
         return method

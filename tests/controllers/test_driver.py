@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from toy import (
@@ -40,6 +39,7 @@ from weft.dataflow.errors import DeadlineError, StalledError, UserError, WorkerE
 from weft.dataflow.graph import Graph, TableSource, graph
 from weft.dataflow.handle import group
 from weft.dataflow.operation import Shape, node
+from weft.dataflow.samples import recorded
 from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
 
@@ -60,9 +60,9 @@ def training(**settings: Any) -> Graph:
     return toy_grpo(prompts(8), **handles(**settings))
 
 
-def samples_of(run: Path, name: str) -> list[dict[str, Any]]:
-    with pa.OSFile(str(run / "samples" / name)) as file:
-        return pa.ipc.open_file(file).read_all().to_pylist()
+def samples_of(run: Path, graph: str, step: int) -> list[dict[str, Any]]:
+    found = [part.read().to_pylist() for part in recorded(run) if (part.graph, part.step) == (graph, step)]
+    return [row for rows in found for row in rows]
 
 
 # The loop
@@ -91,9 +91,7 @@ def test_an_epoch_shows_every_prompt_once_in_an_order_drawn_from_the_seed(tmp_pa
     def order(name: str, **settings: Any) -> list[list[int]]:
         with drive(training(), tmp_path, steps=4, name=name, **settings) as driver:
             driver.run()
-        return [
-            sorted({r["prompt_ids"][0] for r in samples_of(tmp_path / name, f"train_{k:06d}.arrow")}) for k in range(4)
-        ]
+        return [sorted({r["prompt_ids"][0] for r in samples_of(tmp_path / name, "train", k)}) for k in range(1, 5)]
 
     first = order("a", seed=1)
     everything = sorted(ids[0] for ids in prompts(8).table["prompt_ids"].to_pylist())
@@ -152,8 +150,8 @@ def test_an_evaluation_of_the_same_function_name_runs_its_own_function(tmp_path:
     held_out = scored(2.0)(prompts(4), rollout=made["rollout"])
     with drive(train, tmp_path, steps=1, evaluations=[Evaluation(held_out)]) as driver:
         driver.run()
-    assert {r["reward"] for r in samples_of(tmp_path / "run", "train_000000.arrow")} == {1.0}
-    assert {r["reward"] for r in samples_of(tmp_path / "run", "eval_000000.arrow")} == {2.0}
+    assert {r["reward"] for r in samples_of(tmp_path / "run", "train", 1)} == {1.0}
+    assert {r["reward"] for r in samples_of(tmp_path / "run", "eval", 0)} == {2.0}
 
 
 # Filters
@@ -169,11 +167,9 @@ def test_a_step_is_refilled_for_the_groups_that_a_filter_dropped(tmp_path: Path)
     assert [len(set(groups)) for groups in seen] == [5, 5, 5]
     assert dropped["odd_prompts"] > 0
     for step in range(3):
-        recorded = samples_of(tmp_path / "run", f"train_{step:06d}.arrow")
-        assert sorted({r["group_id"] for r in recorded}) == sorted(set(seen[step])), (
-            "all parts of the step are recorded"
-        )
-        assert len(recorded) == 10 and all(r["prompt_ids"][0] % 2 for r in recorded)
+        rows = samples_of(tmp_path / "run", "train", step + 1)
+        assert sorted({r["group_id"] for r in rows}) == sorted(set(seen[step])), "all parts of the step are recorded"
+        assert len(rows) == 10 and all(r["prompt_ids"][0] % 2 for r in rows)
 
 
 def test_refills_are_bounded(tmp_path: Path):
@@ -238,7 +234,7 @@ def test_versions_count_updates_and_travel_with_the_tokens(tmp_path: Path):
         driver.run()
         assert driver.groups["actor"].version == driver.groups["rollout"].version == driver.step == 3
     for step in range(3):
-        for row in samples_of(tmp_path / "run", f"train_{step:06d}.arrow"):
+        for row in samples_of(tmp_path / "run", "train", step + 1):
             assert set(row["response_versions"]) == {step}
 
 
@@ -442,7 +438,7 @@ def test_a_node_that_loses_or_repeats_rows_is_named_with_the_rows_and_the_rule(
 
     with drive(losing(prompts(8), **handles()), tmp_path) as driver, pytest.raises(UserError) as caught:
         driver.run()
-    where = "worker weft.functions[0], node 'wrong', samples 4, 5, 4100, 4101: wrong is declared with shape=Shape.MAP: "
+    where = "worker functions[0], node 'wrong', samples 4, 5, 4100, 4101: wrong is declared with shape=Shape.MAP: "
     assert str(caught.value).startswith(where + message)
 
 
@@ -526,7 +522,8 @@ def refused(root: Path, recorded: Graph | None = None, **settings: Any) -> str:
 def test_a_placement_is_checked(tmp_path: Path):
     text = refused(tmp_path, placement={"rolout": Place(ResourcePool())})
     assert text == (
-        "the placement names a group 'rolout', which no graph has; did you mean 'rollout'? (groups: rollout, reward, actor)"
+        "the placement names a group 'rolout', which no graph has; did you mean 'rollout'? "
+        "(groups: rollout, reward, actor, functions, recorder)"
     )
     big = {"actor": Place(ResourcePool("big", cpus=4096))}
     text = refused(tmp_path, placement=big, backend=RayBackend())
@@ -606,8 +603,8 @@ def test_a_thing_of_another_kind_is_refused_by_name(tmp_path: Path, wrong: dict[
 
 
 def test_the_run_directory_has_everything(tmp_path: Path, model: str):
-    recorded = training(rollout={"model": model})
-    with drive(recorded, tmp_path, settings={"steps": 3, "where": tmp_path, "how": math.inf}, record_every=2) as driver:
+    graph = training(rollout={"model": model})
+    with drive(graph, tmp_path, settings={"steps": 3, "where": tmp_path, "how": math.inf}, record_every=2) as driver:
         driver.run()
     run = tmp_path / "run"
     assert sorted(p.name for p in run.iterdir()) == [
@@ -624,16 +621,16 @@ def test_the_run_directory_has_everything(tmp_path: Path, model: str):
     assert config["groups"]["rollout"] | {"class": "toy.ToyRollout", "model": model} == config["groups"]["rollout"]
     assert config["schedule"] | {"kind": "Synchronous", "steps": 3, "prompts_per_step": 4} == config["schedule"]
     assert config["settings"]["where"] == str(tmp_path) and config["backend"] == "Local()"
-    assert config["graphs"]["train"] == str(recorded).splitlines()
-    assert (run / "graph.mmd").read_text() == recorded.mermaid()
-    assert sorted(p.name for p in (run / "samples").iterdir()) == ["train_000000.arrow", "train_000002.arrow"]
-    row = samples_of(run, "train_000000.arrow")[1]
+    assert config["graphs"]["train"] == str(graph).splitlines()
+    assert (run / "graph.mmd").read_text() == graph.mermaid()
+    assert [(part.graph, part.step) for part in recorded(run)] == [("train", 2)]
+    row = samples_of(run, "train", 2)[1]
     first = row["prompt_ids"][0]
     assert row["response"] == f"t{first} t{first + 1}" and row["prompt"].startswith(f"t{first} ")
     assert row["reward"] == 2.0 and row["advantages"] == [0.5, 0.5] and row["response_logprobs"] == [-1.0, -1.0]
     assert {"sample_id", "group_id", "parent_id", "answer", "response_versions"} <= set(row)
     timeline = pq.read_table(run / "timeline.parquet").to_pylist()
-    assert [c["node"] for c in timeline if c["step"] == 1 and c["rows"] and c["group"] != "weft.functions"] == [
+    assert [c["node"] for c in timeline if c["step"] == 1 and c["rows"] and c["group"] != "functions"] == [
         "rollout.generate",
         "reward.score",
         "actor.update",

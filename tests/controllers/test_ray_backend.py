@@ -23,6 +23,7 @@ from weft.controllers.shell import Task
 from weft.dataflow.errors import UserError, WorkerError
 from weft.dataflow.graph import TableSource
 from weft.dataflow.handle import group
+from weft.dataflow.samples import recorded as recorded_parts
 from weft.workers.dispatch import PerRank
 
 pytestmark = pytest.mark.ray
@@ -71,11 +72,11 @@ def test_the_same_script_gives_the_same_results_with_and_without_ray(tmp_path: P
             trained = driver.call(made["actor"], "seen_groups")
         clocks = ("time_s", "step_s", "tokens_per_s")
         numbers = [{k: v for k, v in row.items() if k not in clocks} for row in metrics]
-        files = sorted((tmp_path / name / "samples").iterdir())
-        results.append((numbers, trained, [(f.name, rows(f)) for f in files]))
+        files = recorded_parts(tmp_path / name)
+        results.append((numbers, trained, [(part.graph, part.step, rows(part.path)) for part in files]))
         logs = sorted(p.name for p in (tmp_path / name / "logs").iterdir())
         assert logs == (
-            ["actor_0.log", "reward_0.log", "rollout_0.log", "weft.functions_0.log"] if name == "ray" else []
+            [f"{n}_0.log" for n in ("actor", "functions", "recorder", "reward", "rollout")] if name == "ray" else []
         )
     assert results[0] == results[1]
 

@@ -102,7 +102,7 @@ def test_a_run_that_was_killed_goes_on_from_torn_streams(
 
 def test_stray_files_stop_no_recovery(run_dir: Path):
     (run_dir / "samples" / "notes.arrow").write_text("mine")
-    (run_dir / "samples" / "train_000009.arrow").mkdir()
+    (run_dir / "samples" / "train_000009.4.0.arrow").mkdir()
     (run_dir / "checkpoints" / "step_000009").write_text("no folder")
     (run_dir / "config.json.partial").mkdir()
     go_on(run_dir)

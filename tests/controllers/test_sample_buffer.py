@@ -46,6 +46,7 @@ def test_every_row_of_a_run_is_in_its_log_and_no_segment_is_left(tmp_path: Path)
     trained = [r for r in records if r["do"] == "claim" and r["node"] == "actor.update"]
     assert [len(r["ids"]) for r in trained] == [8, 8, 8] and len({i for r in trained for i in r["ids"]}) == 24
     assert {r["key"]: r["value"] for r in records if r["do"] == "note"} == {
+        "record_every": 1,
         "version/actor": 3,
         "step": 3,
     }

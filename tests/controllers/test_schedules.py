@@ -194,7 +194,7 @@ def test_no_row_is_older_than_the_bound_and_every_prompt_is_trained_once(
     assert not proof.violations
     versions = [v for r in LogReader(folder / LOG) if r["do"] == "publish" for v in r.get("versions", ())]
     assert len(set(versions)) > 1
-    recorded = {i for r in LogReader(folder / LOG) if r.get("node") == "weft.record" for i in r["ids"]}
+    recorded = {i for r in LogReader(folder / LOG) if r.get("node") == "recorder.record" for i in r["ids"]}
     trained = {i for r in LogReader(folder / LOG) if r.get("node") == "actor.update" for i in r["ids"]}
     assert trained <= recorded
 
@@ -268,7 +268,7 @@ def test_a_run_that_is_stopped_early_leaves_what_ran_ahead(tmp_path: Path):
     assert not prove(folder).violations
     records = list(LogReader(folder / LOG))
     trained = {i for r in records if r.get("node") == "actor.update" for i in r["ids"]}
-    assert trained and trained <= {i for r in records if r.get("node") == "weft.record" for i in r["ids"]}
+    assert trained and trained <= {i for r in records if r.get("node") == "recorder.record" for i in r["ids"]}
 
 
 def test_a_filter_that_lets_nothing_through_ends_the_run(tmp_path: Path):

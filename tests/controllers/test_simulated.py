@@ -104,9 +104,8 @@ def run(
         root=root,
         name=f"run-{len(list(root.iterdir()))}",
         progress=False,
-        record_every=0,
         buffer=QUIET,
-        **settings,
+        **{"record_every": 0, **settings},
     )
     with driver:
         driver.run()

@@ -132,7 +132,8 @@ def test_a_run_listens_on_loopback_alone_and_leaves_nothing_behind(tmp_path: Pat
     assert sorted(p.name for p in (tmp_path / "run" / "logs").iterdir()) == [
         "actor_0.log",
         "actor_1.log",
+        "functions_0.log",
+        "recorder_0.log",
         "reward_0.log",
         "rollout_0.log",
-        "weft.functions_0.log",
     ]

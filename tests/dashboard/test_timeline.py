@@ -210,7 +210,7 @@ def test_a_real_run_accounts_for_all_of_its_time(tmp_path: Path):
     ) as driver:
         driver.run()
     timeline = read_timeline(tmp_path / "toy")
-    assert [step for step, _ in timeline.ends_of_steps] == [0, 1, 2, 3, 4]
+    assert [step for step, _ in timeline.ends_of_steps] == [0, 1, 2, 3, 4, 5]
     updates = [c for c in timeline.ended if c.node == "actor.update"]
     assert len(updates) == 5 and all(c.rows == 8 for c in updates)
     for lane in timeline.lanes:

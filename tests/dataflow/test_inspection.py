@@ -12,10 +12,11 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.buffer import SEGMENTS, SampleBuffer
 from weft.dataflow.errors import UserError
 from weft.dataflow.graph import Graph, TableSource, graph
-from weft.dataflow.inspection import HISTORY, archive, as_text, buffer_folder, columns, history, query, samples, why
+from weft.dataflow.inspection import HISTORY, as_text, buffer_folder, columns, history, query, samples, why
 from weft.dataflow.ledger import Ledger
 from weft.dataflow.operation import Shape, node
 from weft.dataflow.rows import MAX_CHILDREN, Lease, Published, Staleness
+from weft.dataflow.samples import archive
 from weft.dataflow.segments import SegmentWriter
 
 PROMPTS = TableSource("prompts", pa.table({"prompt": ["one", "two"]}))
@@ -308,16 +309,16 @@ def write_samples(run: Path) -> None:
         "train_000001": pa.table({"sample_id": [1, 2], "reward": pa.array([0.5, 1.0], pa.float32())}),
         "eval_000002": pa.table({"sample_id": [3], "response": ["yes"]}),
     }.items():
-        with pa.ipc.new_file(run / "samples" / f"{name}.arrow", table.schema) as writer:
+        with pa.ipc.new_file(run / "samples" / f"{name}.1.0.arrow", table.schema) as writer:
             writer.write_table(table)
 
 
 def test_samples_of_all_files_are_one_table_with_their_graph_and_step(run: Run):
     write_samples(run.path)
-    (run.path / "samples" / "train_000009.arrow").write_bytes(b"half")
+    (run.path / "samples" / "train_000009.2.0.arrow").write_bytes(b"half")
     notes: list[str] = []
     table = samples(run.path, notes)
-    assert table is not None and len(notes) == 1 and "train_000009.arrow" in notes[0]
+    assert table is not None and len(notes) == 1 and "train_000009.2.0.arrow" in notes[0]
     assert table.sort_by("sample_id").to_pydict() == {
         "step": [1, 1, 2],
         "graph": ["train", "train", "eval"],
@@ -345,7 +346,7 @@ def test_the_archive_holds_all_samples_in_one_file_and_answers_when_they_are_gon
 
 def test_an_archive_that_would_lack_samples_is_not_made(run: Run):
     write_samples(run.path)
-    (run.path / "samples" / "train_000009.arrow").write_bytes(b"half")
+    (run.path / "samples" / "train_000009.2.0.arrow").write_bytes(b"half")
     with pytest.raises(UserError, match=r"the archive would be incomplete: left out: .*train_000009"):
         archive(run.path)
     assert not (run.path / "samples.parquet").exists()

@@ -151,7 +151,7 @@ def test_a_trained_reward_model_is_the_reward_of_ppo(model: Path, tmp_path: Path
         metrics = driver.run()
         driver.call(learner, "save", path=tmp_path / "reward")
     assert metrics[1]["model/loss"] == pytest.approx(np.log(2), abs=0.05)
-    assert metrics[-1]["eval/weft.functions/preference_accuracy"] > 0.9
+    assert metrics[-1]["eval/functions/preference_accuracy"] > 0.9
     reward = group(RewardModelWorker, model=str(tmp_path / "reward"))
     metrics = run(recorded(model, reward=reward, kl=0.01), tmp_path, 8)
     assert metrics[-1]["reward/mean"] > metrics[1]["reward/mean"] + 0.3

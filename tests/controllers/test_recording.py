@@ -1,0 +1,193 @@
+"""Samples are written behind the run, each row once and under the step that trained it."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from test_checkpoints import SCHEDULES, Killed
+from test_checkpoints import run as saved_run
+from test_simulated import KNOWN, apart, calls, costs, run, times
+from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
+
+from weft.controllers.checkpoints import CheckpointConfig
+from weft.controllers.driver import Driver
+from weft.controllers.placement import Place, ResourcePool
+from weft.controllers.recording import MAX_BEHIND
+from weft.controllers.schedule import Asynchronous, Synchronous, Training
+from weft.controllers.simulated import Costs, Linear, Simulated
+from weft.dataflow.buffer import LOG
+from weft.dataflow.errors import UserError
+from weft.dataflow.handle import group
+from weft.dataflow.journal import read_timeline
+from weft.dataflow.log import LogReader
+from weft.dataflow.proof import prove
+from weft.dataflow.samples import archive, parts, recorded
+
+
+def filed(run: Path, graph: str = "train") -> list[tuple[int, int]]:
+    """(sample id, step) of every row that a reader of the samples gets."""
+    tables = [part.read() for part in recorded(run) if part.graph == graph]
+    return sorted((row["sample_id"], row["step"]) for table in tables for row in table.to_pylist())
+
+
+def trained(run: Path) -> list[tuple[int, int]]:
+    """(sample id, step) of every row that an update was finished with, by the log."""
+    rows: dict[int, list[int]] = {}
+    found: list[tuple[int, int]] = []
+    for record in LogReader(run / "buffer" / LOG):
+        if record["do"] == "claim" and record["node"] == "actor.update":
+            rows[record["lease"]] = record["ids"]
+        elif record["do"] == "finish" and "step" in record:
+            found += [(id, record["step"]) for id in rows[record["lease"]]]
+    return sorted(found)
+
+
+# Where a row is filed
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=["synchronous", "pipelined", "asynchronous", "requeue"])
+def test_each_row_is_filed_under_the_step_that_trained_it(tmp_path: Path, schedule: Training):
+    saved_run(tmp_path, schedule, checkpoint=CheckpointConfig())
+    assert filed(tmp_path / "run") == trained(tmp_path / "run")
+    assert Counter(step for _, step in trained(tmp_path / "run")) == dict.fromkeys(range(1, 10), 3 * 2)
+    assert {step for _, step in filed(tmp_path / "run", "eval")} == {0, 2, 4, 6, 8, 9}
+
+
+@pytest.mark.parametrize("kill_at", [3, 6, 8])
+@pytest.mark.parametrize("schedule", SCHEDULES[::2], ids=["synchronous", "asynchronous"])
+def test_after_a_kill_and_a_resume_the_samples_hold_each_trained_row_once(
+    tmp_path: Path, schedule: Training, kill_at: int
+):
+    with pytest.raises(Killed):
+        saved_run(tmp_path, schedule, kill_at=kill_at)
+    saved_run(tmp_path, schedule, resume="latest")
+    run = tmp_path / "run"
+    assert filed(run) == trained(run) and len(filed(run)) == 9 * 3 * 2
+    assert pq.read_table(archive(run)).num_rows == sum(len(filed(run, graph)) for graph in ("train", "eval"))
+    proof = prove(run / "buffer")
+    assert not proof.violations and not [note for note in proof.damage if "samples" in note]
+
+
+def test_metrics_timeline_and_samples_count_steps_alike(tmp_path: Path):
+    _, metrics = saved_run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig())
+    timeline = read_timeline(tmp_path / "run")
+    assert timeline is not None
+    updates = [call["step"] for call in timeline.to_pylist() if call["node"] == "actor.update"]
+    assert updates == [row["step"] for row in metrics][1:] == sorted({step for _, step in filed(tmp_path / "run")})
+    ends = {row["step"]: row["time_s"] for row in metrics}
+    for call in timeline.to_pylist():
+        assert ends.get(call["step"] - 1, 0.0) <= call["end_s"], "no call is of a step that had not begun"
+        assert call["end_s"] <= ends[call["step"]] or call["step"] == 9, "nor of one that was over"
+
+
+def test_samples_of_some_steps_are_kept(tmp_path: Path):
+    saved_run(tmp_path, SCHEDULES[2], checkpoint=CheckpointConfig(), record_every=4)
+    assert {step for _, step in filed(tmp_path / "run")} == {4, 8}
+    assert {step for _, step in filed(tmp_path / "run", "eval")} == {0, 4, 8}
+    assert not prove(tmp_path / "run" / "buffer").violations
+
+
+# What `weft buffer check` says of them
+
+
+def doubled(run: Path) -> None:
+    part = recorded(run)[0]
+    read = part.read().drop_columns(["graph", "step"])
+    table = pa.Table.from_pylist(read.to_pylist(), read.schema)  # a copy: the file is written over
+    with pa.ipc.new_file(part.path, table.schema) as writer:
+        writer.write_table(pa.concat_tables([table, table]))
+
+
+def moved(run: Path) -> None:
+    path = recorded(run)[-1].path
+    path.rename(path.with_name(path.name.replace("000009", "000008")))
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (
+            lambda run: recorded(run)[-1].path.unlink(),
+            r"samples: lease \d+ .* recorded 6 rows, of which 6 are not there",
+        ),
+        (doubled, r"samples: lease \d+ of graph 'eval': 2 rows are there that it did not record, or more than once"),
+        (moved, r"samples: lease \d+ of graph 'train': sample \d+ is filed under step 8; it is of step 9"),
+        (lambda run: recorded(run)[-1].path.write_bytes(b"half"), "samples: .* cannot be read"),
+    ],
+)
+def test_samples_that_are_not_what_the_log_says_refute_it(tmp_path: Path, harm: Callable[[Path], object], says: str):
+    saved_run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig())
+    harm(tmp_path / "run")
+    (violation,) = prove(tmp_path / "run" / "buffer").violations
+    assert re.match(says, violation)
+
+
+def test_a_part_of_a_lease_that_was_never_finished_counts_for_nothing(tmp_path: Path):
+    saved_run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig())
+    run = tmp_path / "run"
+    before, whole = filed(run), recorded(run)[-1].path
+    stray = whole.with_name("train_000009.999.0.arrow")
+    stray.write_bytes(whole.read_bytes())
+    assert stray in {part.path for part in parts(run)} and filed(run) == before
+    proof = prove(run / "buffer")
+    assert not proof.violations and proof.damage == [f"{stray} is of a lease that was not finished: no reader takes it"]
+
+
+# Behind the run
+
+
+def with_cost(node: str, cost: Linear) -> Costs:
+    given = costs(KNOWN)
+    return given.model_copy(update={"nodes": {**given.nodes, node: cost}})
+
+
+def test_no_step_waits_for_its_record_until_recording_is_far_behind(tmp_path: Path):
+    def steps(record_s: float, number: int = 6) -> np.ndarray:
+        simulated = Simulated(with_cost("recorder.record", Linear(fixed_s=record_s)))
+        schedule = Synchronous(steps=number, prompts_per_step=2, shuffle=False)
+        driver = run(tmp_path, schedule, simulated, number=2, record_every=1)
+        assert len(calls(driver, "recorder.record")) == number
+        return np.diff([0.0, *times(driver)])
+
+    without = steps(0.0)
+    for record_s in (5.0, 10.0, float(without[1])):
+        assert steps(record_s) == pytest.approx(without)
+    slow = steps(4 * without[1])
+    assert slow[:MAX_BEHIND] == pytest.approx(without[:MAX_BEHIND])
+    assert slow[-1] == pytest.approx(4 * without[1]), "then a step takes as long as its record"
+
+
+def test_updates_beside_generation_do_not_wait_for_records_either(tmp_path: Path):
+    def end(record_s: float) -> float:
+        simulated = Simulated(with_cost("recorder.record", Linear(fixed_s=record_s)))
+        schedule = Asynchronous(steps=6, prompts_per_step=2, max_staleness=2)
+        return times(run(tmp_path, schedule, simulated, apart(2, 1), record_every=1))[-1]
+
+    assert end(4.0) == pytest.approx(end(0.0))
+
+
+def test_functions_have_a_place_and_as_many_ranks_as_it_says(tmp_path: Path):
+    pool = ResourcePool("beside", cpus=4)
+
+    def end(ranks: int) -> float:
+        simulated = Simulated(with_cost("centred", Linear(per_row_s=1.0)))
+        schedule = Synchronous(steps=2, prompts_per_step=4)
+        driver = run(tmp_path, schedule, simulated, {"functions": Place(pool, ranks=ranks)}, record_every=1)
+        places = json.loads((driver.directory.path / "config.json").read_text())["placement"]
+        assert places["functions"]["ranks"] == ranks and places["recorder"]["pool"]["name"] != "beside"
+        return times(driver)[-1]
+
+    assert end(1) - end(4) == pytest.approx(2 * (8 - 2)), "8 rows a step, 2 on each of four ranks"
+
+
+def test_a_group_of_the_graph_cannot_be_called_as_one_of_the_run(tmp_path: Path):
+    recorder = group(ToyReward, name="recorder")
+    graph = toy_grpo(prompts(4), rollout=group(ToyRollout), reward=recorder, actor=group(ToyActor))
+    with pytest.raises(UserError, match="a worker group is called 'recorder', as is the group of each run that writes"):
+        Driver(graph, schedule=Synchronous(steps=1), root=tmp_path)
