@@ -148,7 +148,8 @@ class Loss(Protocol):
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the engine must compute `rows["entropy"]` ([T] nats, with gradient) along with the log-probabilities."""
+        """Whether the engine must compute `rows["entropy"]` ([T] nats) with a gradient. Without one, rows that are trained on have
+        it wherever it costs nothing."""
         ...
 
     @property

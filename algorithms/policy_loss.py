@@ -52,7 +52,7 @@ class PolicyLoss(AggregatedLoss):
     kl: KlPenalty | None = None
     """Penalty for leaving the reference; the graph must then write `reference_logprobs`."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
-    """Bonus for entropy; above 0 it costs one more pass over the logits."""
+    """Bonus for entropy; above 0 its gradient costs one more pass over the logits."""
     old: str | None = None
     """Column with the log-probabilities under the policy that the ratio compares with. None: of single tokens the generator's
     own, `response_logprobs`. A ratio of whole responses, in which the small gaps between two engines add up, and one beside a
@@ -135,7 +135,8 @@ class PolicyLoss(AggregatedLoss):
         Returns:
             (scalar, metrics). 0 with a gradient of 0 when every token is masked. A ratio counts as e^20 at most, without a
             gradient beyond, so that one token of no probability does not make the loss infinite. Means over trained tokens:
-            `clip_fraction`, `approx_kl` (k3 from the old policy) and, where asked for, `kl` and `entropy`. Where the rows
+            `clip_fraction`, `approx_kl` (k3 from the old policy), where asked for `kl`, and where the rows have it `entropy`
+            (nats, -sum_v p_v log p_v of the distribution that predicts the token, at its temperature). Where the rows
             have `response_logprobs`, of the generator against the trainer (the old policy; where that is the generator
             itself, or none, the policy as it stands): `generator_kl_k1` and `generator_kl_k3` (nats, estimates of
             KL(generator || trainer)), `mean_generator_ratio` and `max_generator_ratio` (trainer / generator, of single
@@ -172,9 +173,10 @@ class PolicyLoss(AggregatedLoss):
         if self.kl:
             kl = self.kl.estimator(only(logprobs), only(rows[REFERENCE_LOGPROBS]))
             losses, watched["kl"] = losses + self.kl.coefficient * kl, kl
+        if self.needs_entropy or "entropy" in rows:
+            watched["entropy"] = only(rows["entropy"])
         if self.needs_entropy:
-            entropy = only(rows["entropy"])
-            losses, watched["entropy"] = losses - self.entropy_coefficient * entropy, entropy
+            losses = losses - self.entropy_coefficient * watched["entropy"]
         loss_sum = (self.aggregation.weights(rows) * losses).sum()
         return loss_sum, observed(trained, watched, largest=largest, counts=counted)
 
@@ -188,5 +190,7 @@ class NegativeLogLikelihood(AggregatedLoss):
     """
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """The undivided loss (0 when every token is masked); it has no metrics beside the loss itself."""
-        return (self.aggregation.weights(rows) * rows.only_trained(-logprobs)).sum(), {}
+        """The undivided loss (0 when every token is masked), and, where the rows have it, the mean `entropy` of trained tokens."""
+        watched = {"entropy": rows["entropy"]} if "entropy" in rows else {}
+        metrics = observed(rows.trained > 0, watched) if watched else {}
+        return (self.aggregation.weights(rows) * rows.only_trained(-logprobs)).sum(), metrics

@@ -541,7 +541,7 @@ class _Rows:
         return np.concatenate(ids).astype(np.int64), lengths, np.concatenate(predicting), targets, temperatures
 
     def packed(self, part: np.ndarray | None = None, entropy: Tensor | None = None) -> PackedRows:
-        """These rows (None: all) as a loss reads them, with the entropy [T] of their tokens where it wants that."""
+        """These rows (None: all) as a loss reads them, with the entropy [T] of their tokens where it was computed."""
         cu_seqlens = self.response[1]
         if part is None:
             lengths, tokens, rows = np.diff(cu_seqlens), slice(None), slice(None)

@@ -26,6 +26,8 @@ _CHUNK_BYTES = 128 * 2**20
 """Logits computed at once."""
 _KEPT_BYTES = 2**30
 """Logits kept for the backward pass; where there are more, they are computed a second time."""
+_CACHED = 2**17
+"""Logits that stay in the cache of a CPU while they are gone over."""
 
 
 class ResponseModel(nn.Module):
@@ -81,10 +83,11 @@ class ResponseModel(nn.Module):
             predicting: [T] int64, index into the N of the token *before* each target; of the positions that a scalar head reads.
             targets: [T] int64.
             temperatures: [T] float32, divides the logits; None: 1.
-            entropy: also give the entropy of each predicting distribution, with gradient.
+            entropy: give the entropy of each predicting distribution with gradient. Without, it is given where gradients are
+                computed, since the logits are there: no gradient flows through it then.
 
         Returns:
-            ([T] float32 nats, or what the scalar head says; [T] float32 nats or None).
+            ([T] float32 nats, or what the scalar head says; [T] float32 nats, -sum_v p_v log p_v at the temperature, or None).
         """
         outputs, hidden = self.run_backbone(input_ids, Rows(lengths, int(lengths.max())))
         hidden = hidden.index_select(0, predicting)
@@ -116,7 +119,9 @@ class ResponseModel(nn.Module):
         if temperatures is not None:
             factors = self.logit_factor / temperatures
         weight = self.causal_lm.get_output_embeddings().weight
-        return _HeadLogprobs.apply(hidden.to(weight.dtype), weight, targets, factors, torch.is_grad_enabled()), None
+        trains = torch.is_grad_enabled()
+        logprobs, entropies = _HeadLogprobs.apply(hidden.to(weight.dtype), weight, targets, factors, trains)
+        return logprobs, entropies if trains else None
 
     def own_logits(self, outputs: Any, hidden: Tensor) -> Tensor:
         """[T, vocabulary] logits of [T, hidden] states by all that the model's own forward pass does after its backbone.
@@ -165,7 +170,8 @@ def _find_backbone(causal_lm: Any) -> str:
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """log_softmax(factors * (hidden @ weight.T))[target], for a head without bias; logits are scaled in float32.
+    """log_softmax(factors * (hidden @ weight.T))[target], for a head without bias; logits are scaled in float32. And, where a
+    gradient is needed, the entropies of the distributions, without one.
 
     Against plain autograd this saves passes over [T, vocabulary], which cost as much as the matrix products: exponentials
     are taken in place, kept, and turned in place into the gradient, p - onehot.
@@ -174,27 +180,28 @@ class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, factors: Tensor | None, needs_grad: bool
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         num_tokens, vocabulary = len(targets), len(weight)
         ctx.chunk = max(1, _CHUNK_BYTES // (4 * vocabulary))
         keep = needs_grad and 4 * num_tokens * vocabulary <= _KEPT_BYTES
         out = torch.empty(num_tokens, dtype=torch.float32, device=hidden.device)
-        log_sums = torch.empty_like(out)
+        log_sums, entropies = torch.empty_like(out), torch.empty_like(out)
         ctx.kept = []
         for start in range(0, num_tokens, ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logits = _scaled_logits(hidden[part], weight, None if factors is None else factors[part])
             chosen = logits.gather(1, targets[part, None])[:, 0]
-            largest = logits.amax(-1)
-            exponentials = logits.sub_(largest[:, None]).exp_()
-            sums = exponentials.sum(-1)
+            largest, sums, means = _exponentiate(logits, means=needs_grad)
             log_sums[part] = largest + sums.log()
             out[part] = chosen - log_sums[part]
+            if means is not None:
+                entropies[part] = sums.log() - means
             if keep:
-                ctx.kept.append((exponentials, sums))
+                ctx.kept.append((logits, sums))
         if needs_grad:
             ctx.save_for_backward(hidden, weight, targets, factors, log_sums)
-        return out
+        ctx.mark_non_differentiable(entropies)
+        return out, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -231,6 +238,27 @@ def _scaled_logits(hidden: Tensor, weight: Tensor, factors: Tensor | None) -> Te
     return logits if factors is None else logits.mul_(factors[:, None])
 
 
+def _exponentiate(logits: Tensor, *, means: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Put exp(z), z = logits - max, in place of logits [T, vocabulary]; returns the maxima, the sums of exp(z), and, if asked for, the
+    means of z under softmax(z), each [T]."""
+    largest = torch.empty(len(logits), dtype=logits.dtype, device=logits.device)
+    sums, weighted = torch.empty_like(largest), torch.empty_like(largest)
+    rows = max(1, _CACHED // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(logits))
+    for start in range(0, len(logits), rows):
+        part = slice(start, start + rows)
+        z = logits[part]
+        largest[part] = z.amax(-1)
+        z -= largest[part, None]
+        if means:
+            exponentials = z.exp()
+            weighted[part] = z.mul_(exponentials).sum(-1)
+            z.copy_(exponentials)
+        else:
+            z.exp_()
+        sums[part] = z.sum(-1)
+    return largest, sums, weighted / sums if means else None
+
+
 def _any_head(
     logits_of: Callable[[Tensor], Tensor],
     hidden: Tensor,
@@ -238,7 +266,8 @@ def _any_head(
     temperatures: Tensor | None,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The general form, by autograd: heads that are more than a matrix, and entropies."""
+    """The general form, by autograd: heads that are more than a matrix, and entropies that have a gradient."""
+    trains = torch.is_grad_enabled()
 
     def chunk(hidden: Tensor, targets: Tensor, temperatures: Tensor | None) -> tuple[Tensor, Tensor]:
         logits = logits_of(hidden).float()
@@ -246,14 +275,17 @@ def _any_head(
             logits = logits / temperatures[:, None]
         log_p = F.log_softmax(logits, -1)
         chosen = log_p.gather(1, targets[:, None])[:, 0]
-        return chosen, -(log_p.exp() * log_p).sum(-1) if entropy else chosen
+        if not (entropy or trains):
+            return chosen, chosen
+        with torch.set_grad_enabled(entropy and trains):
+            return chosen, -(log_p.exp() * log_p).sum(-1)
 
     vocabulary = logits_of(hidden[:1].detach()).shape[-1]
     size = max(1, _CHUNK_BYTES // (4 * vocabulary))
-    again = torch.is_grad_enabled() and 4 * len(targets) * vocabulary > _KEPT_BYTES
+    again = trains and 4 * len(targets) * vocabulary > _KEPT_BYTES
     parts = []
     for start in range(0, max(1, len(targets)), size):
         part = slice(start, start + size)
         arguments = (hidden[part], targets[part], None if temperatures is None else temperatures[part])
         parts.append(checkpoint(chunk, *arguments, use_reentrant=False) if again else chunk(*arguments))
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]) if entropy else None
+    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]) if entropy or trains else None

@@ -68,6 +68,22 @@ def test_the_gap_to_the_generator_is_measured_before_the_update(tiny_model: Path
     assert stale["max_staleness"] == 1 and stale["mean_staleness"] == 1
 
 
+@pytest.mark.parametrize("general", [False, True], ids=["linear head", "any head"])
+@pytest.mark.parametrize("loss", [LOSS, NegativeLogLikelihood()], ids=["policy", "supervised"])
+def test_the_entropy_of_the_policy_is_watched(tiny_model: Path, rows: Batch, general: bool, loss: Any):
+    worker, model = actor(tiny_model, microbatch_tokens=60), AutoModelForCausalLM.from_pretrained(tiny_model).double()
+    if general:
+        worker.engine.model.logit_factor = None  # pyright: ignore[reportAttributeAccessIssue]
+    entropies, ends = [], rows.ragged_numpy("response_ids")[1]
+    mask = torch.from_numpy(rows.ragged_numpy("response_mask")[0] > 0)
+    for k, row in enumerate(rows.to_rows()):
+        ids = torch.tensor([[*row["prompt_ids"], *row["response_ids"]]])
+        logits = model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1] / row["temperature"]
+        entropies += torch.distributions.Categorical(logits=logits).entropy()[mask[ends[k] : ends[k + 1]]].tolist()
+    metrics = values(worker.update(rows, loss=loss))
+    assert metrics["entropy"] == pytest.approx(np.mean(entropies), rel=1e-5)
+
+
 def test_rows_without_a_generator_have_no_gap_and_no_staleness(tiny_model: Path, rows: Batch):
     metrics = actor(tiny_model).update(rows, loss=LOSS)
     assert not {"mean_logprob_gap", "max_logprob_gap", "mean_staleness", "max_staleness"} & set(metrics)

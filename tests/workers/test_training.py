@@ -107,7 +107,7 @@ def test_a_head_in_chunks_and_one_that_computes_logits_twice_give_the_same(monke
     for chunk_bytes, kept_bytes in ((2**20, 2**20), (5 * 50 * 4, 2**20), (5 * 50 * 4, 0)):
         monkeypatch.setattr(response_model, "_CHUNK_BYTES", chunk_bytes)
         monkeypatch.setattr(response_model, "_KEPT_BYTES", kept_bytes)
-        mine = gradients(lambda h, w: response_model._HeadLogprobs.apply(h, w, targets, 1 / temperatures, True))
+        mine = gradients(lambda h, w: response_model._HeadLogprobs.apply(h, w, targets, 1 / temperatures, True)[0])
         general = gradients(
             lambda h, w: response_model._any_head(lambda x: x @ w.T, h, targets, temperatures, entropy=True)[0]
         )
