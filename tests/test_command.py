@@ -53,6 +53,22 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs"
 
 
+def test_a_log_that_cannot_be_replayed_ends_with_what_to_do_and_no_traceback(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = runs / "tiny" / "buffer" / "ledger.log"
+    records = list(LogReader(path))
+    log = Log(path)
+    for record in [*records, {"do": "finish", "graph": "train", "lease": 999}]:
+        log.append(record)
+    log.close()
+    assert main(["buffer", "why", "tiny", "1"]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("RecoveryError: ") and said[-1].startswith(
+        "Go on with the graphs and the version of Weft"
+    )
+
+
 def test_check_counts_every_row_and_says_ok(runs: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["buffer", "check", "tiny"]) == 0
     said = capsys.readouterr().out
