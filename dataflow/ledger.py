@@ -304,8 +304,23 @@ class Ledger:
         for i in nodes:
             if row.group.closed >> i & 1:
                 self._cancel(row, i, f"late at {self.graph.nodes[i].name}")
+        self._skip_what_is_cut_off(row)
         for i in nodes:
             self._offer_if_ready(row, i)
+
+    def _skip_what_is_cut_off(self, row: Row) -> None:
+        """Skip the nodes that wait for something which the row's ancestors will never be through: they were dropped before it came."""
+        above, cut = row.parent, 0
+        while above is not None:
+            above, cut = above.parent, cut | above.skipped
+        for i in self._on_level[row.level] if cut else ():
+            if any(level != row.level and _ancestor(row, level).skipped & mask for level, mask in self._after[i]):
+                for j in (i, *self._downstream[i]):
+                    node = self.graph.nodes[j]
+                    if node.level == row.level and not row.skipped >> j & 1:
+                        self._skip(row, j)
+                        if node.makes_level is not None:
+                            self._finish_level_if_whole(row.group, node.makes_level)
 
     # Readiness
 

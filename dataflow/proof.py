@@ -555,11 +555,15 @@ class Witness:
         if not group.open:
             self._closing.append(group)
         for node in nodes:
-            if node.quorum:
-                if node.index in group.chosen:
-                    self._cancel(row, node, f"late at {node.name}")
-                elif _is_ready(row, node):
-                    group.ready.setdefault(node.index, []).append((self._records, row))
+            if node.quorum and node.index in group.chosen:
+                self._cancel(row, node, f"late at {node.name}")
+        for node in nodes if row.parent is not None else ():
+            gone = (a for level, mask in node.needs if level != row.level and (a := _ancestor(row, level)).away & mask)
+            if dropped := next(gone, None):  # before this row came
+                self._take_away(row, node, dropped.reason, also_here=True)
+        for node in nodes:
+            if node.quorum and node.index not in group.chosen and _is_ready(row, node):
+                group.ready.setdefault(node.index, []).append((self._records, row))
 
     # Rows are worked on
 

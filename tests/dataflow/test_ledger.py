@@ -429,6 +429,25 @@ def test_rows_that_a_filter_leaves_out_are_dropped_and_counted():
     assert ledger.counts() == {"issued": 8, "waiting": 0, "leased": 0, "done": 4, "dropped": 4}
 
 
+def test_rows_that_come_after_what_they_wait_for_was_dropped_are_dropped_too():
+    draw = Drawing()
+    prompts = draw.add(draw.prompts, "difficulty", reads=("prompt",))
+    samples = draw.add(prompts, "generate", Shape.EXPAND, reads=("prompt",))
+    joined = draw.add(samples, "join", reads=("difficulty_c", "generate_c"))
+    draw.add(joined, "after", reads=("join_c",))
+    ledger = Ledger(draw.graph())
+    ledger.issue([0, 1], [1, 1], round=0)
+    lease = claim(ledger, "generate")
+    assert ledger.drop(node(ledger, "difficulty"), [0], "it fails") == 1
+    expand(ledger, lease, 2)
+    ledger.finish(lease)
+    assert ledger.group_ids == [1] and ledger.counts()["dropped"] == 3, "the prompt and both samples"
+    assert not ledger.settled(node(ledger, "join")), "the other prompt's difficulty is to come"
+    for name in ("difficulty", "join", "after"):
+        do(ledger, name)
+    assert ledger.groups_in_flight == 0
+
+
 def test_a_parent_of_which_nothing_was_made_is_done():
     ledger = Ledger(grpo())
     ledger.issue([0, 1], [2, 2], round=0)
