@@ -125,7 +125,9 @@ def mismatched(rows: Batch) -> Batch:
     return rows.with_columns(mismatched_ids=responses[RESPONSE_IDS], mismatched_mask=counts)
 
 
-@node(reads=(MISMATCHED_LOGPROBS, MISMATCHED_REFERENCE_LOGPROBS, MISMATCHED_MASK), writes=(REFERENCE_POINT,))
+@node(
+    reads=(MISMATCHED_LOGPROBS, MISMATCHED_REFERENCE_LOGPROBS), may_read=(MISMATCHED_MASK,), writes=(REFERENCE_POINT,)
+)
 def reference_point(rows: Batch) -> Batch:
     """KTO's z0 (arXiv:2402.01306, §4.1): max(0, mean over rows of sum_t log p(y'_t) - log p_ref(y'_t)), of the responses to other
     prompts; the same in all rows of this call.

@@ -25,11 +25,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from parity_inputs import MAX_TOKENS, Function, draw, evaluate
+from parity_inputs import BOUNDS, MAX_TOKENS, Function, alone, among_several, draw, evaluate
 
 from weft.algorithms import advantages as estimators
 from weft.algorithms.aggregation import Aggregation, FixedLength, sequence_mean, token_mean
-from weft.algorithms.corrections import Correction, Rejection, TruncatedImportance
+from weft.algorithms.corrections import Correction, Level, Rejection, TruncatedImportance
 from weft.algorithms.kl import AdaptiveCoefficient, KlPenalty, StraightThrough, absolute, full_kl, k1, k2, k3
 from weft.algorithms.loss import Loss, PackedRows
 from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
@@ -43,7 +43,18 @@ PEERS = HERE.parent / ".venv-peers" / "bin" / "python"
 
 ON_PURPOSE = {
     "verl gpg advantages, rewards of 0 and 1": "verl counts the rows of reward 0; the paper, and Weft, those of groups with equal rewards",
-    "verl grpo, groups of one row": "verl gives such a row its reward as advantage; in Weft it has none, having no baseline",
+    **{
+        f"verl {name}, groups of one row": "verl gives such a row its reward as advantage; in Weft it has none, having no baseline, and "
+        "so it is in verl's own rloo_vectorized, which agrees"
+        for name in ("grpo", "grpo_vectorized", "rloo", "opo", "reinforce_plus_plus_baseline", "gpg advantages")
+    },
+    "verl grpo_passk, divided by the deviation": "verl divides by the group's deviation unless it is told not to; the paper, and Weft, "
+    "take the lead itself",
+    **{
+        f"verl rejection {name}, the same bounds": "verl's bounds are of generator / trainer; Weft's, as those of IcePop and of verl's own "
+        "weights, of trainer / generator: verl's [low, high] is Weft's [1 / high, 1 / low], which agrees"
+        for name in ("token_k1", "seq_sum_k1", "seq_mean_k1")
+    },
     "verl kl_penalty k3, far from the reference": "verl cuts the value off at 10, and with it the gradient; Weft at d = -20",
     "trl grpo, a row without a trained token": "TRL counts it in the mean over rows; Weft, and verl, do not",
 }
@@ -155,14 +166,9 @@ def exact_kl(x: SimpleNamespace) -> Any:
     return full_kl(x.logits[x.mask > 0], x.reference_logits[x.mask > 0]).mean()
 
 
-def alone(x: SimpleNamespace) -> Any:
-    x.groups = torch.arange(len(x.groups))
-    return estimator(estimators.group_normalized)(x)
-
-
 def right_or_wrong(x: SimpleNamespace) -> Any:
     x.rewards = (x.rewards > 0).float()
-    return estimator(estimators.valid_groups_centred)(x)
+    return among_several(estimator(estimators.valid_groups_centred))(x)
 
 
 def far(x: SimpleNamespace) -> Any:
@@ -182,20 +188,39 @@ def masked_row(x: SimpleNamespace) -> Any:
 
 GSPO = {"surrogate": Clipped(low=0.05, high=0.08), "ratio": sequence_ratio, "aggregation": sequence_mean}
 
-WEFT: dict[str, Function] = {
-    "verl gae, advantages": gae(0, whiten=True),
-    "verl gae, returns": gae(1, whiten=False),
+GROUPED: dict[str, Function] = {
     "verl grpo": estimator(estimators.group_normalized),
-    "verl grpo without deviation": estimator(estimators.group_centred),
     "verl grpo_vectorized": estimator(estimators.group_normalized),
     "verl rloo": estimator(estimators.leave_one_out),
-    "verl rloo_vectorized": estimator(estimators.leave_one_out),
     "verl opo": estimator(estimators.length_weighted),
-    "verl grpo_passk": estimator(estimators.best_of_group),
-    "verl reinforce_plus_plus": token_function(reinforce_plus_plus, "token_rewards"),
     "verl reinforce_plus_plus_baseline": estimator(estimators.group_centred, whiten=True),
-    "verl remax": estimator(estimators.greedy_baseline),
     "verl gpg advantages": estimator(estimators.valid_groups_centred),
+}
+"""Advantages whose definitions part where a row is alone in its group."""
+
+LEVELS: dict[str, Level] = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
+"""verl's rule of rejection, and whose ratio it bounds."""
+LOW, HIGH = BOUNDS
+
+WEFT: dict[str, Function] = {
+    **{name: among_several(function) for name, function in GROUPED.items()},
+    **{f"{name}, groups of one row": alone(function) for name, function in GROUPED.items()},
+    "verl grpo without deviation": among_several(estimator(estimators.group_centred)),
+    "verl rloo_vectorized": estimator(estimators.leave_one_out),
+    "verl grpo_passk": among_several(estimator(estimators.best_of_group)),
+    "verl grpo_passk, divided by the deviation": among_several(estimator(estimators.best_of_group)),
+    **{
+        f"verl rejection {rule}": correction(Rejection(low=1 / HIGH, high=1 / LOW, level=level))
+        for rule, level in LEVELS.items()
+    },
+    **{
+        f"verl rejection {rule}, the same bounds": correction(Rejection(low=LOW, high=HIGH, level=level))
+        for rule, level in LEVELS.items()
+    },
+    "verl gae, advantages": gae(0, whiten=True),
+    "verl gae, returns": gae(1, whiten=False),
+    "verl reinforce_plus_plus": token_function(reinforce_plus_plus, "token_rewards"),
+    "verl remax": estimator(estimators.greedy_baseline),
     "verl masked_whiten": token_function(whitened, "advantages"),
     "verl masked_whiten without shift": token_function(partial(whitened, shift=False), "advantages"),
     "verl compute_rewards": kl_in_the_reward,
@@ -224,11 +249,7 @@ WEFT: dict[str, Function] = {
     "verl value loss, sequence mean": loss(ValueLoss(clip=0.2, aggregation=sequence_mean), prediction="new_values"),
     "verl correction weights token": correction(TruncatedImportance(cap=1.5)),
     "verl correction weights sequence": correction(TruncatedImportance(cap=1.5, level="sequence")),
-    "verl rejection token_k1": correction(Rejection(low=0.8, high=1.25)),
-    "verl rejection seq_sum_k1": correction(Rejection(low=0.8, high=1.25, level="sequence")),
-    "verl rejection seq_mean_k1": correction(Rejection(low=0.8, high=1.25, level="geometric")),
     "verl gpg advantages, rewards of 0 and 1": right_or_wrong,
-    "verl grpo, groups of one row": alone,
     "verl kl_penalty k3, far from the reference": far,
     "trl grpo": of_rows(aggregation=sequence_mean),
     "trl bnpo": of_rows(),

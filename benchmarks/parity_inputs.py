@@ -9,7 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-NUM_GROUPS, GROUP_SIZE, MAX_TOKENS, VOCABULARY = 6, 4, 48, 17
+GROUP_SIZES = (1, 1, 2, 3, 7, 10)
+"""Rows of each group: a group of one has no others to be compared with."""
+MAX_TOKENS, VOCABULARY = 48, 17
+BOUNDS = (0.7, 1.6)
+"""Of ratios that are kept. Neither is one over the other: what is bounded from which side shows."""
 LEAVES = ("logprobs", "new_values", "entropy", "logits")
 """Inputs that a function is differentiated with respect to, where its value depends on them."""
 
@@ -20,7 +24,7 @@ def draw(seed: int) -> dict[str, np.ndarray]:
     `mask` is 0 at padding and at about a tenth of the tokens in between (tool answers).
     """
     rng = np.random.default_rng(seed)
-    num_rows = NUM_GROUPS * GROUP_SIZE
+    num_rows = sum(GROUP_SIZES)
     normal = lambda *shape: rng.normal(size=(num_rows, *shape)).astype(np.float32)  # noqa: E731
     lengths = rng.integers(1, MAX_TOKENS + 1, num_rows)
     mask = (np.arange(MAX_TOKENS) < lengths[:, None]) & (rng.random((num_rows, MAX_TOKENS)) < 0.9)
@@ -33,7 +37,7 @@ def draw(seed: int) -> dict[str, np.ndarray]:
     return {
         "lengths": lengths,
         "mask": mask.astype(np.int64),
-        "groups": rng.permutation(np.repeat(np.arange(NUM_GROUPS), GROUP_SIZE)),
+        "groups": rng.permutation(np.repeat(np.arange(len(GROUP_SIZES)), GROUP_SIZES)),
         "rewards": rewards,
         "outcome_rewards": token_rewards,
         "baselines": normal(),
@@ -55,6 +59,30 @@ def draw(seed: int) -> dict[str, np.ndarray]:
 
 Function = Callable[[SimpleNamespace], Any]
 """Inputs as tensors -> a scalar, [B] or [B, L]; what it says of tokens outside the mask is not looked at."""
+
+
+def among_several(function: Function) -> Function:
+    """The function [B, L] of the rows whose group has more than one; 0 for the others."""
+
+    def call(x: SimpleNamespace) -> Any:
+        several = torch.bincount(x.groups)[x.groups] > 1
+        rows = SimpleNamespace(**{name: column[several] for name, column in vars(x).items()})
+        rows.groups = torch.unique(rows.groups, return_inverse=True)[1]
+        values = torch.zeros(x.mask.shape)
+        values[several] = function(rows)
+        return values
+
+    return call
+
+
+def alone(function: Function) -> Function:
+    """The function with each row in a group of its own."""
+
+    def call(x: SimpleNamespace) -> Any:
+        x.groups = torch.arange(len(x.groups))
+        return function(x)
+
+    return call
 
 
 def evaluate(functions: Mapping[str, Function], inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

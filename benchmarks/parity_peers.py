@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from parity_inputs import MAX_TOKENS, Function, evaluate
+from parity_inputs import BOUNDS, MAX_TOKENS, Function, alone, among_several, evaluate
 
 
 def module(name: str) -> Any:
@@ -89,37 +89,42 @@ def of_verl() -> dict[str, Function]:
 
     def kept(rule: str) -> Function:
         def call(x: SimpleNamespace) -> Any:
-            mask, _ = correction.compute_rollout_rejection_mask(x.old - x.reference, x.mask, rule, "0.8_1.25")
+            bounds = "_".join(map(str, BOUNDS))
+            mask, _ = correction.compute_rollout_rejection_mask(x.old - x.reference, x.mask, rule, bounds)
             return mask.float()
 
         return call
 
-    def alone(x: SimpleNamespace) -> Any:
-        x.groups = torch.arange(len(x.groups))
-        return estimator("grpo")(x)
-
     def right_or_wrong(x: SimpleNamespace) -> Any:
         x.outcome_rewards = (x.outcome_rewards > 0).float()
-        return estimator("gpg")(x)
+        return among_several(estimator("gpg"))(x)
 
     def far(x: SimpleNamespace) -> Any:
         x.reference = x.reference + 4
         return kl("k3")(x)
 
-    return {
-        "verl gae, advantages": gae(0),
-        "verl gae, returns": gae(1),
+    grouped = {
         "verl grpo": estimator("grpo"),
-        "verl grpo without deviation": estimator("grpo", norm_adv_by_std_in_grpo=False),
         "verl grpo_vectorized": estimator("grpo_vectorized"),
         "verl rloo": estimator("rloo"),
-        "verl rloo_vectorized": estimator("rloo_vectorized"),
         "verl opo": estimator("opo"),
-        "verl grpo_passk": estimator("grpo_passk", config={"norm_adv_by_std_in_grpo": False}),
-        "verl reinforce_plus_plus": reinforce_plus_plus,
         "verl reinforce_plus_plus_baseline": estimator("reinforce_plus_plus_baseline"),
-        "verl remax": remax,
         "verl gpg advantages": estimator("gpg"),
+    }
+    rules = ("token_k1", "seq_sum_k1", "seq_mean_k1")
+    return {
+        **{name: among_several(function) for name, function in grouped.items()},
+        **{f"{name}, groups of one row": alone(function) for name, function in grouped.items()},
+        "verl grpo without deviation": among_several(estimator("grpo", norm_adv_by_std_in_grpo=False)),
+        "verl rloo_vectorized": estimator("rloo_vectorized"),
+        "verl grpo_passk": among_several(estimator("grpo_passk", config={"norm_adv_by_std_in_grpo": False})),
+        "verl grpo_passk, divided by the deviation": among_several(estimator("grpo_passk", config={})),
+        **{f"verl rejection {rule}": kept(rule) for rule in rules},
+        **{f"verl rejection {rule}, the same bounds": kept(rule) for rule in rules},
+        "verl gae, advantages": gae(0),
+        "verl gae, returns": gae(1),
+        "verl reinforce_plus_plus": reinforce_plus_plus,
+        "verl remax": remax,
         "verl masked_whiten": lambda x: functional.masked_whiten(x.advantages, x.mask),
         "verl masked_whiten without shift": lambda x: functional.masked_whiten(x.advantages, x.mask, shift_mean=False),
         "verl compute_rewards": lambda x: core.compute_rewards(x.outcome_rewards, x.old, x.reference, 0.1),
@@ -142,11 +147,7 @@ def of_verl() -> dict[str, Function]:
         "verl value loss, sequence mean": value_loss("seq-mean-token-mean"),
         "verl correction weights token": weights("token"),
         "verl correction weights sequence": weights("sequence"),
-        "verl rejection token_k1": kept("token_k1"),
-        "verl rejection seq_sum_k1": kept("seq_sum_k1"),
-        "verl rejection seq_mean_k1": kept("seq_mean_k1"),
         "verl gpg advantages, rewards of 0 and 1": right_or_wrong,
-        "verl grpo, groups of one row": alone,
         "verl kl_penalty k3, far from the reference": far,
     }
 
