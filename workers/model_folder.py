@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..dataflow.errors import UserError, nearest
 
 CONFIG_FILE = "config.json"
+_CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+_HEADS_NAMES = ("num_attention_heads", "n_head", "n_heads")
+_HIDDEN_NAMES = ("hidden_size", "n_embd", "d_model")
 
 
 def read_model_config(model: str | Path) -> dict[str, Any]:
@@ -106,7 +112,7 @@ def read_stop_tokens(model: str | Path) -> tuple[int, ...]:
     settings = json.loads(file.read_text()) if file.is_file() else {}
     found = settings.get("eos_token_id")
     if found is None:
-        found = read_model_config(model).get("eos_token_id")
+        found = text_settings(read_model_config(model)).get("eos_token_id")
     return () if found is None else tuple(found) if isinstance(found, list) else (found,)
 
 
@@ -125,10 +131,91 @@ def find_tensor(model: str | Path, name: str) -> Path | None:
     return None
 
 
-def head_dim(config: Mapping[str, Any]) -> int:
-    """Size of one attention head, given or as hidden size over heads.
+def text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with those of the text put over them, which models that also see or hear keep in a section of their own.
 
-    >>> head_dim({"hidden_size": 64, "num_attention_heads": 2})
-    32
+    >>> text_settings({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "vocab_size": 97}})
+    {'model_type': 'gemma3', 'vocab_size': 97}
     """
-    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    text = settings.get("text_config")
+    rest = {name: value for name, value in settings.items() if name != "text_config"}
+    return {**rest, **text, "model_type": settings.get("model_type")} if isinstance(text, Mapping) else rest
+
+
+def context_of(settings: Mapping[str, Any]) -> int | None:
+    """Tokens that a model takes at most; None: its settings leave it to the defaults of `transformers`, or it has no limit.
+
+    >>> context_of({"n_positions": 1024}), context_of({"text_config": {"max_position_embeddings": 64}}), context_of({})
+    (1024, 64, None)
+    """
+    return _first(text_settings(settings), _CONTEXT_NAMES)
+
+
+def num_heads(settings: Mapping[str, Any]) -> int | None:
+    """Attention heads of each layer, as far as the settings say."""
+    return _first(text_settings(settings), _HEADS_NAMES)
+
+
+def head_dim(settings: Mapping[str, Any]) -> int | None:
+    """Size of one attention head, given or as hidden size over heads, as far as the settings say.
+
+    >>> head_dim({"hidden_size": 64, "num_attention_heads": 2}), head_dim({})
+    (32, None)
+    """
+    text = text_settings(settings)
+    hidden, heads = _first(text, _HIDDEN_NAMES), num_heads(settings)
+    return text.get("head_dim") or (hidden // heads if hidden and heads else None)
+
+
+def _first(settings: Mapping[str, Any], names: Iterable[str]) -> int | None:
+    return next((int(settings[name]) for name in names if settings.get(name)), None)
+
+
+def complete_text_settings(model: str | Path) -> Any:
+    """Settings of the text with the defaults and the common names of `transformers`, which takes seconds to import.
+
+    Raises:
+        UserError: it does not know the model.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(find_model_config(model).parent, local_files_only=True).get_text_config()
+    except (ValueError, KeyError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"model {str(model)!r}: transformers does not know it ({reason})") from error
+
+
+def check_causal_lm(model: str | Path, settings: Mapping[str, Any]) -> None:
+    """See that `transformers` has a causal language model of this kind, and that it can be trained.
+
+    Raises:
+        UserError: naming the model and its type.
+    """
+    kind, quantised = settings.get("model_type"), settings.get("quantization_config")
+    known = causal_lm_types()
+    why = None
+    if known and kind not in known:
+        why = f"transformers has no causal language model of type {kind!r}{nearest(str(kind), known)}"
+    elif settings.get("is_encoder_decoder"):
+        why = f"models of type {kind!r} read with an encoder, and are no causal language models"
+    elif isinstance(quantised, Mapping):
+        how = quantised.get("quant_method", "quantization_config")
+        why = f"its weights are quantised ({how}); train the model that they were made from"
+    if why is not None:
+        raise UserError(f"model {str(model)!r} cannot be trained: {why}")
+
+
+@functools.cache
+def causal_lm_types() -> frozenset[str]:
+    """Types of models that the installed `transformers` has a causal language model of, read without importing it, which
+    would take seconds and torch; empty where it is not written as expected: the worker finds out when it starts."""
+    found = importlib.util.find_spec("transformers")
+    if found is None or found.origin is None:
+        return frozenset()
+    try:
+        text = (Path(found.origin).parent / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
+    except OSError:
+        return frozenset()
+    table = re.search(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict\((.*?)^\)", text, re.DOTALL | re.MULTILINE)
+    return frozenset(re.findall(r'\("([\w.-]+)", "\w+"\)', table.group(1)) if table else ())

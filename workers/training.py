@@ -23,7 +23,7 @@ from ..dataflow.config import Config
 from ..dataflow.errors import UserError
 from ..dataflow.metrics import Metrics
 from .dispatch import Coordinates
-from .model_folder import read_model_config
+from .model_folder import check_causal_lm, read_model_config, text_settings
 
 if TYPE_CHECKING:
     import torch
@@ -48,9 +48,11 @@ class ModelConfig(Config):
         """Find mistakes that the model's own settings tell of.
 
         Raises:
-            UserError: no such model, or one that cannot be shared like this.
+            UserError: no such model, or one that cannot be trained, or not shared like this.
         """
         settings = read_model_config(self.model)
+        check_causal_lm(self.model, settings)
+        settings = text_settings(settings)
         if self.tensor_parallel > 1:
             if settings.get("model_type") not in TENSOR_PARALLEL_MODELS:
                 known = ", ".join(TENSOR_PARALLEL_MODELS)

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from ..algorithms.sampling import Sampling
 from ..dataflow.config import Config
-from ..dataflow.errors import GenerationError, WeightSyncError
+from ..dataflow.errors import GenerationError, UserError, WeightSyncError
 from ..dataflow.lazy import torch
 from ..resharding.weights import Weights
 from .generation import Request, Response
@@ -62,11 +62,14 @@ class TransformersEngine:
         try:
             folder = find_model_config(model).parent
             self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        except (ValueError, KeyError, TypeError, AttributeError, ImportError, NotImplementedError, OSError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise UserError(f"model {model!r}: transformers refuses it ({reason})") from error
         finally:
             if shows_progress:
                 logging.enable_progress_bar()
         self.model.to(self._device).eval().requires_grad_(False)
-        self._max_context = max_context or self.model.config.max_position_embeddings
+        self._max_context = max_context or self.model.config.get_text_config().max_position_embeddings
         self._stop_tokens = np.asarray(read_stop_tokens(model), dtype=np.int64)
         self._seeds = np.random.default_rng(seed)
 

@@ -19,6 +19,7 @@ from .dispatch import Coordinates, Dispatch
 from .lora import Lora
 from .remote import remote
 from .training import Head, ModelConfig, OptimizerConfig, TrainingEngine
+from .vocabulary import check_vocabulary
 from .worker import Context, Worker
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ class TrainedWorker(Worker):
     @classmethod
     def check(cls, config: Any, nodes: Sequence[Node], source: Source) -> None:
         config.check()
+        check_vocabulary(config.model, source)
         if config.lora is not None:
             config.lora.check(config.model, config.tensor_parallel)
         check_updates(nodes)

@@ -21,7 +21,7 @@ from ..dataflow.errors import GenerationError, WeightSyncError
 from ..dataflow.lazy import torch
 from ..resharding.weights import Weights
 from .generation import Request, Response
-from .model_folder import find_model_config, head_dim, read_model_config, read_stop_tokens
+from .model_folder import complete_text_settings, find_model_config, read_stop_tokens
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -71,13 +71,12 @@ class VllmEngine:
         self._prefix_caching = settings.prefix_caching
         on_gpu = torch.cuda.is_available()
         self._compile = on_gpu if settings.compile is None else settings.compile
-        config = read_model_config(model)
-        context = max_context or config["max_position_embeddings"]
+        context = max_context or complete_text_settings(model).max_position_embeddings
         if dtype == "auto":
             dtype = "bfloat16" if on_gpu else "float32"
         kv_cache_gib = settings.kv_cache_gib
         if kv_cache_gib is None and not on_gpu:
-            kv_cache_gib = min(2.0, _kv_cache_gib(config, dtype, settings, context))
+            kv_cache_gib = min(2.0, _kv_cache_gib(complete_text_settings(model), dtype, settings, context))
         arguments: dict[str, Any] = {
             "model": str(find_model_config(model).parent),
             "dtype": dtype,
@@ -241,11 +240,12 @@ def _version_name(version: int) -> str:
     return f"v{version}"
 
 
-def _kv_cache_gib(config: Mapping[str, Any], dtype: str, settings: VllmSettings, context: int) -> float:
+def _kv_cache_gib(config: Any, dtype: str, settings: VllmSettings, context: int) -> float:
     """What `max_num_seqs` full contexts need on one rank, with room for half-filled blocks."""
-    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = math.ceil(heads / settings.tensor_parallel)
-    token_bytes = 2 * config["num_hidden_layers"] * heads * head_dim(config) * (4 if dtype == "float32" else 2)
+    token_bytes = 2 * config.num_hidden_layers * heads * size * (4 if dtype == "float32" else 2)
     tokens = (settings.max_num_seqs + 1) * (math.ceil(context / 128) + 1) * 128
     return max(token_bytes * tokens / GIB, 1 / 64)
 

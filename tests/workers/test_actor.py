@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -14,8 +15,12 @@ from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
 from weft.algorithms.ratios import sequence_ratio
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
+from weft.dataflow.graph import TableSource
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.reference import ReferenceConfig, ReferenceWorker
+
+NO_ROWS = TableSource("no rows", pa.table({"x": []}))
+
 
 LOSS = PolicyLoss(old="old_logprobs")
 
@@ -184,7 +189,7 @@ def test_weights_of_another_model_are_refused(tiny_model: Path):
 
 def check(config: ActorConfig, **arguments: Any) -> None:
     node = SimpleNamespace(name="actor.update", arguments=arguments, reads=("advantages", "response_logprobs"))
-    ActorWorker.check(config, [node], None)  # pyright: ignore[reportArgumentType]
+    ActorWorker.check(config, [node], NO_ROWS)  # pyright: ignore[reportArgumentType]
 
 
 def test_mistakes_are_found_before_any_process_starts(tiny_model: Path):

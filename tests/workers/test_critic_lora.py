@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from critic_ranks import HEADS, LOSSES
@@ -13,8 +14,12 @@ from transformers import AutoModelForSequenceClassification
 
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
+from weft.dataflow.graph import TableSource
 from weft.workers.critic import CriticConfig, CriticWorker
 from weft.workers.lora import Lora
+
+NO_ROWS = TableSource("no rows", pa.table({"x": []}))
+
 
 KINDS = {"lora": Lora(rank=4, alpha=8), "dora": Lora(rank=4, targets=("q_proj", "mlp.down_proj"), dora=True)}
 
@@ -121,8 +126,8 @@ def test_to_go_on_from_a_checkpoint_is_as_if_it_had_never_stopped(
 
 def test_mistakes_are_found_before_any_process_starts(tiny_model: Path, tmp_path: Path):
     with pytest.raises(UserError, match="has no layer 'q_prj'; did you mean 'q_proj'"):
-        CriticWorker.check(CriticConfig(model=str(tiny_model), lora=Lora(targets=("q_prj",))), [], None)  # pyright: ignore[reportArgumentType]
+        CriticWorker.check(CriticConfig(model=str(tiny_model), lora=Lora(targets=("q_prj",))), [], NO_ROWS)
     folder = tmp_path / "trained"
     critic(tiny_model, "values", None).save(folder)  # has a scalar head, which is no layer for an adapter
     with pytest.raises(UserError, match="has no layer 'score'"):
-        CriticWorker.check(CriticConfig(model=str(folder), lora=Lora(targets=("score",))), [], None)  # pyright: ignore[reportArgumentType]
+        CriticWorker.check(CriticConfig(model=str(folder), lora=Lora(targets=("score",))), [], NO_ROWS)

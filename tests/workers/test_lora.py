@@ -24,8 +24,12 @@ from weft.algorithms.preference import dpo
 from weft.algorithms.preference_loss import PreferenceLoss
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
+from weft.dataflow.graph import TableSource
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.lora import Lora
+
+NO_ROWS = TableSource("no rows", pa.table({"x": []}))
+
 
 KINDS = {
     "lora": Lora(rank=4, alpha=8),
@@ -328,7 +332,7 @@ def test_several_ranks_train_the_adapter_of_one(tiny_model: Path, rows: Batch, t
 
 def test_mistakes_are_found_before_any_process_starts(tiny_model: Path):
     def check(lora: Lora, **settings: Any) -> None:
-        ActorWorker.check(ActorConfig(model=str(tiny_model), lora=lora, **settings), [], None)  # pyright: ignore[reportArgumentType]
+        ActorWorker.check(ActorConfig(model=str(tiny_model), lora=lora, **settings), [], NO_ROWS)
 
     check(Lora(targets=("q_proj", "mlp.up_proj")))
     with pytest.raises(UserError, match="has no layer 'q_prj'; did you mean 'q_proj'"):
@@ -357,7 +361,7 @@ def test_a_reference_without_an_adapter_to_turn_off_is_refused(tiny_model: Path)
     plain = weft.group(weft.ActorWorker, model=str(tiny_model))
     with pytest.raises(UserError, match=r"node 'actor.logprobs': adapter=False, and the actor has none"):
         node = type("Node", (), {"name": "actor.logprobs", "arguments": {"adapter": False}})()
-        ActorWorker.check(plain.config, [node], None)  # pyright: ignore[reportArgumentType]
+        ActorWorker.check(plain.config, [node], NO_ROWS)  # pyright: ignore[reportArgumentType]
 
 
 # Runs

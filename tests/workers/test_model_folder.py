@@ -1,0 +1,102 @@
+"""What a model's settings say, wherever they say it, and models that are refused by name before anything starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from weft.dataflow.errors import UserError
+from weft.workers.actor import ActorConfig, ActorWorker
+from weft.workers.generation import Sampling
+from weft.workers.model_folder import causal_lm_types
+from weft.workers.rollout import RolloutConfig, RolloutWorker
+
+TEXT = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+
+
+def folder_with(folder: Path, **settings: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def source(*lengths: int) -> Any:
+    table = pa.table({"prompt_ids": pa.array([[7] * n for n in lengths], pa.list_(pa.int32()))})
+    return SimpleNamespace(name="train.parquet", table=table, columns=("prompt_ids",))
+
+
+def check(model: Path, **settings: Any) -> None:
+    node: Any = SimpleNamespace(name="generate", arguments={"sampling": Sampling(max_tokens=50)})
+    RolloutWorker.check(RolloutConfig(model=model, **settings), [node], source(20))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model_type": "gemma3", "text_config": {**TEXT, "max_position_embeddings": 64}},
+        {"model_type": "gpt2", "n_embd": 64, "n_head": 2, "n_positions": 64},
+    ],
+)
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_the_context_is_found_wherever_a_model_says_it(tmp_path: Path, settings: dict[str, Any], engine: str):
+    with pytest.raises(UserError, match="together more than the context of 64"):
+        check(folder_with(tmp_path, **settings), engine=engine)
+
+
+def test_a_context_that_is_left_to_defaults_bounds_nothing_before_the_start(tmp_path: Path):
+    model = folder_with(tmp_path, model_type="gemma3", text_config=TEXT)
+    check(model)
+    with pytest.raises(UserError, match=r"together more than the context of 60 .* or raise max_context$"):
+        check(model, max_context=60)
+
+
+def test_the_defaults_of_transformers_are_taken_when_a_worker_starts(tmp_path: Path):
+    from weft.workers.rollout import _context_at_start
+
+    assert _context_at_start(folder_with(tmp_path, model_type="gemma3", text_config=TEXT)) == 131_072
+    with pytest.raises(UserError, match=r"has no longest context .* say max_context"):
+        _context_at_start(folder_with(tmp_path, model_type="bloom"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model_type": "qwen2_5_vl"}, "transformers has no causal language model of type 'qwen2_5_vl'"),
+        ({"model_type": "qwen_2"}, "transformers has no causal language model of type 'qwen_2'; did you mean 'qwen2'"),
+        ({"architectures": ["Qwen2ForCausalLM"]}, "transformers has no causal language model of type None"),
+        ({"model_type": "bart", "is_encoder_decoder": True}, "models of type 'bart' read with an encoder"),
+        ({"model_type": "qwen2", "quantization_config": {"quant_method": "awq"}}, r"its weights are quantised \(awq\)"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused_by_name(tmp_path: Path, settings: dict[str, Any], message: str):
+    model = folder_with(tmp_path, **TEXT, **settings)
+    with pytest.raises(UserError, match=rf"model '{model}' cannot be trained: {message}"):
+        ActorWorker.check(ActorConfig(model=model), [], source())
+
+
+def test_a_model_that_sees_is_trained_on_text(tmp_path: Path):
+    model = folder_with(tmp_path, model_type="gemma3", text_config=TEXT | {"num_key_value_heads": 1})
+    ActorWorker.check(ActorConfig(model=model), [], source(3))
+
+
+def test_types_of_causal_language_models_are_those_of_transformers():
+    assert causal_lm_types() == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def test_checking_what_is_trained_needs_neither_torch_nor_transformers(tmp_path: Path):
+    model = folder_with(tmp_path, model_type="qwen2", vocab_size=9, **TEXT)
+    program = (
+        "import sys, types, pyarrow as pa\n"
+        "from weft.workers.reference import ReferenceConfig, ReferenceWorker\n"
+        "source = types.SimpleNamespace(name='s', columns=(), table=pa.table({}))\n"
+        f"ReferenceWorker.check(ReferenceConfig(model={str(model)!r}), [], source)\n"
+        "assert not {'torch', 'vllm', 'transformers', 'ray'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
