@@ -15,6 +15,7 @@ from ..dataflow.batch import Batch
 from ..dataflow.column import ADVANTAGES, BASELINE_REWARD, RESPONSE_IDS, RESPONSE_MASK, REWARD
 from ..dataflow.errors import UserError, nearest
 from ..dataflow.lazy import torch
+from ..dataflow.metrics import Mean, Metrics
 from ..dataflow.operation import Shape, node
 from .loss import response_rows
 from .values import whitened
@@ -209,11 +210,31 @@ class GreedyBaseline:
 greedy_baseline = GreedyBaseline()
 
 
+def groups_without_signal(
+    samples: Batch, *, reward: str = str(REWARD), estimator: Estimator = group_normalized, **_: object
+) -> Metrics:
+    """The share of groups whose rewards are all equal: relative to each other their rows have an advantage of 0. A reward that is not
+    a number is equal to none. Nothing, where the estimator compares with something else.
+
+    >>> samples = Batch.of(group_id=[7, 8, 7, 8], reward=[1.0, 1.0, 0.0, 1.0])
+    >>> groups_without_signal(samples)["groups_without_signal"].value
+    0.5
+    """
+    if getattr(estimator, "reads", ()):
+        return {}
+    rewards, (groups, index) = samples.numpy(reward), samples.groups()
+    first = np.zeros(len(groups), dtype=rewards.dtype)
+    first[index] = rewards  # of each group some row's
+    alike = np.bincount(index, weights=rewards != first[index], minlength=len(groups)) == 0
+    return {"groups_without_signal": Mean(float(alike.sum()), float(len(groups)))}
+
+
 @node(
     shape=Shape.GROUP,
     reads=("{reward}", RESPONSE_IDS, "{estimator.reads}"),
     may_read=(RESPONSE_MASK,),
     writes=(ADVANTAGES,),
+    measure=groups_without_signal,
 )
 def group_advantages(
     samples: Batch, *, estimator: Estimator = group_normalized, reward: str = str(REWARD), whiten: bool = False
@@ -221,7 +242,7 @@ def group_advantages(
     """Advantages relative to the rest of the group, the same for every token of a response.
 
     Args:
-        samples: whole groups.
+        samples: whole groups. In a run their share without signal (`groups_without_signal`) is among the metrics.
         estimator: advantages of rows from their outcomes.
         reward: the column that is compared.
         whiten: bring the advantages of all trained tokens given at once to mean 0 and deviation 1. With

@@ -59,6 +59,7 @@ from .recording import FUNCTIONS, RECORDER, RESERVED, Recording, own_groups, wit
 from .run_directory import check_name
 from .schedule import Asynchronous, OnePass, Share, Training
 from .shell import num_tokens
+from .symptoms import Watch, mistakes
 from .weight_passing import WeightPassing
 
 MAX_RESTARTS = 3
@@ -192,6 +193,7 @@ class Driver:
         keep = max(buffer.keep_checkpoints, checkpoint.keep + 1)
         self._buffer_config = buffer.model_copy(update={"keep_checkpoints": keep})
         self._failures = Failures(self._backend, self, self._progress, call_timeout_s)
+        self._watch = Watch()
         self._asked_to_end: Callable[[], bool] = lambda: False
         self._disk = FullDisk(self.directory.path, self._progress, lambda: self._asked_to_end(), self._failures.forgive)
         self._begin()
@@ -231,6 +233,8 @@ class Driver:
 
     def __enter__(self) -> Driver:
         """Start the worker groups and give every follower its leader's weights."""
+        for mistake in mistakes(self._graphs["train"], self._handles):
+            self._progress.warn(mistake)
         try:
             self._start_groups()
         except BaseException:
@@ -860,6 +864,8 @@ class Driver:
         self._tokens.clear()
         self.directory.add_metrics(row)
         self._progress.stepped(row)
+        for symptom in self._watch.see(row):
+            self._progress.warn(symptom)
         self._ask_to_stop(row)
         self._mark_evaluations()
         if self._checkpoints.is_due(self.step, self._over):

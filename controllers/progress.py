@@ -13,9 +13,10 @@ from .placement import Place
 
 
 class Progress:
-    """One line that is rewritten on a terminal; elsewhere a line every few seconds."""
+    """One line that is rewritten on a terminal; elsewhere a line for each step."""
 
-    interval_s = 5.0
+    interval_s = 0.2
+    """Shortest time between two lines on a terminal."""
 
     def __init__(self, steps: int, run_dir: Path, *, enabled: bool = True) -> None:
         self._steps = steps
@@ -27,6 +28,8 @@ class Progress:
         self._evaluated = ""
         self._open_line = False
         self._row: Mapping[str, float] = {}
+        self._last: tuple[float, str] | None = None
+        """Step and evaluation that were shown last."""
 
     def starting(self, groups: Iterable[str], backend: str) -> None:
         self.say(f"run {self._run_dir.name}: starting {', '.join(groups)} with {backend}; files in {self._run_dir}")
@@ -42,6 +45,9 @@ class Progress:
         for what in damage:
             self.say(f"damaged: {what}")
         self.say(f"goes on after step {step}, from {checkpoint}")
+
+    def warn(self, what: str) -> None:
+        self.say(f"warning: {what}")
 
     def given_up(self, evaluation: str, step: int) -> None:
         self.say(f"the evaluation {evaluation!r} of step {step} was under way, and is given up")
@@ -76,7 +82,7 @@ class Progress:
 
     def stepped(self, row: Mapping[str, float]) -> None:
         self._row = row
-        if int(row["step"]) and time.monotonic() - self._shown > (0.2 if self._terminal else self.interval_s):
+        if int(row["step"]) and (not self._terminal or time.monotonic() - self._shown > self.interval_s):
             self._show()
 
     def evaluated(self, name: str, step: int, row: Mapping[str, float]) -> None:
@@ -88,13 +94,13 @@ class Progress:
             self.say(f"before the first step: {self._evaluated}")
 
     def ended(self) -> None:
-        """Show where the run stands, whenever it was last shown."""
-        if self._row and int(self._row["step"]):
+        """Show where the run stands, unless that was what was shown last."""
+        if self._row and int(self._row["step"]) and self._last != (self._row["step"], self._evaluated):
             self._show()
         self._end_line()
 
     def _show(self) -> None:
-        self._shown = time.monotonic()
+        self._shown, self._last = time.monotonic(), (self._row["step"], self._evaluated)
         step = int(self._row["step"])
         left = (self._shown - self._began) / step * (self._steps - step)
         parts = [f"step {step}/{self._steps}"]

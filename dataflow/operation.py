@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
 from .errors import UserError, nearest
+from .metrics import Metrics
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -157,12 +158,17 @@ def node(
     writes: Iterable[object] = (),
     whole_groups: bool = False,
     quorum: bool = False,
+    measure: Callable[..., Metrics] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a pure function `Batch -> Batch` usable as a node of a graph.
 
     Called with a `Batch` it computes; called with the rows of a graph that is being recorded it adds a node.
     A map or group returns the rows in the order given with the columns of `writes` added; a filter returns the rows
     that it keeps; an expand returns new rows with a `parent_id` column.
+
+    Args:
+        measure: called with the rows and arguments of each call in a run; what it returns is among the metrics of the step. A function
+            whose metrics need what it has worked out returns them itself, as a pair with the rows.
 
     >>> @node(reads=("reward",), writes=("doubled",))
     ... def double(batch):
@@ -191,6 +197,7 @@ def node(
             return record(None, compute_or_record, operation, args[1:], kwargs)
 
         compute_or_record.__operation__ = operation  # pyright: ignore[reportAttributeAccessIssue]
+        compute_or_record.__measure__ = measure  # pyright: ignore[reportAttributeAccessIssue]
         return compute_or_record
 
     return attach

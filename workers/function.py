@@ -25,5 +25,7 @@ class FunctionWorker(Worker):
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP)
     def apply(self, rows: Batch, *, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Run the function of a node."""
-        return function(rows, **arguments)
+        """Run the function of a node, and measure what it says is to be measured."""
+        result = function(rows, **arguments)
+        measure = getattr(function, "__measure__", None)
+        return result if measure is None else (result, measure(rows, **arguments))

@@ -119,7 +119,7 @@ class RolloutWorker(Worker):
             Batches with `parent_id` (the prompt's `sample_id`) and what a response consists of. Log-probabilities are
             those of the distribution sampled from; of greedy responses, of the model's own (their `temperature` is 1);
             where only a part of the distribution is sampled from, there are none (see `Sampling`).
-            With each batch come `tokens`, `response_length` and `stopped` (share that ended before the limit).
+            With each batch come `tokens`, `response_length` and `cut_off` (share that reached the limit of tokens).
 
         Raises:
             SampleError: for prompts that are empty or leave no room in the context, naming their `sample_id`.
@@ -239,9 +239,9 @@ def _batch(parent_ids: np.ndarray, responses: Sequence[Response], sampling: Samp
 
 def _metrics(responses: Sequence[Response]) -> Metrics:
     tokens = float(sum(len(r.token_ids) for r in responses))
-    stopped = float(sum(r.finish_reason == "stop" for r in responses))
+    cut_off = float(sum(r.finish_reason == "length" for r in responses))
     count = float(len(responses))
-    return {"tokens": Sum(tokens), "response_length": Mean(tokens, count), "stopped": Mean(stopped, count)}
+    return {"tokens": Sum(tokens), "response_length": Mean(tokens, count), "cut_off": Mean(cut_off, count)}
 
 
 def _hash(*numbers: int, content: bytes = b"") -> int:

@@ -65,13 +65,13 @@ def test_generate_is_declared_as_an_expansion_of_prompts() -> None:
     assert operation is not None and operation.shape is Shape.EXPAND and operation.reads == ("prompt_ids",)
 
 
-def test_every_batch_comes_with_its_tokens_and_the_share_that_stopped(worker: RolloutWorker) -> None:
+def test_every_batch_comes_with_its_tokens_and_the_share_that_is_cut_off(worker: RolloutWorker) -> None:
     parts = said(worker.generate(prompts_of([3, 5]), n=4, sampling=Sampling(max_tokens=6)))
     metrics = merge(metrics for _, metrics in parts)
     batch = rows_of(iter(parts))
     assert metrics["tokens"] == Sum(float(batch.lengths("response_ids").sum()))
     assert metrics["response_length"].value == batch.lengths("response_ids").mean()
-    assert metrics["stopped"].value == batch["finish_reason"].to_pylist().count("stop") / 8
+    assert metrics["cut_off"].value == batch["finish_reason"].to_pylist().count("length") / 8
 
 
 def test_every_prompt_gets_n_responses_with_all_columns(worker: RolloutWorker) -> None:

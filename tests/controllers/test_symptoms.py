@@ -1,0 +1,150 @@
+"""What a run tells when it cannot learn: once, in words, with what to try."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy import ToyActor, ToyConfig, ToyReward, ToyRollout, centred, prompts
+
+from weft.algorithms.advantages import greedy_baseline, group_advantages
+from weft.algorithms.sampling import Sampling
+from weft.controllers.driver import Driver
+from weft.controllers.schedule import Synchronous
+from weft.controllers.symptoms import FIRST, Watch, mistakes
+from weft.dataflow.batch import Batch
+from weft.dataflow.graph import Graph, graph
+from weft.dataflow.handle import group
+from weft.dataflow.metrics import Mean, Metrics
+from weft.dataflow.operation import Shape
+from weft.workers.dispatch import Dispatch
+from weft.workers.remote import remote
+
+
+class RateConfig(ToyConfig):
+    learning_rate: float = 1e-3
+
+
+class RatedActor(ToyActor):
+    Config = RateConfig
+
+
+class SampledRollout(ToyRollout):
+    """It says how it samples."""
+
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        shape=Shape.EXPAND,
+        reads=("prompt_ids",),
+        writes=("response_ids", "response_logprobs", "response_versions"),
+    )
+    def generate(self, prompts: Batch, *, n: int = 2, sampling: Sampling = Sampling()) -> Any:
+        return super().generate(prompts, n=n)
+
+
+class ConstantReward(ToyReward):
+    """Likes everything."""
+
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids", "answer"), writes=("reward",))
+    def score(self, samples: Batch) -> tuple[Batch, Metrics]:
+        return samples.with_columns(reward=[1.0] * len(samples)), {"mean": Mean(float(len(samples)), len(samples))}
+
+
+@graph
+def training(
+    prompts: Any, *, rollout: Any, reward: Any, actor: Any, n: int = 2, sampling: Sampling = Sampling()
+) -> Any:
+    samples = reward.score(rollout.generate(prompts, n=n, sampling=sampling))
+    return actor.update(group_advantages(samples))
+
+
+def recorded(*, rate: float = 1e-3, reward: type = ToyReward, **settings: Any) -> Graph:
+    made = {"rollout": group(SampledRollout), "reward": group(reward), "actor": group(RatedActor, learning_rate=rate)}
+    made["rollout"].follows(made["actor"])
+    return training(prompts(8), **made, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"n": 1},
+            "node 'group_advantages' compares the responses to a prompt with each other, and there is one of each",
+        ),
+        ({"sampling": Sampling(temperature=0)}, "node 'rollout.generate' trains on responses of temperature 0"),
+        (
+            {"rate": 1000.0},
+            "worker group 'actor' has learning_rate=1000, and a step moves each weight by about that much",
+        ),
+    ],
+)
+def test_a_mistake_that_shows_before_the_start_is_said_with_what_to_try(settings: dict[str, Any], says: str):
+    made = recorded(**settings)
+    (said,) = mistakes(made, made.handles)
+    assert said.startswith(says) and "Try " in said
+
+
+def test_what_is_right_is_not_warned_of():
+    made = recorded()
+    assert mistakes(made, made.handles) == []
+
+    @graph
+    def with_a_baseline(prompts: Any, *, rollout: Any, reward: Any, actor: Any) -> Any:
+        greedy = reward.score(rollout.generate(prompts, n=1, sampling=Sampling(temperature=0)))
+        return actor.update(centred(greedy))
+
+    own = with_a_baseline(prompts(8), **made.handles)
+    assert len(mistakes(own, own.handles)) == 1, "of one greedy response nothing is compared by a node that is known to"
+    assert greedy_baseline.reads
+
+
+def seen(*rows: dict[str, float]) -> list[str]:
+    watch = Watch()
+    return [text for step, row in enumerate(rows) for text in watch.see({"step": float(step), **row})]
+
+
+def test_rewards_that_are_equal_from_the_first_step_on_are_said_once():
+    none, some = {"functions/groups_without_signal": 1.0}, {"functions/groups_without_signal": 0.9}
+    (said,) = seen({}, *[none] * 10)
+    assert (
+        said.startswith(f"in each of the first {FIRST} steps the rewards within every group are equal")
+        and "Try " in said
+    )
+    assert seen({}, none, none, some, *[none] * 10) == [], "one group told answers apart"
+    assert seen({}, *[{"eval/functions/groups_without_signal": 1.0}] * 10) == [], "an evaluation learns nothing anyhow"
+
+
+def test_responses_that_are_all_cut_off_are_said_once():
+    (said,) = seen({}, *[{"rollout/cut_off": 1.0}] * 10)
+    assert "every response is cut off at its limit of tokens" in said and "max_tokens" in said
+    assert seen({}, *[{"rollout/cut_off": 0.99}] * 10) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"actor/loss": math.nan}, "step 2: actor/loss is nan. "),
+        ({"actor/grad_norm": 3e7}, "step 2: actor/grad_norm is 3e+07. "),
+        ({"actor/approx_kl": math.inf}, "step 2: actor/approx_kl is inf nats a token. "),
+        ({"actor/mean_logprob_gap": 7.5}, "step 2: actor/mean_logprob_gap is 7.5 nats a token. "),
+    ],
+)
+def test_numbers_that_are_absurd_are_said_at_once_and_once(row: dict[str, float], says: str):
+    usual = {"actor/loss": 0.1, "actor/grad_norm": 2.0, "actor/approx_kl": 0.01, "actor/mean_logprob_gap": 1e-6}
+    (said,) = seen({}, usual, usual | row, usual, usual | row)
+    assert said.startswith(says) and "learning_rate" in said
+
+
+def test_a_run_says_why_it_cannot_learn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with Driver(
+        recorded(reward=ConstantReward, rate=1000.0),
+        schedule=Synchronous(steps=5, prompts_per_step=4),
+        root=tmp_path,
+        name="run",
+    ) as driver:
+        metrics = driver.run()
+    assert [row["functions/groups_without_signal"] for row in metrics[1:]] == [1.0] * 5
+    warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert (
+        len(warned) == 2 and "learning_rate=1000" in warned[0] and "rewards within every group are equal" in warned[1]
+    )
