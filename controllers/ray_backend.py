@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..dataflow.arguments import names_arguments
+from ..dataflow.disk import make_file, make_folder
 from ..dataflow.errors import UserError, WorkerError
 from ..dataflow.handle import Handle
 from ..workers.worker import Context
@@ -247,8 +248,8 @@ class RayBackend:
                 raise UserError(f"the Ray cluster at {self.address} cannot be joined: {error}") from None
             return
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        # Ray's sockets lie in it, 64 characters deeper, and the path of a socket has at most 107.
-        self._folder = tempfile.mkdtemp(prefix="weft-", dir=None if len(tempfile.gettempdir()) <= 30 else "/tmp")
+        # Ray's sockets lie in it, 66 characters deeper, and the path of a socket has at most 107.
+        self._folder = tempfile.mkdtemp(prefix="weft-", dir=None if len(tempfile.gettempdir()) <= 28 else "/tmp")
         self._caretaker = caretaker = subprocess.Popen(
             [
                 *(sys.executable, "-I", "-S", str(Path(__file__).with_name("caretaker.py"))),
@@ -286,7 +287,7 @@ class RayBackend:
             num_cpus=max(machine_cpus(), sum(p.cpus for p in pools.values())),
             object_store_memory=_object_store_bytes(),
             include_dashboard=False,
-            _temp_dir=self._folder,
+            _temp_dir=f"{self._folder}/r",  # which Ray opens to everybody; nobody else comes through the folder above it
             namespace="weft",
             **quiet,
         )
@@ -582,6 +583,7 @@ class SampleNote:
 
     def __call__(self, sample_id: int | None) -> None:
         if self._bytes is None:
+            make_file(self._path)
             self._path.write_bytes(_EIGHT.pack(-1))
             with self._path.open("r+b") as file:
                 self._bytes = mmap.mmap(file.fileno(), _EIGHT.size)
@@ -658,8 +660,8 @@ def _check_weights_stay(setup: Setup, standing: Mapping[str, str]) -> None:
 
 def _log_to(path: Path) -> None:
     """Everything that this process prints, libraries in C included, goes to its own log."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    make_folder(path.parent)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+from contextlib import suppress
 from pathlib import Path
 
 PAUSE_S = 1.0
@@ -21,10 +22,22 @@ def is_full(error: BaseException) -> bool:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder of a run, which nobody else may look into. One that is there stays as it is."""
-    if not path.parent.is_dir():
-        path.parent.mkdir(parents=True, exist_ok=True)
-    path.mkdir(mode=0o700, exist_ok=True)
+    """Make a folder of a run, and those above it that are missing: nobody else may look into them. One that is there stays as it is."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(mode=0o700, exist_ok=True)
+
+
+def make_file(path: Path) -> None:
+    """An empty file that nobody else may read, for whoever opens it by name and writes it."""
+    path.unlink(missing_ok=True)
+    path.touch(mode=0o600)
+
+
+def make_private(path: Path) -> None:
+    """Take all rights from others, of what a library has made."""
+    with suppress(PermissionError):  # it is somebody else's, who has given this process a right to it
+        path.chmod(0o700 if path.is_dir() else 0o600)
 
 
 def set_aside(path: Path, why: str) -> Path:

@@ -23,6 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.flight as pf
 
+from .disk import make_folder
 from .errors import DamagedSegment
 from .segment_files import END_OF_STREAM, room_named, write_all
 from .segments import FILE, Segment, SegmentReader, delete_local
@@ -245,7 +246,7 @@ class _PeerToTell:
 def fetch_into(path: Path, location: str, token: str, segment: Segment, timeout_s: float) -> None:
     """Fetch a message to `path`, unless it is there: of all the processes of a node that want it, one does. Raises as
     `fetch`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     deadline = time.monotonic() + timeout_s
     with open(f"{path}.lock", "wb") as lock:
         while True:

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from .disk import PARTIAL, Disk
+from .disk import PARTIAL, Disk, make_file
 
 STREAM, PARQUET = ".arrows", ".parquet"
 ROW_GROUP = 1 << 16
@@ -196,6 +196,7 @@ def _replace(run: Path, name: str, read: Callable[[], Iterable[pa.Table]]) -> No
     partial, disk = target.with_name(target.name + PARTIAL), Disk()
     try:
         writer = None
+        make_file(partial)
         for table in read():
             writer = writer or pq.ParquetWriter(partial, table.schema)
             writer.write_table(table)

@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from .disk import PARTIAL, Disk
+from .disk import PARTIAL, Disk, make_private
 
 MANIFEST = "manifest.json"
 _PARTIAL = MANIFEST + PARTIAL
@@ -41,7 +41,8 @@ class Damage:
 
 
 def write_manifest(folder: Path, *, disk: Disk | None = None) -> None:
-    """Sync every file below the folder, then write what each of them is; the manifest itself comes last, atomically.
+    """Sync every file below the folder, then write what each of them is; the manifest itself comes last, atomically. Nobody
+    else may read any of it.
 
     Raises:
         OSError: a file cannot be read, or the disk is full; there is no manifest then.
@@ -50,6 +51,8 @@ def write_manifest(folder: Path, *, disk: Disk | None = None) -> None:
     (folder / MANIFEST).unlink(missing_ok=True)
     (folder / _PARTIAL).unlink(missing_ok=True)
     names = _files(folder)
+    for path in (folder, *(p for p in folder.rglob("*") if not p.is_symlink())):
+        make_private(path)
     with ThreadPoolExecutor(_THREADS) as pool:
         files = dict(zip(names, pool.map(lambda name: _describe(folder / name, disk), names), strict=True))
     for inside in sorted({folder / parent for name in names for parent in Path(name).parents}, reverse=True):

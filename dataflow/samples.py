@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .buffer import LOG
+from .disk import make_file
 from .errors import UserError
 from .log import LogReader
 
@@ -123,6 +124,7 @@ def archive(run: Path) -> Path:
         raise UserError(f"{run} has no samples ({FOLDER}/*.arrow); Driver(record_every=...) records them")
     schema = pa.unify_schemas(schemas, promote_options="permissive")
     partial = path.with_name(f".{path.name}")
+    make_file(partial)
     with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
         for table in tables(found, wrong):
             whole = pa.concat_tables([schema.empty_table(), table], promote_options="permissive")

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from .disk import make_folder
+
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 CHUNK_BYTES = 1 << 20  # hashed and then written while it is in the core's cache
 FETCHED = "fetched"  # the folder, inside a node's own, of the messages that were fetched from other nodes
@@ -99,7 +101,7 @@ def new_file(path: Path, capacity: int, start: bytes) -> int:
 
     It comes to its name when its start is written: at no moment does a reader find a file of another meaning there.
     """
-    (path.parent / FREE).mkdir(exist_ok=True)
+    make_folder(path.parent / FREE)
     for _, _, free in sorted(_free_files(path.parent), key=lambda f: abs(f[1] - capacity)):
         try:
             descriptor = os.open(free, os.O_RDWR)
@@ -151,7 +153,7 @@ def room_named(folder: Path, who: str, num_bytes: int) -> Iterator[None]:
 def recycle(path: Path, max_free_bytes: int) -> None:
     """Leave a file to whoever needs one next, and delete the oldest free files beyond the bounds."""
     try:
-        (path.parent / FREE).mkdir(exist_ok=True)
+        make_folder(path.parent / FREE)
         os.rename(path, path.parent / FREE / path.name)
     except FileNotFoundError:
         return

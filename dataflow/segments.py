@@ -31,6 +31,7 @@ import pyarrow as pa
 import xxhash
 
 from .batch import Batch
+from .disk import make_folder
 from .errors import DamagedSegment, UserError, nearest
 from .segment_files import (
     END_OF_STREAM,
@@ -97,7 +98,7 @@ class SegmentWriter:
     ) -> None:
         if not NAME.fullmatch(name):
             raise UserError(f"a writer's name is letters, digits, '_' and '-', not {name!r}")
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         if used := sorted(path.name for kind in (".", FREE) for path in (folder / kind).glob(f"{name}.*")):
             raise UserError(
                 f"writer {name!r} has been here before, and {folder} has its {', '.join(used)}; take a new name"

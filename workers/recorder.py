@@ -12,6 +12,7 @@ import pyarrow as pa
 from ..dataflow.batch import Batch
 from ..dataflow.column import GROUP_ID, PROMPT, PROMPT_IDS, RESPONSE, RESPONSE_IDS
 from ..dataflow.config import Config
+from ..dataflow.disk import make_file, make_folder
 from ..dataflow.errors import UserError
 from ..dataflow.operation import Shape
 from ..dataflow.samples import part_name
@@ -43,11 +44,12 @@ class RecorderWorker(Worker):
             steps: group -> the step that its rows are filed under. Rows of other groups are not kept.
         """
         step_of = np.array([steps.get(group, -1) for group in rows.numpy(GROUP_ID).tolist()], np.int64)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         for step in np.unique(step_of[step_of >= 0]).tolist():
             kept = self._with_texts(rows.take(np.flatnonzero(step_of == step)))
             path = folder / part_name(graph, step, token, self.context.rank)
             unfinished = path.with_name(f".{path.name}")  # a reader never sees half a file
+            make_file(unfinished)
             with pa.OSFile(str(unfinished), "wb") as sink, pa.ipc.new_file(sink, kept.record.schema) as writer:
                 writer.write_batch(kept.record)
             unfinished.rename(path)

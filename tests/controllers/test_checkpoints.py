@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -346,6 +347,7 @@ def test_a_driver_that_is_killed_leaves_no_process_and_no_folder(tmp_path: Path)
     folder = Path(caretaker.cmdline()[-2])
     family = psutil.Process(process.pid).children(recursive=True)
     assert folder.exists() and len(family) > 5
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     process.kill()
     process.communicate()
     _, left = psutil.wait_procs(family, timeout=10)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,13 @@ def test_a_file_in_the_place_of_a_folder_is_set_aside(run_dir: Path, capsys: pyt
     for name in ("samples", "logs", "skipped"):
         assert f"run/{name} (it is not a folder)" in said
         assert (run_dir / f"{name}.damaged-1").read_text() == "no folder"
+
+
+def test_nobody_else_may_look_into_a_run(run_dir: Path):
+    go_on(run_dir)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (run_dir, *run_dir.rglob("*"))}
+    wrong = {path: oct(mode) for path, mode in modes.items() if mode != (0o700 if path.is_dir() else 0o600)}
+    assert not wrong and len(modes) > 20
 
 
 # Names
