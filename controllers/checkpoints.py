@@ -24,18 +24,21 @@ from typing import Protocol
 
 from pydantic import Field
 
-from ..dataflow.buffer import LOG, restore
+from ..dataflow.buffer import LOG, SEGMENTS, BufferConfig, SampleBuffer, restore
 from ..dataflow.config import Config
-from ..dataflow.disk import Disk, is_full, make_folder
+from ..dataflow.disk import Disk, is_full, make_folder, set_aside
 from ..dataflow.errors import RunError, UserError, nearest
 from ..dataflow.graph import Graph
 from ..dataflow.handle import Handle
 from ..dataflow.inspection import BUFFER
 from ..dataflow.log import LogReader, Position
 from ..dataflow.manifest import verify, write_manifest
+from ..dataflow.rows import Ids
+from ..dataflow.samples import FOLDER as SAMPLES
 from ..workers.dispatch import Dispatch
 from ..workers.remote import dispatch_of
-from .backend import Event
+from .backend import Event, this_node
+from .flow import PLACE, Place
 from .group import Call, WorkerGroup
 from .run_directory import RunDirectory, check_name, hold, is_used
 from .run_lock import RunLock
@@ -45,6 +48,7 @@ BEFORE = ".before_"
 """What the name of a checkpoint begins with that another one of the same step takes the place of."""
 RUN = "run.json"
 POLL_S = 0.5
+WITHOUT_ROWS = "resume='weights' goes on from models, optimizers and the place in the data, without the rows in flight"
 
 
 class CheckpointConfig(Config):
@@ -77,6 +81,12 @@ class RunState:
     """Evaluation -> the step at which it was made last."""
     stopped: bool = False
     """The run was over, whatever its schedule says."""
+    place: Place = field(default_factory=Place)
+    """In the data of the training, and"""
+    next_id: int = 0
+    """of samples"""
+    next_group: int = 0
+    """and of groups the ids that are free: what is known without the log."""
 
     def write(self, folder: Path) -> None:
         (folder / RUN).write_text(json.dumps(asdict(self), indent=2) + "\n")
@@ -84,7 +94,9 @@ class RunState:
     @classmethod
     def read(cls, folder: Path) -> RunState:
         found = json.loads((folder / RUN).read_text())
-        return cls(**{**found, "position": Position(**found["position"])})
+        place = found.get("place", {"issued": 0, "again": ()})
+        read = {"position": Position(**found["position"]), "place": Place(place["issued"], tuple(place["again"]))}
+        return cls(**{**found, **read})
 
 
 class _Ending:
@@ -322,6 +334,8 @@ class Found:
     state: RunState
     damage: Sequence[str] = ()
     """What was wrong with later ones."""
+    with_rows: bool = True
+    """The run goes on with the rows that were in flight; else with the weights and the place in the data alone."""
 
     @property
     def run(self) -> Path:
@@ -331,7 +345,24 @@ class Found:
         """The directory of the run as it was then, which this process holds."""
         directory = RunDirectory.reopen(self.run, self.state.step, self.state.time_s, self.state.position, lock)
         directory.origin = f"goes on after step {self.state.step}, from {self.path}"
+        if not self.with_rows:
+            directory.origin += f", with weights alone: {self.given_up}"
+            for name in (BUFFER, SAMPLES):  # which samples count, the log said
+                if (self.run / name).exists():
+                    aside = set_aside(self.run / name, "given-up")
+                    shutil.rmtree(aside / SEGMENTS, ignore_errors=True)
+                    directory.origin += f"; {name} is in {aside.name}"
+            directory.notes.append(directory.origin)
         return directory
+
+    @property
+    def given_up(self) -> str:
+        """What is lost when the rows in flight are."""
+        again = len(self.state.place.again)
+        return (
+            f"the log is given up, and what was generated for the {again} prompts in flight, which are issued again; "
+            "rows that were finished before are proven no more"
+        )
 
     @property
     def groups(self) -> list[str]:
@@ -339,29 +370,48 @@ class Found:
         return sorted(p.name for p in self.path.iterdir() if p.is_dir())
 
 
-def latest_sound(run: Path) -> Found | None:
-    """The latest checkpoint of a run whose files are all as they were written, and whose place is in the log."""
+def latest_sound(run: Path, *, with_rows: bool = True) -> Found | None:
+    """The latest checkpoint of a run whose files are all as they were written, and whose place is in the log.
+
+    Args:
+        with_rows: False asks nothing of the log.
+
+    Raises:
+        UserError: there are checkpoints, and none is sound.
+    """
     for before in (run / FOLDER).glob(f"{BEFORE}*"):  # it was ended while one took the place of another
         path = before.with_name(before.name.removeprefix(BEFORE))
         if not path.exists():
             before.rename(path)
     damage: list[str] = []
+    weights_are_sound = False
     for path in checkpoints(run / FOLDER):
-        if wrong := what_is_wrong(path):
+        wrong = _damaged_files(path)
+        weights_are_sound |= not wrong
+        if wrong := wrong or (_lost_rows(path) if with_rows else ""):
             damage.append(f"{path}: {wrong}")
         else:
             state = RunState.read(path)
             passed_over = [f"{one}; the checkpoint before it is used" for one in damage]
-            return Found(path, state, [*passed_over, *_wrong_before(state.position, run / BUFFER / LOG)])
+            before = _wrong_before(state.position, run / BUFFER / LOG) if with_rows else []
+            return Found(path, state, [*passed_over, *before], with_rows)
     if damage:
-        raise UserError("no checkpoint of the run is sound: " + "; ".join(damage))
+        hint = f". {WITHOUT_ROWS}" if weights_are_sound else ""
+        raise UserError("no checkpoint of the run is sound: " + "; ".join(damage) + hint)
     return None
 
 
 def what_is_wrong(path: Path) -> str:
     """Of a checkpoint, naming each damaged file; empty when it is sound."""
-    if wrong := [str(one) for one in verify(path)]:
-        return ", ".join(wrong)
+    return _damaged_files(path) or _lost_rows(path)
+
+
+def _damaged_files(path: Path) -> str:
+    return ", ".join(str(one) for one in verify(path))
+
+
+def _lost_rows(path: Path) -> str:
+    """Why the rows that were in flight at a checkpoint are not known any more; empty when they are."""
     position = RunState.read(path).position
     buffer = path.parent.parent / BUFFER
     try:
@@ -390,8 +440,8 @@ def open_run(
     """Hold the run that a driver is to do: one that goes on from a checkpoint, or a new one (None). Its directory notes why.
 
     Args:
-        resume: "none"; "latest", of the run `name` (default: the newest run that has any); or the folder of a run, or of one
-            of its checkpoints.
+        resume: "none"; "latest", of the run `name` (default: the newest run that has any); "weights", the same without its rows in
+            flight; or the folder of a run, or of one of its checkpoints.
         accept: raises UserError when what was found is of another kind.
 
     Raises:
@@ -403,7 +453,8 @@ def open_run(
     if run is not None:
         lock = hold(run)
         try:
-            found = _at(Path(resume), run) if is_checkpoint(Path(resume)) else latest_sound(run)
+            at = Path(resume)
+            found = _at(at, run) if is_checkpoint(at) else latest_sound(run, with_rows=resume != "weights")
             accept(found)
             if found is not None:
                 return found.reopen(lock), found
@@ -419,6 +470,28 @@ def open_run(
     return directory, None
 
 
+def open_buffer(
+    run: RunDirectory,
+    found: Found | None,
+    graphs: Mapping[str, Graph],
+    *,
+    config: BufferConfig,
+    clock: Callable[[], float],
+) -> SampleBuffer:
+    """The sample buffer of a run: a new one, or as it was at a checkpoint, or, with weights alone, one that begins at its place in
+    the data."""
+    folder = run.path / BUFFER
+    if found is not None and found.with_rows:
+        at = found.state.position
+        return SampleBuffer.recover(folder, graphs, config=config, node=this_node(), at=at, clock=clock, fence=run.lock)
+    ids = None if found is None else Ids(found.state.next_id, found.state.next_group)
+    buffer = SampleBuffer.create(folder, graphs, config=config, node=this_node(), clock=clock, fence=run.lock, ids=ids)
+    if found is not None:
+        buffer.note(PLACE, asdict(found.state.place))
+        buffer.note("step", found.state.step)
+    return buffer
+
+
 def is_checkpoint(path: Path) -> bool:
     """Whether it is the folder of one checkpoint of a run."""
     return path.resolve().parent.name == FOLDER and path.is_dir()
@@ -428,34 +501,40 @@ def _where(resume: str | Path, root: Path, name: str | None) -> tuple[Path | Non
     """The run to go on with, if there is one; else what was looked for, and what there is."""
     if resume == "none":
         return None, ""
-    if resume == "latest":
-        return _latest_run(root.resolve(), name)
+    if resume in ("latest", "weights"):
+        run, looked = _latest_run(root.resolve(), name, str(resume))
+        if run is None and resume == "weights":
+            raise UserError(looked)
+        return run, looked
     path = Path(resume).resolve()
     run = path.parent.parent if is_checkpoint(path) else path
     if not has_checkpoints(run):
         there = _checkpointed(run.parent)
         raise UserError(
             f"resume={str(resume)!r} is neither a run that has a checkpoint, nor a checkpoint of one"
-            f"{nearest(run.name, [*(p.name for p in there), 'latest', 'none'])}"
+            f"{nearest(run.name, [*(p.name for p in there), 'latest', 'weights', 'none'])}"
         )
     if name not in (None, run.name):
         raise UserError(f"resume={str(resume)!r} is of the run {run.name!r}, not of {name!r}")
     return run, ""
 
 
-def _latest_run(root: Path, name: str | None) -> tuple[Path | None, str]:
+def _latest_run(root: Path, name: str | None, resume: str) -> tuple[Path | None, str]:
     there = _checkpointed(root)
     if name is None:
-        return next(iter(there), None), f"resume='latest': no run in {root} has a checkpoint"
+        return next(iter(there), None), f"resume={resume!r}: no run in {root} has a checkpoint"
     run = root / name
     if has_checkpoints(run):
         return run, ""
     others = ", ".join(f"{p.name!r} (step {step_of(checkpoints(p / FOLDER)[0])})" for p in there[:5])
     known = f"; checkpoints are in {others}" if others else "; no run there has one"
     if (run / FOLDER).exists() and not (run / FOLDER).is_dir():
-        return None, f"damaged: resume='latest': {run / FOLDER} is not a folder, so nothing can be gone on from{known}"
+        return (
+            None,
+            f"damaged: resume={resume!r}: {run / FOLDER} is not a folder, so nothing can be gone on from{known}",
+        )
     what = "there is no checkpoint of run" if is_used(run) else "there is no run"
-    return None, f"resume='latest': {what} {name!r} in {root}{nearest(name, [p.name for p in there])}{known}"
+    return None, f"resume={resume!r}: {what} {name!r} in {root}{nearest(name, [p.name for p in there])}{known}"
 
 
 def has_checkpoints(run: Path) -> bool:

@@ -10,7 +10,6 @@ The driver moves row ids and references; no token passes through it.
 
 from __future__ import annotations
 
-import itertools
 import platform
 import time
 from collections import Counter, deque
@@ -46,11 +45,12 @@ from .checkpoints import (
     checkpoints,
     has_state,
     latest_sound,
+    open_buffer,
     open_run,
 )
 from .checks import all_handles, check_apart, check_followed, check_kinds, check_room, with_prompts_that_fit
 from .failures import Failures
-from .flow import Flow, positions
+from .flow import PLACE, Flow, Place, positions
 from .full_disk import FullDisk
 from .group import Call, UnderWay, WorkerGroup, publishes_as_it_goes
 from .placement import Placement, resolve
@@ -123,7 +123,8 @@ class Driver:
             checkpoint: when the run saves what it needs to go on.
             name: of the run's directory below `root`; default: the time. A run has one driver: while it lives, another is refused.
             resume: "none" for a new run; "latest" to go on from the last sound checkpoint of the run `name` (of the newest that has
-                any, without a name), or to begin where there is none; or the folder of a run or of one of its checkpoints.
+                any, without a name), or to begin where there is none; "weights" for the same without the rows in flight, where the
+                log is lost or the graph was changed; or the folder of a run or of one of its checkpoints.
             stop: ends the run early when it says so of a step's metrics.
             settings: the script's own settings, kept with the run.
 
@@ -249,29 +250,11 @@ class Driver:
         self._progress.left_out([graph.source for graph in self._graphs.values()])
         graphs = {name: with_recording(graph) for name, graph in self._graphs.items()}
         config = self._buffer_config
-        folder, resumed = self.directory.path / "buffer", self._resumed
-        if resumed is None:
-            self.buffer = SampleBuffer.create(
-                folder,
-                graphs,
-                config=config,
-                node=this_node(),
-                clock=self._backend.clock,
-                fence=self.directory.lock,
-            )
-        else:
-            at = resumed.state.position
-            self.buffer = self._disk.write(  # what is kept of the log is copied
-                lambda: SampleBuffer.recover(
-                    folder,
-                    graphs,
-                    config=config,
-                    node=this_node(),
-                    at=at,
-                    clock=self._backend.clock,
-                    fence=self.directory.lock,
-                )
-            )
+        resumed = self._resumed
+        self.buffer = self._disk.write(  # what is kept of the log is copied
+            lambda: open_buffer(self.directory, resumed, graphs, config=config, clock=self._backend.clock)
+        )
+        if resumed is not None:
             self._checkpoints.go_on_from(resumed)
             ledgers = self.buffer.ledgers
             self.directory.forget_samples(lambda graph, lease: graph in ledgers and ledgers[graph].is_void(lease))
@@ -337,11 +320,13 @@ class Driver:
         buffer.set_source(name, sources.append(source))
         ledger = buffer.ledgers[name]
         order = positions(len(source), self._seed, shuffle=schedule.shuffle)
-        rest = itertools.islice(order, ledger.prompts_issued, None)
+        noted = buffer.notes.get(PLACE) if name == "train" else None
+        start = Place(noted["issued"], tuple(noted["again"])) if noted else Place()
+        rest = start.rest(order, ledger.prompts_issued)
         # Rows that are made of the source's have a part of their tokens: the prompt, and what they say themselves.
         makes_rows = any(node.level == SOURCE and node.makes_level is not None for node in graph.nodes)
         tokens = num_tokens(source, {str(PROMPT_IDS)}.intersection(source.columns) if makes_rows else None)
-        flow = Flow(name, graph, schedule, ledger, rest, tokens)
+        flow = Flow(name, graph, schedule, ledger, rest, tokens, start)
         if self._resumed is not None and flow.evaluates:
             self._give_up_evaluations(flow)
         elif self._resumed is not None:
@@ -360,7 +345,7 @@ class Driver:
         if found is not None and found.state.seed != self._seed:
             raise UserError(f"{found.path} is of a run with seed={found.state.seed}, not {self._seed}")
         kind = type(self._schedule).__name__
-        if found is not None and found.state.schedule != kind:
+        if found is not None and found.with_rows and found.state.schedule != kind:
             raise UserError(
                 f"{found.path} is of a run under {found.state.schedule}, not {kind}: its rows are of another age"
             )
@@ -427,6 +412,9 @@ class Driver:
         else:
             self._closed_at = self._backend.clock()
             self._mark_evaluations()
+            if not self._resumed.with_rows and self._checkpoints.config.every:
+                self._checkpoints.saved_step = -1  # that of this step has its place in a log that is no more
+                self._save()
         while not self._finished:
             if self._asked_to_end() and self._can_be_saved:
                 self._save_and_leave()
@@ -894,6 +882,9 @@ class Driver:
             schedule=type(self._schedule).__name__,
             evaluated={name: self._flows[name].closed_at for name in self._evaluations},
             stopped=self._stopped,
+            place=self._flows["train"].place,
+            next_id=self._live_buffer.ids.next_id,
+            next_group=self._live_buffer.ids.next_group,
         )
         self._saving = state.position
         saved = [g for g in self.groups.values() if has_state(g.handle)]

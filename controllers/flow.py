@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from .schedule import Schedule
 
 
+PLACE = "place"
+"""What a log that does not begin with the data says of where it begins."""
+
+
 def positions(size: int, seed: int, *, shuffle: bool) -> Iterator[int]:
     """Rows of a source in the order in which they are issued, without end: each epoch in an order of its own."""
     for epoch in itertools.count():
@@ -36,6 +40,24 @@ class Round:
     versions: set[int] = field(default_factory=set)
 
 
+@dataclass(frozen=True)
+class Place:
+    """How far a run has come in its data."""
+
+    issued: int = 0
+    """Rows of the source that were issued, in the order of the run."""
+    again: tuple[int, ...] = ()
+    """Those of them that are issued once more, before all others: nobody was trained on what was made of them."""
+
+    def rest(self, order: Iterator[int], issued: int) -> Iterator[int]:
+        """What is still to issue, when so many were issued from this place on."""
+        return itertools.islice(itertools.chain(self.again, itertools.islice(order, self.issued, None)), issued, None)
+
+    def after(self, issued: int, untrained: Iterable[int]) -> Place:
+        """The place when so many were issued from this one on, and these rows would have to be issued once more."""
+        return Place(self.issued + max(0, issued - len(self.again)), (*untrained, *self.again[issued:]))
+
+
 @dataclass
 class Flow:
     """A graph's ledger, its place in the source, how far its step has come, and what its calls measured."""
@@ -48,6 +70,8 @@ class Flow:
     """Rows of the source still to issue, in order."""
     num_tokens: np.ndarray
     """[source rows] tokens of each."""
+    start: Place = Place()
+    """Where its log began in the data."""
     step: int = 0
     """Steps that are over."""
     open: bool = False
@@ -96,6 +120,11 @@ class Flow:
         if node.operation.behind:
             return False
         return not node.writes and not node.operation.updates and node.operation.shape in (Shape.MAP, Shape.GROUP)
+
+    @property
+    def place(self) -> Place:
+        """What a run that goes on without its rows in flight must know."""
+        return self.start.after(self.ledger.prompts_issued, self.ledger.positions_before(self.updates))
 
     def issue(self, number: int, round: int) -> None:
         chosen = list(itertools.islice(self.positions, number))

@@ -108,11 +108,13 @@ class SampleBuffer:
         disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
         fence: Fence | None = None,
+        ids: Ids | None = None,
     ) -> SampleBuffer:
         """A new buffer in a folder that has none.
 
         Args:
             fence: keeps the log to one writer.
+            ids: what comes after those that were given out in a log before this one.
 
         Raises:
             UserError: when the folder has a log already.
@@ -122,7 +124,9 @@ class SampleBuffer:
         _make_folders(folder, node)
         disk = disk or Disk()
         log = Log(folder / LOG, sync_interval_s=config.sync_interval_s, disk=disk, clock=clock, fence=fence)
-        ids = Ids()
+        ids = ids or Ids()
+        if ids.next_id:
+            log.append({"do": "ids", "next_id": ids.next_id, "next_group": ids.next_group})
         ledgers = {name: Ledger(graph, ids=ids, name=name, log=log, clock=clock) for name, graph in graphs.items()}
         for name, graph in graphs.items():
             log.append({"do": "graph", "graph": name, "outline": graph.outline()})
@@ -417,7 +421,7 @@ def restore(
         if at is not None and reader.end.offset > at.offset:
             break
         history.end = reader.end
-        begun |= record["do"] != "graph"
+        begun |= record["do"] not in ("epoch", "ids", "graph")
         try:
             _take(history, record, graphs, clock)
         except (AttributeError, LookupError, ValueError, TypeError, LeaseError) as error:

@@ -474,6 +474,11 @@ class Ledger:
         """Groups in flight, oldest first."""
         return list(self._groups)
 
+    def positions_before(self, nodes: Iterable[Node]) -> list[int]:
+        """Rows of the source of those groups in flight that none of these nodes has claimed, oldest first."""
+        mask = sum(1 << self._index[node.name] for node in nodes)
+        return [group.levels[SOURCE][0].position for group in self._groups.values() if not group.claimed & mask]
+
     @property
     def groups_in_flight(self) -> int:
         """Groups issued and not yet finished by every node."""

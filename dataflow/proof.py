@@ -377,6 +377,7 @@ class Witness:
         reader, position = LogReader(self.log), Position()
         take = {
             "epoch": self._begin_epoch,
+            "ids": self._begin_ids,
             "graph": self._graph,
             "source": self._source,
             "note": self._note,
@@ -493,6 +494,11 @@ class Witness:
             self._restarts += not self._restarting
             self._restarting = True
         self._epoch = max(epoch, self._epoch)
+
+    def _begin_ids(self, record: Record) -> None:
+        if self._next_id or self._next_group:
+            self._complain("ids: a log may begin with other ids than 0, but this one has given out some")
+        self._next_id, self._next_group = record["next_id"], record["next_group"]
 
     # Rows come in
 

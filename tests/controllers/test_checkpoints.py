@@ -1,5 +1,6 @@
 """A run that is ended anywhere goes on from its last checkpoint, and nothing is lost or trained on twice."""
 
+import itertools
 import json
 import os
 import shutil
@@ -19,10 +20,12 @@ from toy import ToyLoss, ToyReward, prompts, toy_evaluation, toy_grpo
 
 from weft.controllers.checkpoints import CheckpointConfig, ask_to_end, checkpoints, latest_sound
 from weft.controllers.driver import Driver, Evaluation
+from weft.controllers.flow import Place, positions
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError, WorkerDied
 from weft.dataflow.handle import group
+from weft.dataflow.log import LogReader
 from weft.dataflow.metrics import Metrics
 from weft.dataflow.proof import prove
 from weft.workers.dispatch import Dispatch
@@ -360,3 +363,75 @@ def test_sigterm_ends_a_run_without_checkpoints_at_once(tmp_path: Path):
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=10)
     assert process.returncode == 143
+
+
+# Weights alone
+
+
+def issued(log: Path) -> list[int]:
+    """Rows of the source that were issued for training, in order."""
+    records = (r for r in LogReader(log) if r["do"] == "issue" and r["graph"] == "train")
+    return [position for record in records for position in record["positions"]]
+
+
+@pytest.mark.parametrize("schedule", [SCHEDULES[0], SCHEDULES[2]], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("loss", ["gone", "emptied", "folder"])
+def test_a_run_whose_log_is_lost_goes_on_from_weights_and_its_place_in_the_data(
+    tmp_path: Path, schedule: Training, loss: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(Killed):
+        run(tmp_path, schedule, kill_at=7)
+    log = tmp_path / "run" / "buffer" / "ledger.log"
+    before = issued(log)
+    state = latest_sound(tmp_path / "run")
+    assert state is not None
+    if loss == "emptied":
+        log.write_bytes(b"")
+    else:
+        log.unlink() if loss == "gone" else shutil.rmtree(log.parent)
+    with pytest.raises(UserError, match=r"no checkpoint of the run is sound: .*\. resume='weights' goes on"):
+        run(tmp_path, schedule, resume="latest")
+    weights, metrics = run(tmp_path, schedule, resume="weights", progress=True)
+    first = capsys.readouterr().out.splitlines()[0]
+    assert "with weights alone: the log is given up" in first
+    assert first == json.loads((tmp_path / "run" / "config.json").read_text())["origin"]
+    assert [row["step"] for row in metrics] == list(range(10))
+    groups = [group for group, _ in weights]
+    assert len(groups) == 2 * len(set(groups)) == 2 * 27, "the ids of groups go on"
+    trained_on = before[: 3 * state.state.step] + issued(log)[: 27 - 3 * state.state.step]
+    if schedule is SCHEDULES[0]:
+        order = positions(10, 0, shuffle=schedule.shuffle)
+        assert trained_on == [next(order) for _ in range(27)], "no prompt is lost, none comes twice"
+    assert not prove(tmp_path / "run" / "buffer").violations
+
+
+def test_weights_alone_issue_what_was_in_flight_once_more_also_when_that_is_interrupted():
+    order = [3, 1, 4, 0, 2]
+
+    def rest(place: Place, issued: int, number: int) -> list[int]:
+        return list(itertools.islice(place.rest(iter(order * 3), issued), number))
+
+    place = Place().after(4, untrained=[4, 0])
+    assert place == Place(4, (4, 0)) and rest(place, 0, 5) == [4, 0, 2, 3, 1] and rest(place, 1, 2) == [0, 2]
+    assert place.after(1, untrained=[4]) == Place(4, (4, 0)), "one of them is issued, and nobody was trained on it"
+    assert place.after(1, untrained=[]) == Place(4, (0,))
+    assert place.after(5, untrained=[0, 3]) == Place(7, (0, 3))
+
+
+def test_weights_alone_are_followed_by_a_checkpoint_of_their_own_and_go_with_another_schedule(tmp_path: Path):
+    with pytest.raises(Killed):
+        run(tmp_path, SCHEDULES[2], kill_at=5)
+    (tmp_path / "run" / "buffer" / "ledger.log").unlink()
+    with pytest.raises(Killed):  # before a step of its own is over
+        run(tmp_path, SCHEDULES[0], resume="weights", kill_at=5)
+    found = latest_sound(tmp_path / "run")
+    assert found is not None and found.state.schedule == "Synchronous"
+    weights, metrics = run(tmp_path, SCHEDULES[0], resume="latest")
+    assert len(metrics) == 10 and len(weights) == 2 * len(trained(weights)) == 2 * 27
+    assert not prove(tmp_path / "run" / "buffer").violations
+
+
+def test_weights_alone_of_a_run_that_has_none_are_refused(tmp_path: Path):
+    with pytest.raises(UserError, match="resume='weights': there is no run 'run' in"):
+        run(tmp_path, SCHEDULES[0], resume="weights")
+    assert not list(tmp_path.iterdir())
