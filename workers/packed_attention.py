@@ -32,6 +32,8 @@ class Rows:
     """[B] int64 position of the first token of each."""
     windows: set[int | None] = field(default_factory=set)
     """Sliding windows that attention was asked for, so far."""
+    softcaps: set[float | None] = field(default_factory=set)
+    """Soft caps likewise."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -81,6 +83,25 @@ def windows_reached_attention(causal_lm: Any, rows: Rows) -> bool:
     return window is None or "sliding_attention" not in kinds or rows.windows != {None}
 
 
+def caps_scores(causal_lm: Any) -> bool:
+    """Whether a model hands its attention a soft cap, which torch's own attention leaves out without a word."""
+    if not (causal_lm._supports_attention_backend and causal_lm._supports_sdpa):
+        return False
+    rows, before = (
+        Rows(torch.ones(1, dtype=torch.long, device=causal_lm.device), 1),
+        causal_lm.config._attn_implementation,
+    )
+    causal_lm.set_attn_implementation(NAME)
+    try:
+        with torch.no_grad():
+            causal_lm(input_ids=rows.lengths[None], position_ids=rows.positions[None], rows=rows, use_cache=False)
+    except Exception:  # code that comes with a model may do anything with what it does not know
+        return False
+    finally:
+        causal_lm.set_attn_implementation(before)
+    return bool(rows.softcaps - {None})
+
+
 def packed_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -107,6 +128,7 @@ def packed_attention(
         ([1, T, heads, head size], None)
     """
     rows.windows.add(sliding_window)
+    rows.softcaps.add(softcap)
     query, key, value = (_Unpack.apply(x[0].transpose(0, 1), rows).transpose(1, 2) for x in (query, key, value))
     mask = None
     if softcap is not None or (sliding_window is not None and rows.longest > sliding_window):

@@ -52,6 +52,8 @@ class TransformersEngine:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
+        from .packed_attention import caps_scores
+
         self.version = 0
         self._max_num_seqs = settings.max_num_seqs
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -69,6 +71,8 @@ class TransformersEngine:
             if shows_progress:
                 logging.enable_progress_bar()
         self.model.to(self._device).eval().requires_grad_(False)
+        if caps_scores(self.model):
+            self.model.set_attn_implementation("eager")
         self._max_context = max_context or self.model.config.get_text_config().max_position_embeddings
         self._stop_tokens = np.asarray(read_stop_tokens(model), dtype=np.int64)
         self._seeds = np.random.default_rng(seed)

@@ -7,14 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from families import FAMILIES, VOCABULARY, amplify, make, make_family
 
+from weft.algorithms.sampling import Sampling
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig, ActorWorker
+from weft.workers.generation import Request
 from weft.workers.response_model import ResponseModel
+from weft.workers.transformers_engine import TransformersEngine
 
 LENGTHS = (9, 1, 4, 30, 7)
 """Tokens of the rows: longer than windows, chunks and the original length of ropes, and shorter."""
@@ -107,6 +111,19 @@ def test_nothing_in_a_model_that_is_trained_is_random(tmp_path: Path, name: str,
     expected = logprobs([x[:-1] for x in exact_logits(model, rows)], [row[1:] for row in rows])
     for found in trained_logprobs(save(model, tmp_path / "model"), rows, activation_checkpointing=again):
         assert float((found.double() - expected).abs().max()) < 5e-5
+
+
+@pytest.mark.parametrize("name", ["Gemma 2", pytest.param("Gemma 3", marks=pytest.mark.slow)])
+def test_the_transformers_engine_samples_from_what_training_computes(tmp_path: Path, name: str):
+    model = amplify(make_family(name))
+    engine = TransformersEngine(str(save(model, tmp_path / "model")))
+    prompts = [row.numpy().astype(np.int32) for row in make_rows((9, 3))]
+    requests = [Request(number, prompt, seed=number) for number, prompt in enumerate(prompts)]
+    steps = engine.generate(requests, Sampling(max_tokens=12, ignore_stop=True))
+    for response in (one for step in steps for one in step):
+        row = torch.from_numpy(np.concatenate([prompts[response.request_id], response.token_ids])).long()
+        exact = logprobs([exact_logits(model, [row])[0][-13:-1]], [row[-12:]])
+        assert float((torch.from_numpy(response.logprobs).double() - exact).abs().max()) < 5e-5
 
 
 def test_a_model_that_is_not_causal_is_refused_by_name():
