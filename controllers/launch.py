@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import signal
 import sys
@@ -10,15 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 from ..dataflow.config import Config
-from ..dataflow.errors import UserError, WeftError
+from ..dataflow.errors import Ended, UserError, WeftError
+from .signals import let_go_of, say, terminals
 
 
 def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> int:
     """Run `main(settings)`, its settings read from the command line; the type of its parameter says which there are.
 
     Returns the exit code: 0; 2 when the user can mend it (one message, no traceback); 1 when the run cannot go on; 130 after
-    Ctrl-C. SIGTERM has a run that makes checkpoints write one and leave with 0; a second one, or a run that makes none, leaves
-    at once with 143. All with everything cleaned up. Other exceptions pass through.
+    Ctrl-C. SIGTERM, or SIGHUP from a terminal that is closed (unless it is ignored, as `nohup` has it), has a run that makes
+    checkpoints write one and leave with 0; a second one, or a run that makes none, leaves at once with 143 (129). All with
+    everything cleaned up. Other exceptions pass through.
     """
     import tyro
 
@@ -26,11 +29,14 @@ def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> in
     settings_class: type[Config] = typing.get_type_hints(main)[parameter]
     try:
         settings = tyro.cli(settings_class, description=main.__doc__ or settings_class.__doc__, args=arguments)
-        previous = signal.signal(signal.SIGTERM, _terminate)
+        heeded = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+        end = functools.partial(_terminate, terminals())
+        previous = {number: signal.signal(number, end) for number in heeded}
         try:
             main(settings)
         finally:
-            signal.signal(signal.SIGTERM, previous)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
         return 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -44,9 +50,15 @@ def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> in
         return 130
 
 
-def _terminate(number: int, frame: object) -> None:
-    """SIGTERM leaves the way an exception does, so that every `with` closes what it opened."""
+def _terminate(terminal: list[int], number: int, frame: object) -> None:
+    """Leave the way an exception does, so that every `with` closes what it opened."""
     from .checkpoints import ask_to_end
 
-    if not ask_to_end():
-        raise SystemExit(128 + number)
+    name = signal.Signals(number).name
+    if number == signal.SIGHUP and terminal:
+        let_go_of(terminal)
+    if ask_to_end():
+        say(f"{name}: the run writes a checkpoint and ends")
+        return
+    say(f"{name}: the run ends without a checkpoint")
+    raise Ended(128 + number)

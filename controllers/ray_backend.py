@@ -15,7 +15,6 @@ import os
 import queue
 import secrets
 import shutil
-import signal
 import socket
 import struct
 import subprocess
@@ -40,8 +39,11 @@ from .backend import START_TIMEOUT_S, Event, Files, Setup, plain_name, this_node
 from .cluster import address_of, nodes_of, sizes
 from .desk import Desk
 from .group import Call, WorkerGroup
+from .interface import network_environment
+from .out_of_memory import kills, why_ended
 from .placement import Place, ResourcePool, is_own, machine_cpus, machine_gpus, require_nodes
 from .shell import Failure, Reply, Task, failure_of
+from .signals import heeded_afterwards
 
 if TYPE_CHECKING:
     from ..dataflow.flight import Deletions
@@ -70,6 +72,17 @@ class Reserved:
     """What Ray counts as taken by it; 0: its groups are guests on another pool's node."""
 
 
+@dataclass(frozen=True)
+class Peers:
+    """What every rank is told of the servers of segments."""
+
+    locations: Mapping[str, str]
+    """Name of a node -> where its server listens."""
+    token: str
+    certificates: Mapping[str, bytes]
+    """Location -> certificate, of those that encrypt."""
+
+
 @names_arguments
 class RayBackend:
     """A local Ray cluster made for this run, or the cluster at `address` (or in `RAY_ADDRESS`)."""
@@ -83,7 +96,7 @@ class RayBackend:
         self._lives: dict[tuple[str, int], int] = {}
         """How often each rank was replaced."""
         self._started: tuple[Setup, Mapping[str, Reserved], Mapping[str, str]] | None = None
-        self._peers: tuple[Mapping[str, str], str] | None = None
+        self._peers: Peers | None = None
         """What every rank was told of the other nodes, when there are any."""
         self._nodes: Mapping[str, str] = {}
         """Ray's id -> name, of those that ranks stand on, and the driver's."""
@@ -91,6 +104,8 @@ class RayBackend:
         self._folder: str | None = None
         self._caretaker: subprocess.Popen[str] | None = None
         self._name = f"weft-{uuid.uuid4().hex[:12]}"
+        self._kills: dict[str, int] = {}
+        """Processes that the kernel of this machine had ended for want of memory, when it was looked at last."""
         self._connected = False
         """Whether it was this backend that connected to Ray, and so disconnects."""
         self._run_dir = Path()
@@ -128,6 +143,7 @@ class RayBackend:
         import ray
 
         self._run_dir = setup.run_dir
+        self._kills = kills()
         self._find_cluster()  # unless `check` has just done so
         self._cluster_nodes = None
         self._connect(setup.placement)
@@ -209,13 +225,14 @@ class RayBackend:
             host = "127.0.0.1" if loopback else addresses[id]
             strategy = NodeAffinitySchedulingStrategy(id, soft=False)
             server = ray.remote(SegmentHost).options(num_cpus=0, scheduling_strategy=strategy)
-            self._servers.append(server.remote(files.folder / name, name, host, token))
-        locations = [s.location.remote() for s in self._servers]
-        peers = dict(zip(names.values(), ray.get(locations, timeout=START_TIMEOUT_S), strict=True))
-        self._peers = peers, token
-        told = [actor.connect.remote(peers, token) for actor in self._actors.values()]
+            self._servers.append(server.remote(files.folder / name, name, host, token, encrypted=not loopback))
+        found = ray.get([s.found_at.remote() for s in self._servers], timeout=START_TIMEOUT_S)
+        peers = {name: location for name, (location, _) in zip(names.values(), found, strict=True)}
+        certificates = {location: certificate for location, certificate in found if certificate}
+        self._peers = Peers(peers, token, certificates)
+        told = [actor.connect.remote(self._peers) for actor in self._actors.values()]
         ray.get(told, timeout=START_TIMEOUT_S)
-        self._deletions = Deletions(peers, token)
+        self._deletions = Deletions(peers, token, certificates=certificates)
 
     def delete(self, node: str, file: str) -> None:
         if self._deletions is not None:
@@ -226,14 +243,16 @@ class RayBackend:
 
         if ray.is_initialized():
             return
+        from ray._private import utils
+
         self._connected = True
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            self._init_ray(placement)
-        finally:
-            if threading.current_thread() is threading.main_thread():
-                for number, handler in before.items():  # Ray puts its own in place, which end the process on the spot
-                    signal.signal(number, handler)
+        with heeded_afterwards("Ray has started, and is ended again"):
+            set_handler = utils.set_sigterm_handler
+            utils.set_sigterm_handler = lambda *_: None  # Ray's own ends the process on the spot
+            try:
+                self._init_ray(placement)
+            finally:
+                utils.set_sigterm_handler = set_handler
 
     def _init_ray(self, placement: Mapping[str, Place]) -> None:
         import ray
@@ -353,12 +372,10 @@ class RayBackend:
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         }
-        if place.pool.gpus:
-            # Rank i of every group on a pool sees the same devices. Ray, asked for shares of GPUs, would not promise that.
-            own = reserved.gpus[context.rank * place.gpus : (context.rank + 1) * place.gpus]
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(own)
-        if not self.address:
-            env |= {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+        # Rank i of every group on a pool sees the same devices; on a pool without GPUs, none. Ray, asked for shares of GPUs, would
+        # not promise the former; asked for none, it hides nothing, or hides all, as this variable says.
+        own = reserved.gpus[context.rank * place.gpus : (context.rank + 1) * place.gpus]
+        env |= {"CUDA_VISIBLE_DEVICES": ",".join(own), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
         options: dict[str, Any] = {
             "num_cpus": reserved.cpus / (sharing * place.ranks),
             "num_gpus": 0,
@@ -438,7 +455,10 @@ class RayBackend:
         """What is known of a process that is gone: the end of its own log says more than Ray does."""
         log = self._run_dir / "logs" / f"{who.replace('[', '_').rstrip(']')}.log"
         tail = log.read_text(errors="replace")[-2000:] if log.exists() else str(error)
-        return f"its process ended ({type(error).__name__}); the end of {log.name}:\n{tail}"
+        now = kills()
+        why = why_ended(error, self._kills, now)
+        self._kills = now
+        return f"its process ended ({why or type(error).__name__}); the end of {log.name}:\n{tail}"
 
     def close(self) -> None:
         if not (self._connected or self._actors or self._groups):
@@ -492,10 +512,12 @@ class Rank:
         files: Files,
         names: Mapping[str, str],
         life: int,
-        peers: tuple[Mapping[str, str], str] | None,
+        peers: Peers | None,
     ) -> None:
         import ray
 
+        for variable, value in network_environment(ray.util.get_node_ip_address()).items():
+            os.environ.setdefault(variable, value)
         self._note: SampleNote | None = None
         if context.run_dir is not None:
             _log_to(context.run_dir / "logs" / f"{context.name}_{context.rank}.log")
@@ -506,7 +528,7 @@ class Rank:
         self.node = names[ray.get_runtime_context().get_node_id()]
         self.data = files.access(self.node, f"{context.name}-{context.rank}" + (f"-again{life}" if life else ""))
         if peers is not None:
-            self.connect(*peers)
+            self.connect(peers)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._desk: Desk | None = None
         self._thread = threading.Thread(target=self._work, args=(worker_class, config, context), daemon=True)
@@ -544,10 +566,11 @@ class Rank:
         self._up.wait()
         return self.failure, None if self.failure else self.worker.coordinates, self.node
 
-    def connect(self, peers: Mapping[str, str], token: str) -> None:
-        """The other nodes, and the secret that their servers ask for."""
-        self.data.reader.peers = {node: location for node, location in peers.items() if node != self.node}
-        self.data.reader.token = token
+    def connect(self, peers: Peers) -> None:
+        """Where the other nodes are, and how their servers let one in."""
+        reader = self.data.reader
+        reader.peers = {node: location for node, location in peers.locations.items() if node != self.node}
+        reader.token, reader.certificates = peers.token, peers.certificates
 
     def call(self, task: Task) -> Iterator[Reply]:
         self._up.wait()
@@ -611,13 +634,17 @@ _EIGHT = struct.Struct("<q")
 class SegmentHost:
     """The server of one node's segments, in its Ray actor process."""
 
-    def __init__(self, folder: Path, node: str, host: str, token: str) -> None:
+    def __init__(self, folder: Path, node: str, host: str, token: str, *, encrypted: bool) -> None:
+        from ..dataflow.certificate import make_certificate
         from ..dataflow.flight import SegmentServer
 
-        self.server = SegmentServer(folder, host=host, token=token, node=node)
+        own = make_certificate() if encrypted else None
+        self.server = SegmentServer(folder, host=host, token=token, node=node, certificate=own)
+        self._certificate = own.certificate if own else None
 
-    def location(self) -> str:
-        return self.server.location
+    def found_at(self) -> tuple[str, bytes | None]:
+        """Where it listens, and its certificate, when it encrypts."""
+        return self.server.location, self._certificate
 
 
 def _node_names(nodes: Sequence[Mapping[str, Any]], here: str) -> dict[str, str]:

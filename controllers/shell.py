@@ -28,7 +28,7 @@ from ..dataflow.column import (
     SAMPLE_ID,
 )
 from ..dataflow.disk import MAX_PAUSE_S, PAUSE_S, is_full
-from ..dataflow.errors import UserError
+from ..dataflow.errors import Ended, UserError
 from ..dataflow.metrics import Metric, Metrics
 from ..dataflow.operation import Operation, Shape
 from ..dataflow.rows import MAX_CHILDREN, Piece, Published
@@ -181,6 +181,8 @@ def run(worker: Worker, task: Task, data: DataAccess) -> Iterator[Reply | None]:
                 yield reply
         returned.check_none_is_missing(task)
         yield Reply(done=True, seconds=time.perf_counter() - started)
+    except Ended:  # the process was asked to end while it was at this
+        raise
     except (Exception, SystemExit) as error:
         yield Reply(failure=failure_of(error))
 

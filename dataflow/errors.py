@@ -20,6 +20,9 @@
      │           └─ DeadlineError (TimeoutError)   nobody answered in time
      └─ Violation                              a record of the log cannot be; `weft buffer check` reports it
 
+    SystemExit
+     └─ Ended                                  a signal ended the process, wherever it was
+
 `launch` and the command `weft` print the message and the advice, without a traceback. In a traceback, and in a notebook,
 the advice stands below the message. This module imports nothing of Weft, so that every floor may import it.
 """
@@ -49,6 +52,10 @@ class WeftError(Exception):
     def text(self) -> str:
         """The message, and the advice below it."""
         return "\n".join([str(self), *getattr(self, "__notes__", ())])
+
+
+class Ended(SystemExit):
+    """A signal ended the process, wherever it was: in a worker under `Local`, too, whose own `sys.exit` ends nothing."""
 
 
 # What the user can mend

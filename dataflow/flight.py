@@ -2,7 +2,8 @@
 
 A message travels as opaque bytes, in pieces, after its schema; what arrives is written beside the node's own files as
 one Arrow IPC stream and mapped from there by every process of the node. Tickets and actions are JSON. Whoever calls
-shows the run's token; nothing is served but files that are named like segments, in one folder.
+shows the run's token; nothing is served but files that are named like segments, in one folder. Between hosts all of it, the token
+too, travels encrypted (TLS): each server makes a certificate of its own (`dataflow/certificate.py`), which its callers are given.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.flight as pf
 
+from .certificate import NAME, Certificate
 from .disk import make_folder
 from .errors import DamagedSegment
 from .segment_files import END_OF_STREAM, room_named, write_all
@@ -31,6 +33,10 @@ from .segments import FILE, Segment, SegmentReader, delete_local
 PIECE_BYTES = 16 << 20
 PIECES = pa.schema([("bytes", pa.large_binary())])
 DAMAGED = b"damaged"
+
+Certificates = Mapping[str, bytes]
+"""Location of a server -> its certificate, as PEM. Those that are not in it are not encrypted."""
+NONE: Certificates = {}
 
 logger = logging.getLogger(__name__)
 
@@ -45,20 +51,32 @@ class SegmentServer(pf.FlightServerBase):
         token: the secret that every caller must show.
         node: its name, which tells this node's files from the copies of other nodes' messages. None: a caller's word
             is taken for it.
+        certificate: its own; None: nothing is encrypted, which is for one machine.
     """
 
     location: str
-    """Where it listens, as `grpc://host:port`."""
+    """Where it listens, as `grpc://host:port`, or `grpc+tls://host:port`."""
     num_fetches: int
     """Messages sent so far."""
 
     def __init__(
-        self, folder: Path, *, host: str = "127.0.0.1", port: int = 0, token: str, node: str | None = None
+        self,
+        folder: Path,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str,
+        node: str | None = None,
+        certificate: Certificate | None = None,
     ) -> None:
         if not token:
             raise ValueError("SegmentServer.token must not be empty: it keeps strangers out")
-        super().__init__(f"grpc://{host}:{port}", middleware={"token": _TokenGate(token)})
-        self.location = f"grpc://{host}:{self.port}"
+        scheme, address = ("grpc+tls" if certificate else "grpc"), f"[{host}]" if ":" in host else host
+        secrets = [(certificate.certificate, certificate.key)] if certificate else None
+        super().__init__(
+            f"{scheme}://{address}:{port}", tls_certificates=secrets, middleware={"token": _TokenGate(token)}
+        )
+        self.location = f"{scheme}://{address}:{self.port}"
         self.folder, self.node, self.num_fetches = folder, node, 0
         self._readers: dict[str, SegmentReader] = {}
         self._counting = threading.Lock()
@@ -108,7 +126,9 @@ class SegmentServer(pf.FlightServerBase):
             raise pf.FlightServerError(f"this is node {self.node!r}, not {node!r}")
 
 
-def fetch(location: str, token: str, segment: Segment, timeout_s: float) -> pa.Buffer:
+def fetch(
+    location: str, token: str, segment: Segment, timeout_s: float, certificates: Certificates = NONE
+) -> pa.Buffer:
     """One message from the node that it lies on, behind its schema: the bytes of an Arrow IPC stream.
 
     Raises:
@@ -120,7 +140,7 @@ def fetch(location: str, token: str, segment: Segment, timeout_s: float) -> pa.B
 
     ticket = pf.Ticket(json.dumps(segment.to_json()).encode())
     try:
-        with _deadline(timeout_s, f"fetching {what}"), pf.FlightClient(location) as client:
+        with _deadline(timeout_s, f"fetching {what}"), _client(location, certificates) as client:
             table = client.do_get(ticket, _options(token, timeout_s)).read_all()
     except pf.FlightInternalError as error:
         if error.extra_info != DAMAGED:
@@ -134,7 +154,13 @@ def fetch(location: str, token: str, segment: Segment, timeout_s: float) -> pa.B
     return sink.getvalue()
 
 
-def delete(location: str, token: str, files: Sequence[tuple[str, str]], timeout_s: float) -> None:
+def delete(
+    location: str,
+    token: str,
+    files: Sequence[tuple[str, str]],
+    timeout_s: float,
+    certificates: Certificates = NONE,
+) -> None:
     """Have the server at `location` drop what it has of these files, each with the name of its node: the file, or copies of its
     messages.
 
@@ -142,7 +168,7 @@ def delete(location: str, token: str, files: Sequence[tuple[str, str]], timeout_
         TimeoutError: it cannot be reached, or did not answer in time.
         FlightUnauthenticatedError: the token is not the server's.
     """
-    with pf.FlightClient(location) as client:
+    with _client(location, certificates) as client:
         _delete(client, location, token, files, timeout_s)
 
 
@@ -168,11 +194,12 @@ class Deletions:
         token: str,
         timeout_s: float = 5.0,
         *,
+        certificates: Certificates = NONE,
         pause_s: float = 0.2,
         max_pause_s: float = 60.0,
     ) -> None:
         self._token, self._timeout_s, self._pause_s = token, timeout_s, pause_s
-        self._peers = [_PeerToTell(location, pause_s, max_pause_s) for location in peers.values()]
+        self._peers = [_PeerToTell(location, certificates, pause_s, max_pause_s) for location in peers.values()]
         self._files: list[tuple[str, str]] = []
         self._changed = threading.Condition()
         self._closing = False
@@ -216,8 +243,8 @@ class Deletions:
 class _PeerToTell:
     """A peer, and the files that it has not dropped yet."""
 
-    def __init__(self, location: str, pause_s: float, max_pause_s: float) -> None:
-        self.location = location
+    def __init__(self, location: str, certificates: Certificates, pause_s: float, max_pause_s: float) -> None:
+        self.location, self._certificates = location, certificates
         self.files: list[tuple[str, str]] = []
         self.again_at = 0.0
         self._first_pause_s, self._pause_s, self._max_pause_s = pause_s, pause_s, max_pause_s
@@ -226,7 +253,7 @@ class _PeerToTell:
     def tell(self, token: str, timeout_s: float) -> None:
         try:
             if self._client is None:
-                self._client = pf.FlightClient(self.location)
+                self._client = _client(self.location, self._certificates)
             _delete(self._client, self.location, token, self.files, timeout_s)
         except Exception as error:  # whatever it is, it is no reason to end a run
             self._pause_s = min(2 * self._pause_s, self._max_pause_s)
@@ -243,7 +270,14 @@ class _PeerToTell:
             self._client = None
 
 
-def fetch_into(path: Path, location: str, token: str, segment: Segment, timeout_s: float) -> None:
+def fetch_into(
+    path: Path,
+    location: str,
+    token: str,
+    segment: Segment,
+    timeout_s: float,
+    certificates: Certificates = NONE,
+) -> None:
     """Fetch a message to `path`, unless it is there: of all the processes of a node that want it, one does. Raises as
     `fetch`."""
     make_folder(path.parent)
@@ -262,7 +296,7 @@ def fetch_into(path: Path, location: str, token: str, segment: Segment, timeout_
                 time.sleep(min(0.002, left))
         if path.exists():
             return
-        stream = fetch(location, token, segment, max(deadline - time.monotonic(), 1e-3))
+        stream = fetch(location, token, segment, max(deadline - time.monotonic(), 1e-3), certificates)
         part = path.with_name(f"{path.name}.part")
         who = f"the copy of a message of node {segment.node!r}"
         with room_named(path.parent, who, len(stream)), open(part, "wb") as file:
@@ -279,6 +313,13 @@ class _TokenGate(pf.ServerMiddlewareFactory):
         shown = next((v for name, values in headers.items() if name.lower() == "authorization" for v in values), b"")
         if not hmac.compare_digest(shown.encode() if isinstance(shown, str) else shown, self._wanted):
             raise pf.FlightUnauthenticatedError("the token is missing, or is not this run's")
+
+
+def _client(location: str, certificates: Certificates) -> pf.FlightClient:
+    """A channel to a server; encrypted, it trusts the certificate of that server alone."""
+    if location not in certificates:
+        return pf.FlightClient(location)
+    return pf.FlightClient(location, tls_root_certs=certificates[location], override_hostname=NAME)
 
 
 def _delete(

@@ -187,6 +187,7 @@ class SegmentReader:
         node: the name of that node.
         peers: where the `SegmentServer` of each other node listens.
         token: the secret that those servers ask for.
+        certificates: location of a server -> its certificate, of those that encrypt.
         timeout_s: how long a fetch may take.
     """
 
@@ -199,8 +200,10 @@ class SegmentReader:
         *,
         peers: Mapping[str, str] | None = None,
         token: str | None = None,
+        certificates: Mapping[str, bytes] | None = None,
         timeout_s: float = 60.0,
     ) -> None:
+        self.certificates = certificates or {}
         self.folder, self.node, self.peers, self.token, self.timeout_s = folder, node, peers or {}, token, timeout_s
         self._mappings: OrderedDict[Path, _Mapping] = OrderedDict()
         self._lock = threading.Lock()
@@ -248,7 +251,7 @@ class SegmentReader:
         if path not in self._mappings and not path.exists():
             from .flight import fetch_into  # gRPC is loaded where there is a second node
 
-            fetch_into(path, self.peers[segment.node], self.token or "", segment, self.timeout_s)
+            fetch_into(path, self.peers[segment.node], self.token or "", segment, self.timeout_s, self.certificates)
 
     def _mapping(self, path: Path, segment: Segment) -> _Mapping:
         with self._lock:

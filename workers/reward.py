@@ -17,7 +17,7 @@ import pydantic
 from ..dataflow.batch import Batch
 from ..dataflow.column import IDENTITY, PROMPT, PROMPT_IDS, RESPONSE, RESPONSE_IDS, REWARD
 from ..dataflow.config import Config
-from ..dataflow.errors import SampleError, nearest
+from ..dataflow.errors import Ended, SampleError, nearest
 from ..dataflow.metrics import Max, Mean, Metrics
 from ..dataflow.operation import ALL_COLUMNS
 from ..dataflow.tokenizer import Tokenizer
@@ -162,7 +162,7 @@ class RewardWorker(Worker):
                 with deadline(limit, f"reward function {_name(self.config.function)}"):
                     reward = self.config.function(**{name: column[k] for name, column in values.items()})
                 rewards[k] = self._checked(reward)
-            except BdbQuit:  # somebody has left the debugger
+            except (BdbQuit, Ended):  # somebody has left the debugger, or ended the run
                 raise
             except (Exception, SystemExit) as error:
                 failed[k] = error

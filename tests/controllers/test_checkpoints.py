@@ -3,6 +3,8 @@
 import itertools
 import json
 import os
+import pty
+import select
 import shutil
 import signal
 import stat
@@ -357,12 +359,62 @@ def test_a_driver_that_is_killed_leaves_no_process_and_no_folder(tmp_path: Path)
     assert not left and not folder.exists()
 
 
-def test_sigterm_ends_a_run_without_checkpoints_at_once(tmp_path: Path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_run_without_checkpoints_at_once_with_a_word(tmp_path: Path, number: signal.Signals):
     process = begun(tmp_path, "--every", "0")
     wait_for_steps(process, tmp_path)
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + number and f"{number.name}: the run ends without a checkpoint" in said
+
+
+def test_a_run_whose_terminal_is_closed_saves_itself(tmp_path: Path):
+    terminal, inside = pty.openpty()
+    script = str(Path(__file__).with_name("ended_run.py"))
+    command = [sys.executable, "-c", OF_A_TERMINAL, str(inside), sys.executable, script, "--root", str(tmp_path)]
+    process: Any = subprocess.Popen(command, pass_fds=[inside])
+    os.close(inside)
+    log = tmp_path / "run" / "buffer" / "ledger.log"
+    deadline = time.monotonic() + 60
+    while not log.exists() or log.read_bytes().count(b'"key":"step"') < 3:
+        assert process.poll() is None and time.monotonic() < deadline
+        if select.select([terminal], [], [], 0.02)[0]:
+            os.read(terminal, 65536)
+    os.close(terminal)
+    assert process.wait(timeout=30) == 0
+    assert latest_sound(tmp_path / "run") is not None
+
+
+OF_A_TERMINAL = """
+import os, sys
+os.setsid()
+import fcntl, termios
+inside = int(sys.argv[1])
+fcntl.ioctl(inside, termios.TIOCSCTTY, 0)
+for stream in (0, 1, 2):
+    os.dup2(inside, stream)
+os.close(inside)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("after_s", [0.0, 0.5, 2.0])
+def test_a_signal_while_ray_starts_ends_the_run_cleanly_with_one_code_and_a_word(tmp_path: Path, after_s: float):
+    process = begun(tmp_path, "--backend", "ray")
+    deadline = time.monotonic() + 60
+    while not any("caretaker.py" in " ".join(p.cmdline()) for p in psutil.Process(process.pid).children()):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(after_s)
+    family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=10)
-    assert process.returncode == 143
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 143, said
+    assert "SIGTERM: the run ends" in said and "Traceback" not in said
+    _, left = psutil.wait_procs(family, timeout=30)
+    assert not left
 
 
 # Weights alone

@@ -24,7 +24,8 @@ from weft.dataflow.errors import UserError, WorkerError
 from weft.dataflow.graph import TableSource
 from weft.dataflow.handle import group
 from weft.dataflow.samples import recorded as recorded_parts
-from weft.workers.dispatch import PerRank
+from weft.workers.dispatch import Dispatch, PerRank
+from weft.workers.remote import remote
 
 pytestmark = pytest.mark.ray
 
@@ -213,6 +214,25 @@ def test_a_killed_worker_is_reported_by_name_in_bounded_time(tmp_path: Path):
         with pytest.raises(WorkerError, match=r"worker actor\[0\], call 'seen_groups': its process ended"):
             driver.call(made["actor"], "seen_groups")
         assert time.monotonic() - started < 60, "long before anybody's deadline"
+
+
+class Looking(ToyReward):
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def environment(self) -> dict[str, str | None]:
+        names = ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP")
+        return {name: os.environ.get(name) for name in names}
+
+
+def test_a_rank_on_a_pool_without_gpus_sees_none_and_talks_over_its_nodes_interface(tmp_path: Path):
+    made = handles() | {"reward": group(Looking)}
+    with drive(tmp_path, made, prompts(4), name="looking") as driver:
+        (found,) = driver.call(made["reward"], "environment")
+    assert found == {
+        "CUDA_VISIBLE_DEVICES": "",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "=lo",
+        "VLLM_HOST_IP": "127.0.0.1",
+    }
 
 
 class Unwilling(ToyReward):

@@ -16,6 +16,7 @@ import pyarrow.flight as pf
 import pytest
 
 from weft.dataflow.batch import Batch
+from weft.dataflow.certificate import make_certificate
 from weft.dataflow.errors import DamagedSegment, UserError
 from weft.dataflow.flight import Deletions, SegmentServer, delete, fetch
 from weft.dataflow.segments import Segment, SegmentReader, SegmentStore, SegmentWriter, fetched_path
@@ -274,6 +275,41 @@ def test_nothing_outside_the_folder_is_read_or_deleted(server, segment, tmp_path
             attempt()
     assert outside.exists()
     assert (server.folder / segment.file).exists()
+
+
+@pytest.fixture
+def encrypting(tmp_path: Path) -> Iterator[tuple[SegmentServer, bytes]]:
+    own = make_certificate()
+    server = SegmentServer(tmp_path / "n0", token=TOKEN, node="n0", certificate=own)
+    yield server, own.certificate
+    server.close()
+
+
+def test_between_hosts_messages_travel_encrypted_and_are_read_and_deleted(encrypting, tmp_path):
+    server, certificate = encrypting
+    segment = SegmentWriter(server.folder, "n0", "w").append(some())
+    peers, certificates = {"n0": server.location}, {server.location: certificate}
+    assert server.location.startswith("grpc+tls://")
+    reader = SegmentReader(tmp_path / "n1", "n1", peers=peers, token=TOKEN, certificates=certificates, timeout_s=5)
+    assert reader.read(segment) == some()
+    deletions = Deletions(peers, TOKEN, certificates=certificates)
+    deletions("n0", segment.file)
+    deletions.close(5)
+    assert not (server.folder / segment.file).exists()
+
+
+def test_whoever_has_another_certificate_or_none_reads_nothing_and_shows_no_token(encrypting, tmp_path):
+    server, _ = encrypting
+    segment = SegmentWriter(server.folder, "n0", "w").append(some())
+    plain = server.location.replace("grpc+tls", "grpc")
+    for location, certificates in (
+        (server.location, {server.location: make_certificate().certificate}),
+        (server.location, {}),
+        (plain, {}),
+    ):
+        with pytest.raises((TimeoutError, pf.FlightError)):
+            fetch(location, TOKEN, segment, 2, certificates)
+    assert server.num_fetches == 0
 
 
 def test_it_listens_on_this_machine_alone(server):

@@ -1,0 +1,72 @@
+"""Signals that end a run: SIGTERM from a batch system, SIGHUP from a terminal that is closed, SIGINT from the keyboard.
+
+While a cluster is started nobody can be interrupted cleanly (half of its processes would be left, and libraries put handlers of their
+own in place): there a signal is noted, and heeded as soon as the cluster is up.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+STREAMS = (0, 1, 2)
+
+
+def say(line: str) -> None:
+    """A line on standard error, from within a handler; a terminal that is gone is no error."""
+    with suppress(OSError):
+        os.write(2, f"{line}\n".encode())
+
+
+def terminals() -> list[int]:
+    """Which of the standard streams are a terminal."""
+    return [stream for stream in STREAMS if os.isatty(stream)]
+
+
+def let_go_of(streams: list[int]) -> None:
+    """Have these streams lead nowhere: what is written to a terminal that is gone would be an error."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in streams:
+        os.dup2(nowhere, stream)
+    os.close(nowhere)
+
+
+@contextmanager
+def heeded_afterwards(until: str) -> Iterator[None]:
+    """Signals that would end the process are noted, and heeded at the end of this; a second one at once.
+
+    Args:
+        until: what is waited for, for the line that says so.
+    """
+    if threading.current_thread() is not threading.main_thread():  # no handler can be set, and none runs here
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in ENDING}
+    noted: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        noted.append(number)
+        if len(noted) == 1:
+            say(f"{signal.Signals(number).name}: the run ends when {until}")
+            return
+        restore()
+        signal.raise_signal(number)
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as `nohup` has it
+            signal.signal(number, note)
+    try:
+        yield
+    finally:
+        restore()
+        if len(noted) == 1:
+            signal.raise_signal(noted[0])
