@@ -448,7 +448,7 @@ class Driver:
         train = self._flows["train"]
         unseen = any(train.observes(n) and train.ledger.ready(n) for n in train.graph.nodes)
         unrecorded = any(f.ledger.groups_behind for f in self._flows.values())
-        at_rest = self._over and not self._under_way and not due and not unseen and not unrecorded
+        at_rest = self._over and not self._at_work and not due and not unseen and not unrecorded
         return at_rest and not any(f.ledger.groups_in_flight for f in left)
 
     def _admit(self) -> None:
@@ -489,7 +489,7 @@ class Driver:
     def _may_evaluate(self, versions: Mapping[str, int]) -> bool:
         """Whether the weights that an evaluation is of have arrived; it is made among all else, or when nothing else is under way."""
         if not self._schedule.overlaps:
-            return all(call.behind for call in self._under_way) and not self._weights.under_way
+            return all(call.behind for call in self._at_work) and not self._weights.under_way
         return all(self.groups[name].version >= version for name, version in versions.items())
 
     def _dropped(self, flow: Flow) -> str:
@@ -517,7 +517,15 @@ class Driver:
 
     @property
     def _passing_weights(self) -> bool:
-        return self._under_way.beside_the_graph > 0
+        if self._at_work is self._under_way:
+            return self._under_way.beside_the_graph > 0
+        return any(call.node is None for call in self._at_work)
+
+    @property
+    def _at_work(self) -> UnderWay | list[Call]:
+        """Calls under way, but those on ranks that get no rows meanwhile: nobody waits for a process that is not up."""
+        groups = self.groups.values()
+        return [c for g in groups for c in g.at_work] if any(g.out for g in groups) else self._under_way
 
     def _dispatch(self) -> None:
         self._weights.settle()
@@ -538,8 +546,10 @@ class Driver:
 
     def _share(self, flow: Flow, node: Node, group: WorkerGroup) -> Share | None:
         """What a node may begin with now: nothing while its group is at something else, or another one on its pool is."""
-        joins = node.operation.gives_way and flow.schedule.overlaps and group.calls.giving_way == len(group.calls)
-        if (group.busy and not joins) or self._weights.holds_back(group) or not self._may_take_turn(group):
+        joins = node.operation.gives_way and flow.schedule.overlaps
+        if not group.is_free(to_join=joins) or self._weights.holds_back(group) or not self._may_take_turn(group):
+            return None
+        if not group.replicas:
             return None
         if not flow.evaluates and self._over:  # what was trained on is still recorded
             return Share() if flow.observes(node) and flow.ledger.ready(node) else None
@@ -771,8 +781,8 @@ class Driver:
     def wait_for_room(self, why: str) -> None:
         self._disk.wait_for_more(why)
 
-    def give_weights_again(self, group: WorkerGroup) -> None:
-        self._weights.give_again(group)
+    def give_weights(self, group: WorkerGroup, rank: int) -> None:
+        self._weights.give(group, rank)
 
     def _node_done(self, flow: Flow, call: Call) -> None:
         node, lease = call.node, call.lease

@@ -34,7 +34,7 @@ class Hands(Protocol):
 
     def watch(self, call: Call, then: Callable[[Call], None]) -> None: ...
     def complete(self, call: Call) -> None: ...
-    def give_weights_again(self, group: WorkerGroup) -> None: ...
+    def give_weights(self, group: WorkerGroup, rank: int) -> None: ...
     def wait_for_room(self, why: str) -> None: ...
 
 
@@ -52,8 +52,6 @@ class Failures:
         """Graph and node -> rows that came through,"""
         self._dropped: Counter[tuple[str, str]] = Counter()
         """and rows that were dropped because it failed at them."""
-        self._starting: set[tuple[str, int]] = set()
-        """Group and rank of processes that are not up yet."""
         self._heard: dict[tuple[str, int], float] = {}
         """Group and rank -> when it said something last, or was asked something while it had nothing to do."""
         self._all_heard = -math.inf
@@ -88,7 +86,6 @@ class Failures:
 
     def start_again(self) -> None:
         """All processes are new."""
-        self._starting.clear()
         self._heard.clear()
         self._asked.clear()
 
@@ -121,7 +118,7 @@ class Failures:
 
     def _limit(self, name: str, rank: int, calls: Sequence[Call]) -> float:
         """Seconds for which a rank may be silent."""
-        if (name, rank) in self._starting:
+        if rank in calls[0].group.starting:
             return max(START_TIMEOUT_S, self._call_timeout_s)
         own = getattr(calls[0].group.handle.config, "silence_s", None)
         return own if own is not None and any(c.node for c in calls) else self._call_timeout_s
@@ -173,7 +170,8 @@ class Failures:
         return True
 
     def replace(self, group: WorkerGroup, rank: int, why: str) -> None:
-        """A rank is gone, or silent: its rows go back, and another process takes its place, and gets the present weights.
+        """A rank is gone, or silent: its rows go back, and another process takes its place, and gets the present weights. The other
+        ranks go on meanwhile.
 
         Raises:
             WorkerError: it has happened MAX_FAILURES times in the same call beside the graph, or at more samples than may fail.
@@ -192,25 +190,26 @@ class Failures:
                 call.lose(rank)
         self._backend.replace(group, rank)
         self.replaced += 1
-        self._starting.add((group.name, rank))
+        group.starting.add(rank)
+        group.lacking.discard(rank)
         self._hands.watch(group.register(rank), lambda call: self._is_up(call, rank, why, rows, began))
         for call, samples in hopeless.items():
             self._do_without(call, samples, f"{call.describe(rank)} was lost", Failure(why, "", user_error=False))
         for call in interrupted:
             if call.done:
                 self._hands.complete(call)
-        self._hands.give_weights_again(group)
 
     def _is_up(self, call: Call, rank: int, why: str, rows: int, began: float) -> None:
         if rank in call.lost:  # it ended before it was up; yet another takes its place
             return
         group = call.group
-        self._starting.discard((group.name, rank))
+        group.starting.discard(rank)
         if call.results != [group.mesh[rank]]:
             raise WorkerError(
                 f"{call.describe(rank)}: it stands at {call.results}, not at {group.mesh[rank]} as before"
             )
         self._progress.replaced(f"{group.name}[{rank}]", why, rows, self._backend.clock() - began)
+        self._hands.give_weights(group, rank)
 
     def _give_back(self, call: Call, rank: int, why: str) -> int:
         """Release what a rank has not finished; returns the rows. Nothing more is to come from it. What other ranks of the call

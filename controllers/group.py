@@ -179,11 +179,19 @@ class Loads:
             self._heap = [(rows, replica) for replica, rows in self._rows.items()]
             heapq.heapify(self._heap)
 
+    def only(self, replicas: Iterable[int]) -> Loads:
+        """Of these replicas alone, as they are now."""
+        some = Loads(())
+        for replica in replicas:
+            some._rows[replica] = 0
+            some.add(replica, self._rows[replica])
+        return some
+
     def spread(self, rows: int) -> dict[int, int]:
         """How many of so many rows each replica is to have, so that all have as many unfinished ones. Replicas that get none are
         left out, and nothing is added yet."""
         given: Counter[int] = Counter()
-        for _ in range(rows):
+        for _ in range(rows if self._rows else 0):
             while self._heap[0][0] != self._rows[self._heap[0][1]]:
                 heapq.heappop(self._heap)
             replica = self._heap[0][1]
@@ -207,6 +215,10 @@ class WorkerGroup:
         """Calls under way, oldest first; a rank takes them one at a time."""
         self.version = 0
         """Policy version of the weights that it holds."""
+        self.starting: set[int] = set()
+        """Ranks whose processes are not up yet,"""
+        self.lacking: set[int] = set()
+        """and ranks that are up and have no weights yet. Neither get rows."""
         self._ranks_of: dict[int, list[int]] = {}
         for rank, at in enumerate(self.mesh):
             self._ranks_of.setdefault(at.dp, []).append(rank)
@@ -236,14 +248,36 @@ class WorkerGroup:
             self._loads.add(call.replica, len(call.lease.open) - call.weighs)
             call.weighs = len(call.lease.open)
 
-    def call(self, method: str, **arguments: Any) -> Call:
-        """Call a method without rows on the ranks that its dispatch protocol names; returns at once.
+    @property
+    def out(self) -> set[int]:
+        """Ranks that get no rows."""
+        return self.starting | self.lacking
+
+    @property
+    def replicas(self) -> list[int]:
+        """Data-parallel replicas that get rows: all of their ranks are up, and have weights."""
+        without = {self.mesh[rank].dp for rank in self.out}
+        return sorted(self._ranks_of.keys() - without)
+
+    @property
+    def at_work(self) -> UnderWay | list[Call]:
+        """Calls under way that keep ranks busy which get rows."""
+        return [call for call in self.calls if not self.out.issuperset(call.ranks)] if self.out else self.calls
+
+    def is_free(self, *, to_join: bool) -> bool:
+        """Whether the ranks that get rows can begin something; `to_join`: beside calls that give way."""
+        calls = self.at_work
+        giving_way = calls.giving_way if isinstance(calls, UnderWay) else sum(call.gives_way for call in calls)
+        return not len(calls) or (to_join and giving_way == len(calls))
+
+    def call(self, method: str, *, ranks: Sequence[int] | None = None, **arguments: Any) -> Call:
+        """Call a method without rows on the ranks that its dispatch protocol names, or on some of them; returns at once.
 
         Raises:
             UserError: when the worker has no such remote method, or `ALL_TO_ALL` values do not match the ranks.
         """
         dispatch = self._dispatch(method)
-        call = Call(self, method, tuple(range(len(self.mesh))))
+        call = Call(self, method, tuple(range(len(self.mesh)) if ranks is None else ranks))
         call.waiting = set(call.ranks)
         for rank in call.ranks:
             own = {
@@ -262,20 +296,21 @@ class WorkerGroup:
     def least_loaded(self, rows: int) -> dict[int, int]:
         """How many of so many rows each data-parallel replica is to have, so that all have as many unfinished ones: whoever
         is still at long responses gets fewer. Replicas that get none are left out."""
-        return self._loads.spread(rows)
+        return (self._loads.only(self.replicas) if self.out else self._loads).spread(rows)
 
     def call_node(self, ledger: Ledger, lease: Lease, *, replica: int | None = None, **extra: Any) -> Call:
         """Call a node's method on the rows of a lease, distributed by its dispatch protocol; returns at once.
 
-        All rows go to one data-parallel `replica`, when it is given. `extra` are arguments beside those that the graph
-        recorded.
+        All rows go to one data-parallel `replica`, when it is given; else to all that get rows. `extra` are arguments beside those
+        that the graph recorded.
         """
         node = lease.node
         method = node.operation.name if node.group else "apply"
         dispatch = self._dispatch(method)
         sizes = RowSizes(lease.num_tokens, lease.group_ids, node.operation.whole_groups)
-        chosen = range(len(self.mesh)) if replica is None else self._ranks_of[replica]
-        mesh = [self.mesh[rank] if replica is None else replace(self.mesh[rank], dp=0) for rank in chosen]
+        replicas = {dp: number for number, dp in enumerate(self.replicas if replica is None else [replica])}
+        chosen = sorted(rank for dp in replicas for rank in self._ranks_of[dp])
+        mesh = [replace(self.mesh[rank], dp=replicas[self.mesh[rank].dp]) for rank in chosen]
         given = dispatch.distribute(sizes, mesh)
         if len(given) != len(mesh):
             raise UserError(f"{dispatch!r} gave {len(given)} shares for the {len(mesh)} ranks of {self.name!r}")

@@ -40,8 +40,6 @@ class WeightPassing:
         """Follower -> the version that it was last given."""
         self._waiting: dict[str, Any] = {}
         """Follower -> weights that it takes over when its responses are finished."""
-        self._lacking: set[str] = set()
-        """Followers with a rank that was replaced and has no weights yet."""
 
     @property
     def under_way(self) -> bool:
@@ -71,8 +69,8 @@ class WeightPassing:
         return {e.follower: self._groups[e.follower].version for e in self._edges if e.leader == leader}
 
     def holds_back(self, group: WorkerGroup) -> bool:
-        """Whether a group may begin nothing new: weights wait for it to finish, or a rank of it waits for weights."""
-        return group.name in self._waiting or group.name in self._lacking
+        """Whether a group may begin nothing new: weights wait for it to finish."""
+        return group.name in self._waiting
 
     def pass_on(self, leader: str) -> None:
         """Give the followers of a group its present weights, now, or when those of an earlier version have arrived."""
@@ -87,11 +85,11 @@ class WeightPassing:
         call = group.call("publish_weights", version=group.version)
         self._hands.watch(call, lambda call: self._published(call, edges))
 
-    def give_again(self, follower: WorkerGroup) -> None:
-        """A rank of it is new: all of it is given the present weights."""
+    def give(self, follower: WorkerGroup, rank: int) -> None:
+        """A rank is up in the place of another: it gets no rows before it has the present weights, if it follows anybody."""
         for edge in self._edges:
             if edge.follower == follower.name:
-                self._lacking.add(follower.name)
+                follower.lacking.add(rank)
                 self._passed.pop(follower.name, None)
                 self.pass_on(edge.leader)
 
@@ -102,14 +100,15 @@ class WeightPassing:
     def settle(self) -> None:
         """Let those take over their weights who have finished what they were at."""
         for name in list(self._waiting):
-            if not self._groups[name].calls:
+            if not self._groups[name].at_work:
                 self._receive(self._groups[name], self._waiting.pop(name))
 
     def _published(self, call: Call, edges: Sequence[ParameterEdge]) -> None:
         weights = next(w for w in call.results if w is not None)
         for edge in edges:
             follower = self._groups[edge.follower]
-            unfinished = [c for c in follower.calls if c.gives_way]
+            ranks = self._receivers(follower, weights)
+            unfinished = [c for c in follower.calls if c.gives_way and ranks.intersection(c.ranks)]
             if unfinished and self._partial_rollouts == "finish":
                 self._waiting[follower.name] = weights
                 continue
@@ -118,9 +117,17 @@ class WeightPassing:
                     self._hands.give_up(other)
             self._receive(follower, weights)
 
+    def _receivers(self, follower: WorkerGroup, weights: Any) -> set[int]:
+        """Ranks that are to take over weights: all that are up, or, of weights that the others have, those that lack them."""
+        if follower.lacking and follower.version == weights.version:
+            return set(follower.lacking)
+        return {rank for rank in range(len(follower.mesh)) if rank not in follower.starting}
+
     def _receive(self, follower: WorkerGroup, weights: Any) -> None:
         self._hands.take_device(follower)
-        self._hands.watch(follower.call("receive_weights", weights=weights), lambda c: self._received(c, weights))
+        ranks = sorted(self._receivers(follower, weights))
+        call = follower.call("receive_weights", ranks=ranks, weights=weights)
+        self._hands.watch(call, lambda call: self._received(call, weights))
 
     def _received(self, call: Call, weights: Any) -> None:
         for rank, checksum in sorted(call.values.items()):
@@ -130,10 +137,9 @@ class WeightPassing:
                     f"but {weights.checksum} was published"
                 )
         call.group.version = self._passed[call.group.name] = weights.version
-        if call.lost:
+        call.group.lacking -= set(call.ranks) - call.lost
+        if call.group.lacking:  # they came up meanwhile
             del self._passed[call.group.name]
-        else:
-            self._lacking.discard(call.group.name)
         for leader, owing in list(self._owing.items()):
             if call.group.name in owing:
                 owing.discard(call.group.name)

@@ -1,7 +1,9 @@
 """Runs on a fake clock: what they take is what the costs say, and what is trained is what any backend would train."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,12 @@ import pytest
 from toy import ToyActor, ToyLoss, ToyReward, ToyRollout, prompts, toy_dapo, toy_evaluation, toy_grpo
 
 from weft.__main__ import main
-from weft.controllers.backend import Local
+from weft.controllers.backend import Event, Local
 from weft.controllers.driver import Driver, Evaluation
+from weft.controllers.group import Call
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
+from weft.controllers.shell import Failure, Reply, Task
 from weft.controllers.simulated import Costs, Generation, Known, Linear, LogNormal, Simulated, bound, calibrate
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer import LOG, BufferConfig
@@ -417,3 +421,88 @@ def test_256_devices_and_20_steps_take_seconds(tmp_path: Path):
     driver = run(tmp_path, schedule, Simulated(cost), apart(128, 128), number=1000, n=8)
     assert len(times(driver)) == 20
     assert time.process_time() - began < 20
+
+
+class Replaceable(Rollout):
+    replaceable = True
+
+
+class Mortal(Simulated):
+    """The process of a replica ends at a time, and another takes long to come up."""
+
+    has_processes = True
+
+    def __init__(self, costs: Costs, at: float) -> None:
+        super().__init__(costs)
+        self._at = at
+        self.told: list[tuple[str, int, int | None]] = []
+        """What the second rank was asked to do, and the version of weights that it was given."""
+
+    def start(self, setup: Any) -> dict[str, Any]:
+        self._groups = super().start(setup)
+        return self._groups
+
+    def _submit(self, rank: int, task: Task, call: Call) -> None:
+        super()._submit(rank, task, call)
+        if call.group.name == "rollout" and rank == 1:
+            weights = task.arguments.get("weights")
+            self.told.append((task.method, call.group.version, weights.version if weights else None))
+
+    def wait(self, timeout_s: float) -> list[Event]:
+        events = [*super().wait(timeout_s)]
+        rollout = self._groups["rollout"]
+        if self.clock() >= self._at and (lost := [c for c in rollout.calls if 1 in c.waiting]):
+            self._at = math.inf
+            self.told.clear()
+            failure = Failure("its process ended", "", user_error=False, died=True)
+            events.append(Event(lost[0], 1, Reply(failure=failure)))
+        return events
+
+    def replace(self, group: Any, rank: int) -> None:
+        self._desks[group.name, rank] = type(self._desks[group.name, rank])(
+            self._desks[group.name, rank].cost, self._reply, self._invent
+        )
+        self._desks[group.name, rank].at = self.clock()
+
+    def _result(self, call: Call, rank: int, task: Task, *others: Any) -> Reply:
+        reply = super()._result(call, rank, task, *others)
+        return replace(reply, value=call.group.mesh[rank]) if task.method == "register" else reply
+
+
+@pytest.mark.parametrize("partial_rollouts", [None, "continue", "finish", "requeue"])
+def test_the_siblings_of_a_rank_that_died_go_on_while_another_comes_up(tmp_path: Path, partial_rollouts: Any):
+    cost = costs(Known(lengths=((10,),)))
+    common: dict[str, Any] = {"steps": 12, "prompts_per_step": 4}
+    schedule = Asynchronous(**common, partial_rollouts=partial_rollouts) if partial_rollouts else Synchronous(**common)
+
+    def run_for(startup_s: float) -> tuple[Driver, Mortal]:
+        backend = Mortal(Costs(nodes={**cost.nodes, "rollout.register": Linear(fixed_s=startup_s)}), at=5.0)
+        made = groups() | {"rollout": group(Replaceable, name="rollout")}
+        made["rollout"].follows(made["actor"])
+        driver = Driver(
+            toy_grpo(prompts(40), n=2, **made),
+            schedule=schedule,
+            placement=apart(2, 1),
+            backend=backend,
+            root=tmp_path,
+            name=f"run-{startup_s:g}",
+            progress=False,
+            buffer=QUIET,
+            call_timeout_s=1e6,
+        )
+        with driver:
+            driver.run()
+        assert driver.directory.metrics[-1]["replaced_workers"] == 1
+        assert not prove(driver.directory.path / "buffer").violations
+        return driver, backend
+
+    driver, backend = run_for(1e5)
+    assert times(driver)[-1] < 1000, "nobody waited for the rank that is not up"
+    assert [method for method, *_ in backend.told] == ["register"]
+    driver, backend = run_for(40.0)
+    methods = [method for method, *_ in backend.told]
+    assert methods[:2] == ["register", "receive_weights"] and "generate" in methods
+    held = None
+    for method, version, given in backend.told:
+        held = given if method == "receive_weights" else held
+        assert method != "generate" or held == version, "it gets no rows before it has the weights of the others"
