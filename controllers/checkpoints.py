@@ -16,7 +16,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ from pydantic import Field
 from ..dataflow.buffer import LOG, SEGMENTS, BufferConfig, SampleBuffer, restore
 from ..dataflow.config import Config
 from ..dataflow.disk import Disk, is_full, make_folder, set_aside
-from ..dataflow.errors import RunError, UserError, nearest
+from ..dataflow.errors import DeadlineError, RunError, UserError, nearest
 from ..dataflow.graph import Graph
 from ..dataflow.handle import Handle
 from ..dataflow.inspection import BUFFER
@@ -48,6 +48,8 @@ BEFORE = ".before_"
 """What the name of a checkpoint begins with that another one of the same step takes the place of."""
 RUN = "run.json"
 POLL_S = 0.5
+LOOK_S = 5.0
+"""Seconds between two looks at how far a checkpoint is."""
 WITHOUT_ROWS = "resume='weights' goes on from models, optimizers and the place in the data, without the rows in flight"
 
 
@@ -163,7 +165,7 @@ class Hands(Protocol):
 class Checkpoints:
     """The checkpoints of one run. One is written at a time: one that falls due meanwhile waits for it."""
 
-    def __init__(self, run: RunDirectory, config: CheckpointConfig, hands: Hands) -> None:
+    def __init__(self, run: RunDirectory, config: CheckpointConfig, hands: Hands, patience_s: float) -> None:
         self.folder = run.path / FOLDER
         self._run = run
         self.config = config
@@ -177,6 +179,12 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         """Large files are read again there, and old ones removed, while the driver goes on."""
         self._asked = 0.0
+        self._patience_s = patience_s
+        self._hashed = 0
+        """Pieces of files that were read for the manifest."""
+        self._looked = self._moved = 0.0
+        """When somebody looked how far it is, and when it was further than before."""
+        self._stand: object = None
         self.saved_step = -1
         """Step of the latest that was begun."""
         self.no_room = ""
@@ -210,6 +218,7 @@ class Checkpoints:
         self._path, self.no_room = path, ""
         self.saved_step = state.step
         self.pause_s = self._asked = 0.0
+        self._looked = self._moved = time.monotonic()
         for group in groups:
             self._copying.add(group.name)
             self._writing[group.name] = group
@@ -220,14 +229,38 @@ class Checkpoints:
         self.pause_s = max([self.pause_s, *call.results])
 
     def poll(self) -> None:
-        """Ask those who are still writing and have nothing else to do whether it is done, twice a second at most."""
+        """Ask those who are still writing and have nothing else to do whether it is done, twice a second at most.
+
+        Raises:
+            DeadlineError: nothing more was written for too long; the message says who was waited for.
+        """
         now = time.monotonic()
+        self._look(now)
         if self._copying or now - self._asked < POLL_S:
             return
         self._asked = now
         for group in self._writing.values():
             if not group.busy:
                 self._hands.watch(group.call("checkpoint_written"), self._answered)
+
+    def _look(self, now: float) -> None:
+        """See whether the checkpoint grows, however long it takes."""
+        if self._path is None or now - self._looked < min(LOOK_S, self._patience_s / 2):
+            return
+        paused, self._looked = now - self._looked > self._patience_s, now
+        stand = (_sizes(self._unfinished(self._path)), self._hashed, {*self._writing})
+        # Calls have a deadline of their own; and if nobody has looked for so long, the driver itself was waiting.
+        if stand != self._stand or paused or self._copying:
+            self._stand, self._moved = stand, now
+        elif now - self._moved > self._patience_s:
+            who = [f"{name}, which has not said that its part is on the disk" for name in self._writing]
+            who = who or [
+                "the driver's own thread, which reads the files again, names the checkpoint and removes old ones"
+            ]
+            raise DeadlineError(
+                f"checkpoint {self._path}: nothing more was written for {self._patience_s:g} s (call_timeout_s). "
+                f"Waited for: {'; '.join(who)}"
+            )
 
     def _answered(self, call: Call) -> None:
         if all(call.results):
@@ -274,7 +307,7 @@ class Checkpoints:
         self._path = None
 
     def _name(self, path: Path, values: Callable[[str], Mapping[int, float]]) -> None:
-        write_manifest(self._unfinished(path))
+        write_manifest(self._unfinished(path), advance=self._has_hashed)
         self._run.check(sure=True)
         before = path.with_name(f"{BEFORE}{path.name}")
         if path.exists():  # of a run that was ended twice within a step
@@ -284,6 +317,9 @@ class Checkpoints:
         if before.exists():
             _remove(before)
         self._prune(values)
+
+    def _has_hashed(self) -> None:
+        self._hashed += 1
 
     def _unfinished(self, path: Path) -> Path:
         """Where a checkpoint is written until it is whole: in a folder that no driver before or after this one has."""
@@ -306,7 +342,18 @@ class Checkpoints:
         return max(known, key=lambda path: known[path], default=None)
 
     def close(self) -> None:
-        self._thread.shutdown()
+        """Wait for what is being named, as long as for anything."""
+        if self._naming is not None:
+            wait([self._naming], timeout=self._patience_s)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _sizes(folder: Path) -> dict[Path, int]:
+    """Of the files below a folder; none when it gets its name at this moment."""
+    try:
+        return {path: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    except OSError:
+        return {}
 
 
 def _remove(path: Path) -> None:

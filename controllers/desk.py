@@ -6,6 +6,7 @@ yields. So weights go in between two steps of generation, and new prompts join t
 
 from __future__ import annotations
 
+import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ from .shell import DataAccess, Reply, Task, run
 
 SAYING_S = 5.0
 """How long a call that gives way may go on without a reply, before it says that it does."""
+LISTEN_S = 1.0
+"""How long whoever waits for the reply of a call waits before it asks whether the worker does anything."""
 Hear = Callable[[Reply], None]
 
 
@@ -26,6 +29,37 @@ class _Turn:
     hear: Hear
     begin: Callable[[], None]
     begun: bool = False
+
+
+class Pulse:
+    """What a worker has done, counted by itself (`Context.advance`): who waits for it can tell work from silence. A thread of its own
+    that merely says that the process lives would not tell them apart."""
+
+    def __init__(self) -> None:
+        self._count = self._told = 0
+
+    def __call__(self) -> None:
+        self._count += 1
+
+    @property
+    def moved(self) -> bool:
+        """Whether it has done anything since somebody asked last."""
+        before, self._told = self._told, self._count
+        return self._told != before
+
+
+def as_they_come(replies: queue.SimpleQueue[Reply], pulse: Pulse, listen_s: float = LISTEN_S) -> Iterator[Reply]:
+    """The replies of a call, to the last; an empty one for a time in which the worker had none, and did something."""
+    while True:
+        try:
+            reply = replies.get(timeout=listen_s)
+        except queue.Empty:
+            if pulse.moved:
+                yield Reply()
+            continue
+        yield reply
+        if reply.done or reply.failure is not None:
+            return
 
 
 class Desk:

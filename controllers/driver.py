@@ -116,9 +116,10 @@ class Driver:
         """Check everything that can be checked before a process is started.
 
         Args:
-            record_every: samples of each `record_every`-th step (those that it divides) are kept in the run directory; 0 keeps none.
-            call_timeout_s: how long a rank that was called may say nothing: then it is replaced, if it can be, or the run is
-                taken back to its last checkpoint, or ends.
+            record_every: samples of each `record_every`-th step are kept in the run directory; 0 keeps none.
+            call_timeout_s: how long a rank that was called may do nothing that shows (an answer, a microbatch, a step of an engine, a
+                scored sample; `Context.advance`): then it is replaced, if it can be, or the run is taken back to its last
+                checkpoint, or ends. So long, too, a checkpoint may not grow.
             buffer: how much the sample buffer may hold, and how it keeps it.
             checkpoint: when the run saves what it needs to go on.
             name: of the run's directory below `root`; default: the time. A run has one driver: while it lives, another is refused.
@@ -188,6 +189,7 @@ class Driver:
             "python": platform.python_version(),
         }
         self._checkpoint_config = checkpoint
+        self._call_timeout_s = call_timeout_s
         self._restarts: Counter[str] = Counter()
         """Checkpoint -> how often the run has gone on from it by itself."""
         # Rows in flight are kept for as many as the models are, and for one that is being written.
@@ -202,7 +204,7 @@ class Driver:
     def _begin(self) -> None:
         """What each start of the run begins with: the first, and those from a checkpoint."""
         self._disk.write(lambda: self.directory.write_config(self._described, self._graphs["train"].mermaid()))
-        self._checkpoints = Checkpoints(self.directory, self._checkpoint_config, self)
+        self._checkpoints = Checkpoints(self.directory, self._checkpoint_config, self, self._call_timeout_s)
         self.buffer: SampleBuffer | None = None
         """The rows of the run, while it lives."""
         self.groups: dict[str, WorkerGroup] = {}

@@ -37,7 +37,7 @@ from ..dataflow.handle import Handle
 from ..workers.worker import Context
 from .backend import START_TIMEOUT_S, Event, Files, Setup, plain_name, this_node
 from .cluster import address_of, nodes_of, sizes
-from .desk import Desk
+from .desk import Desk, Pulse, as_they_come
 from .group import Call, WorkerGroup
 from .interface import network_environment
 from .out_of_memory import kills, why_ended
@@ -51,7 +51,10 @@ if TYPE_CHECKING:
 NODE_TIMEOUT_S = 5.0
 """Longest wait for a node to accept a connection, when a process is gone, or rows cannot be read."""
 MAX_CALLS = 64
-"""Calls on one rank that may be under way, each of which has a thread there; all but one of them wait for their turn."""
+"""Calls with rows on one rank that may be under way, each of which has a thread there; all but one of them wait for their turn."""
+CONTROL = "control"
+"""Calls without rows (weights, checkpoints, cancelling, closing) have threads of their own, which no number of the others can occupy."""
+CONTROL_CALLS = 16
 POOL_TIMEOUT_S = 30.0
 """Longest wait for the pools of a placement, which others on the cluster may hold."""
 OWN_POOL_TIMEOUT_S = 1.0
@@ -384,7 +387,12 @@ class RayBackend:
             "max_restarts": 0,
             "max_concurrency": MAX_CALLS,
         }
-        return ray.remote(Rank).options(**options).remote(handle.worker_class, handle.config, context, *data)
+        remote: Any = ray.remote
+        return (
+            remote(concurrency_groups={CONTROL: CONTROL_CALLS})(Rank)
+            .options(**options)
+            .remote(handle.worker_class, handle.config, context, *data)
+        )
 
     def _rendezvous(self, name: str) -> str:
         """Where the ranks of a group meet: a file on the node of its pool; no port is opened for it."""
@@ -408,7 +416,7 @@ class RayBackend:
                 )
             for ref in ready:
                 try:
-                    failure, coordinates, node = ray.get(ref)
+                    failure, coordinates, node = ray.get(ref, timeout=START_TIMEOUT_S)
                 except RayError as error:
                     raise WorkerError(self._died(starting[ref], error)) from None
                 if failure is not None:
@@ -419,7 +427,8 @@ class RayBackend:
         return meshes
 
     def _submit(self, rank: int, task: Task, call: Call) -> None:
-        stream = self._actors[call.group.name, rank].call.options(num_returns="streaming").remote(task)
+        options = {"num_returns": "streaming"} | ({"concurrency_group": CONTROL} if task.rows is None else {})
+        stream = self._actors[call.group.name, rank].call.options(**options).remote(task)
         self._streams[stream] = (call, rank)
 
     def clock(self) -> float:
@@ -427,7 +436,7 @@ class RayBackend:
 
     def cancel(self, call: Call) -> None:
         for rank in call.ranks:
-            self._actors[call.group.name, rank].cancel.remote(call.number)
+            self._actors[call.group.name, rank].cancel.options(concurrency_group=CONTROL).remote(call.number)
 
     def wait(self, timeout_s: float) -> Sequence[Event]:
         import ray
@@ -442,7 +451,7 @@ class RayBackend:
         for stream in ready:
             call, rank = self._streams[stream]
             try:
-                reply: Any = ray.get(next(stream))
+                reply: Any = ray.get(next(stream), timeout=START_TIMEOUT_S)
             except (RayError, StopIteration) as error:
                 message = self._died(f"{call.group.name}[{rank}]", error)
                 reply = Reply(failure=Failure(message, "", user_error=False, died=True))
@@ -469,7 +478,7 @@ class RayBackend:
         try:
             if self._deletions is not None:  # while the servers are there
                 self._deletions.close()
-            closing = [actor.close.remote() for actor in self._actors.values()]
+            closing = [actor.close.options(concurrency_group=CONTROL).remote() for actor in self._actors.values()]
             if closing:
                 ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
             if not self._folder:
@@ -519,6 +528,8 @@ class Rank:
         for variable, value in network_environment(ray.util.get_node_ip_address()).items():
             os.environ.setdefault(variable, value)
         self._note: SampleNote | None = None
+        self._pulse = Pulse()
+        context = replace(context, advance=self._pulse)
         if context.run_dir is not None:
             _log_to(context.run_dir / "logs" / f"{context.name}_{context.rank}.log")
             self._note = SampleNote(SampleNote.path(context.run_dir, context.name, context.rank))
@@ -580,11 +591,7 @@ class Rank:
         replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         assert self._desk is not None
         self._inbox.put(functools.partial(self._desk.add, task, replies.put))
-        while True:
-            reply = replies.get()
-            yield reply
-            if reply.done or reply.failure is not None:
-                return
+        yield from as_they_come(replies, self._pulse)
 
     def cancel(self, number: int) -> None:
         assert self._desk is not None

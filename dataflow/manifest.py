@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,9 +40,9 @@ class Damage:
         return f"{self.file} {self.problem}"
 
 
-def write_manifest(folder: Path, *, disk: Disk | None = None) -> None:
+def write_manifest(folder: Path, *, disk: Disk | None = None, advance: Callable[[], None] = lambda: None) -> None:
     """Sync every file below the folder, then write what each of them is; the manifest itself comes last, atomically. Nobody
-    else may read any of it.
+    else may read any of it. `advance` is called now and then while files are read.
 
     Raises:
         OSError: a file cannot be read, or the disk is full; there is no manifest then.
@@ -54,7 +54,7 @@ def write_manifest(folder: Path, *, disk: Disk | None = None) -> None:
     for path in (folder, *(p for p in folder.rglob("*") if not p.is_symlink())):
         make_private(path)
     with ThreadPoolExecutor(_THREADS) as pool:
-        files = dict(zip(names, pool.map(lambda name: _describe(folder / name, disk), names), strict=True))
+        files = dict(zip(names, pool.map(lambda name: _describe(folder / name, disk, advance), names), strict=True))
     for inside in sorted({folder / parent for name in names for parent in Path(name).parents}, reverse=True):
         disk.sync_folder(inside)
     disk.write_whole(folder / MANIFEST, _render(files))
@@ -95,12 +95,13 @@ def _check(folder: Path, name: str, entry: _Entry) -> str:
     return f"has checksum {checksum}, not {entry['xxh3_64']}" if checksum != entry["xxh3_64"] else ""
 
 
-def _describe(path: Path, sync: Disk | None = None) -> _Entry:
+def _describe(path: Path, sync: Disk | None = None, advance: Callable[[], None] = lambda: None) -> _Entry:
     digest, size = xxhash.xxh3_64(), 0
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     descriptor = os.open(path, os.O_RDONLY)
     try:
         while count := os.readv(descriptor, [buffer]):
+            advance()
             digest.update(buffer[:count])
             size += count
         if sync is not None:

@@ -213,6 +213,7 @@ class FsdpEngine:
         return "the norm of the gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
 
     def _forward(self, rows: _Rows, part: np.ndarray, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        self.context.advance()
         inputs = rows.inputs(part)
         arrays = [None if array is None else torch.from_numpy(array).to(self.device) for array in inputs]
         return self.model(*arrays, entropy=entropy)

@@ -168,6 +168,7 @@ class RewardWorker(Worker):
                 failed[k] = error
             finally:
                 self.context.at(None)
+                self.context.advance()
         yield self._part(
             samples.take([*rewards]) if failed or len(rewards) < len(samples) else samples, [*rewards.values()], into
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,9 +42,8 @@ class RewardModelWorker(Worker):
         if engine is None:
             from .fsdp import FsdpEngine
 
-            engine = FsdpEngine(
-                config, Context(context.name, run_dir=context.run_dir, seed=context.seed), head="rewards"
-            )
+            alone = replace(context, rank=0, world_size=1, rendezvous=None)
+            engine = FsdpEngine(config, alone, head="rewards")
         self.engine = engine
 
     @classmethod

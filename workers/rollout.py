@@ -138,6 +138,7 @@ class RolloutWorker(Worker):
         finished: list[dict[int, Response]] = [{} for _ in prompt_ids]
         with contextlib.closing(self.engine.generate(requests, sampling)) as steps:  # pyright: ignore[reportArgumentType]
             for step in steps:
+                self.context.advance()
                 for response in step:
                     finished[response.request_id // n][response.request_id] = response
                 rows = {r.request_id // n for r in step}

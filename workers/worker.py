@@ -35,6 +35,9 @@ class Context:
     at: Callable[[int | None], None] = lambda sample_id: None
     """To be told which sample is worked on (None: none), where one of them may hang or end the process: it is blamed then, instead of
     all that the call has not finished."""
+    advance: Callable[[], None] = lambda: None
+    """To be told that a part of the work is done, such as a microbatch or a step of an engine: a rank that says so for a long call is not
+    taken to hang, and one that does not is given up after the driver's `call_timeout_s`."""
 
 
 class Worker:

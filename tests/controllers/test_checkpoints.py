@@ -25,7 +25,7 @@ from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.flow import Place, positions
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
 from weft.dataflow.batch import Batch
-from weft.dataflow.errors import UserError, WorkerDied
+from weft.dataflow.errors import DeadlineError, UserError, WorkerDied
 from weft.dataflow.handle import group
 from weft.dataflow.log import LogReader
 from weft.dataflow.metrics import Metrics
@@ -118,6 +118,35 @@ def run(
 
 def trained(weights: list[Any]) -> list[int]:
     return sorted({group for group, _ in weights})
+
+
+class EndlessActor(SavingActor):
+    """Never says that its part of a checkpoint is on the disk."""
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def checkpoint_written(self, wait: bool = False) -> bool:
+        return False
+
+
+def test_a_checkpoint_that_does_not_grow_has_a_deadline_that_says_who_was_waited_for(tmp_path: Path):
+    rollout, actor = group(SlowRollout, name="rollout"), group(EndlessActor, name="actor")
+    rollout.follows(actor)
+    graph = toy_grpo(prompts(10), rollout=rollout, reward=group(ToyReward, name="reward"), actor=actor)
+    driver = Driver(
+        graph,
+        schedule=SCHEDULES[0],
+        checkpoint=CheckpointConfig(every=1),
+        root=tmp_path,
+        progress=False,
+        call_timeout_s=0.3,
+    )
+    with (
+        driver,
+        pytest.raises(
+            DeadlineError, match=r"checkpoint .*step_000001: nothing more was written for 0.3 s .*actor, which"
+        ),
+    ):
+        driver.run()
 
 
 def test_an_evaluation_that_was_under_way_at_a_checkpoint_is_given_up_and_that_of_its_step_made_again(

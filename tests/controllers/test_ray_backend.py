@@ -9,20 +9,36 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
-from toy import ToyActor, ToyReward, ToyRollout, ToyTeacher, prompts, toy_distillation, toy_evaluation, toy_grpo
+from test_schedules import SlowRollout
+from toy import (
+    ToyActor,
+    ToyLoss,
+    ToyReward,
+    ToyRollout,
+    ToyTeacher,
+    ToyWeights,
+    prompts,
+    toy_distillation,
+    toy_evaluation,
+    toy_grpo,
+)
 
 from weft.controllers.backend import Local
 from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.group import Call
 from weft.controllers.placement import Place, ResourcePool
-from weft.controllers.ray_backend import RayBackend
+from weft.controllers.ray_backend import MAX_CALLS, RayBackend
 from weft.controllers.schedule import Synchronous
-from weft.controllers.shell import Task
+from weft.controllers.shell import RowTask, Task
+from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError, WorkerError
 from weft.dataflow.graph import TableSource
 from weft.dataflow.handle import group
+from weft.dataflow.metrics import Metrics
+from weft.dataflow.operation import operation_of
 from weft.dataflow.samples import recorded as recorded_parts
 from weft.workers.dispatch import Dispatch, PerRank
 from weft.workers.remote import remote
@@ -258,3 +274,45 @@ def test_a_closed_run_leaves_no_process(tmp_path: Path):
     while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         os.sched_yield()
     assert not Path(f"/proc/{pid}").exists()
+
+
+class EndlessRollout(SlowRollout):
+    """Generates until new weights come."""
+
+    def generate(self, prompts: Batch, *, n: int = 2) -> Iterator[Any]:
+        while not self.version:
+            yield None
+
+
+def test_weights_arrive_at_a_rank_however_many_calls_it_has_open(tmp_path: Path):
+    made = handles() | {"rollout": group(EndlessRollout, name="rollout")}
+    backend = RayBackend()
+    operation = operation_of(EndlessRollout.generate) or operation_of(SlowRollout.generate)
+    assert operation is not None
+    nobody = np.zeros(0, np.int64)
+    with drive(tmp_path, made, prompts(8), backend=backend, call_timeout_s=10) as driver:
+        rows = RowTask(operation, (), nobody, nobody, nobody)
+        calls = [Task("generate", rows=rows, number=-number) for number in range(1, MAX_CALLS + 8)]
+        rank = backend._actors["rollout", 0]
+        streams = [rank.call.options(num_returns="streaming").remote(task) for task in calls]
+        (checksum,) = driver.call(made["rollout"], "receive_weights", weights=ToyWeights(1))
+        assert checksum == ToyWeights(1).checksum
+        del streams
+
+
+class SlowActor(ToyActor):
+    """An update takes longer than a rank may be silent, and is not silent."""
+
+    def update(self, samples: Batch, *, loss: ToyLoss = ToyLoss()) -> Metrics:
+        for _ in range(15):
+            time.sleep(0.2)
+            self.context.advance()
+        return super().update(samples, loss=loss)
+
+
+@pytest.mark.slow
+def test_an_update_may_take_longer_than_a_rank_may_be_silent(tmp_path: Path):
+    made = {"rollout": group(ToyRollout), "reward": group(ToyReward), "actor": group(SlowActor)}
+    made["rollout"].follows(made["actor"])
+    with drive(tmp_path, made, prompts(8), call_timeout_s=2, steps=1) as driver:
+        assert driver.run()[-1]["step"] == 1

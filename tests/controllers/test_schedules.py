@@ -1,5 +1,7 @@
 """One graph under every schedule: the same updates where they must be, fresh enough rows always."""
 
+import queue
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -24,7 +26,7 @@ from toy import (
 )
 
 from weft.controllers.backend import Files
-from weft.controllers.desk import Desk
+from weft.controllers.desk import Desk, Pulse, as_they_come
 from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
@@ -290,6 +292,17 @@ def test_updates_behind_different_filters_are_refused_but_by_synchronous(tmp_pat
     with pytest.raises(UserError, match="stand behind different filters"):
         Driver(graph, schedule=Pipelined(steps=1), root=tmp_path)
     Driver(graph, schedule=Synchronous(steps=1), root=tmp_path)
+
+
+def test_a_worker_that_works_says_so_and_one_that_is_silent_does_not():
+    pulse, replies = Pulse(), queue.SimpleQueue()
+    coming = as_they_come(replies, pulse, listen_s=0.001)
+    for _ in range(3):
+        pulse()
+        assert next(coming) == Reply(), "it has nothing to say, but it did something"
+    done = Reply(done=True)
+    threading.Timer(0.05, lambda: replies.put(done)).start()
+    assert list(coming) == [done], "it did nothing, and nobody says otherwise"
 
 
 def test_a_call_that_is_cancelled_before_it_comes_is_never_begun(tmp_path: Path):

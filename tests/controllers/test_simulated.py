@@ -464,8 +464,8 @@ class Mortal(Simulated):
         )
         self._desks[group.name, rank].at = self.clock()
 
-    def _result(self, call: Call, rank: int, task: Task, *others: Any) -> Reply:
-        reply = super()._result(call, rank, task, *others)
+    def _result(self, call: Call, rank: int, task: Task, rows: Any, cost: Any, seconds: float) -> Reply:
+        reply = super()._result(call, rank, task, rows, cost, seconds)
         return replace(reply, value=call.group.mesh[rank]) if task.method == "register" else reply
 
 
