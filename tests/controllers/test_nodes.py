@@ -30,7 +30,10 @@ def test_groups_on_three_nodes_read_each_others_rows(tmp_path: Path):
 
     here, second, third = sorted(result["wrote"])
     wrote = {node: {w.rsplit("-", 2)[0] for w in writers} for node, writers in result["wrote"].items()}
-    assert wrote[here] == {"sources", "functions"} and {*wrote[second], *wrote[third]} == {"rollout", "reward"}
+    assert "sources" in wrote[here] and {*wrote[second], *wrote[third]} >= {"rollout", "reward"}
+    assert {*wrote[here], *wrote[second], *wrote[third]} == {"sources", "functions", "rollout", "reward"}, (
+        "the functions, and the recorder, which writes no rows, stand wherever a CPU is free"
+    )
     assert all(number > 0 for number in result["fetched"].values()), "each node reads rows of another"
     assert "'rollout' follows 'actor', but they stand on 2 nodes" in result["refused"], "weights do not travel yet"
 
