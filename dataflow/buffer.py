@@ -208,8 +208,9 @@ class SampleBuffer:
         if ledger.source in lost:  # whoever has the graphs has it, and writes it again
             ledger.source = None
         for group, segment in ledger.groups_in(lost):
-            self.damage.append(f"group {group} of graph {ledger.name!r} is issued again: {lost[segment]}")
-            ledger.lose(group, lost[segment])
+            again = ledger.lose(group, lost[segment])
+            became = "is issued again" if again else "is done, but its samples cannot be recorded"
+            self.damage.append(f"group {group} of graph {ledger.name!r} {became}: {lost[segment]}")
 
     def drop_unreachable(self, nodes: Collection[str]) -> list[tuple[str, int]]:
         """Issue the groups again that lie on none of these nodes, before anybody works; returns graph and group of each."""
@@ -217,8 +218,8 @@ class SampleBuffer:
         for name, ledger in self.ledgers.items():
             gone = {segment for segment in ledger.live_segments() if segment.node not in nodes}
             for group, segment in ledger.groups_in(gone):
-                ledger.lose(group, f"node {segment.node} is gone")
-                found.append((name, group))
+                if ledger.lose(group, f"node {segment.node} is gone"):
+                    found.append((name, group))
         return found
 
     def _take_stock(self, pinned: set[Segment]) -> None:

@@ -645,14 +645,17 @@ class Ledger:
             if not (row.done | row.leased | row.skipped) >> j & 1:
                 self._skip(row, j)
 
-    def lose(self, group_id: int, why: str, *, issue_again: bool = True) -> None:
+    def lose(self, group_id: int, why: str, *, issue_again: bool = True) -> bool:
         """Columns of a group cannot be read any more: its rows are dropped, and its prompt is issued again; or nobody wants
-        them any more.
+        them any more. Returns whether it is issued again: what waited for its record alone is not.
 
         Raises:
             LeaseError: when somebody works on it.
         """
         group = self._groups[group_id]
+        issue_again = (
+            issue_again and not group.rested
+        )  # what was trained on is not trained on again: its record is lost
         rows = [r for level in group.levels for r in level]
         if any(r.leased for r in rows):
             raise LeaseError(f"group {group_id} of graph {self.name!r} is lost ({why}) while rows of it are leased")
@@ -679,6 +682,7 @@ class Ledger:
         if issue_again:
             self._issue(group.levels[SOURCE][0].position, group.tokens, group.round)
         self._retire_if_finished(group)
+        return issue_again
 
     def pieces(self, node: Node, rows: Sequence[Row]) -> list[Piece]:
         """Where a consumer finds the columns that this node reads of these rows."""

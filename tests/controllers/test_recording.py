@@ -18,15 +18,17 @@ from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
 from weft.controllers.checkpoints import CheckpointConfig
 from weft.controllers.driver import Driver
 from weft.controllers.placement import Place, ResourcePool
-from weft.controllers.recording import MAX_BEHIND
+from weft.controllers.recording import MAX_BEHIND, with_recording
 from weft.controllers.schedule import Asynchronous, Synchronous, Training
 from weft.controllers.simulated import Costs, Linear, Simulated
 from weft.dataflow.buffer import LOG
 from weft.dataflow.errors import UserError
 from weft.dataflow.handle import group
 from weft.dataflow.journal import read_timeline
+from weft.dataflow.ledger import Ledger
 from weft.dataflow.log import LogReader
 from weft.dataflow.proof import prove
+from weft.dataflow.rows import Published
 from weft.dataflow.samples import archive, parts, recorded
 
 
@@ -191,3 +193,22 @@ def test_a_group_of_the_graph_cannot_be_called_as_one_of_the_run(tmp_path: Path)
     graph = toy_grpo(prompts(4), rollout=group(ToyRollout), reward=recorder, actor=group(ToyActor))
     with pytest.raises(UserError, match="a worker group is called 'recorder', as is the group of each run that writes"):
         Driver(graph, schedule=Synchronous(steps=1), root=tmp_path)
+
+
+def test_a_group_that_was_trained_on_is_not_issued_again_when_its_columns_are_lost(tmp_path: Path):
+    rollout, actor = group(ToyRollout, name="rollout"), group(ToyActor, name="actor")
+    graph = with_recording(toy_grpo(prompts(4), rollout=rollout, reward=group(ToyReward), actor=actor))
+    ledger = Ledger(graph, name="train")
+    ledger.issue([0, 1], [1, 1], round=1)
+    for node in graph.nodes[:-1]:
+        lease = ledger.claim(node)
+        assert lease is not None
+        if node.makes_level is not None:
+            ids, parents = lease.first_child + np.array([0, 4096]), lease.ids
+            ledger.publish(lease, Published(ids, np.ones(2, np.int64), np.zeros(2, np.int64), parents), None)
+        else:
+            ledger.publish(lease, Published(lease.ids, np.zeros(len(lease.ids), np.int64)), None)
+        ledger.finish(lease, step=1 if node.operation.updates else None)
+    assert (ledger.groups_at_work, ledger.groups_behind) == (0, 2)
+    assert not ledger.lose(0, "its node is gone")
+    assert (ledger.groups_at_work, ledger.groups_behind) == (0, 1) and ledger.prompts_issued == 2
