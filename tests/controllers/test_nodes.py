@@ -34,7 +34,7 @@ def test_groups_on_three_nodes_read_each_others_rows(tmp_path: Path):
     assert {*wrote[here], *wrote[second], *wrote[third]} == {"sources", "functions", "rollout", "reward"}, (
         "the functions, and the recorder, which writes no rows, stand wherever a CPU is free"
     )
-    assert all(number > 0 for number in result["fetched"].values()), "each node reads rows of another"
+    assert result["fetched"][second] > 0 and result["fetched"][third] > 0, "each node that works reads rows of another"
     assert "'rollout' follows 'actor', but they stand on 2 nodes" in result["refused"], "weights do not travel yet"
 
     assert result["nodes_left"] == 2 and result["starts"] == 1, (
