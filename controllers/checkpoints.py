@@ -38,7 +38,7 @@ from ..dataflow.samples import FOLDER as SAMPLES
 from ..workers.dispatch import Dispatch
 from ..workers.remote import dispatch_of
 from .backend import Event, this_node
-from .flow import PLACE, Place
+from .flow import CURSOR, Cursor
 from .group import Call, WorkerGroup
 from .run_directory import RunDirectory, check_name, hold, is_used
 from .run_lock import RunLock
@@ -83,12 +83,12 @@ class RunState:
     """Evaluation -> the step at which it was made last."""
     stopped: bool = False
     """The run was over, whatever its schedule says."""
-    place: Place = field(default_factory=Place)
-    """In the data of the training, and"""
+    cursor: Cursor = field(default_factory=Cursor)
+    """How far the training has come in its data. This and the next two are what a run knows without its log."""
     next_id: int = 0
-    """of samples"""
+    """The first sample id that is free."""
     next_group: int = 0
-    """and of groups the ids that are free: what is known without the log."""
+    """The first group id that is free."""
 
     def write(self, folder: Path) -> None:
         (folder / RUN).write_text(json.dumps(asdict(self), indent=2) + "\n")
@@ -96,8 +96,8 @@ class RunState:
     @classmethod
     def read(cls, folder: Path) -> RunState:
         found = json.loads((folder / RUN).read_text())
-        place = found.get("place", {"issued": 0, "again": ()})
-        read = {"position": Position(**found["position"]), "place": Place(place["issued"], tuple(place["again"]))}
+        cursor = found.get("cursor", {"issued": 0, "again": ()})
+        read = {"position": Position(**found["position"]), "cursor": Cursor(cursor["issued"], tuple(cursor["again"]))}
         return cls(**{**found, **read})
 
 
@@ -405,7 +405,7 @@ class Found:
     @property
     def given_up(self) -> str:
         """What is lost when the rows in flight are."""
-        again = len(self.state.place.again)
+        again = len(self.state.cursor.again)
         return (
             f"the log is given up, and what was generated for the {again} prompts in flight, which are issued again; "
             "rows that were finished before are proven no more"
@@ -534,7 +534,7 @@ def open_buffer(
     ids = None if found is None else Ids(found.state.next_id, found.state.next_group)
     buffer = SampleBuffer.create(folder, graphs, config=config, node=this_node(), clock=clock, fence=run.lock, ids=ids)
     if found is not None:
-        buffer.note(PLACE, asdict(found.state.place))
+        buffer.note(CURSOR, asdict(found.state.cursor))
         buffer.note("step", found.state.step)
     return buffer
 

@@ -50,7 +50,7 @@ from .checkpoints import (
 )
 from .checks import all_handles, check_apart, check_followed, check_kinds, check_room, with_prompts_that_fit
 from .failures import Failures
-from .flow import PLACE, Flow, Place, positions
+from .flow import CURSOR, Cursor, Flow, positions
 from .full_disk import FullDisk
 from .group import Call, UnderWay, WorkerGroup, publishes_as_it_goes
 from .placement import Placement, resolve
@@ -322,8 +322,8 @@ class Driver:
         buffer.set_source(name, sources.append(source))
         ledger = buffer.ledgers[name]
         order = positions(len(source), self._seed, shuffle=schedule.shuffle)
-        noted = buffer.notes.get(PLACE) if name == "train" else None
-        start = Place(noted["issued"], tuple(noted["again"])) if noted else Place()
+        noted = buffer.notes.get(CURSOR) if name == "train" else None
+        start = Cursor(noted["issued"], tuple(noted["again"])) if noted else Cursor()
         rest = start.rest(order, ledger.prompts_issued)
         # Rows that are made of the source's have a part of their tokens: the prompt, and what they say themselves.
         makes_rows = any(node.level == SOURCE and node.makes_level is not None for node in graph.nodes)
@@ -519,23 +519,20 @@ class Driver:
 
     @property
     def _passing_weights(self) -> bool:
-        if self._at_work is self._under_way:
-            return self._under_way.beside_the_graph > 0
-        return any(call.node is None for call in self._at_work)
+        return self._at_work.beside_the_graph > 0
 
     @property
-    def _at_work(self) -> UnderWay | list[Call]:
+    def _at_work(self) -> UnderWay:
         """Calls under way, but those on ranks that get no rows meanwhile: nobody waits for a process that is not up."""
         groups = self.groups.values()
-        return [c for g in groups for c in g.at_work] if any(g.out for g in groups) else self._under_way
+        return UnderWay(c for g in groups for c in g.at_work) if any(g.out for g in groups) else self._under_way
 
     def _dispatch(self) -> None:
         self._weights.settle()
         self._checkpoints.poll()
         self._record(hurry=self._over)
-        for flow in sorted(
-            self._flows.values(), key=lambda flow: not flow.evaluates
-        ):  # few rows, and not at the end of a queue
+        # Evaluations come first: they have few rows, which must not stand at the end of a queue.
+        for flow in sorted(self._flows.values(), key=lambda flow: not flow.evaluates):
             for node in flow.nodes:
                 group = self.groups[node.group or FUNCTIONS]
                 share = self._share(flow, node, group)
@@ -894,7 +891,7 @@ class Driver:
             schedule=type(self._schedule).__name__,
             evaluated={name: self._flows[name].closed_at for name in self._evaluations},
             stopped=self._stopped,
-            place=self._flows["train"].place,
+            cursor=self._flows["train"].cursor,
             next_id=self._live_buffer.ids.next_id,
             next_group=self._live_buffer.ids.next_group,
         )

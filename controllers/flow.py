@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from .schedule import Schedule
 
 
-PLACE = "place"
-"""What a log that does not begin with the data says of where it begins."""
+CURSOR = "cursor"
+"""The note in a log that does not begin with the data: it says where in the data it begins."""
 
 
 def positions(size: int, seed: int, *, shuffle: bool) -> Iterator[int]:
@@ -41,21 +41,21 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Place:
+class Cursor:
     """How far a run has come in its data."""
 
     issued: int = 0
     """Rows of the source that were issued, in the order of the run."""
     again: tuple[int, ...] = ()
-    """Those of them that are issued once more, before all others: nobody was trained on what was made of them."""
+    """Those of them that are issued once more, before all others: no update was made with what was generated for them."""
 
     def rest(self, order: Iterator[int], issued: int) -> Iterator[int]:
-        """What is still to issue, when so many were issued from this place on."""
+        """What is still to issue, when so many were issued from this cursor on."""
         return itertools.islice(itertools.chain(self.again, itertools.islice(order, self.issued, None)), issued, None)
 
-    def after(self, issued: int, untrained: Iterable[int]) -> Place:
-        """The place when so many were issued from this one on, and these rows would have to be issued once more."""
-        return Place(self.issued + max(0, issued - len(self.again)), (*untrained, *self.again[issued:]))
+    def after(self, issued: int, untrained: Iterable[int]) -> Cursor:
+        """The cursor when so many were issued from this one on, and these rows would have to be issued once more."""
+        return Cursor(self.issued + max(0, issued - len(self.again)), (*untrained, *self.again[issued:]))
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Flow:
     """Rows of the source still to issue, in order."""
     num_tokens: np.ndarray
     """[source rows] tokens of each."""
-    start: Place = Place()
+    start: Cursor = Cursor()
     """Where its log began in the data."""
     step: int = 0
     """Steps that are over."""
@@ -122,8 +122,8 @@ class Flow:
         return not node.writes and not node.operation.updates and node.operation.shape in (Shape.MAP, Shape.GROUP)
 
     @property
-    def place(self) -> Place:
-        """What a run that goes on without its rows in flight must know."""
+    def cursor(self) -> Cursor:
+        """The place in the data from which a run goes on without its rows in flight."""
         return self.start.after(self.ledger.prompts_issued, self.ledger.positions_before(self.updates))
 
     def issue(self, number: int, round: int) -> None:

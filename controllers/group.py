@@ -132,12 +132,14 @@ def publishes_as_it_goes(node: Node) -> bool:
 class UnderWay:
     """Calls that are under way, oldest first. What is asked of all of them at each turn of the loop is counted, not searched for."""
 
-    def __init__(self) -> None:
+    def __init__(self, calls: Iterable[Call] = ()) -> None:
         self._calls: dict[Call, None] = {}
         self.giving_way = 0
-        """Of them, those beside which others may go on."""
+        """How many of them give way to others."""
         self.beside_the_graph = 0
-        """Of them, those of no node."""
+        """How many of them belong to no node."""
+        for call in calls:
+            self.add(call)
 
     def add(self, call: Call) -> None:
         self._calls[call] = None
@@ -216,9 +218,9 @@ class WorkerGroup:
         self.version = 0
         """Policy version of the weights that it holds."""
         self.starting: set[int] = set()
-        """Ranks whose processes are not up yet,"""
+        """Ranks whose processes are not up yet. They get no rows."""
         self.lacking: set[int] = set()
-        """and ranks that are up and have no weights yet. Neither get rows."""
+        """Ranks that are up and have no weights yet. They get no rows either."""
         self._ranks_of: dict[int, list[int]] = {}
         for rank, at in enumerate(self.mesh):
             self._ranks_of.setdefault(at.dp, []).append(rank)
@@ -260,15 +262,14 @@ class WorkerGroup:
         return sorted(self._ranks_of.keys() - without)
 
     @property
-    def at_work(self) -> UnderWay | list[Call]:
+    def at_work(self) -> UnderWay:
         """Calls under way that keep ranks busy which get rows."""
-        return [call for call in self.calls if not self.out.issuperset(call.ranks)] if self.out else self.calls
+        return UnderWay(c for c in self.calls if not self.out.issuperset(c.ranks)) if self.out else self.calls
 
     def is_free(self, *, to_join: bool) -> bool:
         """Whether the ranks that get rows can begin something; `to_join`: beside calls that give way."""
         calls = self.at_work
-        giving_way = calls.giving_way if isinstance(calls, UnderWay) else sum(call.gives_way for call in calls)
-        return not len(calls) or (to_join and giving_way == len(calls))
+        return not len(calls) or (to_join and calls.giving_way == len(calls))
 
     def call(self, method: str, *, ranks: Sequence[int] | None = None, **arguments: Any) -> Call:
         """Call a method without rows on the ranks that its dispatch protocol names, or on some of them; returns at once.

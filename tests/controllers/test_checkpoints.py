@@ -22,7 +22,7 @@ from toy import ToyLoss, ToyReward, prompts, toy_evaluation, toy_grpo
 
 from weft.controllers.checkpoints import CheckpointConfig, ask_to_end, checkpoints, latest_sound
 from weft.controllers.driver import Driver, Evaluation
-from weft.controllers.flow import Place, positions
+from weft.controllers.flow import Cursor, positions
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import DeadlineError, UserError, WorkerDied
@@ -489,14 +489,14 @@ def test_a_run_whose_log_is_lost_goes_on_from_weights_and_its_place_in_the_data(
 def test_weights_alone_issue_what_was_in_flight_once_more_also_when_that_is_interrupted():
     order = [3, 1, 4, 0, 2]
 
-    def rest(place: Place, issued: int, number: int) -> list[int]:
-        return list(itertools.islice(place.rest(iter(order * 3), issued), number))
+    def rest(cursor: Cursor, issued: int, number: int) -> list[int]:
+        return list(itertools.islice(cursor.rest(iter(order * 3), issued), number))
 
-    place = Place().after(4, untrained=[4, 0])
-    assert place == Place(4, (4, 0)) and rest(place, 0, 5) == [4, 0, 2, 3, 1] and rest(place, 1, 2) == [0, 2]
-    assert place.after(1, untrained=[4]) == Place(4, (4, 0)), "one of them is issued, and nobody was trained on it"
-    assert place.after(1, untrained=[]) == Place(4, (0,))
-    assert place.after(5, untrained=[0, 3]) == Place(7, (0, 3))
+    cursor = Cursor().after(4, untrained=[4, 0])
+    assert cursor == Cursor(4, (4, 0)) and rest(cursor, 0, 5) == [4, 0, 2, 3, 1] and rest(cursor, 1, 2) == [0, 2]
+    assert cursor.after(1, untrained=[4]) == Cursor(4, (4, 0)), "one of them is issued, and nobody was trained on it"
+    assert cursor.after(1, untrained=[]) == Cursor(4, (0,))
+    assert cursor.after(5, untrained=[0, 3]) == Cursor(7, (0, 3))
 
 
 def test_weights_alone_are_followed_by_a_checkpoint_of_their_own_and_go_with_another_schedule(tmp_path: Path):
