@@ -210,11 +210,24 @@ class GreedyBaseline:
 greedy_baseline = GreedyBaseline()
 
 
+def have_equal_rewards(samples: Batch, reward: str) -> np.ndarray:
+    """[groups] bool, in the order of `samples.groups()`: whether all rewards of a group are equal. A reward that is not a number is
+    equal to none.
+
+    >>> have_equal_rewards(Batch.of(group_id=[7, 8, 7, 8], reward=[1.0, 1.0, 0.0, 1.0]), "reward").tolist()
+    [False, True]
+    """
+    rewards, (groups, index) = samples.numpy(reward), samples.groups()
+    first = np.zeros(len(groups), dtype=rewards.dtype)
+    first[index] = rewards  # of each group some row's
+    return np.bincount(index, weights=rewards != first[index], minlength=len(groups)) == 0
+
+
 def groups_without_signal(
     samples: Batch, *, reward: str = str(REWARD), estimator: Estimator = group_normalized, **_: object
 ) -> Metrics:
-    """The share of groups whose rewards are all equal: relative to each other their rows have an advantage of 0. A reward that is not
-    a number is equal to none. Nothing, where the estimator compares with something else.
+    """The share of groups whose rewards are all equal: relative to each other their rows have an advantage of 0. There is no such
+    share where the estimator compares with something else.
 
     >>> samples = Batch.of(group_id=[7, 8, 7, 8], reward=[1.0, 1.0, 0.0, 1.0])
     >>> groups_without_signal(samples)["groups_without_signal"].value
@@ -222,11 +235,8 @@ def groups_without_signal(
     """
     if getattr(estimator, "reads", ()):
         return {}
-    rewards, (groups, index) = samples.numpy(reward), samples.groups()
-    first = np.zeros(len(groups), dtype=rewards.dtype)
-    first[index] = rewards  # of each group some row's
-    alike = np.bincount(index, weights=rewards != first[index], minlength=len(groups)) == 0
-    return {"groups_without_signal": Mean(float(alike.sum()), float(len(groups)))}
+    equal = have_equal_rewards(samples, reward)
+    return {"groups_without_signal": Mean(float(equal.sum()), float(len(equal)))}
 
 
 @node(

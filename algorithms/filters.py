@@ -7,6 +7,7 @@ import numpy as np
 from ..dataflow.batch import Batch
 from ..dataflow.metrics import Metrics, Sum
 from ..dataflow.operation import Shape, node
+from .advantages import have_equal_rewards
 
 
 @node(shape=Shape.FILTER, reads=("{by}",), quorum=True)
@@ -49,8 +50,5 @@ def drop_zero_variance(samples: Batch, *, by: str = "reward") -> tuple[Batch, Me
     >>> kept["group_id"].to_pylist(), metrics["zero_variance_groups"].value
     ([7, 7], 1.0)
     """
-    rewards, (groups, index) = samples.numpy(by), samples.groups()
-    first = np.zeros(len(groups), dtype=rewards.dtype)
-    first[index] = rewards  # of each group some row's
-    differs = np.bincount(index, weights=rewards != first[index], minlength=len(groups)) > 0
-    return samples.take(np.flatnonzero(differs[index])), {"zero_variance_groups": Sum(float((~differs).sum()))}
+    equal, (_, index) = have_equal_rewards(samples, by), samples.groups()
+    return samples.take(np.flatnonzero(~equal[index])), {"zero_variance_groups": Sum(float(equal.sum()))}

@@ -149,11 +149,10 @@ def mistakes(graph: Graph, handles: Mapping[str, Handle]) -> list[str]:
     return [f"{where}; {rule.advice}" for rule in MISTAKES for where in rule.found(graph, handles)]
 
 
-@dataclass
 class Watch:
     """Looks at each step of a run, and says of each symptom once that it shows."""
 
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
         self._said: set[int] = set()
         self._in_a_row: Counter[int] = Counter()
 

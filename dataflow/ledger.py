@@ -552,7 +552,7 @@ class Ledger:
         if deadline_s is not None:
             lease.deadline = self._clock() + deadline_s
             heapq.heappush(self._deadlines, (lease.deadline, -1, token))
-        self.hold(lease)
+        self._begin(lease)
         return lease
 
     def _claim_rows(self, i: int, number: int | None) -> list[Row]:
@@ -923,7 +923,7 @@ class Ledger:
         """When `expire` has something to look at, in seconds of the clock."""
         return self._deadlines[0][0] if self._deadlines else None
 
-    def hold(self, lease: Lease) -> None:
+    def _begin(self, lease: Lease) -> None:
         """A lease is open from here on."""
         self._leases[lease.token] = lease
         i = self._index[lease.node.name]

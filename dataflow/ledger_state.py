@@ -100,7 +100,7 @@ def load(ledger: Ledger, records: Iterable[Record]) -> None:
                     (ids, Published(*(int64_array(a) for a in p)), Segment.from_json(s) if s else None)
                     for ids, p, s in record["staged"]
                 ]
-                ledger.hold(lease)
+                ledger._begin(lease)
     ledger.num_bytes = sum(p.segment.num_bytes for p in parts)
 
 

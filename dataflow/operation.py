@@ -223,19 +223,26 @@ def bind(function: Callable[..., Any], skip: int, args: tuple[Any, ...], kwargs:
 
 
 def bind_signature(
-    function: Callable[..., Any], skip: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    function: Callable[..., Any],
+    skip: int,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    name: str | None = None,
 ) -> inspect.BoundArguments:
-    """`inspect.Signature.bind` with defaults filled in, whose errors name the nearest right argument."""
+    """`inspect.Signature.bind` with defaults filled in, whose errors name the nearest right argument, and what was called by its
+    `name` (that of the function, if none is given)."""
+    who = name or function.__qualname__
     parameters = list(inspect.signature(function).parameters.values())[skip:]
     named = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     takes = ", ".join(named) or "only rows"
-    for name in kwargs:
-        if name not in named and not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            hint = nearest(name, named) or f"; it takes {takes}"
-            raise UserError(f"{function.__qualname__} takes no argument {name!r}{hint}")
+    for given, value in kwargs.items():
+        if given not in named and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            hint = nearest(given, named) or f"; it takes {takes}"
+            raise UserError(f"{who} takes no argument {given!r} (value {value!r}){hint}")
     try:
         bound = inspect.Signature(parameters).bind(*args, **kwargs)
     except TypeError as error:  # one too many, one that must be given, or one given twice
-        raise UserError(f"{function.__qualname__}: {error}; it takes {takes}") from None
+        raise UserError(f"{who}: {error}; it takes {takes}") from None
     bound.apply_defaults()
     return bound

@@ -32,7 +32,7 @@ from .adapter import Adapter, is_adapter, is_trained, tensor_parallel_plan
 from .checkpoint import SnapshotWriter, StoredState, local_part, set_random_states, write_model
 from .dispatch import Coordinates
 from .lora import Lora
-from .model_folder import find_model_config, read_model_config
+from .model_folder import find_model_config, read_model_config, refusals_named
 from .precision import rounded_parameters
 from .replicas import check_alike
 from .response_model import ResponseModel
@@ -631,14 +631,12 @@ def _load(model: str, head: Head, seed: int) -> Any:
     if head != "logprobs":  # else it says that there is no weight for one head, and none to take the other's
         logging.set_verbosity_error()
     try:
-        settings = AutoConfig.from_pretrained(model, local_files_only=True)
-        _switch_off_dropout(settings)
-        causal_lm = AutoModelForCausalLM.from_pretrained(
-            model, config=settings, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, ImportError, NotImplementedError, OSError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"model {model!r} cannot be trained: transformers refuses it ({reason})") from error
+        with refusals_named(model, "cannot be trained"):
+            settings = AutoConfig.from_pretrained(model, local_files_only=True)
+            _switch_off_dropout(settings)
+            causal_lm = AutoModelForCausalLM.from_pretrained(
+                model, config=settings, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+            )
     finally:
         logging.set_verbosity(said)
     if head != "logprobs":

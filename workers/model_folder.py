@@ -6,7 +6,8 @@ import functools
 import importlib.util
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -171,19 +172,34 @@ def _first(settings: Mapping[str, Any], names: Iterable[str]) -> int | None:
     return next((int(settings[name]) for name in names if settings.get(name)), None)
 
 
+@contextmanager
+def refusals_named(model: str | Path, cannot: str) -> Iterator[None]:
+    """Where `transformers` refuses a model, a UserError names it and what it cannot be used for.
+
+    >>> with refusals_named("gpt-9", "cannot be trained"):
+    ...     raise KeyError("gpt9")
+    Traceback (most recent call last):
+    weft.dataflow.errors.UserError: model 'gpt-9' cannot be trained: transformers refuses it ('gpt9')
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, ImportError, NotImplementedError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"model {str(model)!r} {cannot}: transformers refuses it ({reason})") from error
+
+
 def complete_text_settings(model: str | Path) -> Any:
     """Settings of the text with the defaults and the common names of `transformers`, which takes seconds to import.
 
     Raises:
-        UserError: it does not know the model.
+        UserError: `transformers` does not know the model.
     """
     from transformers import AutoConfig
 
-    try:
+    with refusals_named(model, "cannot be read"):
         return AutoConfig.from_pretrained(find_model_config(model).parent, local_files_only=True).get_text_config()
-    except (ValueError, KeyError, OSError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"model {str(model)!r}: transformers does not know it ({reason})") from error
 
 
 def check_causal_lm(model: str | Path, settings: Mapping[str, Any]) -> None:

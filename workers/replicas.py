@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ..dataflow.errors import RunError
 from .checkpoint import local_part
 
 _ROUNDING = 1e-3
@@ -25,7 +26,7 @@ def check_alike(state: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
     """See that the ranks of `mesh` hold the same where each holds all. Collective; copies apart by rounding become the first rank's.
 
     Raises:
-        RuntimeError: naming the tensor and the rank, on all of them.
+        RunError: naming the tensor and the rank, on all of them.
     """
     alike = {name: local_part(tensor) for name, tensor in state.items() if not _is_split(tensor, mesh)}
     own = torch.stack([digest(tensor) for tensor in alike.values()])
@@ -81,7 +82,7 @@ def _align(name: str, tensor: Tensor, mesh: DeviceMesh) -> None:
     dist.all_reduce(far, group=group)
     for rank, difference in enumerate(far.tolist()):
         if difference:
-            raise RuntimeError(
+            raise RunError(
                 f"tensor-parallel rank {rank} holds another {name!r} than rank 0 (off by {difference:.2g}), and all must hold the same: "
                 "the run cannot go on with it; start again from an earlier checkpoint"
             )

@@ -217,7 +217,7 @@ class RolloutWorker(Worker):
 
     @classmethod
     def longest_prompt(cls, config: RolloutConfig, nodes: Sequence[Node]) -> int | None:
-        reads = [n.arguments.get("sampling") or Sampling() for n in nodes if n.writers.get(str(PROMPT_IDS)) == ""]
+        reads = [n.arguments.get("sampling", Sampling()) for n in nodes if n.writers.get(str(PROMPT_IDS)) == ""]
         room = config.max_context or context_of(read_model_config(config.model))
         if room is None:
             return None

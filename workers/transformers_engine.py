@@ -20,11 +20,11 @@ from pydantic import Field
 
 from ..algorithms.sampling import Sampling
 from ..dataflow.config import Config
-from ..dataflow.errors import GenerationError, UserError, WeightSyncError
+from ..dataflow.errors import GenerationError, WeightSyncError
 from ..dataflow.lazy import torch
 from ..resharding.weights import Weights
 from .generation import Request, Response
-from .model_folder import find_model_config, read_stop_tokens
+from .model_folder import find_model_config, read_stop_tokens, refusals_named
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,11 +62,9 @@ class TransformersEngine:
         shows_progress = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()
         try:
-            folder = find_model_config(model).parent
-            self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-        except (ValueError, KeyError, TypeError, AttributeError, ImportError, NotImplementedError, OSError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise UserError(f"model {model!r}: transformers refuses it ({reason})") from error
+            with refusals_named(model, "cannot generate"):
+                folder = find_model_config(model).parent
+                self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
         finally:
             if shows_progress:
                 logging.enable_progress_bar()

@@ -35,7 +35,7 @@ MISTAKES = {
     "'response_ids'",
     "tokenizer": "/nowhere' does not exist",
     "cpus": "error: the placement asks for 5000 CPUs (big: 5000), but this machine has ",
-    "argument": "error: Driver has no argument 'nme' (value 'first'); did you mean 'name'?",
+    "argument": "error: Driver takes no argument 'nme' (value 'first'); did you mean 'name'?",
     "address": "error: RAY_ADDRESS='http://ray-head:8265' is the address of a dashboard or a job server",
     "nan": "error: worker reward[0], node 'reward.score', samples ",
     "lost": "best is declared with shape=Shape.MAP: it returns every row that it was given; it lost 3 of 4 (samples ",

@@ -350,7 +350,8 @@ def test_the_turns_of_a_dialogue_write_the_same_columns_again():
     recorded = dialogue(PROMPTS, rollout=rollout(), reward=reward())
     assert [n.name for n in recorded.nodes] == ["rollout.generate", "next_turn", "rollout.generate_2", "reward.score"]
     assert recorded["rollout.generate_2"].writers == {"prompt_ids": "next_turn"}
-    assert recorded["reward.score"].writers == {"response_ids": "rollout.generate_2", "answer": ""}
+    shown = {"prompt_ids": "next_turn"}  # in a message about a reward that fails
+    assert recorded["reward.score"].writers == {"response_ids": "rollout.generate_2", "answer": "", **shown}
 
 
 # Names
@@ -460,11 +461,11 @@ def test_unknown_methods_and_arguments_are_answered_with_the_nearest():
     text = mistake(lambda p, reward: reward.logprobs(p), reward=reward())
     assert text == "RewardWorker has no node 'logprobs'; it has score"
     text = mistake(lambda p, rollout: rollout.generate(p, smapling=None), rollout=rollout())
-    assert text == "RolloutWorker.generate takes no argument 'smapling'; did you mean 'sampling'?"
+    assert text == "RolloutWorker.generate takes no argument 'smapling' (value None); did you mean 'sampling'?"
 
 
 def test_arguments_of_the_graph_itself_are_checked_too():
-    with pytest.raises(UserError, match="grpo takes no argument 'rollot'; did you mean 'rollout'"):
+    with pytest.raises(UserError, match=r"grpo takes no argument 'rollot' .*; did you mean 'rollout'"):
         grpo(PROMPTS, rollot=rollout(), reward=reward(), actor=group(ActorWorker, model="m"))
     with pytest.raises(UserError, match="grpo: missing a required argument: 'actor'; it takes prompts, rollout"):
         grpo(PROMPTS, rollout=rollout(), reward=reward())

@@ -56,7 +56,7 @@ def test_arguments_are_bound_by_name_with_their_defaults():
 @pytest.mark.parametrize(
     ("args", "kwargs", "message"),
     [
-        ((), {"m": 1}, "takes_no_more takes no argument 'm'; it takes n"),
+        ((), {"m": 1}, r"takes_no_more takes no argument 'm' \(value 1\); it takes n"),
         ((), {}, "takes_no_more: missing a required argument: 'n'; it takes n"),
         ((1, 2), {}, "takes_no_more: too many positional arguments; it takes n"),
         ((1,), {"n": 2}, "takes_no_more: multiple values for argument 'n'; it takes n"),
@@ -68,7 +68,7 @@ def test_wrong_arguments_are_answered_with_what_there_is(args: tuple[Any, ...], 
 
 
 def test_the_nearest_argument_is_offered():
-    with pytest.raises(UserError, match=r"takes no argument 'smapling'; did you mean 'sampling'"):
+    with pytest.raises(UserError, match=r"takes no argument 'smapling' \(value 1\); did you mean 'sampling'"):
         bind(Sampler.generate, 2, (1,), {"smapling": 1})
     with pytest.raises(UserError, match=r"by name, not as \*names"):
         bind(takes_any, 1, ("a",), {})

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from weft.dataflow.errors import RunError
 from weft.workers.replicas import check_alike
 
 
@@ -29,7 +30,7 @@ def main() -> None:
     norm[7] += 0.5 * rank
     try:
         check_alike(state, mesh["tp"])
-    except RuntimeError as error:
+    except RunError as error:
         assert "tensor-parallel rank 1 holds another 'norm' than rank 0 (off by 0.5)" in str(error)
     else:
         raise AssertionError("ranks hold different norms, and nothing was said")
