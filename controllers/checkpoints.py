@@ -24,13 +24,12 @@ from typing import Protocol
 
 from pydantic import Field
 
-from ..dataflow.buffer import LOG, SEGMENTS, BufferConfig, SampleBuffer, restore
+from ..dataflow.buffer import BUFFER, LOG, SEGMENTS, BufferConfig, SampleBuffer, restore
 from ..dataflow.config import Config
 from ..dataflow.disk import Disk, is_full, make_folder, set_aside
 from ..dataflow.errors import DeadlineError, RunError, UserError, nearest
 from ..dataflow.graph import Graph
 from ..dataflow.handle import Handle
-from ..dataflow.inspection import BUFFER
 from ..dataflow.log import LogReader, Position
 from ..dataflow.manifest import verify, write_manifest
 from ..dataflow.rows import Ids

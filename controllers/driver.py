@@ -55,7 +55,7 @@ from .full_disk import FullDisk
 from .group import Call, UnderWay, WorkerGroup, publishes_as_it_goes
 from .placement import Placement, resolve
 from .progress import Progress
-from .recording import FUNCTIONS, RECORDER, RESERVED, Recording, own_groups, with_recording
+from .recording import FUNCTIONS, RECORDER, RESERVED, RecordingSchedule, own_groups, with_recording
 from .run_directory import check_name
 from .schedule import Asynchronous, OnePass, Share, Training
 from .shell import num_tokens
@@ -165,7 +165,7 @@ class Driver:
         self._schedule = schedule
         self._evaluations = {e.name: e for e in evaluations}
         self._seed = seed
-        self._recording = Recording(record_every, schedule.prompts_per_step)
+        self._recording = RecordingSchedule(record_every, schedule.prompts_per_step)
         self._stop = stop
         self._follows = tuple(dict.fromkeys(edge for g in graphs for edge in g.follows))
         self._graphs = dict(zip(names, graphs, strict=True))

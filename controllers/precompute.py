@@ -19,7 +19,7 @@ from ..dataflow.operation import node, operation_of
 from .backend import Backend
 from .driver import Driver
 from .placement import Placement
-from .run_directory import make_folder
+from .run_directory import require_folder
 from .schedule import Synchronous
 
 ROW_NUMBER = "row_number"
@@ -74,7 +74,7 @@ def precompute(
         raise UserError(f"precompute: source {graph.source.name!r} has a column {ROW_NUMBER!r}; rename it")
     table, number = graph.source.table, len(graph.source.table)
     steps = max(1, math.ceil(number / rows_per_step))
-    make_folder(Path(root), f"root {str(root)!r}")
+    require_folder(Path(root), f"root {str(root)!r}")
     folder = Path(tempfile.mkdtemp(dir=root, prefix=".precompute-")).resolve()
     try:
         numbered = TableSource(graph.source.name, table.append_column(ROW_NUMBER, pa.array(np.arange(number))))

@@ -118,8 +118,8 @@ def own_groups(graphs: Sequence[Graph], handles: Mapping[str, Handle], record_ev
     return own
 
 
-class Recording:
-    """What is to be recorded of the rows that a run is through with.
+class RecordingSchedule:
+    """When the rows that a run is through with are recorded, and which of them.
 
     Args:
         every: of how many steps one is recorded; 0: none.

@@ -15,12 +15,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..dataflow import disk
-from ..dataflow.buffer import LOG
+from ..dataflow.buffer import BUFFER, LOG
 from ..dataflow.config import Config
-from ..dataflow.disk import PARTIAL, Disk, is_full, set_aside
+from ..dataflow.disk import PARTIAL, Disk, is_full, make_folder, set_aside
 from ..dataflow.errors import UserError
-from ..dataflow.inspection import BUFFER, steps_in_log
+from ..dataflow.inspection import steps_in_log
 from ..dataflow.journal import (
     CALLS,
     METRICS,
@@ -39,6 +38,7 @@ from ..dataflow.journal import (
     values_of,
 )
 from ..dataflow.log import Position, last_epoch
+from ..dataflow.samples import FOLDER as SAMPLES
 from ..dataflow.samples import parts
 from .run_lock import FOLDER as LOCK
 from .run_lock import RunLock, epochs
@@ -47,7 +47,7 @@ JOURNALS = tuple(name + ending for name in (METRICS, TIMELINE) for ending in (PA
 CONFIG = "config.json"
 FILES = (CONFIG, "graph.mmd", *JOURNALS)
 """What a run leaves behind for people. None of it is needed to go on."""
-FOLDERS = ("buffer", "checkpoints", "logs", "samples", "skipped")
+FOLDERS = (BUFFER, "checkpoints", "logs", SAMPLES, "skipped")
 MAX_NAME_BYTES = 200
 """File systems allow 255, and something is appended to a name."""
 RECENT = 64
@@ -65,7 +65,7 @@ class RunDirectory:
         self.lock = lock
         """Whoever writes into a run holds it."""
         self.notes: list[str] = []
-        """What was found damaged and set aside, said at the start."""
+        """What is said at the start: why the run begins or goes on there, and what was found damaged and set aside."""
         self.origin = "begins with step 1"
         """Where the run begins or goes on, and why there."""
         self._disk = Disk()
@@ -84,19 +84,19 @@ class RunDirectory:
         Raises:
             UserError: when `name` is taken already.
         """
-        make_folder(root, f"root {str(root)!r}", private=False)
+        require_folder(root, f"root {str(root)!r}", private=False)
         path = _unused(root.resolve()) if name is None else root.resolve() / name
         if aside and is_used(path):
             lock = hold(path) if path.is_dir() else None  # refused while its driver lives
             set_aside(path, "begun")
             if lock is not None:
                 lock.release()
-        make_folder(path, f"run directory {str(root / path.name)!r}")
+        require_folder(path, f"run directory {str(root / path.name)!r}")
         lock = hold(path)
         if is_used(path):
             lock.give_back()
             raise UserError(f"run directory {path} is used already; give the run another name, or remove it")
-        make_folder(path / "logs", f"run directory {str(path)!r}")
+        require_folder(path / "logs", f"run directory {str(path)!r}")
         return cls(path, lock)
 
     @classmethod
@@ -285,7 +285,7 @@ def _unused(root: Path) -> Path:
     raise AssertionError
 
 
-def make_folder(path: Path, what: str, *, private: bool = True) -> None:
+def require_folder(path: Path, what: str, *, private: bool = True) -> None:
     """Make a folder, and those above it. Nobody else may look into a private one.
 
     Raises:
@@ -293,7 +293,7 @@ def make_folder(path: Path, what: str, *, private: bool = True) -> None:
     """
     try:
         if private:
-            disk.make_folder(path)
+            make_folder(path)
         else:
             path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

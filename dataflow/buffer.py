@@ -32,6 +32,8 @@ from .rows import Fate, Ids, Lease, Published
 from .segment_files import with_file
 from .segments import Segment, SegmentStore, verify
 
+BUFFER = "buffer"
+"""The folder of the buffer in the directory of a run."""
 LOG = "ledger.log"
 SEGMENTS = "segments"
 UNBOUNDED = 1 << 30

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PAUSE_S = 1.0
@@ -46,6 +47,22 @@ def set_aside(path: Path, why: str) -> Path:
     aside = next(other for other in numbered if not other.is_symlink() and not other.exists())
     path.rename(aside)
     return aside
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A private file for a library to write by its name. In the end it is synced and takes the place of `path`, so that a reader, and a
+    power loss, find a whole file or the one before; where the writing fails, it is removed."""
+    partial, disk = path.with_name(path.name + PARTIAL), Disk()
+    make_file(partial)
+    try:
+        yield partial
+        with partial.open("rb") as written:
+            disk.sync(written.fileno())
+        disk.rename(partial, path)
+        disk.sync_folder(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 class Disk:

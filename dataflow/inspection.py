@@ -13,17 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from .buffer import LOG, SEGMENTS, restore
+from .buffer import BUFFER, LOG, SEGMENTS, restore
 from .errors import DamagedSegment, UserError, nearest
-from .journal import read_metrics, read_timeline
+from .journal import read_metrics, read_parquet, read_timeline
 from .log import LogReader, Position
 from .proof import Group, Row, Witness, state_of
 from .samples import samples as samples_of
 from .segments import Segment, SegmentReader
 
-BUFFER = "buffer"
 """The folder of the sample buffer in that of a run."""
 
 _PART = pa.struct(
@@ -334,7 +332,7 @@ def samples(run: Path, notes: list[str] | None = None) -> pa.Table | None:
     """The samples that a run recorded, with the graph and step of each, or its archive; None where it recorded none."""
     notes = [] if notes is None else notes
     found = samples_of(run, notes)
-    return _readable(run / "samples.parquet", _parquet, notes) if found is None else found
+    return _readable(run / "samples.parquet", read_parquet, notes) if found is None else found
 
 
 def _readable(path: Path, read: Callable[[Path], pa.Table | None], notes: list[str]) -> pa.Table | None:
@@ -343,10 +341,6 @@ def _readable(path: Path, read: Callable[[Path], pa.Table | None], notes: list[s
     except (pa.ArrowException, OSError) as error:
         notes.append(f"left out: {path}: {error}")
         return None
-
-
-def _parquet(path: Path) -> pa.Table | None:
-    return pq.read_table(path) if path.is_file() else None
 
 
 def _choice(names: Iterable[str], verb: str = "there are") -> str:

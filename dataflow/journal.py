@@ -10,6 +10,7 @@ become Parquet files; `read_metrics` and `read_timeline` find whichever there is
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from .disk import PARTIAL, Disk, make_file
+from .disk import Disk, replacing
 
 STREAM, PARQUET = ".arrows", ".parquet"
 ROW_GROUP = 1 << 16
@@ -146,7 +147,7 @@ def read_metrics(run: Path) -> pa.Table | None:
     """
     if (run / f"{METRICS}{STREAM}").is_file():
         return wide(by_step(_streamed(run / f"{METRICS}{STREAM}", VALUES)))
-    return _parquet(run / f"{METRICS}{PARQUET}")
+    return read_parquet(run / f"{METRICS}{PARQUET}")
 
 
 def read_timeline(run: Path) -> pa.Table | None:
@@ -157,14 +158,15 @@ def read_timeline(run: Path) -> pa.Table | None:
     """
     if (run / f"{TIMELINE}{STREAM}").is_file():
         return _streamed(run / f"{TIMELINE}{STREAM}", CALLS)
-    return _parquet(run / f"{TIMELINE}{PARQUET}")
+    return read_parquet(run / f"{TIMELINE}{PARQUET}")
 
 
 def _streamed(path: Path, schema: pa.Schema) -> pa.Table:
     return pa.Table.from_batches(batches(path), schema)
 
 
-def _parquet(path: Path) -> pa.Table | None:
+def read_parquet(path: Path) -> pa.Table | None:
+    """The table of a file; None where there is none."""
     return pq.read_table(path) if path.is_file() else None
 
 
@@ -193,22 +195,14 @@ def _replace(run: Path, name: str, read: Callable[[], Iterable[pa.Table]]) -> No
     stream, target = run / f"{name}{STREAM}", run / f"{name}{PARQUET}"
     if not stream.is_file():
         return
-    partial, disk = target.with_name(target.name + PARTIAL), Disk()
-    try:
-        writer = None
-        make_file(partial)
-        for table in read():
-            writer = writer or pq.ParquetWriter(partial, table.schema)
+    tables = iter(read())
+    first = next(tables, None)
+    if first is None:
+        return
+    with replacing(target) as partial, pq.ParquetWriter(partial, first.schema) as writer:
+        for table in itertools.chain([first], tables):
             writer.write_table(table)
-        if writer is not None:
-            writer.close()
-            with partial.open("rb") as file:
-                disk.sync(file.fileno())
-            disk.rename(partial, target)
-            disk.sync_folder(run)
-            stream.unlink()
-    finally:
-        partial.unlink(missing_ok=True)
+    stream.unlink()
 
 
 def begin_again(run: Path, name: str, table: pa.Table) -> None:

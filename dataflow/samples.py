@@ -16,8 +16,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .buffer import LOG
-from .disk import make_file
+from .buffer import BUFFER, LOG
+from .disk import replacing
 from .errors import UserError
 from .log import LogReader
 
@@ -59,14 +59,14 @@ def parts(run: Path) -> list[Part]:
     found: list[Part] = []
     for path in (run / FOLDER).glob("*.arrow"):
         name = NAME.fullmatch(path.name)
-        if name is not None and not path.name.startswith(".") and path.is_file():
+        if name is not None and path.is_file():
             found.append(Part(path, name["graph"], int(name["step"]), int(name["lease"])))
     return sorted(found, key=lambda part: (part.graph, part.step, part.lease, part.path.name))
 
 
 def recorded(run: Path) -> list[Part]:
     """Those of leases that were finished. Where a run has no log any more, all of them."""
-    log = run / "buffer" / LOG
+    log = run / BUFFER / LOG
     everything = parts(run)
     if not everything or not log.is_file():
         return everything
@@ -123,11 +123,8 @@ def archive(run: Path) -> Path:
     if not schemas:
         raise UserError(f"{run} has no samples ({FOLDER}/*.arrow); Driver(record_every=...) records them")
     schema = pa.unify_schemas(schemas, promote_options="permissive")
-    partial = path.with_name(f".{path.name}")
-    make_file(partial)
-    with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
+    with replacing(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
         for table in tables(found, wrong):
             whole = pa.concat_tables([schema.empty_table(), table], promote_options="permissive")
             writer.write_table(whole.select(schema.names).cast(schema))
-    partial.rename(path)
     return path

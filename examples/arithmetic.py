@@ -20,7 +20,7 @@ from pydantic import Field
 import weft
 from weft.algorithms.evaluation import evaluate
 from weft.algorithms.supervised import supervised
-from weft.controllers.run_directory import make_folder
+from weft.controllers.run_directory import require_folder
 
 HELD_OUT = 512
 SYMBOLS = ["<pad>", "B", "E", *"0123456789+="]
@@ -170,7 +170,7 @@ def prepare(root: Path, seed: int, small: bool = False) -> Path:
     folder = root / f"arithmetic-{seed}{'-small' if small else ''}"
     if not (folder / "model").exists():
         shutil.rmtree(folder, ignore_errors=True)  # what an interrupted warm start left
-        make_folder(folder, f"root {str(root)!r}")
+        require_folder(folder, f"root {str(root)!r}")
         print("preparing: data, tokenizer, model, and a supervised warm start", flush=True)
         make_data(folder, seed)
         warm_start(folder, seed, steps=20 if small else 1000)

@@ -12,7 +12,7 @@ import pyarrow as pa
 from ..algorithms.loss import Loss
 from ..dataflow.batch import Batch
 from ..dataflow.column import SAMPLE_ID
-from ..dataflow.disk import make_file, make_folder
+from ..dataflow.disk import make_folder, replacing
 from ..dataflow.errors import DivergedError
 from .training import OptimizerStep, TrainingEngine
 from .worker import Context
@@ -101,8 +101,5 @@ def _write(rows: Sequence[Batch], losses: Sequence[np.ndarray], path: Path) -> N
     ]
     table = pa.concat_tables(parts, promote_options="permissive")
     make_folder(path.parent)
-    unfinished = path.with_name(f".{path.name}")
-    make_file(unfinished)
-    with pa.ipc.new_file(unfinished, table.schema) as file:
+    with replacing(path) as partial, pa.ipc.new_file(partial, table.schema) as file:
         file.write_table(table)
-    unfinished.rename(path)  # a reader never sees half a file

@@ -12,7 +12,7 @@ import pyarrow as pa
 from ..dataflow.batch import Batch
 from ..dataflow.column import GROUP_ID, PROMPT, PROMPT_IDS, RESPONSE, RESPONSE_IDS
 from ..dataflow.config import Config
-from ..dataflow.disk import make_file, make_folder
+from ..dataflow.disk import make_folder, replacing
 from ..dataflow.errors import UserError
 from ..dataflow.operation import Shape
 from ..dataflow.samples import part_name
@@ -48,11 +48,8 @@ class RecorderWorker(Worker):
         for step in np.unique(step_of[step_of >= 0]).tolist():
             kept = self._with_texts(rows.take(np.flatnonzero(step_of == step)))
             path = folder / part_name(graph, step, token, self.context.rank)
-            unfinished = path.with_name(f".{path.name}")  # a reader never sees half a file
-            make_file(unfinished)
-            with pa.OSFile(str(unfinished), "wb") as sink, pa.ipc.new_file(sink, kept.record.schema) as writer:
+            with replacing(path) as partial, pa.ipc.new_file(partial, kept.record.schema) as writer:
                 writer.write_batch(kept.record)
-            unfinished.rename(path)
 
     def _with_texts(self, rows: Batch) -> Batch:
         if self._tokenizer is None:
