@@ -331,7 +331,7 @@ def engine_start(root: Path, settings: list[str]) -> float:
 
 
 def replace_rollout(run: Run, rank: int) -> tuple[float, int]:
-    """Kill a rollout's process; seconds until rows of the one in its place are in the log, and rows that are asked again."""
+    """Kill a rollout's process; seconds until rows of the one in its place are in the log, and rows that are requeued."""
     log = run.path / "buffer" / LOG
     process = run.ranks()[f"rollout_{rank}"]
     life = 1 + max((int(n) for n in re.findall(rf"rollout-{rank}-again(\d+)", log.read_text())), default=0)
@@ -339,7 +339,7 @@ def replace_rollout(run: Run, rank: int) -> tuple[float, int]:
     process.kill()
     run.wait(lambda: f"rollout-{rank}-again{life}-" in log.read_text())
     seconds = time.monotonic() - began
-    return seconds, int(re.findall(r"replaced after .*?, (\d+) rows are asked again", run.said)[-1])
+    return seconds, int(re.findall(r"replaced after .*?, (\d+) rows are requeued", run.said)[-1])
 
 
 # Pause: how long training waits for a checkpoint

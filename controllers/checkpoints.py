@@ -182,8 +182,9 @@ class Checkpoints:
         self._hashed = 0
         """Pieces of files that were read for the manifest."""
         self._looked = self._moved = 0.0
-        """When somebody looked how far it is, and when it was further than before."""
-        self._stand: object = None
+        """When it was last looked at, and when it had last grown."""
+        self._extent: object = None
+        """How far it was then: sizes of files, pieces that were read, groups that write."""
         self.saved_step = -1
         """Step of the latest that was begun."""
         self.no_room = ""
@@ -247,10 +248,10 @@ class Checkpoints:
         if self._path is None or now - self._looked < min(LOOK_S, self._patience_s / 2):
             return
         paused, self._looked = now - self._looked > self._patience_s, now
-        stand = (_sizes(self._unfinished(self._path)), self._hashed, {*self._writing})
+        extent = (_sizes(self._unfinished(self._path)), self._hashed, {*self._writing})
         # Calls have a deadline of their own; and if nobody has looked for so long, the driver itself was waiting.
-        if stand != self._stand or paused or self._copying:
-            self._stand, self._moved = stand, now
+        if extent != self._extent or paused or self._copying:
+            self._extent, self._moved = extent, now
         elif now - self._moved > self._patience_s:
             who = [f"{name}, which has not said that its part is on the disk" for name in self._writing]
             who = who or [

@@ -32,8 +32,8 @@ class _Turn:
 
 
 class Pulse:
-    """What a worker has done, counted by itself (`Context.advance`): who waits for it can tell work from silence. A thread of its own
-    that merely says that the process lives would not tell them apart."""
+    """Counts what a worker has done, as it says itself (`Context.advance`), so that whoever waits for it can tell work from silence. A
+    thread of its own that merely says that the process lives would not tell them apart."""
 
     def __init__(self) -> None:
         self._count = self._told = 0
@@ -49,7 +49,7 @@ class Pulse:
 
 
 def as_they_come(replies: queue.SimpleQueue[Reply], pulse: Pulse, listen_s: float = LISTEN_S) -> Iterator[Reply]:
-    """The replies of a call, to the last; an empty one for a time in which the worker had none, and did something."""
+    """Yield the replies of a call, to the last, and an empty one whenever the worker has had none for a while and has done something."""
     while True:
         try:
             reply = replies.get(timeout=listen_s)

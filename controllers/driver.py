@@ -809,7 +809,7 @@ class Driver:
         """End a call that gives way; the rows that it has not finished go back."""
         assert call.ledger is not None and call.lease is not None
         if call.ledger.holds(call.lease):
-            call.ledger.release(call.lease, "new weights came, and what was unfinished is asked again")
+            call.ledger.release(call.lease, "new weights came, and what was unfinished is requeued")
             self._backend.cancel(call)
 
     def _publish_all(self, flow: Flow, ids: np.ndarray, lease: Lease) -> None:

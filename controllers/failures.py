@@ -49,9 +49,9 @@ class Failures:
         self._counted: Counter[tuple[str, int | None]] = Counter()
         """Node and sample, or call beside the graph -> failures there."""
         self._seen: Counter[tuple[str, str]] = Counter()
-        """Graph and node -> rows that came through,"""
+        """Graph and node -> rows that came through."""
         self._dropped: Counter[tuple[str, str]] = Counter()
-        """and rows that were dropped because it failed at them."""
+        """Graph and node -> rows that were dropped because the node failed at them."""
         self._heard: dict[tuple[str, int], float] = {}
         """Group and rank -> when it said something last, or was asked something while it had nothing to do."""
         self._all_heard = -math.inf
@@ -60,7 +60,7 @@ class Failures:
         """Group and rank -> calls that it was given and that are under way."""
         self._looked = -math.inf
         self.replaced = self.repeated = 0
-        """Processes that were replaced, and rows that were asked again because somebody failed."""
+        """Processes that were replaced, and rows that were requeued because somebody failed."""
 
     def metrics(self) -> dict[str, float]:
         """Those that are not 0."""
@@ -258,7 +258,7 @@ class Failures:
         node, ledger = call.lease.node, call.ledger
         key, share = (ledger.name, node.name), getattr(call.group.handle.config, "max_failed", MAX_FAILED)
         positions = {row.id: row.position for row in call.lease.rows}
-        said = {samples[0]: f"; {failure.at}"} if failure.at else {}
+        said = {samples[0]: f"; {failure.sample}"} if failure.sample else {}
         source = ledger.graph.source.name
         named = (f"sample {id} (row {positions[id]} of source {source!r}{said.get(id, '')})" for id in samples[:4])
         at = ", ".join(named)

@@ -107,12 +107,12 @@ class Flow:
 
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
-        """Those that the run waits for."""
+        """Nodes that the run waits for."""
         return tuple(n for n in self.graph.nodes if not n.operation.behind)
 
     @cached_property
     def recorders(self) -> tuple[Node, ...]:
-        """Those that follow behind."""
+        """Nodes that follow behind: they record samples."""
         return tuple(n for n in self.graph.nodes if n.operation.behind)
 
     def observes(self, node: Node) -> bool:

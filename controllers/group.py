@@ -115,7 +115,7 @@ class Call:
     def _error(self, rank: int, failure: Failure) -> Exception:
         ids = failure.sample_ids or self.shares.get(rank, ())[:4]
         samples = f", samples {', '.join(map(str, ids))}" if ids else ""
-        samples += f" ({failure.at})" if failure.at else ""
+        samples += f" ({failure.sample})" if failure.sample else ""
         where = f"{self.describe(rank)}{samples}: {failure.message}"
         if failure.died:
             return WorkerDied(where)

@@ -1,4 +1,4 @@
-"""The network interface that an address is on: gloo, NCCL and vLLM are held to it, which else take the first that they find."""
+"""The network interface that an address is on. gloo, NCCL and vLLM are held to it: otherwise each takes the first that it finds."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..dataflow.config import Config
 from ..dataflow.errors import Ended, UserError, WeftError
-from .signals import let_go_of, say, terminals
+from .signals import redirect_to_null, say, terminals
 
 
 def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> int:
@@ -56,7 +56,7 @@ def _terminate(terminal: list[int], number: int, frame: object) -> None:
 
     name = signal.Signals(number).name
     if number == signal.SIGHUP and terminal:
-        let_go_of(terminal)
+        redirect_to_null(terminal)
     if ask_to_end():
         say(f"{name}: the run writes a checkpoint and ends")
         return

@@ -1,4 +1,4 @@
-"""Out of memory: who ended a process that had no chance to say so itself. The kernel counts the processes that it ends; Ray's
+"""Out of memory: a process that is ended for want of it has no chance to say so itself. The kernel counts the processes that it ends; Ray's
 memory monitor says so in its error."""
 
 from __future__ import annotations

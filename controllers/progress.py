@@ -53,7 +53,7 @@ class Progress:
         self.say(f"the evaluation {evaluation!r} of step {step} was under way, and is given up")
 
     def replaced(self, worker: str, why: str, rows: int, seconds: float) -> None:
-        self.say(f"worker {worker} was replaced after {seconds:.1f} s, {rows} rows are asked again; {why}")
+        self.say(f"worker {worker} was replaced after {seconds:.1f} s, {rows} rows are requeued; {why}")
 
     def dropped(self, what: str, others: Sequence[int], why: str) -> None:
         more = f", and {len(others)} more" if others else ""
@@ -61,7 +61,7 @@ class Progress:
 
     def repeated(self, who: str, why: str, samples: Sequence[int]) -> None:
         at = f" at sample {', '.join(map(str, samples[:4]))}" if samples else ""
-        self.say(f"{who} failed{at}; its rows are asked again: {why}")
+        self.say(f"{who} failed{at}; its rows are requeued: {why}")
 
     def paused(self, why: str) -> None:
         self.say(f"paused, for want of room on the disk: {why}; the run goes on when there is some")

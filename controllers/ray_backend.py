@@ -43,7 +43,7 @@ from .interface import network_environment
 from .out_of_memory import kills, why_ended
 from .placement import Place, ResourcePool, is_own, machine_cpus, machine_gpus, require_nodes
 from .shell import Failure, Reply, Task, failure_of
-from .signals import heeded_afterwards
+from .signals import signals_deferred
 
 if TYPE_CHECKING:
     from ..dataflow.flight import Deletions
@@ -249,7 +249,7 @@ class RayBackend:
         from ray._private import utils
 
         self._connected = True
-        with heeded_afterwards("Ray has started, and is ended again"):
+        with signals_deferred("Ray has started, and is ended again"):
             set_handler = utils.set_sigterm_handler
             utils.set_sigterm_handler = lambda *_: None  # Ray's own ends the process on the spot
             try:

@@ -136,7 +136,7 @@ class Asynchronous(Stepwise):
     """Updates that a row's oldest token may lag the weights that it trains; 0 is `Synchronous`."""
     partial_rollouts: Literal["continue", "finish", "requeue"] = "continue"
     """What becomes of responses that are unfinished when new weights come: they go on under these (every token knows its
-    version); they are finished first, and the weights wait; or they are given up, and their prompts asked again."""
+    version); they are finished first, and the weights wait; or they are given up, and their prompts requeued."""
     groups_per_part: int = Field(default=1, ge=1)
     """See `Pipelined`."""
 

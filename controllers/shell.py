@@ -141,8 +141,8 @@ class Failure:
     user_error: bool
     sample_ids: tuple[int, ...] = ()
     """The samples at fault, where the worker knows them."""
-    at: str = ""
-    """What the first of them is, in words, where the worker knows it: its prompt and response, say."""
+    sample: str = ""
+    """The first of them in words, where the worker knows them: its prompt and response, say."""
     died: bool = False
     """It was not an exception: the process is gone."""
     disk_full: bool = False

@@ -1,7 +1,7 @@
 """Signals that end a run: SIGTERM from a batch system, SIGHUP from a terminal that is closed, SIGINT from the keyboard.
 
 While a cluster is started nobody can be interrupted cleanly (half of its processes would be left, and libraries put handlers of their
-own in place): there a signal is noted, and heeded as soon as the cluster is up.
+own in place): there a signal is deferred until the cluster is up.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def terminals() -> list[int]:
     return [stream for stream in STREAMS if os.isatty(stream)]
 
 
-def let_go_of(streams: list[int]) -> None:
-    """Have these streams lead nowhere: what is written to a terminal that is gone would be an error."""
+def redirect_to_null(streams: list[int]) -> None:
+    """Redirect these streams to the null device: what is written to a terminal that is gone would be an error."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in streams:
         os.dup2(nowhere, stream)
@@ -37,8 +37,8 @@ def let_go_of(streams: list[int]) -> None:
 
 
 @contextmanager
-def heeded_afterwards(until: str) -> Iterator[None]:
-    """Signals that would end the process are noted, and heeded at the end of this; a second one at once.
+def signals_deferred(until: str) -> Iterator[None]:
+    """Defer signals that would end the process to the end of this; a second one is delivered at once.
 
     Args:
         until: what is waited for, for the line that says so.

@@ -28,7 +28,7 @@ class Column:
     type: pa.DataType
     doc: str
     made: str = ""
-    """How a graph comes to have it, for a message to whoever forgot; of columns that something must be made for."""
+    """How a graph comes to have the column: a message says so where a node reads it and none writes it."""
 
     def __str__(self) -> str:
         return self.name

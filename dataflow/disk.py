@@ -23,14 +23,14 @@ def is_full(error: BaseException) -> bool:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder of a run, and those above it that are missing: nobody else may look into them. One that is there stays as it is."""
+    """Make a folder of a run, and those above it that are missing: nobody else may look into them. A folder that exists stays as it is."""
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(mode=0o700, exist_ok=True)
 
 
 def make_file(path: Path) -> None:
-    """An empty file that nobody else may read, for whoever opens it by name and writes it."""
+    """Make an empty file that nobody else may read; whoever writes it opens it by its name."""
     path.unlink(missing_ok=True)
     path.touch(mode=0o600)
 

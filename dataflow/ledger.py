@@ -486,12 +486,12 @@ class Ledger:
 
     @property
     def groups_at_work(self) -> int:
-        """Those of them that a node has still to do which does not follow behind."""
+        """How many groups still have work for a node that does not follow behind."""
         return len(self._groups) - self.groups_behind
 
     @property
     def ids_at_work(self) -> list[int]:
-        """Their ids, oldest first."""
+        """Ids of the groups at work, oldest first."""
         return [id for id, group in self._groups.items() if not group.rested]
 
     @property

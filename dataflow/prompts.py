@@ -63,7 +63,7 @@ class Prompts:
     dropped: int = 0
     """Rows left out because their prompt was longer than `max_prompt_tokens`, or than whoever answers it can read."""
     too_long: TooLong = field(default="error", repr=False)
-    """What a prompt is that is longer than whoever answers it can read."""
+    """Whether a prompt that is longer than the model which answers it can read is refused or dropped."""
 
     @classmethod
     def read(

@@ -179,7 +179,7 @@ class Lease:
 
     @property
     def round(self) -> int:
-        """That in which its first row was issued."""
+        """The round in which its first row was issued."""
         return self.rows[0].group.round
 
     @cached_property

@@ -52,7 +52,7 @@ class _Probe:
     """[T] int64 indexes into the N: all tokens but the last of each row."""
     targets: Tensor
     """[T] int64, the token behind each of them."""
-    said: Tensor
+    expected: Tensor
     """[T] nats; of a model with a scalar head [N, hidden]."""
     hidden: Tensor
     """[N, hidden] states that the head reads."""
@@ -73,9 +73,9 @@ def find_agreeing_way(model: ResponseModel) -> None:
     causal_lm = model.causal_lm
     loaded_with = causal_lm.config.get_text_config()._attn_implementation
     off = torch.inf
-    with torch.no_grad(), _no_notes():
+    with torch.no_grad(), _quiet_transformers():
         _set_attention(causal_lm, "eager")
-        with _loud(model) as probe:
+        with _amplified(model) as probe:
             put_rope_by_row(causal_lm)
             if not model.scalar:
                 model.logit_factor = _logit_factor(model, probe)
@@ -100,12 +100,12 @@ def _difference(model: ResponseModel, probe: _Probe) -> float:
             outputs, hidden = model.run_backbone(probe.ids, probe.rows)
             found = hidden
             if not model.scalar:
-                found, _ = model.say(outputs, hidden[probe.predicting], probe.targets, None, entropy=False)
+                found, _ = model.logprobs_of(outputs, hidden[probe.predicting], probe.targets, None, entropy=False)
         except Exception:  # code that comes with a model may do anything with what it does not know
             if not model.packs:
                 raise
             return torch.inf
-        largest = max(largest, float((found - probe.said).abs().nan_to_num(torch.inf).max()))
+        largest = max(largest, float((found - probe.expected).abs().nan_to_num(torch.inf).max()))
         if largest > _TOLERANCE:
             break
     # Rows here are shorter than a window: one that is in the mask alone, which packed attention is not given, would not show.
@@ -169,7 +169,7 @@ def _logit_factor(model: ResponseModel, probe: _Probe) -> float | None:
 
 
 @contextmanager
-def _loud(model: ResponseModel) -> Iterator[_Probe]:
+def _amplified(model: ResponseModel) -> Iterator[_Probe]:
     """What the model says, its parameters multiplied by a power of two where it says next to nothing; restored to the bit."""
     factor, probe = 1, _ask(model)
     try:
@@ -194,7 +194,7 @@ def _set_attention(causal_lm: Any, name: str) -> None:
 
 
 @contextmanager
-def _no_notes() -> Iterator[None]:
+def _quiet_transformers() -> Iterator[None]:
     """Without what `transformers` says of attention that cannot be set: it is then compared as it is."""
     from transformers.utils import logging
 

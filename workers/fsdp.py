@@ -34,7 +34,7 @@ from .dispatch import Coordinates
 from .lora import Lora
 from .model_folder import find_model_config, read_model_config, refusals_named
 from .precision import rounded_parameters
-from .replicas import check_alike
+from .replicated import check_alike
 from .response_model import ResponseModel
 from .scalar_head import put_scalar_head, scalar_settings
 from .training import Head, ModelConfig, OptimizerConfig, OptimizerStep, check_rows, plan_microbatches, tokens_of

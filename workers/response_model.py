@@ -93,7 +93,7 @@ class ResponseModel(nn.Module):
         hidden = hidden.index_select(0, predicting)
         if self.scalar:
             return self.causal_lm.score(hidden.float())[:, 0], None  # half precision is too coarse for values
-        return self.say(outputs, hidden, targets, temperatures, entropy=entropy)
+        return self.logprobs_of(outputs, hidden, targets, temperatures, entropy=entropy)
 
     def run_backbone(self, input_ids: Tensor, rows: Rows) -> tuple[Any, Tensor]:
         """(What the backbone returns, [N, hidden] states of the tokens, row after row)."""
@@ -109,7 +109,7 @@ class ResponseModel(nn.Module):
         hidden = outputs.last_hidden_state.flatten(0, 1)
         return outputs, hidden if self.packs else hidden[rows.slots]
 
-    def say(
+    def logprobs_of(
         self, outputs: Any, hidden: Tensor, targets: Tensor, temperatures: Tensor | None, *, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities of targets (and entropies), of the [T, hidden] states before them. Logits are scaled in float32."""

@@ -45,8 +45,8 @@ class RewardConfig(Config):
     """Model folder (or Hugging Face id) whose tokenizer turns response tokens into text."""
 
     deadline_s: float | None = pydantic.Field(default=None, gt=0)
-    """Seconds that a sample may take; then what was not scored is asked again, and the third time at the same sample drops it. Under
-    Ray the process is ended and replaced; under `Local` the function is interrupted, where it runs Python and no debugger.
+    """Seconds that a sample may take; then what was not scored is requeued, and a sample that takes longer for the third time is
+    dropped. Under Ray the process is ended and replaced; under `Local` the function is interrupted, where it runs Python and no debugger.
     None: the driver's `call_timeout_s`."""
     max_failed: float = pydantic.Field(default=MAX_FAILED, ge=0, le=1)
     """Share of the samples that may fail three times each, and are dropped and counted (`failed_rows`); more of them end the run. It is of

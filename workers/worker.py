@@ -51,7 +51,7 @@ class Worker:
     """Configuration class; `weft.group` builds it from keyword arguments."""
     replaceable: ClassVar[bool] = False
     """A rank knows nothing of the others, and holds nothing but its configuration and weights that it follows: what it failed at
-    is asked again (and dropped when it fails for the third time, see `MAX_FAILED`), and when its process ends or hangs, another
+    is requeued (and dropped when it fails for the third time, see `MAX_FAILED`), and when its process ends or hangs, another
     takes its place, and the run goes on."""
 
     def __init__(self, config: Any, context: Context = Context()) -> None:

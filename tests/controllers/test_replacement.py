@@ -1,4 +1,4 @@
-"""A worker process that dies is replaced, gets the present weights, and its rows are asked again; under Ray, with real deaths."""
+"""A worker process that dies is replaced, gets the present weights, and its rows are requeued; under Ray, with real deaths."""
 
 import os
 import time

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from weft.controllers.signals import heeded_afterwards
+from weft.controllers.signals import signals_deferred
 
 
 class Ended(Exception):
@@ -25,7 +25,7 @@ def handlers():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_is_heeded_at_the_end_and_said_at_once(number: signal.Signals, capfd: pytest.CaptureFixture[str]):
     went_on = False
-    with pytest.raises(Ended), heeded_afterwards("it is up"):
+    with pytest.raises(Ended), signals_deferred("it is up"):
         signal.raise_signal(number)
         went_on = True
     assert went_on and capfd.readouterr().err == f"{number.name}: the run ends when it is up\n"
@@ -34,7 +34,7 @@ def test_a_signal_is_heeded_at_the_end_and_said_at_once(number: signal.Signals, 
 
 
 def test_a_second_signal_is_heeded_at_once():
-    with pytest.raises(Ended), heeded_afterwards("it is up"):
+    with pytest.raises(Ended), signals_deferred("it is up"):
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
         pytest.fail("not reached")
@@ -42,12 +42,12 @@ def test_a_second_signal_is_heeded_at_once():
 
 def test_a_signal_that_is_ignored_stays_ignored():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with heeded_afterwards("it is up"):
+    with signals_deferred("it is up"):
         signal.raise_signal(signal.SIGHUP)
     signal.raise_signal(signal.SIGHUP)
 
 
 def test_what_fails_meanwhile_gives_way_to_the_signal():
-    with pytest.raises(Ended), heeded_afterwards("it is up"):
+    with pytest.raises(Ended), signals_deferred("it is up"):
         signal.raise_signal(signal.SIGTERM)
         raise ValueError("half a cluster")

@@ -3,8 +3,6 @@
 import importlib.util
 import json
 import math
-import subprocess
-import sys
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from ranks import run_processes
 from safetensors.torch import load_file
 
 import weft
@@ -241,14 +240,7 @@ def run_ranks(folder: Path, model: Path, steps: Sequence[Batch], ranks: int, **s
             file.write_batch(rows.record)
     config = {"model": str(model), "learning_rate": 1e-3, **settings}
     (folder / "case.json").write_text(json.dumps({"folder": str(folder), "ranks": ranks, "config": config}))
-    command = [sys.executable, str(RANKS), str(folder / "case.json")]
-    started = [subprocess.Popen([*command, str(r)], stderr=subprocess.PIPE, text=True) for r in range(ranks)]
-    try:
-        errors = [rank.communicate(timeout=240)[1] for rank in started]
-    finally:
-        for rank in started:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in started), "\n".join(errors)
+    run_processes(RANKS, folder / "case.json", ranks)
     return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(ranks)]
 
 

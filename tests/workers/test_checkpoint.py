@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from ranks import run_processes
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoModelForCausalLM
@@ -265,14 +264,7 @@ def run_ranks(folder: Path, model: Path, steps: list[Batch], ranks: int, **case:
             file.write_batch(rows.record)
     case = {"folder": str(folder), "model": str(model), "ranks": ranks, "settings": {}, "restores": {}, **case}
     (folder / "case.json").write_text(json.dumps(case))
-    command = [sys.executable, str(RANKS), str(folder / "case.json")]
-    started = [subprocess.Popen([*command, str(r)], stderr=subprocess.PIPE, text=True) for r in range(ranks)]
-    try:
-        errors = [rank.communicate(timeout=240)[1] for rank in started]
-    finally:
-        for rank in started:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in started), "\n".join(errors)
+    run_processes(RANKS, folder / "case.json", ranks)
     return torch.load(folder / "results.pt")
 
 

@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from ranks import run_processes
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
@@ -290,14 +289,7 @@ def run_ranks(folder: Path, model: Path, rows: Batch, ranks: int, config: dict[s
         file.write_batch(rows.record)
     case = {"ranks": ranks, "config": {"model": str(model), "learning_rate": 1e-2, "max_grad_norm": None, **config}}
     (folder / "case.json").write_text(json.dumps(case))
-    command = [sys.executable, str(RANKS), str(folder)]
-    started = [subprocess.Popen([*command, str(r)], stderr=subprocess.PIPE, text=True) for r in range(ranks)]
-    try:
-        errors = [rank.communicate(timeout=240)[1] for rank in started]
-    finally:
-        for rank in started:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in started), "\n".join(errors)
+    run_processes(RANKS, folder, ranks)
     return torch.load(folder / "results.pt")
 
 

@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from ranks import run_processes
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -68,14 +67,7 @@ def run_ranks(
     (folder / "case.json").write_text(
         json.dumps({"folder": str(folder), "shares": shares, "config": config, "parts": parts})
     )
-    command = [sys.executable, str(SPMD), str(folder / "case.json")]
-    ranks = [subprocess.Popen([*command, str(r)], stderr=subprocess.PIPE, text=True) for r in range(len(shares))]
-    try:
-        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)
+    run_processes(SPMD, folder / "case.json", len(shares))
     return [torch.load(folder / f"rank{r}.pt", weights_only=False) for r in range(len(shares))]
 
 

@@ -1,13 +1,12 @@
 """What tensor-parallel ranks hold alike is compared at each checkpoint."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_processes
 
-from weft.workers.replicas import differing, digest
+from weft.workers.replicated import differing, digest
 
 HERE = Path(__file__).parent
 
@@ -24,11 +23,4 @@ def test_one_element_on_one_rank_is_found(dtype: torch.dtype):
 
 @pytest.mark.slow
 def test_ranks_that_are_apart_are_named_and_rounding_is_mended(tmp_path: Path):
-    command = [sys.executable, str(HERE / "alike_ranks.py"), str(tmp_path)]
-    ranks = [subprocess.Popen([*command, str(r)], stderr=subprocess.PIPE, text=True) for r in range(2)]
-    try:
-        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)
+    run_processes(HERE / "alike_ranks.py", tmp_path, 2)
