@@ -26,7 +26,7 @@ from pydantic import Field
 
 from ..dataflow.buffer import BUFFER, LOG, SEGMENTS, BufferConfig, SampleBuffer, restore
 from ..dataflow.config import Config
-from ..dataflow.disk import Disk, is_full, make_folder, set_aside
+from ..dataflow.disk import Disk, is_full, make_folder, remove, set_aside
 from ..dataflow.errors import DeadlineError, RunError, UserError, nearest
 from ..dataflow.graph import Graph
 from ..dataflow.handle import Handle
@@ -204,7 +204,7 @@ class Checkpoints:
         self.saved_step = found.state.step
         for path in [*checkpoints(self.folder), *self.folder.glob(".step_*"), *self.folder.glob(f"{BEFORE}*")]:
             if path.name.startswith(".") or step_of(path) > found.state.step:
-                _remove(path)
+                remove(path)
 
     def begin(self, state: RunState, groups: Sequence[WorkerGroup]) -> None:
         """Have each of these groups copy its state, and write it in the background."""
@@ -315,7 +315,7 @@ class Checkpoints:
         self._unfinished(path).rename(path)
         Disk().sync_folder(self.folder)
         if before.exists():
-            _remove(before)
+            remove(before)
         self._prune(values)
 
     def _has_hashed(self) -> None:
@@ -331,7 +331,7 @@ class Checkpoints:
         keep = {*found[: self.config.keep], self._best(found, values)}
         for path in found:
             if path not in keep:
-                _remove(path)
+                remove(path)
 
     def _best(self, found: Sequence[Path], values: Callable[[str], Mapping[int, float]]) -> Path | None:
         name = self.config.best or ""
@@ -354,14 +354,6 @@ def _sizes(folder: Path) -> dict[Path, int]:
         return {path: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     except OSError:
         return {}
-
-
-def _remove(path: Path) -> None:
-    """A checkpoint, or a file that has the name of one."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
 
 
 def checkpoints(folder: Path) -> list[Path]:

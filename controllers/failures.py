@@ -50,6 +50,8 @@ class Failures:
         """Node and sample, or call beside the graph -> failures there."""
         self._seen: Counter[tuple[str, str]] = Counter()
         """Graph and node -> rows that came through."""
+        self._returned: Counter[Call] = Counter()
+        """Call that is under way -> rows that went back."""
         self._dropped: Counter[tuple[str, str]] = Counter()
         """Graph and node -> rows that were dropped because the node failed at them."""
         self._heard: dict[tuple[str, int], float] = {}
@@ -88,6 +90,7 @@ class Failures:
         """All processes are new."""
         self._heard.clear()
         self._asked.clear()
+        self._returned.clear()
 
     def listen(self, events: Sequence[Event], under_way: Iterable[Call]) -> None:
         """Note who has said something; once a second, replace ranks that have been silent for too long.
@@ -132,7 +135,7 @@ class Failures:
         if call.lease is None and not call.lost:
             self._counted.pop((call.describe(), None), None)
         elif call.lease is not None and call.ledger is not None:
-            self._seen[call.ledger.name, call.lease.node.name] += len(call.lease.rows)
+            self._seen[call.ledger.name, call.lease.node.name] += len(call.lease.rows) - self._returned.pop(call, 0)
 
     def take(self, event: Event) -> bool:
         """See to a reply that says that its call failed; False: nothing can be done but to end the run, or to start it again.
@@ -227,7 +230,7 @@ class Failures:
             call.ledger.release(call.lease, why)
             if call.gives_way:
                 self._backend.cancel(call)
-        self._seen[call.ledger.name, call.lease.node.name] -= rows
+        self._returned[call] += rows
         self.repeated += rows
         return rows
 
@@ -262,7 +265,8 @@ class Failures:
         source = ledger.graph.source.name
         named = (f"sample {id} (row {positions[id]} of source {source!r}{said.get(id, '')})" for id in samples[:4])
         at = ", ".join(named)
-        failed, seen = self._dropped[key] + len(samples), max(0, self._seen[key]) + len(samples)
+        failed = self._dropped[key] + len(samples)
+        seen = self._seen[key] + failed  # those that were dropped have not come through
         if node.operation.quorum or failed > share * max(seen, FEWEST_ROWS):
             kind = UserError if failure.user_error else WorkerError
             raise kind(

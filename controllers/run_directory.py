@@ -39,7 +39,7 @@ from ..dataflow.journal import (
 )
 from ..dataflow.log import Position, last_epoch
 from ..dataflow.samples import FOLDER as SAMPLES
-from ..dataflow.samples import parts
+from ..dataflow.samples import parts, unfinished_parts
 from .run_lock import FOLDER as LOCK
 from .run_lock import RunLock, epochs
 
@@ -165,10 +165,13 @@ class RunDirectory:
             return None
 
     def forget_samples(self, is_void: Callable[[str, int], bool]) -> None:
-        """Remove samples that were written under leases (graph, number) which are void since the run was taken back."""
+        """Remove samples that were written under leases (graph, number) which are void since the run was taken back, and files
+        that were never finished."""
         for part in parts(self.path):
             if is_void(part.graph, part.lease):
                 part.path.unlink()
+        for path in unfinished_parts(self.path):
+            path.unlink(missing_ok=True)
 
     def write_config(self, config: Mapping[str, Any], drawing: str) -> None:
         self.check()

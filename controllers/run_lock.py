@@ -31,7 +31,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -223,6 +223,14 @@ class _Claim:
 
 
 def _take(folder: Path, after: int, own: Path | None) -> _Claim:
+    try:
+        return _try_to_take(folder, after, own)
+    except OSError as error:
+        what = f"{folder} is not a folder" if folder.is_symlink() or folder.is_file() else str(error)
+        raise UserError(f"run {folder.parent} cannot be held: {what}") from error
+
+
+def _try_to_take(folder: Path, after: int, own: Path | None) -> _Claim:
     make_folder(folder)
     deadline = time.monotonic() + TRY_S
     while True:
@@ -246,9 +254,17 @@ def _take(folder: Path, after: int, own: Path | None) -> _Claim:
         if time.monotonic() > deadline:
             raise UserError(f"run {folder.parent} is being taken by others at this moment; try again")
         time.sleep(random.uniform(0.0, 0.05))
-    for path in found.values():
+    for path in [*found.values(), *_never_named(folder, now)]:
         path.unlink(missing_ok=True)
     return claim
+
+
+def _never_named(folder: Path, now: float) -> Iterator[Path]:
+    """Files of those who were ended while they took the run."""
+    for path in folder.glob(".*"):
+        with suppress(OSError, ValueError, TypeError, IndexError):
+            if now - path.stat().st_mtime > DEAD_AFTER_S or ((by := _read(path)).is_here and by.has_ended):
+                yield path
 
 
 def _write(folder: Path, holder: Holder) -> tuple[_Claim, Path]:

@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import Field
 
 from .config import Config
-from .disk import Disk, is_full, make_folder
+from .disk import Disk, is_full, make_folder, remove
 from .errors import DamagedSegment, LeaseError, RecoveryError, UserError, nearest
 from .graph import Graph
 from .ledger import Ledger
@@ -174,7 +174,7 @@ class SampleBuffer:
         )
         for path in folder.glob("*.checkpoint*"):  # of a future that was given up, damaged, or never completed
             if path not in history.checkpoints:
-                path.unlink()
+                remove(path)
         for name in history.unwritten:
             log.append({"do": "graph", "graph": name, "outline": history.ledgers[name].graph.outline()})
         buffer = cls(
@@ -314,7 +314,7 @@ class SampleBuffer:
         write_checkpoint(self.folder / name, position, records, disk=self.disk)
         self._pins[name] = self._live_segments()
         for old in checkpoints(self.folder)[self.config.keep_checkpoints :]:
-            old.unlink()
+            remove(old)
             self._pins.pop(old.name, None)
         self._release_unpinned()
         return position

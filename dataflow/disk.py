@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,7 +32,7 @@ def make_folder(path: Path) -> None:
 
 def make_file(path: Path) -> None:
     """Make an empty file that nobody else may read; whoever writes it opens it by its name."""
-    path.unlink(missing_ok=True)
+    remove(path)
     path.touch(mode=0o600)
 
 
@@ -63,6 +64,14 @@ def replacing(path: Path) -> Iterator[Path]:
         disk.sync_folder(path.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def remove(path: Path) -> None:
+    """Remove what has this name, of whatever kind it is; nothing may be there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 class Disk:
@@ -107,7 +116,7 @@ class Disk:
             OSError: the disk is full, say; the file is what it was before.
         """
         partial = path.with_name(path.name + PARTIAL)
-        partial.unlink(missing_ok=True)
+        remove(partial)
         descriptor = self.open(partial)
         try:
             self.write(descriptor, data)

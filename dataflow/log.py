@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from .disk import PARTIAL, Disk
+from .disk import PARTIAL, Disk, remove
 from .errors import TakenOverError
 
 Record = Mapping[str, Any]
@@ -94,7 +94,7 @@ class Log:
     def _begin_file(self, size: int) -> int:
         """A file of this writer's own in the place of the log, with so much of what is there; whole at every moment."""
         unnamed = self.path.with_name(self.path.name + PARTIAL)
-        unnamed.unlink(missing_ok=True)
+        remove(unnamed)
         descriptor = self._disk.open(unnamed)
         try:
             if size:

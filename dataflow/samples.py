@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .buffer import BUFFER, LOG
-from .disk import replacing
+from .disk import PARTIAL, replacing
 from .errors import UserError
 from .log import LogReader
 
@@ -50,6 +50,7 @@ class Part:
         """
         with pa.memory_map(str(self.path)) as file:
             table = pa.ipc.open_file(file).read_all()
+        table.validate(full=True)  # else whoever reads the values of a damaged one may go beyond them
         graph, step = pa.array([self.graph] * len(table), pa.string()), pa.array([self.step] * len(table), pa.int64())
         return table.add_column(0, "graph", graph).add_column(1, "step", step)
 
@@ -62,6 +63,12 @@ def parts(run: Path) -> list[Part]:
         if name is not None and path.is_file():
             found.append(Part(path, name["graph"], int(name["step"]), int(name["lease"])))
     return sorted(found, key=lambda part: (part.graph, part.step, part.lease, part.path.name))
+
+
+def unfinished_parts(run: Path) -> list[Path]:
+    """Files of parts that are being written, or were when their writer ended."""
+    found = (run / FOLDER).glob(f"*{PARTIAL}")
+    return [path for path in found if NAME.fullmatch(path.name.removesuffix(PARTIAL)) and path.is_file()]
 
 
 def recorded(run: Path) -> list[Part]:

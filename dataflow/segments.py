@@ -387,6 +387,8 @@ def verify(folder: Path, segment: Segment) -> None:
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         raise DamagedSegment(segment, path, "the file is missing") from None
+    except OSError as error:
+        raise DamagedSegment(segment, path, f"it cannot be opened: {error}") from None
     try:
         while left and (data := os.pread(descriptor, min(left, 1 << 20), position)):
             digest.update(data)

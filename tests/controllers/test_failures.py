@@ -111,6 +111,16 @@ def test_what_fails_at_all_samples_ends_the_run_and_shows_prompt_and_response(tm
     assert "ZeroDivisionError: division by zero" in text and "in broken" in text
 
 
+def test_rows_that_failed_are_among_those_that_the_message_says_were_seen(tmp_path: Path, model: Path):
+    def broken(response_ids: list[int], answer: str) -> float:
+        return 1 / (len(response_ids) - 1)
+
+    with pytest.raises(WorkerError, match=r"So did \d+ of \d+ rows") as caught:
+        run(tmp_path, model, broken)
+    failed, seen = map(int, re.findall(r"So did (\d+) of (\d+) rows", str(caught.value))[0])
+    assert (failed, seen) == (8, 16)
+
+
 @pytest.mark.parametrize(("value", "kind"), [(math.nan, UserError), (ConnectionError("no answer"), WorkerError)])
 def test_with_max_failed_of_nothing_the_first_that_fails_for_good_ends_the_run(
     tmp_path: Path, model: Path, value: Any, kind: type[Exception]

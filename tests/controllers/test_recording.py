@@ -111,6 +111,15 @@ def moved(run: Path) -> None:
     path.rename(path.with_name(path.name.replace("000009", "000008")))
 
 
+def with_lists_beyond_its_end(run: Path) -> None:
+    part = recorded(run)[-1]
+    offsets = part.read()["response_ids"].combine_chunks().offsets.to_numpy()
+    beyond = np.append(offsets[:-1], np.int32(1 << 28))
+    data = part.path.read_bytes()
+    assert offsets.tobytes() in data
+    part.path.write_bytes(data.replace(offsets.tobytes(), beyond.tobytes()))
+
+
 @pytest.mark.parametrize(
     ("harm", "says"),
     [
@@ -121,6 +130,7 @@ def moved(run: Path) -> None:
         (doubled, r"samples: lease \d+ of graph 'eval': 2 rows are there that it did not record, or more than once"),
         (moved, r"samples: lease \d+ of graph 'train': sample \d+ is filed under step 8; it is of step 9"),
         (lambda run: recorded(run)[-1].path.write_bytes(b"half"), "samples: .* cannot be read"),
+        (with_lists_beyond_its_end, "samples: .* cannot be read"),
     ],
 )
 def test_samples_that_are_not_what_the_log_says_refute_it(tmp_path: Path, harm: Callable[[Path], object], says: str):

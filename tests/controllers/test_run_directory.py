@@ -106,7 +106,12 @@ def test_stray_files_stop_no_recovery(run_dir: Path):
     (run_dir / "samples" / "train_000009.4.0.arrow").mkdir()
     (run_dir / "checkpoints" / "step_000009").write_text("no folder")
     (run_dir / "config.json.partial").mkdir()
+    (run_dir / "buffer" / "ledger.log.partial").mkdir()
+    (run_dir / "buffer" / "ledger-000000000009.checkpoint").mkdir()
+    unfinished = run_dir / "samples" / "train_000002.7.0.arrow.partial"
+    unfinished.write_text("of a recorder that was killed")
     go_on(run_dir)
+    assert not unfinished.exists() and not list(run_dir.rglob("*.partial"))
     assert (run_dir / "samples" / "notes.arrow").read_text() == "mine"
     assert checkpoints(run_dir / "checkpoints")[0].is_dir()
 

@@ -111,6 +111,29 @@ def test_a_holder_of_this_machine_that_was_killed_is_known_at_once(tmp_path: Pat
         assert RunLock.take(tmp_path).epoch == 2
 
 
+def test_what_somebody_was_ended_by_before_it_was_named_is_removed(tmp_path: Path):
+    RunLock.take(tmp_path).release()
+    ended, elsewhere, fresh = (tmp_path / "lock" / f".{name}" for name in ("ended", "elsewhere", "fresh"))
+    for path in (ended, elsewhere, fresh):
+        path.write_text(file_of(tmp_path).read_text())
+    rewrite(ended, started="12345")
+    long_ago = time.time() - DEAD_AFTER_S - 1
+    os.utime(elsewhere, (long_ago, long_ago))
+    lock = RunLock.take(tmp_path)
+    assert {path.name for path in (tmp_path / "lock").iterdir()} == {"epoch_000002", ".fresh"}
+    lock.release()
+
+
+def test_a_lock_that_is_no_folder_or_holds_what_is_no_file_is_named(tmp_path: Path):
+    (tmp_path / "lock").write_text("mine")
+    with pytest.raises(UserError, match=r"cannot be held: .*lock is not a folder"):
+        RunLock.take(tmp_path)
+    (tmp_path / "lock").unlink()
+    (tmp_path / "lock" / "epoch_000001").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"cannot be held: .*epoch_000001"):
+        RunLock.take(tmp_path)
+
+
 def test_a_process_with_the_number_of_a_dead_holder_is_not_taken_for_it(tmp_path: Path):
     lock = RunLock.take(tmp_path)
     rewrite(file_of(tmp_path), started="12345")

@@ -240,6 +240,14 @@ def test_a_missing_file_is_found(tmp_path: Path):
     damaged(tmp_path, segment, "the file is missing")
 
 
+def test_a_file_that_cannot_be_opened_stops_no_recovery(tmp_path: Path):
+    segment = SegmentWriter(tmp_path, "n0", "w").append(numbered(0))
+    (tmp_path / segment.file).unlink()
+    (tmp_path / segment.file).symlink_to(segment.file)
+    with pytest.raises(DamagedSegment, match="it cannot be opened: "):
+        verify(tmp_path, segment)
+
+
 def test_the_error_and_the_reference_cross_processes(tmp_path: Path):
     segment = Segment("n0", "w.0.000000.arrows", 0, 8, 1)
     with pytest.raises(DamagedSegment) as caught:
