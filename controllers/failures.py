@@ -160,7 +160,7 @@ class Failures:
             return True
         if call.node is None or call.node.group is None or call.lease is None:
             return False  # a graph's own function is a pure one: it would fail again
-        said = f"{failure.message}\n{failure.traceback.rstrip()}"
+        said = f"{failure.message}\n{failure.traceback}".rstrip()
         held = call.held_by(event.rank)
         blamed = held.intersection(failure.sample_ids)
         hopeless = self._count(call, event.rank, blamed or held, "failed", said)

@@ -211,7 +211,10 @@ def _answer(
 
 def failure_of(error: Exception | SystemExit) -> Failure:
     """An exception as text, with the samples that it names itself (`error.sample_ids`, and of the first `error.sample` in words)."""
-    text = "".join(traceback.format_exception(type(error), error, _below_shell(error)))
+    explained = (
+        isinstance(error, UserError) and error.__cause__ is None
+    )  # its message says all: no code of the user's raised
+    text = "" if explained else "".join(traceback.format_exception(type(error), error, _below_shell(error)))
     name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
     message = f"{name}{error}"
     if isinstance(error, SystemExit):

@@ -37,7 +37,7 @@ MISTAKES = {
     "cpus": "error: the placement asks for 5000 CPUs (big: 5000), but this machine has ",
     "argument": "error: Driver takes no argument 'nme' (value 'first'); did you mean 'name'?",
     "address": "error: RAY_ADDRESS='http://ray-head:8265' is the address of a dashboard or a job server",
-    "nan": "error: worker reward[0], node 'reward.score', samples ",
+    "nan": "error: worker reward[0], node 'reward.score' failed 3 times at sample ",
     "lost": "best is declared with shape=Shape.MAP: it returns every row that it was given; it lost 3 of 4 (samples ",
 }
 
@@ -55,7 +55,9 @@ def test_a_mistake_ends_with_exit_code_2_and_one_message(folder: Path, mistake: 
 def test_a_nan_reward_names_function_and_sample(folder: Path):
     _, said, _ = launch(folder, "--mistake", "nan")
     assert "reward function nan returned nan; a reward is a finite number" in said
-    assert re.search(r", samples \d+: ", said), "the sample at fault and no other"
+    assert re.search(r" at sample \d+ \(row \d+ of source 'prompts'; prompt '", said), (
+        "the sample at fault, and its prompt"
+    )
 
 
 def test_a_mistake_on_the_command_line_is_told_too(folder: Path):

@@ -131,7 +131,7 @@ def test_a_reward_that_dies(tmp_path: Path):
 def test_deaths_at_the_same_sample_end_the_run_and_name_it(tmp_path: Path):
     with pytest.raises(
         WorkerError,
-        match=r"worker rollout, node 'rollout.generate' was lost 3 times at sample .*row 3 of source",
+        match=r"worker rollout\[\d\], node 'rollout.generate' was lost 3 times at sample .*row 3 of source",
     ):
         run(tmp_path, SYNCHRONOUS, {"dies_at": 31, "deaths": 9})
 
@@ -272,7 +272,7 @@ def test_a_reward_that_always_hangs_in_this_process_ends_the_run_with_its_sample
         r"sample \d+ \(row 3 of source 'prompts'\)\..*TimeoutError: reward function .*length took longer than 0\.02 s"
     )
     with pytest.raises(WorkerError, match=said):
-        scored(tmp_path, words, "hangs", 9, Local(), deadline_s=0.02)
+        scored(tmp_path, words, "hangs", 9, Local(), deadline_s=0.02, max_failed=0)
 
 
 def test_a_reward_that_fails_now_and_then_is_asked_again(tmp_path: Path, words: Path):

@@ -307,7 +307,8 @@ def test_several_ranks_train_the_adapter_of_one(tiny_model: Path, rows: Batch, t
     if dtype == "float32":
         assert np.abs(off - found).max() < 1e-5
         for name, tensor in adapter_of(alone).items():
-            assert float((results["adapter"][name] - tensor).abs().max()) < 1e-5, name
+            # AdamW's first steps of 1e-2 are the signs of gradients, however small: rounding shows in some.
+            assert float((results["adapter"][name] - tensor).abs().max()) < 3e-5, name
     else:  # autocast and FSDP round in other places, and AdamW makes a step of the sign of a small gradient
         assert np.abs(off - found).mean() < 0.03
     saved, kept = (load_file(tmp_path / f / "adapter_model.safetensors") for f in ("saved", "step/model"))

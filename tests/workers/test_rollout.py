@@ -195,7 +195,8 @@ class Table(SimpleNamespace):
 
 
 def folder_with(folder: Path, **changes: Any) -> Path:
-    config = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "max_position_embeddings": 64}
+    config = {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config |= {"max_position_embeddings": 64}
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config | changes))
     return folder
