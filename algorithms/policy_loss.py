@@ -112,7 +112,7 @@ class PolicyLoss(AggregatedLoss):
 
     @property
     def _compares_with_trainer(self) -> bool:
-        """Where `old` does not say with whom: never with the generator."""
+        """Whether the ratio, where `old` does not say with whom, compares with the trainer and never with the generator."""
         return self._of_responses or self._weighs
 
     def _old_column(self, rows: PackedRows) -> str | None:

@@ -102,7 +102,7 @@ def labelled(responses: Batch, *, by: str = "label") -> Batch:
 
 @node(reads=(RESPONSE_IDS,), may_read=(RESPONSE_MASK,), writes=(MISMATCHED_IDS, MISMATCHED_MASK))
 def mismatched(rows: Batch) -> Batch:
-    """Beside each prompt the response to another one, and which of its tokens count.
+    """Put beside each prompt the response to another one, and which of its tokens count.
 
     With the N rows of this call in order of their groups, and m rows in the largest of these, a row gets the response m places
     further on, in a circle: that is past its own group. Each response stands beside one prompt. A group of more than half of

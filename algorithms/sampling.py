@@ -14,7 +14,7 @@ LOWEST_TEMPERATURE = 0.01
 
 
 class Sampling(Config):
-    """How tokens are drawn, and with it what their log-probabilities are those of.
+    """How tokens are drawn, and hence of which distribution their log-probabilities are.
 
     A trainer knows the whole distribution at a temperature. What draws from another one (`top_p`, `top_k`, `min_tokens`) leaves
     the column `response_logprobs` out: a ratio of the trainer's probabilities to them would compare two distributions and not

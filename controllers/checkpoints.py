@@ -349,7 +349,7 @@ class Checkpoints:
 
 
 def _sizes(folder: Path) -> dict[Path, int]:
-    """Of the files below a folder; none when it gets its name at this moment."""
+    """Sizes of the files below a folder; none when it gets its name at this moment."""
     try:
         return {path: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     except OSError:
@@ -587,7 +587,7 @@ def _checkpointed(root: Path) -> list[Path]:
 
 
 def _at(path: Path, run: Path) -> Found:
-    """One checkpoint, which the user named."""
+    """Find one checkpoint, which the user named."""
     path = run / FOLDER / path.resolve().name
     if wrong := what_is_wrong(path):
         raise UserError(f"checkpoint {path} is damaged: {wrong}")

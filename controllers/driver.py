@@ -223,7 +223,7 @@ class Driver:
         """Of the checkpoint that was begun last, in the buffer's log."""
         self._closed_at = 0.0
         self._closed_first = False
-        """The start of the run is over."""
+        """Whether step 0, the start of the run, is closed."""
         self._failures.start_again()
         self._started = self._backend.clock()
 

@@ -148,11 +148,11 @@ class Flow:
         return {f"{self.name}/{name}": value for name, value in found.items()}
 
     def take(self, lease: Lease, measured: Mapping[str, Metric]) -> None:
-        """What a call has measured on the rows of a lease."""
+        """Note what a call has measured on the rows of a lease."""
         (self.rounds[lease.round].metrics if self.evaluates else self.metrics).append(measured)
 
     def generates(self, lease: Lease, published: Published) -> None:
-        """Responses are finished."""
+        """Note responses that are finished."""
         if not self.evaluates:
             self.generated.append(published.num_tokens)
         elif published.versions is not None and len(published.versions):

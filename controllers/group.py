@@ -172,7 +172,7 @@ class Loads:
     def __init__(self, replicas: Iterable[int]) -> None:
         self._rows = dict.fromkeys(replicas, 0)
         self._heap = [(0, replica) for replica in self._rows]
-        """Of (rows, replica); entries that are not true any more stay until they come up."""
+        """Pairs (rows, replica); those that are not true any more stay until they come up."""
 
     def add(self, replica: int, rows: int) -> None:
         self._rows[replica] += rows
@@ -182,7 +182,7 @@ class Loads:
             heapq.heapify(self._heap)
 
     def only(self, replicas: Iterable[int]) -> Loads:
-        """Of these replicas alone, as they are now."""
+        """The loads of these replicas alone, as they are now."""
         some = Loads(())
         for replica in replicas:
             some._rows[replica] = 0
@@ -234,12 +234,12 @@ class WorkerGroup:
         return len(self.calls) > 0
 
     def watch(self, call: Call) -> None:
-        """A call is under way from here on."""
+        """Note that a call is under way."""
         self.calls.add(call)
         self.weigh(call)
 
     def forget(self, call: Call) -> None:
-        """A call is over."""
+        """Note that a call is over."""
         self.calls.remove(call)
         if call.replica is not None:
             self._loads.add(call.replica, -call.weighs)

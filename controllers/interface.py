@@ -13,7 +13,7 @@ SIOCGIFADDR = 0x8915
 
 
 def interface_of(address: str) -> str | None:
-    """Its name; None: no interface of this machine has the address.
+    """The name of the interface that has an address; None: no interface of this machine has it.
 
     >>> interface_of("127.0.0.1")
     'lo'
@@ -36,7 +36,7 @@ def interface_of(address: str) -> str | None:
 
 
 def network_environment(address: str) -> dict[str, str]:
-    """What holds the libraries of a process to the address of its node.
+    """Variables that hold the libraries of a process to the address of its node.
 
     >>> network_environment("127.0.0.1")
     {'VLLM_HOST_IP': '127.0.0.1', 'GLOO_SOCKET_IFNAME': 'lo', 'NCCL_SOCKET_IFNAME': '=lo'}

@@ -1,4 +1,4 @@
-"""RayBackend: each rank is a Ray actor. The only file that knows Ray.
+"""RayBackend: each rank is a Ray actor. No other file knows Ray, but the program `cluster_probe.py`, which imports nothing of ours.
 
 Ray carries calls and small replies; the columns of rows lie in segments, which workers write and map themselves, and
 fetch from other nodes by Arrow Flight. A local
@@ -337,7 +337,7 @@ class RayBackend:
         return reserved
 
     def _set_aside(self, pools: Mapping[str, ResourcePool], timeout_s: float) -> dict[str, Reserved]:
-        """Those of the pools that are there in time; the others are not asked for any more."""
+        """Set aside those of the pools that are free in time; the others are not asked for any more."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

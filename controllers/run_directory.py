@@ -196,7 +196,7 @@ class RunDirectory:
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """Those of every step, read from the disk."""
+        """Metrics of every step, read from the disk."""
         if rows := by_step(self._metrics.read()):
             return rows
         table = read_metrics(self.path)
@@ -278,7 +278,7 @@ def is_used(path: Path) -> bool:
 
 
 def _unused(root: Path) -> Path:
-    """A new folder, named after the time; of two that ask at once each gets its own."""
+    """Make a new folder, named after the time; of two that ask at once each gets its own."""
     taken = root / time.strftime("%Y%m%d-%H%M%S")
     for number in itertools.count(1):
         path = taken if number == 1 else taken.with_name(f"{taken.name}-{number}")

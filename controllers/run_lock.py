@@ -77,7 +77,7 @@ class Holder:
 
     @property
     def has_ended(self) -> bool:
-        """Of a process of this machine: whether it is gone."""
+        """Whether it is gone, if it was a process of this machine."""
         started = _started(self.pid)
         return started is None or bool(started and self.started and started != self.started)
 
@@ -132,7 +132,7 @@ class RunLock:
         return {"do": "epoch", "epoch": holder.epoch, "host": holder.host, "pid": holder.pid, "since": holder.since}
 
     def check(self, *, sure: bool = False) -> None:
-        """This process may write.
+        """See that this process may write.
 
         Args:
             sure: ask the file server, too; else what this machine remembers of it is enough.
@@ -158,7 +158,7 @@ class RunLock:
         self._release()
 
     def give_back(self) -> None:
-        """Release a run into which nothing was written: its epoch never was."""
+        """Release a run into which nothing was written, as if it had never been held."""
         if self._claim.is_held(sure=True):
             self._claim.path.unlink(missing_ok=True)
         self.release()
@@ -208,7 +208,7 @@ class _Claim:
             return not self._lost
 
     def release(self) -> None:
-        """Say that it is over, in the own file, whatever its name is by now."""
+        """Say in the own file, whatever its name is by now, that the run is no longer held."""
         if self.holder.pid == os.getpid():
             with suppress(OSError):
                 os.write(self.descriptor, _line({"ended": _now()}))

@@ -20,7 +20,7 @@ class Share:
     max_groups: int | None = None
     """Of a node that takes groups; None: all that are ready."""
     max_rows: int | None = None
-    """Of one that takes rows."""
+    """Of a node that takes rows; None: all that are ready."""
     last: bool = True
     """An update has its whole batch with these."""
 

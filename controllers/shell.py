@@ -303,7 +303,7 @@ class _Returned:
         return f"{self._rows.operation.name} is declared with shape=Shape.{self._rows.operation.shape.name}"
 
     def note(self, ids: np.ndarray) -> None:
-        """These come back.
+        """Note rows that come back.
 
         Raises:
             UserError: one of them was not given to it, or came back before.
@@ -339,7 +339,7 @@ class _Returned:
         return ids
 
     def check_none_is_missing(self, task: Task) -> None:
-        """The call is over.
+        """See, when the call is over, that no row is missing.
 
         Raises:
             UserError: a map or a group has not returned all rows.

@@ -18,7 +18,7 @@ STREAMS = (0, 1, 2)
 
 
 def say(line: str) -> None:
-    """A line on standard error, from within a handler; a terminal that is gone is no error."""
+    """Write a line to standard error from within a handler; a terminal that is gone is no error."""
     with suppress(OSError):
         os.write(2, f"{line}\n".encode())
 

@@ -50,8 +50,11 @@ class Symptom:
 
 def _groups_of_one(graph: Graph, handles: Mapping[str, Handle]) -> Iterator[str]:
     for node in graph.nodes:
-        relative = getattr(node.function, "__wrapped__", None) is getattr(group_advantages, "__wrapped__", node)
-        if relative and not getattr(node.arguments.get("estimator"), "reads", ()) and _siblings(graph, node) == 1:
+        if (
+            node.function is group_advantages
+            and not getattr(node.arguments.get("estimator"), "reads", ())
+            and _siblings(graph, node) == 1
+        ):
             yield f"node {node.name!r} compares the responses to a prompt with each other, and there is one of each (n=1)"
 
 

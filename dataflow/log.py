@@ -44,7 +44,7 @@ class Fence(Protocol):
     """What keeps a run to one writer."""
 
     def check(self) -> None:
-        """This process may write; raises TakenOverError when another one does."""
+        """See that this process may write; raises TakenOverError when another one does."""
         ...
 
     def record(self) -> Record:

@@ -26,7 +26,8 @@ NAME = re.compile(r"(?P<graph>.+)_(?P<step>\d+)\.(?P<lease>\d+)\.(?P<rank>\d+)\.
 
 
 def part_name(graph: str, step: int, lease: int, rank: int) -> str:
-    """
+    """The name of a file of samples.
+
     >>> part_name("train", 12, lease=57, rank=0)
     'train_000012.57.0.arrow'
     """
