@@ -36,6 +36,7 @@ from .backend import Backend, Event, Files, Local, Setup, this_node
 from .checkpoints import (
     FOLDER,
     POLL_S,
+    WITHOUT_ROWS,
     CheckpointConfig,
     Checkpoints,
     Found,
@@ -349,7 +350,7 @@ class Driver:
         kind = type(self._schedule).__name__
         if found is not None and found.with_rows and found.state.schedule != kind:
             raise UserError(
-                f"{found.path} is of a run under {found.state.schedule}, not {kind}: its rows are of another age"
+                f"{found.path} is of a run under {found.state.schedule}, not {kind}: its rows are of another age. {WITHOUT_ROWS}"
             )
 
     def _load(self, found: Found) -> None:

@@ -112,7 +112,10 @@ class WeightSyncError(RunError):
 class TakenOverError(RunError):
     """Another driver goes on with the run: this one was taken for dead, and writes no more. The message says who."""
 
-    advice = "Nothing is to be done for the run: the other driver goes on from its last checkpoint."
+    advice = (
+        "Where another driver has the run, nothing is to be done: it goes on from the last checkpoint. Where the run's folder was moved, "
+        "go on there with resume=PATH."
+    )
 
 
 class RecoveryError(RunError):

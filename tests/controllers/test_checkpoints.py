@@ -486,6 +486,13 @@ def test_a_run_whose_log_is_lost_goes_on_from_weights_and_its_place_in_the_data(
     assert not prove(tmp_path / "run" / "buffer").violations
 
 
+def test_a_run_under_another_kind_of_schedule_is_told_how_to_go_on(tmp_path: Path):
+    with pytest.raises(Killed):
+        run(tmp_path, SCHEDULES[0], kill_at=3)
+    with pytest.raises(UserError, match=r"under Synchronous, not Pipelined: .* resume='weights' goes on"):
+        run(tmp_path, SCHEDULES[1], resume="latest")
+
+
 def test_weights_alone_issue_what_was_in_flight_once_more_also_when_that_is_interrupted():
     order = [3, 1, 4, 0, 2]
 
