@@ -39,7 +39,7 @@ from ..workers.remote import dispatch_of
 from .backend import Event, this_node
 from .flow import CURSOR, Cursor
 from .group import Call, WorkerGroup
-from .run_directory import RunDirectory, check_name, hold, is_used
+from .run_directory import RunDirectory, check_name, check_rights, hold, is_used
 from .run_lock import RunLock
 
 FOLDER = "checkpoints"
@@ -488,8 +488,10 @@ def open_run(
     """
     if name is not None:
         check_name(name, "name")
+        check_rights(root.resolve() / name)
     run, looked = _where(resume, root, name)
     if run is not None:
+        check_rights(run)
         lock = hold(run)
         try:
             at = Path(resume)

@@ -256,6 +256,19 @@ def check_name(name: object, what: str) -> None:
     )
 
 
+def check_rights(run: Path) -> None:
+    """Whoever goes on with a run, or moves it aside, reads and writes its folders.
+
+    Raises:
+        UserError: naming the first that this user may not.
+    """
+    for folder in (run, *(run / name for name in (LOCK, *FOLDERS))):
+        if folder.is_dir() and not os.access(
+            folder, os.R_OK | os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids
+        ):
+            raise UserError(f"run {run} cannot be used: this user may not read and write {folder}")
+
+
 def hold(run: Path) -> RunLock:
     """Hold a run that is there; its epoch is larger than all before, also when the folder of the lock was removed.
 

@@ -1,6 +1,7 @@
 """The directory of a run: what in it is damaged, what it may be called."""
 
 import json
+import os
 import shutil
 import stat
 from collections.abc import Callable
@@ -114,6 +115,17 @@ def test_stray_files_stop_no_recovery(run_dir: Path):
     assert not unfinished.exists() and not list(run_dir.rglob("*.partial"))
     assert (run_dir / "samples" / "notes.arrow").read_text() == "mine"
     assert checkpoints(run_dir / "checkpoints")[0].is_dir()
+
+
+@pytest.mark.parametrize("folder", [".", "lock", "checkpoints", "samples"])
+def test_a_run_whose_folders_are_closed_to_this_user_is_refused_and_not_begun_again(
+    run_dir: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+):
+    closed, access = run_dir / folder, os.access  # nothing is closed to root
+    monkeypatch.setattr(os, "access", lambda path, *args, **named: path != closed and access(path, *args, **named))
+    with pytest.raises(UserError, match=f"this user may not read and write {closed}"):
+        go_on(run_dir)
+    assert not run_dir.with_name("run.begun-1").exists()
 
 
 def test_a_file_in_the_place_of_a_folder_is_set_aside(run_dir: Path, capsys: pytest.CaptureFixture[str]):
