@@ -40,6 +40,11 @@ class Rows:
         return len(self.lengths), self.longest
 
     @cached_property
+    def are_alike(self) -> bool:
+        """Whether all rows are of one length, so that they stand one behind the other as they do in [B, longest]."""
+        return bool((self.lengths == self.longest).all())
+
+    @cached_property
     def places(self) -> Tensor:
         """[T] int64 place of each token in its row."""
         starts = torch.cumsum(self.lengths, 0) - self.lengths
@@ -129,7 +134,7 @@ def packed_attention(
     """
     rows.windows.add(sliding_window)
     rows.softcaps.add(softcap)
-    query, key, value = (_Unpack.apply(x[0].transpose(0, 1), rows).transpose(1, 2) for x in (query, key, value))
+    query, key, value = (_unpacked(x[0].transpose(0, 1), rows).transpose(1, 2) for x in (query, key, value))
     mask = None
     if softcap is not None or (sliding_window is not None and rows.longest > sliding_window):
         at = torch.arange(rows.longest, device=query.device)
@@ -137,11 +142,11 @@ def packed_attention(
         mask = ((back >= 0) & (back < (sliding_window or rows.longest)))[None, None]
     if softcap is not None:
         assert mask is not None
-        return _Pack.apply(_capped_attention(query, key, value, mask, scaling, softcap, dropout), rows)[None], None
+        return _packed(_capped_attention(query, key, value, mask, scaling, softcap, dropout), rows)[None], None
     out, _ = sdpa_attention_forward(
         module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=mask is None
     )
-    return _Pack.apply(out, rows)[None], None
+    return _packed(out, rows)[None], None
 
 
 def _capped_attention(
@@ -155,8 +160,18 @@ def _capped_attention(
     return (weights @ value).transpose(1, 2)
 
 
-class _Unpack(torch.autograd.Function):
+def _unpacked(packed: Tensor, rows: Rows) -> Tensor:
     """[T, ...] -> [B, longest, ...], zeros behind each row."""
+    return packed.unflatten(0, rows.shape) if rows.are_alike else _Unpack.apply(packed, rows)
+
+
+def _packed(padded: Tensor, rows: Rows) -> Tensor:
+    """[B, longest, ...] -> [T, ...]"""
+    return padded.flatten(0, 1) if rows.are_alike else _Pack.apply(padded, rows)
+
+
+class _Unpack(torch.autograd.Function):
+    """`_unpacked` of rows of unlike lengths."""
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor, rows: Rows) -> Tensor:
@@ -169,7 +184,7 @@ class _Unpack(torch.autograd.Function):
 
 
 class _Pack(torch.autograd.Function):
-    """[B, longest, ...] -> [T, ...]"""
+    """`_packed` of rows of unlike lengths."""
 
     @staticmethod
     def forward(ctx: Any, padded: Tensor, rows: Rows) -> Tensor:
