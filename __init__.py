@@ -13,19 +13,19 @@ _MODULES: dict[str, str] = {
     "AdaptiveKlWorker": "workers.adaptive_kl",
     "Asynchronous": "controllers.schedule",
     "Batch": "dataflow.batch",
-    "BufferConfig": "dataflow.buffer",
-    "CheckpointConfig": "controllers.checkpoints",
+    "BufferConfig": "dataflow.buffer.sample_buffer",
+    "CheckpointConfig": "controllers.recovery.checkpoints",
     "Config": "dataflow.config",
     "CriticWorker": "workers.critic",
     "Dispatch": "workers.dispatch",
     "Driver": "controllers.driver",
     "Evaluation": "controllers.driver",
-    "Local": "controllers.backend",
-    "Lora": "workers.lora",
+    "Local": "controllers.backends.backend",
+    "Lora": "workers.training.lora",
     "Pipelined": "controllers.schedule",
     "Place": "controllers.placement",
-    "Prompts": "dataflow.prompts",
-    "RayBackend": "controllers.ray_backend",
+    "Prompts": "dataflow.prompts.prompts",
+    "RayBackend": "controllers.backends.ray_backend",
     "ReferenceWorker": "workers.reference",
     "ResourcePool": "controllers.placement",
     "RewardModelWorker": "workers.reward_model",
@@ -33,12 +33,12 @@ _MODULES: dict[str, str] = {
     "RolloutWorker": "workers.rollout",
     "Sampling": "algorithms.sampling",
     "Shape": "dataflow.operation",
-    "Simulated": "controllers.simulated",
+    "Simulated": "controllers.simulation.simulated",
     "Synchronous": "controllers.schedule",
     "TableSource": "dataflow.graph",
     "UserError": "dataflow.errors",
     "Worker": "workers.worker",
-    "adapter_off": "workers.lora",
+    "adapter_off": "workers.training.lora",
     "graph": "dataflow.graph",
     "group": "dataflow.handle",
     "launch": "controllers.launch",
@@ -58,21 +58,21 @@ if TYPE_CHECKING:  # the same names for editors and checkers; tests/test_packagi
     from . import resharding as resharding
     from . import workers as workers
     from .algorithms.sampling import Sampling as Sampling
-    from .controllers.backend import Local as Local
-    from .controllers.checkpoints import CheckpointConfig as CheckpointConfig
+    from .controllers.backends.backend import Local as Local
+    from .controllers.backends.ray_backend import RayBackend as RayBackend
     from .controllers.driver import Driver as Driver
     from .controllers.driver import Evaluation as Evaluation
     from .controllers.launch import launch as launch
     from .controllers.placement import Place as Place
     from .controllers.placement import ResourcePool as ResourcePool
     from .controllers.precompute import precompute as precompute
-    from .controllers.ray_backend import RayBackend as RayBackend
+    from .controllers.recovery.checkpoints import CheckpointConfig as CheckpointConfig
     from .controllers.schedule import Asynchronous as Asynchronous
     from .controllers.schedule import Pipelined as Pipelined
     from .controllers.schedule import Synchronous as Synchronous
-    from .controllers.simulated import Simulated as Simulated
+    from .controllers.simulation.simulated import Simulated as Simulated
     from .dataflow.batch import Batch as Batch
-    from .dataflow.buffer import BufferConfig as BufferConfig
+    from .dataflow.buffer.sample_buffer import BufferConfig as BufferConfig
     from .dataflow.config import Config as Config
     from .dataflow.errors import UserError as UserError
     from .dataflow.graph import TableSource as TableSource
@@ -80,18 +80,18 @@ if TYPE_CHECKING:  # the same names for editors and checkers; tests/test_packagi
     from .dataflow.handle import group as group
     from .dataflow.operation import Shape as Shape
     from .dataflow.operation import node as node
-    from .dataflow.prompts import Prompts as Prompts
+    from .dataflow.prompts.prompts import Prompts as Prompts
     from .workers.actor import ActorWorker as ActorWorker
     from .workers.adaptive_kl import AdaptiveKlWorker as AdaptiveKlWorker
     from .workers.critic import CriticWorker as CriticWorker
     from .workers.dispatch import Dispatch as Dispatch
-    from .workers.lora import Lora as Lora
-    from .workers.lora import adapter_off as adapter_off
     from .workers.reference import ReferenceWorker as ReferenceWorker
     from .workers.remote import remote as remote
     from .workers.reward import RewardWorker as RewardWorker
     from .workers.reward_model import RewardModelWorker as RewardModelWorker
     from .workers.rollout import RolloutWorker as RolloutWorker
+    from .workers.training.lora import Lora as Lora
+    from .workers.training.lora import adapter_off as adapter_off
     from .workers.worker import Worker as Worker
 
     __version__: str

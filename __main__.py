@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what a command needs is imported when it runs: --help is quick
-    from .dataflow.proof import Proof
+    from .dataflow.buffer.proof import Proof
 
 RUNS = Path("runs")
 """Where the name of a run is looked for."""
@@ -75,8 +75,8 @@ def _run(name: str) -> Path:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from .dataflow.inspection import buffer_folder
-    from .dataflow.proof import prove
+    from .dataflow.buffer.inspection import buffer_folder
+    from .dataflow.buffer.proof import prove
 
     folder = buffer_folder(_run(options.run))
     proof = prove(folder)
@@ -96,7 +96,7 @@ def _check(options: argparse.Namespace) -> int:
 def _summary(proof: Proof) -> str:
     import pyarrow as pa
 
-    from .dataflow.inspection import as_text
+    from .dataflow.buffer.inspection import as_text
 
     rows = [
         {
@@ -123,7 +123,7 @@ def _summary(proof: Proof) -> str:
 
 
 def _why(options: argparse.Namespace) -> int:
-    from .dataflow.inspection import buffer_folder, why
+    from .dataflow.buffer.inspection import buffer_folder, why
 
     print(why(buffer_folder(_run(options.run)), options.group, options.graph))
     return 0
@@ -132,7 +132,7 @@ def _why(options: argparse.Namespace) -> int:
 def _table(options: argparse.Namespace) -> int:
     import pyarrow.compute as pc
 
-    from .dataflow.inspection import as_text, buffer_folder, history
+    from .dataflow.buffer.inspection import as_text, buffer_folder, history
 
     table = history(buffer_folder(_run(options.run)))
     if options.state is not None:
@@ -142,7 +142,7 @@ def _table(options: argparse.Namespace) -> int:
 
 
 def _sql(options: argparse.Namespace) -> int:
-    from .dataflow.inspection import as_text, query
+    from .dataflow.buffer.inspection import as_text, query
 
     notes: list[str] = []
     answer = query(_run(options.run), options.query, notes, timeout_s=options.timeout)
@@ -153,8 +153,8 @@ def _sql(options: argparse.Namespace) -> int:
 
 
 def _archive(options: argparse.Namespace) -> int:
+    from .dataflow.buffer.samples import archive
     from .dataflow.errors import UserError, nearest
-    from .dataflow.samples import archive
 
     run = _run(options.run)
     if not run.is_dir():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..dataflow.graph import graph
-from .roles import Reward, Rollout
+from .protocols import Reward, Rollout
 from .sampling import Sampling
 
 

@@ -10,8 +10,8 @@ from .advantages import Estimator, group_advantages, group_normalized
 from .loss import Loss
 from .old_policy import needs_old_logprobs, old_logprobs
 from .policy_loss import PolicyLoss
+from .protocols import Policy, Reward, Rollout, Scorer
 from .remax import greedy_baselines
-from .roles import Policy, Reward, Rollout, Scorer
 from .sampling import Sampling
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..dataflow.column import OLD_LOGPROBS
 from .loss import Loss
-from .roles import Scorer
+from .protocols import Scorer
 
 
 def old_logprobs(samples: Any, *, actor: Scorer) -> Any:

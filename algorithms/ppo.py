@@ -9,8 +9,8 @@ from ..dataflow.graph import graph
 from .loss import Loss
 from .old_policy import needs_old_logprobs, old_logprobs
 from .policy_loss import PolicyLoss
+from .protocols import Critic, Penalty, Policy, Reward, Rollout, Scorer
 from .rewards import outcome_rewards, token_rewards
-from .roles import Critic, Penalty, Policy, Reward, Rollout, Scorer
 from .sampling import Sampling
 from .values import ValueLoss, critic_advantages
 

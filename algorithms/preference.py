@@ -41,7 +41,7 @@ from ..dataflow.metrics import Mean, Metrics, Sum
 from ..dataflow.operation import Shape, node
 from .loss import Loss
 from .preference_loss import DesirabilityLoss, PreferenceLoss
-from .roles import Reward, Rollout, Scorer, Trainable
+from .protocols import Reward, Rollout, Scorer, Trainable
 from .sampling import Sampling
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..dataflow.column import BASELINE_REWARD
 from ..dataflow.graph import graph
-from .roles import Reward, Rollout
+from .protocols import Reward, Rollout
 from .sampling import Sampling
 
 

@@ -32,7 +32,7 @@ from ..dataflow.operation import node
 from .loss import FrozenLoss, Loss, PackedRows, observed
 from .preference import compare, pairs
 from .preference_loss import PairLoss, bradley_terry
-from .roles import Reward, Trainable
+from .protocols import Reward, Trainable
 
 if TYPE_CHECKING:
     from torch import Tensor

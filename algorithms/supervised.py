@@ -7,7 +7,7 @@ from typing import Any
 from ..dataflow.graph import graph
 from .loss import Loss
 from .policy_loss import NegativeLogLikelihood
-from .roles import Trainable
+from .protocols import Trainable
 
 
 @graph

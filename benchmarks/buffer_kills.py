@@ -38,17 +38,17 @@ from weft_buffer import GENERATED, Line
 import weft
 from weft.controllers.shell import RowTask, gather
 from weft.dataflow.batch import Batch
-from weft.dataflow.buffer import LOG, SEGMENTS, BufferConfig, SampleBuffer
+from weft.dataflow.buffer.disk import Disk
+from weft.dataflow.buffer.log import LogReader
+from weft.dataflow.buffer.proof import prove
+from weft.dataflow.buffer.rows import MAX_CHILDREN, Lease, Piece, Published
+from weft.dataflow.buffer.sample_buffer import LOG, SEGMENTS, BufferConfig, SampleBuffer
+from weft.dataflow.buffer.segments import Segment, SegmentReader, SegmentWriter
 from weft.dataflow.config import Config
-from weft.dataflow.disk import Disk
 from weft.dataflow.errors import DamagedSegment, LeaseError
 from weft.dataflow.graph import Graph, Node, TableSource
 from weft.dataflow.handle import group as worker_group
-from weft.dataflow.log import LogReader
 from weft.dataflow.operation import Shape, node
-from weft.dataflow.proof import prove
-from weft.dataflow.rows import MAX_CHILDREN, Lease, Piece, Published
-from weft.dataflow.segments import Segment, SegmentReader, SegmentWriter
 from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
 from weft.workers.worker import Worker

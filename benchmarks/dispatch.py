@@ -32,7 +32,7 @@ import pyarrow as pa
 from turns import System
 
 import weft
-from weft.controllers.backend import Event
+from weft.controllers.backends.backend import Event
 from weft.dataflow.batch import Batch
 from weft.dataflow.config import Config
 from weft.workers.dispatch import Coordinates, Dispatch

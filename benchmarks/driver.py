@@ -24,10 +24,10 @@ from typing import Any
 import pyarrow as pa
 
 import weft
-from weft.controllers.backend import Event
+from weft.controllers.backends.backend import Event
 from weft.controllers.group import Call
 from weft.controllers.shell import Task
-from weft.controllers.simulated import Costs, Generation, Linear, LogNormal
+from weft.controllers.simulation.simulated import CostModel, Generation, LinearCost, LogNormal
 from weft.dataflow.metrics import Metrics
 from weft.workers.remote import remote
 
@@ -50,7 +50,7 @@ class Rollout(weft.Worker):
     @remote(
         dispatch=weft.Dispatch.SPLIT_BY_DP,
         shape=weft.Shape.EXPAND,
-        gives_way=True,
+        interruptible=True,
         reads=("prompt_ids",),
         writes=("response_ids", "response_logprobs", "response_versions"),
     )
@@ -74,7 +74,7 @@ class Actor(weft.Worker):
         dispatch=weft.Dispatch.SPLIT_BY_DP,
         reads=("response_ids", "advantages"),
         updates=True,
-        in_parts=("epochs",),
+        accumulates=("epochs",),
     )
     def update(self, samples: weft.Batch, *, epochs: int = 1, last: bool = True) -> Metrics: ...
 
@@ -96,7 +96,7 @@ def reinforce(prompts: Any, *, rollout: Any, reward: Any, actor: Any) -> Any:
 class Timed(weft.Simulated):
     """Counts the seconds in which the simulator works, and the calls that it is given."""
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: CostModel) -> None:
         super().__init__(costs)
         self.own_s = 0.0
         self.calls = 0
@@ -155,13 +155,13 @@ def measure(rows: int, replicas: int, profile: cProfile.Profile | None = None) -
     }
     lengths = LogNormal(mean=500, sigma=0.8, max_tokens=2000)
     seconds = 0.02 * each * SAMPLES / replicas
-    costs = Costs(
+    costs = CostModel(
         nodes={
             "rollout.generate": Generation(lengths=lengths, step_s=0.02, max_num_seqs=256),
-            "reward.score": Linear(fixed_s=0.05, per_row_s=0.001),
-            "actor.update": Linear(fixed_s=seconds, per_row_s=0.02),
-            "actor.publish_weights": Linear(fixed_s=0.5),
-            "rollout.receive_weights": Linear(fixed_s=0.5),
+            "reward.score": LinearCost(fixed_s=0.05, per_row_s=0.001),
+            "actor.update": LinearCost(fixed_s=seconds, per_row_s=0.02),
+            "actor.publish_weights": LinearCost(fixed_s=0.5),
+            "rollout.receive_weights": LinearCost(fixed_s=0.5),
         }
     )
     backend = Timed(costs)

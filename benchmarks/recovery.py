@@ -38,7 +38,7 @@ from recovery_processes import Run, RunEnded, RunStuck
 from recovery_run import SAMPLES
 from workloads import PROMPT_TOKENS, Workload, prepare
 
-from weft.dataflow.buffer import LOG
+from weft.dataflow.buffer.sample_buffer import LOG
 
 PROMPTS = 4
 """In a step of `recovery_run.py`."""

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.controllers.checkpoints import FOLDER, RunState, checkpoints, latest_sound
-from weft.dataflow.buffer import LOG, restore
+from weft.controllers.recovery.checkpoints import FOLDER, RunState, checkpoints, latest_sound
+from weft.dataflow.buffer.ledger_state import save
+from weft.dataflow.buffer.log import Position
+from weft.dataflow.buffer.sample_buffer import LOG, restore
 from weft.dataflow.errors import UserError
-from weft.dataflow.ledger_state import save
-from weft.dataflow.log import Position
 
 Damaging = Callable[[Path, range, random.Random], None]
 """Change a file at a place within these bytes."""

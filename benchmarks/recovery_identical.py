@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from recovery_processes import HERE, Run
 
-from weft.dataflow.samples import recorded
+from weft.dataflow.buffer.samples import recorded
 
 EXAMPLE = HERE.parent / "examples" / "grpo_arithmetic.py"
 TIMES = frozenset({"time_s", "step_s", "tokens_per_s", "checkpoint_pause_s"})

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
-from weft.dataflow.buffer import LOG
-from weft.dataflow.log import LogReader
-from weft.dataflow.proof import Witness
+from weft.dataflow.buffer.log import LogReader
+from weft.dataflow.buffer.proof import LogVerifier
+from weft.dataflow.buffer.sample_buffer import LOG
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Account:
     duplicated: int
     """Samples that were trained on more than once, those of prompts that were issued too often among them."""
     violations: list[str]
-    """What `weft.dataflow.proof` says."""
+    """What `weft.dataflow.buffer.proof` says."""
 
 
 def account(buffer: Path, *, samples: int, source: int, seed: int, graph: str = "train") -> Account:
@@ -70,7 +70,7 @@ def account(buffer: Path, *, samples: int, source: int, seed: int, graph: str = 
                 again += 1
             case _:
                 pass
-    witness = Witness(buffer)
+    witness = LogVerifier(buffer)
     for _ in witness.read():
         pass
     by_group = Counter(prompt_of[id] for id in trained)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from weft.dataflow.buffer import LOG
+from weft.dataflow.buffer.sample_buffer import LOG
 
 HERE = Path(__file__).resolve().parent
 POLL_S = 0.02

@@ -16,8 +16,8 @@ from workloads import reward as share_of_sevens
 
 import weft
 from weft.algorithms.grpo import grpo
+from weft.workers.generation.vllm_engine import VllmSettings
 from weft.workers.rollout import RolloutConfig, RolloutWorker
-from weft.workers.vllm_engine import VllmSettings
 
 SAMPLES = 4
 """Responses to a prompt."""

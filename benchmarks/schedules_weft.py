@@ -26,15 +26,15 @@ from workloads import reward as score
 import weft
 from weft.algorithms.grpo import grpo
 from weft.algorithms.sampling import Sampling
-from weft.dataflow.buffer import LOG
-from weft.dataflow.log import LogReader
-from weft.dataflow.proof import prove
+from weft.dataflow.buffer.log import LogReader
+from weft.dataflow.buffer.proof import prove
+from weft.dataflow.buffer.sample_buffer import LOG
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.dispatch import Dispatch
-from weft.workers.generation import Request
+from weft.workers.generation.engine import Request
+from weft.workers.generation.vllm_engine import VllmEngine, VllmSettings
 from weft.workers.remote import remote
 from weft.workers.rollout import RolloutConfig, RolloutWorker
-from weft.workers.vllm_engine import VllmEngine, VllmSettings
 from weft.workers.worker import Context, Worker
 
 Calls = Sequence[Mapping[str, Any]]

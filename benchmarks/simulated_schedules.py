@@ -19,8 +19,8 @@ from schedules import SCHEDULES, Measured, Work
 from schedules_weft import algorithm, groups, lengths_of, schedule_of
 
 import weft
-from weft.controllers.simulated import Costs, Generation, Known, LogNormal, bound, calibrate
-from weft.dataflow.buffer import BufferConfig
+from weft.controllers.simulation.simulated import CostModel, FixedLengths, Generation, LogNormal, bound, calibrate
+from weft.dataflow.buffer.sample_buffer import BufferConfig
 
 PROMPTS_PER_DEVICE = 16
 """As many as are measured."""
@@ -89,11 +89,11 @@ def simulated(work: Work, folder: Path, measured: Measured, devices: Sequence[in
 
 
 def _as_measured(work: Work, folder: Path, name: str, runs: Sequence[Mapping[str, Any]]) -> Timed:
-    lengths = Known(lengths=tuple(map(tuple, lengths_of(work, folder))))
+    lengths = FixedLengths(lengths=tuple(map(tuple, lengths_of(work, folder))))
     return _run(work, folder, name, _costs(runs, lengths, work.slots), devices=2)
 
 
-def _costs(runs: Sequence[Mapping[str, Any]], lengths: Known | LogNormal, slots: int) -> Costs:
+def _costs(runs: Sequence[Mapping[str, Any]], lengths: FixedLengths | LogNormal, slots: int) -> CostModel:
     """Of these runs together, after the steps that are not counted in the beginning."""
     calls = [call for facts in runs for call in facts["timeline"] if call["end_s"] >= facts["window"][0]]
     ranks = {call["group"]: runs[0]["ranks"] for call in calls if call["group"] in ("rollout", "actor")}
@@ -112,7 +112,7 @@ def _costs(runs: Sequence[Mapping[str, Any]], lengths: Known | LogNormal, slots:
     )
 
 
-def _many(work: Work, folder: Path, costs: Costs, devices: int) -> dict[str, Timed]:
+def _many(work: Work, folder: Path, costs: CostModel, devices: int) -> dict[str, Timed]:
     """Each schedule on so many devices: half of them generate and half train, or all do both in turns."""
     groups_per_step = PROMPTS_PER_DEVICE * devices
     large = replace(
@@ -127,7 +127,7 @@ def _many(work: Work, folder: Path, costs: Costs, devices: int) -> dict[str, Tim
     return {name: _run(large, folder, name, costs, devices) for name in names}
 
 
-def _run(work: Work, folder: Path, name: str, costs: Costs, devices: int) -> Timed:
+def _run(work: Work, folder: Path, name: str, costs: CostModel, devices: int) -> Timed:
     _, _, apart = SCHEDULES[name]
     rollout, actor, reward = groups(work, name, folder)
     graph = algorithm(work, folder, rollout=rollout, reward=reward, actor=actor)

@@ -44,14 +44,14 @@ from buffer_work import Ragged as WorkColumn
 from turns import Turns
 
 import weft
-from weft.controllers.backend import Files
+from weft.controllers.backends.backend import Files
 from weft.controllers.shell import DataAccess, RowTask, gather
 from weft.dataflow.batch import Batch
-from weft.dataflow.buffer import BufferConfig, SampleBuffer
+from weft.dataflow.buffer.rows import MAX_CHILDREN, Lease, Piece, Published
+from weft.dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
+from weft.dataflow.buffer.segments import Segment
 from weft.dataflow.graph import Graph, Node, TableSource
 from weft.dataflow.operation import Shape, node
-from weft.dataflow.rows import MAX_CHILDREN, Lease, Piece, Published
-from weft.dataflow.segments import Segment
 
 NODE = "bench"
 FILE_BYTES = BufferConfig().file_bytes

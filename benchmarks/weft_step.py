@@ -14,8 +14,8 @@ from workloads import WORKLOADS, Workload, reward
 
 import weft
 from weft.algorithms.grpo import grpo
-from weft.dataflow.buffer import LOG
-from weft.dataflow.log import LogReader
+from weft.dataflow.buffer.log import LogReader
+from weft.dataflow.buffer.sample_buffer import LOG
 
 
 def main(workload: Workload, folder: Path, actor_ranks: int, rollout_ranks: int, cores: int) -> None:

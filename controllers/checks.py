@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ..dataflow.buffer import BufferConfig, expected_rows
+from ..dataflow.buffer.sample_buffer import BufferConfig, expected_rows
 from ..dataflow.column import OLD_LOGPROBS, RESPONSE_LOGPROBS, RESPONSE_VERSIONS
 from ..dataflow.errors import UserError
 from ..dataflow.graph import Graph
 from ..dataflow.handle import Handle
 from ..dataflow.operation import Shape
-from ..dataflow.prompts import Prompts
-from .checkpoints import CheckpointConfig
+from ..dataflow.prompts.prompts import Prompts
 from .placement import Place
+from .recovery.checkpoints import CheckpointConfig
 from .schedule import Stepwise, Synchronous, Training
 
 
@@ -148,7 +148,7 @@ def check_apart(
         )
     if not schedule.overlaps:
         return
-    generating = {n.group for n in graph.nodes if n.operation.gives_way and n.group}
+    generating = {n.group for n in graph.nodes if n.operation.interruptible and n.group}
     others = {n.group for one in (graph, *evaluated) for n in one.nodes if n.group} - generating
     for group in sorted(generating):
         pool = placement[group].pool.name

@@ -1,6 +1,6 @@
 """Desk: the calls of one rank, carried out on one thread, in turns.
 
-A call runs to its end, unless its method gives way (`@remote(gives_way=True)`): then the others have a turn each time it
+A call runs to its end, unless its method gives way (`@remote(interruptible=True)`): then the others have a turn each time it
 yields. So weights go in between two steps of generation, and new prompts join those that are being answered.
 """
 
@@ -86,8 +86,8 @@ class Desk:
             return
         turn = _Turn(task, run(self._worker, task, self._data), hear, begin)
         # What does not give way goes before what does, and after those like it: weights do not wait for a round of turns.
-        first = next((k for k, other in enumerate(self._turns) if other.task.gives_way), len(self._turns))
-        self._turns.insert(len(self._turns) if task.gives_way else first, turn)
+        first = next((k for k, other in enumerate(self._turns) if other.task.interruptible), len(self._turns))
+        self._turns.insert(len(self._turns) if task.interruptible else first, turn)
 
     def turn(self) -> None:
         """Let the call whose turn it is go on until it says something, or gives way."""
@@ -103,7 +103,7 @@ class Desk:
             self._said = now
         if reply is not None and (reply.done or reply.failure is not None):
             self._turns.popleft()
-        elif turn.task.gives_way:
+        elif turn.task.interruptible:
             self._turns.rotate(-1)
         if reply is not None:
             turn.hear(reply)

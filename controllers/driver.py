@@ -22,18 +22,24 @@ import numpy as np
 
 from ..dataflow.arguments import names_arguments
 from ..dataflow.batch import Batch
-from ..dataflow.buffer import BufferConfig, Room, SampleBuffer
+from ..dataflow.buffer.disk import is_full
+from ..dataflow.buffer.log import Position
+from ..dataflow.buffer.rows import Lease, Published, Staleness
+from ..dataflow.buffer.sample_buffer import BufferConfig, Room, SampleBuffer
+from ..dataflow.buffer.samples import FOLDER as SAMPLES
+from ..dataflow.buffer.segments import SegmentWriter
 from ..dataflow.column import PROMPT_IDS, RESPONSE_VERSIONS
-from ..dataflow.disk import is_full
 from ..dataflow.errors import RunError, StalenessError, StalledError, UserError, WorkerDied
 from ..dataflow.graph import SOURCE, Graph, Node
-from ..dataflow.log import Position
 from ..dataflow.operation import Shape
-from ..dataflow.rows import Lease, Published, Staleness
-from ..dataflow.samples import FOLDER as SAMPLES
-from ..dataflow.segments import SegmentWriter
-from .backend import Backend, Event, Files, Local, Setup, this_node
-from .checkpoints import (
+from .backends.backend import Backend, Event, Files, Local, Setup, this_node
+from .checks import all_handles, check_apart, check_followed, check_kinds, check_room, with_prompts_that_fit
+from .graph_run import CURSOR, Cursor, GraphRun, positions
+from .group import Call, UnderWay, WorkerGroup, publishes_as_it_goes
+from .placement import Placement, resolve
+from .progress import Progress
+from .recording import FUNCTIONS, RECORDER, RESERVED, RecordingSchedule, own_groups, with_recording
+from .recovery.checkpoints import (
     FOLDER,
     POLL_S,
     WITHOUT_ROWS,
@@ -49,19 +55,13 @@ from .checkpoints import (
     open_buffer,
     open_run,
 )
-from .checks import all_handles, check_apart, check_followed, check_kinds, check_room, with_prompts_that_fit
-from .failures import Failures
-from .flow import CURSOR, Cursor, Flow, positions
-from .full_disk import FullDisk
-from .group import Call, UnderWay, WorkerGroup, publishes_as_it_goes
-from .placement import Placement, resolve
-from .progress import Progress
-from .recording import FUNCTIONS, RECORDER, RESERVED, RecordingSchedule, own_groups, with_recording
+from .recovery.failures import Failures
+from .recovery.full_disk import FullDisk
 from .run_directory import check_name
 from .schedule import Asynchronous, OnePass, Share, Training
 from .shell import num_tokens
 from .symptoms import Watch, mistakes
-from .weight_passing import WeightPassing
+from .weight_sync import WeightSync
 
 MAX_RESTARTS = 3
 """How often a run goes on from the same checkpoint by itself."""
@@ -209,7 +209,7 @@ class Driver:
         self.buffer: SampleBuffer | None = None
         """The rows of the run, while it lives."""
         self.groups: dict[str, WorkerGroup] = {}
-        self._flows: dict[str, Flow] = {}
+        self._flows: dict[str, GraphRun] = {}
         self._under_way = UnderWay()
         self._events: deque[Event] = deque()
         """Replies that have come and are not taken yet."""
@@ -278,7 +278,7 @@ class Driver:
             sources.close()
             self._started = self._backend.clock()
             partial = self._schedule.partial_rollouts if isinstance(self._schedule, Asynchronous) else "continue"
-            self._weights = WeightPassing(self._follows, self.groups, self, partial)
+            self._weights = WeightSync(self._follows, self.groups, self, partial)
             self._clear_devices()
             if resumed is not None:
                 self._load(resumed)
@@ -317,7 +317,7 @@ class Driver:
                     self.buffer.close(going_on=not self._ended)
                     self.buffer = None
 
-    def _flow(self, name: str, graph: Graph, buffer: SampleBuffer, sources: SegmentWriter) -> Flow:
+    def _flow(self, name: str, graph: Graph, buffer: SampleBuffer, sources: SegmentWriter) -> GraphRun:
         source = Batch.of_table(graph.source.table)
         schedule = self._schedule if name == "train" else OnePass(overlaps=self._schedule.overlaps)
         buffer.set_source(name, sources.append(source))
@@ -329,7 +329,7 @@ class Driver:
         # Rows that are made of the source's have a part of their tokens: the prompt, and what they say themselves.
         makes_rows = any(node.level == SOURCE and node.makes_level is not None for node in graph.nodes)
         tokens = num_tokens(source, {str(PROMPT_IDS)}.intersection(source.columns) if makes_rows else None)
-        flow = Flow(name, graph, schedule, ledger, rest, tokens, start)
+        flow = GraphRun(name, graph, schedule, ledger, rest, tokens, start)
         if self._resumed is not None and flow.evaluates:
             self._give_up_evaluations(flow)
         elif self._resumed is not None:
@@ -337,7 +337,7 @@ class Driver:
             flow.open = ledger.groups_at_work > 0
         return flow
 
-    def _give_up_evaluations(self, flow: Flow) -> None:
+    def _give_up_evaluations(self, flow: GraphRun) -> None:
         """Those that were under way at a checkpoint would be of the weights of another step: that of the present one is made again."""
         for step in sorted(flow.ledger.rounds):
             self._progress.given_up(flow.name, step)
@@ -495,11 +495,11 @@ class Driver:
             return all(call.behind for call in self._at_work) and not self._weights.under_way
         return all(self.groups[name].version >= version for name, version in versions.items())
 
-    def _dropped(self, flow: Flow) -> str:
+    def _dropped(self, flow: GraphRun) -> str:
         dropped = ", ".join(f"{rows} by {name!r}" for name, rows in flow.ledger.dropped.items())
         return f"rows dropped so far: {dropped or 'none'}"
 
-    def _room(self, flow: Flow) -> Room:
+    def _room(self, flow: GraphRun) -> Room:
         each = self._schedule.prompts_per_step
         if not self._schedule.overlaps:
             return self._live_buffer.room(flow.name, groups_per_update=each)
@@ -539,14 +539,14 @@ class Driver:
                 share = self._share(flow, node, group)
                 if share is None:
                     continue
-                if node.operation.gives_way and flow.schedule.overlaps:
+                if node.operation.interruptible and flow.schedule.overlaps:
                     self._start_by_load(flow, node, group, share)
                 else:
                     self._start(flow, node, group, share)
 
-    def _share(self, flow: Flow, node: Node, group: WorkerGroup) -> Share | None:
+    def _share(self, flow: GraphRun, node: Node, group: WorkerGroup) -> Share | None:
         """What a node may begin with now: nothing while its group is at something else, or another one on its pool is."""
-        joins = node.operation.gives_way and flow.schedule.overlaps
+        joins = node.operation.interruptible and flow.schedule.overlaps
         if not group.is_free(to_join=joins) or self._weights.holds_back(group) or not self._may_take_turn(group):
             return None
         if not group.replicas:
@@ -559,12 +559,12 @@ class Driver:
             return None
         return flow.schedule.share(flow, node, group.version)
 
-    def _waits_for(self, flow: Flow, group: WorkerGroup) -> bool:
+    def _waits_for(self, flow: GraphRun, group: WorkerGroup) -> bool:
         """Whether an update of this group would change the weights that an evaluation is of. Where weights change while
         responses are written, only the group's own work on the evaluation is in the way."""
         return bool(flow.due or flow.rounds) and (not self._schedule.overlaps or group.name in flow.graph.handles)
 
-    def _start_by_load(self, flow: Flow, node: Node, group: WorkerGroup, share: Share) -> None:
+    def _start_by_load(self, flow: GraphRun, node: Node, group: WorkerGroup, share: Share) -> None:
         """Rows that are ready go to the replicas that have least left to do."""
         rows = flow.ledger.ready(node) if share.max_rows is None else share.max_rows
         for replica, number in group.least_loaded(rows).items():
@@ -577,7 +577,7 @@ class Driver:
 
     def _start(
         self,
-        flow: Flow,
+        flow: GraphRun,
         node: Node,
         group: WorkerGroup,
         share: Share,
@@ -600,7 +600,7 @@ class Driver:
         extra: dict[str, Any] = {}
         if node.operation.updates:
             flow.taken[node.name] += lease.num_groups
-            if node.operation.in_parts is not None:
+            if node.operation.accumulates is not None:
                 extra["last"] = share.last
         self._disk.write(self._live_buffer.commit)  # the log is ahead of the work
         self.take_device(group)
@@ -639,14 +639,14 @@ class Driver:
             self._record(hurry=True)
             self._settle()
 
-    def _staleness(self, flow: Flow, node: Node, group: WorkerGroup) -> Staleness | None:
+    def _staleness(self, flow: GraphRun, node: Node, group: WorkerGroup) -> Staleness | None:
         """The bound of the schedule, on every row that an update claims."""
         bound = flow.schedule.max_staleness
         if not node.operation.updates or bound is None or not self._weights.followers(group.name):
             return None  # the versions in the rows, if any, count some other group's updates
         return Staleness(group.version, bound, self._buffer_config.on_stale if bound else "wait")
 
-    def _refuse_stale(self, flow: Flow, node: Node, group: WorkerGroup) -> None:
+    def _refuse_stale(self, flow: GraphRun, node: Node, group: WorkerGroup) -> None:
         """Rows of an on-policy schedule that are too old end the run: nothing that they could wait for would help."""
         if flow.schedule.max_staleness == 0 and flow.ledger.held(node):
             raise StalenessError(
@@ -687,7 +687,9 @@ class Driver:
         self._disk.write(buffer.commit)
         for ledger in buffer.ledgers.values():
             if expired := {lease.token for lease in ledger.expire()}:
-                for call in [c for c in self._under_way if c.gives_way and c.ledger is ledger and c.lease is not None]:
+                for call in [
+                    c for c in self._under_way if c.interruptible and c.ledger is ledger and c.lease is not None
+                ]:
                     if call.lease is not None and call.lease.token in expired:
                         self._backend.cancel(call)
         if self._under_way:
@@ -784,7 +786,7 @@ class Driver:
     def give_weights(self, group: WorkerGroup, rank: int) -> None:
         self._weights.give(group, rank)
 
-    def _node_done(self, flow: Flow, call: Call) -> None:
+    def _node_done(self, flow: GraphRun, call: Call) -> None:
         node, lease = call.node, call.lease
         assert node is not None and lease is not None
         held = flow.ledger.holds(lease)
@@ -813,7 +815,7 @@ class Driver:
             call.ledger.release(call.lease, "new weights came, and what was unfinished is requeued")
             self._backend.cancel(call)
 
-    def _publish_all(self, flow: Flow, ids: np.ndarray, lease: Lease) -> None:
+    def _publish_all(self, flow: GraphRun, ids: np.ndarray, lease: Lease) -> None:
         flow.ledger.publish(lease, Published(ids, np.zeros(len(ids), np.int64)), None)
 
     def _close(self) -> None:
@@ -832,7 +834,7 @@ class Driver:
                 self._live_buffer.note("step", self.step)
                 self._close_step(metrics)
 
-    def _close_evaluation(self, flow: Flow, step: int) -> None:
+    def _close_evaluation(self, flow: GraphRun, step: int) -> None:
         """Note the metrics of an evaluation beside those of the step that it is of, when it is over."""
         leases = (call.lease for call in self._under_way if call.ledger is flow.ledger and not call.behind)
         if flow.ledger.rounds[step] or any(lease is not None and lease.round == step for lease in leases):
@@ -874,7 +876,7 @@ class Driver:
             if self.step % evaluation.every == 0 or self._over:
                 self._mark_evaluation(self._flows[name])
 
-    def _mark_evaluation(self, flow: Flow) -> None:
+    def _mark_evaluation(self, flow: GraphRun) -> None:
         """The present step is to be evaluated, if it is not yet."""
         if flow.closed_at != self.step and self.step not in flow.rounds:
             flow.due[self.step] = self._weights.coming(flow.graph.handles)

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from ..dataflow.buffer.ledger import Ledger
+from ..dataflow.buffer.rows import MAX_CHILDREN, Lease, Piece
 from ..dataflow.column import DRAW_PATH
 from ..dataflow.errors import UserError, WorkerDied, WorkerError, nearest
 from ..dataflow.graph import Node
 from ..dataflow.handle import Handle
-from ..dataflow.ledger import Ledger
 from ..dataflow.metrics import Metric, Metrics, merge
 from ..dataflow.operation import Shape
-from ..dataflow.rows import MAX_CHILDREN, Lease, Piece
 from ..workers.dispatch import Coordinates, Dispatch, PerRank, RowSizes
 from ..workers.remote import dispatch_of
 from .placement import Place
@@ -70,9 +70,9 @@ class Call:
         return self.node is not None and self.node.operation.behind
 
     @property
-    def gives_way(self) -> bool:
+    def interruptible(self) -> bool:
         """Whether other calls on the group may go on beside it."""
-        return self.node is not None and self.node.operation.gives_way
+        return self.node is not None and self.node.operation.interruptible
 
     @property
     def results(self) -> list[Any]:
@@ -134,7 +134,7 @@ class UnderWay:
 
     def __init__(self, calls: Iterable[Call] = ()) -> None:
         self._calls: dict[Call, None] = {}
-        self.giving_way = 0
+        self.interruptible = 0
         """How many of them give way to others."""
         self.beside_the_graph = 0
         """How many of them belong to no node."""
@@ -150,7 +150,7 @@ class UnderWay:
         self._count(call, -1)
 
     def _count(self, call: Call, by: int) -> None:
-        self.giving_way += by * call.gives_way
+        self.interruptible += by * call.interruptible
         self.beside_the_graph += by * (call.node is None)
 
     def __iter__(self) -> Iterator[Call]:
@@ -269,7 +269,7 @@ class WorkerGroup:
     def is_free(self, *, to_join: bool) -> bool:
         """Whether the ranks that get rows can begin something; `to_join`: beside calls that give way."""
         calls = self.at_work
-        return not len(calls) or (to_join and calls.giving_way == len(calls))
+        return not len(calls) or (to_join and calls.interruptible == len(calls))
 
     def call(self, method: str, *, ranks: Sequence[int] | None = None, **arguments: Any) -> Call:
         """Call a method without rows on the ranks that its dispatch protocol names, or on some of them; returns at once.

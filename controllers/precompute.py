@@ -16,7 +16,7 @@ from ..dataflow.batch import Batch
 from ..dataflow.errors import UserError
 from ..dataflow.graph import SOURCE, Graph, Node, TableSource
 from ..dataflow.operation import node, operation_of
-from .backend import Backend
+from .backends.backend import Backend
 from .driver import Driver
 from .placement import Placement
 from .run_directory import require_folder

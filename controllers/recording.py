@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from ..dataflow.buffer.rows import Lease
 from ..dataflow.column import (
     ADVANTAGES,
     ANSWER,
@@ -29,10 +30,9 @@ from ..dataflow.errors import UserError
 from ..dataflow.graph import Graph, Node
 from ..dataflow.handle import Handle
 from ..dataflow.operation import operation_of
-from ..dataflow.rows import Lease
 from ..workers.function import FunctionConfig, FunctionWorker
 from ..workers.recorder import RecorderConfig, RecorderWorker
-from .flow import Flow
+from .graph_run import GraphRun
 
 FUNCTIONS = "functions"
 """The worker group that runs the pure functions of graphs."""
@@ -130,17 +130,17 @@ class RecordingSchedule:
         self.every = every
         self._prompts_per_step = prompts_per_step
 
-    def is_due(self, flow: Flow, node: Node, *, hurry: bool) -> bool:
+    def is_due(self, flow: GraphRun, node: Node, *, hurry: bool) -> bool:
         """Whether there is a step's worth to record, or an evaluation; or, in a hurry, anything."""
         ready = flow.ledger.ready_groups(node)
         whole = not flow.ledger.groups_at_work if flow.evaluates else ready >= self._prompts_per_step
         return ready > 0 and (whole or hurry)
 
-    def is_full(self, flow: Flow) -> bool:
+    def is_full(self, flow: GraphRun) -> bool:
         """Whether recording is too far behind for more rows to come to it."""
         return flow.ledger.groups_behind >= (1 if flow.evaluates else MAX_BEHIND * self._prompts_per_step)
 
-    def steps(self, flow: Flow, lease: Lease) -> dict[int, int]:
+    def steps(self, flow: GraphRun, lease: Lease) -> dict[int, int]:
         """Group -> step, of the groups of a lease that are kept."""
         groups = {row.group.id: row.group for row in lease.rows}
         filed = {id: group.step if flow.updates else group.round for id, group in groups.items()}

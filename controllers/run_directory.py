@@ -15,12 +15,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..dataflow.buffer import BUFFER, LOG
-from ..dataflow.config import Config
-from ..dataflow.disk import PARTIAL, Disk, is_full, make_folder, set_aside
-from ..dataflow.errors import UserError
-from ..dataflow.inspection import steps_in_log
-from ..dataflow.journal import (
+from ..dataflow.buffer.disk import PARTIAL, Disk, is_full, make_folder, set_aside
+from ..dataflow.buffer.inspection import steps_in_log
+from ..dataflow.buffer.journal import (
     CALLS,
     METRICS,
     PARQUET,
@@ -37,11 +34,14 @@ from ..dataflow.journal import (
     values_from,
     values_of,
 )
-from ..dataflow.log import Position, last_epoch
-from ..dataflow.samples import FOLDER as SAMPLES
-from ..dataflow.samples import parts, unfinished_parts
-from .run_lock import FOLDER as LOCK
-from .run_lock import RunLock, epochs
+from ..dataflow.buffer.log import Position, last_epoch
+from ..dataflow.buffer.sample_buffer import BUFFER, LOG
+from ..dataflow.buffer.samples import FOLDER as SAMPLES
+from ..dataflow.buffer.samples import parts, unfinished_parts
+from ..dataflow.config import Config
+from ..dataflow.errors import UserError
+from .recovery.run_lock import FOLDER as LOCK
+from .recovery.run_lock import RunLock, epochs
 
 JOURNALS = tuple(name + ending for name in (METRICS, TIMELINE) for ending in (PARQUET, STREAM))
 CONFIG = "config.json"
@@ -55,7 +55,7 @@ RECENT = 64
 
 
 class RunDirectory:
-    """`config.json`, `graph.mmd`, metrics and timeline (`dataflow/journal.py`), `samples/`, `logs/`, `checkpoints/`."""
+    """`config.json`, `graph.mmd`, metrics and timeline (`dataflow/buffer/journal.py`), `samples/`, `logs/`, `checkpoints/`."""
 
     flush_interval_s = 5.0
     """How old metrics and timeline on disk may be while a run goes on."""

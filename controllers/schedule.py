@@ -10,7 +10,7 @@ from pydantic import Field
 
 from ..dataflow.config import Config
 from ..dataflow.graph import Node
-from .flow import Flow
+from .graph_run import GraphRun
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class Schedule(Protocol):
         """Generation goes on while weights are trained and passed on."""
         ...
 
-    def admit(self, flow: Flow) -> int:
+    def admit(self, flow: GraphRun) -> int:
         """Groups that are wanted now; the buffer may have less room."""
         ...
 
-    def share(self, flow: Flow, node: Node, version: int) -> Share | None:
+    def share(self, flow: GraphRun, node: Node, version: int) -> Share | None:
         """What a node, whose worker group is at this policy version, may claim now; None: nothing."""
         ...
 
-    def over(self, flow: Flow) -> bool:
+    def over(self, flow: GraphRun) -> bool:
         """Whether the step (or the evaluation) that was begun is done."""
         ...
 
@@ -67,26 +67,26 @@ class Stepwise(Config):
     def overlaps(self) -> bool:
         return False
 
-    def admit(self, flow: Flow) -> int:
+    def admit(self, flow: GraphRun) -> int:
         """A batch when the step is new, and later what filters took away from it."""
         if not flow.open:
             return self.prompts_per_step
         come = all(flow.ledger.settled(n) or flow.ledger.exhausted(n) for n in flow.updates)
         return self.lacks(flow) if come else 0
 
-    def lacks(self, flow: Flow) -> int:
+    def lacks(self, flow: GraphRun) -> int:
         """Groups that an update lacks to make up its batch of the step."""
         reached = (flow.ledger.ready_groups(n) + flow.taken[n.name] for n in flow.updates)
         return max(0, self.prompts_per_step - min(reached, default=self.prompts_per_step))
 
-    def over(self, flow: Flow) -> bool:
+    def over(self, flow: GraphRun) -> bool:
         return flow.open and not flow.ledger.groups_at_work and not self.lacks(flow)
 
-    def _when_settled(self, flow: Flow, node: Node) -> Share | None:
+    def _when_settled(self, flow: GraphRun, node: Node) -> Share | None:
         """Everything of the step at once, and an update sees no half of a step."""
         return Share() if flow.ledger.settled(node) and not (node.operation.updates and self.lacks(flow)) else None
 
-    def _when_ready(self, flow: Flow, node: Node, part: int, reserved: int = 0) -> Share | None:
+    def _when_ready(self, flow: GraphRun, node: Node, part: int, reserved: int = 0) -> Share | None:
         """What there is, but of an update at least `part` groups, or the rest of its batch; `reserved` places in the batch
         are kept for groups that are not ready."""
         if flow.observes(node):
@@ -97,7 +97,7 @@ class Stepwise(Config):
         left = self.prompts_per_step - flow.taken[node.name]
         number = min(flow.ledger.ready_groups(node), left - reserved)
         whole = number == left > 0
-        if whole or (comes_in_parts(node) and number >= min(part, left)):
+        if whole or (may_accumulate(node) and number >= min(part, left)):
             return Share(number, last=whole) if number else None
         return None
 
@@ -109,7 +109,7 @@ class Synchronous(Stepwise):
     def max_staleness(self) -> int:
         return 0
 
-    def share(self, flow: Flow, node: Node, version: int) -> Share | None:
+    def share(self, flow: GraphRun, node: Node, version: int) -> Share | None:
         return self._when_settled(flow, node)
 
 
@@ -124,7 +124,7 @@ class Pipelined(Stepwise):
     def max_staleness(self) -> int:
         return 0
 
-    def share(self, flow: Flow, node: Node, version: int) -> Share | None:
+    def share(self, flow: GraphRun, node: Node, version: int) -> Share | None:
         return self._when_ready(flow, node, self.groups_per_part)
 
 
@@ -144,14 +144,14 @@ class Asynchronous(Stepwise):
     def overlaps(self) -> bool:
         return self.max_staleness > 0
 
-    def admit(self, flow: Flow) -> int:
+    def admit(self, flow: GraphRun) -> int:
         if not self.overlaps:
             return super().admit(flow)
         # As many as the rest of the run needs: the buffer's room says how many of them now.
         still = (flow.taken[n.name] + flow.ledger.unclaimed(n) for n in flow.updates)
         return max(0, (self.steps - flow.step) * self.prompts_per_step - min(still, default=0))
 
-    def share(self, flow: Flow, node: Node, version: int) -> Share | None:
+    def share(self, flow: GraphRun, node: Node, version: int) -> Share | None:
         if not self.overlaps:
             return self._when_settled(flow, node)
         reserved = 0
@@ -162,7 +162,7 @@ class Asynchronous(Stepwise):
                 reserved = max(reserved, due - ready - later * self.prompts_per_step)
         return self._when_ready(flow, node, self.groups_per_part, reserved)
 
-    def over(self, flow: Flow) -> bool:
+    def over(self, flow: GraphRun) -> bool:
         if not self.overlaps:
             return super().over(flow)
         return bool(flow.updates) and all(flow.trained[n.name] >= self.prompts_per_step for n in flow.updates)
@@ -184,11 +184,11 @@ class OnePass(Config):
     def max_staleness(self) -> None:
         return None
 
-    def admit(self, flow: Flow) -> int:
+    def admit(self, flow: GraphRun) -> int:
         """Nothing: an evaluation issues its source when it begins."""
         return 0
 
-    def share(self, flow: Flow, node: Node, version: int) -> Share | None:
+    def share(self, flow: GraphRun, node: Node, version: int) -> Share | None:
         if not self.overlaps:
             return Share() if flow.ledger.settled(node) else None
         round, number = flow.ledger.ready_in_round(node)  # a call is of one evaluation, as its metrics are
@@ -197,11 +197,11 @@ class OnePass(Config):
             return None
         return Share(max_groups=number) if node.operation.takes_groups else Share(max_rows=number)
 
-    def over(self, flow: Flow) -> bool:
+    def over(self, flow: GraphRun) -> bool:
         return any(not flow.ledger.rounds[step] for step in flow.rounds)
 
 
-def comes_in_parts(node: Node) -> bool:
+def may_accumulate(node: Node) -> bool:
     """Whether the rows of an update may come in several calls."""
-    single = node.operation.in_parts
+    single = node.operation.accumulates
     return single is not None and all(node.arguments.get(name, 1) == 1 for name in single)

@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 
 from ..dataflow.batch import Batch
+from ..dataflow.buffer.disk import MAX_PAUSE_S, PAUSE_S, is_full
+from ..dataflow.buffer.rows import MAX_CHILDREN, Piece, Published
+from ..dataflow.buffer.segments import Segment, SegmentReader, SegmentWriter
 from ..dataflow.column import (
     CHOSEN_IDS,
     DRAW_PATH,
@@ -27,12 +30,9 @@ from ..dataflow.column import (
     RESPONSE_VERSIONS,
     SAMPLE_ID,
 )
-from ..dataflow.disk import MAX_PAUSE_S, PAUSE_S, is_full
 from ..dataflow.errors import Ended, UserError
 from ..dataflow.metrics import Metric, Metrics
 from ..dataflow.operation import Operation, Shape
-from ..dataflow.rows import MAX_CHILDREN, Piece, Published
-from ..dataflow.segments import Segment, SegmentReader, SegmentWriter
 from ..workers.worker import Worker
 
 TOKEN_COLUMNS = (PROMPT_IDS, RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)
@@ -100,9 +100,9 @@ class Task:
     """Of the call, in the run."""
 
     @property
-    def gives_way(self) -> bool:
+    def interruptible(self) -> bool:
         """Whether other calls on the worker have a turn while this one goes on."""
-        return self.rows is not None and self.rows.operation.gives_way
+        return self.rows is not None and self.rows.operation.interruptible
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def run(worker: Worker, task: Task, data: DataAccess) -> Iterator[Reply | None]:
             yield replace(reply, done=True, seconds=time.perf_counter() - started)
             return
         for part in result:
-            if part is None and rows.operation.gives_way:
+            if part is None and rows.operation.interruptible:
                 yield None
                 continue
             reply = yield from _answer(task, rows, part, returned, data)

@@ -1,6 +1,6 @@
 """The timeline of a run: which worker group did what, when, and how long it stood idle between two calls.
 
-A run adds to its timeline every few seconds (`dataflow/journal.py`), so that it may be looked at while it goes on.
+A run adds to its timeline every few seconds (`dataflow/buffer/journal.py`), so that it may be looked at while it goes on.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import pyarrow as pa
 
-from ..dataflow import journal
+from ..dataflow.buffer import journal
+from ..dataflow.buffer.inspection import as_text
 from ..dataflow.errors import UserError, nearest
-from ..dataflow.inspection import as_text
 from .curve import FAINT, INK
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from .segments import Segment
+    from .buffer.segments import Segment
 
 
 class WeftError(Exception):

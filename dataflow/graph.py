@@ -273,7 +273,9 @@ class Graph:
             operation = dict(fields["operation"])
             operation |= {k: tuple(operation[k]) for k in ("reads", "may_read", "writes")}
             operation["shape"] = Shape(operation["shape"])
-            operation["in_parts"] = tuple(operation["in_parts"]) if operation.get("in_parts") is not None else None
+            operation["accumulates"] = (
+                tuple(operation["accumulates"]) if operation.get("accumulates") is not None else None
+            )
             columns = {k: tuple(fields[k]) for k in ("reads", "writes", "after")}
             nodes.append(
                 Node(**{**fields, **columns, "operation": Operation(**operation)}, function=_without_code, missing=())
@@ -450,7 +452,7 @@ def graph(function: Callable[..., Any]) -> Callable[..., Graph]:
 
 @dataclass(frozen=True)
 class TableSource:
-    """Rows of any Arrow table; see `dataflow/prompts.py` for prompts from files.
+    """Rows of any Arrow table; see `dataflow/prompts/prompts.py` for prompts from files.
 
     >>> TableSource("pairs", pa.table({"prompt_ids": [[1, 2]]})).columns
     ('prompt_ids',)

@@ -55,9 +55,9 @@ class Operation:
     """An argument, or an attribute of one ("loss.whole_groups"), that says whether a call sees all rows of a group at once."""
     updates: bool = False
     """Waits for a whole training batch and makes a new version of its worker group's parameters."""
-    gives_way: bool = False
+    interruptible: bool = False
     """A generator that lets other calls on its worker have a turn each time it yields; so several may be under way."""
-    in_parts: tuple[str, ...] | None = None
+    accumulates: tuple[str, ...] | None = None
     """An update whose rows may come in several calls, the last of which says so (`last=True`), as long as these arguments are
     1; None: it takes its batch at once."""
     behind: bool = False
@@ -122,8 +122,8 @@ def declare(
     whole_groups_if: str | None = None,
     updates: bool = False,
     quorum: bool = False,
-    gives_way: bool = False,
-    in_parts: tuple[str, ...] | None = None,
+    interruptible: bool = False,
+    accumulates: tuple[str, ...] | None = None,
     behind: bool = False,
 ) -> Operation:
     """The `Operation` of a function or method, columns given by name or as `Column`."""
@@ -139,8 +139,8 @@ def declare(
         whole_groups_if=whole_groups_if,
         updates=updates,
         quorum=quorum,
-        gives_way=gives_way,
-        in_parts=in_parts,
+        interruptible=interruptible,
+        accumulates=accumulates,
         behind=behind,
     )
 

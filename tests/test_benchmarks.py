@@ -234,8 +234,8 @@ def test_nothing_is_lost_when_real_processes_are_killed(buffer_kills: ModuleType
 def test_the_reader_of_the_log_finds_what_is_wrong(
     buffer_kills: ModuleType, tmp_path: Path, change: str, wrong: tuple[int, int, int]
 ):
-    from weft.dataflow.buffer import LOG
-    from weft.dataflow.log import Log
+    from weft.dataflow.buffer.log import Log
+    from weft.dataflow.buffer.sample_buffer import LOG
 
     def group(k: int, position: int) -> list[dict[str, Any]]:
         root, lease, ids = 100 * k, 10 * k, list(range(100 * k + 1, 100 * k + 9))
@@ -317,8 +317,8 @@ def test_no_two_prompts_of_a_run_are_alike(schedules: ModuleType, workloads: Mod
 
 
 def test_a_row_that_is_too_old_is_found_in_the_log(schedules_weft: ModuleType, tmp_path: Path):
-    from weft.dataflow.buffer import LOG
-    from weft.dataflow.log import Log
+    from weft.dataflow.buffer.log import Log
+    from weft.dataflow.buffer.sample_buffer import LOG
 
     log = Log(tmp_path / LOG)
     for record in (
@@ -367,8 +367,8 @@ def test_examples_of_the_pause_are_true(recovery: ModuleType):
 
 
 def test_damage_is_found_and_what_is_lost_is_counted(recovery: ModuleType, tmp_path: Path):
-    from weft.dataflow.buffer import LOG
-    from weft.dataflow.log import Log, LogReader
+    from weft.dataflow.buffer.log import Log, LogReader
+    from weft.dataflow.buffer.sample_buffer import LOG
 
     recovery_log = importlib.import_module("recovery_log")
     (tmp_path / "root").mkdir()

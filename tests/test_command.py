@@ -15,11 +15,11 @@ import pytest
 
 from weft.__main__ import main
 from weft.controllers.run_directory import RunDirectory
-from weft.dataflow.buffer import SampleBuffer
+from weft.dataflow.buffer.log import Log, LogReader
+from weft.dataflow.buffer.rows import Published
+from weft.dataflow.buffer.sample_buffer import SampleBuffer
 from weft.dataflow.graph import TableSource, graph
-from weft.dataflow.log import Log, LogReader
 from weft.dataflow.operation import node
-from weft.dataflow.rows import Published
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -24,8 +24,8 @@ from ..dataflow.errors import UserError
 from ..dataflow.metrics import Max, Mean, Metrics
 from .dispatch import Dispatch
 from .remote import remote
-from .training import TrainingEngine
-from .updates import TrainedConfig, TrainedWorker
+from .training.engine import TrainingEngine
+from .training.updates import TrainedConfig, TrainedWorker
 from .worker import Context
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class ActorWorker(TrainedWorker):
         may_read=("{loss.may_read}", TEMPERATURE, RESPONSE_MASK, RESPONSE_LOGPROBS, RESPONSE_VERSIONS),
         whole_groups_if="loss.whole_groups",
         updates=True,
-        in_parts=("epochs", "minibatches"),
+        accumulates=("epochs", "minibatches"),
     )
     def update(
         self, batch: Batch, *, loss: Loss = PolicyLoss(), epochs: int = 1, minibatches: int = 1, last: bool = True

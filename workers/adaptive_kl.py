@@ -11,9 +11,9 @@ from ..algorithms.kl import AdaptiveCoefficient, k1
 from ..algorithms.loss import response_rows
 from ..algorithms.rewards import token_rewards
 from ..dataflow.batch import Batch
+from ..dataflow.buffer.disk import Disk
 from ..dataflow.column import REFERENCE_LOGPROBS, RESPONSE_LOGPROBS, RESPONSE_MASK, REWARD, TOKEN_REWARDS
 from ..dataflow.config import Config
-from ..dataflow.disk import Disk
 from ..dataflow.metrics import Mean, Metrics
 from .dispatch import Dispatch
 from .remote import remote

@@ -15,8 +15,8 @@ from ..dataflow.errors import UserError
 from ..dataflow.metrics import Metrics
 from .dispatch import Dispatch
 from .remote import remote
-from .training import TrainingEngine
-from .updates import TrainedConfig, TrainedWorker
+from .training.engine import TrainingEngine
+from .training.updates import TrainedConfig, TrainedWorker
 from .worker import Context
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class CriticWorker(TrainedWorker):
         may_read=("{loss.may_read}", RESPONSE_MASK),
         whole_groups_if="loss.whole_groups",
         updates=True,
-        in_parts=("epochs", "minibatches"),
+        accumulates=("epochs", "minibatches"),
     )
     def update(
         self, batch: Batch, *, loss: Loss = ValueLoss(), epochs: int = 1, minibatches: int = 1, last: bool = True

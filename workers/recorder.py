@@ -10,13 +10,13 @@ import numpy as np
 import pyarrow as pa
 
 from ..dataflow.batch import Batch
+from ..dataflow.buffer.disk import make_folder, replacing
+from ..dataflow.buffer.samples import part_name
 from ..dataflow.column import GROUP_ID, PROMPT, PROMPT_IDS, RESPONSE, RESPONSE_IDS
 from ..dataflow.config import Config
-from ..dataflow.disk import make_folder, replacing
 from ..dataflow.errors import UserError
 from ..dataflow.operation import Shape
-from ..dataflow.samples import part_name
-from ..dataflow.tokenizer import Tokenizer
+from ..dataflow.prompts.tokenizer import Tokenizer
 from .dispatch import Dispatch
 from .remote import remote
 from .worker import Worker

@@ -9,7 +9,7 @@ from ..dataflow.batch import Batch
 from ..dataflow.column import PROMPT_IDS, REFERENCE_LOGPROBS, RESPONSE_IDS, TEMPERATURE
 from .dispatch import Coordinates, Dispatch
 from .remote import remote
-from .training import ModelConfig, TrainingEngine
+from .training.engine import ModelConfig, TrainingEngine
 from .vocabulary import check_vocabulary
 from .worker import Context, Worker
 
@@ -32,7 +32,7 @@ class ReferenceWorker(Worker):
     ) -> None:
         super().__init__(config, context)
         if engine is None:
-            from .fsdp import FsdpEngine
+            from .training.fsdp import FsdpEngine
 
             engine = FsdpEngine(config, context)
         self.engine = engine

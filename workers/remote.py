@@ -21,8 +21,8 @@ def remote(
     whole_groups: bool = False,
     whole_groups_if: str | None = None,
     updates: bool = False,
-    gives_way: bool = False,
-    in_parts: tuple[str, ...] | None = None,
+    interruptible: bool = False,
+    accumulates: tuple[str, ...] | None = None,
     behind: bool = False,
 ) -> Callable[[F], F]:
     """Attach an `Operation` (which explains the arguments) and a `Dispatch` to a method. The method itself stays what it is.
@@ -42,8 +42,8 @@ def remote(
             whole_groups=whole_groups,
             whole_groups_if=whole_groups_if,
             updates=updates,
-            gives_way=gives_way,
-            in_parts=in_parts,
+            interruptible=interruptible,
+            accumulates=accumulates,
             behind=behind,
         )
         method.__dispatch__ = dispatch  # pyright: ignore[reportFunctionMemberAccess]

@@ -20,7 +20,7 @@ from ..dataflow.config import Config
 from ..dataflow.errors import Ended, SampleError, nearest
 from ..dataflow.metrics import Max, Mean, Metrics
 from ..dataflow.operation import ALL_COLUMNS
-from ..dataflow.tokenizer import Tokenizer
+from ..dataflow.prompts.tokenizer import Tokenizer
 from .deadline import deadline
 from .dispatch import Dispatch
 from .remote import remote

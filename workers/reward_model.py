@@ -17,7 +17,7 @@ from .dispatch import Dispatch
 from .model_folder import find_tensor
 from .remote import remote
 from .reward import of_column
-from .training import SCALAR_HEAD, ModelConfig, TrainingEngine
+from .training.engine import SCALAR_HEAD, ModelConfig, TrainingEngine
 from .vocabulary import check_vocabulary
 from .worker import Context, Worker
 
@@ -40,7 +40,7 @@ class RewardModelWorker(Worker):
     ) -> None:
         super().__init__(config, context)
         if engine is None:
-            from .fsdp import FsdpEngine
+            from .training.fsdp import FsdpEngine
 
             alone = replace(context, rank=0, world_size=1, rendezvous=None)
             engine = FsdpEngine(config, alone, head="rewards")

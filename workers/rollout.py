@@ -31,7 +31,9 @@ from ..dataflow.errors import SampleError, UserError
 from ..dataflow.metrics import Mean, Metrics, Sum
 from ..dataflow.operation import Shape
 from .dispatch import Dispatch
-from .generation import GenerationEngine, Request, Response
+from .generation.engine import GenerationEngine, Request, Response
+from .generation.transformers_engine import TransformersEngine, TransformersSettings
+from .generation.vllm_engine import VllmEngine, VllmSettings
 from .model_folder import (
     check_causal_lm,
     complete_text_settings,
@@ -41,8 +43,6 @@ from .model_folder import (
     read_model_config,
 )
 from .remote import remote
-from .transformers_engine import TransformersEngine, TransformersSettings
-from .vllm_engine import VllmEngine, VllmSettings
 from .vocabulary import check_vocabulary, read_vocabulary
 from .worker import MAX_FAILED, Context, Worker
 
@@ -99,7 +99,7 @@ class RolloutWorker(Worker):
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
         shape=Shape.EXPAND,
-        gives_way=True,
+        interruptible=True,
         reads=(PROMPT_IDS,),
         may_read=(DRAW_PATH,),
         writes=(RESPONSE_IDS, "{sampling.writes}", RESPONSE_VERSIONS, FINISH_REASON, TEMPERATURE),

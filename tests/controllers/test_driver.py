@@ -27,19 +27,19 @@ from toy import (
 
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.ratios import sequence_ratio
-from weft.controllers.backend import Local
+from weft.controllers.backends.backend import Local
+from weft.controllers.backends.ray_backend import RayBackend
 from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.group import Call
 from weft.controllers.placement import Place, ResourcePool
-from weft.controllers.ray_backend import RayBackend
 from weft.controllers.schedule import Pipelined, Share, Synchronous
 from weft.controllers.shell import Task
 from weft.dataflow.batch import Batch
+from weft.dataflow.buffer.samples import recorded
 from weft.dataflow.errors import DeadlineError, StalledError, UserError, WorkerError
 from weft.dataflow.graph import Graph, TableSource, graph
 from weft.dataflow.handle import group
 from weft.dataflow.operation import Shape, node
-from weft.dataflow.samples import recorded
 from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
 

@@ -61,7 +61,7 @@ def test_calls_under_way_are_counted_as_they_come_and_go():
     calls = [Call(rollout, "receive_weights", (0,)) for _ in range(3)]
     for call in calls:
         under_way.add(call)
-    assert (len(under_way), under_way.beside_the_graph, under_way.giving_way) == (3, 3, 0)
+    assert (len(under_way), under_way.beside_the_graph, under_way.interruptible) == (3, 3, 0)
     under_way.remove(calls[1])
     assert list(under_way) == [calls[0], calls[2]] and under_way.beside_the_graph == 2
 

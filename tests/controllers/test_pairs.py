@@ -11,17 +11,17 @@ from weft.algorithms.preference import best_and_worst, dpo
 from weft.controllers.driver import Driver
 from weft.controllers.schedule import Pipelined, Synchronous
 from weft.dataflow.batch import Batch
+from weft.dataflow.buffer.proof import prove
 from weft.dataflow.graph import TableSource, graph
 from weft.dataflow.handle import group
 from weft.dataflow.metrics import Max, Metrics, Sum
 from weft.dataflow.operation import Shape, node
-from weft.dataflow.proof import prove
 from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
 
 
 class GivenPairs(ToyActor):
-    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids", "preferred"), updates=True, in_parts=("epochs",))
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids", "preferred"), updates=True, accumulates=("epochs",))
     def update(self, samples: Batch, *, loss: Any = None, epochs: int = 1, last: bool = True) -> Metrics:
         return {"pairs": Sum(len(samples) / 2)}
 
@@ -78,7 +78,10 @@ class PairActor(ToyActor):
     """Checks that it is given pairs, and counts them."""
 
     @remote(
-        dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids", "preferred", "reward"), updates=True, in_parts=("epochs",)
+        dispatch=Dispatch.SPLIT_BY_DP,
+        reads=("response_ids", "preferred", "reward"),
+        updates=True,
+        accumulates=("epochs",),
     )
     def update(self, samples: Batch, *, loss: Any = None, epochs: int = 1, last: bool = True) -> Metrics:
         groups, index = samples.groups()

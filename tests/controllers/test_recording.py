@@ -15,21 +15,21 @@ from test_checkpoints import run as saved_run
 from test_simulated import KNOWN, apart, calls, costs, run, times
 from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
 
-from weft.controllers.checkpoints import CheckpointConfig
 from weft.controllers.driver import Driver
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.recording import MAX_BEHIND, with_recording
+from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.controllers.schedule import Asynchronous, Synchronous, Training
-from weft.controllers.simulated import Costs, Linear, Simulated
-from weft.dataflow.buffer import LOG
+from weft.controllers.simulation.simulated import CostModel, LinearCost, Simulated
+from weft.dataflow.buffer.journal import read_timeline
+from weft.dataflow.buffer.ledger import Ledger
+from weft.dataflow.buffer.log import LogReader
+from weft.dataflow.buffer.proof import prove
+from weft.dataflow.buffer.rows import Published
+from weft.dataflow.buffer.sample_buffer import LOG
+from weft.dataflow.buffer.samples import archive, parts, recorded
 from weft.dataflow.errors import UserError
 from weft.dataflow.handle import group
-from weft.dataflow.journal import read_timeline
-from weft.dataflow.ledger import Ledger
-from weft.dataflow.log import LogReader
-from weft.dataflow.proof import prove
-from weft.dataflow.rows import Published
-from weft.dataflow.samples import archive, parts, recorded
 
 
 def filed(run: Path, graph: str = "train") -> list[tuple[int, int]]:
@@ -154,14 +154,14 @@ def test_a_part_of_a_lease_that_was_never_finished_counts_for_nothing(tmp_path: 
 # Behind the run
 
 
-def with_cost(node: str, cost: Linear) -> Costs:
+def with_cost(node: str, cost: LinearCost) -> CostModel:
     given = costs(KNOWN)
     return given.model_copy(update={"nodes": {**given.nodes, node: cost}})
 
 
 def test_no_step_waits_for_its_record_until_recording_is_far_behind(tmp_path: Path):
     def steps(record_s: float, number: int = 6) -> np.ndarray:
-        simulated = Simulated(with_cost("recorder.record", Linear(fixed_s=record_s)))
+        simulated = Simulated(with_cost("recorder.record", LinearCost(fixed_s=record_s)))
         schedule = Synchronous(steps=number, prompts_per_step=2, shuffle=False)
         driver = run(tmp_path, schedule, simulated, number=2, record_every=1)
         assert len(calls(driver, "recorder.record")) == number
@@ -177,7 +177,7 @@ def test_no_step_waits_for_its_record_until_recording_is_far_behind(tmp_path: Pa
 
 def test_updates_beside_generation_do_not_wait_for_records_either(tmp_path: Path):
     def end(record_s: float) -> float:
-        simulated = Simulated(with_cost("recorder.record", Linear(fixed_s=record_s)))
+        simulated = Simulated(with_cost("recorder.record", LinearCost(fixed_s=record_s)))
         schedule = Asynchronous(steps=6, prompts_per_step=2, max_staleness=2)
         return times(run(tmp_path, schedule, simulated, apart(2, 1), record_every=1))[-1]
 
@@ -188,7 +188,7 @@ def test_functions_have_a_place_and_as_many_ranks_as_it_says(tmp_path: Path):
     pool = ResourcePool("beside", cpus=4)
 
     def end(ranks: int) -> float:
-        simulated = Simulated(with_cost("centred", Linear(per_row_s=1.0)))
+        simulated = Simulated(with_cost("centred", LinearCost(per_row_s=1.0)))
         schedule = Synchronous(steps=2, prompts_per_step=4)
         driver = run(tmp_path, schedule, simulated, {"functions": Place(pool, ranks=ranks)}, record_every=1)
         places = json.loads((driver.directory.path / "config.json").read_text())["placement"]

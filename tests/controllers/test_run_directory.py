@@ -15,13 +15,13 @@ from test_checkpoints import Killed, SavingActor, run
 from test_schedules import SlowRollout
 from toy import ToyReward, prompts, toy_evaluation, toy_grpo
 
-from weft.controllers.checkpoints import CheckpointConfig, checkpoints
 from weft.controllers.driver import Driver, Evaluation
+from weft.controllers.recovery.checkpoints import CheckpointConfig, checkpoints
 from weft.controllers.run_directory import check_name
 from weft.controllers.schedule import Synchronous
+from weft.dataflow.buffer.journal import VALUES, begin_again, present, read_metrics, read_timeline, values_from
 from weft.dataflow.errors import UserError
 from weft.dataflow.handle import group
-from weft.dataflow.journal import VALUES, begin_again, present, read_metrics, read_timeline, values_from
 
 SCHEDULE = Synchronous(steps=4, prompts_per_step=3)
 EVERY = CheckpointConfig(every=2)

@@ -18,13 +18,13 @@ from weft.controllers.driver import Driver
 from weft.controllers.schedule import Synchronous
 from weft.controllers.shell import RowTask, gather
 from weft.dataflow.batch import Batch
-from weft.dataflow.buffer import LOG, BufferConfig, SampleBuffer
+from weft.dataflow.buffer.log import LogReader
+from weft.dataflow.buffer.rows import Piece
+from weft.dataflow.buffer.sample_buffer import LOG, BufferConfig, SampleBuffer
+from weft.dataflow.buffer.segments import SegmentReader, SegmentWriter
 from weft.dataflow.errors import UserError
 from weft.dataflow.handle import group
-from weft.dataflow.log import LogReader
 from weft.dataflow.operation import Operation
-from weft.dataflow.rows import Piece
-from weft.dataflow.segments import SegmentReader, SegmentWriter
 
 
 def training(graph: Any = toy_grpo, **rollout: Any) -> Any:

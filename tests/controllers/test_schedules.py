@@ -25,21 +25,21 @@ from toy import (
     toy_grpo,
 )
 
-from weft.controllers.backend import Files
+from weft.controllers.backends.backend import Files
 from weft.controllers.desk import Desk, Pulse, as_they_come
 from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
 from weft.controllers.shell import Reply, RowTask, Task
 from weft.dataflow.batch import Batch
-from weft.dataflow.buffer import LOG
+from weft.dataflow.buffer.log import LogReader
+from weft.dataflow.buffer.proof import prove
+from weft.dataflow.buffer.sample_buffer import LOG
 from weft.dataflow.errors import StalledError, UserError
 from weft.dataflow.graph import graph as weft_graph
 from weft.dataflow.handle import group
-from weft.dataflow.log import LogReader
 from weft.dataflow.metrics import Max, Metrics, Sum
 from weft.dataflow.operation import Shape, node, operation_of
-from weft.dataflow.proof import prove
 from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
 from weft.workers.worker import Worker
@@ -65,7 +65,7 @@ class SlowRollout(Worker):
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
         shape=Shape.EXPAND,
-        gives_way=True,
+        interruptible=True,
         reads=("prompt_ids",),
         writes=("response_ids", "response_logprobs", "response_versions"),
     )
@@ -115,7 +115,7 @@ class PartsActor(ToyActor):
         reads=("response_ids", "{loss.reads}"),
         may_read=("response_versions",),
         updates=True,
-        in_parts=("epochs",),
+        accumulates=("epochs",),
     )
     def update(self, samples: Batch, *, loss: ToyLoss = ToyLoss(), epochs: int = 1, last: bool = True) -> Metrics:
         values, _ = samples.ragged_numpy("response_versions")

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.dataflow.batch import Batch
+from weft.dataflow.buffer.segments import SegmentReader, SegmentWriter
 from weft.dataflow.errors import UserError
-from weft.dataflow.segments import SegmentReader, SegmentWriter
 
 Row = dict[str, Any]
 

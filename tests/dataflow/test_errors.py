@@ -5,8 +5,8 @@ import traceback
 import pytest
 
 from weft.dataflow import errors
+from weft.dataflow.buffer.segments import Segment
 from weft.dataflow.errors import DamagedSegment, DeadlineError, SampleError, StalledError, WeftError
-from weft.dataflow.segments import Segment
 
 
 def tree(root: type[WeftError] = WeftError) -> dict[str, str]:

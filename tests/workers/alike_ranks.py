@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from weft.dataflow.errors import RunError
-from weft.workers.replicated import check_alike
+from weft.workers.training.replicated import check_alike
 
 
 def main() -> None:

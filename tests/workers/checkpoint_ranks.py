@@ -20,9 +20,9 @@ import torch
 
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.dataflow.batch import Batch
-from weft.dataflow.disk import Disk
+from weft.dataflow.buffer.disk import Disk
 from weft.workers.actor import ActorConfig, ActorWorker
-from weft.workers.fsdp import FsdpEngine
+from weft.workers.training.fsdp import FsdpEngine
 from weft.workers.worker import Context
 
 LOSS = PolicyLoss(old="old_logprobs")

@@ -28,7 +28,7 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.metrics import Metrics
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.critic import CriticConfig, CriticWorker
-from weft.workers.training import Head
+from weft.workers.training.engine import Head
 from weft.workers.worker import Context
 
 

@@ -16,9 +16,9 @@ from weft.algorithms.sampling import Sampling
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig, ActorWorker
-from weft.workers.generation import Request
-from weft.workers.response_model import ResponseModel
-from weft.workers.transformers_engine import TransformersEngine
+from weft.workers.generation.engine import Request
+from weft.workers.generation.transformers_engine import TransformersEngine
+from weft.workers.training.response_model import ResponseModel
 
 LENGTHS = (9, 1, 4, 30, 7)
 """Tokens of the rows: longer than windows, chunks and the original length of ropes, and shorter."""

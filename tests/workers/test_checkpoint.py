@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoModelForCausalLM
 
 from weft.dataflow.batch import Batch
-from weft.dataflow.disk import Disk
+from weft.dataflow.buffer.disk import Disk
+from weft.dataflow.buffer.manifest import verify, write_manifest
 from weft.dataflow.errors import UserError
-from weft.dataflow.manifest import verify, write_manifest
 
 RANKS = Path(__file__).with_name("checkpoint_ranks.py")
 _spec = importlib.util.spec_from_file_location("checkpoint_ranks", RANKS)

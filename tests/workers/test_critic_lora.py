@@ -16,7 +16,7 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
 from weft.dataflow.graph import TableSource
 from weft.workers.critic import CriticConfig, CriticWorker
-from weft.workers.lora import Lora
+from weft.workers.training.lora import Lora
 
 NO_ROWS = TableSource("no rows", pa.table({"x": []}))
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.controllers.backend import Local
+from weft.controllers.backends.backend import Local
 from weft.controllers.group import WorkerGroup
 from weft.controllers.placement import Place, ResourcePool
+from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.config import Config
 from weft.dataflow.errors import UserError
 from weft.dataflow.graph import Graph, Node, TableSource
 from weft.dataflow.handle import Handle
-from weft.dataflow.ledger import Ledger
 from weft.dataflow.operation import Shape, operation_of
 from weft.workers.dispatch import Coordinates, Dispatch, PerRank, RowSizes, balance, one_per_replica
 from weft.workers.remote import dispatch_of, remote

@@ -22,10 +22,10 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.errors import GenerationError, WeightSyncError
 from weft.resharding.shared_memory import WeightPublisher
 from weft.resharding.weights import Weights
-from weft.workers.generation import GenerationEngine, Request, Response
+from weft.workers.generation.engine import GenerationEngine, Request, Response
+from weft.workers.generation.transformers_engine import TransformersEngine, TransformersSettings
+from weft.workers.generation.vllm_engine import VllmEngine, VllmSettings
 from weft.workers.rollout import RolloutConfig, RolloutWorker
-from weft.workers.transformers_engine import TransformersEngine, TransformersSettings
-from weft.workers.vllm_engine import VllmEngine, VllmSettings
 
 VOCABULARY = 32
 STOP = 1
@@ -387,8 +387,8 @@ def test_two_tensor_parallel_ranks_give_the_logprobs_of_one(folder: Path) -> Non
         import sys
         import test_generation as t
         from weft.resharding.shared_memory import WeightPublisher
-        from weft.workers.transformers_engine import TransformersEngine
-        from weft.workers.vllm_engine import VllmEngine, VllmSettings
+        from weft.workers.generation.transformers_engine import TransformersEngine
+        from weft.workers.generation.vllm_engine import VllmEngine, VllmSettings
 
         if __name__ == "__main__":
             model = TransformersEngine(sys.argv[1]).model

@@ -25,7 +25,7 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
 from weft.dataflow.graph import TableSource
 from weft.workers.actor import ActorConfig, ActorWorker
-from weft.workers.lora import Lora
+from weft.workers.training.lora import Lora
 
 NO_ROWS = TableSource("no rows", pa.table({"x": []}))
 
@@ -200,7 +200,7 @@ def test_bfloat16_keeps_the_adapter_in_float32_and_the_base_in_what_it_computes_
 
 
 def test_the_scale_is_alpha_over_the_rank_or_over_its_root():
-    from weft.workers.adapter import merged_weight
+    from weft.workers.training.adapter import merged_weight
 
     generator = torch.Generator().manual_seed(0)
     weight, a, b = (torch.randn(shape, generator=generator) for shape in ((6, 5), (4, 5), (6, 4)))

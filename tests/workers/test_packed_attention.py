@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from weft.workers.response_model import ResponseModel
+from weft.workers.training.response_model import ResponseModel
 
 LENGTHS = [9, 1, 4, 7]
 SMALL = {

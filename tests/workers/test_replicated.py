@@ -6,7 +6,7 @@ import pytest
 import torch
 from ranks import run_processes
 
-from weft.workers.replicated import differing, digest
+from weft.workers.training.replicated import differing, digest
 
 HERE = Path(__file__).parent
 

@@ -20,10 +20,10 @@ from weft.dataflow.errors import SampleError, UserError
 from weft.dataflow.metrics import Metrics, Sum, merge
 from weft.dataflow.operation import Shape, operation_of
 from weft.resharding.shared_memory import WeightPublisher
+from weft.workers.generation.transformers_engine import TransformersEngine, TransformersSettings
+from weft.workers.generation.vllm_engine import VllmSettings
 from weft.workers.model_folder import read_model_config, read_stop_tokens
 from weft.workers.rollout import RolloutConfig, RolloutWorker
-from weft.workers.transformers_engine import TransformersEngine, TransformersSettings
-from weft.workers.vllm_engine import VllmSettings
 from weft.workers.worker import Context
 
 

@@ -19,7 +19,7 @@ from weft.dataflow.errors import UserError
 from weft.dataflow.metrics import merge
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.dispatch import Coordinates
-from weft.workers.training import OptimizerConfig, check_rows, plan_microbatches, tokens_of
+from weft.workers.training.engine import OptimizerConfig, check_rows, plan_microbatches, tokens_of
 
 SPMD = Path(__file__).with_name("spmd.py")
 _spec = importlib.util.spec_from_file_location("spmd", SPMD)
@@ -78,7 +78,7 @@ def test_logprobs_are_those_of_a_straight_forward_pass(tiny_model: Path, rows: B
 
 
 def test_a_head_in_chunks_and_one_that_computes_logits_twice_give_the_same(monkeypatch: pytest.MonkeyPatch):
-    from weft.workers import response_model
+    from weft.workers.training import response_model
 
     torch.manual_seed(0)
     hidden, weight, targets, upstream = (

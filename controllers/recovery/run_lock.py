@@ -1,0 +1,362 @@
+"""RunLock: a run has one writer. Whoever holds a run is named in its directory, and each start of it has an epoch of its own.
+
+    runs/NAME/lock/epoch_000003    {"epoch": 3, "host": "node-7", "pid": 4711, "since": "2026-11-22 04:20:15 UTC", ...}
+                                   {"ended": "2026-11-22 09:02:51 UTC"}
+
+A driver takes a run by linking its file to the next number, which fails where the name is taken: of two that try, one succeeds, also
+on NFS. It is the holder when it finds nobody else beside it; then it removes the files before its own. What is said of a holder:
+
+- ended: its file says so in a second line. Anybody may take the run.
+- alive: its process lives, on this machine; or, on another one, its file was touched within DEAD_AFTER_S. Others are refused.
+- dead: its process is gone, which is known at once on the same machine (pid and start time); or its file was not touched for
+  DEAD_AFTER_S by the clock of the file system, to which all machines compare. Anybody may take the run.
+
+A holder that was taken for dead may live: it was suspended, or cut off from the file system. Its file is gone. It looks for its
+file before each commit of the log and whenever it writes into the run, and ends with a `TakenOverError`. What it wrote in between went
+into files of its own (see `dataflow/buffer/log.py`).
+
+On NFS a machine may remember the attributes of a file for up to 60 s (`acregmax`), which is less than DEAD_AFTER_S. The heartbeat opens
+the file, whereupon the client asks the server.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+import random
+import re
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ...dataflow.buffer.disk import make_folder
+from ...dataflow.buffer.log import Record
+from ...dataflow.errors import TakenOverError, UserError
+
+FOLDER = "lock"
+BEAT_S = 10.0
+"""Seconds from one sign of life to the next."""
+DEAD_AFTER_S = 90.0
+"""Seconds without a sign of life after which a holder on another machine is taken for dead."""
+TRY_S = 1.0
+"""How long a driver tries to take a run while others take it, too."""
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+"""A file system without hard links says one of these."""
+_NAME = re.compile(r"epoch_(\d+)")
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that holds a run, as its file names it."""
+
+    epoch: int
+    host: str
+    machine: str
+    """The boot of the kernel and the namespace of process ids: where these are the same, a pid means the same process."""
+    pid: int
+    started: str
+    """When the process was started, in the kernel's words: a pid is used again."""
+    since: str
+
+    @classmethod
+    def here(cls, epoch: int) -> Holder:
+        pid = os.getpid()
+        return cls(epoch, platform.node(), _machine(), pid, _started(pid) or "", _now())
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is, or was, a process of this machine."""
+        return (self.host, self.machine) == (platform.node(), _machine())
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is gone, if it was a process of this machine."""
+        started = _started(self.pid)
+        return started is None or bool(started and self.started and started != self.started)
+
+    def __str__(self) -> str:
+        return f"host {self.host!r}, process {self.pid}, since {self.since} (epoch {self.epoch})"
+
+
+class RunLock:
+    """A run that this process holds, until `release`, or until nobody refers to it any more."""
+
+    def __init__(self, run: Path, claim: _Claim) -> None:
+        self.run = run
+        self._hold(claim)
+
+    @classmethod
+    def take(cls, run: Path, *, after: int = 0) -> RunLock:
+        """Hold a run.
+
+        Args:
+            run: its directory.
+            after: the last epoch that is known otherwise: the next is larger.
+
+        Raises:
+            UserError: somebody else holds it; the message says who, since when, and what to do.
+        """
+        return cls(run, _take(run / FOLDER, after, own=None))
+
+    def renew(self) -> None:
+        """Begin the next epoch, for another start of the run by the same process.
+
+        Raises:
+            TakenOverError: somebody else holds it by now.
+        """
+        self.check(sure=True)
+        before, self._claim = self._claim, _take(self.run / FOLDER, self._claim.holder.epoch, own=self._claim.path)
+        self._release.detach()
+        self._hold(self._claim)
+        before.let_go()
+
+    def _hold(self, claim: _Claim) -> None:
+        self._claim = claim
+        claim.start_to_beat()
+        self._release = weakref.finalize(self, claim.release)
+
+    @property
+    def epoch(self) -> int:
+        return self._claim.holder.epoch
+
+    def record(self) -> Record:
+        """What the log says of this epoch."""
+        holder = self._claim.holder
+        return {"do": "epoch", "epoch": holder.epoch, "host": holder.host, "pid": holder.pid, "since": holder.since}
+
+    def check(self, *, sure: bool = False) -> None:
+        """See that this process may write.
+
+        Args:
+            sure: ask the file server, too; else what this machine remembers of it is enough.
+
+        Raises:
+            TakenOverError: another driver has taken the run over, or its lock was removed.
+        """
+        if self._claim.is_held(sure=sure):
+            return
+        try:
+            other = _read(max(epochs(self.run).items())[1])
+        except (OSError, ValueError):
+            other = None
+        who = (
+            f"is held by {other}"
+            if other
+            else f"has no lock any more: {self._claim.path} was removed, or the run moved"
+        )
+        raise TakenOverError(f"run {self.run} {who}; this driver held it as {self._claim.holder}, and ends")
+
+    def release(self) -> None:
+        """Let others take the run."""
+        self._release()
+
+    def give_back(self) -> None:
+        """Release a run into which nothing was written, as if it had never been held."""
+        if self._claim.is_held(sure=True):
+            self._claim.path.unlink(missing_ok=True)
+        self.release()
+
+
+@dataclass
+class _Claim:
+    """A holder's file, which is open for as long as the run is held: no other file can have its number meanwhile."""
+
+    path: Path
+    holder: Holder
+    descriptor: int
+
+    def __post_init__(self) -> None:
+        self._over = threading.Event()
+        self._lost = False
+        self._lock = threading.Lock()
+
+    def start_to_beat(self) -> None:
+        threading.Thread(
+            target=self._beat, name=f"{self.path.name} of {self.path.parent.parent.name}", daemon=True
+        ).start()
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT_S) and self.is_held(sure=True):
+            with self._lock, suppress(OSError):
+                if self.descriptor >= 0:
+                    os.utime(self.descriptor)
+
+    def is_held(self, *, sure: bool) -> bool:
+        """Whether the file still has its name. What cannot be found out for now is no reason to end a run."""
+        with self._lock:
+            if self._lost or self.descriptor < 0:
+                return not self._lost
+            try:
+                if sure:
+                    again = os.open(self.path, os.O_RDONLY)
+                    try:
+                        found = os.fstat(again)
+                    finally:
+                        os.close(again)
+                else:
+                    found = os.stat(self.path)
+                self._lost = not os.path.samestat(found, os.fstat(self.descriptor))
+            except OSError as error:
+                self._lost = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+            return not self._lost
+
+    def release(self) -> None:
+        """Say in the own file, whatever its name is by now, that the run is no longer held."""
+        if self.holder.pid == os.getpid():
+            with suppress(OSError):
+                os.write(self.descriptor, _line({"ended": _now()}))
+        self.let_go()
+
+    def let_go(self) -> None:
+        self._over.set()
+        with self._lock:
+            if self.descriptor >= 0:
+                os.close(self.descriptor)
+            self.descriptor = -1
+
+
+def _take(folder: Path, after: int, own: Path | None) -> _Claim:
+    try:
+        return _try_to_take(folder, after, own)
+    except OSError as error:
+        what = f"{folder} is not a folder" if folder.is_symlink() or folder.is_file() else str(error)
+        raise UserError(f"run {folder.parent} cannot be held: {what}") from error
+
+
+def _try_to_take(folder: Path, after: int, own: Path | None) -> _Claim:
+    make_folder(folder)
+    deadline = time.monotonic() + TRY_S
+    while True:
+        found = epochs(folder.parent)
+        claim, number = _write(folder, Holder.here(max([after, *found]) + 1))
+        try:
+            now = os.fstat(claim.descriptor).st_mtime
+            for epoch, path in sorted(found.items(), reverse=True):
+                if path != own:
+                    _refuse_while_held(folder.parent, epoch, path, now)
+            if _link(number, claim.path):
+                if set(epochs(folder.parent)) == {*found, claim.holder.epoch}:
+                    break
+                claim.path.unlink()  # somebody came between: look who it is
+        except BaseException:
+            claim.let_go()
+            raise
+        finally:
+            number.unlink(missing_ok=True)
+        claim.let_go()
+        if time.monotonic() > deadline:
+            raise UserError(f"run {folder.parent} is being taken by others at this moment; try again")
+        time.sleep(random.uniform(0.0, 0.05))
+    for path in [*found.values(), *_never_named(folder, now)]:
+        path.unlink(missing_ok=True)
+    return claim
+
+
+def _never_named(folder: Path, now: float) -> Iterator[Path]:
+    """Files of those who were ended while they took the run."""
+    for path in folder.glob(".*"):
+        with suppress(OSError, ValueError, TypeError, IndexError):
+            if now - path.stat().st_mtime > DEAD_AFTER_S or ((by := _read(path)).is_here and by.has_ended):
+                yield path
+
+
+def _write(folder: Path, holder: Holder) -> tuple[_Claim, Path]:
+    """A file that names its holder, whole and on the disk before it has its place."""
+    unnamed = folder / f".{uuid.uuid4().hex}"
+    descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+    os.write(descriptor, _line(asdict(holder)))
+    os.fsync(descriptor)
+    return _Claim(folder / f"epoch_{holder.epoch:06d}", holder, descriptor), unnamed
+
+
+def _link(source: Path, target: Path) -> bool:
+    """Give a file its name; False when the name is taken."""
+    try:
+        os.link(source, target)
+    except FileExistsError:  # an answer of the server may be lost, and the request sent again
+        with suppress(FileNotFoundError):
+            return os.path.samefile(source, target)
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        try:
+            os.close(os.open(target, os.O_CREAT | os.O_EXCL, 0o600))
+        except FileExistsError:
+            return False
+        source.rename(target)
+    return True
+
+
+def _refuse_while_held(run: Path, epoch: int, path: Path, now: float) -> None:
+    try:
+        with path.open("rb") as file:  # to open it has NFS ask the server
+            touched = os.fstat(file.fileno()).st_mtime
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return
+    try:
+        holder = Holder(**json.loads(lines[0]))
+    except (ValueError, TypeError, IndexError):  # being written, on a file system without links; or damaged
+        holder = None
+    if holder is not None and (len(lines) > 1 or (holder.is_here and holder.has_ended)):
+        return
+    silent = now - touched
+    if holder is not None and holder.is_here:
+        end = "close the other driver of this process" if holder.pid == os.getpid() else f"end it (kill {holder.pid})"
+        raise UserError(
+            f"run {run} is held by {holder}: one run has one driver. Wait until it is over, or {end} and go on with "
+            "resume='latest'; or give this run another name"
+        )
+    if silent < DEAD_AFTER_S:
+        who = str(holder) if holder else f"somebody whom {path} does not name (epoch {epoch})"
+        raise UserError(
+            f"run {run} is held by {who}, heard of {max(silent, 0.0):.0f} s ago: one run has one driver. End it there, or, when that "
+            f"machine is gone, start again in {DEAD_AFTER_S - silent:.0f} s: who is silent for {DEAD_AFTER_S:.0f} s is taken for dead"
+        )
+
+
+def epochs(run: Path) -> dict[int, Path]:
+    """Epoch -> the file of its holder."""
+    folder = run / FOLDER
+    found = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir()) if folder.is_dir() else ()
+    return {int(name[1]): path for name, path in found if name}
+
+
+def _read(path: Path) -> Holder:
+    return Holder(**json.loads(path.read_text().splitlines()[0]))
+
+
+def _line(record: Mapping[str, object]) -> bytes:
+    return json.dumps(record).encode() + b"\n"
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+
+
+def _machine() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')}" if boot.exists() else ""
+
+
+def _started(pid: int) -> str | None:
+    """When a process of this machine was started; "" when nobody says; None when it is gone, or is a zombie."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:  # it is somebody else's
+        pass
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    except OSError:  # hidden, or this is no Linux
+        return ""
+    return None if state in "ZX" else rest[18]

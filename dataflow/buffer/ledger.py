@@ -1,0 +1,1200 @@
+"""Ledger: the control plane of the sample buffer. It knows of each row which columns exist, where they are, and what
+each node has done with it; it never holds a token. Every event costs O(1) per row and pushes readiness.
+
+A row is *offered* to a node when everything in the node's `after` is done with it; a node that sees whole groups is
+offered a group when no more rows of it can come and all are ready, or when its quorum is there. A claim is a lease: rows
+come back when it is released or its deadline passes, and only the holder of its token may publish. Consumption is exactly
+once per node. What a node that takes groups publishes counts when its lease is finished: a lease that is released in
+between gives whole groups back.
+
+Each event is a record (`dataflow/buffer/log.py`), and the ledger is what its records make of it: `replay` them, and it stands
+where it stood. `dataflow/buffer/ledger_state.py` says the same in records of its own, so that a log need not be read from its
+beginning.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ..errors import LeaseError
+from ..graph import SOURCE, Graph, Node
+from ..operation import Shape
+from .log import Log, Record
+from .rows import MAX_CHILDREN, Group, Ids, Lease, Part, Piece, Published, Row, Staleness
+from .segments import Segment
+
+REMEMBERED_LEASES = 1000
+"""How many voided leases are remembered, to tell a late holder what became of its own."""
+
+
+class Ledger:
+    """Rows of one graph of a run, from issue to retirement.
+
+    >>> from weft.dataflow.graph import Graph, TableSource
+    >>> ledger = Ledger(Graph("empty", TableSource("prompts", pa.table({"prompt_ids": [[1]]})), ()))
+    >>> ledger.issue([0], [1], round=0)
+    >>> ledger.counts()
+    {'issued': 1, 'waiting': 0, 'leased': 0, 'done': 1, 'dropped': 0}
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        *,
+        ids: Ids | None = None,
+        source: Segment | None = None,
+        name: str | None = None,
+        log: Log | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            ids: shared by all graphs of a run.
+            source: where the rows of the graph's source lie.
+            name: what the graph is called in the log.
+            log: where every event is noted before it takes effect; None keeps no log.
+            clock: seconds, for deadlines.
+        """
+        self.graph = graph
+        self.name = name or graph.name
+        self.source = source
+        self.log = log
+        self._clock = clock
+        self._ids = ids or Ids()
+        nodes = graph.nodes
+        self._index = {n.name: i for i, n in enumerate(nodes)}
+        self._num_levels = max([SOURCE, *(n.makes_level for n in nodes if n.makes_level is not None)]) + 1
+        self._parent_level = {lv: graph.parent_level(lv) for lv in range(1, self._num_levels)}
+        self._on_level = [[i for i, n in enumerate(nodes) if n.level == lv] for lv in range(self._num_levels)]
+        self._takes_groups = [n.operation.takes_groups for n in nodes]
+        self._behind = [n.operation.behind for n in nodes]
+        self._quorum = [int(n.arguments["n"]) if n.operation.quorum else 0 for n in nodes]
+        self._after = [self._requirements(n) for n in nodes]
+        # Which nodes to look at again when node i has finished a row: on the row's own level, and on deeper ones.
+        self._then = [[j for j, m in enumerate(nodes) if n.name in m.after and n.makes_level != m.level] for n in nodes]
+        self._downstream = [self._closure(n.name) for n in nodes]
+        # Nodes that work for node i's quorum alone, and, seen from them, the mask of those quorums.
+        self._servants = [self._serving_only(i) if self._quorum[i] else [] for i in range(len(nodes))]
+        self._serves = [sum(1 << i for i, own in enumerate(self._servants) if j in own) for j in range(len(nodes))]
+        self._maker = {n.makes_level: i for i, n in enumerate(nodes) if n.makes_level is not None}
+        self._rows: dict[int, Row] = {}
+        self._groups: dict[int, Group] = {}
+        self.rounds: Counter[int] = Counter()
+        """Groups at work, by the round that they were issued in."""
+        self.groups_behind = 0
+        """Groups with which nothing is left to do but what follows behind."""
+        self._leases: dict[int, Lease] = {}
+        self._next_token = 1
+        # What may be claimed by each node: heaps of (group, sample) ids, or of group ids where the node takes groups.
+        # Entries of rows that were taken away since stay until they come up.
+        self._offers: list[list[tuple[int, int]]] = [[] for _ in nodes]
+        self._group_offers: list[list[int]] = [[] for _ in nodes]
+        self._ready = [0] * len(nodes)
+        self._ready_groups = [0] * len(nodes)
+        self._leased_groups = [0] * len(nodes)
+        self._held: list[list[int]] = [[] for _ in nodes]
+        self._unclaimed = [0] * len(nodes)
+        # Of nodes that update: unclaimed groups by the version at which their generation began, and those of them on offer.
+        self._unclaimed_of: list[Counter[int]] = [Counter() for _ in nodes]
+        self._offered_of: list[Counter[int]] = [Counter() for _ in nodes]
+        self._updates = [i for i, n in enumerate(nodes) if n.operation.updates]
+        self._todo = [0] * len(nodes)
+        self._unfinished_levels = [0] * self._num_levels
+        self._deadlines: list[tuple[float, int, int]] = []
+        """(when, node, group) of quorums that are not reached, and (when, -1, token) of leases."""
+        self._void: dict[int, str] = {}
+        self._freed: deque[Segment] = deque()
+        self.num_bytes = 0
+        """Bytes of the segments that rows in flight lie in."""
+        self.published_bytes = 0
+        """Bytes published so far."""
+        self.finished_bytes = 0.0
+        """Those of finished groups: of a segment that several groups share, each has its rows' part."""
+        self.largest_group = 0
+        """Most rows that a finished group had, on all levels."""
+        self.largest_group_bytes = 0
+        """Most bytes that a finished group had."""
+        self.groups_finished = 0
+        self.prompts_issued = 0
+        """Rows of the source that `issue` was called with so far: the place in the source."""
+        self._issued = self._done = 0
+        self._dropped: Counter[str] = Counter()
+        self.stale: Counter[str] = Counter()
+        """Groups that were too old when an update claimed them, by their fate."""
+        self.late = 0
+        """Refused uses of leases that were void."""
+
+    # What depends on the graph alone
+
+    def _requirements(self, node: Node) -> list[tuple[int, int]]:
+        """(level, mask of nodes of that level) that must be done before a row of `node` is ready."""
+        masks: Counter[int] = Counter()
+        for name in node.after:
+            before = self.graph[name]
+            if before.makes_level != node.level and not self._makes_ancestor(before, node.level):
+                masks[before.level] |= 1 << self._index[name]
+        return sorted(masks.items())
+
+    def _makes_ancestor(self, node: Node, level: int) -> bool:
+        while level != SOURCE:
+            if node.makes_level == level:
+                return True  # the row's existence is the proof that this node is done
+            level = self._parent_level[level]
+        return False
+
+    def _closure(self, name: str) -> list[int]:
+        """Nodes that see only what the node `name` lets through: its dependents, and theirs."""
+        reached = {name}
+        for node in self.graph.nodes:  # recorded in an order in which dependencies come first
+            if any(a in reached for a in node.after):
+                reached.add(node.name)
+        return [self._index[n] for n in reached if n != name]
+
+    def _serving_only(self, i: int) -> list[int]:
+        """Nodes of node i's level that work for it and for what comes after it alone."""
+        served = {i, *self._downstream[i]}
+        servants: list[int] = []
+        for j in reversed(range(len(self.graph.nodes))):  # recorded before node i or after it, on a branch of its own
+            node = self.graph.nodes[j]
+            if j in served:
+                continue
+            users = {k for k, m in enumerate(self.graph.nodes) if node.name in m.after}
+            alike = node.level == self.graph.nodes[i].level and node.makes_level is None and not self._takes_groups[j]
+            if alike and users and users <= served:
+                served.add(j)
+                servants.append(j)
+        return servants
+
+    # The log
+
+    def _note(self, do: str, **what: Any) -> None:
+        if self.log is not None:
+            self.log.append({"do": do, "graph": self.name, **what})
+
+    def replay(self, record: Record) -> None:
+        """Do again what a record says.
+
+        Raises:
+            ValueError: when this ledger is not where it was when the record was written.
+        """
+        log, self.log = self.log, None
+        try:
+            what = dict(record)
+            getattr(self, f"_replay_{what.pop('do')}")(**{k: v for k, v in what.items() if k != "graph"})
+        finally:
+            self.log = log
+
+    def _replay_issue(
+        self, positions: list[int], tokens: list[int], round: int, first: int, group: int, **_: Any
+    ) -> None:
+        if (first, group) != (self._ids.next_id, self._ids.next_group):
+            raise ValueError(f"rows were issued from id {first}, but {self._ids.next_id} is next")
+        self.issue(positions, tokens, round=round)
+
+    def _replay_claim(
+        self,
+        lease: int,
+        node: str,
+        ids: list[int],
+        rows: int | None = None,
+        groups: int | None = None,
+        stale: list[Any] | None = None,
+        holder: str = "",
+        version: int | None = None,
+        **_: Any,
+    ) -> None:
+        self._next_token = lease
+        made = self.claim(
+            self.graph[node],
+            max_rows=rows,
+            max_groups=groups,
+            holder=holder,
+            staleness=Staleness(*stale) if stale else None,
+            version=version,
+        )
+        if (made.ids.tolist() if made else []) != ids:
+            raise ValueError(
+                f"lease {lease} of node {node!r} has rows {ids[:3]}..., which are not those that are ready"
+            )
+
+    def _replay_publish(
+        self,
+        lease: int,
+        ids: list[int],
+        tokens: list[int],
+        segment: list[Any] | None = None,
+        versions: list[int] | None = None,
+        parents: list[int] | None = None,
+        **_: Any,
+    ) -> None:
+        published = Published(int64_array(ids), int64_array(tokens), int64_array(versions), int64_array(parents))
+        self.publish(self._leases[lease], published, Segment.from_json(segment) if segment else None)
+
+    def _replay_finish(self, lease: int, step: int | None = None, **_: Any) -> None:
+        self.finish(self._leases[lease], step=step)
+
+    def _replay_release(self, lease: int, why: str, ids: list[int] | None = None, **_: Any) -> None:
+        self.release(self._leases[lease], why, ids=ids)
+
+    def _replay_drop(self, node: str, ids: list[int], why: str, **_: Any) -> None:
+        self.drop(self.graph[node], ids, why)
+
+    def _replay_source(self, segment: list[Any], **_: Any) -> None:
+        self.set_source(Segment.from_json(segment))
+
+    def _replay_lose(self, group: int, why: str, again: bool = True, **_: Any) -> None:
+        self.lose(group, why, issue_again=again)
+
+    def _replay_offer(self, node: str, group: int, **_: Any) -> None:
+        self._offer_short(self._index[node], self._groups[group])
+
+    # Rows come in
+
+    def set_source(self, segment: Segment) -> None:
+        """Where the rows of the graph's source lie from now on."""
+        self._note("source", segment=segment.to_json())
+        self.source = segment
+
+    def issue(self, positions: Sequence[int], num_tokens: Sequence[int], *, round: int) -> None:
+        """New rows from these rows of the source; each is the root of a group of its own."""
+        positions, num_tokens = [int(p) for p in positions], [int(t) for t in num_tokens]
+        if len(positions) != len(num_tokens):
+            raise ValueError(f"{len(positions)} rows were issued with the tokens of {len(num_tokens)}")
+        self._note(
+            "issue",
+            first=self._ids.next_id,
+            group=self._ids.next_group,
+            round=round,
+            positions=positions,
+            tokens=num_tokens,
+        )
+        self.prompts_issued += len(positions)
+        for position, tokens in zip(positions, num_tokens, strict=True):
+            self._issue(position, tokens, round)
+
+    def _issue(self, position: int, tokens: int, round: int) -> None:
+        group = Group(self._ids.take_group(), round, tokens, self._num_levels, len(self.graph.nodes))
+        self._groups[group.id] = group
+        self.rounds[round] += 1
+        for level in range(1, self._num_levels):
+            self._unfinished_levels[level] += 1
+        for i, takes_groups in enumerate(self._takes_groups):
+            self._unclaimed[i] += takes_groups
+        group.whole[SOURCE] = True
+        self._add(Row(self._ids.take(1), group, None, SOURCE, position, tokens, None))
+        self._retire_if_finished(group)
+
+    def _add(self, row: Row) -> None:
+        self._rows[row.id] = row
+        self._issued += 1
+        row.group.levels[row.level].append(row)
+        nodes = self._on_level[row.level]
+        row.group.open += len(nodes)
+        for i in nodes:
+            self._todo[i] += 1
+            row.group.behind += self._behind[i]
+        for i in nodes:
+            if row.group.closed >> i & 1:
+                self._cancel(row, i, f"late at {self.graph.nodes[i].name}")
+        self._skip_what_is_cut_off(row)
+        for i in nodes:
+            self._offer_if_ready(row, i)
+
+    def _skip_what_is_cut_off(self, row: Row) -> None:
+        """Skip the nodes that wait for something which the row's ancestors will never be through: they were dropped before it came."""
+        above, cut = row.parent, 0
+        while above is not None:
+            above, cut = above.parent, cut | above.skipped
+        for i in self._on_level[row.level] if cut else ():
+            if any(level != row.level and _ancestor(row, level).skipped & mask for level, mask in self._after[i]):
+                for j in (i, *self._downstream[i]):
+                    node = self.graph.nodes[j]
+                    if node.level == row.level and not row.skipped >> j & 1:
+                        self._skip(row, j)
+                        if node.makes_level is not None:
+                            self._finish_level_if_whole(row.group, node.makes_level)
+
+    # Readiness
+
+    def _offer_if_ready(self, row: Row, i: int) -> None:
+        bit = 1 << i
+        if (row.offered | row.skipped | row.done) & bit:
+            return
+        for level, mask in self._after[i]:
+            if _ancestor(row, level).done & mask != mask:
+                return
+        row.offered |= bit
+        if self._takes_groups[i]:
+            group = row.group
+            group.ready[i] += 1
+            if self._quorum[i]:
+                self._await_quorum(row, i)
+                self._ready[i] += group.offered >> i & 1 and group.ready[i] <= self._quorum[i]
+            self._offer_group_if_ready(group, i)
+        else:
+            heapq.heappush(self._offers[i], (row.group.id, row.id))
+            self._ready[i] += 1
+
+    def _await_quorum(self, row: Row, i: int) -> None:
+        group = row.group
+        group.order = group.order or {}
+        group.order.setdefault(i, []).append(row)
+        patience = self.graph.nodes[i].arguments.get("deadline_s")
+        if patience is not None and group.ready[i] == 1:
+            heapq.heappush(self._deadlines, (self._clock() + patience, i, group.id))
+
+    def _offer_group_if_ready(self, group: Group, i: int) -> None:
+        if not self._takes_groups[i] or (group.offered | group.closed) >> i & 1:
+            return
+        if self._behind[i] and not group.rested:
+            return
+        level = self.graph.nodes[i].level
+        expected = len(group.levels[level]) - group.skipped[i]
+        whole = group.whole[level] and group.ready[i] == expected > 0
+        if whole or 0 < self._quorum[i] <= group.ready[i]:
+            self._offer_group(group, i)
+
+    def _tally(self, group: Group, by: int) -> None:
+        """Take a group out of the counts by version (-1) before what they count changes, and in again (1) afterwards."""
+        if group.version is None:
+            return
+        for i in self._updates:
+            if not group.claimed >> i & 1:
+                for counts in (self._unclaimed_of[i], self._offered_of[i])[: 1 + (group.offered >> i & 1)]:
+                    counts[group.version] += by
+                    if not counts[group.version]:
+                        del counts[group.version]
+
+    def _offer_group(self, group: Group, i: int) -> None:
+        self._tally(group, -1)
+        group.offered |= 1 << i
+        self._tally(group, 1)
+        heapq.heappush(self._group_offers[i], group.id)
+        self._ready_groups[i] += 1
+        self._ready[i] += self._offered_rows(group, i)
+
+    def _offered_rows(self, group: Group, i: int) -> int:
+        """Rows of a group that are ready for node i, to which it is offered."""
+        if self._quorum[i]:
+            return min(group.ready[i], self._quorum[i])
+        return len(group.levels[self.graph.nodes[i].level]) - group.skipped[i]
+
+    def _offer_short(self, i: int, group: Group) -> None:
+        """A group whose quorum did not come in time is offered with the rows that did."""
+        if not (group.offered | group.closed) >> i & 1:
+            self._note("offer", node=self.graph.nodes[i].name, group=group.id)
+            self._offer_group(group, i)
+
+    def _finish_level_if_whole(self, group: Group, level: int) -> None:
+        """Mark a level whole when nothing that makes its rows is left to do, then look one level further."""
+        i = self._maker[level]
+        above = self.graph.nodes[i].level
+        finished = group.expanded[i] + group.skipped[i]
+        if group.whole[level] or not group.whole[above] or finished < len(group.levels[above]):
+            return
+        group.whole[level] = True
+        self._unfinished_levels[level] -= 1
+        for j in self._on_level[level]:
+            self._offer_group_if_ready(group, j)
+            makes = self.graph.nodes[j].makes_level
+            if makes is not None:
+                self._finish_level_if_whole(group, makes)
+
+    def ready(self, node: Node) -> int:
+        """Rows that a claim on this node could get now."""
+        return self._ready[self._index[node.name]]
+
+    def ready_groups(self, node: Node) -> int:
+        """Whole groups that a claim on this node could get now (nodes that take groups or batches)."""
+        return self._ready_groups[self._index[node.name]]
+
+    def ready_in_round(self, node: Node) -> tuple[int, int]:
+        """The round of what a claim on this node would get first, and how much it could get of that round alone: rows, or groups,
+        whichever the node takes. It looks at all that is ready for the node."""
+        i = self._index[node.name]
+        if self._takes_groups[i]:
+            offered = [g for id in sorted(self._group_offers[i]) if (g := self._groups.get(id)) is not None]
+            groups = [group for group in offered if self._offered_rows(group, i)]
+        else:
+            rows = [self._rows.get(id) for _, id in sorted(self._offers[i])]
+            groups = [row.group for row in rows if row is not None and not row.skipped >> i & 1]
+        if not groups:
+            return -1, 0
+        round = groups[0].round
+        return round, sum(1 for _ in itertools.takewhile(lambda group: group.round == round, groups))
+
+    def unclaimed(self, node: Node) -> int:
+        """Groups in flight that this node (which takes groups or batches) has not claimed."""
+        return self._unclaimed[self._index[node.name]]
+
+    def leased_groups(self, node: Node) -> int:
+        """Groups that this node (which takes groups or batches) has claimed and not finished."""
+        return self._leased_groups[self._index[node.name]]
+
+    def oldest_held(self, node: Node) -> int | None:
+        """Oldest policy version among the groups that are too old for this node and wait (see `held`); None: there is none."""
+        i = self._index[node.name]
+        groups = (self._groups[g] for g in self._held[i])
+        made = (r.version for g in groups for r in self._rows_offered(g, i) if r.version is not None and r.version >= 0)
+        return min(made, default=None)
+
+    def groups_until(self, node: Node, version: int) -> tuple[int, int]:
+        """Groups whose generation began at this version or before and that this node (which updates) has not claimed:
+        how many, and how many of them are ready for it."""
+        i = self._index[node.name]
+        unclaimed, offered = self._unclaimed_of[i], self._offered_of[i]
+        return sum(unclaimed[v] for v in unclaimed if v <= version), sum(offered[v] for v in offered if v <= version)
+
+    def held(self, node: Node) -> int:
+        """Groups that are too old for this node and wait for a larger bound."""
+        return len(self._held[self._index[node.name]])
+
+    def settled(self, node: Node) -> bool:
+        """Everything issued so far that will reach this node is ready for it, and none of it is leased."""
+        i = self._index[node.name]
+        if self._quorum[i]:
+            return self._ready_groups[i] == self._unclaimed[i] > 0
+        return self._todo[i] > 0 and self._unfinished_levels[node.level] == 0 and self.ready(node) == self._todo[i]
+
+    def exhausted(self, node: Node) -> bool:
+        """Nothing issued so far is left for this node to do."""
+        i = self._index[node.name]
+        return self._todo[i] == 0 and self._unfinished_levels[node.level] == 0
+
+    @property
+    def group_ids(self) -> list[int]:
+        """Groups in flight, oldest first."""
+        return list(self._groups)
+
+    def positions_before(self, nodes: Iterable[Node]) -> list[int]:
+        """Rows of the source of those groups in flight that none of these nodes has claimed, oldest first."""
+        mask = sum(1 << self._index[node.name] for node in nodes)
+        return [group.levels[SOURCE][0].position for group in self._groups.values() if not group.claimed & mask]
+
+    @property
+    def groups_in_flight(self) -> int:
+        """Groups issued and not yet finished by every node."""
+        return len(self._groups)
+
+    @property
+    def groups_at_work(self) -> int:
+        """How many groups still have work for a node that does not follow behind."""
+        return len(self._groups) - self.groups_behind
+
+    @property
+    def ids_at_work(self) -> list[int]:
+        """Ids of the groups at work, oldest first."""
+        return [id for id, group in self._groups.items() if not group.rested]
+
+    @property
+    def rows_in_flight(self) -> int:
+        """Rows issued and not yet retired with their group."""
+        return len(self._rows)
+
+    # Rows are worked on
+
+    def claim(
+        self,
+        node: Node,
+        *,
+        max_rows: int | None = None,
+        max_groups: int | None = None,
+        holder: str = "",
+        deadline_s: float | None = None,
+        staleness: Staleness | None = None,
+        version: int | None = None,
+    ) -> Lease | None:
+        """Lease ready rows to this node, in order of group and sample id; None when there are none.
+
+        Args:
+            max_rows: where the node takes rows; of a node that takes groups, `max_groups`.
+            deadline_s: seconds from now after which the rows go back (see `expire`).
+            version: of a node that generates: of its weights now, which the groups are noted to begin with.
+            staleness: of an update: which groups are too old, and what becomes of them.
+        """
+        i = self._index[node.name]
+        token, too_old = self._next_token, self.stale.total()
+        masked: list[int] = []
+        if self._takes_groups[i]:
+            rows = self._claim_groups(i, max_groups, staleness, masked)
+        else:
+            rows = self._claim_rows(i, max_rows)
+        if not rows and self.stale.total() == too_old:
+            return None
+        self._next_token += 1
+        lease = Lease(token, node, rows, holder, masked=frozenset(masked))
+        if node.operation.shape is Shape.EXPAND:
+            lease.first_child = self._ids.take(len(rows) * MAX_CHILDREN)
+        what: dict[str, Any] = {"lease": token, "node": node.name, "ids": [r.id for r in rows]}
+        what |= {"rows": max_rows} if max_rows is not None else {}
+        what |= {"groups": max_groups} if max_groups is not None else {}
+        what |= {"stale": [staleness.version, staleness.bound, staleness.fate]} if staleness else {}
+        what |= {"version": version} if version is not None else {}
+        what |= {"holder": holder} if holder else {}
+        self._note("claim", **what)
+        if not rows:
+            return None
+        bit = 1 << i
+        for row in rows:
+            row.leased |= bit
+            if version is not None and row.group.version is None:
+                row.group.version = version
+                self._tally(row.group, 1)
+        lease.open = {r.id: r for r in rows}
+        if deadline_s is not None:
+            lease.deadline = self._clock() + deadline_s
+            heapq.heappush(self._deadlines, (lease.deadline, -1, token))
+        self._begin(lease)
+        return lease
+
+    def _claim_rows(self, i: int, number: int | None) -> list[Row]:
+        heap, rows = self._offers[i], []
+        bit = 1 << i
+        if number is None or number >= len(heap):
+            ids, heap[:] = sorted(heap), []
+        else:
+            ids = _popped(heap)
+        for _, id in ids:
+            row = self._rows.get(id)
+            if row is not None and not row.skipped & bit:
+                rows.append(row)
+                if len(rows) == number:
+                    break
+        self._ready[i] -= len(rows)
+        return rows
+
+    def _claim_groups(self, i: int, number: int | None, staleness: Staleness | None, masked: list[int]) -> list[Row]:
+        rows: list[Row] = []
+        taken = 0
+        if staleness is not None and self._held[i]:
+            self._offer_held(i, staleness)
+        heap = self._group_offers[i]
+        while heap and (number is None or taken < number):
+            group = self._groups.get(heapq.heappop(heap))
+            if group is None:  # it was lost
+                continue
+            own = self._rows_offered(group, i)
+            if not own:  # its rows were dropped
+                continue
+            self._ready[i] -= self._offered_rows(group, i)
+            self._ready_groups[i] -= 1
+            if staleness is not None and not staleness.allows(own):
+                self.stale[staleness.fate] += 1
+                if staleness.fate == "wait":
+                    self._held[i].append(group.id)
+                    continue
+                if staleness.fate != "mask":
+                    self._drop_stale(group, i, own, issue_again=staleness.fate == "requeue")
+                    continue
+                masked += [r.id for r in own if not staleness.allows((r,))]
+            taken += 1
+            rows += own
+            self._tally(group, -1)
+            group.claimed |= 1 << i
+            self._tally(group, 1)
+            self._unclaimed[i] -= 1
+            if self._quorum[i]:
+                self._close_quorum(group, i, own)
+        return rows
+
+    def _rows_offered(self, group: Group, i: int) -> list[Row]:
+        if self._quorum[i]:
+            return sorted((group.order or {})[i][: self._quorum[i]], key=_id)
+        return sorted((r for r in group.levels[self.graph.nodes[i].level] if not r.skipped >> i & 1), key=_id)
+
+    def _offer_held(self, i: int, staleness: Staleness) -> None:
+        held, self._held[i] = self._held[i], []
+        for id in held:
+            group = self._groups[id]
+            if staleness.allows(self._rows_offered(group, i)):
+                self._offer_group(group, i)
+            else:
+                self._held[i].append(id)
+
+    def _drop_stale(self, group: Group, i: int, rows: list[Row], *, issue_again: bool) -> None:
+        root = group.levels[SOURCE][0]
+        if issue_again:
+            self._issue(root.position, group.tokens, group.round)
+        for row in rows:
+            self._drop(row, i, f"stale at {self.graph.nodes[i].name}")
+        self._retire_if_finished(group)
+
+    def _close_quorum(self, group: Group, i: int, chosen: list[Row]) -> None:
+        """The first n rows have won; the others of the group are cancelled, and so is work on them alone."""
+        if group.closed >> i & 1:
+            return
+        group.closed |= 1 << i
+        winners = {r.id for r in chosen}
+        for row in list(group.levels[self.graph.nodes[i].level]):
+            if row.id not in winners and not (row.skipped | row.done) >> i & 1:
+                self._cancel(row, i, f"over-issued at {self.graph.nodes[i].name}")
+
+    def _cancel(self, row: Row, i: int, reason: str) -> None:
+        """Node i has its quorum without this row."""
+        self._drop(row, i, reason)
+        row.cancelled |= 1 << i
+        for j in self._servants[i]:
+            if not (row.done | row.leased | row.skipped) >> j & 1:
+                self._skip(row, j)
+
+    def lose(self, group_id: int, why: str, *, issue_again: bool = True) -> bool:
+        """Columns of a group cannot be read any more: its rows are dropped, and its prompt is issued again; or nobody wants
+        them any more. Returns whether it is issued again: what waited for its record alone is not.
+
+        Raises:
+            LeaseError: when somebody works on it.
+        """
+        group = self._groups[group_id]
+        issue_again = (
+            issue_again and not group.rested
+        )  # what was trained on is not trained on again: its record is lost
+        rows = [r for level in group.levels for r in level]
+        if any(r.leased for r in rows):
+            raise LeaseError(f"group {group_id} of graph {self.name!r} is lost ({why}) while rows of it are leased")
+        self._note("lose", group=group_id, why=why, **({} if issue_again else {"again": False}))
+        self._tally(group, -1)
+        group.version = None  # what becomes of it below is counted no more
+        for i, node in enumerate(self.graph.nodes):
+            offered = group.offered & ~group.claimed & 1 << i
+            if offered and group_id in self._held[i]:
+                self._held[i].remove(group_id)
+            elif offered and group.ready[i]:  # else it was too old, and dropped
+                self._ready[i] -= self._offered_rows(group, i)
+                self._ready_groups[i] -= 1
+            group.offered |= 1 << i  # never again
+            for row in group.levels[node.level]:
+                if not (row.done | row.skipped) >> i & 1:
+                    self._skip(row, i)
+        for level in range(self._num_levels):
+            self._unfinished_levels[level] -= not group.whole[level]
+            group.whole[level] = True
+        for row in rows:
+            row.skipped |= 1 << len(self.graph.nodes)  # counted as dropped, whatever was done with it
+        self._dropped["lost" if issue_again else "given up"] += len(rows)
+        if issue_again:
+            self._issue(group.levels[SOURCE][0].position, group.tokens, group.round)
+        self._retire_if_finished(group)
+        return issue_again
+
+    def pieces(self, node: Node, rows: Sequence[Row]) -> list[Piece]:
+        """Where a consumer finds the columns that this node reads of these rows."""
+        by_writer: dict[str, list[str]] = {}
+        for column in node.reads:
+            by_writer.setdefault(node.writers[column], []).append(column)
+        pieces: list[Piece] = []
+        for writer, columns in by_writer.items():
+            if not writer:
+                assert self.source is not None, f"graph {self.name!r} has no segment with the rows of its source"
+                keys = np.fromiter((_ancestor(r, SOURCE).position for r in rows), np.int64, len(rows))
+                pieces.append(Piece(tuple(columns), keys, (self.source,), by_position=True))
+                continue
+            level = self.graph.level_of(writer)
+            owners = [_ancestor(r, level) for r in rows]
+            keys = np.fromiter((r.id for r in owners), np.int64, len(rows))
+            parts = dict.fromkeys(r.parts[writer] for r in owners)
+            pieces.append(Piece(tuple(columns), keys, tuple(p.segment for p in parts)))
+        return pieces
+
+    def publish(self, lease: Lease, published: Published, segment: Segment | None) -> None:
+        """Rows of a lease that its node has finished, all or some of them, with what it wrote (None: nothing).
+
+        Of an EXPAND these are the new rows, together with all others of the same parents; the parents are done.
+
+        Raises:
+            LeaseError: for rows (or parents) that are not in the lease, or were published before; nothing is changed then.
+        """
+        self._check(lease)
+        node = lease.node
+        ids = published.ids.tolist()
+        held = ids if published.parents is None else published.parents.tolist()
+        wrong = next((id for id in held if id not in lease.open), None)
+        if wrong is not None:
+            what = "published row" if published.parents is None else "made a row of"
+            raise LeaseError(f"node {node.name!r} {what} {wrong}, which is not (or no longer) in lease {lease.token}")
+        lengths = {len(a) for a in (ids, held, published.num_tokens, published.versions) if a is not None}
+        if len(lengths) != 1:
+            raise LeaseError(f"node {node.name!r} published columns of {sorted(lengths)} rows in lease {lease.token}")
+        taken = {id for _, p, _ in lease.staged for id in p.ids.tolist()} if published.parents is not None else ()
+        if len(set(ids)) != len(ids) or (
+            published.parents is not None and any(id in self._rows or id in taken for id in ids)
+        ):
+            raise LeaseError(f"node {node.name!r} published a row twice in lease {lease.token}")
+        what = {"lease": lease.token, "ids": ids, "tokens": published.num_tokens.tolist()}
+        what |= {"segment": segment.to_json()} if segment is not None else {}
+        what |= {"versions": published.versions.tolist()} if published.versions is not None else {}
+        what |= {"parents": held} if published.parents is not None else {}
+        self._note("publish", **what)
+        if self._takes_groups[self._index[node.name]]:
+            rows = list(dict.fromkeys(held))
+            for id in rows:
+                del lease.open[id]
+            lease.staged.append((rows, published, segment))
+        else:
+            self._accept(node, [lease.open.pop(id) for id in dict.fromkeys(held)], published, segment)
+
+    def _accept(self, node: Node, rows: list[Row], published: Published, segment: Segment | None) -> None:
+        i = self._index[node.name]
+        part = None
+        if node.writes and segment is not None:
+            part = Part(segment, len(published.ids), len(published.ids))
+            self.num_bytes += segment.num_bytes
+            self.published_bytes += segment.num_bytes
+        elif segment is not None:  # nobody reads what a node wrote without saying so
+            self._freed.append(segment)
+        if published.parents is not None:
+            self._accept_children(node, {r.id: r for r in rows}, published, part)
+            for parent in rows:
+                parent.group.expanded[i] += 1
+                self._finish(parent, i)
+        else:
+            if part is not None:  # before any row is finished: a finished row may be the last of its group
+                for row in rows:
+                    row.parts[node.name] = part
+            for row, tokens in zip(rows, published.num_tokens.tolist(), strict=True):
+                row.tokens += tokens
+                self._finish(row, i)
+        if part is not None and not part.written:
+            self.finished_bytes += part.segment.num_bytes
+            self._free(part)
+
+    def _accept_children(self, node: Node, parents: dict[int, Row], published: Published, part: Part | None) -> None:
+        assert published.parents is not None and node.makes_level is not None
+        versions = published.versions.tolist() if published.versions is not None else None
+        for k, (id, parent_id, tokens) in enumerate(
+            zip(published.ids.tolist(), published.parents.tolist(), published.num_tokens.tolist(), strict=True)
+        ):
+            parent = parents[parent_id]
+            version = parent.version if versions is None else versions[k]
+            row = Row(id, parent.group, parent, node.makes_level, parent.position, parent.tokens + tokens, version)
+            if part is not None:
+                row.parts[node.name] = part
+            parent.children = parent.children or []
+            parent.children.append(row)
+            self._add(row)
+
+    def finish(self, lease: Lease, *, step: int | None = None) -> None:
+        """The node is through with the lease. Rows that a FILTER did not publish are dropped; an EXPAND made nothing of
+        the parents that it did not mention.
+
+        Args:
+            step: of an update: the step that it is part of.
+
+        Raises:
+            LeaseError: when a map or group left rows out.
+        """
+        self._check(lease)
+        shape = lease.node.operation.shape
+        i = self._index[lease.node.name]
+        if lease.open and shape in (Shape.MAP, Shape.GROUP):
+            some = list(lease.open)[:3]
+            raise LeaseError(
+                f"node {lease.node.name!r} returned no row for {len(lease.open)} of its rows (sample ids {some})"
+            )
+        self._note("finish", lease=lease.token, **({} if step is None else {"step": step}))
+        if step is not None:
+            for row in lease.rows:
+                row.group.step = step
+        by_id = {r.id: r for r in lease.rows} if lease.staged else {}
+        for ids, published, segment in lease.staged:
+            self._accept(lease.node, [by_id[id] for id in ids], published, segment)
+        for row in lease.open.values():
+            if shape is Shape.FILTER:
+                self._drop_downstream(row, i, lease.node.name)
+            else:
+                row.group.expanded[i] += 1
+            self._finish(row, i)
+        lease.open = {}
+        self._end(lease)
+
+    def release(self, lease: Lease, why: str = "given back", *, ids: Collection[int] | None = None) -> None:
+        """Give the rows of a lease back that were not published (of a node that takes groups: all of them): they are ready
+        again, and the lease is void.
+
+        Args:
+            ids: of a node that takes rows: give back these alone, of which none was published; the lease holds the others.
+
+        Raises:
+            LeaseError: the lease is void, or some of these rows are not in it.
+        """
+        self._check(lease)
+        i = self._index[lease.node.name]
+        if ids is not None:
+            self._give_back(lease, i, ids, why)
+            return
+        self._note("release", lease=lease.token, why=why)
+        for row in lease.rows if self._takes_groups[i] else lease.open.values():
+            row.leased &= ~(1 << i)
+        if self._takes_groups[i]:
+            for group in dict.fromkeys(r.group for r in lease.rows):
+                self._tally(group, -1)
+                group.claimed &= ~(1 << i)
+                self._tally(group, 1)
+                self._offer_group(group, i)
+                self._unclaimed[i] += 1
+            for _, _, segment in lease.staged:
+                if segment is not None:
+                    self._freed.append(segment)
+        else:
+            for row in lease.open.values():
+                self._offer_again(row, i)
+        self._end(lease)
+        self._void[lease.token] = why
+        if len(self._void) > REMEMBERED_LEASES:
+            del self._void[next(iter(self._void))]
+
+    def _give_back(self, lease: Lease, i: int, ids: Collection[int], why: str) -> None:
+        wrong = next((id for id in ids if id not in lease.open), None)
+        if wrong is not None or self._takes_groups[i]:
+            what = "whole groups" if wrong is None else f"not row {wrong}"
+            raise LeaseError(f"rows of lease {lease.token} are given back, but node {lease.node.name!r} has {what}")
+        self._note("release", lease=lease.token, why=why, ids=list(ids))
+        for id in ids:
+            row = lease.open.pop(id)
+            row.leased &= ~(1 << i)
+            self._offer_again(row, i)
+
+    def _offer_again(self, row: Row, i: int) -> None:
+        """A row that node i had claimed is ready for it as before."""
+        if self.graph.nodes[i].makes_level is not None and row.level == SOURCE:
+            self._tally(row.group, -1)
+            row.group.version = None  # its generation begins again
+        heapq.heappush(self._offers[i], (row.group.id, row.id))
+        self._ready[i] += 1
+        if row.cancelled & self._serves[i]:  # meanwhile
+            self._skip(row, i)
+            self._retire_if_finished(row.group)
+
+    def drop(self, node: Node, ids: Iterable[int], why: str) -> int:
+        """Rows that are ready for a node which cannot do them are dropped before it, and what comes after it goes on with the
+        rest of their groups; a node that takes groups loses the whole of these. Returns how many rows.
+
+        Raises:
+            LeaseError: one of them is not ready for the node, or is claimed; nothing is changed then.
+        """
+        i = self._index[node.name]
+        if self._quorum[i]:
+            raise LeaseError(f"node {node.name!r} has a quorum: it takes what comes, and no row of it is dropped")
+        rows = [row for id in ids if (row := self._rows.get(id)) is not None]
+        groups = list(dict.fromkeys(row.group for row in rows))
+        if self._takes_groups[i]:
+            rows = [row for group in groups for row in self._rows_offered(group, i)]
+        for row in rows:
+            offers = row.group.offered if self._takes_groups[i] else row.offered
+            on_offer = offers >> i & 1 and row.group.id not in self._held[i]
+            if not on_offer or (row.leased | row.done | row.skipped) >> i & 1:
+                raise LeaseError(
+                    f"row {row.id} is dropped at node {node.name!r}, for which it is not ready, or which has it"
+                )
+        self._note("drop", node=node.name, ids=[row.id for row in rows], why=why)
+        for group in groups if self._takes_groups[i] else ():
+            self._ready[i] -= self._offered_rows(group, i)  # its entry among the offers has no rows any more
+            self._ready_groups[i] -= 1
+        for row in rows:
+            self._drop(row, i, f"failed at {node.name}")
+        for group in groups:
+            self._retire_if_finished(group)
+        return len(rows)
+
+    def expire(self) -> list[Lease]:
+        """What is due by the clock: leases past their deadline are released (and returned), and groups whose quorum did
+        not come in time are offered as they are."""
+        now, released = self._clock(), []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, i, id = heapq.heappop(self._deadlines)
+            if i < 0:
+                lease = self._leases.get(id)
+                if lease is not None:
+                    self.release(lease, f"{lease.holder or 'its holder'} did not finish by its deadline")
+                    released.append(lease)
+            elif id in self._groups and self._groups[id].ready[i]:
+                self._offer_short(i, self._groups[id])
+        return released
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `expire` has something to look at, in seconds of the clock."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def _begin(self, lease: Lease) -> None:
+        """A lease is open from here on."""
+        self._leases[lease.token] = lease
+        i = self._index[lease.node.name]
+        self._leased_groups[i] += lease.num_groups if self._takes_groups[i] else 0
+
+    def _end(self, lease: Lease) -> None:
+        del self._leases[lease.token]
+        i = self._index[lease.node.name]
+        self._leased_groups[i] -= lease.num_groups if self._takes_groups[i] else 0
+
+    def holds(self, lease: Lease) -> bool:
+        """Whether the lease is neither finished nor released."""
+        return self._leases.get(lease.token) is lease
+
+    def is_void(self, token: int) -> bool:
+        """Whether a lease of this number was released, or is not granted yet (it was in a future that was given up)."""
+        return token in self._void or token >= self._next_token
+
+    @property
+    def leases(self) -> list[Lease]:
+        """Leases that are neither finished nor released, oldest first."""
+        return list(self._leases.values())
+
+    def _check(self, lease: Lease) -> None:
+        if not self.holds(lease):
+            self.late += 1
+            why = self._void.get(lease.token)
+            raise LeaseError(
+                f"lease {lease.token} of node {lease.node.name!r} was released or finished before{f' ({why})' if why else ''}"
+            )
+
+    def _finish(self, row: Row, i: int) -> None:
+        bit = 1 << i
+        row.done |= bit
+        row.leased &= ~bit
+        self._todo[i] -= 1
+        group = row.group
+        group.open -= 1
+        group.behind -= self._behind[i]
+        for j in self._then[i]:
+            level = self.graph.nodes[j].level
+            if level == row.level:
+                self._offer_if_ready(row, j)
+            else:
+                for descendant in _descendants(row, level, self._parent_level):
+                    self._offer_if_ready(descendant, j)
+        made = self.graph.nodes[i].makes_level
+        if made is not None:
+            self._finish_level_if_whole(group, made)
+        if group.open == group.behind:
+            self._retire_if_finished(group)
+
+    def _drop(self, row: Row, i: int, reason: str) -> None:
+        """Take a row away from node i, which has not seen it, and from everything downstream of it."""
+        self._skip(row, i)
+        makes = self.graph.nodes[i].makes_level
+        if makes is not None:
+            self._finish_level_if_whole(row.group, makes)
+        self._drop_downstream(row, i, reason)
+
+    def _drop_downstream(self, row: Row, i: int, reason: str) -> None:
+        self._dropped[reason] += 1
+        for j in self._downstream[i]:
+            node = self.graph.nodes[j]
+            for lost in _descendants(row, node.level, self._parent_level):
+                if not (lost.skipped | lost.done) >> j & 1:
+                    self._skip(lost, j)
+            if node.makes_level is not None:
+                self._finish_level_if_whole(row.group, node.makes_level)
+
+    def _skip(self, row: Row, j: int) -> None:
+        bit = 1 << j
+        row.skipped |= bit
+        self._todo[j] -= 1
+        group = row.group
+        group.open -= 1
+        group.behind -= self._behind[j]
+        group.skipped[j] += 1
+        if row.offered & bit:
+            if self._takes_groups[j]:
+                group.ready[j] -= 1
+            elif not row.leased & bit:
+                self._ready[j] -= 1
+        self._offer_group_if_ready(group, j)
+
+    def _retire_if_finished(self, group: Group) -> None:
+        if group.open != group.behind or not all(group.whole) or group.id not in self._groups:
+            return
+        if not group.rested:
+            self._rest(group)
+        if group.open:
+            return
+        num_bytes = 0.0
+        for level in group.levels:
+            for row in level:
+                self._done += not row.skipped
+                for part in row.parts.values():
+                    num_bytes += part.segment.num_bytes / part.written
+                    part.rows -= 1
+                    if not part.rows:
+                        self._free(part)
+                del self._rows[row.id]
+        self._tally(group, -1)
+        for i, takes_groups in enumerate(self._takes_groups):
+            self._unclaimed[i] -= takes_groups and not group.claimed >> i & 1
+        self.largest_group = max(self.largest_group, sum(map(len, group.levels)))
+        self.largest_group_bytes = max(self.largest_group_bytes, round(num_bytes))
+        self.finished_bytes += num_bytes
+        self.groups_finished += 1
+        self.groups_behind -= 1
+        del self._groups[group.id]
+
+    def _rest(self, group: Group) -> None:
+        """Nothing is left to do with a group but what follows behind."""
+        group.rested = True
+        self.groups_behind += 1
+        self.rounds[group.round] -= 1
+        if not self.rounds[group.round]:
+            del self.rounds[group.round]
+        for i, behind in enumerate(self._behind):
+            if behind:
+                self._offer_group_if_ready(group, i)
+
+    def _free(self, part: Part) -> None:
+        self.num_bytes -= part.segment.num_bytes
+        self._freed.append(part.segment)
+
+    def live_segments(self) -> list[Segment]:
+        """Segments that rows in flight refer to."""
+        return [p.segment for p in dict.fromkeys(p for r in self._rows.values() for p in r.parts.values())]
+
+    def groups_in(self, segments: Container[Segment]) -> list[tuple[int, Segment]]:
+        """Groups with columns in one of these segments, each with the first that it has."""
+        found: dict[int, Segment] = {}
+        for row in self._rows.values():
+            for part in row.parts.values():
+                if part.segment in segments:
+                    found.setdefault(row.group.id, part.segment)
+        return list(found.items())
+
+    def take_freed(self) -> list[Segment]:
+        """Segments to which no row in flight refers any more, each given once."""
+        freed, self._freed = list(self._freed), deque()
+        return freed
+
+    # Inspection
+
+    def counts(self) -> dict[str, int]:
+        """The conservation law: every row ever issued is exactly one of waiting, leased, done, or dropped."""
+        leased = sum(1 for r in self._rows.values() if r.leased)
+        dropped_live = sum(1 for r in self._rows.values() if r.skipped and not r.leased)
+        waiting = len(self._rows) - leased - dropped_live
+        retired = self._issued - len(self._rows)
+        return {
+            "issued": self._issued,
+            "waiting": waiting,
+            "leased": leased,
+            "done": self._done,
+            "dropped": retired - self._done + dropped_live,
+        }
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Rows dropped so far, by reason: the filter that dropped them, or "over-issued at", "late at", "stale at" a node."""
+        return dict(self._dropped)
+
+    def table(self) -> pa.Table:
+        """Every row in flight, as `sample_id, group_id, parent_id, level, round, tokens, version, done, leased` (node names)."""
+        names = [n.name for n in self.graph.nodes]
+
+        def of(mask: int) -> list[str]:
+            return [name for i, name in enumerate(names) if mask >> i & 1]
+
+        levels = self.graph.levels
+        return pa.Table.from_pylist(
+            [
+                {
+                    "sample_id": r.id,
+                    "group_id": r.group.id,
+                    "parent_id": r.parent.id if r.parent else r.id,
+                    "level": levels[r.level],
+                    "round": r.group.round,
+                    "tokens": r.tokens,
+                    "version": r.version,
+                    "done": of(r.done),
+                    "leased": of(r.leased),
+                    "dropped": of(r.skipped),
+                }
+                for _, r in sorted(self._rows.items())
+            ],
+            schema=pa.schema(
+                [
+                    ("sample_id", pa.int64()),
+                    ("group_id", pa.int64()),
+                    ("parent_id", pa.int64()),
+                    ("level", pa.string()),
+                    ("round", pa.int64()),
+                    ("tokens", pa.int64()),
+                    ("version", pa.int64()),
+                    ("done", pa.list_(pa.string())),
+                    ("leased", pa.list_(pa.string())),
+                    ("dropped", pa.list_(pa.string())),
+                ]
+            ),
+        )
+
+    def why(self, group_id: int) -> str:
+        """What a group waits for, a line per node that has not finished with it."""
+        group = self._groups.get(group_id)
+        if group is None:
+            return f"group {group_id} is not in flight: it is finished, or it was never issued"
+        lines: list[str] = []
+        for i, node in enumerate(self.graph.nodes):
+            rows = group.levels[node.level]
+            bit = 1 << i
+            left = [r for r in rows if not (r.done | r.skipped) & bit]
+            if not left and group.whole[node.level]:
+                continue
+            leased = sum(1 for r in left if r.leased & bit)
+            missing = sorted({a for r in left for a in node.after if not self._passed(r, a)})
+            if not group.whole[node.level]:
+                maker = self.graph.levels[node.level]
+                missing.append(f"the rest of the group from {maker!r}")
+            oldest = min((r.version for r in left if r.version is not None and r.version >= 0), default=None)
+            if node.operation.behind and not group.rested:
+                missing.append("all else to be done with the group")
+            too_old = group_id in self._held[i] and f"too old, of version {oldest}; waits for a larger bound"
+            state = too_old or (
+                f"{leased} leased" if leased else f"waits for {', '.join(missing)}" if missing else "ready, not claimed"
+            )
+            lines.append(f"{node.name}: {len(left)} of {len(rows)} rows to do; {state}")
+        return "\n".join(lines)
+
+    def _passed(self, row: Row, name: str) -> bool:
+        node = self.graph[name]
+        if self._makes_ancestor(node, row.level):
+            return True
+        return bool(_ancestor(row, node.level).done >> self._index[name] & 1)
+
+
+def _id(row: Row) -> int:
+    return row.id
+
+
+def _popped(heap: list[Any]) -> Iterator[Any]:
+    """The entries of a heap, smallest first, each taken off when it is asked for."""
+    while heap:
+        yield heapq.heappop(heap)
+
+
+def int64_array(numbers: Sequence[int] | None) -> Any:
+    return None if numbers is None else np.array(numbers, np.int64)
+
+
+def _ancestor(row: Row, level: int) -> Row:
+    while row.level != level:
+        assert row.parent is not None
+        row = row.parent
+    return row
+
+
+def _descendants(row: Row, level: int, parent_level: dict[int, int]) -> Iterable[Row]:
+    """The rows of a level that come from this row: itself, or (grand)children."""
+    if row.level == level:
+        return (row,)
+    path = [level]
+    while path[-1] != SOURCE and path[-1] != row.level:
+        path.append(parent_level[path[-1]])
+    if path[-1] != row.level:
+        return ()
+    rows = [row]
+    for step in reversed(path[:-1]):
+        rows = [c for r in rows for c in r.children or () if c.level == step]
+    return rows

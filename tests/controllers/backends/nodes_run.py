@@ -1,0 +1,149 @@
+"""A run on a Ray cluster of three nodes on this machine, each with files of its own. Prints one line of JSON.
+
+Run by `test_nodes.py` as a program: a process can be connected to one cluster only.
+"""
+
+import json
+import logging
+import os
+import secrets
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
+os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # a cluster by hand makes none, unlike ray.init
+
+import ray
+from ray.cluster_utils import Cluster
+from test_checkpoints import SavingActor
+from test_schedules import SlowRollout
+from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
+
+from weft.controllers.backends.ray_backend import RayBackend
+from weft.controllers.driver import Driver
+from weft.controllers.placement import Place, ResourcePool
+from weft.controllers.recovery.checkpoints import CheckpointConfig
+from weft.controllers.schedule import Pipelined, Synchronous
+from weft.dataflow.buffer.proof import prove
+from weft.dataflow.errors import UserError
+from weft.dataflow.handle import group
+from weft.workers.dispatch import Dispatch
+from weft.workers.remote import remote
+
+
+def main(root: Path) -> None:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    for _ in range(2):
+        cluster.add_node(num_cpus=4)
+    address = cluster.address
+    assert address is not None
+    ray.init(address=address, namespace="weft", log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        print(json.dumps({**run(root, address), "refused": refused(root, address), **lost(root, cluster)}))
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def pools() -> dict[str, Place]:
+    """Two pools that fit on no node together."""
+    return {
+        "rollout": Place(ResourcePool("generation", cpus=3), ranks=2),
+        "reward": Place(ResourcePool("scoring", cpus=3), ranks=2),
+        "actor": Place(ResourcePool("scoring", cpus=3)),
+    }
+
+
+def run(root: Path, address: str) -> dict[str, object]:
+    made = {"rollout": group(ToyRollout), "reward": group(ToyReward), "actor": group(ToyActor)}
+    graph = toy_grpo(prompts(8), **made)
+    schedule = Synchronous(steps=2, prompts_per_step=4)
+    driver = Driver(
+        graph,
+        schedule=schedule,
+        placement=pools(),
+        backend=RayBackend(address),
+        root=root,
+        name="nodes",
+        progress=False,
+    )
+    with driver:
+        metrics = driver.run()
+        seen = driver.call(made["actor"], "seen_groups")
+        folders = sorted(p for p in (root / "nodes" / "buffer" / "segments").iterdir())
+        wrote = {p.name: sorted({f.name.split(".")[0] for f in p.glob("*.arrows")}) for p in folders}
+        fetched = {p.name: len(list(p.glob("fetched/*/*.arrows/*"))) for p in folders}
+    return {"rewards": [row.get("reward/mean") for row in metrics], "seen": seen, "wrote": wrote, "fetched": fetched}
+
+
+def refused(root: Path, address: str) -> str:
+    made = {"rollout": group(ToyRollout), "reward": group(ToyReward), "actor": group(ToyActor)}
+    made["rollout"].follows(made["actor"])
+    graph = toy_grpo(prompts(8), **made)
+    schedule = Synchronous(steps=2, prompts_per_step=4)
+    try:
+        with Driver(
+            graph,
+            schedule=schedule,
+            placement=pools(),
+            backend=RayBackend(address),
+            root=root,
+            name="no",
+            progress=False,
+        ):
+            return "not refused"
+    except UserError as error:
+        return str(error)
+
+
+class Standing(ToyReward):
+    replaceable = True
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def node(self) -> str:
+        return ray.get_runtime_context().get_node_id()
+
+
+def lost(root: Path, cluster: Cluster) -> dict[str, object]:
+    """A node is gone in the middle of a run."""
+    cluster.add_node(num_cpus=4)
+    rollout, reward, actor = group(SlowRollout), group(Standing), group(SavingActor)
+    rollout.follows(actor)
+    scoring = ResourcePool("scoring", cpus=3)
+    training = ResourcePool("training", cpus=3)
+
+    def lose(metrics: Mapping[str, float]) -> bool:
+        if metrics["step"] == 3 and len(cluster.worker_nodes) == 3:
+            (stands_on,) = driver.call(reward, "node")
+            cluster.remove_node(next(n for n in cluster.worker_nodes if n.node_id == stands_on), allow_graceful=False)
+            time.sleep(3)  # its processes end when they find it gone
+        return False
+
+    driver = Driver(
+        toy_grpo(prompts(10), rollout=rollout, reward=reward, actor=actor),
+        schedule=Pipelined(steps=6, prompts_per_step=4),
+        placement={"rollout": Place(training), "actor": Place(training), "reward": Place(scoring)},
+        backend=RayBackend(cluster.address),
+        checkpoint=CheckpointConfig(every=2),
+        root=root,
+        name="lost",
+        progress=False,
+        stop=lose,
+    )
+    with driver:
+        metrics = driver.run()
+        weights = driver.call(actor, "weights")[0]
+    return {
+        "steps": [row["step"] for row in metrics],
+        "trained": len({group for group, _ in weights}),
+        "rows": len(weights),
+        "violations": [str(v) for v in prove(root / "lost" / "buffer").violations],
+        "starts": driver.directory.starts,
+        "nodes_left": len(cluster.worker_nodes),
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

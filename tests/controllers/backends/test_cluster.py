@@ -1,0 +1,75 @@
+"""A cluster that is not there, or not ours: one clear line, soon."""
+
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from weft.controllers.backends.cluster import nodes_of
+from weft.controllers.backends.ray_backend import RayBackend
+from weft.dataflow.errors import UserError
+
+
+def test_an_address_in_another_form_is_refused_by_the_name_of_where_it_stands(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_ADDRESS", "http://ray-head:8265")
+    with pytest.raises(UserError, match=r"^RAY_ADDRESS='http://ray-head:8265' is the address of a dashboard"):
+        RayBackend()
+    assert RayBackend("ray-head:6379").address == "ray-head:6379", "what is said in the script counts"
+    for wrong, why in (
+        ("ray://ray-head:10001", "joins it by host:port"),
+        ("ray-head", "no address of a Ray cluster"),
+        ("ray-head:", "no address of a Ray cluster"),
+        ("ray-head:six", "no address of a Ray cluster"),
+        ("ray-head:6379/x", "no address of a Ray cluster"),
+        ("::1:6379", "no address of a Ray cluster"),
+    ):
+        with pytest.raises(UserError, match=f"RayBackend.'{wrong}'..*{why}"):
+            RayBackend(wrong)
+    assert RayBackend("[::1]:6379").address == "[::1]:6379"
+
+
+def test_a_local_cluster_is_asked_for_in_rays_own_word(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert RayBackend().address is None and RayBackend("auto").address == "auto"
+
+
+def test_a_cluster_that_is_gone_is_named_before_ray_is_imported():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    started = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        RayBackend(f"127.0.0.1:{port}").check({})
+    assert time.monotonic() - started < 5
+    assert str(caught.value) == (
+        f"the Ray cluster at 127.0.0.1:{port} cannot be joined: nobody listens there (Connection refused)"
+    )
+    with pytest.raises(UserError, match=r"the host 'no-such-host\.invalid' is not known"):
+        nodes_of("no-such-host.invalid:6379")
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_somebody_who_listens_but_is_no_cluster_is_not_waited_for():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        started = time.monotonic()
+        with pytest.raises(UserError, match="did not answer as a Ray cluster does"):
+            nodes_of(f"127.0.0.1:{port}")
+        assert time.monotonic() - started < 30, "6 s after Ray is imported"
+
+
+@pytest.mark.ray
+def test_a_cluster_with_a_token_names_the_token_and_one_that_is_full_is_full(tmp_path: Path):
+    script = Path(__file__).with_name("cluster_run.py")
+    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr
+    said = dict(line.split(": ", 1) for line in done.stdout.splitlines() if line.startswith("said "))
+    assert "RAY_AUTH_MODE is not set" in said["said without"]
+    assert "the authentication token is not that of the cluster" in said["said another's"]
+    assert "asks for 3 CPUs and 0 GPUs on one node, but no node of the cluster at" in said["said too large"]
+    assert said["said rewards"] == "2", (
+        "the reward and the functions are guests: the placement takes every CPU that there is"
+    )

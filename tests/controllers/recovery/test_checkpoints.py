@@ -1,0 +1,525 @@
+"""A run that is ended anywhere goes on from its last checkpoint, and nothing is lost or trained on twice."""
+
+import itertools
+import json
+import os
+import pty
+import select
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+import pytest
+from test_schedules import PartsActor, SlowRollout
+from toy import ToyLoss, ToyReward, prompts, toy_evaluation, toy_grpo
+
+from weft.controllers.driver import Driver, Evaluation
+from weft.controllers.graph_run import Cursor, positions
+from weft.controllers.recovery.checkpoints import CheckpointConfig, ask_to_end, checkpoints, latest_sound
+from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
+from weft.dataflow.batch import Batch
+from weft.dataflow.buffer.log import LogReader
+from weft.dataflow.buffer.proof import prove
+from weft.dataflow.errors import DeadlineError, UserError, WorkerDied
+from weft.dataflow.handle import group
+from weft.dataflow.metrics import Metrics
+from weft.workers.dispatch import Dispatch
+from weft.workers.remote import remote
+
+
+class SavingActor(PartsActor):
+    """Its weights are all that it was ever trained on."""
+
+    learnt: list[list[Any]]
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.learnt = []
+
+    def update(self, samples: Batch, *, loss: ToyLoss = ToyLoss(), epochs: int = 1, last: bool = True) -> Metrics:
+        ids = samples["response_ids"].to_pylist()
+        self.learnt += [[number, ids[k]] for k, number in enumerate(samples["group_id"].to_pylist())]
+        return super().update(samples, loss=loss, epochs=epochs, last=last)
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: Path) -> float:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / f"rank_{self.context.rank}.json").write_text(json.dumps([self.version, self.learnt]))
+        return 0.25
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def checkpoint_written(self, wait: bool = False) -> bool:
+        return True
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: Path) -> None:
+        self.version, self.learnt = json.loads((path / f"rank_{self.context.rank}.json").read_text())
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def weights(self) -> list[list[Any]]:
+        return self.learnt
+
+
+class Killed(Exception):
+    """What ends a run in the middle."""
+
+
+SCHEDULES: list[Training] = [
+    Synchronous(steps=9, prompts_per_step=3),
+    Pipelined(steps=9, prompts_per_step=3),
+    Asynchronous(steps=9, prompts_per_step=3, max_staleness=1),
+    Asynchronous(steps=9, prompts_per_step=3, max_staleness=2, partial_rollouts="requeue"),
+]
+TIMES = ("time_s", "step_s", "tokens_per_s", "checkpoint_pause_s")
+
+
+def run(
+    root: Path,
+    schedule: Training,
+    *,
+    kill_at: int | None = None,
+    kill: Callable[[], NoReturn] | None = None,
+    evaluate: bool = True,
+    at_step: Callable[[Mapping[str, float]], None] = lambda metrics: None,
+    **settings: Any,
+) -> tuple[list[Any], list[dict[str, float]]]:
+    rollout, actor = group(SlowRollout, name="rollout"), group(SavingActor, name="actor")
+    reward = group(ToyReward, name="reward")
+    rollout.follows(actor)
+
+    def stop(metrics: Mapping[str, float]) -> bool:
+        at_step(metrics)
+        if kill_at is not None and metrics["step"] >= kill_at:
+            if kill is not None:
+                kill()
+            raise Killed
+        return False
+
+    with Driver(
+        toy_grpo(prompts(10), rollout=rollout, reward=reward, actor=actor),
+        schedule=schedule,
+        evaluations=[Evaluation(toy_evaluation(prompts(2, "held_out"), rollout=rollout, reward=reward), 2)] * evaluate,
+        checkpoint=settings.pop("checkpoint", CheckpointConfig(every=2)),
+        root=root,
+        progress=settings.pop("progress", False),
+        stop=stop,
+        **{"name": "run", **settings},
+    ) as driver:
+        metrics = driver.run()
+        return driver.call(actor, "weights")[0], metrics
+
+
+def trained(weights: list[Any]) -> list[int]:
+    return sorted({group for group, _ in weights})
+
+
+class EndlessActor(SavingActor):
+    """Never says that its part of a checkpoint is on the disk."""
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def checkpoint_written(self, wait: bool = False) -> bool:
+        return False
+
+
+def test_a_checkpoint_that_does_not_grow_has_a_deadline_that_says_who_was_waited_for(tmp_path: Path):
+    rollout, actor = group(SlowRollout, name="rollout"), group(EndlessActor, name="actor")
+    rollout.follows(actor)
+    graph = toy_grpo(prompts(10), rollout=rollout, reward=group(ToyReward, name="reward"), actor=actor)
+    driver = Driver(
+        graph,
+        schedule=SCHEDULES[0],
+        checkpoint=CheckpointConfig(every=1),
+        root=tmp_path,
+        progress=False,
+        call_timeout_s=0.3,
+    )
+    with (
+        driver,
+        pytest.raises(
+            DeadlineError, match=r"checkpoint .*step_000001: nothing more was written for 0.3 s .*actor, which"
+        ),
+    ):
+        driver.run()
+
+
+def test_an_evaluation_that_was_under_way_at_a_checkpoint_is_given_up_and_that_of_its_step_made_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    every = CheckpointConfig(every=1)
+    schedule = Asynchronous(steps=9, prompts_per_step=3, max_staleness=3)
+    with pytest.raises(Killed):
+        run(tmp_path, schedule, kill_at=4, checkpoint=every)
+    _, metrics = run(tmp_path, schedule, checkpoint=every, resume="latest", progress=True)
+    said = capfd.readouterr().out
+    proof = prove(tmp_path / "run" / "buffer")
+    assert not proof.violations
+    given_up = proof.graphs["eval"].dropped.get("given up", 0)
+    assert given_up and "was under way, and is given up" in said
+    assert [row["step"] for row in metrics if "eval/reward/mean" in row][-1] == 9
+    assert all(row["eval/rollout/tokens"] >= 2 for row in metrics if "eval/reward/mean" in row), (
+        "none is of half its rows"
+    )
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES[:2], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("kill_at", [1, 2, 3, 6, 8])
+def test_a_synchronous_run_goes_on_as_if_it_had_never_been_ended(tmp_path: Path, schedule: Training, kill_at: int):
+    expected, metrics = run(tmp_path / "whole", schedule)
+    with pytest.raises(Killed):
+        run(tmp_path / "ended", schedule, kill_at=kill_at)
+    weights, again = run(tmp_path / "ended", schedule, resume="latest")
+    assert weights == expected
+    assert [{k: v for k, v in row.items() if k not in TIMES} for row in again] == [
+        {k: v for k, v in row.items() if k not in TIMES} for row in metrics
+    ]
+    assert [row["time_s"] for row in again] == sorted(row["time_s"] for row in again)
+    proof = prove(tmp_path / "ended" / "run" / "buffer")
+    assert not proof.violations
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES[2:], ids=lambda s: s.partial_rollouts)
+@pytest.mark.parametrize("kills", [(1,), (3,), (5, 7), (4, 4, 8)])
+def test_an_asynchronous_run_loses_nothing_and_trains_nothing_twice(
+    tmp_path: Path, schedule: Asynchronous, kills: tuple[int, ...]
+):
+    for number, kill_at in enumerate(kills):
+        with pytest.raises(Killed):
+            run(tmp_path, schedule, kill_at=kill_at, resume="latest" if number else "none")
+    weights, metrics = run(tmp_path, schedule, resume="latest")
+    assert [row["step"] for row in metrics] == list(range(10))
+    groups = [group for group, _ in weights]
+    assert len(groups) == 2 * len(set(groups)) == 2 * 27, "nobody is trained on twice, nor by half"
+    assert all(row.get("actor/lag", 0) <= schedule.max_staleness for row in metrics)
+    proof = prove(tmp_path / "run" / "buffer")
+    assert not proof.violations
+
+
+def test_the_latest_checkpoints_are_kept_and_the_best(tmp_path: Path):
+    run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig(every=1, keep=2, best="-step_s"))
+    folder = tmp_path / "run" / "checkpoints"
+    names = [p.name for p in checkpoints(folder)]
+    assert names[:2] == ["step_000009", "step_000008"] and 2 <= len(names) <= 3
+    assert not list(folder.glob(".*")), "nothing unfinished is left"
+
+
+def test_a_run_without_a_checkpoint_begins_again_and_what_it_left_is_moved_aside(tmp_path: Path):
+    with pytest.raises(Killed):
+        run(tmp_path, SCHEDULES[0], kill_at=1)
+    _, metrics = run(tmp_path, SCHEDULES[0], resume="latest")
+    assert len(metrics) == 10
+    assert (tmp_path / "run.begun-1" / "buffer").is_dir()
+
+
+def test_a_finished_run_can_be_made_longer(tmp_path: Path):
+    run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig(every=4))
+    weights, metrics = run(tmp_path, SCHEDULES[0].model_copy(update={"steps": 12}), resume="latest")
+    assert len(metrics) == 13 and len(trained(weights)) == 36
+
+
+DAMAGE = {
+    "truncated": lambda p: p.write_bytes(p.read_bytes()[:-1]),
+    "flipped": lambda p: p.write_bytes(bytes([p.read_bytes()[0] ^ 1]) + p.read_bytes()[1:]),
+    "missing": lambda p: p.unlink(),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.parametrize("file", ["run.json", "actor/rank_0.json", "manifest.json"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
+    tmp_path: Path, how: str, file: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(Killed):
+        run(tmp_path, SCHEDULES[0], kill_at=7)
+    DAMAGE[how](tmp_path / "run" / "checkpoints" / "step_000006" / file)
+    with pytest.raises(UserError, match=f"step_000006.*{file}"):
+        run(tmp_path, SCHEDULES[0], resume=tmp_path / "run" / "checkpoints" / "step_000006")
+    run(tmp_path, SCHEDULES[0], resume="latest", progress=True)
+    said = capsys.readouterr().out
+    assert file in said and "the checkpoint before it is used" in said and "after step 4" in said
+
+
+def test_a_run_that_finds_no_sound_checkpoint_says_both_that_and_why_it_had_to_go_on_from_one(tmp_path: Path):
+    def kill() -> NoReturn:
+        for path in (tmp_path / "run" / "checkpoints").glob("step_*/run.json"):
+            path.unlink()
+        raise WorkerDied("rank 1 of 'rollout' is gone")
+
+    with pytest.raises(UserError, match=r"(?s)run\.json.*rank 1 of 'rollout' is gone"):
+        run(tmp_path, SCHEDULES[0], kill_at=7, kill=kill)
+
+
+def test_a_log_that_ends_too_early_is_named_and_an_earlier_checkpoint_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(Killed):
+        run(tmp_path, SCHEDULES[0], kill_at=7)
+    folder = tmp_path / "run" / "checkpoints"
+    state = json.loads((folder / "step_000006" / "run.json").read_text())
+    log = tmp_path / "run" / "buffer" / "ledger.log"
+    log.write_bytes(log.read_bytes()[: state["position"]["offset"] - 10])
+    run(tmp_path, SCHEDULES[0], resume="latest", progress=True)
+    said = capsys.readouterr().out
+    assert "ledger.log" in said and "after step 4" in said
+
+
+def test_a_log_that_is_damaged_before_the_checkpoint_is_named_and_its_rows_are_known_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(Killed):
+        run(tmp_path, SCHEDULES[0], kill_at=7)
+    log = tmp_path / "run" / "buffer" / "ledger.log"
+    data = bytearray(log.read_bytes())
+    data[len(data) // 4] ^= 1
+    log.write_bytes(data)
+    weights, metrics = run(tmp_path, SCHEDULES[0], resume="latest", progress=True)
+    said = capsys.readouterr().out
+    assert "damaged:" in said and "ledger.log" in said and "after step 6" in said
+    assert len(metrics) == 10 and len(weights) == 2 * len(trained(weights)) == 2 * 27
+
+
+def test_what_cannot_be_resumed_is_refused(tmp_path: Path):
+    with pytest.raises(Killed):
+        run(tmp_path, SCHEDULES[0], kill_at=3)
+    with pytest.raises(UserError, match="used already"):
+        run(tmp_path, SCHEDULES[0])
+    with pytest.raises(UserError, match="seed=0, not 1"):
+        run(tmp_path, SCHEDULES[0], resume="latest", seed=1)
+    with pytest.raises(UserError, match="neither a run that has a checkpoint"):
+        run(tmp_path, SCHEDULES[0], resume=tmp_path / "rnu")
+    with pytest.raises(UserError, match="the run has a graph 'eval', which is not given"):
+        run(tmp_path, SCHEDULES[0], resume="latest", evaluate=False)
+    shutil.rmtree(tmp_path / "run" / "buffer")
+    with pytest.raises(UserError, match="no checkpoint of the run is sound"):
+        run(tmp_path, SCHEDULES[0], resume="latest")
+
+
+@pytest.mark.parametrize("schedule", [SCHEDULES[0], SCHEDULES[2]], ids=lambda s: type(s).__name__)
+def test_a_run_that_is_asked_to_end_saves_itself_wherever_it_is(
+    tmp_path: Path, schedule: Training, monkeypatch: pytest.MonkeyPatch
+):
+    """In the middle of a step: what was generated of it is in the buffer."""
+    waits = 0
+    settle = Driver._settle
+
+    def settle_and_ask(driver: Driver) -> None:
+        nonlocal waits
+        settle(driver)
+        waits += driver.step >= 3
+        if waits == 4:
+            assert ask_to_end() and not ask_to_end()
+
+    monkeypatch.setattr(Driver, "_settle", settle_and_ask)
+    with pytest.raises(SystemExit) as left:
+        run(tmp_path, schedule, checkpoint=CheckpointConfig(every=100))
+    assert left.value.code == 0 and not ask_to_end()
+    weights, metrics = run(tmp_path, schedule, resume="latest")
+    assert [row["step"] for row in metrics] == list(range(10))
+    assert sorted(group for group, _ in weights) == sorted(2 * trained(weights)) and len(trained(weights)) == 27
+    assert not prove(tmp_path / "run" / "buffer").violations
+
+
+def test_a_run_that_was_ended_while_a_checkpoint_took_the_place_of_another_has_that_other_one(tmp_path: Path):
+    run(tmp_path, SCHEDULES[0])
+    folder = tmp_path / "run" / "checkpoints"
+    latest, earlier = checkpoints(folder)
+    latest.rename(folder / f".before_{latest.name}")
+    found = latest_sound(tmp_path / "run")
+    assert found is not None and found.path == latest and checkpoints(folder) == [latest, earlier]
+
+
+def begun(root: Path, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(Path(__file__).with_name("ended_run.py")), "--root", str(root), *more]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def wait_for_steps(process: subprocess.Popen[str], root: Path) -> None:
+    """Until the log has heard of a few."""
+    deadline = time.monotonic() + 60
+    log = root / "run" / "buffer" / "ledger.log"
+    while not log.exists() or log.read_bytes().count(b'"key":"step"') < 3:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.02)
+
+
+def test_sigterm_has_a_run_save_itself_and_leave_with_0(tmp_path: Path):
+    process = begun(tmp_path)
+    wait_for_steps(process, tmp_path)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=10)
+    assert process.returncode == 0 and "saved in" in said, said
+    (path,) = checkpoints(tmp_path / "run" / "checkpoints")
+    step = json.loads((path / "run.json").read_text())["step"]
+    assert step >= 3
+    again, _ = begun(tmp_path, "--steps", str(step + 2), "--resume", "latest").communicate(timeout=60)
+    assert f"goes on after step {step}" in again and f"step {step + 2}/{step + 2}" in again, again
+
+
+@pytest.mark.ray
+def test_sigterm_to_the_process_group_of_a_run_under_ray_has_it_save_itself_and_leave_with_0(tmp_path: Path):
+    process = begun(tmp_path, "--backend", "ray")
+    wait_for_steps(process, tmp_path)
+    os.killpg(process.pid, signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "saved in" in said, said
+    assert latest_sound(tmp_path / "run") is not None
+
+
+@pytest.mark.ray
+def test_a_driver_that_is_killed_leaves_no_process_and_no_folder(tmp_path: Path):
+    process = begun(tmp_path, "--backend", "ray")
+    wait_for_steps(process, tmp_path)
+    (reaper,) = (p for p in psutil.Process(process.pid).children() if "reaper.py" in " ".join(p.cmdline()))
+    folder = Path(reaper.cmdline()[-2])
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert folder.exists() and len(family) > 5
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    process.kill()
+    process.communicate()
+    _, left = psutil.wait_procs(family, timeout=10)
+    assert not left and not folder.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_run_without_checkpoints_at_once_with_a_word(tmp_path: Path, number: signal.Signals):
+    process = begun(tmp_path, "--every", "0")
+    wait_for_steps(process, tmp_path)
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + number and f"{number.name}: the run ends without a checkpoint" in said
+
+
+def test_a_run_whose_terminal_is_closed_saves_itself(tmp_path: Path):
+    terminal, inside = pty.openpty()
+    script = str(Path(__file__).with_name("ended_run.py"))
+    command = [sys.executable, "-c", OF_A_TERMINAL, str(inside), sys.executable, script, "--root", str(tmp_path)]
+    process: Any = subprocess.Popen(command, pass_fds=[inside])
+    os.close(inside)
+    log = tmp_path / "run" / "buffer" / "ledger.log"
+    deadline = time.monotonic() + 60
+    while not log.exists() or log.read_bytes().count(b'"key":"step"') < 3:
+        assert process.poll() is None and time.monotonic() < deadline
+        if select.select([terminal], [], [], 0.02)[0]:
+            os.read(terminal, 65536)
+    os.close(terminal)
+    assert process.wait(timeout=30) == 0
+    assert latest_sound(tmp_path / "run") is not None
+
+
+OF_A_TERMINAL = """
+import os, sys
+os.setsid()
+import fcntl, termios
+inside = int(sys.argv[1])
+fcntl.ioctl(inside, termios.TIOCSCTTY, 0)
+for stream in (0, 1, 2):
+    os.dup2(inside, stream)
+os.close(inside)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("after_s", [0.0, 0.5, 2.0])
+def test_a_signal_while_ray_starts_ends_the_run_cleanly_with_one_code_and_a_word(tmp_path: Path, after_s: float):
+    process = begun(tmp_path, "--backend", "ray")
+    deadline = time.monotonic() + 60
+    while not any("reaper.py" in " ".join(p.cmdline()) for p in psutil.Process(process.pid).children()):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(after_s)
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 143, said
+    assert "SIGTERM: the run ends" in said and "Traceback" not in said
+    _, left = psutil.wait_procs(family, timeout=30)
+    assert not left
+
+
+# Weights alone
+
+
+def issued(log: Path) -> list[int]:
+    """Rows of the source that were issued for training, in order."""
+    records = (r for r in LogReader(log) if r["do"] == "issue" and r["graph"] == "train")
+    return [position for record in records for position in record["positions"]]
+
+
+@pytest.mark.parametrize("schedule", [SCHEDULES[0], SCHEDULES[2]], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("loss", ["gone", "emptied", "folder"])
+def test_a_run_whose_log_is_lost_goes_on_from_weights_and_its_place_in_the_data(
+    tmp_path: Path, schedule: Training, loss: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(Killed):
+        run(tmp_path, schedule, kill_at=7)
+    log = tmp_path / "run" / "buffer" / "ledger.log"
+    before = issued(log)
+    state = latest_sound(tmp_path / "run")
+    assert state is not None
+    if loss == "emptied":
+        log.write_bytes(b"")
+    else:
+        log.unlink() if loss == "gone" else shutil.rmtree(log.parent)
+    with pytest.raises(UserError, match=r"no checkpoint of the run is sound: .*\. resume='weights' goes on"):
+        run(tmp_path, schedule, resume="latest")
+    weights, metrics = run(tmp_path, schedule, resume="weights", progress=True)
+    first = capsys.readouterr().out.splitlines()[0]
+    assert "with weights alone: the log is given up" in first
+    assert first == json.loads((tmp_path / "run" / "config.json").read_text())["origin"]
+    assert [row["step"] for row in metrics] == list(range(10))
+    groups = [group for group, _ in weights]
+    assert len(groups) == 2 * len(set(groups)) == 2 * 27, "the ids of groups go on"
+    trained_on = before[: 3 * state.state.step] + issued(log)[: 27 - 3 * state.state.step]
+    if schedule is SCHEDULES[0]:
+        order = positions(10, 0, shuffle=schedule.shuffle)
+        assert trained_on == [next(order) for _ in range(27)], "no prompt is lost, none comes twice"
+    assert not prove(tmp_path / "run" / "buffer").violations
+
+
+def test_a_run_under_another_kind_of_schedule_is_told_how_to_go_on(tmp_path: Path):
+    with pytest.raises(Killed):
+        run(tmp_path, SCHEDULES[0], kill_at=3)
+    with pytest.raises(UserError, match=r"under Synchronous, not Pipelined: .* resume='weights' goes on"):
+        run(tmp_path, SCHEDULES[1], resume="latest")
+
+
+def test_weights_alone_issue_what_was_in_flight_once_more_also_when_that_is_interrupted():
+    order = [3, 1, 4, 0, 2]
+
+    def rest(cursor: Cursor, issued: int, number: int) -> list[int]:
+        return list(itertools.islice(cursor.rest(iter(order * 3), issued), number))
+
+    cursor = Cursor().after(4, untrained=[4, 0])
+    assert cursor == Cursor(4, (4, 0)) and rest(cursor, 0, 5) == [4, 0, 2, 3, 1] and rest(cursor, 1, 2) == [0, 2]
+    assert cursor.after(1, untrained=[4]) == Cursor(4, (4, 0)), "one of them is issued, and nobody was trained on it"
+    assert cursor.after(1, untrained=[]) == Cursor(4, (0,))
+    assert cursor.after(5, untrained=[0, 3]) == Cursor(7, (0, 3))
+
+
+def test_weights_alone_are_followed_by_a_checkpoint_of_their_own_and_go_with_another_schedule(tmp_path: Path):
+    with pytest.raises(Killed):
+        run(tmp_path, SCHEDULES[2], kill_at=5)
+    (tmp_path / "run" / "buffer" / "ledger.log").unlink()
+    with pytest.raises(Killed):  # before a step of its own is over
+        run(tmp_path, SCHEDULES[0], resume="weights", kill_at=5)
+    found = latest_sound(tmp_path / "run")
+    assert found is not None and found.state.schedule == "Synchronous"
+    weights, metrics = run(tmp_path, SCHEDULES[0], resume="latest")
+    assert len(metrics) == 10 and len(weights) == 2 * len(trained(weights)) == 2 * 27
+    assert not prove(tmp_path / "run" / "buffer").violations
+
+
+def test_weights_alone_of_a_run_that_has_none_are_refused(tmp_path: Path):
+    with pytest.raises(UserError, match="resume='weights': there is no run 'run' in"):
+        run(tmp_path, SCHEDULES[0], resume="weights")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,130 @@
+"""A disk without room pauses a run, and nothing is lost: on a small file system of its own, filled while the run goes on."""
+
+import errno
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from test_checkpoints import SCHEDULES, SavingActor, trained
+from test_schedules import SlowRollout
+from toy import ToyReward, prompts, toy_grpo
+
+from weft.controllers.driver import Driver
+from weft.controllers.progress import Progress
+from weft.controllers.recovery.checkpoints import CheckpointConfig, checkpoints, latest_sound
+from weft.controllers.recovery.full_disk import FullDisk
+from weft.controllers.schedule import Training
+from weft.dataflow.batch import Batch
+from weft.dataflow.buffer.disk import is_full
+from weft.dataflow.buffer.proof import prove
+from weft.dataflow.buffer.sample_buffer import BufferConfig
+from weft.dataflow.errors import RunError
+from weft.dataflow.handle import group
+from weft.dataflow.metrics import Metrics
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "weft", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill(folder: Path) -> None:
+    """Leave no room; some is made a little later."""
+    ballast = folder / "ballast"
+    with ballast.open("ab", buffering=0) as file:
+        for size in (1 << 20, 1 << 12, 1):
+            try:
+                while file.write(bytes(size)) == size:
+                    pass
+            except OSError as error:
+                assert is_full(error)
+    threading.Timer(1.5, ballast.unlink).start()
+
+
+class FillingReward(ToyReward):
+    """Takes all the room while it scores."""
+
+    filled = False
+
+    def score(self, samples: Batch) -> tuple[Batch, Metrics]:
+        if not self.filled and self.context.run_dir is not None:
+            self.filled = True
+            fill(self.context.run_dir.parent)
+        return super().score(samples)
+
+
+class BigActor(SavingActor):
+    """Writes its checkpoint when it is asked whether it has, as a thread of its own would; the first time there is no room."""
+
+    tried = 0
+    path = Path()
+
+    def save_checkpoint(self, path: Path) -> float:
+        self.path = path
+        return super().save_checkpoint(path)
+
+    def checkpoint_written(self, wait: bool = False) -> bool:
+        self.tried += 1
+        if self.tried == 1 and self.context.run_dir is not None:
+            fill(self.context.run_dir.parent)
+            (self.path / "big").write_bytes(bytes(1 << 21))
+        return True
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES[1:3], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("who", ["step", "reward", "checkpoint"])
+def test_a_full_disk_pauses_a_run_and_nothing_is_lost(
+    small: Path, schedule: Training, who: str, capsys: pytest.CaptureFixture[str]
+):
+    rollout = group(SlowRollout, name="rollout")
+    actor = group(BigActor if who == "checkpoint" else SavingActor, name="actor")
+    reward = group(FillingReward if who == "reward" else ToyReward, name="reward")
+    rollout.follows(actor)
+
+    def stop(metrics: Mapping[str, float]) -> bool:
+        if who == "step" and metrics["step"] == 3:
+            fill(small)
+        return False
+
+    with Driver(
+        toy_grpo(prompts(10), rollout=rollout, reward=reward, actor=actor),
+        schedule=schedule,
+        checkpoint=CheckpointConfig(every=2),
+        buffer=BufferConfig(file_bytes=1 << 14),
+        root=small,
+        name="run",
+        stop=stop,
+    ) as driver:
+        metrics = driver.run()
+        weights = driver.call(actor, "weights")[0]
+    assert "paused, for want of room on the disk: " in capsys.readouterr().out
+    assert [row["step"] for row in metrics] == list(range(schedule.steps + 1))
+    assert len(weights) == 2 * len(trained(weights)) == 2 * 3 * schedule.steps
+    assert not prove(small / "run" / "buffer").violations
+    found = latest_sound(small / "run")
+    assert found is not None and found.state.step == schedule.steps and not found.damage
+    assert len(checkpoints(small / "run" / "checkpoints")) == 2
+
+
+def test_a_pause_ends_when_the_run_is_asked_to_end(tmp_path: Path):
+    def write() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.parquet")
+
+    disk = FullDisk(tmp_path, Progress(1, tmp_path, enabled=False), lambda: True, lambda: None)
+    began = time.monotonic()
+    with pytest.raises(RunError, match=r"No space left on device: 'metrics.parquet'; the run waited 0 s for room in "):
+        disk.write(write)
+    assert time.monotonic() - began < 1

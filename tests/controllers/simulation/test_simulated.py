@@ -1,0 +1,521 @@
+"""Runs on a fake clock: what they take is what the costs say, and what is trained is what any backend would train."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from toy import ToyActor, ToyLoss, ToyReward, ToyRollout, prompts, toy_dapo, toy_evaluation, toy_grpo
+
+from weft.__main__ import main
+from weft.controllers.backends.backend import Event, Local
+from weft.controllers.driver import Driver, Evaluation
+from weft.controllers.group import Call
+from weft.controllers.placement import Place, ResourcePool
+from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
+from weft.controllers.shell import Failure, Reply, Task
+from weft.controllers.simulation.simulated import (
+    CostModel,
+    FixedLengths,
+    Generation,
+    LinearCost,
+    LogNormal,
+    Simulated,
+    bound,
+    calibrate,
+)
+from weft.dataflow.batch import Batch
+from weft.dataflow.buffer.log import LogReader
+from weft.dataflow.buffer.proof import prove
+from weft.dataflow.buffer.sample_buffer import LOG, BufferConfig
+from weft.dataflow.errors import DeadlineError, UserError
+from weft.dataflow.handle import group
+from weft.dataflow.metrics import Metrics
+from weft.dataflow.operation import Shape
+from weft.workers.dispatch import Dispatch
+from weft.workers.remote import remote
+
+QUIET = BufferConfig(sync_interval_s=1e9)
+"""Virtual seconds go by fast: the log need not be synced at each half of one."""
+
+
+class Rollout(ToyRollout):
+    """Gives way, as those with engines do."""
+
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        shape=Shape.EXPAND,
+        interruptible=True,
+        reads=("prompt_ids",),
+        writes=("response_ids", "response_logprobs", "response_versions"),
+    )
+    def generate(self, prompts: Batch, *, n: int = 2) -> Iterator[tuple[Batch, Metrics]]:
+        yield from super().generate(prompts, n=n)
+
+
+class Actor(ToyActor):
+    """Takes its batch in parts."""
+
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        reads=("prompt_ids", "response_ids", "{loss.reads}"),
+        may_read=("response_versions",),
+        updates=True,
+        accumulates=("epochs",),
+    )
+    def update(self, samples: Batch, *, loss: ToyLoss = ToyLoss(), epochs: int = 1, last: bool = True) -> Metrics:
+        return super().update(samples, loss=loss)
+
+
+def costs(
+    lengths: FixedLengths | LogNormal, step_s: Any = 1.0, *, dispatch_s: float = 0.0, **generation: Any
+) -> CostModel:
+    return CostModel(
+        nodes={
+            "rollout.generate": Generation(lengths=lengths, step_s=step_s, **generation),
+            "reward.score": LinearCost(fixed_s=1.0),
+            "actor.update": LinearCost(fixed_s=2.0, per_token_s=0.1),
+            "actor.publish_weights": LinearCost(fixed_s=0.5),
+            "rollout.receive_weights": LinearCost(fixed_s=0.25),
+        },
+        dispatch_s=dispatch_s,
+    )
+
+
+def apart(rollout: int, actor: int) -> dict[str, Place]:
+    return {
+        "rollout": Place(ResourcePool("generating", cpus=rollout), rollout),
+        "actor": Place(ResourcePool("training", cpus=actor), actor),
+    }
+
+
+def groups() -> dict[str, Any]:
+    made = {"rollout": group(Rollout), "reward": group(ToyReward), "actor": group(Actor)}
+    made["rollout"].follows(made["actor"])
+    return made
+
+
+def run(
+    root: Path,
+    schedule: Training,
+    backend: Simulated | Local,
+    placement: dict[str, Place] | None = None,
+    *,
+    graph: Callable[..., Any] = toy_grpo,
+    number: int = 40,
+    n: int = 2,
+    **settings: Any,
+) -> Driver:
+    driver = Driver(
+        graph(prompts(number), n=n, **groups()),
+        schedule=schedule,
+        placement=placement,
+        backend=backend,
+        root=root,
+        name=f"run-{len(list(root.iterdir()))}",
+        progress=False,
+        buffer=QUIET,
+        **{"record_every": 0, **settings},
+    )
+    with driver:
+        driver.run()
+    return driver
+
+
+def times(driver: Driver) -> list[float]:
+    """When each step was over."""
+    return [row["time_s"] for row in driver.directory.metrics[1:]]
+
+
+def trained(driver: Driver) -> list[tuple[int, ...]]:
+    """Rows of each call of the update."""
+    log = LogReader(driver.directory.path / "buffer" / LOG)
+    return [tuple(r["ids"]) for r in log if r["do"] == "claim" and r["node"] == "actor.update"]
+
+
+def calls(driver: Driver, node: str) -> np.ndarray:
+    """[calls, (start, end)] in the order in which they ended."""
+    return np.array([(c["start_s"], c["end_s"]) for c in driver.directory.timeline if c["node"] == node])
+
+
+KNOWN = FixedLengths(lengths=((3, 5), (2, 7)))
+"""With prompts of 2 and 3 tokens: groups of 12 and 15."""
+
+
+def test_synchronous_by_hand(tmp_path: Path):
+    schedule = Synchronous(steps=2, prompts_per_step=2, shuffle=False)
+    driver = run(tmp_path, schedule, Simulated(costs(KNOWN)), number=2)
+    # Weights pass until 0.75; the longest response takes 7 steps, the reward 1 s, the update 2 + 2.7 s, the weights 0.75 s.
+    assert calls(driver, "rollout.generate")[0] == pytest.approx((0.75, 7.75))
+    assert calls(driver, "reward.score")[0] == pytest.approx((7.75, 8.75))
+    assert calls(driver, "actor.update")[0] == pytest.approx((8.75, 13.45))
+    assert times(driver) == pytest.approx([14.2, 14.2 + 13.45])
+
+
+def test_pipelined_by_hand(tmp_path: Path):
+    schedule = Pipelined(steps=1, prompts_per_step=2, shuffle=False)
+    driver = run(tmp_path, schedule, Simulated(costs(KNOWN)), number=2)
+    # The first group comes at 5.75, the second at 7.75; the fixed part of the update comes with its last rows.
+    assert calls(driver, "reward.score") == pytest.approx(np.array([(5.75, 6.75), (7.75, 8.75)]))
+    assert calls(driver, "actor.update") == pytest.approx(np.array([(6.75, 7.95), (8.75, 12.25)]))
+    assert times(driver) == pytest.approx([13.0])
+
+
+def test_asynchronous_by_hand(tmp_path: Path):
+    schedule = Asynchronous(steps=2, prompts_per_step=2, shuffle=False)
+    driver = run(tmp_path, schedule, Simulated(costs(KNOWN)), number=2)
+    # Both steps are generated at once; the two groups that are done at 5.75 make the first update.
+    assert calls(driver, "rollout.generate") == pytest.approx(np.array([(0.75, 7.75)]))
+    assert calls(driver, "actor.update") == pytest.approx(np.array([(6.75, 11.15), (11.65, 16.65)]))
+    assert times(driver) == pytest.approx([11.15, 16.65])
+
+
+def test_weights_go_in_between_two_steps_and_the_oldest_token_counts(tmp_path: Path):
+    cost = costs(FixedLengths(lengths=((1,), (10,))))
+    cost = CostModel(nodes={**cost.nodes, "actor.update": LinearCost(fixed_s=2.0), "reward.score": LinearCost()})
+    schedule = Asynchronous(steps=3, prompts_per_step=1, shuffle=False)
+    driver = run(tmp_path, schedule, Simulated(cost), number=2, n=1)
+    # Weights come at 4.25, go in at 4.75, and what was half done ends a quarter of a second later: at 11.
+    assert calls(driver, "rollout.generate") == pytest.approx(np.array([(5.0, 6.0), (0.75, 11.0)]))
+    assert calls(driver, "receive_weights")[1] == pytest.approx((4.25, 5.0))
+    assert times(driver) == pytest.approx([3.75, 13.0, 15.5])
+    log = LogReader(driver.directory.path / "buffer" / LOG)
+    assert [r["versions"] for r in log if r["do"] == "publish" and "versions" in r] == [[0], [1], [0]]
+
+
+def test_what_exceeds_the_batch_queues_and_prompts_are_read_first(tmp_path: Path):
+    schedule = Synchronous(steps=1, prompts_per_step=2, shuffle=False)
+    cost = costs(KNOWN, ((0, 0.5), (2, 1.5)), max_num_seqs=2, prefill_s=0.25)
+    driver = run(tmp_path, schedule, Simulated(cost), number=2)
+    # 2 tokens are read; 3 steps of two responses; 3 tokens are read; 2 steps of two; 7 steps of one.
+    assert calls(driver, "rollout.generate") == pytest.approx(np.array([(0.75, 0.75 + 0.5 + 4.5 + 0.75 + 3.0 + 7.0)]))
+
+
+def test_the_driver_makes_one_call_after_the_other(tmp_path: Path):
+    schedule = Synchronous(steps=1, prompts_per_step=2, shuffle=False)
+    free = run(tmp_path, schedule, Simulated(costs(KNOWN)), number=2)
+    slow = run(tmp_path, schedule, Simulated(costs(KNOWN, dispatch_s=0.125)), number=2)
+    assert times(slow)[0] - times(free)[0] == pytest.approx(0.125 * len(slow.directory.timeline))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_rows_of_synchronous_are_those_of_workers(tmp_path: Path, ranks: int):
+    schedule = Synchronous(steps=3, prompts_per_step=4)
+    real = run(tmp_path, schedule, Local())
+    lengths = LogNormal(mean=30, max_tokens=99)
+    fake = run(tmp_path, schedule, Simulated(costs(lengths)), apart(ranks, ranks))
+    assert trained(fake) == trained(real) and len(trained(real)) == 3
+    assert [row["samples"] for row in fake.directory.metrics[1:]] == [8.0] * 3
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_asynchronous_is_no_slower_than_synchronous_and_nothing_beats_the_bound(tmp_path: Path, seed: int):
+    lengths = LogNormal(mean=60, max_tokens=400)
+    cost = costs(lengths, ((0, 0.2), (8, 0.3)), max_num_seqs=8)
+    cost = CostModel(nodes={**cost.nodes, "actor.update": LinearCost(fixed_s=1, per_token_s=0.05)}, seed=seed)
+    common: dict[str, Any] = {"steps": 8, "prompts_per_step": 6}
+    place = apart(2, 3)
+    taken = {
+        name: times(run(tmp_path, schedule, Simulated(cost), place))[-1]
+        for name, schedule in {
+            "synchronous": Synchronous(**common),
+            "pipelined": Pipelined(**common, groups_per_part=3),
+            **{f"asynchronous {k}": Asynchronous(**common, groups_per_part=6, max_staleness=k) for k in (1, 2, 4)},
+        }.items()
+    }
+    least = bound(cost, toy_grpo(prompts(40), **groups()), place, prompts_per_step=6, steps=8)
+    assert min(taken.values()) >= 8 * least.seconds > 0
+    assert taken["pipelined"] < taken["synchronous"]
+    assert all(taken[f"asynchronous {k}"] < 0.8 * taken["synchronous"] for k in (1, 2, 4))
+    assert least.pools[least.pool] == least.seconds and set(least.pools) >= {"generating", "training"}
+
+
+@pytest.mark.parametrize("partial_rollouts", ["continue", "finish", "requeue"])
+def test_the_staleness_bound_holds_and_the_log_is_sound(tmp_path: Path, partial_rollouts: Any):
+    for k in (1, 2, 3):
+        schedule = Asynchronous(steps=12, prompts_per_step=4, max_staleness=k, partial_rollouts=partial_rollouts)
+        cost = costs(LogNormal(mean=60, max_tokens=300), 0.1, max_num_seqs=8)
+        driver = run(tmp_path, schedule, Simulated(cost), apart(2, 2))
+        proof = prove(driver.directory.path / "buffer")
+        assert not proof.violations and not proof.damage
+        assert main(["buffer", "check", str(driver.directory.path)]) == 0
+        worst = max(row["actor/max_staleness"] for row in driver.directory.metrics[1:])
+        assert 1 <= worst <= k
+
+
+def test_no_group_is_left_until_it_is_too_old(tmp_path: Path):
+    for seed in range(8):
+        schedule = Asynchronous(steps=8, prompts_per_step=4, max_staleness=2)
+        cost = CostModel(nodes=costs(LogNormal(mean=60, max_tokens=300)).nodes, seed=seed)
+        assert len(times(run(tmp_path, schedule, Simulated(cost), apart(3, 2)))) == 8
+
+
+def test_a_simulated_run_has_a_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    schedule = Asynchronous(steps=4, prompts_per_step=4)
+    driver = run(tmp_path, schedule, Simulated(costs(LogNormal(mean=60, max_tokens=300))), apart(4, 2))
+    assert main(["timeline", str(driver.directory.path)]) == 0
+    assert "rollout" in capsys.readouterr().out
+    assert (driver.directory.path / "timeline.png").stat().st_size > 1000
+
+
+def test_the_same_seed_makes_the_same_run(tmp_path: Path):
+    schedule = Asynchronous(steps=6, prompts_per_step=4)
+    lengths = LogNormal(mean=60, max_tokens=300)
+
+    def made(seed: int) -> tuple[Any, Any, list[Any]]:
+        backend = Simulated(CostModel(nodes=costs(lengths).nodes, seed=seed))
+        driver = run(tmp_path, schedule, backend, apart(3, 2))
+        log = LogReader(driver.directory.path / "buffer" / LOG)
+        return driver.directory.metrics, driver.directory.timeline, [r for r in log if r["do"] != "epoch"]
+
+    first, again, other = made(0), made(0), made(1)
+    assert first == again and first[0] != other[0]
+
+
+def test_every_schedule_and_placement_gets_the_same_lengths(tmp_path: Path):
+    cost = costs(LogNormal(mean=60, max_tokens=300), 0.1)
+    drivers = [
+        run(tmp_path, Synchronous(steps=4, prompts_per_step=4), Simulated(cost), apart(1, 1), number=10),
+        run(tmp_path, Asynchronous(steps=4, prompts_per_step=4), Simulated(cost), apart(3, 2), number=10),
+    ]
+    tokens = [sum(c["tokens"] for c in d.directory.timeline if c["node"] == "actor.update") for d in drivers]
+    assert tokens[0] == tokens[1]
+
+
+def test_a_filter_keeps_its_share_of_groups(tmp_path: Path):
+    cost = costs(LogNormal(mean=20, max_tokens=99))
+    cost = CostModel(nodes={**cost.nodes, "odd_prompts": LinearCost(keep=0.5)})
+    driver = run(tmp_path, Synchronous(steps=5, prompts_per_step=8), Simulated(cost), graph=toy_dapo)
+    issued = [r for r in LogReader(driver.directory.path / "buffer" / LOG) if r["do"] == "issue"]
+    assert 60 <= sum(len(r["positions"]) for r in issued) <= 110, "40 are trained on"
+    assert all(row["samples"] == 16 for row in driver.directory.metrics[1:])
+
+
+def test_replicas_of_several_ranks_and_evaluations(tmp_path: Path):
+    cost = CostModel(nodes=costs(LogNormal(mean=20, max_tokens=99)).nodes, ranks_per_replica={"rollout": 4, "actor": 2})
+    made = groups()
+    schedule = Asynchronous(steps=4, prompts_per_step=4)
+    driver = Driver(
+        toy_grpo(prompts(20), **made),
+        schedule=schedule,
+        evaluations=[Evaluation(toy_evaluation(prompts(5), rollout=made["rollout"], reward=made["reward"]), every=2)],
+        placement=apart(8, 4),
+        backend=Simulated(cost),
+        root=tmp_path,
+        progress=False,
+    )
+    with driver:
+        metrics = driver.run()
+    assert sum("eval/rollout/response_length" in row for row in metrics) == 3
+    assert not prove(driver.directory.path / "buffer").violations
+
+
+@pytest.mark.parametrize(("partial_rollouts", "mixed"), [("continue", True), ("finish", False)])
+def test_an_evaluation_every_step_costs_asynchronous_training_what_its_rows_cost(
+    tmp_path: Path, partial_rollouts: Any, mixed: bool
+):
+    schedule = Asynchronous(steps=12, prompts_per_step=4, max_staleness=2, partial_rollouts=partial_rollouts)
+    cost = costs(FixedLengths(lengths=((40,),)), 0.5, max_num_seqs=64)
+    cost = CostModel(nodes={**cost.nodes, "actor.update": LinearCost(fixed_s=8.0)})
+
+    def a_step(number: int) -> tuple[float, Driver]:
+        made = groups()
+        graph = toy_evaluation(prompts(number or 1), rollout=made["rollout"], reward=made["reward"])
+        driver = Driver(
+            toy_grpo(prompts(40), n=2, **made),
+            schedule=schedule,
+            evaluations=[Evaluation(graph, every=1)] if number else [],
+            placement=apart(1, 1),
+            backend=Simulated(cost),
+            root=tmp_path,
+            name=f"run-{number}",
+            progress=False,
+            buffer=QUIET,
+        )
+        with driver:
+            driver.run()
+        return times(driver)[-1] / 12, driver
+
+    (alone, _), (with_one, driver) = a_step(0), a_step(1)
+    assert with_one < 1.2 * alone, "it waits for nobody, and nobody waits for it"
+    rows = driver.directory.metrics
+    assert [row["eval/rollout/response_length"] for row in rows] == [40.0] * 13, "each step has its evaluation"
+    for row in rows:
+        assert row["step"] <= row["eval/oldest_version"] <= row["eval/newest_version"] <= row["step"] + 3
+    spans = [row["eval/newest_version"] - row["eval/oldest_version"] for row in rows]
+    assert any(spans) == mixed, "weights that come meanwhile are said"
+    assert not prove(driver.directory.path / "buffer").violations
+
+
+def test_colocated_groups_with_devices_load_and_unload(tmp_path: Path):
+    pool = ResourcePool("everything", gpus=8)
+    cost = costs(KNOWN)
+    cost = CostModel(
+        nodes={**cost.nodes, "rollout.onload": LinearCost(fixed_s=3.0), "actor.offload": LinearCost(fixed_s=1.0)}
+    )
+    place = {"rollout": Place(pool, 8), "actor": Place(pool, 8)}
+    driver = run(tmp_path, Synchronous(steps=1, prompts_per_step=8), Simulated(cost), place)
+    (_, end), *_ = calls(driver, "rollout.generate")
+    assert any(start >= end and stop - start == 0 for start, stop in calls(driver, "offload"))
+    assert any(stop - start == pytest.approx(3.0) for start, stop in calls(driver, "onload"))
+
+
+def test_a_wait_that_is_too_long_is_one_here_too(tmp_path: Path):
+    with pytest.raises(DeadlineError, match=r"nobody answered for 50 s.*rollout.generate"):
+        run(
+            tmp_path,
+            Synchronous(steps=1, prompts_per_step=2),
+            Simulated(costs(FixedLengths(lengths=((100,),)))),
+            call_timeout_s=50,
+        )
+
+
+def test_costs_that_fit_nothing_are_refused(tmp_path: Path):
+    schedule = Synchronous(steps=1, prompts_per_step=2)
+    with pytest.raises(UserError, match="no graph has; did you mean 'rollout'"):
+        run(tmp_path, schedule, Simulated(CostModel(nodes={"rolout.generate": LinearCost()})))
+    with pytest.raises(UserError, match="replicas of 2 ranks do not divide the 1 of 'actor'"):
+        run(tmp_path, schedule, Simulated(CostModel(ranks_per_replica={"actor": 2})))
+    with pytest.raises(UserError, match=r"node 'rollout.generate' generates: its cost must be a Generation"):
+        run(tmp_path, schedule, Simulated())
+    with pytest.raises(UserError, match="step_s must be seconds above 0"):
+        Generation(lengths=KNOWN, step_s=((4, 1.0), (1, 1.0)))
+
+
+def test_costs_are_found_again_in_the_timeline_of_a_run(tmp_path: Path):
+    cost = costs(LogNormal(mean=60, max_tokens=300))
+    driver = run(tmp_path, Synchronous(steps=6, prompts_per_step=3), Simulated(cost))
+    generation = cost.nodes["rollout.generate"]
+    found = calibrate(driver.directory.path, nodes={"rollout.generate": generation})
+    for name in ("reward.score", "actor.update", "actor.publish_weights", "rollout.receive_weights"):
+        expected, fitted = cost.linear(name), found.linear(name)
+        assert fitted.fixed_s == pytest.approx(expected.fixed_s, abs=1e-6)
+        assert fitted.per_token_s == pytest.approx(expected.per_token_s, abs=1e-9)
+    again = run(tmp_path, Synchronous(steps=6, prompts_per_step=3), Simulated(found))
+    assert times(again) == pytest.approx(times(driver))
+
+
+def test_calibration_tells_rows_from_tokens_and_has_no_cost_below_zero():
+    chance = np.random.default_rng(0)
+    rows, tokens = chance.integers(1, 50, 40), chance.integers(100, 5000, 40)
+    table = pa.table(
+        {
+            "group": ["critic"] * 40,
+            "node": ["critic.values"] * 40,
+            "worker_s": 0.3 + 0.02 * rows / 4 + 0.001 * tokens / 4,
+            "rows": rows,
+            "tokens": tokens,
+        }
+    )
+    fitted = calibrate(table, replicas={"critic": 4}).linear("critic.values")
+    assert (fitted.fixed_s, fitted.per_row_s, fitted.per_token_s) == pytest.approx((0.3, 0.02, 0.001))
+    falling = table.set_column(2, "worker_s", pa.array(1.0 / tokens))
+    assert calibrate(falling).linear("critic.values").fixed_s >= 0
+    with pytest.raises(UserError, match="the timeline has no column 'tokens'"):
+        calibrate(table.drop_columns("tokens"))
+
+
+def test_256_devices_and_20_steps_take_seconds(tmp_path: Path):
+    cost = CostModel(
+        nodes={
+            "rollout.generate": Generation(
+                lengths=LogNormal(mean=2000, max_tokens=16384), step_s=((0, 0.015), (256, 0.025))
+            ),
+            "actor.update": LinearCost(fixed_s=1.0, per_token_s=1e-3),
+        }
+    )
+    schedule = Asynchronous(steps=20, prompts_per_step=256, groups_per_part=256)
+    began = time.process_time()
+    driver = run(tmp_path, schedule, Simulated(cost), apart(128, 128), number=1000, n=8)
+    assert len(times(driver)) == 20
+    assert time.process_time() - began < 20
+
+
+class Replaceable(Rollout):
+    replaceable = True
+
+
+class Mortal(Simulated):
+    """The process of a replica ends at a time, and another takes long to come up."""
+
+    has_processes = True
+
+    def __init__(self, costs: CostModel, at: float) -> None:
+        super().__init__(costs)
+        self._at = at
+        self.told: list[tuple[str, int, int | None]] = []
+        """What the second rank was asked to do, and the version of weights that it was given."""
+
+    def start(self, setup: Any) -> dict[str, Any]:
+        self._groups = super().start(setup)
+        return self._groups
+
+    def _submit(self, rank: int, task: Task, call: Call) -> None:
+        super()._submit(rank, task, call)
+        if call.group.name == "rollout" and rank == 1:
+            weights = task.arguments.get("weights")
+            self.told.append((task.method, call.group.version, weights.version if weights else None))
+
+    def wait(self, timeout_s: float) -> list[Event]:
+        events = [*super().wait(timeout_s)]
+        rollout = self._groups["rollout"]
+        if self.clock() >= self._at and (lost := [c for c in rollout.calls if 1 in c.waiting]):
+            self._at = math.inf
+            self.told.clear()
+            failure = Failure("its process ended", "", user_error=False, died=True)
+            events.append(Event(lost[0], 1, Reply(failure=failure)))
+        return events
+
+    def replace(self, group: Any, rank: int) -> None:
+        self._desks[group.name, rank] = type(self._desks[group.name, rank])(
+            self._desks[group.name, rank].cost, self._reply, self._invent
+        )
+        self._desks[group.name, rank].at = self.clock()
+
+    def _result(self, call: Call, rank: int, task: Task, rows: Any, cost: Any, seconds: float) -> Reply:
+        reply = super()._result(call, rank, task, rows, cost, seconds)
+        return replace(reply, value=call.group.mesh[rank]) if task.method == "register" else reply
+
+
+@pytest.mark.parametrize("partial_rollouts", [None, "continue", "finish", "requeue"])
+def test_the_siblings_of_a_rank_that_died_go_on_while_another_comes_up(tmp_path: Path, partial_rollouts: Any):
+    cost = costs(FixedLengths(lengths=((10,),)))
+    common: dict[str, Any] = {"steps": 12, "prompts_per_step": 4}
+    schedule = Asynchronous(**common, partial_rollouts=partial_rollouts) if partial_rollouts else Synchronous(**common)
+
+    def run_for(startup_s: float) -> tuple[Driver, Mortal]:
+        backend = Mortal(CostModel(nodes={**cost.nodes, "rollout.register": LinearCost(fixed_s=startup_s)}), at=5.0)
+        made = groups() | {"rollout": group(Replaceable, name="rollout")}
+        made["rollout"].follows(made["actor"])
+        driver = Driver(
+            toy_grpo(prompts(40), n=2, **made),
+            schedule=schedule,
+            placement=apart(2, 1),
+            backend=backend,
+            root=tmp_path,
+            name=f"run-{startup_s:g}",
+            progress=False,
+            buffer=QUIET,
+            call_timeout_s=1e6,
+        )
+        with driver:
+            driver.run()
+        assert driver.directory.metrics[-1]["replaced_workers"] == 1
+        assert not prove(driver.directory.path / "buffer").violations
+        return driver, backend
+
+    driver, backend = run_for(1e5)
+    assert times(driver)[-1] < 1000, "nobody waited for the rank that is not up"
+    assert [method for method, *_ in backend.told] == ["register"]
+    driver, backend = run_for(40.0)
+    methods = [method for method, *_ in backend.told]
+    assert methods[:2] == ["register", "receive_weights"] and "generate" in methods
+    held = None
+    for method, version, given in backend.told:
+        held = given if method == "receive_weights" else held
+        assert method != "generate" or held == version, "it gets no rows before it has the weights of the others"

@@ -1,0 +1,1 @@
+"""Engines that generate responses: vLLM, and `transformers` where there is no vLLM."""

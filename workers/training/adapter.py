@@ -1,0 +1,194 @@
+"""Adapter: the LoRA layers that `peft` puts into a model, their weights merged, and the files in which `peft` keeps them.
+
+The layers stand inside the `transformers` model, which stays what it is. A linear layer NAME becomes
+
+    NAME.base_layer.weight                              W, which stands still, in the dtype that is computed in
+    NAME.lora_A.default.weight, NAME.lora_B.default.weight
+    NAME.lora_magnitude_vector.default.weight           with DoRA
+
+A scalar head (`scalar_head.py`) is trained as a whole beside them, as one of the "modules to save" of `peft`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from ...dataflow.buffer.disk import Disk
+from .checkpoint import copy_companions, write_file, write_tensors
+from .engine import SCALAR_HEAD
+from .lora import Lora, check_targets
+
+_NAME = "default"
+"""What `peft` calls the one adapter."""
+_PARAMETER = re.compile(rf"\.(lora_A|lora_B|lora_magnitude_vector)\.{_NAME}\.weight$")
+
+
+class Adapter:
+    """LoRA layers in place of linear layers of a model.
+
+    Args:
+        causal_lm: a `transformers` model in float32, changed in place: its parameters are frozen, and rounded to `dtype`; all but
+            those of a scalar head.
+        seed: what A is drawn from.
+    """
+
+    def __init__(self, causal_lm: Any, lora: Lora, dtype: torch.dtype, seed: int) -> None:
+        self._causal_lm = causal_lm
+        scalar = SCALAR_HEAD.removesuffix(".weight")
+        self._whole = [scalar] if hasattr(causal_lm, scalar) else []
+        heads = (causal_lm.get_output_embeddings(), getattr(causal_lm, scalar, None))
+        linear = [
+            name
+            for name, module in causal_lm.named_modules()
+            if isinstance(module, nn.Linear) and not any(module is head for head in heads)
+        ]
+        targets = tuple(linear) if lora.targets == "all-linear" else lora.targets
+        check_targets(targets, linear, f"the backbone of {type(causal_lm).__name__}")
+        chosen = [name for name in linear if any(f".{name}".endswith(f".{target}") for target in targets)]
+        causal_lm.requires_grad_(False)
+        for name, parameter in causal_lm.named_parameters():  # before DoRA measures them
+            if not is_trained(name):
+                parameter.copy_(parameter.to(dtype))
+        self._config = LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha,
+            target_modules=chosen,
+            use_rslora=lora.rslora,
+            use_dora=lora.dora,
+            task_type="SEQ_CLS" if self._whole else "CAUSAL_LM",
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            inject_adapter_in_model(self._config, causal_lm, _NAME)
+        for name, parameter in causal_lm.named_parameters():
+            parameter.requires_grad_(is_trained(name))
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The model as it was without the adapter; for forward passes without a gradient."""
+        layers = [module for module in self._causal_lm.modules() if isinstance(module, LoraLayer)]
+        # Not `enable_adapters`, which also freezes the parameters: FSDP looks once, at the first pass, at which of them train.
+        for layer in layers:
+            layer._disable_adapters = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer._disable_adapters = False
+
+    def merged(self, name: str, tensor: Tensor, adapter: Mapping[str, Tensor]) -> tuple[str, Tensor]:
+        """A tensor of the model as it was without the adapter, by its name there, with the adapter's part in it.
+
+        Args:
+            name: in the model with the adapter.
+            tensor: full, of any dtype; not changed.
+            adapter: full parameters in float32, by their names; those of this layer at least.
+
+        Returns:
+            (name, a new float32 tensor where the layer has an adapter, or else the tensor itself).
+        """
+        path, found, what = name.rpartition(".base_layer.")
+        if not found or what != "weight":
+            return name.replace(".base_layer.", "."), tensor
+        layer = self._causal_lm.get_submodule(path)
+        a, b, magnitude = (
+            adapter.get(f"{path}.{part}.{_NAME}.weight") for part in ("lora_A", "lora_B", "lora_magnitude_vector")
+        )
+        assert a is not None and b is not None
+        return f"{path}.weight", merged_weight(tensor, a, b, layer.scaling[_NAME], magnitude)
+
+    def write(self, folder: Path, tensors: Mapping[str, Tensor], source: Path, disk: Disk) -> None:
+        """Write a folder that `peft.PeftModel.from_pretrained` loads.
+
+        Args:
+            tensors: full parameters that are trained, on the host, in float32, by their names.
+            source: folder of the model that it belongs to: its tokenizer and chat template are copied.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        copy_companions(folder, source, disk)
+        model = Path(self._causal_lm.name_or_path)  # or the name of one in the Hugging Face cache
+        name = str(model.resolve()) if model.is_dir() else self._causal_lm.name_or_path
+        # Not said to `peft` before: it would put a copy of the head beside the head.
+        settings = {**self._config.to_dict(), "modules_to_save": self._whole or None}
+        settings |= {"base_model_name_or_path": name, "inference_mode": True}
+        content = json.dumps(settings, indent=2, sort_keys=True, default=sorted)  # its sets have no order
+        write_file(folder / "adapter_config.json", [content.encode() + b"\n"], disk)
+        named = {_peft_name(name): tensor for name, tensor in tensors.items()}
+        write_tensors(folder / "adapter_model.safetensors", named, {"format": "pt"}, disk)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of the model belongs to the adapter.
+
+    >>> is_adapter("layers.0.q_proj.lora_A.default.weight"), is_adapter("layers.0.q_proj.base_layer.weight")
+    (True, False)
+    """
+    return _PARAMETER.search(name) is not None
+
+
+def is_trained(name: str) -> bool:
+    """Whether a parameter of a model with an adapter is trained: those of the adapter, and the scalar head, if there is one.
+
+    >>> is_trained("layers.0.q_proj.lora_A.default.weight"), is_trained("score.weight"), is_trained("lm_head.weight")
+    (True, True, False)
+    """
+    return is_adapter(name) or name == SCALAR_HEAD
+
+
+def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None = None) -> Tensor:
+    """One weight in place of the weight and its adapter: W + s B A (arXiv:2106.09685, eq. 3), in float32.
+
+    Args:
+        weight: [out, in].
+        a, b: [rank, in] and [out, rank].
+        scaling: s.
+        magnitude: [out], lengths that the rows of the result get (arXiv:2402.09353); None: those that they have.
+
+    >>> merged_weight(torch.eye(2), torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0], [0.0]]), 2.0).tolist()
+    [[3.0, 0.0], [0.0, 1.0]]
+    """
+    merged = torch.addmm(weight.float(), b.float(), a.float(), alpha=scaling)
+    if magnitude is not None:
+        merged *= (magnitude.float() / torch.linalg.norm(merged, dim=1))[:, None]
+    return merged
+
+
+def tensor_parallel_plan(layer: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+    """The plan of a layer of the model, with its LoRA layers split as what they stand for is.
+
+    Of a layer split by columns B is split in the same way, and A is whole on all ranks; of one split by rows it is the other
+    way round. What is whole gets the same gradient on all ranks of a replica.
+    """
+    adapted: dict[str, ParallelStyle] = {}
+    for name, style in plan.items():
+        if isinstance(layer.get_submodule(name), LoraLayer):
+            split = (
+                ("lora_B", ColwiseParallel()) if isinstance(style, ColwiseParallel) else ("lora_A", RowwiseParallel())
+            )
+            adapted |= {f"{name}.base_layer": style, f"{name}.{split[0]}.{_NAME}": split[1]}
+        else:
+            adapted[name] = style
+    return adapted
+
+
+def _peft_name(name: str) -> str:
+    """What `peft` calls a parameter in its files.
+
+    >>> _peft_name("model.q_proj.lora_A.default.weight"), _peft_name("model.q_proj.lora_magnitude_vector.default.weight")
+    ('base_model.model.model.q_proj.lora_A.weight', 'base_model.model.model.q_proj.lora_magnitude_vector')
+    """
+    short = name.replace(f".lora_magnitude_vector.{_NAME}.weight", ".lora_magnitude_vector")
+    return "base_model.model." + short.replace(f".{_NAME}.", ".")

@@ -1,0 +1,317 @@
+"""Training: what a worker asks of the engine that computes log-probabilities and takes optimizer steps.
+
+One engine answers: `FsdpEngine` (`fsdp.py`: FSDP2 x tensor parallel on `transformers` models); a user can bring
+another. Here is also what any engine needs and no device: settings, the learning-rate schedule, and how rows are cut into
+microbatches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from ...algorithms.loss import Loss
+from ...dataflow.batch import Batch
+from ...dataflow.column import PROMPT_IDS, RESPONSE_IDS
+from ...dataflow.config import Config
+from ...dataflow.errors import UserError
+from ...dataflow.metrics import Metrics
+from ..dispatch import Coordinates
+from ..model_folder import check_causal_lm, read_model_config, text_settings
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ModelConfig(Config):
+    """A causal language model, and how it lies over the ranks of its group."""
+
+    model: str | Path
+    """Folder with a Hugging Face causal language model."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What it computes in, and what is published; parameters, optimizer state and what logits become are float32 either way."""
+    microbatch_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens in one forward pass (with padding, for a model whose rows cannot be packed); None: 1,280 on a CPU, 16,384 on a GPU."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Ranks that share each layer; must divide the ranks of the group and the model's attention heads."""
+    gather: Literal["auto", "once", "layerwise"] = "auto"
+    """When ranks gather the parameters that they share: once a step, all of them (fastest; needs room for the whole model
+    and its gradient on every rank), or layer by layer in every microbatch. "auto": once, below 2 GiB of parameters."""
+
+    def check(self) -> None:
+        """Find mistakes that the model's own settings tell of.
+
+        Raises:
+            UserError: no such model, or one that cannot be trained, or not shared like this.
+        """
+        settings = read_model_config(self.model)
+        check_causal_lm(self.model, settings)
+        settings = text_settings(settings)
+        if self.tensor_parallel > 1:
+            if settings.get("model_type") not in TENSOR_PARALLEL_MODELS:
+                known = ", ".join(TENSOR_PARALLEL_MODELS)
+                raise UserError(
+                    f"tensor_parallel={self.tensor_parallel} knows models of type {known}, not {settings.get('model_type')!r}"
+                )
+            for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+                if settings.get(name, 0) % self.tensor_parallel:
+                    raise UserError(
+                        f"tensor_parallel={self.tensor_parallel} does not divide the model's {name} ({settings[name]})"
+                    )
+
+
+Head = Literal["logprobs", "values", "rewards"]
+"""What a model says of each response token: its log-probability; by a scalar head the value *before* it, which is what a critic
+predicts; or by a scalar head the reward of the sequence up to it, *with* it. A causal model's last reward has seen all."""
+
+SCALAR_HEAD = "score.weight"
+"""The weight of a scalar head, [1, hidden], without a bias."""
+
+TENSOR_PARALLEL_MODELS = ("llama", "mistral", "qwen2")
+"""Model types whose layers have the names and shapes that the plan of `fsdp.py` splits."""
+
+
+class OptimizerConfig(Config):
+    """AdamW (arXiv:1711.05101), its learning-rate schedule, gradient clipping, and which steps are not taken."""
+
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak learning rate."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps over which the rate rises linearly from 0 to its peak."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """How the rate falls after the warm-up."""
+    decay_steps: int | None = Field(default=None, ge=1)
+    """Optimizer step, counted from the start, at which the rate has fallen to its last value; needed unless constant."""
+    final_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Last rate over peak rate."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay of matrices; norms and biases have none."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of the two moments."""
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    """Gradients of a larger norm are scaled down to it; None leaves them."""
+    skip_above_grad_norm: float | None = Field(default=None, gt=0)
+    """A step whose gradient has a larger norm (before it is scaled down) is bad; None: only one that is not finite."""
+    stop_after_bad_steps: int = Field(default=3, ge=1)
+    """So many bad steps in a row, none of which is applied, end the run."""
+
+    @model_validator(mode="after")
+    def _decay_has_an_end(self) -> OptimizerConfig:
+        if self.decay != "constant" and (self.decay_steps is None or self.decay_steps <= self.warmup_steps):
+            raise ValueError(
+                f"decay={self.decay!r} needs decay_steps above warmup_steps ({self.warmup_steps}), not {self.decay_steps}"
+            )
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be at least 0 and below 1, not {self.betas}")
+        return self
+
+    def rate(self, step: int) -> float:
+        """Learning rate of optimizer step `step`, the first being 0.
+
+        >>> linear = OptimizerConfig(learning_rate=1.0, warmup_steps=2, decay="linear", decay_steps=6, final_ratio=0.5)
+        >>> [linear.rate(step) for step in range(8)]
+        [0.5, 1.0, 1.0, 0.875, 0.75, 0.625, 0.5, 0.5]
+        """
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        if self.decay == "constant" or self.decay_steps is None:
+            return self.learning_rate
+        done = min(1.0, (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps))
+        left = 1 - done if self.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.learning_rate * (self.final_ratio + (1 - self.final_ratio) * left)
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """What became of an optimizer step: it was applied, or it was bad, or there was no token to train on. The same on all ranks."""
+
+    metrics: Metrics
+    applied: bool
+    bad: str | None = None
+    """Why it was not applied though there were tokens to train on: it is not finite, or it diverges."""
+
+
+class TrainingEngine(Protocol):
+    """A model on the ranks of one group. Every method is collective: all ranks call it, each with the rows of its replica."""
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Where this rank stands."""
+        ...
+
+    def logprobs(self, batch: Batch, *, adapter: bool = True) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probability of each response token: `(values [T] float32 nats, cu_seqlens [rows + 1])`; without its `adapter`, of
+        the model that it was put on."""
+        ...
+
+    def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """What a scalar head says of each response token: `(values [T] float32, cu_seqlens [rows + 1])`."""
+        ...
+
+    def accumulate(self, batch: Batch, loss: Loss, *, last: bool) -> Metrics:
+        """Add the gradient of these rows (of all replicas) to that of the optimizer step to come; `last`: no more rows come.
+        Merged over calls and replicas, the metrics are those of the whole step."""
+        ...
+
+    def apply(self) -> OptimizerStep:
+        """The optimizer step: the gradient that was accumulated, divided by the count of all rows, clipped and applied; or,
+        when the step is bad, dropped: parameters, moments and the number of steps stay what they are, to the bit."""
+        ...
+
+    def losses(self, batch: Batch, loss: Loss) -> np.ndarray:
+        """What each row adds to the undivided loss, under the present weights: `[rows]` float32, without a gradient. Of a loss that
+        takes groups together, each row has an equal part of its group's."""
+        ...
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full parameters under their Hugging Face names, gathered one at a time, in the dtype that is computed in; those that
+        have an adapter are merged with it."""
+        ...
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take over parameters given under their Hugging Face names; each rank keeps its own part."""
+        ...
+
+    def save(self, folder: Path, *, merged: bool = False) -> None:
+        """Write a folder that `from_pretrained` loads, tokenizer included: of the model, or, where there is one and it is not
+        asked to be `merged`, of the adapter (`peft`'s own)."""
+        ...
+
+    def snapshot(self, folder: Path, notes: Mapping[str, Any] | None = None) -> float:
+        """Copy all that training goes on from, and write it to `folder` in the background (`checkpoint.py` says what).
+
+        Args:
+            folder: a new one, the same for all ranks.
+            notes: values of JSON that `restore` returns.
+
+        Returns:
+            Seconds that it took. The first one also allocates memory for the copy; one that comes before the last is
+            written waits for that. Whether that one failed is for `written` to say, before.
+
+        Raises:
+            RuntimeError: gradients have been accumulated and not applied.
+        """
+        ...
+
+    def written(self, *, wait: bool) -> bool:
+        """Whether the last snapshot is on the disk, on all ranks, or failed.
+
+        Raises:
+            OSError: this rank could not write a file, which is named (and, when the disk is full, the bytes needed), or
+                the folder has a snapshot already.
+            RuntimeError: another rank could not.
+        """
+        ...
+
+    def restore(self, folder: Path) -> Mapping[str, Any]:
+        """Go on from a snapshot, of any number of ranks, as if nothing had happened since; returns its notes.
+
+        Random states are those of the snapshot when the number of ranks is.
+
+        Raises:
+            UserError: the folder is no snapshot, or one of another model.
+            ValueError: a file is damaged.
+        """
+        ...
+
+    def onload(self) -> None:
+        """Bring parameters and optimizer state to the device."""
+        ...
+
+    def offload(self) -> None:
+        """Move parameters and optimizer state to host memory."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def plan_microbatches(
+    lengths: np.ndarray, max_tokens: int, *, packed: bool = False, groups: np.ndarray | None = None
+) -> list[np.ndarray]:
+    """Rows cut into microbatches of at most `max_tokens`, counting every row as long as the longest beside it, or, when they
+    are `packed`, as long as it is (and at most twice as many with the padding that attention has).
+
+    Rows of like length stand together, longest first, so that little is padded; a row longer than the limit is a
+    microbatch of its own. Rows of equal `groups` are never parted: what is said of a row holds of them together.
+
+    >>> [rows.tolist() for rows in plan_microbatches(np.array([3, 9, 2, 8]), max_tokens=18)]
+    [[1, 3], [0, 2]]
+    >>> [rows.tolist() for rows in plan_microbatches(np.array([3, 9, 2, 8]), max_tokens=20, packed=True)]
+    [[1, 3, 0], [2]]
+    >>> groups = np.array([7, 7, 5, 5])
+    >>> [rows.tolist() for rows in plan_microbatches(np.array([3, 9, 2, 8]), max_tokens=20, packed=True, groups=groups)]
+    [[1, 0], [3, 2]]
+    """
+    if not len(lengths):
+        return []
+    _, group_of_row = np.unique(np.arange(len(lengths)) if groups is None else groups, return_inverse=True)
+    longest = np.zeros(group_of_row.max() + 1, dtype=lengths.dtype)
+    np.maximum.at(longest, group_of_row, lengths)
+    order = np.lexsort((-lengths, group_of_row, -longest[group_of_row]))
+    starts = np.flatnonzero(np.diff(group_of_row[order], prepend=-1))
+    ends, sizes = (
+        np.append(starts[1:], len(order)).tolist(),
+        np.maximum(longest[group_of_row[order[starts]]], 1).tolist(),
+    )
+    totals = np.concatenate([[0], np.cumsum(lengths[order])]).tolist()
+    parts, first, widest = [], 0, 0
+    for start, end, size in zip(starts.tolist(), ends, sizes, strict=True):
+        widest = widest or size
+        rows = end - first
+        fits = rows * widest <= max_tokens
+        if packed:
+            fits = totals[end] - totals[first] <= max_tokens and rows * widest <= 2 * max_tokens
+        if start > first and not fits:
+            parts.append(order[first:start])
+            first, widest = start, size
+    return [*parts, order[first:]]
+
+
+def tokens_of(cu_seqlens: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Indexes of the tokens of these rows, in the order of the rows.
+
+    >>> tokens_of(np.array([0, 2, 5]), np.array([1, 0])).tolist()
+    [2, 3, 4, 0, 1]
+    """
+    starts, lengths = cu_seqlens[rows].astype(np.int64), np.diff(cu_seqlens)[rows].astype(np.int64)
+    ends = np.cumsum(lengths)
+    return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)
+
+
+def check_rows(batch: Batch, columns: Iterable[str]) -> None:
+    """See that each token has its context and its columns, before the model says it in terms of tensors.
+
+    Raises:
+        UserError: a response without a prompt, or a ragged column whose rows are not as long as the responses.
+    """
+    lengths = batch.lengths(RESPONSE_IDS)
+    empty = np.flatnonzero((batch.lengths(PROMPT_IDS) == 0) & (lengths > 0))
+    if len(empty):
+        raise UserError(
+            f"row {_name_of(batch, empty[0])} has an empty prompt, so its first token has no log-probability"
+        )
+    for column in columns:
+        if _is_ragged(batch, column):
+            wrong = np.flatnonzero(batch.lengths(column) != lengths)
+            if len(wrong):
+                i = wrong[0]
+                raise UserError(
+                    f"row {_name_of(batch, i)}: column {column!r} has {batch.lengths(column)[i]} values "
+                    f"for a response of {lengths[i]} tokens"
+                )
+
+
+def _name_of(batch: Batch, row: int | np.integer[Any]) -> str:
+    return f"with sample_id {batch['sample_id'][int(row)].as_py()}" if "sample_id" in batch else str(row)
+
+
+def _is_ragged(batch: Batch, column: str) -> bool:
+    import pyarrow as pa
+
+    return pa.types.is_list(batch[column].type)

@@ -1,0 +1,98 @@
+"""LoRA as a program says it: the settings of an adapter, and the reference that is a model with its adapter off.
+
+What is made of them, `adapter.py` does, with `peft`; this file is read without torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from ...dataflow.column import REFERENCE_LOGPROBS, RESPONSE_IDS
+from ...dataflow.config import Config
+from ...dataflow.errors import UserError, nearest
+from ...dataflow.handle import Handle
+from ..model_folder import read_layer_names
+from .engine import SCALAR_HEAD
+
+
+class Lora(Config):
+    """Low-rank adaptation (arXiv:2106.09685): W + s B A, of which A [rank, in] and B [out, rank] are trained and W stands still.
+
+    B begins as 0, so the first policy is the model itself. A is drawn from the seed of the run, the same on any number of ranks.
+    """
+
+    rank: int = Field(default=16, ge=1)
+    """Rank of B A."""
+    alpha: int = Field(default=32, ge=1)
+    """s = alpha / rank."""
+    targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """Linear layers, by the end of their names: "q_proj", "self_attn.q_proj", ...; all: those of the backbone, without the head."""
+    rslora: bool = False
+    """s = alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732)."""
+    dora: bool = False
+    """The length of each row of the weight is a parameter of its own: m (W + s B A) / |W + s B A| (DoRA, arXiv:2402.09353). A step
+    takes longer: the whole matrix is made in every forward pass."""
+
+    @model_validator(mode="after")
+    def _has_targets(self) -> Lora:
+        if not self.targets:
+            raise ValueError('targets is empty; name linear layers, or "all-linear"')
+        return self
+
+    def check(self, model: str | Path, tensor_parallel: int = 1) -> None:
+        """Find mistakes that the names of the model's weights tell of.
+
+        Raises:
+            UserError: a target that the model has no layer for, or a kind of adapter that ranks cannot share.
+        """
+        if self.dora and tensor_parallel > 1:
+            raise UserError(
+                f"Lora.dora: tensor_parallel={tensor_parallel} shares out the rows that DoRA measures; leave one of them out"
+            )
+        if self.targets != "all-linear":
+            layers = [name for name in read_layer_names(model) if name != SCALAR_HEAD.removesuffix(".weight")]
+            check_targets(self.targets, layers, f"the backbone of model {str(model)!r}")
+
+
+def check_targets(targets: tuple[str, ...], layers: list[str], owner: str) -> None:
+    """See that each target ends the name of a layer; `layers` is empty where nothing is known of them.
+
+    Raises:
+        UserError: naming the target and the nearest layer.
+
+    >>> check_targets(("q_prj",), ["layers.0.q_proj", "layers.0.k_proj"], "the model")
+    Traceback (most recent call last):
+    weft.dataflow.errors.UserError: Lora.targets: the model has no layer 'q_prj'; did you mean 'q_proj'?
+    """
+    for target in targets if layers else ():
+        if not any(f".{layer}".endswith(f".{target}") for layer in layers):
+            known = sorted({layer.rpartition(".")[2] for layer in layers})
+            hint = nearest(target.rpartition(".")[2], known) or f"; it has {', '.join(known)}"
+            raise UserError(f"Lora.targets: {owner} has no layer {target!r}{hint}")
+
+
+@dataclass(frozen=True)
+class AdapterOff:
+    """An actor as a graph's reference: the same model without its adapter, which no update changes."""
+
+    actor: Any
+
+    def logprobs(self, batch: Any, *, into: str = str(REFERENCE_LOGPROBS), of: str = str(RESPONSE_IDS)) -> Any:
+        """Log-probabilities under the model that the adapter was put on."""
+        return self.actor.logprobs(batch, into=into, of=of, adapter=False)
+
+
+def adapter_off(actor: Any) -> AdapterOff:
+    """The reference of a graph whose actor has an adapter, at the cost of a forward pass and of no memory:
+    `grpo(..., actor=actor, reference=weft.adapter_off(actor))`.
+
+    Raises:
+        UserError: not a handle of an actor with `lora`.
+    """
+    if not isinstance(actor, Handle) or getattr(actor.config, "lora", None) is None:
+        raise UserError(f"adapter_off() takes a handle made with lora=weft.Lora(...), not {actor!r}")
+    return AdapterOff(actor)
