@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_checkpoints import SCHEDULES, Killed
-from test_checkpoints import run as saved_run
-from test_simulated import KNOWN, apart, calls, costs, run, times
+from saved_runs import SCHEDULES, Killed
+from saved_runs import run as saved_run
+from simulated_runs import KNOWN, apart, calls, costs, run, times
 from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
 
 from weft.controllers.driver import Driver

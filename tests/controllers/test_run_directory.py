@@ -11,9 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_checkpoints import Killed, SavingActor, run
-from test_schedules import SlowRollout
-from toy import ToyReward, prompts, toy_evaluation, toy_grpo
+from saved_runs import Killed, SavingActor, run
+from toy import SlowRollout, ToyReward, prompts, toy_evaluation, toy_grpo
 
 from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.recovery.checkpoints import CheckpointConfig, checkpoints

@@ -2,7 +2,6 @@
 
 import queue
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -13,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import (
-    ToyActor,
-    ToyConfig,
-    ToyLoss,
+    PartsActor,
+    SlowConfig,
+    SlowRollout,
     ToyReward,
     centred,
     odd_prompts,
@@ -38,95 +37,12 @@ from weft.dataflow.buffer.sample_buffer import LOG
 from weft.dataflow.errors import StalledError, UserError
 from weft.dataflow.graph import graph as weft_graph
 from weft.dataflow.handle import group
-from weft.dataflow.metrics import Max, Metrics, Sum
 from weft.dataflow.operation import Shape, node, operation_of
-from weft.workers.dispatch import Dispatch
-from weft.workers.remote import remote
-from weft.workers.worker import Worker
 
 
 @node(shape=Shape.FILTER, whole_groups=True, reads=("reward",))
 def none_at_all(samples: Batch) -> Batch:
     return samples.slice(0, 0)
-
-
-class SlowConfig(ToyConfig):
-    slowest: int = 6
-    """Most turns that a response takes."""
-    seed: int = 0
-
-
-class SlowRollout(Worker):
-    """Answers each prompt after a number of turns of its own; every token is of the version that is held then."""
-
-    Config = SlowConfig
-    version = 0
-
-    @remote(
-        dispatch=Dispatch.SPLIT_BY_DP,
-        shape=Shape.EXPAND,
-        interruptible=True,
-        reads=("prompt_ids",),
-        writes=("response_ids", "response_logprobs", "response_versions"),
-    )
-    def generate(self, prompts: Batch, *, n: int = 2) -> Iterator[tuple[Batch, Metrics] | None]:
-        chance = np.random.default_rng((self.config.seed, *prompts.numpy("sample_id").tolist()))
-        left = {k: int(chance.integers(1, self.config.slowest + 1)) for k in range(len(prompts))}
-        versions: dict[int, list[int]] = {k: [] for k in left}
-        while left:
-            done = [k for k, turns in left.items() if turns == 1]
-            for k in left:
-                left[k] -= 1
-                versions[k].append(self.version)
-            for k in done:
-                del left[k]
-            if not done:
-                yield None
-                continue
-            ids = [[prompts["prompt_ids"][k].as_py()[0]] * len(versions[k]) for k in done for _ in range(n)]
-            yield (
-                Batch.of(
-                    parent_id=[prompts["sample_id"][k].as_py() for k in done for _ in range(n)],
-                    response_ids=ids,
-                    response_logprobs=[[-1.0] * len(r) for r in ids],
-                    response_versions=[versions[k] for k in done for _ in range(n)],
-                ),
-                {"tokens": Sum(sum(map(len, ids)))},
-            )
-
-    @remote(dispatch=Dispatch.ONE_TO_ALL)
-    def receive_weights(self, weights: Any) -> str:
-        self.version = weights.version
-        return weights.checksum
-
-
-class PartsActor(ToyActor):
-    """Notes what came in which part; its version is the number of its steps."""
-
-    parts: list[tuple[list[int], bool]]
-    version = 0
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.parts = []
-
-    @remote(
-        dispatch=Dispatch.SPLIT_BY_DP,
-        reads=("response_ids", "{loss.reads}"),
-        may_read=("response_versions",),
-        updates=True,
-        accumulates=("epochs",),
-    )
-    def update(self, samples: Batch, *, loss: ToyLoss = ToyLoss(), epochs: int = 1, last: bool = True) -> Metrics:
-        values, _ = samples.ragged_numpy("response_versions")
-        self.parts.append((samples["group_id"].to_pylist(), last))
-        lag = self.version - int(values.min(initial=self.version))
-        self.version += last
-        return {"rows": Sum(len(samples)), "lag": Max(float(lag))}
-
-    @remote(dispatch=Dispatch.ONE_TO_ALL)
-    def seen_parts(self) -> list[tuple[list[int], bool]]:
-        return self.parts
 
 
 def groups(**rollout: Any) -> dict[str, Any]:

@@ -17,9 +17,8 @@ os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # a cluster by hand makes 
 
 import ray
 from ray.cluster_utils import Cluster
-from test_checkpoints import SavingActor
-from test_schedules import SlowRollout
-from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
+from saved_runs import SavingActor
+from toy import SlowRollout, ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
 
 from weft.controllers.backends.ray_backend import RayBackend
 from weft.controllers.driver import Driver

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from test_schedules import SlowRollout
 from toy import (
+    SlowRollout,
     ToyActor,
     ToyLoss,
     ToyReward,

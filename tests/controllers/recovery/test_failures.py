@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_checkpoints import SavingActor, trained
+from saved_runs import SavingActor, trained
 from toy import ToyActor, ToyLoss, ToyRollout, prompts, toy_evaluation
 
 from weft.controllers.driver import Driver, Evaluation

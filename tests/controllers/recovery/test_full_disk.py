@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from test_checkpoints import SCHEDULES, SavingActor, trained
-from test_schedules import SlowRollout
-from toy import ToyReward, prompts, toy_grpo
+from saved_runs import SCHEDULES, SavingActor, trained
+from toy import SlowRollout, ToyReward, prompts, toy_grpo
 
 from weft.controllers.driver import Driver
 from weft.controllers.progress import Progress

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_checkpoints import SavingActor, trained
-from test_schedules import SlowConfig, SlowRollout
-from toy import ToyConfig, ToyReward, centred, prompts, toy_grpo
+from saved_runs import SavingActor, trained
+from toy import SlowConfig, SlowRollout, ToyConfig, ToyReward, centred, prompts, toy_grpo
 
 from weft.controllers.backends.backend import Backend, Local
 from weft.controllers.backends.ray_backend import RayBackend

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_checkpoints import begun, run, wait_for_steps
+from saved_runs import begun, run, wait_for_steps
 
 from weft.controllers.recovery import run_lock
 from weft.controllers.recovery.checkpoints import CheckpointConfig

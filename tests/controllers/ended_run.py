@@ -1,12 +1,11 @@
-"""A toy run under `weft.launch` that takes long enough to be ended: for `test_checkpoints.py`."""
+"""A toy run under `weft.launch` that takes long enough to be ended: started by `saved_runs.begun`."""
 
 import time
 from pathlib import Path
 from typing import Literal
 
-from test_checkpoints import SavingActor
-from test_schedules import SlowRollout
-from toy import ToyReward, prompts, toy_grpo
+from saved_runs import SavingActor
+from toy import SlowRollout, ToyReward, prompts, toy_grpo
 
 import weft
 from weft.dataflow.batch import Batch

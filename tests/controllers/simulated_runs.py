@@ -1,0 +1,128 @@
+"""Runs of toy workers on a fake clock, what their calls cost, and what is read off them."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from toy import ToyActor, ToyLoss, ToyReward, ToyRollout, prompts, toy_grpo
+
+from weft.controllers.backends.backend import Local
+from weft.controllers.driver import Driver
+from weft.controllers.placement import Place, ResourcePool
+from weft.controllers.schedule import Training
+from weft.controllers.simulation.simulated import CostModel, FixedLengths, Generation, LinearCost, LogNormal, Simulated
+from weft.dataflow.batch import Batch
+from weft.dataflow.buffer.log import LogReader
+from weft.dataflow.buffer.sample_buffer import LOG, BufferConfig
+from weft.dataflow.handle import group
+from weft.dataflow.metrics import Metrics
+from weft.dataflow.operation import Shape
+from weft.workers.dispatch import Dispatch
+from weft.workers.remote import remote
+
+QUIET = BufferConfig(sync_interval_s=1e9)
+"""Virtual seconds go by fast: the log need not be synced at each half of one."""
+
+
+class Rollout(ToyRollout):
+    """Gives way, as those with engines do."""
+
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        shape=Shape.EXPAND,
+        interruptible=True,
+        reads=("prompt_ids",),
+        writes=("response_ids", "response_logprobs", "response_versions"),
+    )
+    def generate(self, prompts: Batch, *, n: int = 2) -> Iterator[tuple[Batch, Metrics]]:
+        yield from super().generate(prompts, n=n)
+
+
+class Actor(ToyActor):
+    """Takes its batch in parts."""
+
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        reads=("prompt_ids", "response_ids", "{loss.reads}"),
+        may_read=("response_versions",),
+        updates=True,
+        accumulates=("epochs",),
+    )
+    def update(self, samples: Batch, *, loss: ToyLoss = ToyLoss(), epochs: int = 1, last: bool = True) -> Metrics:
+        return super().update(samples, loss=loss)
+
+
+def costs(
+    lengths: FixedLengths | LogNormal, step_s: Any = 1.0, *, dispatch_s: float = 0.0, **generation: Any
+) -> CostModel:
+    return CostModel(
+        nodes={
+            "rollout.generate": Generation(lengths=lengths, step_s=step_s, **generation),
+            "reward.score": LinearCost(fixed_s=1.0),
+            "actor.update": LinearCost(fixed_s=2.0, per_token_s=0.1),
+            "actor.publish_weights": LinearCost(fixed_s=0.5),
+            "rollout.receive_weights": LinearCost(fixed_s=0.25),
+        },
+        dispatch_s=dispatch_s,
+    )
+
+
+def apart(rollout: int, actor: int) -> dict[str, Place]:
+    return {
+        "rollout": Place(ResourcePool("generating", cpus=rollout), rollout),
+        "actor": Place(ResourcePool("training", cpus=actor), actor),
+    }
+
+
+def groups() -> dict[str, Any]:
+    made = {"rollout": group(Rollout), "reward": group(ToyReward), "actor": group(Actor)}
+    made["rollout"].follows(made["actor"])
+    return made
+
+
+def run(
+    root: Path,
+    schedule: Training,
+    backend: Simulated | Local,
+    placement: dict[str, Place] | None = None,
+    *,
+    graph: Callable[..., Any] = toy_grpo,
+    number: int = 40,
+    n: int = 2,
+    **settings: Any,
+) -> Driver:
+    driver = Driver(
+        graph(prompts(number), n=n, **groups()),
+        schedule=schedule,
+        placement=placement,
+        backend=backend,
+        root=root,
+        name=f"run-{len(list(root.iterdir()))}",
+        progress=False,
+        buffer=QUIET,
+        **{"record_every": 0, **settings},
+    )
+    with driver:
+        driver.run()
+    return driver
+
+
+def times(driver: Driver) -> list[float]:
+    """When each step was over."""
+    return [row["time_s"] for row in driver.directory.metrics[1:]]
+
+
+def trained(driver: Driver) -> list[tuple[int, ...]]:
+    """Rows of each call of the update."""
+    log = LogReader(driver.directory.path / "buffer" / LOG)
+    return [tuple(r["ids"]) for r in log if r["do"] == "claim" and r["node"] == "actor.update"]
+
+
+def calls(driver: Driver, node: str) -> np.ndarray:
+    """[calls, (start, end)] in the order in which they ended."""
+    return np.array([(c["start_s"], c["end_s"]) for c in driver.directory.timeline if c["node"] == node])
+
+
+KNOWN = FixedLengths(lengths=((3, 5), (2, 7)))
+"""With prompts of 2 and 3 tokens: groups of 12 and 15."""
