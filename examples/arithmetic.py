@@ -108,7 +108,7 @@ def make_data(folder: Path, seed: int) -> None:
     (folder / "supervised.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def make_model(folder: Path, seed: int, hidden_size: int = 64) -> None:
+def make_model(folder: str | Path, seed: int, hidden_size: int = 64) -> None:
     """A Qwen2-architecture model with random weights and a tokenizer of one token per character."""
     import torch
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
