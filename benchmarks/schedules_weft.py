@@ -32,9 +32,11 @@ from weft.dataflow.buffer.sample_buffer import LOG
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.dispatch import Dispatch
 from weft.workers.generation.engine import Request
-from weft.workers.generation.vllm_engine import VllmEngine, VllmSettings
+from weft.workers.generation.vllm_engine import VllmEngine
+from weft.workers.generation.vllm_settings import VllmSettings
 from weft.workers.remote import remote
-from weft.workers.rollout import RolloutConfig, RolloutWorker
+from weft.workers.rollout import RolloutWorker
+from weft.workers.rollout_config import RolloutConfig
 from weft.workers.worker import Context, Worker
 
 Calls = Sequence[Mapping[str, Any]]

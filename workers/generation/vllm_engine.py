@@ -1,11 +1,10 @@
-"""The vLLM engine, in the worker's own process: add requests, step, hand over what finished; new weights go in between
-two steps. The only module besides `resharding/vllm_receiver.py` that imports vLLM."""
+"""VllmEngine: vLLM in the worker's own process. It adds requests, steps, and hands over what finished; new weights go in between
+two steps. Only this module and `resharding/vllm_receiver.py` import vLLM."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import os
 import sys
 import warnings
@@ -13,46 +12,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import Field
 
 from ...algorithms.sampling import Sampling
-from ...dataflow.config import Config
 from ...dataflow.errors import GenerationError, WeightSyncError
 from ...dataflow.lazy import torch
 from ...resharding.weights import Weights
-from ..model_folder import complete_text_settings, find_model_config, read_stop_tokens
+from ..model_folder import read_stop_tokens
 from .engine import Request, Response
+from .vllm_settings import VllmSettings
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.llm_engine import LLMEngine
 
-GIB = 1 << 30
-
-
-class VllmSettings(Config):
-    """Settings of the vLLM engine."""
-
-    tensor_parallel: int = Field(default=1, ge=1)
-    """Devices (on CPU: sets of cores) that one model is split over."""
-    max_num_seqs: int = Field(default=256, ge=1)
-    """Responses sampled at the same time; further ones wait for their turn."""
-    max_batched_tokens: int | None = Field(default=None, ge=1)
-    """Prompt tokens taken in by one step; None: 16,384, or one whole context where that is longer."""
-    kv_cache_gib: float | None = Field(default=None, gt=0)
-    """Memory for keys and values; None: on CPU what `max_num_seqs` full contexts need, 2 GiB at most; on a GPU what
-    `gpu_memory_utilization` leaves."""
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    """Share of a GPU's memory for weights, keys and values."""
-    prefix_caching: bool = False
-    """Keep the keys and values of prompts for later requests under the same weights."""
-    compile: bool | None = None
-    """Compile the model (and record CUDA graphs); None: on GPUs only. On CPU it takes 20 s and a C++ compiler, and gives
-    4 % more tokens."""
-
 
 class VllmEngine:
-    """`GenerationEngine` on vLLM's `LLMEngine`."""
+    """`GenerationEngine` on vLLM's `LLMEngine`.
+
+    Args:
+        model: folder or cached Hugging Face id.
+        max_context: longest prompt and response together, in tokens; None: what the model was made for.
+        dtype: of the weights; "auto": float32 on CPU, bfloat16 on GPUs.
+        seed: of requests that bring none.
+
+    Raises:
+        GenerationError: vLLM could not start.
+    """
 
     def __init__(
         self,
@@ -70,41 +55,8 @@ class VllmEngine:
         self._request_ids: dict[str, int] = {}
         self._prefix_caching = settings.prefix_caching
         on_gpu = torch.cuda.is_available()
-        self._compile = on_gpu if settings.compile is None else settings.compile
-        context = max_context or complete_text_settings(model).max_position_embeddings
-        if dtype == "auto":
-            dtype = "bfloat16" if on_gpu else "float32"
-        kv_cache_gib = settings.kv_cache_gib
-        if kv_cache_gib is None and not on_gpu:
-            kv_cache_gib = min(2.0, _kv_cache_gib(complete_text_settings(model), dtype, settings, context))
-        arguments: dict[str, Any] = {
-            "model": str(find_model_config(model).parent),
-            "dtype": dtype,
-            "seed": seed,
-            "max_model_len": context,
-            "max_num_seqs": settings.max_num_seqs,
-            "max_num_batched_tokens": settings.max_batched_tokens or max(context, 16384),
-            "gpu_memory_utilization": settings.gpu_memory_utilization,
-            "tensor_parallel_size": settings.tensor_parallel,
-            # Ray's own executor, vLLM's choice inside a placement group, wants bundles that this worker does not have.
-            "distributed_executor_backend": "mp" if settings.tensor_parallel > 1 else None,
-            "enable_prefix_caching": settings.prefix_caching,
-            # A request's seed on CPU and its prompt in chunks do not go together: the generator cannot be rewound.
-            "enable_chunked_prefill": on_gpu,
-            # A step must be over when it returns, or tokens of the old weights would carry the new version.
-            "async_scheduling": False,
-            "enforce_eager": not self._compile,
-            "logprobs_mode": "processed_logprobs",
-            "skip_tokenizer_init": True,
-            "generation_config": "vllm",  # none of the model's own sampling defaults: `Sampling` says it all
-            "enable_sleep_mode": on_gpu,
-            "disable_log_stats": True,
-            "use_tqdm_on_load": False,
-            "weight_transfer_config": {"backend": "weft"},
-            "worker_extension_cls": "weft.resharding.vllm_receiver.WeightReport",
-        }
-        if kv_cache_gib is not None:
-            arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * GIB)
+        self._compile = settings.compiles(on_gpu)
+        arguments = settings.engine_arguments(model, max_context=max_context, dtype=dtype, seed=seed, on_gpu=on_gpu)
         self._engine = _start(arguments, tensor_parallel=settings.tensor_parallel, on_gpu=on_gpu, compile=self._compile)
         if settings.tensor_parallel > 1:
             self._engine.collective_rpc("weft_unlink_shared_memory")
@@ -130,10 +82,10 @@ class VllmEngine:
                     self._finished.pop(key, None)
 
     def update_weights(self, weights: Weights) -> str:
-        """Load a published version into every rank, and make sure that every rank arrived at its checksum.
+        """Load a published version into every rank, and check that every rank arrived at its checksum.
 
         Raises:
-            WeightSyncError: when the bytes are not those published, or a rank holds anything else afterwards.
+            WeightSyncError: the bytes are not those published, or a rank holds anything else afterwards.
         """
         from ...resharding.vllm_receiver import to_update_info
 
@@ -145,7 +97,7 @@ class VllmEngine:
         except WeightSyncError:
             raise
         except Exception as error:
-            raise WeightSyncError(f"vLLM could not take over weights version {weights.version}: {error}") from error
+            raise WeightSyncError(f"vLLM could not load weights version {weights.version}: {error}") from error
         wanted = (weights.version, weights.checksum)
         for rank, found in enumerate(held):
             if found is None or tuple(found) != wanted:
@@ -155,11 +107,12 @@ class VllmEngine:
         return weights.checksum
 
     def sleep(self) -> None:
-        """Move the weights to host memory and give up keys and values (on CPU there is nothing to give)."""
+        """Move the weights to host memory and free keys and values (on CPU there is nothing to free)."""
         if torch.cuda.is_available() and not self._engine.is_sleeping():
             self._engine.sleep(level=1)
 
     def wake_up(self) -> None:
+        """Move the weights back to the device."""
         if torch.cuda.is_available() and self._engine.is_sleeping():
             self._engine.wake_up()
 
@@ -169,7 +122,7 @@ class VllmEngine:
         return self._engine.get_num_unfinished_requests()
 
     def close(self) -> None:
-        """End vLLM's processes and give its memory up."""
+        """End vLLM's processes and free its memory."""
         self._engine.engine_core.shutdown()
 
     def _add(self, request: Request, sampling: Sampling) -> str:
@@ -240,21 +193,11 @@ def _version_name(version: int) -> str:
     return f"v{version}"
 
 
-def _kv_cache_gib(config: Any, dtype: str, settings: VllmSettings, context: int) -> float:
-    """What `max_num_seqs` full contexts need on one rank, with room for half-filled blocks."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = math.ceil(heads / settings.tensor_parallel)
-    token_bytes = 2 * config.num_hidden_layers * heads * size * (4 if dtype == "float32" else 2)
-    tokens = (settings.max_num_seqs + 1) * (math.ceil(context / 128) + 1) * 128
-    return max(token_bytes * tokens / GIB, 1 / 64)
-
-
 def _start(arguments: dict[str, Any], *, tensor_parallel: int, on_gpu: bool, compile: bool) -> LLMEngine:
-    """Import vLLM and start its engine, with what it changes in the process around it put back."""
+    """Import vLLM and start its engine, then restore what that changed in the process around it."""
     import torch
 
-    # Read by vLLM whenever it pleases, so these stay; a user's own values win.
+    # vLLM reads these at any time, so they stay; a user's own values win.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives here, and dies with this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -282,7 +225,7 @@ def _start(arguments: dict[str, Any], *, tensor_parallel: int, on_gpu: bool, com
 
 
 def _cores(parts: int) -> str:
-    """The cores of this process, dealt out to `parts` ranks as vLLM wants to be told: "0,1|2,3"."""
+    """The cores of this process split over `parts` ranks, as vLLM writes it: "0,1|2,3"."""
     cores = sorted(os.sched_getaffinity(0))
     size = len(cores) // parts
     if not size:
@@ -306,7 +249,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep start-up notes that C++ code writes to stderr (NUMA binding, gloo) from the user; show them if it fails."""
+    """Hide what C++ code writes to stderr at start-up (NUMA binding, gloo); show it if the start fails."""
     sys.stderr.flush()
     keep = os.dup(2)
     notes = os.memfd_create("vllm-stderr")

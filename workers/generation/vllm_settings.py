@@ -1,0 +1,95 @@
+"""VllmSettings: what a user sets of the vLLM engine, and the arguments that vLLM gets. Read without vLLM or torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pydantic import Field
+
+from ...dataflow.config import Config
+from ..model_folder import complete_text_settings, find_model_config, head_dim, num_heads
+
+GIB = 1 << 30
+
+
+class VllmSettings(Config):
+    """Settings of the vLLM engine."""
+
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Devices (on CPU: sets of cores) that one model is split over."""
+    max_num_seqs: int = Field(default=256, ge=1)
+    """Responses sampled at the same time; further ones wait for their turn."""
+    max_batched_tokens: int | None = Field(default=None, ge=1)
+    """Prompt tokens taken in by one step; None: 16,384, or one full context where that is longer."""
+    kv_cache_gib: float | None = Field(default=None, gt=0)
+    """Memory for keys and values, in GiB; None: on CPU what `max_num_seqs` full contexts need, but at most 2; on a GPU what
+    `gpu_memory_utilization` leaves."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Share of a GPU's memory for weights, keys and values."""
+    prefix_caching: bool = False
+    """Keep the keys and values of prompts for later requests under the same weights."""
+    compile: bool | None = None
+    """Compile the model (and record CUDA graphs); None: on GPUs only. On CPU it takes 20 s and a C++ compiler, and gives
+    4 % more tokens."""
+
+    def engine_arguments(
+        self, model: str, *, max_context: int | None, dtype: str, seed: int, on_gpu: bool
+    ) -> dict[str, Any]:
+        """The keyword arguments of vLLM's `EngineArgs`.
+
+        Args:
+            model: folder or cached Hugging Face id.
+            max_context: longest prompt and response together, in tokens; None: what the model was made for.
+            dtype: of the weights; "auto": float32 on CPU, bfloat16 on GPUs.
+            seed: of requests that bring none.
+        """
+        context = max_context or complete_text_settings(model).max_position_embeddings
+        if dtype == "auto":
+            dtype = "bfloat16" if on_gpu else "float32"
+        arguments: dict[str, Any] = {
+            "model": str(find_model_config(model).parent),
+            "dtype": dtype,
+            "seed": seed,
+            "max_model_len": context,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_batched_tokens or max(context, 16384),
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "tensor_parallel_size": self.tensor_parallel,
+            # Ray's own executor, vLLM's choice inside a placement group, wants bundles that this worker does not have.
+            "distributed_executor_backend": "mp" if self.tensor_parallel > 1 else None,
+            "enable_prefix_caching": self.prefix_caching,
+            # A request's seed on CPU and its prompt in chunks do not go together: the generator cannot be rewound.
+            "enable_chunked_prefill": on_gpu,
+            # A step must be over when it returns, or tokens of the old weights would carry the new version.
+            "async_scheduling": False,
+            "enforce_eager": not self.compiles(on_gpu),
+            "logprobs_mode": "processed_logprobs",
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",  # none of the model's own sampling defaults: `Sampling` says it all
+            "enable_sleep_mode": on_gpu,
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+            "weight_transfer_config": {"backend": "weft"},
+            "worker_extension_cls": "weft.resharding.vllm_receiver.WeightReport",
+        }
+        kv_cache_gib = self.kv_cache_gib
+        if kv_cache_gib is None and not on_gpu:
+            kv_cache_gib = min(2.0, self._kv_cache_gib(complete_text_settings(model), dtype, context))
+        if kv_cache_gib is not None:
+            arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * GIB)
+        return arguments
+
+    def compiles(self, on_gpu: bool) -> bool:
+        """Whether vLLM compiles the model."""
+        return on_gpu if self.compile is None else self.compile
+
+    def _kv_cache_gib(self, config: Any, dtype: str, context: int) -> float:
+        """What `max_num_seqs` full contexts need on one rank, half-filled blocks included."""
+        settings = config.to_dict()
+        heads, size = settings.get("num_key_value_heads") or num_heads(settings), head_dim(settings)
+        assert heads is not None and size is not None  # `transformers` filled in what the folder leaves out
+        heads = math.ceil(heads / self.tensor_parallel)
+        token_bytes = 2 * config.num_hidden_layers * heads * size * (4 if dtype == "float32" else 2)
+        tokens = (self.max_num_seqs + 1) * (math.ceil(context / 128) + 1) * 128
+        return max(token_bytes * tokens / GIB, 1 / 64)
