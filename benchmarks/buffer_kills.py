@@ -36,7 +36,8 @@ from buffer_work import GROUP, content_hash, group, reward_of
 from weft_buffer import GENERATED, Line
 
 import weft
-from weft.controllers.shell import RowTask, gather
+from weft.controllers.row_io import gather
+from weft.controllers.tasks import RowTask
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.disk import Disk
 from weft.dataflow.buffer.log import LogReader

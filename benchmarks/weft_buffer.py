@@ -45,7 +45,8 @@ from turns import Turns
 
 import weft
 from weft.controllers.backends.backend import Files
-from weft.controllers.shell import DataAccess, RowTask, gather
+from weft.controllers.row_io import DataAccess, gather
+from weft.controllers.tasks import RowTask
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.rows import MAX_CHILDREN, Lease, Piece, Published
 from weft.dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer

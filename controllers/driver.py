@@ -57,9 +57,9 @@ from .recovery.checkpoints import (
 )
 from .recovery.failures import Failures
 from .recovery.full_disk import FullDisk
+from .row_io import num_tokens
 from .run_directory import check_name
 from .schedule import Asynchronous, OnePass, Share, Training
-from .shell import num_tokens
 from .symptoms import Watch, mistakes
 from .weight_sync import WeightSync
 

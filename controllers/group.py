@@ -22,7 +22,7 @@ from ..dataflow.operation import Shape
 from ..workers.dispatch import Coordinates, Dispatch, PerRank, RowSizes
 from ..workers.remote import dispatch_of
 from .placement import Place
-from .shell import Failure, Reply, RowTask, Task
+from .tasks import Failure, Reply, RowTask, Task
 
 Submit = Callable[[int, Task, "Call"], None]
 """Give a task to a rank; its replies come back through the backend's `wait`, addressed to the call."""

@@ -17,10 +17,11 @@ from ...dataflow.buffer.segments import SegmentReader, SegmentWriter
 from ...dataflow.graph import ParameterEdge
 from ...dataflow.handle import Handle
 from ...workers.worker import Context, Worker
-from ..desk import Desk
+from ..executor import Executor
 from ..group import Call, WorkerGroup
 from ..placement import Place
-from ..shell import DataAccess, Reply, Task
+from ..row_io import DataAccess
+from ..tasks import Reply, Task
 
 START_TIMEOUT_S = 300.0
 """Longest wait for workers to be up: vLLM's imports and a large model's loading are in it."""
@@ -142,7 +143,7 @@ class Local:
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
-        self._desks: dict[str, Desk] = {}
+        self._executors: dict[str, Executor] = {}
         self._events: deque[Event] = deque()
         self._data: DataAccess | None = None
 
@@ -159,7 +160,7 @@ class Local:
             place = Place(setup.placement[name].pool)  # world size 1, whatever the placement says
             worker = handle.worker_class(handle.config, Context(name=name, run_dir=setup.run_dir, seed=setup.seed))
             self._workers[name] = worker
-            self._desks[name] = Desk(worker, self._data)
+            self._executors[name] = Executor(worker, self._data)
             groups[name] = WorkerGroup(name, handle, place, [worker.coordinates], self._submit)
         return groups
 
@@ -170,20 +171,20 @@ class Local:
         def begin() -> None:
             call.started = self.clock()  # until then it waited for this thread, not for the worker
 
-        desk = self._desks[call.group.name]
-        desk.add(task, lambda reply: self._events.append(Event(call, rank, reply)), begin)
+        executor = self._executors[call.group.name]
+        executor.add(task, lambda reply: self._events.append(Event(call, rank, reply)), begin)
 
     def clock(self) -> float:
         return time.monotonic()
 
     def cancel(self, call: Call) -> None:
-        self._desks[call.group.name].cancel(call.number)
+        self._executors[call.group.name].cancel(call.number)
 
     def wait(self, timeout_s: float) -> Sequence[Event]:
-        while not self._events and any(desk.busy for desk in self._desks.values()):
-            for desk in self._desks.values():
-                if desk.busy:
-                    desk.turn()
+        while not self._events and any(executor.busy for executor in self._executors.values()):
+            for executor in self._executors.values():
+                if executor.busy:
+                    executor.take_turn()
         events, self._events = list(self._events), deque()
         return events
 
@@ -210,4 +211,4 @@ class Local:
                 closing.callback(self._data.close)
                 self._data = None
             self._workers.clear()
-            self._desks.clear()
+            self._executors.clear()

@@ -35,11 +35,11 @@ from ...dataflow.buffer.disk import make_file, make_folder
 from ...dataflow.errors import UserError, WorkerError
 from ...dataflow.handle import Handle
 from ...workers.worker import Context
-from ..desk import Desk, Pulse, as_they_come
+from ..executor import Activity, Executor, failure_of, replies_of
 from ..group import Call, WorkerGroup
 from ..placement import Place, ResourcePool, is_own, machine_cpus, machine_gpus, require_nodes
-from ..shell import Failure, Reply, Task, failure_of
 from ..signals import signals_deferred
+from ..tasks import Failure, Reply, Task
 from .backend import START_TIMEOUT_S, Event, Files, Setup, plain_name, this_node
 from .cluster import address_of, nodes_of, sizes
 from .interface import network_environment
@@ -508,7 +508,7 @@ class RayBackend:
 
 
 class Rank:
-    """One rank of a group, inside its Ray actor process: the worker at its desk, its log in the run directory.
+    """One rank of a group, inside its Ray actor process: the worker with its executor, and its log in the run directory.
 
     Ray calls in on a thread for each call; all of the work is done by one thread, which is the worker's own.
     """
@@ -528,8 +528,8 @@ class Rank:
         for variable, value in network_environment(ray.util.get_node_ip_address()).items():
             os.environ.setdefault(variable, value)
         self._note: SampleNote | None = None
-        self._pulse = Pulse()
-        context = replace(context, advance=self._pulse)
+        self._activity = Activity()
+        context = replace(context, advance=self._activity)
         if context.run_dir is not None:
             _log_to(context.run_dir / "logs" / f"{context.name}_{context.rank}.log")
             self._note = SampleNote(SampleNote.path(context.run_dir, context.name, context.rank))
@@ -541,7 +541,7 @@ class Rank:
         if peers is not None:
             self.connect(peers)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._desk: Desk | None = None
+        self._executor: Executor | None = None
         self._thread = threading.Thread(target=self._work, args=(worker_class, config, context), daemon=True)
         self._up = threading.Event()
         self._thread.start()
@@ -549,14 +549,14 @@ class Rank:
     def _work(self, worker_class: type, config: Any, context: Context) -> None:
         try:
             self.worker = worker_class(config, context)
-            self._desk = Desk(self.worker, self.data)
+            self._executor = Executor(self.worker, self.data)
         except Exception as error:  # reported by coordinates(), as text: not every exception survives a pickle
             self.failure = failure_of(error)
         self._up.set()
         try:
             while True:
-                if self._desk is not None and self._desk.busy and self._inbox.empty():
-                    self._desk.turn()
+                if self._executor is not None and self._executor.busy and self._inbox.empty():
+                    self._executor.take_turn()
                     continue
                 wanted = self._inbox.get()
                 if wanted is None:
@@ -589,13 +589,13 @@ class Rank:
             yield Reply(failure=self.failure)
             return
         replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
-        assert self._desk is not None
-        self._inbox.put(functools.partial(self._desk.add, task, replies.put))
-        yield from as_they_come(replies, self._pulse)
+        assert self._executor is not None
+        self._inbox.put(functools.partial(self._executor.add, task, replies.put))
+        yield from replies_of(replies, self._activity)
 
     def cancel(self, number: int) -> None:
-        assert self._desk is not None
-        self._inbox.put(functools.partial(self._desk.cancel, number))
+        assert self._executor is not None
+        self._inbox.put(functools.partial(self._executor.cancel, number))
 
     def close(self) -> None:
         self._inbox.put(None)

@@ -19,7 +19,7 @@ from ...workers.worker import MAX_FAILED
 from ..backends.backend import START_TIMEOUT_S, Backend, Event
 from ..group import Call, WorkerGroup, publishes_as_it_goes
 from ..progress import Progress
-from ..shell import Failure
+from ..tasks import Failure
 
 MAX_FAILURES = 3
 """Failures at the same sample after which it is dropped, or of the same call beside the graph after which the run ends."""

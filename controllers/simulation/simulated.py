@@ -44,7 +44,8 @@ from ..graph_run import positions
 from ..group import Call, WorkerGroup
 from ..placement import Place, Placement, resolve
 from ..recording import FUNCTIONS
-from ..shell import Reply, RowTask, Task, num_tokens
+from ..row_io import num_tokens
+from ..tasks import Reply, RowTask, Task
 
 NODE = "simulated"
 """The node that invented references name: no file of it exists anywhere."""
@@ -183,13 +184,13 @@ class Simulated:
         self.costs = costs
         self._now = 0.0
         self._fates = _Fates(costs)
-        self._desks: dict[tuple[str, int], _Desk] = {}
+        self._replicas: dict[tuple[str, int], _Replica] = {}
         self._asked: list[tuple[float, Call, list[tuple[int, Task]]]] = []
         """Calls that were made since the clock last moved."""
         self._heard: list[tuple[float, int, Event]] = []
         """Replies by the time at which they come: a heap, as the next."""
-        self._due: list[tuple[float, int, _Desk]] = []
-        """When something happens at a desk next. Entries of desks that changed since stay until they come up."""
+        self._due: list[tuple[float, int, _Replica]] = []
+        """When something happens at a replica next. Entries of replicas that changed since stay until they come up."""
         self._order = itertools.count()
         self._offset = 0
 
@@ -222,7 +223,7 @@ class Simulated:
                 raise UserError(f"CostModel.nodes: two nodes of {name!r} have a Generation; they share one engine")
             cost = generates[0] if generates else None
             for replica in range(mesh[-1].dp + 1) if cost else (0,):  # else all ranks work as one
-                self._desks[name, replica] = _Desk(cost, self._reply, self._invent)
+                self._replicas[name, replica] = _Replica(cost, self._reply, self._invent)
         return groups
 
     def delete(self, node: str, file: str) -> None:
@@ -244,25 +245,25 @@ class Simulated:
         return self._now
 
     def close(self) -> None:
-        for left in (self._desks, self._asked, self._heard, self._due):
+        for left in (self._replicas, self._asked, self._heard, self._due):
             left.clear()
 
     def cancel(self, call: Call) -> None:
         self._begin()
-        for desk in {id(d): d for rank in call.ranks for d in [self._desk(call, rank)]}.values():
-            desk.run(self._now)
-            desk.cancel(call, self._now)
-            self._note(desk)
+        for replica in {id(d): d for rank in call.ranks for d in [self._replica(call, rank)]}.values():
+            replica.run(self._now)
+            replica.cancel(call, self._now)
+            self._note(replica)
 
     def wait(self, timeout_s: float) -> Sequence[Event]:
         """The next replies; the clock moves to their time, or by `timeout_s` when none comes until then."""
         self._begin()
         end = self._now + timeout_s
         while self._due and self._due[0][0] <= max(self._now, min(end, self._heard[0][0] if self._heard else end)):
-            time, _, desk = heapq.heappop(self._due)
-            if time == desk.next_s:
-                desk.run(time)
-                self._note(desk)
+            time, _, replica = heapq.heappop(self._due)
+            if time == replica.next_s:
+                replica.run(time)
+                self._note(replica)
         if not self._heard or self._heard[0][0] > max(self._now, end):
             self._now = end
             return []
@@ -281,7 +282,7 @@ class Simulated:
         self._asked[-1][2].append((rank, task))
 
     def _begin(self) -> None:
-        """Hand the calls that were made to their desks."""
+        """Hand the calls that were made to their replicas."""
         asked, self._asked = self._asked, []
         for at, call, tasks in asked:
             name = call.node.name if call.node is not None else f"{call.group.name}.{call.method}"
@@ -294,15 +295,15 @@ class Simulated:
     def _generate(self, at: float, call: Call, tasks: Sequence[tuple[int, Task]]) -> None:
         assert call.lease is not None and call.ledger is not None
         by_id = {r.id: r for r in call.lease.rows}
-        for desk, own in self._by_desk(call, tasks):
+        for replica, own in self._by_replica(call, tasks):
             _, kept = next((one for one in own if one[1].keep), own[0])
             assert kept.rows is not None
             rows = [by_id[id] for id in kept.rows.ids.tolist()]
             n = int(kept.arguments.get("n", 1))
-            lengths = [self._fates.lengths(desk.cost, call.ledger.name, row, n) for row in rows]
-            desk.run(at)
-            desk.answer(_Answers(call, own, kept.rows, lengths, [r.tokens for r in rows], at), at)
-            self._note(desk)
+            lengths = [self._fates.lengths(replica.cost, call.ledger.name, row, n) for row in rows]
+            replica.run(at)
+            replica.answer(_Answers(call, own, kept.rows, lengths, [r.tokens for r in rows], at), at)
+            self._note(replica)
 
     def _work(self, at: float, call: Call, tasks: Sequence[tuple[int, Task]], cost: LinearCost) -> None:
         rows = {r.id: r for r in call.lease.rows} if call.lease is not None else {}
@@ -313,13 +314,13 @@ class Simulated:
                 tokens = sum(rows[i].tokens for i in task.rows.ids.tolist())
                 done[id(task.rows)] = cost.seconds(len(task.rows.ids), tokens, fixed=fixed)
         seconds = max(done.values(), default=cost.fixed_s)  # ranks of one program wait for the slowest
-        for desk, own in self._by_desk(call, tasks):
+        for replica, own in self._by_replica(call, tasks):
             replies = [(rank, self._result(call, rank, task, rows, cost, seconds)) for rank, task in own]
             weights = own[0][1].arguments.get("weights")
             version = weights.version if call.method == "receive_weights" and weights is not None else None
-            desk.run(at)
-            desk.work(_Work(call, seconds, replies, version), at)
-            self._note(desk)
+            replica.run(at)
+            replica.work(_Work(call, seconds, replies, version), at)
+            self._note(replica)
 
     def _result(
         self, call: Call, rank: int, task: Task, rows: Mapping[int, Row], cost: LinearCost, seconds: float
@@ -359,22 +360,24 @@ class Simulated:
             return None  # an update, say
         return Published(ids, np.zeros(len(ids), np.int64))
 
-    # Between the desks and the driver
+    # Between the replicas and the driver
 
-    def _desk(self, call: Call, rank: int) -> _Desk:
-        own = self._desks.get((call.group.name, call.group.mesh[rank].dp))
-        return own or self._desks[call.group.name, 0]
+    def _replica(self, call: Call, rank: int) -> _Replica:
+        own = self._replicas.get((call.group.name, call.group.mesh[rank].dp))
+        return own or self._replicas[call.group.name, 0]
 
-    def _by_desk(self, call: Call, tasks: Sequence[tuple[int, Task]]) -> list[tuple[_Desk, list[tuple[int, Task]]]]:
-        found: dict[int, tuple[_Desk, list[tuple[int, Task]]]] = {}
+    def _by_replica(
+        self, call: Call, tasks: Sequence[tuple[int, Task]]
+    ) -> list[tuple[_Replica, list[tuple[int, Task]]]]:
+        found: dict[int, tuple[_Replica, list[tuple[int, Task]]]] = {}
         for rank, task in tasks:
-            desk = self._desk(call, rank)
-            found.setdefault(id(desk), (desk, []))[1].append((rank, task))
+            replica = self._replica(call, rank)
+            found.setdefault(id(replica), (replica, []))[1].append((rank, task))
         return list(found.values())
 
-    def _note(self, desk: _Desk) -> None:
-        if desk.next_s < math.inf:
-            heapq.heappush(self._due, (desk.next_s, next(self._order), desk))
+    def _note(self, replica: _Replica) -> None:
+        if replica.next_s < math.inf:
+            heapq.heappush(self._due, (replica.next_s, next(self._order), replica))
 
     def _reply(self, time: float, call: Call, rank: int, reply: Reply) -> None:
         heapq.heappush(self._heard, (time, next(self._order), Event(call, rank, reply)))
@@ -482,8 +485,8 @@ class _Answers:
 Say = Callable[[float, Call, int, Reply], None]
 
 
-class _Desk:
-    """The calls of one replica (or of all ranks of a group that does not generate), as `desk.py` lets them take turns: calls
+class _Replica:
+    """The calls of one replica (or of all ranks of a group that does not generate), in turns as of `turns.py`: calls
     that give way share a continuous batch; others run to their end, between two decode steps.
 
     `at` is the latest boundary between two steps (or the end of a call) that was looked at; it may lie ahead of the clock.

@@ -33,7 +33,7 @@ from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.group import Call
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.schedule import Pipelined, Share, Synchronous
-from weft.controllers.shell import Task
+from weft.controllers.tasks import Task
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.samples import recorded
 from weft.dataflow.errors import DeadlineError, StalledError, UserError, WorkerError
@@ -362,7 +362,7 @@ def test_a_failing_worker_is_named_with_node_samples_and_its_own_traceback(tmp_p
         text,
     )
     assert "in generate\n" in text and "toy.py" in text and 'raise RuntimeError(f"token' in text
-    assert "shell.py" not in text and "driver.py" not in text
+    assert "executor.py" not in text and "driver.py" not in text
 
 
 def test_a_failing_function_is_named_by_its_node(tmp_path: Path):

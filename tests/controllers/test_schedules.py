@@ -1,19 +1,13 @@
 """One graph under every schedule: the same updates where they must be, fresh enough rows always."""
 
-import queue
-import threading
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import (
     PartsActor,
-    SlowConfig,
     SlowRollout,
     ToyReward,
     centred,
@@ -24,12 +18,9 @@ from toy import (
     toy_grpo,
 )
 
-from weft.controllers.backends.backend import Files
-from weft.controllers.desk import Desk, Pulse, as_they_come
 from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
-from weft.controllers.shell import Reply, RowTask, Task
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.log import LogReader
 from weft.dataflow.buffer.proof import prove
@@ -37,7 +28,7 @@ from weft.dataflow.buffer.sample_buffer import LOG
 from weft.dataflow.errors import StalledError, UserError
 from weft.dataflow.graph import graph as weft_graph
 from weft.dataflow.handle import group
-from weft.dataflow.operation import Shape, node, operation_of
+from weft.dataflow.operation import Shape, node
 
 
 @node(shape=Shape.FILTER, whole_groups=True, reads=("reward",))
@@ -208,39 +199,6 @@ def test_updates_behind_different_filters_are_refused_but_by_synchronous(tmp_pat
     with pytest.raises(UserError, match="stand behind different filters"):
         Driver(graph, schedule=Pipelined(steps=1), root=tmp_path)
     Driver(graph, schedule=Synchronous(steps=1), root=tmp_path)
-
-
-def test_a_worker_that_works_says_so_and_one_that_is_silent_does_not():
-    pulse, replies = Pulse(), queue.SimpleQueue()
-    coming = as_they_come(replies, pulse, listen_s=0.001)
-    for _ in range(3):
-        pulse()
-        assert next(coming) == Reply(), "it has nothing to say, but it did something"
-    done = Reply(done=True)
-    threading.Timer(0.05, lambda: replies.put(done)).start()
-    assert list(coming) == [done], "it did nothing, and nobody says otherwise"
-
-
-def test_a_call_that_is_cancelled_before_it_comes_is_never_begun(tmp_path: Path):
-    desk, heard = Desk(SlowRollout(SlowConfig()), Files(tmp_path).access("here", "desk")), []
-    desk.cancel(7)
-    desk.add(Task("generate", number=7), heard.append)
-    assert heard == [Reply(done=True)] and not desk.busy
-
-
-def test_what_does_not_give_way_goes_before_what_does(tmp_path: Path):
-    operation = operation_of(SlowRollout.generate)
-    assert operation is not None
-    nobody = np.zeros(0, np.int64)
-    rows = RowTask(operation, (), nobody, nobody, nobody)
-    desk, begun = Desk(SlowRollout(SlowConfig()), Files(tmp_path).access("here", "desk")), []
-    for number, own in enumerate([rows, rows, None, None]):
-        task = Task("generate" if own else "close", rows=own, number=number)
-        desk.add(task, lambda reply: None, partial(begun.append, number))
-    while desk.busy:
-        with suppress(StopIteration):
-            desk.turn()
-    assert begun == [2, 3, 0, 1]
 
 
 def test_what_overlaps_needs_pools_of_its_own(tmp_path: Path):

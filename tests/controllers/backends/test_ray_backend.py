@@ -32,7 +32,7 @@ from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.group import Call
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.schedule import Synchronous
-from weft.controllers.shell import RowTask, Task
+from weft.controllers.tasks import RowTask, Task
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.samples import recorded as recorded_parts
 from weft.dataflow.errors import UserError, WorkerError
@@ -216,7 +216,7 @@ def test_a_failing_worker_is_named_without_a_frame_of_ray(tmp_path: Path):
     assert text.startswith("worker rollout[0], node 'rollout.generate', samples ")
     assert "RuntimeError: token 31 is not to my taste\n" in text
     assert "toy.py" in text and "in generate\n" in text
-    assert "/ray/" not in text and "ray_backend.py" not in text and "shell.py" not in text
+    assert "/ray/" not in text and "ray_backend.py" not in text and "executor.py" not in text
 
 
 def test_a_killed_worker_is_reported_by_name_in_bounded_time(tmp_path: Path):

@@ -18,7 +18,6 @@ from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.group import Call
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous
-from weft.controllers.shell import Failure, Reply, Task
 from weft.controllers.simulation.simulated import (
     CostModel,
     FixedLengths,
@@ -29,6 +28,7 @@ from weft.controllers.simulation.simulated import (
     bound,
     calibrate,
 )
+from weft.controllers.tasks import Failure, Reply, Task
 from weft.dataflow.buffer.log import LogReader
 from weft.dataflow.buffer.proof import prove
 from weft.dataflow.buffer.sample_buffer import LOG
@@ -361,10 +361,10 @@ class Mortal(Simulated):
         return events
 
     def replace(self, group: Any, rank: int) -> None:
-        self._desks[group.name, rank] = type(self._desks[group.name, rank])(
-            self._desks[group.name, rank].cost, self._reply, self._invent
+        self._replicas[group.name, rank] = type(self._replicas[group.name, rank])(
+            self._replicas[group.name, rank].cost, self._reply, self._invent
         )
-        self._desks[group.name, rank].at = self.clock()
+        self._replicas[group.name, rank].at = self.clock()
 
     def _result(self, call: Call, rank: int, task: Task, rows: Any, cost: Any, seconds: float) -> Reply:
         reply = super()._result(call, rank, task, rows, cost, seconds)

@@ -1,0 +1,254 @@
+"""Rows on a rank: the columns of a call's rows are gathered from segments, and what the worker makes of them is checked, written
+to a segment, and described to the ledger."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Container, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..dataflow.batch import Batch
+from ..dataflow.buffer.disk import MAX_PAUSE_S, PAUSE_S, is_full
+from ..dataflow.buffer.rows import MAX_CHILDREN, Published
+from ..dataflow.buffer.segments import SegmentReader, SegmentWriter
+from ..dataflow.column import (
+    CHOSEN_IDS,
+    DRAW_PATH,
+    GROUP_ID,
+    PARENT_ID,
+    PROMPT_IDS,
+    REJECTED_IDS,
+    RESPONSE_IDS,
+    RESPONSE_MASK,
+    RESPONSE_VERSIONS,
+    SAMPLE_ID,
+)
+from ..dataflow.errors import UserError
+from ..dataflow.metrics import Metric, Metrics
+from ..dataflow.operation import Shape
+from .tasks import Reply, RowTask, Task
+
+TOKEN_COLUMNS = (PROMPT_IDS, RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)
+"""Columns whose lengths add up to the tokens of a row."""
+
+
+def num_tokens(batch: Batch, columns: Container[str] | None = None) -> np.ndarray:
+    """Tokens of each row.
+
+    Args:
+        batch: [rows].
+        columns: count those of the token columns that are among these; None: those that the batch has.
+
+    Returns:
+        [rows] int64.
+    """
+    tokens = np.zeros(len(batch), np.int64)
+    for column in TOKEN_COLUMNS:
+        if str(column) in (batch.columns if columns is None else columns):
+            tokens += batch.lengths(column)
+    return tokens
+
+
+@dataclass(frozen=True)
+class DataAccess:
+    """How a process reaches rows: it maps the files of its node, and appends to files of its own."""
+
+    reader: SegmentReader
+    writer: SegmentWriter
+
+    def close(self) -> None:
+        self.reader.close()
+        self.writer.close()
+
+
+def gather(rows: RowTask, reader: SegmentReader) -> Batch:
+    """The columns of a call's rows, in the order of the rows; without a copy where the data already lies in that order.
+
+    Args:
+        rows: which rows and columns, and the segments that hold them.
+        reader: of the segments of this node.
+
+    Returns:
+        [len(rows.ids)] rows.
+    """
+    columns: dict[str, Any] = {str(SAMPLE_ID): rows.ids, str(GROUP_ID): rows.group_ids, str(PARENT_ID): rows.parent_ids}
+    if rows.draws is not None:
+        columns[str(DRAW_PATH)] = rows.draws
+    for piece in rows.pieces:
+        read = [reader.read(s) for s in piece.segments]
+        if piece.by_position:
+            part = read[0].select(piece.columns)
+            where = piece.keys
+        else:
+            merged = Batch.concat([b.select((*piece.columns, SAMPLE_ID)) for b in read])
+            present = merged.numpy(SAMPLE_ID)
+            order = np.argsort(present, kind="stable")
+            where = order[np.searchsorted(present, piece.keys, sorter=order)]
+            part = merged.select(piece.columns)
+        if len(where) != len(part) or not np.array_equal(where, np.arange(len(part))):
+            part = part.take(where)
+        columns.update({name: part[name] for name in part.columns})
+    batch = Batch.of(**columns)
+    return _masked(batch, rows.masked) if rows.masked else batch
+
+
+def _masked(batch: Batch, ids: frozenset[int]) -> Batch:
+    """The batch with no token of these rows trained on."""
+    lengths = batch.lengths(RESPONSE_IDS)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    mask = batch.ragged_numpy(RESPONSE_MASK)[0] if RESPONSE_MASK in batch else np.ones(offsets[-1], np.uint8)
+    trained = np.repeat(~np.isin(batch.numpy(SAMPLE_ID), list(ids)), lengths)
+    return batch.with_columns(**{str(RESPONSE_MASK): (mask * trained.astype(np.uint8), offsets)})
+
+
+class Publisher:
+    """Checks and writes what a call returns for its rows, all at once or part by part.
+
+    - A map, a group or a filter returns rows that it was given, each at most once; a map and a group return all of them.
+    - An expansion returns rows of parents that it was given. They get the sample ids reserved for each parent, in order.
+    """
+
+    def __init__(self, task: Task, rows: RowTask, writer: SegmentWriter) -> None:
+        self._keep = task.keep
+        self._rows = rows
+        self._writer = writer
+        self._given = frozenset(rows.ids.tolist())
+        self._missing = dict.fromkeys(rows.ids.tolist())
+        firsts = rows.first_children if rows.first_children is not None else ()
+        self._next = {int(parent): int(first) for parent, first in zip(rows.ids, firsts, strict=False)}
+        self._end = {parent: first + MAX_CHILDREN for parent, first in self._next.items()}
+
+    def publish(self, part: Any) -> Generator[Reply, None, Reply]:
+        """Write what a method returned or yielded to a segment. Yields a paused reply while the disk is full.
+
+        Returns:
+            The reply that tells the driver of it.
+
+        Raises:
+            TypeError: it is no batch, no metrics, or lacks a column.
+            UserError: it breaks a rule of the operation's shape.
+            OSError: the disk stayed full for MAX_PAUSE_S, or is broken.
+        """
+        operation = self._rows.operation
+        batch, metrics = _taken_apart(operation.name, part)
+        if not self._keep:
+            return Reply()
+        if batch is None or not (self._rows.writes or operation.shape in (Shape.FILTER, Shape.EXPAND)):
+            return Reply(metrics=metrics)  # an update, say: nothing was written
+        published, kept = self._described(batch)
+        began = time.monotonic()
+        while self._rows.writes:
+            try:
+                return Reply(published, self._writer.append(kept), metrics)
+            except OSError as error:
+                if not is_full(error) or time.monotonic() - began > MAX_PAUSE_S:
+                    raise
+                yield Reply(paused=str(error))
+                time.sleep(PAUSE_S)
+        return Reply(published, metrics=metrics)
+
+    def check_complete(self) -> None:
+        """Check, when the call is over, that no row is missing.
+
+        Raises:
+            UserError: a map or a group has not returned all rows.
+        """
+        rows, shape = self._rows, self._rows.operation.shape
+        if not (self._keep and rows.writes and self._missing and shape in (Shape.MAP, Shape.GROUP)):
+            return
+        some = ", ".join(map(str, list(self._missing)[:4])) + ", ..." * (len(self._missing) > 4)
+        raise UserError(
+            f"{self._declared}: it returns every row that it was given; it lost {len(self._missing)} of {len(rows.ids)} "
+            f"(samples {some}). An operation that may leave rows out is declared with shape=Shape.FILTER"
+        )
+
+    @property
+    def _declared(self) -> str:
+        return f"{self._rows.operation.name} is declared with shape=Shape.{self._rows.operation.shape.name}"
+
+    def _described(self, batch: Batch) -> tuple[Published, Batch]:
+        """What the ledger is told of a result, and the columns of it that are written."""
+        name, writes = self._rows.operation.name, self._rows.writes
+        expands = self._rows.operation.shape is Shape.EXPAND
+        missing = [c for c in writes if c not in batch]
+        if missing:
+            raise TypeError(
+                f"{name} must write column {missing[0]!r}, but returned {', '.join(batch.columns) or 'no columns'}"
+            )
+        if expands and PARENT_ID not in batch:
+            raise TypeError(f"{name} expands rows: what it returns needs a 'parent_id' column")
+        parents = batch.numpy(PARENT_ID).astype(np.int64) if expands else None
+        ids = self._returned_ids(batch) if parents is None else self._child_ids(parents)
+        kept = batch.select(writes).with_columns(sample_id=ids)
+        versions, newest = None, -1
+        if str(RESPONSE_VERSIONS) in writes:
+            values, offsets = batch.ragged_numpy(RESPONSE_VERSIONS)
+            versions, newest = _minimum_per_row(values, offsets), int(values.max(initial=-1))
+        return Published(ids, num_tokens(batch, writes), versions, parents, newest), kept
+
+    def _returned_ids(self, batch: Batch) -> np.ndarray:
+        """[rows] int64 sample ids of rows that come back, each of which may come back once."""
+        if SAMPLE_ID in batch:
+            ids = batch.numpy(SAMPLE_ID).astype(np.int64)
+        elif len(batch) == len(self._rows.ids):
+            ids = self._rows.ids
+        else:
+            raise TypeError(
+                f"{self._rows.operation.name} returned {len(batch)} rows without sample_id for the {len(self._rows.ids)} "
+                "that it was given"
+            )
+        for id in ids.tolist():
+            if id not in self._given:
+                raise UserError(
+                    f"{self._declared}: it returns rows that it was given, with their sample_id; it returned sample_id {id}"
+                )
+            if id not in self._missing:
+                raise UserError(f"{self._declared}: it returns a row once; it returned sample {id} twice")
+            del self._missing[id]
+        return ids
+
+    def _child_ids(self, parents: np.ndarray) -> np.ndarray:
+        """[rows] int64 sample ids for rows that were made of these parents."""
+        ids = np.empty(len(parents), np.int64)
+        for k, parent in enumerate(parents.tolist()):
+            if parent not in self._next:
+                raise UserError(
+                    f"{self._declared}: the parent_id of a row that it makes is the sample_id of a row that it was given; "
+                    f"it made a row of {parent}"
+                )
+            if self._next[parent] == self._end[parent]:
+                raise UserError(
+                    f"{self._declared}: it makes at most {MAX_CHILDREN} rows of one row; it made more of {parent}"
+                )
+            ids[k] = self._next[parent]
+            self._next[parent] += 1
+        return ids
+
+
+def _taken_apart(name: str, part: Any) -> tuple[Batch | None, Metrics]:
+    """The batch and the metrics in what a method returned or yielded."""
+    batch, metrics = part if isinstance(part, tuple) and len(part) == 2 else (part, {})
+    if isinstance(batch, Mapping):
+        batch, metrics = None, batch
+    if not isinstance(batch, Batch | None) or not isinstance(metrics, Mapping):
+        got = f"({type(batch).__name__}, {type(metrics).__name__})" if isinstance(part, tuple) else type(part).__name__
+        raise TypeError(f"{name} must return a Batch, metrics, or both as a pair, not {got}")
+    for key, metric in metrics.items():
+        if not isinstance(metric, Metric):
+            raise TypeError(
+                f"{name}: metric {key!r} must be a Mean, Max or Sum, which know how to be merged, not {metric!r}"
+            )
+    return batch, metrics
+
+
+def _minimum_per_row(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Smallest value of each row of a ragged column; -1 for an empty row."""
+    lengths = np.diff(offsets)
+    out = np.full(len(lengths), -1, np.int64)
+    if len(values):
+        filled = lengths > 0
+        out[filled] = np.minimum.reduceat(values, offsets[:-1][filled])
+    return out

@@ -1,0 +1,109 @@
+"""What travels between the driver and a rank: a task there, replies back. None of them holds the columns of a row."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..dataflow.buffer.rows import Piece, Published
+from ..dataflow.buffer.segments import Segment
+from ..dataflow.metrics import Metrics
+from ..dataflow.operation import Operation
+
+
+@dataclass(frozen=True)
+class RowTask:
+    """The rows of one call on one rank: their ids and where their columns are."""
+
+    operation: Operation
+    writes: tuple[str, ...]
+    ids: np.ndarray
+    group_ids: np.ndarray
+    parent_ids: np.ndarray
+    pieces: Sequence[Piece] = ()
+    first_children: np.ndarray | None = None
+    """For each row, the first of the MAX_CHILDREN sample ids that are reserved for rows made of it (EXPAND only)."""
+    masked: frozenset[int] = frozenset()
+    """Rows whose tokens are not trained on."""
+    draws: Sequence[Sequence[int]] | None = None
+    """The column `draw_path`, for an operation that names it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Nothing in it is the user's, so the plain pickler will do. Ray's own asks Python about each object, to find functions
+        # and classes that are defined in a script.
+        return _row_task, (pickle.dumps(self.__dict__, protocol=5),)
+
+
+def _row_task(state: bytes) -> RowTask:
+    return RowTask(**pickle.loads(state))
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call on one rank."""
+
+    method: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    rows: RowTask | None = None
+    keep: bool = True
+    """Whether this rank publishes the rows that come back: one rank of each replica does."""
+    number: int = 0
+    """The call's number in the run."""
+
+    @property
+    def interruptible(self) -> bool:
+        """Whether other calls on the worker take turns with this one."""
+        return self.rows is not None and self.rows.operation.interruptible
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One reply to a call. The last has `done` or `failure`; an empty one says that the call goes on."""
+
+    published: Published | None = None
+    segment: Segment | None = None
+    """Where the columns of the published rows lie; None: nothing was written."""
+    metrics: Metrics = field(default_factory=dict)
+    value: Any = None
+    """What a method without rows returned."""
+    done: bool = False
+    seconds: float = 0.0
+    """Time spent in the worker; set in the last reply."""
+    failure: Failure | None = None
+    paused: str = ""
+    """Why nothing can be written at present: the disk is full. The rows are written when there is space."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        plain = pickle.dumps((self.published, self.segment, self.done, self.seconds), protocol=5)
+        return _reply, (plain, self.metrics, self.value, self.failure, self.paused)
+
+    @property
+    def is_last(self) -> bool:
+        return self.done or self.failure is not None
+
+
+def _reply(plain: bytes, metrics: Metrics, value: Any, failure: Failure | None, paused: str) -> Reply:
+    published, segment, done, seconds = pickle.loads(plain)
+    return Reply(published, segment, metrics, value, done, seconds, failure, paused)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception in a worker, as text, because not every exception survives a pickle."""
+
+    message: str
+    traceback: str
+    user_error: bool
+    sample_ids: tuple[int, ...] = ()
+    """The samples at fault, where the worker knows them."""
+    sample: str = ""
+    """The first of them in words (its prompt and response, say), where the worker knows it."""
+    died: bool = False
+    """It was no exception: the process is gone."""
+    disk_full: bool = False
+    unreadable: bool = False
+    """The rows of the call could not be read: their node may be gone."""

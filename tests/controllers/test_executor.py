@@ -1,0 +1,102 @@
+"""The executor of a rank: which call goes on, what is replied, and how work is told from silence."""
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from toy import ToyConfig
+
+from weft.controllers.backends.backend import Files
+from weft.controllers.executor import Activity, Executor, replies_of
+from weft.controllers.tasks import Reply, RowTask, Task
+from weft.dataflow.batch import Batch
+from weft.dataflow.operation import Shape, operation_of
+from weft.workers.dispatch import Dispatch
+from weft.workers.remote import remote
+from weft.workers.worker import Worker
+
+
+class Generator(Worker):
+    """Notes what it does; a call that generates makes three steps."""
+
+    Config = ToyConfig
+
+    def __init__(self) -> None:
+        super().__init__(ToyConfig())
+        self.steps: list[str] = []
+
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, shape=Shape.EXPAND, interruptible=True, reads=(), writes=("response_ids",))
+    def generate(self, prompts: Batch, *, who: str) -> Iterator[None]:
+        for _ in range(3):
+            self.steps.append(who)
+            yield None
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def receive_weights(self, who: str) -> str:
+        self.steps.append(who)
+        return who
+
+
+def generating(number: int) -> Task:
+    operation = operation_of(Generator.generate)
+    assert operation is not None
+    nobody = np.zeros(0, np.int64)
+    rows = RowTask(operation, (), nobody, nobody, nobody)
+    return Task("generate", {"who": f"generate {number}"}, rows, number=number)
+
+
+def receiving(number: int) -> Task:
+    return Task("receive_weights", {"who": f"receive {number}"}, number=number)
+
+
+def test_weights_go_in_between_two_steps_of_generation(tmp_path: Path):
+    worker = Generator()
+    executor, replies, started = Executor(worker, Files(tmp_path).access("here", "executor")), [], []
+    for task in (generating(0), generating(1)):
+        executor.add(task, replies.append, partial(started.append, task.number))
+    executor.take_turn()
+    executor.add(receiving(2), replies.append, partial(started.append, 2))
+    while executor.busy:
+        executor.take_turn()
+    rounds = ["generate 1", "generate 0", "generate 1", "generate 0", "generate 1"]
+    assert worker.steps == ["generate 0", "receive 2", *rounds]
+    assert started == [0, 2, 1], "a call starts when it has its first turn, not when it comes"
+    assert [(r.value, r.done) for r in replies] == [("receive 2", True), (None, True), (None, True)]
+
+
+def test_a_call_that_is_cancelled_ends_where_it_stands_or_before_it_begins(tmp_path: Path):
+    worker = Generator()
+    executor = Executor(worker, Files(tmp_path).access("here", "executor"))
+    replies: dict[int, list[Any]] = {1: [], 2: []}
+    executor.add(generating(1), replies[1].append)
+    executor.take_turn()
+    executor.cancel(1)
+    executor.cancel(2)
+    executor.add(generating(2), replies[2].append)
+    assert replies == {1: [Reply(done=True)], 2: [Reply(done=True)]}
+    assert worker.steps == ["generate 1"] and not executor.busy
+
+
+def test_a_failure_is_replied_with_the_traceback_of_the_worker_alone(tmp_path: Path):
+    executor, replies = Executor(Generator(), Files(tmp_path).access("here", "executor")), []
+    executor.add(replace(receiving(1), arguments={}), replies.append)
+    executor.take_turn()
+    (reply,) = replies
+    assert reply.is_last and not reply.done and reply.failure.message.startswith("TypeError: ")
+    assert not executor.busy and not reply.failure.user_error
+
+
+def test_a_worker_that_works_says_so_and_one_that_is_silent_does_not():
+    activity, replies = Activity(), queue.SimpleQueue()
+    coming = replies_of(replies, activity, poll_s=0.001)
+    for _ in range(3):
+        activity()
+        assert next(coming) == Reply(), "it has nothing to say, but it did something"
+    done = Reply(done=True)
+    threading.Timer(0.05, lambda: replies.put(done)).start()
+    assert list(coming) == [done], "it did nothing, and nobody says otherwise"
