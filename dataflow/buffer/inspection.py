@@ -177,7 +177,9 @@ def steps_in_log(folder: Path, last: int, end: Position) -> list[dict[str, float
             match record["do"]:
                 case "graph":
                     updates |= {
-                        (record["graph"], n["name"]) for n in record["outline"]["nodes"] if n["operation"]["updates"]
+                        (record["graph"], n["name"])
+                        for n in record["outline"]["nodes"]
+                        if n["operation"]["takes"]["kind"] == "training batch"
                     }
                 case "claim" if (record["graph"], record["node"]) in updates:
                     leases[record["graph"], record["lease"]] = record["node"], len(record["ids"])

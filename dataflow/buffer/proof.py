@@ -246,18 +246,18 @@ class GraphRules:
         self.nodes: list[NodeRules] = []
         for i, n in enumerate(outline["nodes"]):
             operation = n["operation"]
-            groups = bool(operation["whole_groups"] or operation["updates"])
-            quorum = int(n["arguments"]["n"]) if operation["quorum"] else 0
+            takes = operation["takes"]
+            groups, quorum = takes["kind"] != "rows", int(takes.get("n", 0))
             rules = NodeRules(i, n["name"], operation["shape"], n["level"], n["makes_level"], groups, quorum, False, [])
             rules.after, rules.writes, rules.bit = list(n["after"]), bool(n["writes"]), 1 << i
-            rules.records = bool(operation.get("behind"))
+            rules.records = takes["kind"] == "finished groups"
             self.nodes.append(rules)
         self.by_name = {n.name: n for n in self.nodes}
         self.makers = {n.makes: n for n in self.nodes if n.makes is not None}
         self.level_names = {0: outline["source"]} | {level: n.name for level, n in self.makers.items()}
         self.on_level = [[n for n in self.nodes if n.level == lv] for lv in range(len(self.makers) + 1)]
         self.all = (1 << len(self.nodes)) - 1
-        self.updates = any(n["operation"]["updates"] for n in outline["nodes"])
+        self.updates = any(n["operation"]["takes"]["kind"] == "training batch" for n in outline["nodes"])
         for node in self.nodes:
             line = self.line(node.level)
             masks: Counter[int] = Counter()

@@ -91,7 +91,9 @@ def _finished(log: Path) -> set[tuple[str, int]] | None:
         match record["do"]:
             case "graph":
                 nodes = record["outline"]["nodes"]
-                recorders |= {(record["graph"], n["name"]) for n in nodes if n["operation"].get("behind")}
+                recorders |= {
+                    (record["graph"], n["name"]) for n in nodes if n["operation"]["takes"]["kind"] == "finished groups"
+                }
             case "claim" if (record["graph"], record["node"]) in recorders:
                 granted.add((record["graph"], record["lease"]))
             case "finish" if (record["graph"], record["lease"]) in granted:
