@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what a command needs is imported when it runs: --help is quick
-    from .dataflow.buffer.proof import Proof
+    from .dataflow.buffer.check import Report
 
 RUNS = Path("runs")
 """Where the name of a run is looked for."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0; 1 when a proof failed, or a run cannot be read; 2 when the user can mend it."""
+    """Run one command; returns the exit code: 0; 1 when a log breaks a rule, or a run cannot be read; 2 when the user can mend it."""
     options = _parser().parse_args(arguments)
     from .dataflow.errors import UserError, WeftError
 
@@ -34,9 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="weft", description="Looks into the runs of Weft, also while they go on.")
-    rooms = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    buffer = rooms.add_parser("buffer", help="the sample buffer of a run: its log, its rows, its samples")
+    parser = argparse.ArgumentParser(prog="weft", description="Look into the runs of Weft, also while they go on.")
+    folders = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    buffer = folders.add_parser("buffer", help="the sample buffer of a run: its log, its rows, its samples")
     commands = buffer.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def add(name: str, command: object, help: str, to: Any = commands) -> argparse.ArgumentParser:
@@ -45,27 +45,33 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(command=command)
         return added
 
-    add("check", _check, "prove from the log that every row is accounted for; exit code 1 when it is not")
-    why = add("why", _why, "say what a group waits for, or what became of it")
-    why.add_argument("group", metavar="GROUP", type=int, help="its group_id")
-    why.add_argument("--graph", help="the graph that it must be of, such as train")
-    table = add("table", _table, "list rows: every one that was ever issued or made")
-    table.add_argument("--state", choices=("waiting", "leased", "done", "dropped"), help="only rows in this state")
-    table.add_argument("--limit", type=int, default=20, help="how many rows (20)")
-    sql = add("sql", _sql, "ask DuckDB about the tables rows, columns, samples, metrics, timeline")
-    sql.add_argument("query", metavar="QUERY", help="such as 'select state, count(*) from rows group by state'")
-    sql.add_argument("--limit", type=int, default=100, help="how many rows are shown (100)")
-    sql.add_argument(
-        "--timeout", metavar="SECONDS", type=float, default=60, help="give the question up after so long (60)"
+    add(
+        "check",
+        _check,
+        "check with the log that the run kept the law of rows: no row lost, none used twice, no group torn; exit code 1 if not",
     )
-    add("archive", _archive, "write all samples into one Parquet file, samples.parquet")
+    why = add("why", _why, "say what a group waits for, or what became of its rows")
+    why.add_argument("group", metavar="GROUP", type=int, help="the group_id of the group")
+    why.add_argument("--graph", help="refuse groups of other graphs than this one, such as train")
+    table = add("table", _table, "list the rows that the run ever issued or made")
+    table.add_argument("--state", choices=("waiting", "leased", "done", "dropped"), help="list only rows in this state")
+    table.add_argument("--limit", type=int, default=20, help="list at most so many rows (default: 20)")
+    sql = add("sql", _sql, "ask a question in SQL about the tables rows, columns, samples, metrics and timeline")
+    sql.add_argument("query", metavar="QUERY", help="such as 'select state, count(*) from rows group by state'")
+    sql.add_argument("--limit", type=int, default=100, help="show at most so many rows of the answer (default: 100)")
+    sql.add_argument(
+        "--timeout", metavar="SECONDS", type=float, default=60, help="give up after so many seconds (default: 60)"
+    )
+    add("archive", _archive, "write all samples of the run into one Parquet file, samples.parquet")
     timeline = add(
-        "timeline", _timeline, "say how busy each worker group of a run was, and draw what it did when", rooms
+        "timeline", _timeline, "say how busy each worker group of a run was, and draw when it did what", folders
     )
     timeline.add_argument(
-        "--steps", default=":", help="such as 10:20 (10 to 19), 10:, :20 or 10; all of them without it"
+        "--steps", default=":", help="show only these steps: 10:20 (10 to 19), 10:, :20 or 10 (default: all)"
     )
-    timeline.add_argument("--out", metavar="FILE", type=Path, help="the picture to write (RUN/timeline.png)")
+    timeline.add_argument(
+        "--out", metavar="FILE", type=Path, help="write the picture to this file (default: RUN/timeline.png)"
+    )
     return parser
 
 
@@ -75,55 +81,61 @@ def _run(name: str) -> Path:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from .dataflow.buffer.inspection import buffer_folder
-    from .dataflow.buffer.proof import prove
+    from .dataflow.buffer.check import check_log
+    from .dataflow.buffer.history import buffer_folder
 
     folder = buffer_folder(_run(options.run))
-    proof = prove(folder)
-    print(_summary(proof))
-    for line in proof.damage:
+    report = check_log(folder)
+    print(_summary(report))
+    for line in report.damage:
         print(f"note: {line}")
-    for line in proof.violations:
-        print(f"VIOLATION {line}")
-    if proof.violations:
-        print(f"NOT OK: {len(proof.violations)} violations in {folder}")
+    for violation in report.violations:
+        print(f"VIOLATION {violation}")
+    if report.violations:
+        for rule in dict.fromkeys(violation.rule for violation in report.violations):
+            print(f"broken rule: {rule.value}")
+        print(f"NOT OK: {len(report.violations)} violations in {folder}")
         return 1
-    issued = sum(graph.issued for graph in proof.graphs.values())
-    print(f"OK: {proof.records} records account for {issued} rows")
+    issued = sum(graph.issued for graph in report.graphs.values())
+    print(f"OK: {report.records} records account for {issued} rows")
     return 0
 
 
-def _summary(proof: Proof) -> str:
+def _summary(report: Report) -> str:
     import pyarrow as pa
 
-    from .dataflow.buffer.inspection import as_text
+    from .dataflow.buffer.text_table import as_text
 
     rows = [
         {
             "graph": name,
-            "issued": g.issued,
-            "waiting": g.waiting,
-            "leased": g.leased,
-            "done": g.done,
-            "dropped": sum(g.dropped.values()),
-            "why": ", ".join(f"{reason} {number}" for reason, number in sorted(g.dropped.items())),
+            "issued": graph.issued,
+            "waiting": graph.waiting,
+            "leased": graph.leased,
+            "done": graph.done,
+            "dropped": graph.dropped.total(),
+            "why": ", ".join(f"{reason} {number}" for reason, number in sorted(graph.dropped.items())),
         }
-        for name, g in proof.graphs.items()
+        for name, graph in report.graphs.items()
     ]
     nodes = [
         {"graph": name, "node": node, "rows consumed": number}
-        for name, g in proof.graphs.items()
-        for node, number in g.consumed.items()
+        for name, graph in report.graphs.items()
+        for node, number in graph.consumed.items()
     ]
-    stale = [f"{n} groups too old at {name}: {fate}" for name, g in proof.graphs.items() for fate, n in g.stale.items()]
-    leases = ", ".join(f"{number} {what}" for what, number in proof.leases.items())
-    facts = f"{proof.restarts} restarts, {proof.segments} segments, {proof.checkpoints} checkpoints"
+    stale = [
+        f"{number} groups too old at {name}: {fate}"
+        for name, graph in report.graphs.items()
+        for fate, number in graph.stale.items()
+    ]
+    leases = ", ".join(f"{number} {what}" for what, number in report.leases.items())
+    facts = f"{report.restarts} restarts, {report.segments} segments, {report.checkpoints} checkpoints"
     tables = [as_text(pa.Table.from_pylist(t), limit=1000, width=100) for t in (rows, nodes) if t]
     return "\n\n".join([*tables, "\n".join([*stale, f"leases: {leases}; {facts}"])])
 
 
 def _why(options: argparse.Namespace) -> int:
-    from .dataflow.buffer.inspection import buffer_folder, why
+    from .dataflow.buffer.history import buffer_folder, why
 
     print(why(buffer_folder(_run(options.run)), options.group, options.graph))
     return 0
@@ -132,7 +144,8 @@ def _why(options: argparse.Namespace) -> int:
 def _table(options: argparse.Namespace) -> int:
     import pyarrow.compute as pc
 
-    from .dataflow.buffer.inspection import as_text, buffer_folder, history
+    from .dataflow.buffer.history import buffer_folder, history
+    from .dataflow.buffer.text_table import as_text
 
     table = history(buffer_folder(_run(options.run)))
     if options.state is not None:
@@ -142,7 +155,8 @@ def _table(options: argparse.Namespace) -> int:
 
 
 def _sql(options: argparse.Namespace) -> int:
-    from .dataflow.buffer.inspection import as_text, query
+    from .dataflow.buffer.sql import query
+    from .dataflow.buffer.text_table import as_text
 
     notes: list[str] = []
     answer = query(_run(options.run), options.query, notes, timeout_s=options.timeout)

@@ -39,9 +39,9 @@ import weft
 from weft.controllers.row_io import gather
 from weft.controllers.tasks import RowTask
 from weft.dataflow.batch import Batch
+from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.disk import Disk
 from weft.dataflow.buffer.log import LogReader
-from weft.dataflow.buffer.proof import prove
 from weft.dataflow.buffer.rows import MAX_CHILDREN, Lease, Piece, Published
 from weft.dataflow.buffer.sample_buffer import LOG, SEGMENTS, BufferConfig, SampleBuffer
 from weft.dataflow.buffer.segments import Segment, SegmentReader, SegmentWriter
@@ -50,7 +50,6 @@ from weft.dataflow.errors import DamagedSegment, LeaseError
 from weft.dataflow.graph import Graph, Node, TableSource
 from weft.dataflow.handle import group as worker_group
 from weft.dataflow.operation import Shape, node
-from weft.dataflow.takes import TrainingBatch
 from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
 from weft.workers.worker import Worker
@@ -80,7 +79,7 @@ def advantages(rows: Batch) -> Batch:
 class Trainer(Worker):
     Config = Config
 
-    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(*GENERATED, "reward", "advantage"), takes=TrainingBatch())
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(*GENERATED, "reward", "advantage"), updates=True)
     def update(self, rows: Batch) -> None: ...
 
 
@@ -449,7 +448,7 @@ def simulated(kills: int = 10_000, rows: int = 1_000_000, seed: int = 0) -> dict
         simulation = Simulation(Path(name), kills, rows // GROUP, seed)
         simulation.run()
         ran = time.perf_counter()
-        found, violations = proof_of(Path(name), rows // GROUP), prove(Path(name)).violations
+        found, violations = proof_of(Path(name), rows // GROUP), check_log(Path(name)).violations
         num_bytes = (Path(name) / LOG).stat().st_size
     return {
         "kills": simulation.faults.total(),
@@ -458,7 +457,7 @@ def simulated(kills: int = 10_000, rows: int = 1_000_000, seed: int = 0) -> dict
         "late_refused": simulation.late_refused,
         "restarts": simulation.faults["restart"],
         "hangs": simulation.faults["hang"],
-        "violations": violations,
+        "violations": [str(violation) for violation in violations],
         "turns": simulation.turns,
         "log_bytes": num_bytes,
         "run_s": round(ran - started, 1),
@@ -917,7 +916,7 @@ def real(kills: int = 50, seed: int = 0) -> dict[str, Any]:
             left = harness.processes.alive() + [str(p) for p in (folder / SEGMENTS).glob("**/*")]
         finally:
             harness.close()
-        found, violations = proof_of(folder, harness.facts["positions"]), prove(folder).violations
+        found, violations = proof_of(folder, harness.facts["positions"]), check_log(folder).violations
     return {
         "kills": len(faults),
         **found,
@@ -932,7 +931,7 @@ def real(kills: int = 50, seed: int = 0) -> dict[str, Any]:
         "lost_segments": harness.facts["lost_segments"],
         "damage": harness.damage,
         "left_behind": left,
-        "violations": violations,
+        "violations": [str(violation) for violation in violations],
         "seconds": round(time.perf_counter() - started, 1),
     }
 

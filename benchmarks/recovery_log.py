@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
+from weft.dataflow.buffer.check import read
+from weft.dataflow.buffer.checker import Checker
 from weft.dataflow.buffer.log import LogReader
-from weft.dataflow.buffer.proof import LogVerifier
 from weft.dataflow.buffer.sample_buffer import LOG
 
 
@@ -32,7 +33,7 @@ class Account:
     duplicated: int
     """Samples that were trained on more than once, those of prompts that were issued too often among them."""
     violations: list[str]
-    """What `weft.dataflow.buffer.proof` says."""
+    """What `weft.dataflow.buffer.check` says."""
 
 
 def account(buffer: Path, *, samples: int, source: int, seed: int, graph: str = "train") -> Account:
@@ -70,11 +71,10 @@ def account(buffer: Path, *, samples: int, source: int, seed: int, graph: str = 
                 again += 1
             case _:
                 pass
-    witness = LogVerifier(buffer)
-    for _ in witness.read():
-        pass
+    checker = Checker()
+    violations = [str(violation) for _, found in read(buffer, checker, []) for violation in found]
     by_group = Counter(prompt_of[id] for id in trained)
-    waiting = {group for group in position_of if not by_group[group] and group in witness.groups}
+    waiting = {group for group in position_of if not by_group[group] and group in checker.groups}
     epochs = (np.random.default_rng((seed, epoch)).permutation(source).tolist() for epoch in count())
     expected = Counter(islice(chain.from_iterable(epochs), len(position_of)))
     issued = Counter(position_of.values())
@@ -88,7 +88,7 @@ def account(buffer: Path, *, samples: int, source: int, seed: int, graph: str = 
         duplicated=sum(times - 1 for times in trained.values())
         + sum(max(0, number - samples) for number in by_group.values())
         + samples * (issued - expected).total(),
-        violations=witness.proof().violations,
+        violations=violations,
     )
 
 

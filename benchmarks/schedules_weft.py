@@ -26,8 +26,8 @@ from workloads import reward as score
 import weft
 from weft.algorithms.grpo import grpo
 from weft.algorithms.sampling import Sampling
+from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.log import LogReader
-from weft.dataflow.buffer.proof import prove
 from weft.dataflow.buffer.sample_buffer import LOG
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.dispatch import Dispatch
@@ -226,7 +226,7 @@ def main(work: Work, name: str, folder: Path) -> None:
     start, end = work.warm_up, work.warm_up + work.counted
     closed = [row["time_s"] for row in metrics]
     window = closed[start], closed[end]
-    proof = prove(path / "buffer")
+    report = check_log(path / "buffer")
     busy, total = (b - a for a, b in zip(machine[start], machine[end], strict=True))
     turns.say(
         schedule=name,
@@ -242,10 +242,10 @@ def main(work: Work, name: str, folder: Path) -> None:
         machine_busy=busy / total,
         max_staleness=max(row.get("actor/max_staleness", 0.0) for row in metrics),
         mean_staleness=float(np.mean([row.get("actor/mean_staleness", 0.0) for row in metrics[start + 1 : end + 1]])),
-        violations=proof.violations[:5],
+        violations=[str(violation) for violation in report.violations[:5]],
         stale_rows=rows_too_old(path / "buffer", bound)
         + sum(row.get("actor/max_staleness", 0.0) > bound for row in metrics),
-        records=proof.records,
+        records=report.records,
         decode_step_s=steps_s,
         timeline=[c for c in timeline if c["end_s"] >= closed[0]],
         window=window,

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..dataflow.buffer.disk import PARTIAL, Disk, is_full, make_folder, set_aside
-from ..dataflow.buffer.inspection import steps_in_log
+from ..dataflow.buffer.finished_leases import samples_by_step
 from ..dataflow.buffer.journal import (
     CALLS,
     METRICS,
@@ -109,7 +109,7 @@ class RunDirectory:
         metrics = directory._read(METRICS, read_metrics, ("step",))
         rows = {row["step"]: present(row) for row in metrics.to_pylist() if row["step"] is not None} if metrics else {}
         if any(earlier not in rows for earlier in range(step + 1)):
-            rows = {row["step"]: row for row in steps_in_log(path / BUFFER, step, position)} | rows
+            rows = {row["step"]: row for row in samples_by_step(path / BUFFER / LOG, step, position)} | rows
         kept = [value for at in sorted(rows) if at <= step for value in values_from(rows[at])]
         begin_again(path, METRICS, pa.Table.from_pylist(kept, VALUES))
         calls = directory._read(TIMELINE, read_timeline, CALLS.names)

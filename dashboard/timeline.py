@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from ..dataflow.buffer import journal
-from ..dataflow.buffer.inspection import as_text
+from ..dataflow.buffer.text_table import as_text
 from ..dataflow.errors import UserError, nearest
 from .curve import FAINT, INK
 

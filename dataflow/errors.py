@@ -11,6 +11,7 @@
      │   ├─ WeightSyncError                    a receiver holds other weights than were published
      │   ├─ TakenOverError                     another driver goes on with the run
      │   ├─ RecoveryError                      the log of a run cannot be replayed
+     │   │   └─ FormatError                    another version of Weft wrote it
      │   ├─ DamagedSegment                     columns of rows cannot be read any more
      │   ├─ LeaseError                         rows were handled that are somebody else's
      │   ├─ DivergedError                      too many bad optimizer steps in a row
@@ -18,7 +19,7 @@
      │   └─ WorkerError                        a call on a worker failed
      │       └─ WorkerDied                     the process of a worker is gone
      │           └─ DeadlineError (TimeoutError)   nobody answered in time
-     └─ Violation                              a record of the log cannot be; `weft buffer check` reports it
+     └─ BrokenRule                             an event of a log breaks the law of rows; `weft buffer check` reports it
 
     SystemExit
      └─ Ended                                  a signal ended the process, wherever it was
@@ -30,8 +31,12 @@ the advice stands below the message. This module imports nothing of Weft, so tha
 from __future__ import annotations
 
 import difflib
+import enum
 from collections.abc import Iterable
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from .buffer.segments import Segment
 
 
 class WeftError(Exception):
@@ -121,15 +126,13 @@ class RecoveryError(RunError):
     advice = "Go on with the graphs and the version of Weft that wrote the log, or begin a run of another name."
 
 
-class MessageReference(Protocol):
-    """What an error says of a message in a segment (a `Segment`)."""
+class FormatError(RecoveryError):
+    """The log of a run is of a format that this version of Weft does not read."""
 
-    @property
-    def node(self) -> str: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def num_bytes(self) -> int: ...
+    advice = (
+        "resume='weights' goes on with the saved model at its place in the data, without the rows that were in flight. To go on with them, "
+        "or to look into the log, use the version of Weft that wrote it."
+    )
 
 
 class DamagedSegment(RunError):
@@ -137,7 +140,7 @@ class DamagedSegment(RunError):
 
     advice = "Go on with resume='latest': prompts whose rows are damaged are issued again."
 
-    def __init__(self, segment: MessageReference, path: object, problem: str) -> None:
+    def __init__(self, segment: Segment, path: object, problem: str) -> None:
         super().__init__(segment, str(path), problem)  # what a pickle makes it from again
         self.segment = segment
 
@@ -190,11 +193,15 @@ class DeadlineError(WorkerDied, TimeoutError):
     advice = "If the call needs that long, raise Driver(call_timeout_s=...); else the log of who was waited for is in the run's logs/."
 
 
-# What a proof finds
+# What the checker of logs finds
 
 
-class Violation(WeftError):
-    """A record of the log that cannot be: the rest of it is not looked at. `weft buffer check` lists it."""
+class BrokenRule(WeftError):
+    """An event of a log breaks a rule, and nothing more can be said of it. `weft buffer check` lists it."""
+
+    def __init__(self, message: str, rule: enum.Enum | None = None) -> None:
+        super().__init__(message)
+        self.rule = rule
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:

@@ -15,7 +15,6 @@ from ..dataflow.buffer.disk import Disk
 from ..dataflow.column import REFERENCE_LOGPROBS, RESPONSE_LOGPROBS, RESPONSE_MASK, REWARD, TOKEN_REWARDS
 from ..dataflow.config import Config
 from ..dataflow.metrics import Mean, Metrics
-from ..dataflow.takes import TrainingBatch
 from .dispatch import Dispatch
 from .remote import remote
 from .worker import Context, Worker
@@ -44,7 +43,7 @@ class AdaptiveKlWorker(Worker):
 
     @remote(
         dispatch=Dispatch.ONE_TO_ALL,
-        reads=lambda reward, old: (reward, old, REFERENCE_LOGPROBS),
+        reads=("{reward}", "{old}", REFERENCE_LOGPROBS),
         may_read=(RESPONSE_MASK,),
         writes=(TOKEN_REWARDS,),
     )
@@ -55,9 +54,9 @@ class AdaptiveKlWorker(Worker):
 
     @remote(
         dispatch=Dispatch.ONE_TO_ALL,
-        reads=lambda old: (old, REFERENCE_LOGPROBS),
+        reads=("{old}", REFERENCE_LOGPROBS),
         may_read=(RESPONSE_MASK,),
-        takes=TrainingBatch(),
+        updates=True,
     )
     def update(self, samples: Batch, *, old: str = str(RESPONSE_LOGPROBS)) -> Metrics:
         """The coefficient for the next step, from the divergence of these samples; the column `old` has the log-probabilities of the

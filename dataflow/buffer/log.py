@@ -22,11 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import TakenOverError
+from ..errors import FormatError, TakenOverError
+from ..graph import Graph
 from .disk import PARTIAL, Disk, remove
 
 Record = Mapping[str, Any]
 """What happened: `do` says what, the rest depends on it. Values are those of JSON."""
+
+FORMAT = 2
+"""Of the records of a log and of the graphs described in it. In format 1, all rows made of a parent came together."""
 
 _CHUNK_BYTES = 4 << 20
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -210,6 +214,25 @@ class LogReader:
             self.damage = f"{where}: a record's checksum is {line[:8].decode(errors='replace')!r}, not {checksum:08x}"
             return None
         return checksum
+
+
+def graph_record(name: str, outline: Record) -> Record:
+    """The record with which a log describes a graph of its run, and says of which format it is."""
+    return {"do": "graph", "graph": name, "format": FORMAT, "outline": outline}
+
+
+def described_graph(record: Record) -> Graph:
+    """The graph that a record describes: a checker or a ledger can walk it, and nobody can run it.
+
+    Raises:
+        FormatError: another version of Weft wrote the log.
+    """
+    found = record.get("format", 1)
+    if found != FORMAT:
+        which = "an earlier" if found < FORMAT else "a later"
+        what = f"the log with graph {record['graph']!r} is of format {found}, which {which} version of Weft wrote"
+        raise FormatError(f"{what}; this one reads format {FORMAT}")
+    return Graph.from_outline(record["outline"])
 
 
 def has_position(path: Path, position: Position) -> bool:

@@ -27,7 +27,18 @@ from ..operation import Shape
 from .disk import Disk, is_full, make_folder, remove
 from .ledger import Ledger
 from .ledger_state import load, save
-from .log import Fence, Log, LogReader, Position, Record, has_position, read_checkpoint, write_checkpoint
+from .log import (
+    Fence,
+    Log,
+    LogReader,
+    Position,
+    Record,
+    described_graph,
+    graph_record,
+    has_position,
+    read_checkpoint,
+    write_checkpoint,
+)
 from .rows import Fate, Ids, Lease, Published
 from .segment_files import with_file
 from .segments import Segment, SegmentStore, verify
@@ -131,7 +142,7 @@ class SampleBuffer:
             log.append({"do": "ids", "next_id": ids.next_id, "next_group": ids.next_group})
         ledgers = {name: Ledger(graph, ids=ids, name=name, log=log, clock=clock) for name, graph in graphs.items()}
         for name, graph in graphs.items():
-            log.append({"do": "graph", "graph": name, "outline": graph.outline()})
+            log.append(graph_record(name, graph.outline()))
         log.commit(sync=True)
         return cls(folder, node, config, ledgers, ids, log, SegmentStore(folder / SEGMENTS / node, node), disk=disk)
 
@@ -176,7 +187,7 @@ class SampleBuffer:
             if path not in history.checkpoints:
                 remove(path)
         for name in history.unwritten:
-            log.append({"do": "graph", "graph": name, "outline": history.ledgers[name].graph.outline()})
+            log.append(graph_record(name, history.ledgers[name].graph.outline()))
         buffer = cls(
             folder,
             node,
@@ -307,7 +318,7 @@ class SampleBuffer:
         records: list[Record] = [
             {"do": "ids", "next_id": self.ids.next_id, "next_group": self.ids.next_group},
             *({"do": "note", "key": key, "value": value} for key, value in self.notes.items()),
-            *({"do": "graph", "graph": n, "outline": g.graph.outline()} for n, g in self.ledgers.items()),
+            *(graph_record(name, ledger.graph.outline()) for name, ledger in self.ledgers.items()),
             *(record for ledger in self.ledgers.values() for record in save(ledger)),
         ]
         name = _checkpoint_name(position)
@@ -449,7 +460,7 @@ def _take(history: History, record: Record, graphs: Mapping[str, Graph] | None, 
         case "graph":
             name = record["graph"]
             if name not in history.ledgers:
-                graph = _same_graph(name, record["outline"], graphs)
+                graph = _same_graph(name, record, graphs)
                 history.ledgers[name] = Ledger(graph, ids=history.ids, name=name, clock=clock)
         case "ids":
             history.ids.next_id, history.ids.next_group = record["next_id"], record["next_group"]
@@ -463,8 +474,8 @@ def _take(history: History, record: Record, graphs: Mapping[str, Graph] | None, 
             history.ledgers[record["graph"]].replay(record)
 
 
-def _same_graph(name: str, outline: Mapping[str, Any], graphs: Mapping[str, Graph] | None) -> Graph:
-    then = Graph.from_outline(outline)
+def _same_graph(name: str, record: Record, graphs: Mapping[str, Graph] | None) -> Graph:
+    then, outline = described_graph(record), record["outline"]
     if graphs is None:
         return then
     if name not in graphs:

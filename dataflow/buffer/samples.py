@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from ..errors import UserError
 from .disk import PARTIAL, replacing
-from .log import LogReader
+from .finished_leases import finished_leases
 from .sample_buffer import BUFFER, LOG
 
 FOLDER = "samples"
@@ -73,34 +73,20 @@ def unfinished_parts(run: Path) -> list[Path]:
 
 
 def recorded(run: Path) -> list[Part]:
-    """Those of leases that were finished. Where a run has no log any more, all of them."""
+    """The files of samples whose leases were finished; all of them where the run has no log any more, or no recorder.
+
+    Raises:
+        FormatError: another version of Weft wrote the log.
+    """
     log = run / BUFFER / LOG
     everything = parts(run)
     if not everything or not log.is_file():
         return everything
-    finished = _finished(log)
-    return [part for part in everything if finished is None or (part.graph, part.lease) in finished]
-
-
-def _finished(log: Path) -> set[tuple[str, int]] | None:
-    """Graph and number of the leases of recorders that were finished; None where no graph has a recorder."""
-    recorders: set[tuple[str, str]] = set()
-    granted: set[tuple[str, int]] = set()
-    finished: set[tuple[str, int]] = set()
-    for record in LogReader(log):
-        match record["do"]:
-            case "graph":
-                nodes = record["outline"]["nodes"]
-                recorders |= {
-                    (record["graph"], n["name"]) for n in nodes if n["operation"]["takes"]["kind"] == "finished groups"
-                }
-            case "claim" if (record["graph"], record["node"]) in recorders:
-                granted.add((record["graph"], record["lease"]))
-            case "finish" if (record["graph"], record["lease"]) in granted:
-                finished.add((record["graph"], record["lease"]))
-            case _:
-                pass
-    return finished if recorders else None
+    leases = finished_leases(log, lambda node: node.operation.behind)
+    if leases is None:
+        return everything
+    finished = {(lease.graph, lease.number) for lease in leases}
+    return [part for part in everything if (part.graph, part.lease) in finished]
 
 
 def tables(found: Sequence[Part], notes: list[str]) -> Iterator[pa.Table]:

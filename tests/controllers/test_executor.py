@@ -15,7 +15,7 @@ from weft.controllers.backends.backend import Files
 from weft.controllers.executor import Activity, Executor, replies_of
 from weft.controllers.tasks import Reply, RowTask, Task
 from weft.dataflow.batch import Batch
-from weft.dataflow.operation import Shape, declaration_of
+from weft.dataflow.operation import Shape, operation_of
 from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
 from weft.workers.worker import Worker
@@ -43,10 +43,10 @@ class Generator(Worker):
 
 
 def generating(number: int) -> Task:
-    declaration = declaration_of(Generator.generate)
-    assert declaration is not None
+    operation = operation_of(Generator.generate)
+    assert operation is not None
     nobody = np.zeros(0, np.int64)
-    rows = RowTask(declaration.called_with({}), (), nobody, nobody, nobody)
+    rows = RowTask(operation, (), nobody, nobody, nobody)
     return Task("generate", {"who": f"generate {number}"}, rows, number=number)
 
 

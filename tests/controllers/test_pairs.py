@@ -11,22 +11,17 @@ from weft.algorithms.preference import best_and_worst, dpo
 from weft.controllers.driver import Driver
 from weft.controllers.schedule import Pipelined, Synchronous
 from weft.dataflow.batch import Batch
-from weft.dataflow.buffer.proof import prove
+from weft.dataflow.buffer.check import check_log
 from weft.dataflow.graph import TableSource, graph
 from weft.dataflow.handle import group
 from weft.dataflow.metrics import Max, Metrics, Sum
 from weft.dataflow.operation import Shape, node
-from weft.dataflow.takes import TrainingBatch
 from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
 
 
 class GivenPairs(ToyActor):
-    @remote(
-        dispatch=Dispatch.SPLIT_BY_DP,
-        reads=("response_ids", "preferred"),
-        takes=lambda epochs: TrainingBatch(accumulates=epochs == 1),
-    )
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids", "preferred"), updates=True, accumulates=("epochs",))
     def update(self, samples: Batch, *, loss: Any = None, epochs: int = 1, last: bool = True) -> Metrics:
         return {"pairs": Sum(len(samples) / 2)}
 
@@ -85,7 +80,8 @@ class PairActor(ToyActor):
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
         reads=("response_ids", "preferred", "reward"),
-        takes=lambda epochs: TrainingBatch(accumulates=epochs == 1),
+        updates=True,
+        accumulates=("epochs",),
     )
     def update(self, samples: Batch, *, loss: Any = None, epochs: int = 1, last: bool = True) -> Metrics:
         groups, index = samples.groups()
@@ -116,4 +112,4 @@ def test_each_step_has_its_number_of_pairs(tmp_path: Path, schedule: Any):
     )
     ties = sum(row["functions/tied_groups"] for row in metrics[1:])
     assert dropped == 3 * ties + 12, "all rows of a group without a best one, and the middle one of each other"
-    assert not prove(tmp_path / "run" / "buffer").violations
+    assert not check_log(tmp_path / "run" / "buffer").violations

@@ -21,10 +21,10 @@ from weft.controllers.recording import MAX_BEHIND, with_recording
 from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.controllers.schedule import Asynchronous, Synchronous, Training
 from weft.controllers.simulation.simulated import CostModel, LinearCost, Simulated
+from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.journal import read_timeline
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.log import LogReader
-from weft.dataflow.buffer.proof import prove
 from weft.dataflow.buffer.rows import Published
 from weft.dataflow.buffer.sample_buffer import LOG
 from weft.dataflow.buffer.samples import archive, parts, recorded
@@ -72,8 +72,8 @@ def test_after_a_kill_and_a_resume_the_samples_hold_each_trained_row_once(
     run = tmp_path / "run"
     assert filed(run) == trained(run) and len(filed(run)) == 9 * 3 * 2
     assert pq.read_table(archive(run)).num_rows == sum(len(filed(run, graph)) for graph in ("train", "eval"))
-    proof = prove(run / "buffer")
-    assert not proof.violations and not [note for note in proof.damage if "samples" in note]
+    report = check_log(run / "buffer")
+    assert not report.violations and not [note for note in report.damage if "samples" in note]
 
 
 def test_metrics_timeline_and_samples_count_steps_alike(tmp_path: Path):
@@ -92,7 +92,7 @@ def test_samples_of_some_steps_are_kept(tmp_path: Path):
     saved_run(tmp_path, SCHEDULES[2], checkpoint=CheckpointConfig(), record_every=4)
     assert {step for _, step in filed(tmp_path / "run")} == {4, 8}
     assert {step for _, step in filed(tmp_path / "run", "eval")} == {0, 4, 8}
-    assert not prove(tmp_path / "run" / "buffer").violations
+    assert not check_log(tmp_path / "run" / "buffer").violations
 
 
 # What `weft buffer check` says of them
@@ -136,7 +136,7 @@ def with_lists_beyond_its_end(run: Path) -> None:
 def test_samples_that_are_not_what_the_log_says_refute_it(tmp_path: Path, harm: Callable[[Path], object], says: str):
     saved_run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig())
     harm(tmp_path / "run")
-    (violation,) = prove(tmp_path / "run" / "buffer").violations
+    (violation,) = map(str, check_log(tmp_path / "run" / "buffer").violations)
     assert re.match(says, violation)
 
 
@@ -147,8 +147,10 @@ def test_a_part_of_a_lease_that_was_never_finished_counts_for_nothing(tmp_path: 
     stray = whole.with_name("train_000009.999.0.arrow")
     stray.write_bytes(whole.read_bytes())
     assert stray in {part.path for part in parts(run)} and filed(run) == before
-    proof = prove(run / "buffer")
-    assert not proof.violations and proof.damage == [f"{stray} is of a lease that was not finished: no reader takes it"]
+    report = check_log(run / "buffer")
+    assert not report.violations and report.damage == [
+        f"{stray} is of a lease that was not finished: no reader takes it"
+    ]
 
 
 # Behind the run

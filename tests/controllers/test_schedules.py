@@ -22,17 +22,16 @@ from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
 from weft.dataflow.batch import Batch
+from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.log import LogReader
-from weft.dataflow.buffer.proof import prove
 from weft.dataflow.buffer.sample_buffer import LOG
 from weft.dataflow.errors import StalledError, UserError
 from weft.dataflow.graph import graph as weft_graph
 from weft.dataflow.handle import group
 from weft.dataflow.operation import Shape, node
-from weft.dataflow.takes import GROUPS
 
 
-@node(shape=Shape.FILTER, takes=GROUPS, reads=("reward",))
+@node(shape=Shape.FILTER, whole_groups=True, reads=("reward",))
 def none_at_all(samples: Batch) -> Batch:
     return samples.slice(0, 0)
 
@@ -100,8 +99,8 @@ def test_no_row_is_older_than_the_bound_and_every_prompt_is_trained_once(
     assert sorted(g for step in steps for g in step) == list(range(10 * size)), "admission paces, nothing is discarded"
     assert max(row.get("actor/lag", 0) for row in metrics) <= staleness
     folder = driver.directory.path / "buffer"
-    proof = prove(folder)
-    assert not proof.violations
+    report = check_log(folder)
+    assert not report.violations
     versions = [v for r in LogReader(folder / LOG) if r["do"] == "publish" for v in r.get("versions", ())]
     assert len(set(versions)) > 1
     recorded = {i for r in LogReader(folder / LOG) if r.get("node") == "recorder.record" for i in r["ids"]}
@@ -175,7 +174,7 @@ def test_a_run_that_is_stopped_early_leaves_what_ran_ahead(tmp_path: Path):
     ) as driver:
         assert driver.run()[-1]["step"] == 2
         folder = driver.directory.path / "buffer"
-    assert not prove(folder).violations
+    assert not check_log(folder).violations
     records = list(LogReader(folder / LOG))
     trained = {i for r in records if r.get("node") == "actor.update" for i in r["ids"]}
     assert trained and trained <= {i for r in records if r.get("node") == "recorder.record" for i in r["ids"]}

@@ -25,7 +25,7 @@ from weft.controllers.driver import Driver
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.controllers.schedule import Pipelined, Synchronous
-from weft.dataflow.buffer.proof import prove
+from weft.dataflow.buffer.check import check_log
 from weft.dataflow.errors import UserError
 from weft.dataflow.handle import group
 from weft.workers.dispatch import Dispatch
@@ -138,7 +138,7 @@ def lost(root: Path, cluster: Cluster) -> dict[str, object]:
         "steps": [row["step"] for row in metrics],
         "trained": len({group for group, _ in weights}),
         "rows": len(weights),
-        "violations": [str(v) for v in prove(root / "lost" / "buffer").violations],
+        "violations": [str(v) for v in check_log(root / "lost" / "buffer").violations],
         "starts": driver.directory.starts,
         "nodes_left": len(cluster.worker_nodes),
     }

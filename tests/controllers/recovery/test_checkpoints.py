@@ -23,8 +23,8 @@ from weft.controllers.driver import Driver
 from weft.controllers.graph_run import Cursor, positions
 from weft.controllers.recovery.checkpoints import CheckpointConfig, ask_to_end, checkpoints, latest_sound
 from weft.controllers.schedule import Asynchronous, Training
+from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.log import LogReader
-from weft.dataflow.buffer.proof import prove
 from weft.dataflow.errors import DeadlineError, UserError, WorkerDied
 from weft.dataflow.handle import group
 from weft.workers.dispatch import Dispatch
@@ -69,9 +69,9 @@ def test_an_evaluation_that_was_under_way_at_a_checkpoint_is_given_up_and_that_o
         run(tmp_path, schedule, kill_at=4, checkpoint=every)
     _, metrics = run(tmp_path, schedule, checkpoint=every, resume="latest", progress=True)
     said = capfd.readouterr().out
-    proof = prove(tmp_path / "run" / "buffer")
-    assert not proof.violations
-    given_up = proof.graphs["eval"].dropped.get("given up", 0)
+    report = check_log(tmp_path / "run" / "buffer")
+    assert not report.violations
+    given_up = report.graphs["eval"].dropped.get("given up", 0)
     assert given_up and "was under way, and is given up" in said
     assert [row["step"] for row in metrics if "eval/reward/mean" in row][-1] == 9
     assert all(row["eval/rollout/tokens"] >= 2 for row in metrics if "eval/reward/mean" in row), (
@@ -91,8 +91,8 @@ def test_a_synchronous_run_goes_on_as_if_it_had_never_been_ended(tmp_path: Path,
         {k: v for k, v in row.items() if k not in TIMES} for row in metrics
     ]
     assert [row["time_s"] for row in again] == sorted(row["time_s"] for row in again)
-    proof = prove(tmp_path / "ended" / "run" / "buffer")
-    assert not proof.violations
+    report = check_log(tmp_path / "ended" / "run" / "buffer")
+    assert not report.violations
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES[2:], ids=lambda s: s.partial_rollouts)
@@ -108,8 +108,8 @@ def test_an_asynchronous_run_loses_nothing_and_trains_nothing_twice(
     groups = [group for group, _ in weights]
     assert len(groups) == 2 * len(set(groups)) == 2 * 27, "nobody is trained on twice, nor by half"
     assert all(row.get("actor/lag", 0) <= schedule.max_staleness for row in metrics)
-    proof = prove(tmp_path / "run" / "buffer")
-    assert not proof.violations
+    report = check_log(tmp_path / "run" / "buffer")
+    assert not report.violations
 
 
 def test_the_latest_checkpoints_are_kept_and_the_best(tmp_path: Path):
@@ -233,7 +233,7 @@ def test_a_run_that_is_asked_to_end_saves_itself_wherever_it_is(
     weights, metrics = run(tmp_path, schedule, resume="latest")
     assert [row["step"] for row in metrics] == list(range(10))
     assert sorted(group for group, _ in weights) == sorted(2 * trained(weights)) and len(trained(weights)) == 27
-    assert not prove(tmp_path / "run" / "buffer").violations
+    assert not check_log(tmp_path / "run" / "buffer").violations
 
 
 def test_a_run_that_was_ended_while_a_checkpoint_took_the_place_of_another_has_that_other_one(tmp_path: Path):
@@ -378,7 +378,7 @@ def test_a_run_whose_log_is_lost_goes_on_from_weights_and_its_place_in_the_data(
     if schedule is SCHEDULES[0]:
         order = positions(10, 0, shuffle=schedule.shuffle)
         assert trained_on == [next(order) for _ in range(27)], "no prompt is lost, none comes twice"
-    assert not prove(tmp_path / "run" / "buffer").violations
+    assert not check_log(tmp_path / "run" / "buffer").violations
 
 
 def test_a_run_under_another_kind_of_schedule_is_told_how_to_go_on(tmp_path: Path):
@@ -411,7 +411,7 @@ def test_weights_alone_are_followed_by_a_checkpoint_of_their_own_and_go_with_ano
     assert found is not None and found.state.schedule == "Synchronous"
     weights, metrics = run(tmp_path, SCHEDULES[0], resume="latest")
     assert len(metrics) == 10 and len(weights) == 2 * len(trained(weights)) == 2 * 27
-    assert not prove(tmp_path / "run" / "buffer").violations
+    assert not check_log(tmp_path / "run" / "buffer").violations
 
 
 def test_weights_alone_of_a_run_that_has_none_are_refused(tmp_path: Path):

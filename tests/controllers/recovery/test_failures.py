@@ -16,7 +16,8 @@ from toy import ToyActor, ToyLoss, ToyRollout, prompts, toy_evaluation
 from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.schedule import Asynchronous, Synchronous, Training
 from weft.dataflow.batch import Batch
-from weft.dataflow.buffer.proof import GraphProof, prove
+from weft.dataflow.buffer.check import check_log
+from weft.dataflow.buffer.checker import GraphCounts
 from weft.dataflow.errors import RunError, SampleError, UserError, WorkerError
 from weft.dataflow.graph import Node, graph
 from weft.dataflow.handle import group
@@ -56,7 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(
     root: Path, model: Path, function: Callable[..., float], schedule: Training = SYNCHRONOUS, **settings: Any
-) -> tuple[list[dict[str, float]], list[Any], dict[str, GraphProof]]:
+) -> tuple[list[dict[str, float]], list[Any], dict[str, GraphCounts]]:
     rollout, actor = group(settings.pop("rollout", ToyRollout), name="rollout"), group(SavingActor, name="actor")
     reward = group(RewardWorker, name="reward", function=function, tokenizer=model, **settings)
     rollout.follows(actor)
@@ -66,9 +67,9 @@ def run(
     with driver:
         metrics = driver.run()
         weights = driver.call(actor, "weights")[0]
-    proof = prove(root / "run" / "buffer")
-    assert not proof.violations
-    return metrics, weights, proof.graphs
+    report = check_log(root / "run" / "buffer")
+    assert not report.violations
+    return metrics, weights, report.graphs
 
 
 @pytest.mark.parametrize("schedule", [SYNCHRONOUS, Asynchronous(steps=4, prompts_per_step=4)])
@@ -88,8 +89,8 @@ def test_a_sample_that_always_fails_is_dropped_with_its_reason_and_the_run_goes_
             return math.nan
         return float(len(response_ids))
 
-    metrics, weights, proof = run(tmp_path, model, length, schedule)
-    dropped = {name: graph.dropped["failed at reward.score"] for name, graph in proof.items()}
+    metrics, weights, graphs = run(tmp_path, model, length, schedule)
+    dropped = {name: graph.dropped["failed at reward.score"] for name, graph in graphs.items()}
     assert (metrics[-1]["failed_rows"], metrics[-1]["eval/failed_rows"]) == (dropped["train"], dropped["eval"])
     assert len(asked) == 3 * sum(dropped.values()), "each was tried three times, and no other rows were scored again"
     assert len(trained(weights)) == 4 * 4, "every group is trained on, one of them over its other sample"
@@ -155,11 +156,11 @@ class PickyRollout(ToyRollout):
 def test_a_prompt_that_cannot_be_answered_is_dropped_and_another_takes_its_place(
     tmp_path: Path, model: Path, schedule: Training
 ):
-    metrics, weights, proof = run(tmp_path, model, lambda response: 1.0, schedule, rollout=PickyRollout)
-    assert proof["train"].dropped.get("failed at rollout.generate", 0) >= 1
+    metrics, weights, graphs = run(tmp_path, model, lambda response: 1.0, schedule, rollout=PickyRollout)
+    assert graphs["train"].dropped.get("failed at rollout.generate", 0) >= 1
     assert len(trained(weights)) == 16 and len(weights) == 32
-    assert metrics[-1]["failed_rows"] == sum(proof["train"].dropped.values())
-    assert metrics[-1]["eval/failed_rows"] == sum(proof["eval"].dropped.values())
+    assert metrics[-1]["failed_rows"] == sum(graphs["train"].dropped.values())
+    assert metrics[-1]["eval/failed_rows"] == sum(graphs["eval"].dropped.values())
 
 
 class ShortSighted(ToyRollout):

@@ -18,8 +18,8 @@ from weft.controllers.recovery.checkpoints import CheckpointConfig, checkpoints,
 from weft.controllers.recovery.full_disk import FullDisk
 from weft.controllers.schedule import Training
 from weft.dataflow.batch import Batch
+from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.disk import is_full
-from weft.dataflow.buffer.proof import prove
 from weft.dataflow.buffer.sample_buffer import BufferConfig
 from weft.dataflow.errors import RunError
 from weft.dataflow.handle import group
@@ -112,7 +112,7 @@ def test_a_full_disk_pauses_a_run_and_nothing_is_lost(
     assert "paused, for want of room on the disk: " in capsys.readouterr().out
     assert [row["step"] for row in metrics] == list(range(schedule.steps + 1))
     assert len(weights) == 2 * len(trained(weights)) == 2 * 3 * schedule.steps
-    assert not prove(small / "run" / "buffer").violations
+    assert not check_log(small / "run" / "buffer").violations
     found = latest_sound(small / "run")
     assert found is not None and found.state.step == schedule.steps and not found.damage
     assert len(checkpoints(small / "run" / "checkpoints")) == 2

@@ -17,7 +17,7 @@ from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.controllers.schedule import Asynchronous, Synchronous, Training
 from weft.dataflow.batch import Batch
-from weft.dataflow.buffer.proof import prove
+from weft.dataflow.buffer.check import check_log
 from weft.dataflow.errors import WorkerError
 from weft.dataflow.graph import graph
 from weft.dataflow.handle import group
@@ -98,7 +98,7 @@ def run(tmp_path: Path, schedule: Training, rollout: dict[str, Any], reward: dic
     ) as driver:
         metrics = driver.run()
         weights = driver.call(actor, "weights")[0]
-    assert not prove(tmp_path / "run" / "buffer").violations
+    assert not check_log(tmp_path / "run" / "buffer").violations
     groups = trained(weights)
     assert len(weights) == 2 * len(groups) == 2 * 4 * schedule.steps, "nobody is trained on twice, nor by half"
     assert len(list(folder.iterdir())) == metrics[-1]["replaced_workers"]
@@ -183,7 +183,7 @@ def test_a_run_with_checkpoints_goes_on_when_its_actor_dies(tmp_path: Path, sche
         weights = driver.call(actor, "weights")[0]
     assert [row["step"] for row in metrics] == list(range(schedule.steps + 1))
     assert len(weights) == 2 * len(trained(weights)) == 2 * 4 * schedule.steps
-    assert not prove(tmp_path / "run" / "buffer").violations
+    assert not check_log(tmp_path / "run" / "buffer").violations
 
 
 @pytest.mark.slow
@@ -239,7 +239,7 @@ def scored(
     with Driver(graph, schedule=schedule, backend=backend, root=tmp_path, name="run", progress=False) as driver:
         metrics = driver.run()
         weights = driver.call(actor, "weights")[0]
-    assert not prove(tmp_path / "run" / "buffer").violations
+    assert not check_log(tmp_path / "run" / "buffer").violations
     assert len(weights) == 2 * len(trained(weights)) == 2 * 4 * schedule.steps, (
         "nobody is trained on twice, nor by half"
     )
@@ -358,4 +358,4 @@ def test_an_actor_that_hangs_has_the_run_go_on_from_its_checkpoint(tmp_path: Pat
     with mortal(tmp_path, SYNCHRONOUS, HangingActor, checkpoint=every, call_timeout_s=3) as driver:
         metrics = driver.run()
     assert [row["step"] for row in metrics] == list(range(SYNCHRONOUS.steps + 1))
-    assert not prove(tmp_path / "run" / "buffer").violations
+    assert not check_log(tmp_path / "run" / "buffer").violations

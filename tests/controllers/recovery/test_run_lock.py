@@ -19,7 +19,7 @@ from weft.controllers.recovery import run_lock
 from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.controllers.recovery.run_lock import DEAD_AFTER_S, RunLock, epochs
 from weft.controllers.schedule import Synchronous
-from weft.dataflow.buffer.proof import prove
+from weft.dataflow.buffer.check import check_log
 from weft.dataflow.errors import TakenOverError, UserError
 
 SCHEDULE = Synchronous(steps=4, prompts_per_step=3)
@@ -236,7 +236,7 @@ def test_a_second_driver_on_a_run_that_goes_on_is_refused(tmp_path: Path, checkp
     assert held == 3 - (checkpoint is NEVER), said  # a run without checkpoints is none to go on with
     assert [row["step"] for row in metrics] == list(range(5))
     assert [path.name for path in tmp_path.iterdir()] == ["run"], "nothing was moved aside"
-    assert not prove(tmp_path / "run" / "buffer").violations
+    assert not check_log(tmp_path / "run" / "buffer").violations
 
 
 @pytest.mark.parametrize("checkpoint", [NEVER, EVERY], ids=["without checkpoints", "with checkpoints"])
@@ -253,8 +253,8 @@ def test_a_driver_that_was_taken_over_from_ends_and_has_spoilt_nothing(tmp_path:
         run(tmp_path, SCHEDULE, evaluate=False, checkpoint=checkpoint, at_step=second)
     weights, metrics = outcome
     assert weights == expected and [row["step"] for row in metrics] == list(range(5))
-    proof = prove(tmp_path / "run" / "buffer")
-    assert not proof.violations and proof.restarts == (checkpoint is EVERY)
+    report = check_log(tmp_path / "run" / "buffer")
+    assert not report.violations and report.restarts == (checkpoint is EVERY)
     again, _ = run(tmp_path, SCHEDULE, evaluate=False, checkpoint=EVERY, resume="latest")
     assert again == expected
 
@@ -286,4 +286,4 @@ def test_a_second_driver_is_refused_by_name_and_a_killed_one_is_gone_on_from_at_
         assert third.poll() is None and time.monotonic() < deadline
     third.kill()
     third.communicate()
-    assert not prove(tmp_path / "run" / "buffer").violations
+    assert not check_log(tmp_path / "run" / "buffer").violations

@@ -29,8 +29,8 @@ from weft.controllers.simulation.simulated import (
     calibrate,
 )
 from weft.controllers.tasks import Failure, Reply, Task
+from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.log import LogReader
-from weft.dataflow.buffer.proof import prove
 from weft.dataflow.buffer.sample_buffer import LOG
 from weft.dataflow.errors import DeadlineError, UserError
 from weft.dataflow.handle import group
@@ -130,8 +130,8 @@ def test_the_staleness_bound_holds_and_the_log_is_sound(tmp_path: Path, partial_
         schedule = Asynchronous(steps=12, prompts_per_step=4, max_staleness=k, partial_rollouts=partial_rollouts)
         cost = costs(LogNormal(mean=60, max_tokens=300), 0.1, max_num_seqs=8)
         driver = run(tmp_path, schedule, Simulated(cost), apart(2, 2))
-        proof = prove(driver.directory.path / "buffer")
-        assert not proof.violations and not proof.damage
+        report = check_log(driver.directory.path / "buffer")
+        assert not report.violations and not report.damage
         assert main(["buffer", "check", str(driver.directory.path)]) == 0
         worst = max(row["actor/max_staleness"] for row in driver.directory.metrics[1:])
         assert 1 <= worst <= k
@@ -201,7 +201,7 @@ def test_replicas_of_several_ranks_and_evaluations(tmp_path: Path):
     with driver:
         metrics = driver.run()
     assert sum("eval/rollout/response_length" in row for row in metrics) == 3
-    assert not prove(driver.directory.path / "buffer").violations
+    assert not check_log(driver.directory.path / "buffer").violations
 
 
 @pytest.mark.parametrize(("partial_rollouts", "mixed"), [("continue", True), ("finish", False)])
@@ -238,7 +238,7 @@ def test_an_evaluation_every_step_costs_asynchronous_training_what_its_rows_cost
         assert row["step"] <= row["eval/oldest_version"] <= row["eval/newest_version"] <= row["step"] + 3
     spans = [row["eval/newest_version"] - row["eval/oldest_version"] for row in rows]
     assert any(spans) == mixed, "weights that come meanwhile are said"
-    assert not prove(driver.directory.path / "buffer").violations
+    assert not check_log(driver.directory.path / "buffer").violations
 
 
 def test_colocated_groups_with_devices_load_and_unload(tmp_path: Path):
@@ -395,7 +395,7 @@ def test_the_siblings_of_a_rank_that_died_go_on_while_another_comes_up(tmp_path:
         with driver:
             driver.run()
         assert driver.directory.metrics[-1]["replaced_workers"] == 1
-        assert not prove(driver.directory.path / "buffer").violations
+        assert not check_log(driver.directory.path / "buffer").violations
         return driver, backend
 
     driver, backend = run_for(1e5)

@@ -9,12 +9,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from weft.dataflow.batch import Batch
-from weft.dataflow.buffer.inspection import HISTORY, as_text, buffer_folder, columns, history, query, samples, why
+from weft.dataflow.buffer.history import HISTORY, buffer_folder, history, why
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.rows import MAX_CHILDREN, Lease, Published, Staleness
 from weft.dataflow.buffer.sample_buffer import SEGMENTS, SampleBuffer
 from weft.dataflow.buffer.samples import archive
 from weft.dataflow.buffer.segments import SegmentWriter
+from weft.dataflow.buffer.sql import columns, query, samples
+from weft.dataflow.buffer.text_table import as_text
 from weft.dataflow.errors import UserError
 from weft.dataflow.graph import Graph, TableSource, graph
 from weft.dataflow.operation import Shape, node

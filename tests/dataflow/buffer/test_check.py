@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.dataflow.buffer.check import Report, check_log
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.log import Log, LogReader, Position, Record, read_checkpoint, write_checkpoint
-from weft.dataflow.buffer.proof import Proof, prove
 from weft.dataflow.buffer.rows import MAX_CHILDREN, Lease, Published, Staleness
 from weft.dataflow.buffer.sample_buffer import SampleBuffer
 from weft.dataflow.buffer.segments import Segment
@@ -26,8 +26,7 @@ from weft.dataflow.config import Config
 from weft.dataflow.errors import UserError
 from weft.dataflow.graph import SOURCE, Graph, Recording, Rows, TableSource
 from weft.dataflow.handle import Handle
-from weft.dataflow.operation import Declaration, Shape
-from weft.dataflow.takes import GROUPS, Quorum, TrainingBatch
+from weft.dataflow.operation import Operation, Shape
 from weft.workers.worker import Worker
 
 PROMPTS = TableSource("prompts", pa.table({"prompt": ["a"]}))
@@ -49,13 +48,13 @@ class Drawing:
         self.recording = Recording(name, PROMPTS)
         self.prompts = Rows(self.recording, SOURCE, {"prompt": ""})
 
-    def add(self, rows: Rows, name: str, shape: Shape = Shape.MAP, **rule: Any) -> Rows:
-        updates = isinstance(rule.get("takes"), TrainingBatch)
-        rule.setdefault("writes", () if shape is Shape.FILTER or updates else (f"{name}_c",))
-        handle = Handle(Trainer, Config(), f"{name}r") if updates else None
-        return self.recording.add(
-            rows, handle, method if handle else function, Declaration(name, shape, **rule), (), {}
-        )
+    def add(self, rows: Rows, name: str, shape: Shape = Shape.MAP, arguments: Any = None, **rule: Any) -> Rows:
+        rule.setdefault("writes", () if shape is Shape.FILTER or rule.get("updates") else (f"{name}_c",))
+        operation = Operation(name, shape, **rule)
+        handle = Handle(Trainer, Config(), f"{name}r") if operation.updates else None
+        made = self.recording.add(rows, handle, method if handle else function, operation, (), {})
+        self.recording.nodes[-1] = replace(self.recording.nodes[-1], arguments=arguments or {})
+        return made
 
     def graph(self) -> Graph:
         return self.recording.finish()
@@ -67,10 +66,11 @@ def dapo(*, quorum: int = 0) -> Graph:
     samples = draw.add(draw.prompts, "generate", Shape.EXPAND, reads=("prompt",))
     samples = draw.add(samples, "score", reads=("generate_c",))
     if quorum:
-        samples = draw.add(samples, "first", Shape.FILTER, reads=("score_c",), takes=Quorum(quorum, 5.0))
+        rule = {"whole_groups": True, "quorum": True}
+        samples = draw.add(samples, "first", Shape.FILTER, {"n": quorum, "deadline_s": 5.0}, reads=("score_c",), **rule)
     samples = draw.add(samples, "keep", Shape.FILTER, reads=("score_c",))
-    samples = draw.add(samples, "advantages", Shape.GROUP, reads=("score_c",))
-    draw.add(samples, "update", reads=("advantages_c",), takes=TrainingBatch())
+    samples = draw.add(samples, "advantages", Shape.GROUP, reads=("score_c",), whole_groups=True)
+    draw.add(samples, "update", reads=("advantages_c",), updates=True)
     return draw.graph()
 
 
@@ -82,23 +82,36 @@ def random_graph(chance: random.Random, name: str) -> Graph:
         {"shape": Shape.MAP},
         {"shape": Shape.MAP},
         {"shape": Shape.FILTER},
-        {"shape": Shape.FILTER, "takes": GROUPS},
+        {"shape": Shape.FILTER, "whole_groups": True},
         {"shape": Shape.EXPAND},
-        {"shape": Shape.EXPAND, "takes": GROUPS},
-        {"shape": Shape.GROUP},
-        {"shape": Shape.FILTER, "takes": Quorum(chance.randint(1, 3), chance.choice([None, 3.0]))},
-        {"shape": Shape.MAP, "takes": TrainingBatch()},
+        {"shape": Shape.EXPAND, "whole_groups": True},
+        {"shape": Shape.GROUP, "whole_groups": True},
+        {"shape": Shape.FILTER, "whole_groups": True, "quorum": True},
+        {"shape": Shape.MAP, "updates": True},
     ]
     for number in range(chance.randint(2, 8)):
         rows = chance.choice(branches)
         if chance.random() < 0.3:
             rows = rows | chance.choice([b for b in branches if b.level == rows.level])
         kind = {"shape": Shape.EXPAND} if not number else chance.choice(kinds)
+        arguments = (
+            {"n": chance.randint(1, 3), "deadline_s": chance.choice([None, 3.0])} if kind.get("quorum") else None
+        )
         reads = tuple(chance.sample(rows.columns, chance.randint(0, len(rows.columns))))
-        made = draw.add(rows, "abcdefgh"[number], reads=reads, **kind)
-        if not isinstance(kind.get("takes"), TrainingBatch):
+        made = draw.add(rows, "abcdefgh"[number], arguments=arguments, reads=reads, **kind)
+        if not kind.get("updates"):
             branches.append(made)
     return draw.graph()
+
+
+def first_children(lease: Any) -> Any:
+    old = hasattr(lease, "first_child")
+    return lease.first_child + MAX_CHILDREN * np.arange(len(lease.rows)) if old else lease.first_children
+
+
+def children(ids: Any, versions: Any, parents: Any, finished: Any) -> Published:
+    by_word = {"finished": finished} if "finished" in Published.__dataclass_fields__ else {}
+    return Published(ids, np.ones(len(ids), np.int64), versions, parents, **by_word)
 
 
 class Play:
@@ -143,9 +156,10 @@ class Play:
             return
         place = {id: k for k, id in enumerate(lease.ids.tolist())}
         parents = [parent for parent in held for _ in range(self.chance.randint(1, 3))]
-        ids = [lease.first_child + place[p] * MAX_CHILDREN + parents[:k].count(p) for k, p in enumerate(parents)]
+        ids = [first_children(lease)[place[p]] + parents[:k].count(p) for k, p in enumerate(parents)]
         versions = np.array([max(0, self.version - self.chance.randint(0, 3)) for _ in ids], np.int64)
-        made = Published(np.array(ids, np.int64), np.ones(len(ids), np.int64), versions, np.array(parents, np.int64))
+        of, all_of_them = np.array(parents, np.int64), np.array(held, np.int64)
+        made = children(np.array(ids, np.int64), versions, of, all_of_them)
         self.buffer.publish(ledger, lease, made, into)
 
     def finish(self) -> None:
@@ -215,9 +229,9 @@ class Play:
             self.chance.choice([self.claim, self.claim, self.publish, self.finish, self.wait])()
         raise AssertionError("it did not run dry")
 
-    def proof(self) -> Proof:
+    def report(self) -> Report:
         self.buffer.commit()
-        return prove(self.folder)
+        return check_log(self.folder)
 
 
 @settings(max_examples=120, deadline=None)
@@ -237,14 +251,14 @@ def test_whatever_a_ledger_does_is_proven_and_counted_as_it_counts_itself(
 
 
 def agree(play: Play) -> None:
-    proof = play.proof()
-    assert not proof.violations, "\n".join(proof.violations)
+    report = play.report()
+    assert not report.violations, "\n".join(map(str, report.violations))
     for name, ledger in play.buffer.ledgers.items():
-        counted, proven = ledger.counts(), proof.graphs[name]
+        counted, proven = ledger.counts(), report.graphs[name]
         ours = [proven.issued, proven.waiting, proven.leased, proven.done, sum(proven.dropped.values())]
         assert ours == list(counted.values()), (name, counted, proven)
         assert proven.stale == dict(ledger.stale)
-    assert proof.leases["open"] == sum(len(g.leases) for g in play.buffer.ledgers.values())
+    assert report.leases["open"] == sum(len(g.leases) for g in play.buffer.ledgers.values())
 
 
 # A log with one thing wrong in it
@@ -279,8 +293,8 @@ def publish(buffer: SampleBuffer, ledger: Ledger, lease: Lease, samples: int) ->
         buffer.publish(ledger, lease, Published(ids, np.ones(len(ids), np.int64)), into)
         return
     parents = np.repeat(lease.ids, samples)
-    ids = np.concatenate([lease.first_child + k * MAX_CHILDREN + np.arange(samples) for k in range(len(lease.ids))])
-    made = Published(ids, np.ones(len(ids), np.int64), np.zeros(len(ids), np.int64), parents)
+    ids = np.add.outer(first_children(lease), np.arange(samples)).ravel()
+    made = children(ids, np.zeros(len(ids), np.int64), parents, lease.ids)
     buffer.publish(ledger, lease, made, into)
 
 
@@ -292,19 +306,19 @@ def true(tmp_path: Path) -> Records:
     """The records of a run of `dapo` in which everything was done."""
     drive(tmp_path / "true", dapo()).log.close()
     records = list(LogReader(tmp_path / "true" / "ledger.log"))
-    assert not proof_of(records, tmp_path).violations
+    assert not report_of(records, tmp_path).violations
     return records
 
 
-def proof_of(records: Records, folder: Path) -> Proof:
-    """The proof of a log with these records, whose checksums are right."""
+def report_of(records: Records, folder: Path) -> Report:
+    """The report of a log with these records, whose checksums are right."""
     place = folder / f"told-{len(list(folder.iterdir()))}"
     place.mkdir()
     log = Log(place / "ledger.log")
     for record in records:
         log.append(record)
     log.close()
-    return prove(place)
+    return check_log(place)
 
 
 def at(records: Records, do: str, node: str | None = None, number: int = 0) -> int:
@@ -372,6 +386,12 @@ def two_samples_for_each_other(records: Records) -> int:
     return index
 
 
+def children_twice(records: Records) -> int:
+    index = at(records, "publish", "generate")
+    records.insert(index, records[index] | {"finished": []})
+    return index + 1
+
+
 def lost_under_way(records: Records) -> int:
     index = at(records, "claim", "score") + 1
     records.insert(index, {"do": "lose", "graph": "train", "group": 0, "why": "its file is gone"})
@@ -392,7 +412,11 @@ MUTATIONS: dict[str, tuple[Callable[[Records], int], str]] = {
     "an issue stands twice": (twice("issue"), "issue: row 0 is issued, but ids below 2 were given out before"),
     "a claim stands twice": (twice("claim", "score"), "claim: lease .* of node 'score' was granted before"),
     "a publication stands twice": (twice("publish", "score"), "publishes row .*, which is not, or no longer, its own"),
-    "children are made twice": (twice("publish", "generate"), "makes row 8194, which was made before"),
+    "children are made twice": (children_twice, "makes row 8194, which was made before"),
+    "children come after their parent is finished": (
+        twice("publish", "generate"),
+        "makes a row of row 0, which is not, or no longer, its own",
+    ),
     "a finish stands twice": (twice("finish", "score"), r"finish: lease .* of graph 'train' was finished at byte \d+"),
     "a release stands twice": (twice("release"), r"was released \(its holder died\) at byte \d+"),
     "an id is issued again": (changed("issue", None, first=lambda id: id - 1), "row -1 is issued, but ids below 0"),
@@ -434,7 +458,7 @@ MUTATIONS: dict[str, tuple[Callable[[Records], int], str]] = {
     ),
     "a child has another's id": (
         changed("publish", "generate", ids=lambda ids: [99, *ids[1:]]),
-        "makes row 99, but ids 8194 to 16385 are set aside for it",
+        "makes row 99 of row 0, but ids 8194 to 12289 are set aside for it",
     ),
     "a child has another's parent": (
         changed("publish", "generate", parents=lambda ids: [8194, *ids[1:]]),
@@ -458,12 +482,12 @@ MUTATIONS: dict[str, tuple[Callable[[Records], int], str]] = {
 def test_a_log_with_one_thing_wrong_is_refuted_at_its_place(mutation: str, true: Records, tmp_path: Path):
     mutate, message = MUTATIONS[mutation]
     index = mutate(true)
-    proof = proof_of(true, tmp_path)
-    assert proof.violations, "nothing was found"
-    found = [v for v in proof.violations if re.search(message, v)]
-    assert found, "\n".join(proof.violations[:5])
+    report = report_of(true, tmp_path)
+    assert report.violations, "nothing was found"
+    found = [v for v in report.violations if re.search(message, str(v))]
+    assert found, "\n".join(map(str, report.violations[:5]))
     if index >= 0:
-        assert proof.violations[0].startswith(f"byte {byte_of(true, index)}: "), proof.violations[0]
+        assert str(report.violations[0]).startswith(f"byte {byte_of(true, index)}: "), report.violations[0]
 
 
 def test_a_started_run_holds_no_lease_of_the_run_before(tmp_path: Path):
@@ -476,20 +500,20 @@ def test_a_started_run_holds_no_lease_of_the_run_before(tmp_path: Path):
     buffer = SampleBuffer.recover(tmp_path / "run", {"train": dapo()}, clock=lambda: 0.0)
     buffer.note("step", 1)
     buffer.commit()
-    proof = prove(tmp_path / "run")
-    assert (proof.restarts, proof.violations) == (1, [])
-    assert proof.leases == {"granted": 2, "finished": 0, "released": 2, "open": 0}
+    report = check_log(tmp_path / "run")
+    assert (report.restarts, report.violations) == (1, [])
+    assert report.leases == {"granted": 2, "finished": 0, "released": 2, "open": 0}
     records = list(LogReader(tmp_path / "run" / "ledger.log"))
     del records[at(records, "release")]
-    [violation] = proof_of(records, tmp_path).violations
+    [violation] = map(str, report_of(records, tmp_path).violations)
     assert "the run was started again, but lease 1 of node 'generate' in graph 'train', claimed at byte" in violation
     buffer.log.close()
 
 
 def test_a_quorum_takes_the_first_that_were_ready_and_cancels_the_others(tmp_path: Path):
     drive(tmp_path / "run", dapo(quorum=2)).log.close()
-    proof = prove(tmp_path / "run")
-    assert not proof.violations and proof.graphs["train"].dropped["over-issued at first"] == 2
+    report = check_log(tmp_path / "run")
+    assert not report.violations and report.graphs["train"].dropped["over-issued at first"] == 2
     records = list(LogReader(tmp_path / "run" / "ledger.log"))
     index = at(records, "claim", "first")
     first, second = records[index]["ids"][:2]
@@ -499,8 +523,8 @@ def test_a_quorum_takes_the_first_that_were_ready_and_cancels_the_others(tmp_pat
         ([first, second + 1], f"takes 2 rows of group 0: row {second} was ready before"),
     ):
         changed = [*records[:index], records[index] | {"ids": ids}]
-        violations = proof_of(changed, tmp_path).violations
-        assert violations and message in violations[0], violations
+        violations = report_of(changed, tmp_path).violations
+        assert violations and message in str(violations[0]), violations
 
 
 @pytest.mark.parametrize(("fate", "issued"), [("wait", 14), ("mask", 14), ("requeue", 16), ("drop", 14)])
@@ -523,9 +547,9 @@ def test_groups_that_are_too_old_go_where_their_fate_says(tmp_path: Path, fate: 
     buffer.commit()
     ledger.issue([0] * 6, [2] * 6, round=1)  # the ids go on behind those that were issued again
     buffer.commit()
-    proof = prove(tmp_path / "run")
-    assert not proof.violations, proof.violations
-    train = proof.graphs["train"]
+    report = check_log(tmp_path / "run")
+    assert not report.violations, report.violations
+    train = report.graphs["train"]
     assert train.stale == {fate: 2} and train.issued == issued == ledger.counts()["issued"]
     assert train.dropped == ({"stale at updater.update": 6} if fate in ("requeue", "drop") else {})
     buffer.log.close()
@@ -536,18 +560,20 @@ def test_a_checkpoint_that_is_not_what_the_log_says_is_found(tmp_path: Path):
     ledger = buffer.ledgers["train"]
     ledger.issue([0, 1], [2, 2], round=0)
     position = buffer.checkpoint()
-    assert prove(tmp_path / "run").checkpoints == 1 and not prove(tmp_path / "run").violations
+    assert check_log(tmp_path / "run").checkpoints == 1 and not check_log(tmp_path / "run").violations
     [path] = (tmp_path / "run").glob("*.checkpoint")
     _, records = read_checkpoint(path)
     write_checkpoint(path, position, [r for r in records if r.get("id") != 1])
-    assert prove(tmp_path / "run").violations == [f"{path.name}: row 1 is in flight, which the checkpoint has not"]
+    assert list(map(str, check_log(tmp_path / "run").violations)) == [
+        f"{path.name}: row 1 is in flight, which the checkpoint has not"
+    ]
     for foreign in (Position(position.offset, 1), Position(position.offset - 3, position.checksum)):
         write_checkpoint(path, foreign, records)
-        proof = prove(tmp_path / "run")
-        assert not proof.violations and not proof.checkpoints and "of another log" in proof.damage[0]
+        report = check_log(tmp_path / "run")
+        assert not report.violations and not report.checkpoints and "of another log" in report.damage[0]
     path.write_bytes(path.read_bytes()[:-3])
-    proof = prove(tmp_path / "run")
-    assert not proof.violations and "the last record is torn" in proof.damage[0]
+    report = check_log(tmp_path / "run")
+    assert not report.violations and "the last record is torn" in report.damage[0]
     buffer.log.close()
 
 
@@ -555,12 +581,12 @@ def test_a_torn_tail_and_what_was_cut_off_are_reported_and_are_no_violation(tmp_
     drive(tmp_path / "run", dapo()).log.close()
     log = tmp_path / "run" / "ledger.log"
     log.write_bytes(log.read_bytes()[:-5])
-    proof = prove(tmp_path / "run")
-    assert not proof.violations and "the last record is torn" in proof.damage[0]
-    assert proof.leases["open"] == 1 and proof.graphs["train"].leased == 3
+    report = check_log(tmp_path / "run")
+    assert not report.violations and "the last record is torn" in report.damage[0]
+    assert report.leases["open"] == 1 and report.graphs["train"].leased == 3
     SampleBuffer.recover(tmp_path / "run", {"train": dapo()}, check=lambda segment: None).log.close()
-    proof = prove(tmp_path / "run")
-    assert not proof.violations and proof.restarts == 1 and "bytes were cut off the log" in proof.damage[0]
+    report = check_log(tmp_path / "run")
+    assert not report.violations and report.restarts == 1 and "bytes were cut off the log" in report.damage[0]
 
 
 @dataclass
@@ -584,10 +610,10 @@ def test_epochs_in_a_log_count_restarts_and_show_two_drivers(tmp_path: Path):
             buffer.ledgers["train"].issue([0], [2], round=0)
             buffer.ledgers["train"].claim(buffer.ledgers["train"].graph.nodes[0])
         buffer.log.close()
-    proof = prove(tmp_path)
-    assert not proof.violations and proof.restarts == 2, "also the one that found no lease"
+    report = check_log(tmp_path)
+    assert not report.violations and report.restarts == 2, "also the one that found no lease"
     SampleBuffer.recover(tmp_path, graphs, fence=Epoch(4)).log.close()
-    (violation,) = prove(tmp_path).violations
+    (violation,) = map(str, check_log(tmp_path).violations)
     assert (
         "epoch 4 (host 'here', process 7, since 2026-11-22 04:20:15 UTC) begins after epoch 5: two drivers" in violation
     )
@@ -604,13 +630,13 @@ def test_a_log_that_two_drivers_appended_to_is_refuted_with_the_place_where_they
     other.close()
     log = tmp_path / "run" / "ledger.log"
     log.write_bytes(log.read_bytes() + (tmp_path / "other").read_bytes()[place.offset :])
-    (violation,) = prove(tmp_path / "run").violations
+    (violation,) = map(str, check_log(tmp_path / "run").violations)
     assert f"it goes on from byte {place.offset}: two processes appended to this log at once" in violation
 
 
 def test_a_folder_without_a_log_is_the_users_mistake(tmp_path: Path):
     with pytest.raises(UserError, match="holds no log of a run"):
-        prove(tmp_path)
+        check_log(tmp_path)
 
 
 def test_a_hundred_thousand_row_events_are_proven_in_a_second_or_so(tmp_path: Path):
@@ -625,31 +651,33 @@ def test_a_hundred_thousand_row_events_are_proven_in_a_second_or_so(tmp_path: Pa
                 ledger.finish(lease)
     buffer.log.close()
     started = time.process_time()
-    proof = prove(tmp_path / "run")
+    report = check_log(tmp_path / "run")
     took = time.process_time() - started
-    events = 2 * sum(proof.graphs["train"].consumed.values())  # each was claimed and published
-    assert not proof.violations and events > 40_000
+    events = 2 * sum(report.graphs["train"].consumed.values())  # each was claimed and published
+    assert not report.violations and events > 40_000
     assert took < 4 * events / 100_000, f"{events / took:.0f} row-events a second"
 
 
 def test_a_row_that_comes_after_its_quorum_was_chosen_is_dropped_and_so_is_work_for_it(tmp_path: Path):
     draw = Drawing("train")
     rows = draw.add(draw.prompts, "chunk", Shape.EXPAND, reads=("prompt",))
-    rows = draw.add(rows, "generate", Shape.EXPAND, reads=("chunk_c",))
-    rows = draw.add(rows, "score", reads=("generate_c",))
-    draw.add(rows, "first", Shape.FILTER, reads=("score_c",), takes=Quorum(1))
+    samples = draw.add(rows, "generate", Shape.EXPAND, reads=("chunk_c",))
+    draw.add(samples, "length", reads=("generate_c",))  # wants all samples, so the quorum does not end generation
+    rows = draw.add(samples, "score", reads=("generate_c",))
+    rule = {"reads": ("score_c",), "whole_groups": True, "quorum": True}
+    draw.add(rows, "first", Shape.FILTER, {"n": 1, "deadline_s": None}, **rule)
     buffer = SampleBuffer.create(tmp_path / "run", {"train": draw.graph()}, clock=lambda: 0.0)
     ledger = buffer.ledgers["train"]
     ledger.issue([0], [1], round=0)
-    for name in ("chunk", "generate", "score", "first", "generate"):
+    for name in ("chunk", "generate", "score", "first", "generate", "length", "length"):
         lease = ledger.claim(ledger.graph[name], max_rows=1)
         assert lease is not None
         publish(buffer, ledger, lease, 2 if name == "chunk" else 1)
         ledger.finish(lease)
     assert ledger.groups_in_flight == 0
     buffer.log.close()
-    proof = prove(tmp_path / "run")
-    assert not proof.violations
-    train = proof.graphs["train"]
+    report = check_log(tmp_path / "run")
+    assert not report.violations
+    train = report.graphs["train"]
     assert (train.issued, train.done, train.dropped) == (5, 4, {"late at first": 1})
-    assert train.consumed == {"chunk": 1, "generate": 2, "score": 1, "first": 1}
+    assert train.consumed == {"chunk": 1, "generate": 2, "length": 2, "score": 1, "first": 1}

@@ -1,0 +1,74 @@
+"""Finished leases: what nodes of one kind are done with, as the log of a run tells it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import FormatError
+from ..graph import Node
+from .log import LogReader, Position, described_graph
+
+
+@dataclass(frozen=True)
+class FinishedLease:
+    """A lease whose node is done with all of its rows."""
+
+    graph: str
+    node: str
+    number: int
+    rows: int
+    """How many."""
+    step: int | None
+    """Of an update: the step that it is part of."""
+
+
+def finished_leases(
+    log: Path, of: Callable[[Node], bool], *, end: Position | None = None
+) -> list[FinishedLease] | None:
+    """The finished leases of some nodes, in order; None where no graph has such a node.
+
+    Args:
+        of: which nodes.
+        end: the log is read up to here; None: as far as it is sound.
+
+    Raises:
+        FormatError: another version of Weft wrote the log.
+    """
+    nodes: set[tuple[str, str]] = set()
+    open_leases: dict[tuple[str, int], tuple[str, int]] = {}
+    finished: list[FinishedLease] = []
+    reader = LogReader(log)
+    for record in reader:
+        if end is not None and reader.end.offset > end.offset:
+            break
+        match record["do"]:
+            case "graph":
+                nodes |= {(record["graph"], node.name) for node in described_graph(record).nodes if of(node)}
+            case "claim" if (record["graph"], record["node"]) in nodes:
+                open_leases[record["graph"], record["lease"]] = record["node"], len(record["ids"])
+            case "finish" if lease := open_leases.pop((record["graph"], record["lease"]), None):
+                name, rows = lease
+                finished.append(FinishedLease(record["graph"], name, record["lease"], rows, record.get("step")))
+            case _:
+                pass
+    return finished if nodes else None
+
+
+def samples_by_step(log: Path, last: int, end: Position) -> list[dict[str, float]]:
+    """What the log up to `end` still says of the steps 0 to `last` when their metrics are lost: how many samples each trained on.
+    Where the log cannot be read, a row says its step alone."""
+    trained: dict[int, Counter[str]] = {}
+    try:
+        for lease in finished_leases(log, lambda node: node.operation.updates, end=end) or ():
+            if lease.step is not None:
+                trained.setdefault(lease.step, Counter())[lease.node] += lease.rows
+    except (OSError, LookupError, TypeError, FormatError):  # without it
+        pass
+    rows: list[dict[str, float]] = []
+    for step in range(last + 1):
+        samples = {"samples": float(max(trained[step].values()))} if step in trained else {}
+        rows.append({"step": float(step), **samples})
+    return rows

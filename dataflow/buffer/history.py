@@ -1,0 +1,158 @@
+"""History: every row that a run ever issued or made, and why a group is where it is, read from the log.
+
+This is `weft buffer table` and `weft buffer why`. It reads only, also while the run goes on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from ..errors import UserError, nearest
+from .check import read_log
+from .checker import Checker
+from .checker_rows import Group, Row
+from .sample_buffer import BUFFER, LOG, restore
+
+_PART = pa.struct(
+    [
+        ("writer", pa.string()),
+        ("node", pa.string()),
+        ("file", pa.string()),
+        ("offset", pa.int64()),
+        ("num_bytes", pa.int64()),
+        ("checksum", pa.uint64()),
+    ]
+)
+
+HISTORY = pa.schema(
+    [
+        ("graph", pa.string()),
+        ("sample_id", pa.int64()),
+        ("group_id", pa.int64()),
+        ("parent_id", pa.int64()),  # its own id where it was issued
+        ("level", pa.string()),  # the source, or the node that made it
+        ("round", pa.int64()),
+        ("position", pa.int64()),  # of the source's row that it comes from
+        ("tokens", pa.int64()),
+        ("version", pa.int64()),  # oldest policy version in it
+        ("state", pa.string()),  # waiting, leased, done or dropped
+        ("reason", pa.string()),  # why it was dropped
+        ("done", pa.list_(pa.string())),  # nodes that are through with it
+        ("leased", pa.list_(pa.string())),  # nodes that hold it
+        ("columns", pa.list_(_PART)),  # where the columns of a row in flight lie
+    ]
+)
+"""What `history` says of each row."""
+
+
+def buffer_folder(run: Path) -> Path:
+    """The folder with the log of a run, given its directory or that folder itself.
+
+    Raises:
+        UserError: when there is none.
+    """
+    for folder in (run / BUFFER, run):
+        if (folder / LOG).is_file():
+            return folder
+    if not run.is_dir():
+        others = [p.name for p in run.parent.iterdir() if p.is_dir()] if run.parent.is_dir() else []
+        raise UserError(f"there is no run {run}{nearest(run.name, others)}")
+    raise UserError(f"{run} has no {BUFFER}/{LOG}: it is not the directory of a run, or of one without a sample buffer")
+
+
+def history(folder: Path) -> pa.Table:
+    """Every row that was ever issued or made, finished ones too, from the log in a buffer's folder; see `HISTORY`."""
+    listing = _Listing()
+    checker = Checker(on_finished=listing.add_finished, keep_parts=True)
+    read_log(folder, checker)
+    for row in checker.rows.values():
+        listing.add(row, row.group.graph.state(row))
+    return pa.table(listing.columns, schema=HISTORY).sort_by("sample_id")
+
+
+class _Listing:
+    """Rows of the log as columns."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, list[Any]] = {name: [] for name in HISTORY.names}
+        self._names: dict[tuple[str, int], list[str]] = {}
+
+    def add_finished(self, group: Group, rows: Mapping[int, Row]) -> None:
+        dropped = group.graph.dropped_of(group)
+        for id in set[int]().union(*group.levels):
+            self.add(rows[id], "dropped" if id in dropped else "done")
+
+    def add(self, row: Row, state: str) -> None:
+        group, graph = row.group, row.group.graph
+        nodes = graph.on_level[row.level]
+        in_flight = state in ("waiting", "leased")
+        values = (
+            graph.name,
+            row.id,
+            group.id,
+            row.parent.id if row.parent else row.id,
+            graph.level_names[row.level],
+            group.round,
+            group.position,
+            row.tokens,
+            row.version,
+            state,
+            group.lost or row.reason or None,
+            [node.name for node in nodes if row.id in node.done],
+            [node.name for node in nodes if row.id in node.leased],
+            [(writer, *segment) for writer, segment in (row.parts or {}).items()] if in_flight else [],
+        )
+        for column, value in zip(self.columns.values(), values, strict=True):
+            column.append(value)
+
+
+def why(folder: Path, group_id: int, graph: str | None = None) -> str:
+    """What a group waits for, a line for each node that is not done with it; or when it was finished, and what became of its rows.
+
+    Args:
+        graph: where the group must be; None looks in all graphs (group ids are those of the run).
+
+    Raises:
+        UserError: there is no such graph, or the group is of another one.
+    """
+    ended: list[tuple[str, str]] = []
+
+    def note_end(group: Group, rows: Mapping[int, Row]) -> None:
+        if group.id == group_id:
+            ended.append((group.graph.name, f"{_place(group)}) {_end(group, rows, checker)}"))
+
+    checker = Checker(on_finished=note_end)
+    read_log(folder, checker)
+    if graph is not None and graph not in checker.graphs:
+        there = nearest(graph, checker.graphs) or f"; there are {', '.join(checker.graphs) or 'none'}"
+        raise UserError(f"the run has no graph {graph!r}{there}")
+    group = checker.groups.get(group_id)
+    if group is None and not ended:
+        number = checker.next_group
+        return f"group {group_id} was never issued; {f'groups 0 to {number - 1} were' if number else 'none was'}"
+    of = group.graph.name if group is not None else ended[0][0]
+    if graph not in (None, of):
+        raise UserError(f"group {group_id} is of graph {of!r}, not {graph!r}")
+    if group is None:
+        return ended[0][1]
+    waits = restore(folder).ledgers[of].why(group_id)
+    return f"{_place(group)}, {sum(map(len, group.levels))} rows) is in flight\n{waits}"
+
+
+def _place(group: Group) -> str:
+    return f"group {group.id} of graph {group.graph.name!r} (row {group.position} of the source, round {group.round}"
+
+
+def _end(group: Group, rows: Mapping[int, Row], checker: Checker) -> str:
+    """When a group was finished, and what became of its rows."""
+    step, dropped = checker.notes.get("step"), group.graph.dropped_of(group)
+    after = f", after step {step}" if step is not None else ""
+    ids = [id for level in group.levels for id in sorted(level)]
+    fates = Counter(f"dropped: {group.lost or rows[id].reason}" if id in dropped else "done" for id in ids)
+    became = ", ".join(f"{number} {fate}" for fate, number in fates.items())
+    return f"was finished at byte {checker.at} of the log{after}: of {len(ids)} rows {became}"

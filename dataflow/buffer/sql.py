@@ -1,0 +1,172 @@
+"""SQL: questions about a run, answered by DuckDB over the tables that the run leaves behind.
+
+This is `weft buffer sql`. It reads only, also while the run goes on.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from ..errors import DamagedSegment, UserError
+from .check import read_log
+from .checker import Checker
+from .checker_rows import Row
+from .history import buffer_folder, history
+from .journal import read_metrics, read_parquet, read_timeline
+from .sample_buffer import BUFFER, SEGMENTS
+from .samples import samples as samples_of
+from .segments import Segment, SegmentReader
+
+MAX_ROWS = 100_000
+TIMEOUT_S = 60.0
+_LOCKED = (
+    "python_enable_replacements = false",  # else a name in the question may be a variable of this program
+    "enable_external_access = false",  # files, other databases, extensions
+    "lock_configuration = true",
+)
+
+
+def query(
+    run: Path, sql: str, notes: list[str] | None = None, *, max_rows: int = MAX_ROWS, timeout_s: float = TIMEOUT_S
+) -> pa.Table:
+    """The answer of DuckDB to a question about a run.
+
+    Its tables are `rows` (see `HISTORY`), `columns` (of rows in flight: what nodes wrote of them), `samples`, `metrics` and
+    `timeline`, each where the run has it. DuckDB sees nothing else: it can neither read nor write a file, nor load an extension, nor
+    be told otherwise by the question.
+
+    Args:
+        notes: gets a line for each part that could not be read, and one when the answer is cut.
+        max_rows: the answer is cut after so many rows.
+        timeout_s: the question is given up after so many seconds.
+
+    Raises:
+        UserError: when DuckDB is missing, cannot answer, or takes too long.
+    """
+    try:
+        import duckdb
+    except ImportError:
+        raise UserError("SQL needs DuckDB, which is not installed: pip install 'weft[inspect]'") from None
+    notes = [] if notes is None else notes
+    folder = buffer_folder(run)
+    run = folder.parent if folder.name == BUFFER else run
+    tables: dict[str, Callable[[], pa.Table | None]] = {
+        "rows": lambda: history(folder),
+        "columns": lambda: columns(folder, notes),
+        "samples": lambda: samples(run, notes),
+        "metrics": lambda: _readable(run / "metrics.parquet", lambda path: read_metrics(path.parent), notes),
+        "timeline": lambda: _readable(run / "timeline.parquet", lambda path: read_timeline(path.parent), notes),
+    }
+    with duckdb.connect(config={"temp_directory": ""}) as connection:
+        known: list[str] = []
+        for name, read in tables.items():
+            if re.search(rf"\b{name}\b", sql, re.IGNORECASE) and (table := read()) is not None:
+                connection.register(name, table)
+                known.append(name)
+        for setting in _LOCKED:
+            connection.execute(f"SET {setting}")
+        clock = threading.Timer(timeout_s, connection.interrupt)
+        clock.start()
+        try:
+            answer = connection.sql(sql)
+            if answer is None:  # it was no question
+                return pa.table({})
+            table = answer.limit(max_rows + 1).to_arrow_table()
+            if len(table) > max_rows:
+                notes.append(f"the answer has more than {max_rows} rows; the others are left out")
+            return table.slice(0, max_rows)
+        except duckdb.InterruptException:
+            raise UserError(
+                f"the question was given up after {timeout_s:g} s; ask for less (where ..., limit ...), or allow more time"
+            ) from None
+        except duckdb.Error as error:
+            there = f"; a run's tables are {', '.join(tables)}"
+            missing = [n for n in tables if n not in known and re.search(rf"\b{n}\b", sql, re.IGNORECASE)]
+            lacks = f"; this run has no {' and no '.join(missing)} yet" if missing else ""
+            raise UserError(f"{error}{there}{lacks}") from None
+        finally:
+            clock.cancel()
+
+
+def columns(folder: Path, notes: list[str] | None = None) -> pa.Table:
+    """What nodes (and the source) wrote of the rows in flight: graph, sample_id, and every column that can be read."""
+    notes = [] if notes is None else notes
+    checker = Checker(keep_parts=True)
+    read_log(folder, checker)
+    by_level: dict[tuple[str, int], list[Row]] = {}
+    for row in checker.rows.values():
+        by_level.setdefault((row.group.graph.name, row.level), []).append(row)
+    reader = _Reader(folder, notes)
+    made = [
+        reader.table(graph, rows, checker.sources.get(graph) if level == 0 else None)
+        for (graph, level), rows in by_level.items()
+    ]
+    reader.close()
+    empty = pa.table({"graph": pa.array([], pa.string()), "sample_id": pa.array([], pa.int64())})
+    return pa.concat_tables([empty, *made], promote_options="permissive")
+
+
+class _Reader:
+    """Segments as tables, wherever on this machine they lie."""
+
+    def __init__(self, folder: Path, notes: list[str]) -> None:
+        self._folder, self._notes = folder / SEGMENTS, notes
+        self._readers: dict[str, SegmentReader] = {}
+
+    def table(self, graph: str, rows: Sequence[Row], source: Sequence[Any] | None) -> pa.Table:
+        """The columns of rows of one level, in their order; null where a node has not written yet."""
+        ids = [row.id for row in rows]
+        table = pa.table({"graph": pa.array([graph] * len(ids)), "sample_id": pa.array(ids, pa.int64())})
+        if source is not None and (found := self._read(Segment.from_json(source))) is not None:
+            table = _with_columns(table, found.take(pa.array([row.group.position for row in rows])))
+        for writer in dict.fromkeys(writer for row in rows for writer in row.parts or {}):
+            parts = {tuple(row.parts[writer]): None for row in rows if row.parts and writer in row.parts}
+            read = [t for part in parts if (t := self._read(Segment.from_json(part))) is not None]
+            if read:
+                written = pa.concat_tables(read, promote_options="permissive")
+                places = {id: place for place, id in enumerate(written["sample_id"].to_pylist())}
+                table = _with_columns(table, written.take(pa.array([places.get(id) for id in ids], pa.int64())))
+        return table
+
+    def _read(self, segment: Segment) -> pa.Table | None:
+        own = self._folder / segment.node
+        reader = self._readers.get(segment.node)
+        if reader is None:
+            reader = self._readers[segment.node] = SegmentReader(own if own.is_dir() else self._folder, segment.node)
+        try:
+            return pa.Table.from_batches([reader.read(segment).record])
+        except (DamagedSegment, OSError, UserError) as error:
+            self._notes.append(f"left out: {error}")
+            return None
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+
+
+def _with_columns(table: pa.Table, other: pa.Table) -> pa.Table:
+    for name in other.column_names:
+        if name not in table.column_names:
+            table = table.append_column(name, other[name])
+    return table
+
+
+def samples(run: Path, notes: list[str] | None = None) -> pa.Table | None:
+    """The samples that a run recorded, with the graph and step of each, or its archive; None where it recorded none."""
+    notes = [] if notes is None else notes
+    found = samples_of(run, notes)
+    return _readable(run / "samples.parquet", read_parquet, notes) if found is None else found
+
+
+def _readable(path: Path, read: Callable[[Path], pa.Table | None], notes: list[str]) -> pa.Table | None:
+    try:
+        return read(path)
+    except (pa.ArrowException, OSError) as error:
+        notes.append(f"left out: {path}: {error}")
+        return None
