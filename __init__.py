@@ -20,7 +20,7 @@ _MODULES: dict[str, str] = {
     "Dispatch": "workers.dispatch",
     "Driver": "controllers.driver",
     "Evaluation": "controllers.driver",
-    "Local": "controllers.backends.backend",
+    "Local": "controllers.backends.local",
     "Lora": "workers.training.lora",
     "Pipelined": "controllers.schedule",
     "Place": "controllers.placement",
@@ -58,7 +58,7 @@ if TYPE_CHECKING:  # the same names for editors and checkers; tests/test_packagi
     from . import resharding as resharding
     from . import workers as workers
     from .algorithms.sampling import Sampling as Sampling
-    from .controllers.backends.backend import Local as Local
+    from .controllers.backends.local import Local as Local
     from .controllers.backends.ray_backend import RayBackend as RayBackend
     from .controllers.driver import Driver as Driver
     from .controllers.driver import Evaluation as Evaluation

@@ -32,7 +32,8 @@ from ..dataflow.column import PROMPT_IDS, RESPONSE_VERSIONS
 from ..dataflow.errors import RunError, StalenessError, StalledError, UserError, WorkerDied
 from ..dataflow.graph import SOURCE, Graph, Node
 from ..dataflow.operation import Shape
-from .backends.backend import Backend, Event, Files, Local, Setup, this_node
+from .backends.backend import Backend, Event, Files, Setup, this_node
+from .backends.local import Local
 from .checks import all_handles, check_apart, check_followed, check_kinds, check_room, with_prompts_that_fit
 from .graph_run import CURSOR, Cursor, GraphRun, positions
 from .group import Call, UnderWay, WorkerGroup, publishes_as_it_goes

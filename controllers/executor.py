@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import sys
 import time
 import traceback
@@ -19,8 +18,6 @@ from .row_io import DataAccess, Publisher, gather
 from .tasks import Failure, Reply, RowTask, Task
 from .turns import Turns
 
-POLL_S = 1.0
-"""Longest wait for a reply before the worker's activity is looked at."""
 OnReply = Callable[[Reply], None]
 Replies = Generator[Reply | None, None, None]
 
@@ -100,36 +97,6 @@ def _below_executor(error: BaseException) -> Any:
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
     return trace
-
-
-class Activity:
-    """Counts what a worker does, as it says itself (`Context.advance`), so that work can be told from silence. A thread that merely
-    said that the process lives could not tell them apart."""
-
-    def __init__(self) -> None:
-        self._count = self._seen = 0
-
-    def __call__(self) -> None:
-        self._count += 1
-
-    def is_new(self) -> bool:
-        """Whether the worker has done anything since this was asked last."""
-        before, self._seen = self._seen, self._count
-        return self._seen != before
-
-
-def replies_of(coming: queue.SimpleQueue[Reply], activity: Activity, poll_s: float = POLL_S) -> Iterator[Reply]:
-    """Yield the replies of a call to the last, and an empty one whenever none came for a while but the worker did something."""
-    while True:
-        try:
-            reply = coming.get(timeout=poll_s)
-        except queue.Empty:
-            if activity.is_new():
-                yield Reply()
-            continue
-        yield reply
-        if reply.is_last:
-            return
 
 
 @dataclass(eq=False)

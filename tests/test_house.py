@@ -227,8 +227,10 @@ def test_the_library_imports_no_example_test_or_benchmark():
     assert not wrong, "\n".join(wrong)
 
 
-def test_ray_lives_in_controllers_alone():
-    assert set(files_importing("ray")) <= {"controllers"}, files_importing("ray")
+def test_ray_lives_in_one_folder_of_controllers_alone():
+    files = files_importing("ray")
+    assert set(files) <= {"controllers"}, files
+    assert all(file.startswith("controllers/backends/") for file in files["controllers"]), files
 
 
 def test_vllm_is_known_to_the_rollout_engine_and_the_weight_receiver_alone():

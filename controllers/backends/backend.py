@@ -1,13 +1,10 @@
-"""Backends: what runs worker groups. `Local` keeps every group in this process, so that breakpoints work; `RayBackend`
-(`ray_backend.py`) gives each rank a process of its own. The driver knows only this protocol."""
+"""Backend: what runs worker groups, as the driver knows it. `Local` (`local.py`) keeps every group in this process, so that breakpoints
+work; `RayBackend` (`ray_backend.py`) gives each rank a process of its own; `Simulated` (`../simulation/`) has neither."""
 
 from __future__ import annotations
 
-import contextlib
 import platform
 import re
-import time
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +13,10 @@ from typing import Protocol
 from ...dataflow.buffer.segments import SegmentReader, SegmentWriter
 from ...dataflow.graph import ParameterEdge
 from ...dataflow.handle import Handle
-from ...workers.worker import Context, Worker
-from ..executor import Executor
 from ..group import Call, WorkerGroup
 from ..placement import Place
 from ..row_io import DataAccess
-from ..tasks import Reply, Task
+from ..tasks import Reply
 
 START_TIMEOUT_S = 300.0
 """Longest wait for workers to be up: vLLM's imports and a large model's loading are in it."""
@@ -136,79 +131,3 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class Local:
-    """Every group in this process, one rank each, without Ray, on one thread: the groups work in turns, while the driver waits."""
-
-    def __init__(self) -> None:
-        self._workers: dict[str, Worker] = {}
-        self._executors: dict[str, Executor] = {}
-        self._events: deque[Event] = deque()
-        self._data: DataAccess | None = None
-
-    def __repr__(self) -> str:
-        return "Local()"
-
-    def check(self, placement: Mapping[str, Place]) -> None:
-        """Nothing is refused: whatever a placement asks for, one process does the work here."""
-
-    def start(self, setup: Setup) -> dict[str, WorkerGroup]:
-        groups: dict[str, WorkerGroup] = {}
-        self._data = setup.files.access(this_node(), "local")
-        for name, handle in setup.handles.items():
-            place = Place(setup.placement[name].pool)  # world size 1, whatever the placement says
-            worker = handle.worker_class(handle.config, Context(name=name, run_dir=setup.run_dir, seed=setup.seed))
-            self._workers[name] = worker
-            self._executors[name] = Executor(worker, self._data)
-            groups[name] = WorkerGroup(name, handle, place, [worker.coordinates], self._submit)
-        return groups
-
-    def delete(self, node: str, file: str) -> None:
-        """There is one node, and the buffer keeps its files itself."""
-
-    def _submit(self, rank: int, task: Task, call: Call) -> None:
-        def begin() -> None:
-            call.started = self.clock()  # until then it waited for this thread, not for the worker
-
-        executor = self._executors[call.group.name]
-        executor.add(task, lambda reply: self._events.append(Event(call, rank, reply)), begin)
-
-    def clock(self) -> float:
-        return time.monotonic()
-
-    def cancel(self, call: Call) -> None:
-        self._executors[call.group.name].cancel(call.number)
-
-    def wait(self, timeout_s: float) -> Sequence[Event]:
-        while not self._events and any(executor.busy for executor in self._executors.values()):
-            for executor in self._executors.values():
-                if executor.busy:
-                    executor.take_turn()
-        events, self._events = list(self._events), deque()
-        return events
-
-    has_processes = False
-
-    @property
-    def nodes(self) -> Collection[str]:
-        return (this_node(),)
-
-    def has_lost_node(self) -> bool:
-        return False
-
-    def replace(self, group: WorkerGroup, rank: int) -> None:
-        raise RuntimeError(f"{group.name}[{rank}] has no process that could end")
-
-    def sample_at(self, group: WorkerGroup, rank: int) -> None:
-        """Nobody asks: an exception names its samples itself."""
-
-    def close(self) -> None:
-        with contextlib.ExitStack() as closing:  # each is closed, also when another's close() raises
-            for worker in self._workers.values():
-                closing.callback(worker.close)
-            if self._data is not None:
-                closing.callback(self._data.close)
-                self._data = None
-            self._workers.clear()
-            self._executors.clear()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from toy import ToyActor, ToyLoss, ToyReward, ToyRollout, prompts, toy_grpo
 
-from weft.controllers.backends.backend import Local
+from weft.controllers.backends.local import Local
 from weft.controllers.driver import Driver
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.schedule import Training

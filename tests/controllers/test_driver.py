@@ -27,7 +27,7 @@ from toy import (
 
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.ratios import sequence_ratio
-from weft.controllers.backends.backend import Local
+from weft.controllers.backends.local import Local
 from weft.controllers.backends.ray_backend import RayBackend
 from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.group import Call

@@ -1,7 +1,5 @@
-"""The executor of a rank: which call goes on, what is replied, and how work is told from silence."""
+"""The executor of a rank: which call goes on, and what is replied."""
 
-import queue
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -12,7 +10,7 @@ import numpy as np
 from toy import ToyConfig
 
 from weft.controllers.backends.backend import Files
-from weft.controllers.executor import Activity, Executor, replies_of
+from weft.controllers.executor import Executor
 from weft.controllers.tasks import Reply, RowTask, Task
 from weft.dataflow.batch import Batch
 from weft.dataflow.operation import Shape, operation_of
@@ -89,14 +87,3 @@ def test_a_failure_is_replied_with_the_traceback_of_the_worker_alone(tmp_path: P
     (reply,) = replies
     assert reply.is_last and not reply.done and reply.failure.message.startswith("TypeError: ")
     assert not executor.busy and not reply.failure.user_error
-
-
-def test_a_worker_that_works_says_so_and_one_that_is_silent_does_not():
-    activity, replies = Activity(), queue.SimpleQueue()
-    coming = replies_of(replies, activity, poll_s=0.001)
-    for _ in range(3):
-        activity()
-        assert next(coming) == Reply(), "it has nothing to say, but it did something"
-    done = Reply(done=True)
-    threading.Timer(0.05, lambda: replies.put(done)).start()
-    assert list(coming) == [done], "it did nothing, and nobody says otherwise"

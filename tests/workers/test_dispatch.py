@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.controllers.backends.backend import Local
+from weft.controllers.backends.local import Local
 from weft.controllers.group import WorkerGroup
 from weft.controllers.placement import Place, ResourcePool
 from weft.dataflow.buffer.ledger import Ledger

@@ -10,7 +10,8 @@ import pytest
 from saved_runs import SavingActor, trained
 from toy import SlowConfig, SlowRollout, ToyConfig, ToyReward, centred, prompts, toy_grpo
 
-from weft.controllers.backends.backend import Backend, Local
+from weft.controllers.backends.backend import Backend
+from weft.controllers.backends.local import Local
 from weft.controllers.backends.ray_backend import RayBackend
 from weft.controllers.driver import Driver
 from weft.controllers.placement import Place, ResourcePool

@@ -13,7 +13,8 @@ from simulated_runs import KNOWN, QUIET, Rollout, apart, calls, costs, groups, r
 from toy import prompts, toy_dapo, toy_evaluation, toy_grpo
 
 from weft.__main__ import main
-from weft.controllers.backends.backend import Event, Local
+from weft.controllers.backends.backend import Event
+from weft.controllers.backends.local import Local
 from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.group import Call
 from weft.controllers.placement import Place, ResourcePool

@@ -1,0 +1,172 @@
+"""RayCluster: the cluster under a run, a local one made for it or an existing one that it joins.
+
+A local cluster listens on loopback alone, keeps its files in a folder of its own, and is gone when the run ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ...dataflow.errors import UserError
+from ..placement import Place, machine_cpus, machine_gpus, require_nodes
+from ..signals import signals_deferred
+from .cluster import address_of, nodes_of, sizes
+
+CLOSE_TIMEOUT_S = 5.0
+"""Longest wait for the reaper to end."""
+QUIET: Mapping[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+
+
+class RayCluster:
+    """Connects to Ray and disconnects from it.
+
+    Args:
+        address: `host:port` or "auto"; None: as `RAY_ADDRESS` says, or else a local cluster.
+    """
+
+    def __init__(self, address: str | None) -> None:
+        self.address = address_of(address)
+        self.folder: str | None = None
+        """Of the local cluster, while there is one."""
+        self.is_connected = False
+        """Whether this object connected, and so disconnects; a script may have done so before."""
+        self._sizes: list[tuple[int, int]] | None = None
+        """CPUs and GPUs of each node of the cluster at the address, if it has been asked."""
+        self._reaper: subprocess.Popen[str] | None = None
+
+    def check(self, placement: Mapping[str, Place]) -> None:
+        """Refuse a placement that the cluster cannot hold.
+
+        Raises:
+            UserError: naming the pool; or the cluster is not there, or does not let us in.
+        """
+        if self.address:
+            require_nodes(placement, self._node_sizes(self.address), f"the cluster at {self.address}")
+        else:
+            require_nodes(placement, [(machine_cpus(), machine_gpus())], "this machine")
+
+    def connect(self, placement: Mapping[str, Place]) -> None:
+        """Start or join the cluster, unless this process is connected.
+
+        Raises:
+            UserError: it is not there, or does not let us in.
+        """
+        if not self.address:
+            # Ray reads these when it is imported: listen on loopback alone (test_sockets.py holds it to that), and ask
+            # for a token, which is its default for local clusters (said aloud, it prints no warning).
+            os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
+        import ray
+        from ray._private import utils
+
+        if self.address:
+            self._node_sizes(self.address)  # asks, unless `check` has just done so
+            self._sizes = None
+        if ray.is_initialized():
+            return
+        self.is_connected = True
+        with signals_deferred("Ray has started, and is ended again"):
+            set_handler = utils.set_sigterm_handler
+            utils.set_sigterm_handler = lambda *_: None  # Ray's own ends the process on the spot
+            try:
+                if self.address:
+                    self._join(self.address)
+                else:
+                    self._start(placement)
+            finally:
+                utils.set_sigterm_handler = set_handler
+
+    def disconnect(self) -> None:
+        """Leave the cluster; a local one is ended, and nothing is left of it."""
+        import ray
+
+        if self.is_connected:
+            ray.shutdown()
+            self.is_connected = False
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder = None
+        if self._reaper is not None:  # it finds nothing to do
+            with suppress(subprocess.TimeoutExpired):
+                self._reaper.communicate(timeout=CLOSE_TIMEOUT_S)
+            self._reaper = None
+
+    def _node_sizes(self, address: str) -> list[tuple[int, int]]:
+        if self._sizes is None:
+            ray = sys.modules.get("ray")
+            joined = ray is not None and ray.is_initialized()
+            nodes = [n["Resources"] for n in ray.nodes() if n["Alive"]] if ray and joined else nodes_of(address)
+            self._sizes = sizes(nodes)
+        return self._sizes
+
+    def _join(self, address: str) -> None:
+        import ray
+        from ray.exceptions import RayError
+
+        try:
+            ray.init(address=address, namespace="weft", **QUIET)
+        except (ConnectionError, RuntimeError, RayError) as error:  # gone since it was asked
+            raise UserError(f"the Ray cluster at {address} cannot be joined: {error}") from None
+
+    def _start(self, placement: Mapping[str, Place]) -> None:
+        from ray._private import services
+
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        # Ray's sockets lie in it, 66 characters deeper, and the path of a socket has at most 107.
+        self.folder = tempfile.mkdtemp(prefix="weft-", dir=None if len(tempfile.gettempdir()) <= 28 else "/tmp")
+        self._reaper = reaper = _started_reaper(self.folder)
+        start = services.ConsolePopen
+
+        def start_apart(*arguments: Any, **settings: Any) -> Any:
+            # A signal to the process group of a run (from a terminal, or a batch system) is for the driver: Ray's own processes
+            # must live for as long as it takes to save. An internal name: test_checkpoints.py sends such a signal.
+            process = start(*arguments, **settings, process_group=0)
+            assert reaper.stdin is not None
+            print(process.pid, file=reaper.stdin, flush=True)
+            return process
+
+        services.ConsolePopen = start_apart  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            self._init_local(sum(pool.cpus for pool in {p.pool.name: p.pool for p in placement.values()}.values()))
+        finally:
+            services.ConsolePopen = start
+
+    def _init_local(self, cpus: int) -> None:
+        import ray
+
+        ray.init(
+            address="local",
+            num_cpus=max(machine_cpus(), cpus),  # groups without a place share the machine with the pools
+            object_store_memory=_object_store_bytes(),
+            include_dashboard=False,
+            _temp_dir=f"{self.folder}/r",  # which Ray opens to everybody; nobody else comes through the folder above it
+            namespace="weft",
+            **QUIET,
+        )
+
+
+def _started_reaper(folder: str) -> subprocess.Popen[str]:
+    program = Path(__file__).with_name("reaper.py")
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(program), folder, str(os.getsid(0))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        text=True,
+    )
+
+
+def _object_store_bytes() -> int:
+    """An eighth of the free shared memory: Ray carries calls and replies alone, and would take a third of the machine."""
+    free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 1 << 30
+    return max(128 << 20, min(4 << 30, free // 8))

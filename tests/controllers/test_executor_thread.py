@@ -1,0 +1,62 @@
+"""A worker on a thread of its own: calls from other threads, workers that cannot start, and how work is told from silence."""
+
+import queue
+import threading
+from pathlib import Path
+
+from toy import ToyConfig
+
+from weft.controllers.backends.backend import Files
+from weft.controllers.executor_thread import Activity, ExecutorThread, replies_of
+from weft.controllers.tasks import Failure, Reply, Task
+from weft.workers.worker import Worker
+
+
+class Threads(Worker):
+    """Says on which threads it is made, called and closed."""
+
+    Config = ToyConfig
+
+    def __init__(self) -> None:
+        super().__init__(ToyConfig())
+        self.seen = [threading.current_thread()]
+
+    def threads(self) -> list[threading.Thread]:
+        self.seen.append(threading.current_thread())
+        return self.seen
+
+    def close(self) -> None:
+        self.seen.append(threading.current_thread())
+
+
+def test_a_worker_is_made_called_and_closed_on_one_thread(tmp_path: Path):
+    thread = ExecutorThread(Threads, Files(tmp_path).access("here", "thread"), Activity())
+    thread.cancel(2)
+    (reply,) = thread.call(Task("threads", number=1))
+    seen = reply.value
+    assert list(thread.call(Task("threads", number=2))) == [Reply(done=True)], "it was cancelled before it came"
+    thread.close()
+    assert len(seen) == 3 and len(set(seen)) == 1 and seen[0] is not threading.current_thread()
+
+
+def test_a_worker_that_cannot_be_made_says_why_to_every_call(tmp_path: Path):
+    def broken() -> Worker:
+        raise SystemExit(3)
+
+    thread = ExecutorThread(broken, Files(tmp_path).access("here", "thread"), Activity())
+    failure = thread.worker()
+    assert isinstance(failure, Failure) and "it called sys.exit(3)" in failure.message
+    assert list(thread.call(Task("threads"))) == [Reply(failure=failure)]
+    thread.cancel(1)
+    thread.close()
+
+
+def test_a_worker_that_works_says_so_and_one_that_is_silent_does_not():
+    activity, replies = Activity(), queue.SimpleQueue()
+    coming = replies_of(replies, activity, poll_s=0.001)
+    for _ in range(3):
+        activity()
+        assert next(coming) == Reply(), "it has nothing to say, but it did something"
+    done = Reply(done=True)
+    threading.Timer(0.05, lambda: replies.put(done)).start()
+    assert list(coming) == [done], "it did nothing, and nobody says otherwise"
