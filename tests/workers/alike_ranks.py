@@ -1,9 +1,6 @@
-"""One of two tensor-parallel ranks whose copies are compared, as a program.
+"""One of two tensor-parallel ranks whose copies are compared."""
 
-python alike_ranks.py FOLDER RANK
-"""
-
-import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,8 +11,7 @@ from weft.dataflow.errors import RunError
 from weft.workers.training.replicated import check_alike
 
 
-def main() -> None:
-    folder, rank = sys.argv[1], int(sys.argv[2])
+def main(folder: Path, rank: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     split = distribute_tensor(torch.arange(8.0).reshape(4, 2), mesh["tp"], [Shard(0)])
@@ -35,7 +31,3 @@ def main() -> None:
     else:
         raise AssertionError("ranks hold different norms, and nothing was said")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

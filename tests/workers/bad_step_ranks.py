@@ -1,12 +1,9 @@
-"""One rank of a training group whose steps are bad, as a program: the tests start several of them.
-
-    python bad_step_ranks.py CASE.json RANK
+"""One rank of a training group whose steps are bad: the tests start several of them.
 
 It says of each update what it reported, whether anything that training changes was changed, and how it ended.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,8 +29,8 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def main() -> None:
-    case, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
+def main(path: Path, rank: int) -> None:
+    case = json.loads(path.read_text())
     torch.set_num_threads(1)
     folder = Path(case["folder"])
     context = Context("actor", rank, case["ranks"], f"file://{folder}/rendezvous", run_dir=folder)
@@ -55,7 +52,3 @@ def main() -> None:
         said.append({"metrics": values, "unchanged": equal(state(worker), before), "ended": ended})
     (folder / f"rank{rank}.json").write_text(json.dumps(said))
     worker.close()
-
-
-if __name__ == "__main__":
-    main()

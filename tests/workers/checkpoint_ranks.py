@@ -1,6 +1,4 @@
-"""One rank of a training group that stops and goes on, as a program: the tests start several of them.
-
-    python checkpoint_ranks.py CASE.json RANK
+"""One rank of a training group that stops and goes on: the tests start several of them.
 
 It checks what each rank can see for itself, and leaves checkpoints, and on rank 0 the full tensors, for the tests to compare.
 """
@@ -9,7 +7,6 @@ import errno
 import itertools
 import json
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -84,8 +81,8 @@ def contexts(folder: Path, rank: int, ranks: int) -> Iterator[Context]:
         yield Context("actor", rank, ranks, f"file://{folder}/rendezvous-{number}")
 
 
-def main() -> None:
-    case, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
+def main(path: Path, rank: int) -> None:
+    case = json.loads(path.read_text())
     torch.set_num_threads(1)
     folder, model = Path(case["folder"]), Path(case["model"])
     groups = contexts(folder, rank, case["ranks"])
@@ -134,7 +131,3 @@ def main() -> None:
     worker.close()
     if rank == 0:
         torch.save(results, folder / "results.pt")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,6 @@
-"""One rank of a group of critics that takes a step with each head, as a program: the tests start several of them.
-
-python critic_ranks.py FOLDER RANK
-"""
+"""One rank of a group of critics that takes a step with each head: the tests start several of them."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +19,7 @@ HEADS = ("values", "rewards")
 LOSSES: dict[str, Loss] = {"values": ValueLoss(), "rewards": RewardLoss(centring=0.01)}
 
 
-def main() -> None:
-    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+def main(folder: Path, rank: int) -> None:
     case: dict[str, Any] = json.loads((folder / "case.json").read_text())
     torch.set_num_threads(1)
     rows = Batch(pa.ipc.open_file(folder / "rows.arrow").get_batch(0)).take(case["shares"][rank])
@@ -44,7 +39,3 @@ def main() -> None:
         seen[head] = {"before": before, "gradient": gradient, "metrics": metrics, "after": after, "restored": restored}
         worker.close()
     torch.save(seen, folder / f"rank{rank}.pt")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,9 @@
-"""One rank of a training group with an adapter, as a program: the tests start several of them.
-
-python lora_ranks.py FOLDER RANK
+"""One rank of a training group with an adapter: the tests start several of them.
 
 It asks the model without its adapter first, takes two steps, stops, goes on, and leaves on rank 0 the full tensors.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,8 +19,7 @@ from weft.workers.worker import Context
 LOSS = PolicyLoss(old="old_logprobs")
 
 
-def main() -> None:
-    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+def main(folder: Path, rank: int) -> None:
     case: dict[str, Any] = json.loads((folder / "case.json").read_text())
     torch.set_num_threads(1)
     rows = Batch(pa.ipc.open_file(folder / "rows.arrow").get_batch(0))
@@ -60,7 +56,3 @@ def main() -> None:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-
-
-if __name__ == "__main__":
-    main()

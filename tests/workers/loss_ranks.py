@@ -1,10 +1,6 @@
-"""Every loss of the library, and one rank of a training group that takes a step with each of them, as a program.
-
-python loss_ranks.py FOLDER RANK
-"""
+"""Every loss of the library, and one rank of a training group that takes a step with each of them: the tests start several of them."""
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,8 +93,7 @@ def step(
     return gradient, metrics["_metrics"]
 
 
-def main() -> None:
-    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+def main(folder: Path, rank: int) -> None:
     case: dict[str, Any] = json.loads((folder / "case.json").read_text())
     torch.set_num_threads(1)
     rows = Batch(pa.ipc.open_file(folder / "rows.arrow").get_batch(0))
@@ -111,7 +106,3 @@ def main() -> None:
                 found[name] = step(trained, rows.take(case["shares"][name][rank]), one.loss)
         trained.close()
     torch.save(found, folder / f"rank{rank}.pt")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,17 +1,20 @@
-"""Ranks as processes: a program of a test is started once for each."""
+"""Ranks as processes: a function of a module beside this one is called in each of them."""
 
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
+from forked import Forked
 
-def run_processes(program: Path, argument: Path, ranks: int, timeout_s: float = 240) -> None:
-    """Run `python program argument RANK` for each rank, all at once; what a rank that fails has said is in the assertion."""
-    command = [sys.executable, str(program), str(argument)]
-    started = [subprocess.Popen([*command, str(r)], stderr=subprocess.PIPE, text=True) for r in range(ranks)]
+
+def run_processes(main: Callable[[Path, int], None], argument: Path, ranks: int, timeout_s: float = 240) -> None:
+    """Call `main(argument, rank)` in a process for each rank, all at once; what a rank that fails has said is in the assertion."""
+    folder = argument if argument.is_dir() else argument.parent
+    started = [Forked(folder / f"rank{rank}.log", main, argument, rank) for rank in range(ranks)]
     try:
-        errors = [rank.communicate(timeout=timeout_s)[1] for rank in started]
+        for rank in started:
+            rank.process.join(timeout_s)
+        failed = [rank.printed for rank in started if rank.process.exitcode != 0]
+        assert not failed, "\n".join(failed)
     finally:
         for rank in started:
             rank.kill()
-    assert all(rank.returncode == 0 for rank in started), "\n".join(errors)

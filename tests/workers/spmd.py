@@ -1,12 +1,9 @@
-"""One rank of a training group, as a program: the tests start several of them.
-
-    python spmd.py CASE.json RANK
+"""One rank of a training group: the tests start several of them.
 
 It takes one step on its share of the rows and writes, on rank 0, the full gradient, and on every rank what it saw.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -48,8 +45,8 @@ def one_step(
     return gradient, {name: metric.value for name, metric in metrics.items()} | {"_metrics": metrics}
 
 
-def main() -> None:
-    case, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
+def main(path: Path, rank: int) -> None:
+    case = json.loads(path.read_text())
     torch.set_num_threads(1)
     folder = Path(case["folder"])
     rows = Batch(pa.ipc.open_file(folder / "rows.arrow").get_batch(0))
@@ -78,7 +75,3 @@ def main() -> None:
     }
     torch.save(result, folder / f"rank{rank}.pt")
     worker.close()
-
-
-if __name__ == "__main__":
-    main()

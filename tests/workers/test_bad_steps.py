@@ -1,6 +1,5 @@
 """Bad steps: not applied, counted, their rows kept; and after too many in a row training ends."""
 
-import importlib.util
 import json
 import math
 import weakref
@@ -12,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from bad_step_ranks import LOSS, equal, main, state
 from ranks import run_processes
 from safetensors.torch import load_file
 
@@ -25,13 +25,6 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.errors import DivergedError, UserError, WorkerError
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.worker import Context
-
-RANKS = Path(__file__).with_name("bad_step_ranks.py")
-_spec = importlib.util.spec_from_file_location("bad_step_ranks", RANKS)
-assert _spec is not None and _spec.loader is not None
-program: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(program)
-LOSS, state, equal = program.LOSS, program.state, program.equal
 
 
 def actor(model: Path, run_dir: Path | None = None, **settings: Any) -> ActorWorker:
@@ -240,7 +233,7 @@ def run_ranks(folder: Path, model: Path, steps: Sequence[Batch], ranks: int, **s
             file.write_batch(rows.record)
     config = {"model": str(model), "learning_rate": 1e-3, **settings}
     (folder / "case.json").write_text(json.dumps({"folder": str(folder), "ranks": ranks, "config": config}))
-    run_processes(RANKS, folder / "case.json", ranks)
+    run_processes(main, folder / "case.json", ranks)
     return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(ranks)]
 
 

@@ -1,16 +1,17 @@
 """Training checkpoints: who goes on from one goes on as if nothing had happened, on as many ranks as there are then."""
 
-import importlib.util
 import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import checkpoint_ranks as program
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from checkpoint_ranks import actor, equal, full, state, train
 from ranks import run_processes
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -20,13 +21,6 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.disk import Disk
 from weft.dataflow.buffer.manifest import verify, write_manifest
 from weft.dataflow.errors import UserError
-
-RANKS = Path(__file__).with_name("checkpoint_ranks.py")
-_spec = importlib.util.spec_from_file_location("checkpoint_ranks", RANKS)
-assert _spec is not None and _spec.loader is not None
-program: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(program)
-actor, train, state, full, equal = program.actor, program.train, program.state, program.full, program.equal
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +258,7 @@ def run_ranks(folder: Path, model: Path, steps: list[Batch], ranks: int, **case:
             file.write_batch(rows.record)
     case = {"folder": str(folder), "model": str(model), "ranks": ranks, "settings": {}, "restores": {}, **case}
     (folder / "case.json").write_text(json.dumps(case))
-    run_processes(RANKS, folder / "case.json", ranks)
+    run_processes(program.main, folder / "case.json", ranks)
     return torch.load(folder / "results.pt")
 
 

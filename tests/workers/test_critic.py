@@ -1,8 +1,6 @@
 """CriticWorker: what its head says, gradients that do not depend on how the work was cut, and where its weights go."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from critic_ranks import HEADS, LOSSES, one_step
+from critic_ranks import HEADS, LOSSES, main, one_step
+from ranks import run_processes
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from weft.algorithms.values import ValueLoss
@@ -18,8 +17,6 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
 from weft.dataflow.metrics import merge
 from weft.workers.critic import CriticConfig, CriticWorker
-
-HERE = Path(__file__).parent
 
 
 def critic(model: Path, head: str = "values", **settings: Any) -> CriticWorker:
@@ -118,14 +115,7 @@ def test_nor_on_the_ranks(tiny_model: Path, scored: Batch, tmp_path: Path, split
         file.write_batch(scored.record)
     config = {"model": str(tiny_model), "learning_rate": 1e-3, "max_grad_norm": None, **settings}
     (tmp_path / "case.json").write_text(json.dumps({"shares": shares, "config": config}))
-    command = [sys.executable, str(HERE / "critic_ranks.py"), str(tmp_path)]
-    programs = [subprocess.Popen([*command, str(r)], stderr=subprocess.PIPE, text=True) for r in range(len(shares))]
-    try:
-        errors = [program.communicate(timeout=300)[1] for program in programs]
-    finally:
-        for program in programs:
-            program.kill()
-    assert all(program.returncode == 0 for program in programs), "\n".join(errors)
+    run_processes(main, tmp_path, len(shares))
     ranks = [torch.load(tmp_path / f"rank{r}.pt", weights_only=False) for r in range(len(shares))]
     for head in HEADS:
         alone = critic(tiny_model, head, lora=settings.get("lora"))

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import lora_ranks
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -272,7 +273,6 @@ def test_a_checkpoint_of_another_adapter_is_refused(tiny_model: Path, tmp_path: 
 
 # Several ranks
 
-RANKS = Path(__file__).with_name("lora_ranks.py")
 SPLITS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "one unit": (2, "lora", {"gather": "once"}),
     "layer by layer": (2, "dora", {"gather": "layerwise", "microbatch_tokens": 60}),
@@ -289,7 +289,7 @@ def run_ranks(folder: Path, model: Path, rows: Batch, ranks: int, config: dict[s
         file.write_batch(rows.record)
     case = {"ranks": ranks, "config": {"model": str(model), "learning_rate": 1e-2, "max_grad_norm": None, **config}}
     (folder / "case.json").write_text(json.dumps(case))
-    run_processes(RANKS, folder, ranks)
+    run_processes(lora_ranks.main, folder, ranks)
     return torch.load(folder / "results.pt")
 
 

@@ -9,8 +9,6 @@ import importlib
 import inspect
 import json
 import pkgutil
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -20,7 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from loss_ranks import LOSSES, Case, step, worker
+from loss_ranks import LOSSES, Case, main, step, worker
+from ranks import run_processes
 
 from weft import algorithms
 from weft.algorithms.loss import Loss
@@ -29,8 +28,6 @@ from weft.dataflow.metrics import Metrics, merge
 from weft.workers.dispatch import Coordinates, Dispatch, RowSizes
 
 Found = tuple[dict[str, torch.Tensor], Metrics]
-
-HERE = Path(__file__).parent
 
 
 def make_pairs(rows: Batch) -> Batch:
@@ -168,14 +165,7 @@ def ranks(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: py
         file.write_batch(rows.record)
     shares = {name: shares_of(case, rows, request.param) for name, case in LOSSES.items()}
     (folder / "case.json").write_text(json.dumps({"model": str(tiny_model), "ranks": request.param, "shares": shares}))
-    command = [sys.executable, str(HERE / "loss_ranks.py"), str(folder)]
-    programs = [subprocess.Popen([*command, str(r)], stderr=subprocess.PIPE, text=True) for r in range(request.param)]
-    try:
-        errors = [program.communicate(timeout=300)[1] for program in programs]
-    finally:
-        for program in programs:
-            program.kill()
-    assert all(program.returncode == 0 for program in programs), "\n".join(errors)
+    run_processes(main, folder, request.param)
     return [torch.load(folder / f"rank{r}.pt", weights_only=False) for r in range(request.param)]
 
 

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from alike_ranks import main
 from ranks import run_processes
 
 from weft.workers.training.replicated import differing, digest
-
-HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
@@ -23,4 +22,4 @@ def test_one_element_on_one_rank_is_found(dtype: torch.dtype):
 
 @pytest.mark.slow
 def test_ranks_that_are_apart_are_named_and_rounding_is_mended(tmp_path: Path):
-    run_processes(HERE / "alike_ranks.py", tmp_path, 2)
+    run_processes(main, tmp_path, 2)

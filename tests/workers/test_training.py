@@ -1,6 +1,5 @@
 """The training engine: log-probabilities, gradients that do not depend on how the work was cut, weights in and out."""
 
-import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import spmd
 import torch
 from ranks import run_processes
 from torch.nn import functional as F
@@ -20,12 +20,6 @@ from weft.dataflow.metrics import merge
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.dispatch import Coordinates
 from weft.workers.training.engine import OptimizerConfig, check_rows, plan_microbatches, tokens_of
-
-SPMD = Path(__file__).with_name("spmd.py")
-_spec = importlib.util.spec_from_file_location("spmd", SPMD)
-assert _spec is not None and _spec.loader is not None
-spmd: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(spmd)
 
 
 def actor(model: Path, **settings: Any) -> ActorWorker:
@@ -67,7 +61,7 @@ def run_ranks(
     (folder / "case.json").write_text(
         json.dumps({"folder": str(folder), "shares": shares, "config": config, "parts": parts})
     )
-    run_processes(SPMD, folder / "case.json", len(shares))
+    run_processes(spmd.main, folder / "case.json", len(shares))
     return [torch.load(folder / f"rank{r}.pt", weights_only=False) for r in range(len(shares))]
 
 

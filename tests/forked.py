@@ -1,0 +1,104 @@
+"""Processes of the tests that need torch: forked from a server that has imported it once, and else as fresh as any.
+
+A process of its own imports torch, transformers and the workers in 5 s of a CPU; a forked one has them at once. The server is
+single-threaded, has computed nothing, and ends with the tests.
+"""
+
+import multiprocessing
+import os
+import runpy
+import sys
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    [
+        "matplotlib.pyplot",
+        "peft",
+        "safetensors.torch",
+        "torch.distributed.checkpoint.hf_storage",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
+        "transformers.models.qwen2.modeling_qwen2",
+        "weft.controllers.driver",
+        "weft.workers.actor",
+        "weft.workers.critic",
+        "weft.workers.reward",
+        "weft.workers.rollout",
+        "weft.workers.training.fsdp",
+        "weft.workers.training.replicated",
+    ]
+)
+
+
+class Forked:
+    """A process that calls a function, and what it prints. It leads a process group of its own, as what a shell starts does."""
+
+    def __init__(
+        self,
+        output: Path,
+        function: Callable[..., object],
+        *arguments: Any,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.output = output
+        output.touch()
+        target = (str(output), dict(os.environ, **(environment or {})), function, arguments)
+        self.process: ForkServerProcess = SERVER.Process(target=_call, args=target)  # pyright: ignore[reportAttributeAccessIssue]
+        self.process.start()
+
+    @property
+    def printed(self) -> str:
+        """On either stream, so far."""
+        return self.output.read_text()
+
+    def finish(self, timeout_s: float = 300) -> str:
+        """Wait for its end, and return what it printed.
+
+        Raises:
+            AssertionError: it ended otherwise than with exit code 0, or not in time.
+        """
+        self.process.join(timeout_s)
+        assert self.process.exitcode is not None, f"no end after {timeout_s} s: {self.printed[-4000:]}"
+        assert self.process.exitcode == 0, f"exit code {self.process.exitcode}: {self.printed[-4000:]}"
+        return self.printed
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for its end."""
+        self.process.kill()
+        self.process.join()
+
+    def kill_when(self, there: Path, timeout_s: float = 300) -> None:
+        """Kill it as soon as a file or folder is there."""
+        deadline = time.monotonic() + timeout_s
+        while not there.exists():
+            assert self.process.is_alive() and time.monotonic() < deadline, self.printed[-4000:]
+            time.sleep(0.01)
+        self.kill()
+
+
+def program(output: Path, path: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> Forked:
+    """Start `python path arguments`."""
+    return Forked(output, _run_program, str(path), arguments, environment=environment)
+
+
+def _call(
+    output: str, environment: dict[str, str], function: Callable[..., object], arguments: tuple[Any, ...]
+) -> None:
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    function(*arguments)
+
+
+def _run_program(path: str, arguments: tuple[str, ...]) -> None:
+    sys.argv = [path, *arguments]
+    sys.path[:0] = [str(Path(path).parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    runpy.run_path(path, run_name="__main__")
