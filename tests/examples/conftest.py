@@ -1,4 +1,4 @@
-"""The tests beside this file share `small`, which runs an example as a program."""
+"""The tests beside this file share `small`, which runs an example as a program, and one warm-started model."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the first run of an example leaves data and a warm-started model for the others."""
     return tmp_path_factory.mktemp("runs")

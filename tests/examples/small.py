@@ -1,24 +1,27 @@
 """An example as a program, in its small setting."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import forked
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run(example: str, *arguments: str, root: Path, backend: str = "local") -> str:
-    """What it prints. It keeps data and models below `root`."""
-    command = [
-        sys.executable,
-        str(EXAMPLES / example),
-        "--small",
-        "--backend",
-        backend,
-        "--root",
-        str(root),
-        *arguments,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+def run(example: str, name: str, *arguments: str, root: Path, backend: str = "local") -> str:
+    """What it prints. It keeps data and models below `root`. Under Ray it is started as a user starts it, else it is forked."""
+    arguments = ("--small", "--backend", backend, "--root", str(root), "--name", name, *arguments)
+    if backend == "local":
+        return forked.program(root / f"{name}.log", EXAMPLES / example, *arguments).finish()
+    command = [sys.executable, str(EXAMPLES / example), *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-4000:]
     return done.stdout
+
+
+def summary(said: str) -> dict[str, Any]:
+    """The last line of what an example prints."""
+    return json.loads(said.splitlines()[-1])

@@ -1,34 +1,54 @@
 """The example runs in its small setting: with a reference that is computed beforehand, and without one; and under Ray."""
 
-import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from small import run
+from small import run, summary
+
+ACCURACY = "pairs/functions/preference_accuracy"
 
 
-@pytest.mark.parametrize("method", ["rpo", "simpo"])
-def test_the_example_runs_in_one_process(root: Path, method: str):
-    said = run("dpo_preferences.py", "--method", method, "--name", method, root=root)
-    summary = json.loads(said.splitlines()[-1])
-    assert summary["steps"] == 3 and summary["pairs"] == 3 * 8
-    assert 0 <= summary["preference_accuracy_before"] <= 1 and 0 <= summary["preference_accuracy_after"] <= 1
-    metrics = pq.read_table(root / method / "metrics.parquet").to_pylist()
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    return pq.read_table(run / "metrics.parquet").to_pylist()
+
+
+def check(said: str, run: Path) -> None:
+    """Three steps were made, and what is printed at the end is what was measured."""
+    found, metrics = summary(said), metrics_of(run)
+    assert found["steps"] == 3 and found["pairs"] == 3 * 8
     assert [row["step"] for row in metrics] == [0, 1, 2, 3]
-    if method == "rpo":  # the policy begins as its reference
-        assert abs(metrics[1]["actor/chosen_reward"]) < 1e-4 and abs(metrics[1]["actor/reward_margin"]) < 1e-4
-    assert ("reference_of_pairs" in said) == (method == "rpo")
-    assert (root / method / "curve.png").exists() and (root / method / "model" / "model.safetensors").exists()
+    assert found["preference_accuracy_before"] == metrics[0][ACCURACY]
+    assert found["preference_accuracy_after"] == metrics[-1][ACCURACY]
+    assert (run / "curve.png").exists() and (run / "model" / "model.safetensors").exists()
+
+
+def test_the_example_runs_with_a_reference_that_is_computed_beforehand(root: Path):
+    said = run("dpo_preferences.py", "rpo", "--method", "rpo", root=root)
+    check(said, root / "rpo")
+    metrics = metrics_of(root / "rpo")
+    assert abs(metrics[1]["actor/chosen_reward"]) < 1e-4, "the policy begins as its reference"
+    assert abs(metrics[1]["actor/reward_margin"]) < 1e-4
+    assert "reference_of_pairs" in said
+
+
+@pytest.fixture(scope="module")
+def simpo(root: Path) -> str:
+    """What the example prints in one process."""
+    return run("dpo_preferences.py", "simpo", "--method", "simpo", root=root)
+
+
+def test_the_example_runs_without_a_reference(simpo: str, root: Path):
+    check(simpo, root / "simpo")
+    assert "reference_of_pairs" not in simpo
 
 
 @pytest.mark.ray
-def test_the_example_runs_on_two_ranks_under_ray(root: Path):
-    one, two = (
-        json.loads(run("dpo_preferences.py", "--name", backend, root=root, backend=backend).splitlines()[-1])
-        for backend in ("local", "ray")
-    )
+def test_the_example_runs_on_two_ranks_under_ray(simpo: str, root: Path):
+    said = run("dpo_preferences.py", "simpo-ray", "--method", "simpo", root=root, backend="ray")
+    one, two = summary(simpo), summary(said)
     for name in ("preference_accuracy_before", "preference_accuracy_after"):
         assert abs(one[name] - two[name]) <= 2 / 512, "the same updates, but for rounding"
-    log = (root / "ray" / "config.json").read_text()
-    assert "RayBackend" in log and (root / "ray" / "model" / "model.safetensors").exists()
+    log = (root / "simpo-ray" / "config.json").read_text()
+    assert "RayBackend" in log and (root / "simpo-ray" / "model" / "model.safetensors").exists()

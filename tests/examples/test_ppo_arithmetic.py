@@ -1,21 +1,21 @@
 """The example runs in its small setting, in one process: with a reward model of its own, and with the exact match."""
 
-import json
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from small import run
+from small import run, summary
 
 
 @pytest.mark.parametrize("reward", ["model", "exact"])
 def test_the_example_runs_in_one_process(root: Path, reward: str):
-    said = run("ppo_arithmetic.py", "--reward", reward, "--name", reward, root=root)
-    summary = json.loads(said.splitlines()[-1])
-    assert summary["steps"] == 3 and summary["samples"] == 3 * 8
+    made = root / f"ppo-{reward}"
+    said = run("ppo_arithmetic.py", made.name, "--reward", reward, root=root)
+    found = summary(said)
+    assert found["steps"] == 3 and found["samples"] == 3 * 8
     assert ("of held-out pairs in the right order" in said) == (reward == "model")
-    metrics = pq.read_table(root / reward / "metrics.parquet").to_pylist()
+    metrics = pq.read_table(made / "metrics.parquet").to_pylist()
     assert [row["step"] for row in metrics] == [0, 1, 2, 3] and metrics[3]["eval/reward/mean"] is not None
     assert metrics[1]["critic/loss"] > 0 and metrics[1]["actor/max_logprob_gap"] <= 5e-4
     for name in ("model", "critic"):
-        assert (root / reward / name / "model.safetensors").exists()
+        assert (made / name / "model.safetensors").exists()

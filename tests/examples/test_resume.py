@@ -1,16 +1,13 @@
 """A run of real models, killed with SIGKILL and resumed, ends with the same bits as one that was not, with either engine."""
 
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import torch
+from forked import Forked, program
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -19,32 +16,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 TIMES = {"time_s", "step_s", "tokens_per_s", "checkpoint_pause_s"}
 
 
-def start(root: Path, engine: str, name: str, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(PROGRAM), "--engine", engine, "--root", str(root), "--name", name, *more]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])}
-    return subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env=environment,
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, said[-4000:]
-    return said
-
-
-def kill_after(process: subprocess.Popen[str], checkpoint: Path) -> None:
-    deadline = time.monotonic() + 300
-    while not checkpoint.exists():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0][-4000:]
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+def start(root: Path, engine: str, name: str, *more: str) -> Forked:
+    number = sum(1 for _ in root.glob(f"{name}*.log"))
+    arguments = ("--engine", engine, "--root", str(root), "--name", name, *more)
+    environment = {"PYTHONPATH": os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])}
+    return program(root / f"{name}-{number}.log", PROGRAM, *arguments, environment=environment)
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
@@ -55,14 +31,14 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])])
 def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path: Path, engine: str):
-    finish(start(tmp_path, engine, "whole"))
+    start(tmp_path, engine, "whole").finish()
     before = load_file(tmp_path / "arithmetic-0-small" / "model" / "model.safetensors")
     whole = load_file(tmp_path / "whole" / "model" / "model.safetensors")
     assert not all(torch.equal(before[key], whole[key]) for key in before), "it learns something"
     for step in (1, 2):
         name = f"killed-{step}"
-        kill_after(start(tmp_path, engine, name), tmp_path / name / "checkpoints" / f"step_{step:06d}")
-        said = finish(start(tmp_path, engine, name, "--resume", "latest"))
+        start(tmp_path, engine, name).kill_when(tmp_path / name / "checkpoints" / f"step_{step:06d}")
+        said = start(tmp_path, engine, name, "--resume", "latest").finish()
         assert "goes on after step" in said
         resumed = load_file(tmp_path / name / "model" / "model.safetensors")
         assert all(torch.equal(whole[key], resumed[key]) for key in whole)

@@ -1,24 +1,22 @@
 """The example runs in its small setting, in one process, and leaves an adapter beside the merged model."""
 
-import json
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 from peft import PeftModel
-from small import run
+from small import run, summary
 from transformers import AutoModelForCausalLM
 
 
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_the_example_runs_in_one_process(root: Path, engine: str):
     more = ["--dora"] if engine == "vllm" else []
-    said = run("rloo_lora.py", "--engine", engine, "--name", engine, *more, root=root)
-    summary = json.loads(said.splitlines()[-1])
-    assert summary["steps"] == 3 and summary["samples"] == 3 * 8 * 8
-    assert summary["mean_logprob_gap"] <= 1e-5 and summary["max_logprob_gap"] <= 5e-4
-    made = root / engine
+    made = root / f"rloo-{engine}"
+    found = summary(run("rloo_lora.py", made.name, "--engine", engine, *more, root=root))
+    assert found["steps"] == 3 and found["samples"] == 3 * 8 * 8
+    assert found["mean_logprob_gap"] <= 1e-5 and found["max_logprob_gap"] <= 5e-4
     metrics = pq.read_table(made / "metrics.parquet").to_pylist()
     assert [row["step"] for row in metrics] == [0, 1, 2, 3] and metrics[3]["eval/reward/mean"] is not None
     assert all(row["reward/mean"] > 0 and row["actor/grad_norm"] > 0 for row in metrics[1:]), (
