@@ -1,10 +1,52 @@
 """The tests below this folder import `toy` and its neighbours; so do the processes that they start (sys.path travels with a run), and
-the programs."""
+the programs. And there is one Ray cluster for all tests that do not end it."""
 
+import logging
 import os
+import secrets
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 HERE = str(Path(__file__).parent)
 sys.path.insert(0, HERE)
 os.environ["PYTHONPATH"] = os.pathsep.join([HERE, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+CPUS = 16
+QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+
+
+@pytest.fixture(scope="session")
+def ray_address() -> Iterator[str]:
+    """Where the cluster listens: one node, a token."""
+    # Ray reads these when it is imported. A cluster by hand makes no token, unlike ray.init.
+    os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    from ray.cluster_utils import Cluster
+
+    no_idle_workers = {"RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0"}
+    os.environ |= no_idle_workers
+    settings = {"num_cpus": CPUS, "include_dashboard": False, "object_store_memory": 200 << 20}
+    with tempfile.TemporaryDirectory(
+        prefix="weft-", dir="/tmp"
+    ) as folder:  # the path of a socket has at most 107 characters
+        cluster = Cluster(initialize_head=True, head_node_args={**settings, "temp_dir": f"{folder}/r"})
+        for name in no_idle_workers:
+            del os.environ[name]
+        assert cluster.address is not None
+        yield cluster.address
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster(ray_address: str) -> Iterator[None]:
+    """The tests of a module are connected to the cluster: runs find it up, and leave it up."""
+    import ray
+
+    ray.init(address=ray_address, namespace="weft", **QUIET)
+    yield
+    ray.shutdown()

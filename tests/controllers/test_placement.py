@@ -34,6 +34,10 @@ def test_a_group_without_a_place_has_a_pool_of_its_own_which_does_not_count():
         require_nodes(places, [(1, 0)], "this machine")
     with pytest.raises(UserError, match=r"asks for 4 GPUs \(p: 4\), but this machine has 0"):
         require_nodes({"a": Place(ResourcePool("p", cpus=1, gpus=4))}, [(1, 0)], "this machine")
+    with pytest.raises(
+        UserError, match="'p' asks for 3 CPUs and 0 GPUs on one node, but no node of the cluster has both"
+    ):
+        require_nodes({"a": Place(ResourcePool("p", cpus=3))}, [(1, 0), (2, 0)], "the cluster")
 
 
 def test_an_unnamed_run_gets_a_name_that_is_free(tmp_path: Path):

@@ -43,6 +43,11 @@ def actor(model: Path, context: Context = Context(), disk: Disk | None = None, *
     return ActorWorker(config, context, FsdpEngine(config, context, config, disk=disk))
 
 
+def engine_of(worker: ActorWorker) -> Any:
+    """With what only this engine has: its steps and the schedule of its learning rate."""
+    return worker.engine
+
+
 def train(worker: ActorWorker, steps: list[Batch], **how: Any) -> None:
     """Updates of the policy; each has its rows, of which a replica takes every n-th."""
     replicas = worker.context.world_size // worker.config.tensor_parallel

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from checkpoint_ranks import actor, equal, full, state, train
+from checkpoint_ranks import actor, engine_of, equal, full, state, train
 from ranks import run_processes
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -66,7 +66,7 @@ def test_to_go_on_is_to_the_bit_as_if_it_had_never_stopped(
 
     again = actor(tiny_model, dtype=dtype)
     again.load_checkpoint(tmp_path / "step" / "actor")
-    assert again.version == 3 and again.engine.steps == 12
+    assert again.version == 3 and engine_of(again).steps == 12
     assert program.draw() == drawn
     train(again, steps[3:], epochs=2, minibatches=2)
     assert equal(state(again), state(worker))
@@ -81,7 +81,7 @@ def test_the_learning_rate_goes_on(tiny_model: Path, steps: list[Batch], tmp_pat
     again = actor(tiny_model)
     again.load_checkpoint(saved(worker, tmp_path / "actor"))
     rates = [w.update(steps[3], loss=program.LOSS)["learning_rate"].value for w in (worker, again)]
-    assert rates[0] == rates[1] == worker.engine.schedule.rate(3) != worker.engine.schedule.rate(0)
+    assert rates[0] == rates[1] == engine_of(worker).schedule.rate(3) != engine_of(worker).schedule.rate(0)
 
 
 def test_a_worker_goes_back_to_its_own_checkpoint(tiny_model: Path, steps: list[Batch], tmp_path: Path):
@@ -91,7 +91,7 @@ def test_a_worker_goes_back_to_its_own_checkpoint(tiny_model: Path, steps: list[
     train(worker, steps[:2])
     first = state(worker)
     worker.load_checkpoint(tmp_path / "actor")
-    assert equal(state(worker), before) and worker.version == worker.engine.steps == 0
+    assert equal(state(worker), before) and worker.version == engine_of(worker).steps == 0
     train(worker, steps[:2])
     assert equal(state(worker), first)
 
@@ -317,7 +317,7 @@ def test_several_ranks_become_one(
     program.seed(5)
     worker.load_checkpoint(two_ranks[0] / source)
     assert program.draw() == drawn, "random states are those of ranks that are there no more"
-    assert worker.version == worker.engine.steps == 3
+    assert worker.version == engine_of(worker).steps == 3
     train(worker, steps[3:])
     assert difference(full(worker), two_ranks[1][f"{source}, never stopped"]) < 1e-6
 

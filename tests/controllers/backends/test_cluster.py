@@ -1,15 +1,13 @@
 """A cluster that is not there, or not ours: one clear line, soon."""
 
 import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from weft.controllers.backends.cluster import nodes_of
 from weft.controllers.backends.ray_backend import RayBackend
+from weft.controllers.placement import Place, ResourcePool
 from weft.dataflow.errors import UserError
 
 
@@ -62,14 +60,15 @@ def test_somebody_who_listens_but_is_no_cluster_is_not_waited_for():
 
 
 @pytest.mark.ray
-def test_a_cluster_with_a_token_names_the_token_and_one_that_is_full_is_full(tmp_path: Path):
-    script = Path(__file__).with_name("cluster_run.py")
-    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=180, check=False)
-    assert done.returncode == 0, done.stderr
-    said = dict(line.split(": ", 1) for line in done.stdout.splitlines() if line.startswith("said "))
-    assert "RAY_AUTH_MODE is not set" in said["said without"]
-    assert "the authentication token is not that of the cluster" in said["said another's"]
-    assert "asks for 3 CPUs and 0 GPUs on one node, but no node of the cluster at" in said["said too large"]
-    assert said["said rewards"] == "2", (
-        "the reward and the functions are guests: the placement takes every CPU that there is"
-    )
+def test_a_cluster_names_the_token_that_it_misses_and_what_no_node_of_it_has(
+    ray_address: str, monkeypatch: pytest.MonkeyPatch
+):
+    too_large = {"actor": Place(ResourcePool("pool", cpus=17))}
+    with pytest.raises(UserError, match=r"asks for 17 CPUs \(pool: 17\), but the cluster at .* has 16"):
+        RayBackend(ray_address).check(too_large)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "another's")
+    with pytest.raises(UserError, match="the authentication token is not that of the cluster"):
+        RayBackend(ray_address).check({})
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    with pytest.raises(UserError, match="RAY_AUTH_MODE is not set"):
+        RayBackend(ray_address).check({})

@@ -1,7 +1,6 @@
 """The driver on Ray: the same results as in one process, small messages, honest failures, nothing left behind."""
 
 import io
-import logging
 import os
 import signal
 import time
@@ -44,20 +43,7 @@ from weft.dataflow.operation import operation_of
 from weft.workers.dispatch import Dispatch, PerRank
 from weft.workers.remote import remote
 
-pytestmark = pytest.mark.ray
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    """One Ray for the module; the runs find it up, and leave it up."""
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    import ray
-
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
-    ray.init(address="local", num_cpus=16, include_dashboard=False, object_store_memory=200 << 20, **quiet)
-    yield
-    ray.shutdown()
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 
 def handles(**rollout: Any) -> dict[str, Any]:

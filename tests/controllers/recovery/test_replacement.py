@@ -27,7 +27,7 @@ from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
 from weft.workers.reward import RewardWorker
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 
 class DyingConfig(SlowConfig):
