@@ -230,8 +230,8 @@ def described_graph(record: Record) -> Graph:
     found = record.get("format", 1)
     if found != FORMAT:
         which = "an earlier" if found < FORMAT else "a later"
-        what = f"the log with graph {record['graph']!r} is of format {found}, which {which} version of Weft wrote"
-        raise FormatError(f"{what}; this one reads format {FORMAT}")
+        where = f"graph {record['graph']!r} is described in format {found}, by {which} version of Weft"
+        raise FormatError(f"the log cannot be read: {where}; this version reads format {FORMAT}")
     return Graph.from_outline(record["outline"])
 
 

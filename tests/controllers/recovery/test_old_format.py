@@ -1,0 +1,60 @@
+"""A run of an earlier version of Weft: its log is refused by name, and its model goes on.
+
+`old_format/run.tar.xz` is a toy run with a log of format 1: asynchronous, killed after step 5, with checkpoints of the steps 2 and 4.
+"""
+
+import tarfile
+from pathlib import Path
+
+import pytest
+from saved_runs import SCHEDULES, run, trained
+
+from weft.__main__ import main
+from weft.dataflow.buffer.check import check_log
+from weft.dataflow.buffer.sample_buffer import restore
+from weft.dataflow.errors import FormatError, UserError
+
+OLD = "the log cannot be read: graph 'train' is described in format 1, by an earlier version of Weft; this version reads format 2"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A folder with the run."""
+    with tarfile.open(Path(__file__).parent / "old_format" / "run.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path
+
+
+def test_no_reader_takes_a_log_of_an_old_format(root: Path):
+    for read in (check_log, restore):
+        with pytest.raises(FormatError, match=OLD):
+            read(root / "run" / "buffer")
+
+
+@pytest.mark.parametrize(
+    "question",
+    [["check"], ["why", "3"], ["table"], ["sql", "select * from rows"], ["sql", "select * from samples"], ["archive"]],
+    ids=" ".join,
+)
+def test_every_command_says_which_format_a_log_has_and_what_to_do(
+    root: Path, question: list[str], capsys: pytest.CaptureFixture[str]
+):
+    command, *more = question
+    assert main(["buffer", command, str(root / "run"), *more]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"FormatError: {OLD}") and "resume='weights' goes on with the saved model" in said
+
+
+def test_metrics_and_timeline_of_an_old_run_are_read_as_before(root: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["buffer", "sql", str(root / "run"), "select max(step) as last from metrics"]) == 0
+    assert capsys.readouterr().out.split() == ["last", "5"]
+    assert main(["timeline", str(root / "run")]) == 0
+
+
+def test_an_old_run_goes_on_with_its_weights_and_not_with_its_rows(root: Path):
+    with pytest.raises(UserError, match=rf"no checkpoint of the run is sound: .*{OLD}.*resume='weights' goes on"):
+        run(root, SCHEDULES[2], evaluate=False, resume="latest")
+    weights, metrics = run(root, SCHEDULES[2], evaluate=False, resume="weights")
+    assert [row["step"] for row in metrics] == list(range(10))
+    assert len(trained(weights)) == 27 and (root / "run" / "buffer.given-up-1").is_dir()
+    assert not check_log(root / "run" / "buffer").violations
