@@ -17,14 +17,15 @@ import pyarrow.compute as pc
 
 from ..dataflow.buffer.disk import PARTIAL, Disk, is_full, make_folder, set_aside
 from ..dataflow.buffer.finished_leases import samples_by_step
-from ..dataflow.buffer.journal import (
+from ..dataflow.buffer.log import Position, last_epoch
+from ..dataflow.buffer.run_tables import (
     CALLS,
     METRICS,
     PARQUET,
     STREAM,
     TIMELINE,
     VALUES,
-    Journal,
+    TableStream,
     begin_again,
     by_step,
     present,
@@ -34,7 +35,6 @@ from ..dataflow.buffer.journal import (
     values_from,
     values_of,
 )
-from ..dataflow.buffer.log import Position, last_epoch
 from ..dataflow.buffer.sample_buffer import BUFFER, LOG
 from ..dataflow.buffer.samples import FOLDER as SAMPLES
 from ..dataflow.buffer.samples import parts, unfinished_parts
@@ -43,9 +43,9 @@ from ..dataflow.errors import UserError
 from .recovery.run_lock import FOLDER as LOCK
 from .recovery.run_lock import RunLock, epochs
 
-JOURNALS = tuple(name + ending for name in (METRICS, TIMELINE) for ending in (PARQUET, STREAM))
+TABLES = tuple(name + ending for name in (METRICS, TIMELINE) for ending in (PARQUET, STREAM))
 CONFIG = "config.json"
-FILES = (CONFIG, "graph.mmd", *JOURNALS)
+FILES = (CONFIG, "graph.mmd", *TABLES)
 """What a run leaves behind for people. None of it is needed to go on."""
 FOLDERS = (BUFFER, "checkpoints", "logs", SAMPLES, "skipped")
 MAX_NAME_BYTES = 200
@@ -55,7 +55,7 @@ RECENT = 64
 
 
 class RunDirectory:
-    """`config.json`, `graph.mmd`, metrics and timeline (`dataflow/buffer/journal.py`), `samples/`, `logs/`, `checkpoints/`."""
+    """`config.json`, `graph.mmd`, metrics and timeline (`dataflow/buffer/run_tables.py`), `samples/`, `logs/`, `checkpoints/`."""
 
     flush_interval_s = 5.0
     """How old metrics and timeline on disk may be while a run goes on."""
@@ -69,8 +69,8 @@ class RunDirectory:
         self.origin = "begins with step 1"
         """Where the run begins or goes on, and why there."""
         self._disk = Disk()
-        self._metrics = Journal(path / f"{METRICS}{STREAM}", VALUES, disk=self._disk)
-        self._timeline = Journal(path / f"{TIMELINE}{STREAM}", CALLS, disk=self._disk)
+        self._metrics = TableStream(path / f"{METRICS}{STREAM}", VALUES, disk=self._disk)
+        self._timeline = TableStream(path / f"{TIMELINE}{STREAM}", CALLS, disk=self._disk)
         self._recent: dict[float, dict[str, float]] = {}
         self._flushed = time.monotonic()
 
@@ -230,8 +230,8 @@ class RunDirectory:
     def close(self) -> None:
         """Make Parquet files of metrics and timeline: the run is over."""
         self.check()
-        for journal in (self._metrics, self._timeline):
-            journal.close()
+        for stream in (self._metrics, self._timeline):
+            stream.close()
         to_parquet(self.path)
 
 

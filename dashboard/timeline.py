@@ -1,6 +1,6 @@
 """The timeline of a run: which worker group did what, when, and how long it stood idle between two calls.
 
-A run adds to its timeline every few seconds (`dataflow/buffer/journal.py`), so that it may be looked at while it goes on.
+A run adds to its timeline every few seconds (`dataflow/buffer/run_tables.py`), so that it may be looked at while it goes on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import pyarrow as pa
 
-from ..dataflow.buffer import journal
+from ..dataflow.buffer import run_tables
 from ..dataflow.buffer.text_table import as_text
 from ..dataflow.errors import UserError, nearest
 from .curve import FAINT, INK
@@ -216,7 +216,7 @@ def read_timeline(run: Path, steps: tuple[int | None, int | None] = (None, None)
         others = [p.name for p in run.parent.iterdir() if p.is_dir()] if run.parent.is_dir() else []
         raise UserError(f"there is no run {run}{nearest(run.name, others)}")
     try:
-        table = journal.read_timeline(run)
+        table = run_tables.read_timeline(run)
         if table is None:
             raise UserError(f"{run} has no timeline: nothing was called yet, or it is not the directory of a run")
         rows = table.select(list(Call.__dataclass_fields__)).to_pylist()

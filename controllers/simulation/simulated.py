@@ -29,8 +29,8 @@ import pyarrow.parquet as pq
 from pydantic import Field, field_validator
 
 from ...dataflow.batch import Batch
-from ...dataflow.buffer.journal import read_timeline
 from ...dataflow.buffer.rows import Published, Row
+from ...dataflow.buffer.run_tables import read_timeline
 from ...dataflow.buffer.segments import Segment
 from ...dataflow.column import RESPONSE_VERSIONS
 from ...dataflow.config import Config

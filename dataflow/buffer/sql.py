@@ -18,7 +18,7 @@ from .check import read_log
 from .checker import Checker
 from .checker_rows import Row
 from .history import buffer_folder, history
-from .journal import read_metrics, read_parquet, read_timeline
+from .run_tables import read_metrics, read_parquet, read_timeline
 from .sample_buffer import BUFFER, SEGMENTS
 from .samples import samples as samples_of
 from .segments import Segment, SegmentReader

@@ -22,10 +22,10 @@ from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.controllers.schedule import Asynchronous, Synchronous, Training
 from weft.controllers.simulation.simulated import CostModel, LinearCost, Simulated
 from weft.dataflow.buffer.check import check_log
-from weft.dataflow.buffer.journal import read_timeline
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.log import LogReader
 from weft.dataflow.buffer.rows import Published
+from weft.dataflow.buffer.run_tables import read_timeline
 from weft.dataflow.buffer.sample_buffer import LOG
 from weft.dataflow.buffer.samples import archive, parts, recorded
 from weft.dataflow.errors import UserError

@@ -18,7 +18,7 @@ from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.recovery.checkpoints import CheckpointConfig, checkpoints
 from weft.controllers.run_directory import check_name
 from weft.controllers.schedule import Synchronous
-from weft.dataflow.buffer.journal import VALUES, begin_again, present, read_metrics, read_timeline, values_from
+from weft.dataflow.buffer.run_tables import VALUES, begin_again, present, read_metrics, read_timeline, values_from
 from weft.dataflow.errors import UserError
 from weft.dataflow.handle import group
 

@@ -1,11 +1,11 @@
-"""Journal: what a run notes of itself while it goes on, each thing once, at the end of a file.
+"""Run tables: the metrics and the timeline of a run, each a table that rows are appended to while the run goes on.
 
-    metrics.arrows    a value of a step a row: (step, name, value)       -> metrics.parquet, a row per step
-    timeline.arrows   a call of a worker group a row                     -> timeline.parquet, the same
+    metrics.arrows    a row for each value of a step: (step, name, value)   -> metrics.parquet, a row for each step
+    timeline.arrows   a row for each call of a worker group                 -> timeline.parquet, the same
 
-An Arrow IPC stream that is appended to: what a flush costs does not depend on how long the run has gone on, and any Arrow tool reads
-what is there so far. A kill leaves at most a torn message at the end, which readers pass over. When the run ends, the streams
-become Parquet files; `read_metrics` and `read_timeline` find whichever there is.
+Each is an Arrow IPC stream. What a flush costs does not depend on how long the run has gone on, and any Arrow tool reads what is there so
+far. A kill leaves at most a torn message at the end, which readers pass over. When the run ends, the streams become Parquet files;
+`read_metrics` and `read_timeline` read whichever is there.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ STREAM, PARQUET = ".arrows", ".parquet"
 ROW_GROUP = 1 << 16
 """Rows of the timeline that are held at once when it becomes a Parquet file."""
 METRICS, TIMELINE = "metrics", "timeline"
-"""What the files are called, before their endings."""
+"""Names of the files without their endings."""
 
 VALUES = pa.schema([("step", pa.float64()), ("name", pa.string()), ("value", pa.float64())])
-"""Metrics as they are noted: a step has other metrics than the one before, and some that are measured after it was closed."""
+"""Metrics as they are noted. Steps differ in what they measure, and some values of a step are measured after its end."""
 
 CALLS = pa.schema(
     [
@@ -48,8 +48,8 @@ CALLS = pa.schema(
 """The timeline: a row per call, in the order in which they ended."""
 
 
-class Journal:
-    """A file that rows of one schema are added to, by one writer."""
+class TableStream:
+    """A file to which one writer appends rows of one schema."""
 
     def __init__(self, path: Path, schema: pa.Schema, *, disk: Disk | None = None) -> None:
         self.path = path
@@ -60,11 +60,11 @@ class Journal:
         self._pending: list[Mapping[str, Any]] = []
 
     def add(self, **row: Any) -> None:
-        """Note a row; it is in the file after the next `flush`."""
+        """Add a row. The next `flush` writes it to the file."""
         self._pending.append(row)
 
     def flush(self) -> None:
-        """Append what was added. What does not fit on the disk is cut off again, and stays to be written."""
+        """Append what was added. If the disk is full, what was written of it is cut off, and the next flush tries again."""
         if not self._pending:
             return
         number = len(self._pending)
@@ -82,14 +82,14 @@ class Journal:
         del self._pending[:number]
 
     def read(self) -> pa.Table:
-        """All rows so far, written or not; safe in another thread than that which adds and flushes."""
+        """All rows so far, written or not. Another thread may add and flush meanwhile."""
         pending = pa.Table.from_pylist(
             [dict(row) for row in self._pending], self.schema
         )  # first: a flush moves them to the file
         return pa.concat_tables([pa.Table.from_batches(batches(self.path), self.schema), pending])
 
     def close(self) -> None:
-        """Flush, and let go of the file."""
+        """Flush, and close the file."""
         try:
             self.flush()
         finally:
@@ -99,7 +99,7 @@ class Journal:
 
 
 def batches(path: Path) -> Iterator[pa.RecordBatch]:
-    """The messages of a stream, as far as they are whole; none where there is no file."""
+    """The complete messages of a stream; none where there is no file."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -113,7 +113,7 @@ def batches(path: Path) -> Iterator[pa.RecordBatch]:
 
 
 def by_step(table: pa.Table) -> list[dict[str, float]]:
-    """Values of `VALUES` as a mapping per step. Those that are noted again replace what was noted before.
+    """Rows of `VALUES` as a mapping for each step. A value that is noted again replaces the earlier one.
 
     >>> table = pa.Table.from_pylist([{"step": s, "name": n, "value": v} for s, n, v in [(0, "a", 1), (1, "a", 2), (0, "b", 3)]], VALUES)
     >>> by_step(table)
@@ -126,13 +126,13 @@ def by_step(table: pa.Table) -> list[dict[str, float]]:
 
 
 def values_of(table: pa.Table, name: str) -> dict[int, float]:
-    """Step -> one metric, where it was measured."""
+    """Step -> value of one metric, for the steps that measured it."""
     own = table.filter(pc.field("name") == name)
     return {int(step): value for step, value in zip(own["step"].to_pylist(), own["value"].to_pylist(), strict=True)}
 
 
 def wide(rows: Sequence[Mapping[str, float]]) -> pa.Table:
-    """A column per metric, null where a step has none."""
+    """A table with a column for each metric, null where a step did not measure it."""
     return pa.table({key: [row.get(key) for row in rows] for key in dict.fromkeys(k for row in rows for k in row)})
 
 
@@ -140,10 +140,10 @@ def wide(rows: Sequence[Mapping[str, float]]) -> pa.Table:
 
 
 def read_metrics(run: Path) -> pa.Table | None:
-    """The metrics of a run, a row per step and a column per metric, also while it goes on; None where there are none.
+    """The metrics of a run so far, a row for each step and a column for each metric; None where there are none.
 
     Raises:
-        OSError, pyarrow.ArrowException: a Parquet file that is no such thing.
+        OSError, pyarrow.ArrowException: the Parquet file is damaged.
     """
     if (run / f"{METRICS}{STREAM}").is_file():
         return wide(by_step(_streamed(run / f"{METRICS}{STREAM}", VALUES)))
@@ -151,10 +151,10 @@ def read_metrics(run: Path) -> pa.Table | None:
 
 
 def read_timeline(run: Path) -> pa.Table | None:
-    """The calls of a run, a row each, in the order in which they ended, also while it goes on; None where there are none.
+    """The calls of a run so far, a row each, in the order in which they ended; None where there are none.
 
     Raises:
-        OSError, pyarrow.ArrowException: a Parquet file that is no such thing.
+        OSError, pyarrow.ArrowException: the Parquet file is damaged.
     """
     if (run / f"{TIMELINE}{STREAM}").is_file():
         return _streamed(run / f"{TIMELINE}{STREAM}", CALLS)
@@ -174,13 +174,13 @@ def read_parquet(path: Path) -> pa.Table | None:
 
 
 def to_parquet(run: Path) -> None:
-    """Make Parquet files of the streams of a run that is over. At every moment one of both is there, whole."""
+    """Turn the streams of a run that is over into Parquet files. At every moment, one of the two is there and complete."""
     _replace(run, METRICS, lambda: (t for t in [read_metrics(run)] if t is not None))
     _replace(run, TIMELINE, lambda: _row_groups(batches(run / f"{TIMELINE}{STREAM}")))
 
 
 def _row_groups(parts: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """The rows of all parts in tables of about ROW_GROUP rows."""
+    """The rows of all parts, in tables of about ROW_GROUP rows."""
     held: list[pa.RecordBatch] = []
     for part in parts:
         held.append(part)
@@ -206,7 +206,7 @@ def _replace(run: Path, name: str, read: Callable[[], Iterable[pa.Table]]) -> No
 
 
 def begin_again(run: Path, name: str, table: pa.Table) -> None:
-    """Have the stream of a run that goes on hold this, and no more."""
+    """Replace a table of a run that goes on by this one."""
     stream = run / f"{name}{STREAM}"
     if len(table):
         parts = [table.schema, *table.combine_chunks().to_batches()]
@@ -223,7 +223,7 @@ def values_from(row: Mapping[str, float]) -> Iterator[dict[str, Any]]:
 
 
 def present(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row without what it has not.
+    """A row without its nulls.
 
     >>> present({"step": 0.0, "loss": None})
     {'step': 0.0}

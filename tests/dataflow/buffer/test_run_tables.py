@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from weft.dataflow.buffer.disk import Disk
-from weft.dataflow.buffer.journal import (
+from weft.dataflow.buffer.run_tables import (
     CALLS,
     VALUES,
-    Journal,
+    TableStream,
     begin_again,
     read_metrics,
     read_timeline,
@@ -37,33 +37,33 @@ def call(step: int, end_s: float, rows: int = 8) -> dict[str, Any]:
     }
 
 
-def timeline(run: Path, calls: int, flush_every: int = 1, first: int = 0) -> Journal:
-    journal = Journal(run / "timeline.arrows", CALLS)
+def timeline(run: Path, calls: int, flush_every: int = 1, first: int = 0) -> TableStream:
+    stream = TableStream(run / "timeline.arrows", CALLS)
     for k in range(first, first + calls):
-        journal.add(**call(k, float(k)))
+        stream.add(**call(k, float(k)))
         if k % flush_every == 0:
-            journal.flush()
-    journal.flush()
-    return journal
+            stream.flush()
+    stream.flush()
+    return stream
 
 
-def metrics(run: Path, *rows: dict[str, float]) -> Journal:
-    journal = Journal(run / "metrics.arrows", VALUES)
+def metrics(run: Path, *rows: dict[str, float]) -> TableStream:
+    stream = TableStream(run / "metrics.arrows", VALUES)
     for row in rows:
         for value in values_from(row):
-            journal.add(**value)
-        journal.flush()
-    return journal
+            stream.add(**value)
+        stream.flush()
+    return stream
 
 
 def test_a_flush_writes_what_is_new_and_no_more(tmp_path: Path):
     def cost(of: int) -> int:
         (tmp_path / str(of)).mkdir()
-        journal = timeline(tmp_path / str(of), of, flush_every=500)
-        before = journal.path.stat()
-        journal.add(**call(of, float(of)))
-        journal.flush()
-        after = journal.path.stat()
+        stream = timeline(tmp_path / str(of), of, flush_every=500)
+        before = stream.path.stat()
+        stream.add(**call(of, float(of)))
+        stream.flush()
+        after = stream.path.stat()
         assert after.st_ino == before.st_ino, "the file was written whole"
         return after.st_size - before.st_size
 
@@ -71,12 +71,12 @@ def test_a_flush_writes_what_is_new_and_no_more(tmp_path: Path):
 
 
 def test_a_reader_sees_what_was_flushed_while_the_run_goes_on(tmp_path: Path):
-    journal = timeline(tmp_path, 3)
-    journal.add(**call(3, 3.0))
+    stream = timeline(tmp_path, 3)
+    stream.add(**call(3, 3.0))
     table = read_timeline(tmp_path)
     assert table is not None and table["step"].to_pylist() == [0, 1, 2]
-    assert journal.read()["step"].to_pylist() == [0, 1, 2, 3], "its writer sees all"
-    with pa.OSFile(str(journal.path)) as file:
+    assert stream.read()["step"].to_pylist() == [0, 1, 2, 3], "its writer sees all"
+    with pa.OSFile(str(stream.path)) as file:
         assert pa.ipc.open_stream(file).read_all() == table, "and so does any Arrow tool"
 
 
@@ -143,12 +143,12 @@ class FullFor(Disk):
 
 
 def test_what_does_not_fit_on_the_disk_is_written_when_there_is_room(tmp_path: Path):
-    journal = Journal(tmp_path / "timeline.arrows", CALLS, disk=FullFor(2))
+    stream = TableStream(tmp_path / "timeline.arrows", CALLS, disk=FullFor(2))
     for k in range(2):
-        journal.add(**call(k, float(k)))
+        stream.add(**call(k, float(k)))
         with pytest.raises(OSError, match="No space left"):
-            journal.flush()
-        assert journal.path.stat().st_size == 0
-    journal.close()
+            stream.flush()
+        assert stream.path.stat().st_size == 0
+    stream.close()
     table = read_timeline(tmp_path)
     assert table is not None and table["step"].to_pylist() == [0, 1]
