@@ -13,8 +13,10 @@ from pathlib import Path
 import pyarrow as pa
 
 from ..errors import UserError
-from .checker import Checker, GraphCounts, Rule, Violation
+from .checker import Checker
 from .log import LogReader, Position, find_fork, read_checkpoint
+from .rows_in_flight import GraphCounts
+from .rules import Rule, Violation
 from .sample_buffer import LOG, checkpoints
 from .samples import FOLDER, Part, parts
 
@@ -66,10 +68,10 @@ def check_log(folder: Path) -> Report:
         size = path.stat().st_size
         damage.append(f"{path.name}: {size} bytes were cut off the log when the run was started again")
     return Report(
-        graphs=checker.counts(),
-        records=checker.records,
+        graphs=checker.flight.counts(),
+        records=checker.flight.events,
         num_bytes=end.offset,
-        leases={**checker.lease_counts, "open": len(checker.leases)},
+        leases={**checker.lease_counts, "open": len(checker.flight.leases)},
         restarts=checker.restarts,
         segments=len(checker.segments),
         checkpoints=saved.sound,
@@ -102,7 +104,7 @@ def read(folder: Path, checker: Checker, damage: list[str]) -> Iterator[tuple[Po
         end = reader.end
         yield end, found
     broken = checker.end()
-    if not checker.records:
+    if not checker.flight.events:
         problem = f"{log} has no record: the run never began, or its log was emptied"
         broken.append(Violation(Rule.SOUND_LOG, problem))
     if reader.damage and (problem := _behind(log, end)):
@@ -162,7 +164,7 @@ class SavedStates:
         self.sound += 1
         groups = (record for record in records if record["do"] == "group")
         saved = {fields[0]: (fields[6], fields[8]) for record in groups for fields in record["rows"]}  # done, leased
-        rows = self._checker.rows
+        rows = self._checker.flight.rows
         for id in sorted(saved.keys() ^ rows.keys()):
             where = "the checkpoint has not" if id in rows else "the log has not"
             self._complain(f"{path.name}: row {id} is in flight, which {where}")

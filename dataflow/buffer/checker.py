@@ -12,85 +12,19 @@ event that can break it (`_claim`, `_publish`, ...) compare the event with the s
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import BrokenRule, nearest
-from ..graph import SOURCE
 from ..operation import Shape
 from .checker_rows import GraphRows, Group, NodeRows, Row
 from .log import Record, described_graph
-from .rows import MAX_CHILDREN
+from .rows_in_flight import CheckedLease, RowsInFlight
+from .rules import Rule, Violation
 
 RESTARTED = "the run was started again"
 """Why recovery releases the leases of workers that are gone."""
-
-
-class Rule(enum.Enum):
-    """The law of rows. `weft buffer check` names each rule that a log breaks."""
-
-    KNOWN_RECORD = "a record is of a known kind, has all its fields, and speaks of graphs and nodes that exist"
-    NEW_ID = "a sample id or group id is given out once and in order; a child's is one of those set aside for its lease"
-    READY = "a node claims rows of its level with which everything is done that it comes after"
-    ONCE = "a node consumes a row once: one that nobody holds, that it has not consumed, and that was not dropped before it"
-    COMPLETE_GROUP = "a node that takes groups claims or drops complete ones, when no more rows of them can come"
-    QUORUM = "a quorum takes the first rows of a group that were ready"
-    LEASE = "only the holder of a live lease publishes, finishes or gives back, and only rows of that lease"
-    NOTHING_LEFT_OUT = "a map or a group publishes all rows of its lease"
-    STALENESS = "no update trains on rows that are older than its bound, unless they are masked"
-    STEP = "an update's rows are of the step under way"
-    ONE_WRITER = "a run that was started again holds no lease from before, and its epoch is larger than all before"
-    ACCOUNTED = "every row is exactly one of waiting, leased, done or dropped"
-    SOUND_LOG = "each record of the log follows the one before"
-    CHECKPOINT = "a checkpoint says of the rows in flight what the log says"
-    SAMPLES = "the samples are the rows that the log says were recorded, each once, under its step"
-
-
-@dataclass(frozen=True)
-class Violation:
-    """A rule that is broken, and where."""
-
-    rule: Rule
-    text: str
-    at: int | None = None
-    """Byte of the log at which the record begins; None: no single record breaks the rule."""
-
-    def __str__(self) -> str:
-        return self.text if self.at is None else f"byte {self.at}: {self.text}"
-
-
-@dataclass
-class GraphCounts:
-    """What became of the rows of one graph. `issued` is the sum of `waiting`, `leased`, `done` and `dropped`."""
-
-    issued: int = 0
-    waiting: int = 0
-    leased: int = 0
-    done: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    """Reason -> rows; a row is counted with the first reason that it was dropped for."""
-    consumed: Counter[str] = field(default_factory=Counter)
-    """Node -> rows that it is done with."""
-    stale: Counter[str] = field(default_factory=Counter)
-    """Fate -> groups that were too old when an update claimed them."""
-
-
-@dataclass(slots=True)
-class CheckedLease:
-    """A lease as the log tells it."""
-
-    node: NodeRows
-    ids: set[int]
-    """Rows that were granted and not given back one by one."""
-    open: set[int]
-    """Rows that are not published yet."""
-    at: int
-    made: set[int] = field(default_factory=set)
-    staged: list[tuple[Record, set[int]]] = field(default_factory=list)
-    """What a node that takes groups published, with the rows done: it counts when the lease is finished."""
 
 
 class Checker:
@@ -111,32 +45,20 @@ class Checker:
             keep_parts: remember where the columns of rows in flight lie.
         """
         self.graphs: dict[str, GraphRows] = {}
-        self.rows: dict[int, Row] = {}
-        """Rows in flight, of all graphs."""
-        self.groups: dict[int, Group] = {}
-        """Groups in flight, oldest first."""
+        self.flight = RowsInFlight(on_finished, keep_parts=keep_parts)
         self.notes: dict[str, Any] = {}
         self.sources: dict[str, Sequence[Any]] = {}
         """Graph -> the segment with the rows of its source."""
         self.segments: set[tuple[str, str, int]] = set()
-        self.leases: dict[tuple[str, int], CheckedLease] = {}
-        """(graph, number) -> leases that are neither finished nor released."""
         self.lease_counts = Counter(granted=0, finished=0, released=0)
         self.restarts = 0
-        self.records = 0
-        self.next_id = self.next_group = 0
-        self._on_finished, self._on_recorded, self._keep_parts = on_finished, on_recorded, keep_parts
-        self._finished_counts: dict[str, GraphCounts] = {}
-        """Of these, `waiting` and `leased` are worked out when they are asked for."""
+        self._on_recorded = on_recorded
         self._ended: dict[tuple[str, int], str] = {}
         self._restarting = False
-        self._parents_finish_by_word = False
         self._epoch = 0
         self.at = 0
         """Byte of the log at which the event that is taken in begins."""
         self._violations: list[Violation] = []
-        self._touched: set[Group] = set()
-        """Groups that may be finished now."""
 
     def feed(self, record: Record, at: int = 0) -> list[Violation]:
         """Take in the next event; returns the rules that it breaks.
@@ -155,11 +77,7 @@ class Checker:
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             what = f"the record lacks what it needs ({type(error).__name__}: {error})"
             self._break(Rule.KNOWN_RECORD, f"{record.get('do')}: {what}")
-        for group in self._touched:
-            if group.id in self.groups and group.graph.is_finished(group):
-                self._finish_group(group)
-        self._touched.clear()
-        self.records += 1
+        self.flight.forget_finished_groups()
         return self._violations
 
     def end(self) -> list[Violation]:
@@ -167,33 +85,18 @@ class Checker:
         self._violations = []
         if self._restarting:
             self._end_restart()
-        for name, counts in self.counts().items():
+        for name, counts in self.flight.counts().items():
             graph = self.graphs[name]
             total = counts.waiting + counts.leased + counts.done + counts.dropped.total()
             if total != counts.issued:
                 problem = f"graph {name!r}: {counts.issued} rows were issued, {total} are accounted for"
                 self._violations.append(Violation(Rule.ACCOUNTED, problem))
-            for row in (row for row in self.rows.values() if row.group.graph is graph):
+            for row in (row for row in self.flight.rows.values() if row.group.graph is graph):
                 for node in graph.on_level[row.level]:
                     if sum(row.id in ids for ids in (node.waiting, node.leased, node.done, node.dropped)) != 1:
                         problem = f"graph {name!r}: row {row.id} is in no state, or in two, at node {node.name!r}"
                         self._violations.append(Violation(Rule.ACCOUNTED, problem))
         return self._violations
-
-    def counts(self) -> dict[str, GraphCounts]:
-        """What became of the rows of each graph so far."""
-        found = {name: replace(c, dropped=c.dropped.copy()) for name, c in self._finished_counts.items()}
-        for row in self.rows.values():
-            graph = row.group.graph
-            counts = found[graph.name]
-            match graph.state(row):
-                case "leased":
-                    counts.leased += 1
-                case "waiting":
-                    counts.waiting += 1
-                case _:
-                    counts.dropped[row.group.lost or row.reason] += 1
-        return found
 
     def _take(self, record: Record) -> None:
         match record["do"]:
@@ -245,20 +148,20 @@ class Checker:
 
     def _end_restart(self) -> None:
         self._restarting = False
-        for (graph, number), lease in self.leases.items():
+        for (graph, number), lease in self.flight.leases.items():
             who = f"lease {number} of node {lease.node.name!r} in graph {graph!r}, claimed at byte {lease.at},"
             self._break(Rule.ONE_WRITER, f"the run was started again, but {who} was not released")
 
     def _begin_ids(self, record: Record) -> None:
-        if self.next_id or self.next_group:
+        if self.flight.next_id or self.flight.next_group:
             raise BrokenRule("a log may begin with other ids than 0, but this one has given out some", Rule.NEW_ID)
-        self.next_id, self.next_group = record["next_id"], record["next_group"]
+        self.flight.next_id, self.flight.next_group = record["next_id"], record["next_group"]
 
     def _graph(self, record: Record) -> None:
         name = record["graph"]
         if name not in self.graphs:
             self.graphs[name] = graph = GraphRows(name, described_graph(record))
-            self._finished_counts[name] = GraphCounts(consumed=Counter(dict.fromkeys(graph.by_name, 0)))
+            self.flight.begin(graph)
 
     def _graph_of(self, record: Record) -> GraphRows:
         graph = self.graphs.get(record["graph"])
@@ -275,14 +178,14 @@ class Checker:
 
     def _lease_of(self, record: Record) -> CheckedLease:
         key = self._graph_of(record).name, record["lease"]
-        lease = self.leases.get(key)
+        lease = self.flight.leases.get(key)
         if lease is None:
             ended = self._ended.get(key, "was never granted")
             raise BrokenRule(f"lease {key[1]} of graph {key[0]!r} {ended}", Rule.LEASE)
         return lease
 
     def _group_of(self, record: Record) -> Group:
-        group = self.groups.get(record["group"])
+        group = self.flight.groups.get(record["group"])
         if group is None or group.graph is not self._graph_of(record):
             problem = f"group {record['group']} of graph {record['graph']!r} is not in flight"
             raise BrokenRule(problem, Rule.KNOWN_RECORD)
@@ -296,45 +199,24 @@ class Checker:
     def _issue(self, record: Record) -> None:
         graph = self._graph_of(record)
         first, group, positions, tokens = record["first"], record["group"], record["positions"], record["tokens"]
-        if first < self.next_id:
-            problem = f"issue: row {first} is issued, but ids below {self.next_id} were given out before"
+        if first < self.flight.next_id:
+            problem = f"issue: row {first} is issued, but ids below {self.flight.next_id} were given out before"
             self._break(Rule.NEW_ID, problem)
-        elif first > self.next_id:
-            self._break(Rule.NEW_ID, f"issue: row {first} is issued, but {self.next_id} is next: a record is missing")
-        if group != self.next_group:
-            self._break(Rule.NEW_ID, f"issue: group {group} is issued, but {self.next_group} is next")
+        elif first > self.flight.next_id:
+            self._break(
+                Rule.NEW_ID, f"issue: row {first} is issued, but {self.flight.next_id} is next: a record is missing"
+            )
+        if group != self.flight.next_group:
+            self._break(Rule.NEW_ID, f"issue: group {group} is issued, but {self.flight.next_group} is next")
         if len(positions) != len(tokens):
             problem = f"{len(positions)} rows have {len(tokens)} numbers of tokens"
             raise BrokenRule(problem, Rule.KNOWN_RECORD)
-        self.next_id, self.next_group = max(self.next_id, first), max(self.next_group, group)
+        self.flight.next_id, self.flight.next_group = (
+            max(self.flight.next_id, first),
+            max(self.flight.next_group, group),
+        )
         for position, number in zip(positions, tokens, strict=True):
-            self._issue_row(graph, record["round"], position, number)
-
-    def _issue_row(self, graph: GraphRows, round: int, position: int, tokens: int) -> None:
-        levels: list[set[int]] = [set() for _ in graph.on_level]
-        group = Group(self.next_group, graph, round, position, tokens, levels)
-        self.groups[group.id] = group
-        self._add(Row(self.next_id, group, None, SOURCE, tokens, None))
-        self._see_arrivals([group], graph.on_level[SOURCE])
-        self.next_id += 1
-        self.next_group += 1
-
-    def _add(self, row: Row) -> None:
-        group, graph = row.group, row.group.graph
-        nodes = graph.on_level[row.level]
-        self.rows[row.id] = row
-        group.levels[row.level].add(row.id)
-        self._finished_counts[graph.name].issued += 1
-        for node in nodes:
-            node.waiting.add(row.id)
-        if row.parent is not None:
-            for node in nodes:
-                if node in group.chosen:
-                    self._cancel(row, node, f"late at {node.name}")
-            for node in nodes:
-                if reason := _cut_off(row, node):
-                    self._drop_from(row, node, reason)
-        self._touched.add(group)
+            self.flight.issue_row(graph, record["round"], position, number)
 
     # Rows are claimed
 
@@ -351,32 +233,25 @@ class Checker:
             self._check_groups(node, taken, f"claim: {who} takes")
         if stale:
             self._check_age(node, taken, stale, who)
-            for group in too_old:
-                self._stale_fate(group, node, stale[2])
+            for group in too_old if stale[2] != "mask" else ():  # a masked one is among the rows, or was left
+                self.flight.reject(group, node, stale[2])
         if not ids:
             if not stale:
                 raise BrokenRule(f"{who} takes no rows", Rule.KNOWN_RECORD)
             return
-        node.waiting -= taken
-        node.leased |= taken
-        if (level := node.node.makes_level) is not None:
-            for row in (self.rows[id] for id in ids if id in taken):
-                if not any(child.level == level for child in row.children):  # else it keeps the ids that it has
-                    row.ids_aside[level] = range(self.next_id, self.next_id + MAX_CHILDREN)
-                    self.next_id += MAX_CHILDREN
-        self.leases[graph.name, number] = CheckedLease(node, taken, set(taken), self.at)
+        self.flight.lease(graph, number, node, [id for id in ids if id in taken], self.at)
         self.lease_counts["granted"] += 1
 
     def _ready(self, graph: GraphRows, node: NodeRows, ids: Sequence[int], what: str) -> set[int]:
         """Those of the rows that a node may take now; what stands against the others is a violation."""
         taken = set(ids)
-        if len(taken) == len(ids) and taken <= node.waiting and node.is_ready(taken, self.rows):
+        if len(taken) == len(ids) and taken <= node.waiting and node.is_ready(taken, self.flight.rows):
             return taken
         taken = set[int]()
         for id in ids:
             if id in taken:
                 self._break(Rule.ONCE, f"{what} row {id}, which it holds already (lease of this claim)")
-            elif id in node.waiting and node.is_ready({id}, self.rows):
+            elif id in node.waiting and node.is_ready({id}, self.flight.rows):
                 taken.add(id)
             else:
                 rule, problem = self._why_not(graph, node, id)
@@ -385,9 +260,12 @@ class Checker:
 
     def _why_not(self, graph: GraphRows, node: NodeRows, id: int) -> tuple[Rule, str]:
         """What stands against a node taking a row."""
-        row = self.rows.get(id)
+        row = self.flight.rows.get(id)
         if row is None:
-            return Rule.ONCE, "which is finished, or was never made" if id < self.next_id else "which was never made"
+            return (
+                Rule.ONCE,
+                "which is finished, or was never made" if id < self.flight.next_id else "which was never made",
+            )
         of = f"of group {row.group.id}, "
         if row.group.graph is not graph:
             return Rule.READY, f"{of}which is of graph {row.group.graph.name!r}"
@@ -395,7 +273,7 @@ class Checker:
             names = graph.level_names
             return Rule.READY, f"{of}which is of level {names[row.level]!r}, not {names[node.level]!r}"
         if id in node.leased:
-            numbers = (n for (_, n), lease in self.leases.items() if lease.node is node and id in lease.ids)
+            numbers = (n for (_, n), lease in self.flight.leases.items() if lease.node is node and id in lease.ids)
             return Rule.ONCE, f"{of}which it holds already (lease {next(numbers, '?')})"
         if id in node.done:
             return Rule.ONCE, f"{of}which it has consumed before"
@@ -405,7 +283,7 @@ class Checker:
         return Rule.READY, f"{of}with which {', '.join(missing)} is not done"
 
     def _check_groups(self, node: NodeRows, ids: Iterable[int], what: str) -> None:
-        for group, taken in self._by_group(ids).items():
+        for group, taken in self.flight.by_group(ids).items():
             rule, problem = Rule.COMPLETE_GROUP, _incomplete(group, node, taken)
             if node.quorum:
                 rule, problem = Rule.QUORUM, _not_the_first(group, node, taken)
@@ -413,17 +291,7 @@ class Checker:
                 self._break(rule, f"{what} {len(taken)} rows of group {group.id}: {problem}")
             node.held_back.discard(group.id)
             if node.quorum and node not in group.chosen:
-                group.chosen[node] = taken
-                for id in sorted(group.levels[node.level] - taken - node.dropped - node.done):
-                    self._cancel(self.rows[id], node, f"over-issued at {node.name}")
-                if node.own_maker is not None and self._parents_finish_by_word:
-                    self._cut_short(group, node.own_maker)
-
-    def _by_group(self, ids: Iterable[int]) -> dict[Group, set[int]]:
-        found: dict[Group, set[int]] = {}
-        for id in ids:
-            found.setdefault(self.rows[id].group, set()).add(id)
-        return found
+                self.flight.choose(group, node, taken)
 
     # Rows are too old
 
@@ -432,45 +300,33 @@ class Checker:
     ) -> list[Group]:
         """Groups that this claim found too old: ready ones, looked at by age until it had enough."""
         version, bound, _ = stale
-        taken = {row.group.id for id in ids if (row := self.rows.get(id))}
-        last = max(taken, default=-1) if limit is not None and len(taken) >= limit else self.next_group
-        node.held_back = {id for id in node.held_back if self._is_too_old(self.groups[id], node, version, bound)}
+        taken = {row.group.id for id in ids if (row := self.flight.rows.get(id))}
+        last = max(taken, default=-1) if limit is not None and len(taken) >= limit else self.flight.next_group
+        node.held_back = {id for id in node.held_back if self._is_too_old(self.flight.groups[id], node, version, bound)}
         found: list[Group] = []
-        for group in self.groups.values():
+        for group in self.flight.groups.values():
             if group.id > last:
                 break
             if group.graph is graph and group.id not in taken and group.id not in node.held_back:
                 rows = group.levels[node.level] & node.waiting
                 old = rows and self._is_too_old(group, node, version, bound)
-                if old and graph.is_complete(group, node) and node.is_ready(rows, self.rows):
+                if old and graph.is_complete(group, node) and node.is_ready(rows, self.flight.rows):
                     found.append(group)
         return found
 
     def _is_too_old(self, group: Group, node: NodeRows, version: int, bound: int) -> bool:
-        return any(self.rows[id].age(version) > bound for id in group.levels[node.level] - node.dropped)
+        return any(self.flight.rows[id].age(version) > bound for id in group.levels[node.level] - node.dropped)
 
     def _check_age(self, node: NodeRows, ids: Iterable[int], stale: Sequence[Any], who: str) -> None:
         version, bound, fate = stale
-        old = [row for id in sorted(ids) if (row := self.rows[id]).age(version) > bound]
+        old = [row for id in sorted(ids) if (row := self.flight.rows[id]).age(version) > bound]
         if old and fate == "mask":
-            self._finished_counts[old[0].group.graph.name].stale[fate] += len({row.group for row in old})
+            self.flight.count_stale(old[0].group.graph, fate, len({row.group for row in old}))
         elif old:
             row = old[0]
             age = f"row {row.id} of group {row.group.id}, of version {row.version}"
             limit = f"for version {version} with a bound of {bound} ({fate})"
             self._break(Rule.STALENESS, f"claim: {who} takes {age}, {limit}")
-
-    def _stale_fate(self, group: Group, node: NodeRows, fate: str) -> None:
-        if fate == "mask":
-            return  # it is among the rows when it is claimed, and was left when the claim had enough
-        self._finished_counts[group.graph.name].stale[fate] += 1
-        if fate == "wait":
-            node.held_back.add(group.id)
-            return
-        if fate == "requeue":
-            self._issue_row(group.graph, group.round, group.position, group.tokens)
-        for id in sorted(group.levels[node.level] - node.dropped):
-            self._drop_from(self.rows[id], node, f"stale at {node.name}")
 
     # Rows are published
 
@@ -492,7 +348,7 @@ class Checker:
             self._break(Rule.LEASE, f"publish: {who} makes a row of row {id}, which is not, or no longer, its own")
         if parents is not None:
             self._check_children(lease, ids, parents, f"publish: {who} makes")
-        self._parents_finish_by_word |= "finished" in record
+        self.flight.by_word |= "finished" in record
         finished = set[int](ids if parents is None else record.get("finished", parents))
         for id in sorted(finished - lease.open - foreign):
             verb = "publishes" if parents is None else "finishes"
@@ -504,69 +360,19 @@ class Checker:
         if node.takes_groups:
             lease.staged.append((record, finished))
         else:
-            self._accept(node, record, finished)
+            self.flight.accept(node, record, finished)
 
     def _check_children(self, lease: CheckedLease, ids: Sequence[int], parents: Sequence[int], what: str) -> None:
         level = lease.node.node.makes_level
         assert level is not None
         for id, parent in ((i, p) for i, p in zip(ids, parents, strict=True) if p in lease.open):
-            aside = self.rows[parent].ids_aside[level]
-            if id in lease.made or id in self.rows:
+            aside = self.flight.rows[parent].ids_aside[level]
+            if id in lease.made or id in self.flight.rows:
                 self._break(Rule.NEW_ID, f"{what} row {id}, which was made before")
             elif id not in aside:
                 those = f"ids {aside.start} to {aside.stop - 1} are set aside for it"
                 self._break(Rule.NEW_ID, f"{what} row {id} of row {parent}, but {those}")
         lease.made.update(ids)
-
-    def _accept(self, node: NodeRows, record: Record, finished: set[int]) -> None:
-        """What was published counts from here on."""
-        segment = record.get("segment") if self._keep_parts and node.node.writes else None
-        made = [] if node.node.makes_level is None else self._children(node, record)
-        for row in made:
-            self._add(row)
-        if made:
-            self._see_arrivals({row.group for row in made}, made[0].group.graph.on_level[made[0].level])
-        if node.node.makes_level is None:
-            for id, tokens in zip(record["ids"], record["tokens"], strict=True):
-                if tokens and id in self.rows:
-                    self.rows[id].tokens += tokens
-        if segment:
-            for row in made or [self.rows[id] for id in finished]:
-                row.parts = {**(row.parts or {}), node.name: segment}
-        self._done(node, finished)
-
-    def _children(self, node: NodeRows, record: Record) -> list[Row]:
-        made: list[Row] = []
-        versions, level = record.get("versions"), node.node.makes_level
-        assert level is not None
-        for k, (id, parent_id) in enumerate(zip(record["ids"], record["parents"], strict=True)):
-            parent = self.rows.get(parent_id)
-            if parent is None or id in self.rows:
-                continue  # a violation already
-            version = parent.version if versions is None else versions[k]
-            child = Row(id, parent.group, parent, level, parent.tokens + record["tokens"][k], version)
-            parent.children.append(child)
-            made.append(child)
-        return made
-
-    def _done(self, node: NodeRows, ids: set[int]) -> None:
-        """A node is done with rows."""
-        if not ids:
-            return
-        node.leased -= ids
-        node.done |= ids
-        groups = {self.rows[id].group for id in ids}
-        self._touched |= groups
-        self._finished_counts[next(iter(groups)).graph.name].consumed[node.name] += len(ids)
-        self._see_arrivals(groups, node.quorums_after)
-
-    def _see_arrivals(self, groups: Iterable[Group], nodes: Iterable[NodeRows]) -> None:
-        """Note which rows of these groups have become ready with this record, for those of the nodes that have a quorum."""
-        for quorum, group in ((n, g) for n in nodes if n.quorum for g in groups):
-            arrived = group.arrived.setdefault(quorum, {})
-            for id in (group.levels[quorum.level] & quorum.waiting) - arrived.keys():
-                if quorum.is_ready({id}, self.rows):
-                    arrived[id] = self.records
 
     # Leases end
 
@@ -578,7 +384,7 @@ class Checker:
         if node.node.operation.behind:
             self._say_recorded(lease, record)
         for published, finished in lease.staged:
-            self._accept(node, published, finished)
+            self.flight.accept(node, published, finished)
         left = lease.open
         shape = node.node.operation.shape
         if left and shape in (Shape.MAP, Shape.GROUP):
@@ -586,8 +392,8 @@ class Checker:
             self._break(Rule.NOTHING_LEFT_OUT, problem)
         if shape is Shape.FILTER:
             for id in sorted(left):
-                self._drop_below(self.rows[id], node, node.name)
-        self._done(node, left)
+                self.flight.drop_below(self.flight.rows[id], node, node.name)
+        self.flight.done(node, left)
         self._end_lease(record, "finished", "was finished")
 
     def _train(self, lease: CheckedLease, step: int, who: str) -> None:
@@ -595,7 +401,7 @@ class Checker:
         if step != under_way:
             self._break(Rule.STEP, f"finish: {who} is of step {step}, but step {under_way} was under way")
         for id in lease.ids:
-            self.rows[id].group.step = step
+            self.flight.rows[id].group.step = step
 
     def _say_recorded(self, lease: CheckedLease, record: Record) -> None:
         every = self.notes.get("record_every", 0)
@@ -603,7 +409,7 @@ class Checker:
             return
         kept: dict[int, int] = {}
         for id in lease.ids:
-            group = self.rows[id].group
+            group = self.flight.rows[id].group
             step = group.step if group.graph.updates else group.round
             if step is not None and step % every == 0:
                 kept[id] = step
@@ -617,7 +423,7 @@ class Checker:
         if why == RESTARTED:
             self.restarts += not self._restarting
             self._restarting = True
-        self._give_back(lease.node, lease.ids if lease.node.takes_groups else lease.open)
+        self.flight.give_back(lease.node, lease.ids if lease.node.takes_groups else lease.open)
         self._end_lease(record, "released", f"was released ({why})")
 
     def _release_some(self, lease: CheckedLease, record: Record) -> None:
@@ -632,18 +438,11 @@ class Checker:
         ids &= lease.open
         lease.open -= ids
         lease.ids -= ids
-        self._give_back(lease.node, ids)
-
-    def _give_back(self, node: NodeRows, ids: set[int]) -> None:
-        node.leased -= ids
-        node.waiting |= ids
-        for quorum in node.serves:
-            for id in ids & quorum.cancelled:  # chosen while the row was leased
-                self._skip(self.rows[id], node)
+        self.flight.give_back(lease.node, ids)
 
     def _end_lease(self, record: Record, end: str, said: str) -> None:
         key = record["graph"], record["lease"]
-        del self.leases[key]
+        del self.flight.leases[key]
         self._ended[key] = f"{said} at byte {self.at}"
         self.lease_counts[end] += 1
 
@@ -654,11 +453,11 @@ class Checker:
         graph, node = self._graph_of(record), self._node_of(record)
         what = f"drop: node {node.name!r} does without"
         taken = self._ready(graph, node, record["ids"], what)
-        for group, ids in self._by_group(taken).items() if node.takes_groups else ():
+        for group, ids in self.flight.by_group(taken).items() if node.takes_groups else ():
             if problem := _incomplete(group, node, ids):
                 self._break(Rule.COMPLETE_GROUP, f"{what} {len(ids)} rows of group {group.id}: {problem}")
         for id in sorted(taken):
-            self._drop_from(self.rows[id], node, f"failed at {node.name}")
+            self.flight.drop_from(self.flight.rows[id], node, f"failed at {node.name}")
 
     def _offer(self, record: Record) -> None:
         """A quorum may take what there is of a group."""
@@ -676,75 +475,7 @@ class Checker:
         for node in group.graph.nodes:
             if held := group.levels[node.level] & node.leased:
                 raise BrokenRule(f"group {group.id} is lost while row {min(held)} is leased", Rule.ONCE)
-        for node in group.graph.nodes:
-            waiting = group.levels[node.level] & node.waiting
-            node.waiting -= waiting
-            node.dropped |= waiting
-        group.lost = "lost" if again else "given up"
-        if again:
-            self._issue_row(group.graph, group.round, group.position, group.tokens)
-        self._touched.add(group)
-
-    def _cancel(self, row: Row, quorum: NodeRows, reason: str) -> None:
-        """A quorum was chosen without this row: work on it for the quorum alone is over, too, unless it is under way."""
-        self._drop_from(row, quorum, reason)
-        quorum.cancelled.add(row.id)
-        for node in quorum.upstream_only:
-            self._skip(row, node)
-
-    def _cut_short(self, group: Group, maker: NodeRows) -> None:
-        """A quorum was chosen: what made rows of the group for it alone is done with all that it made them of."""
-        left = group.levels[maker.level] - maker.done - maker.dropped
-        for lease in self.leases.values():
-            if lease.node is maker:
-                lease.open -= left
-        maker.waiting -= left
-        self._done(maker, left)
-
-    def _drop_from(self, row: Row, node: NodeRows, reason: str) -> None:
-        """A row will reach neither the node nor what comes after it."""
-        row.reason = row.reason or reason
-        self._skip(row, node)
-        self._drop_below(row, node, reason)
-
-    def _drop_below(self, row: Row, node: NodeRows, reason: str) -> None:
-        """A row, and what was made of it, will not reach what comes after the node."""
-        row.reason = row.reason or reason
-        for below in node.downstream:
-            for other in row.below(below.level) if row.level in row.group.graph.line(below.level) else ():
-                if other.id not in below.done:
-                    other.reason = other.reason or reason
-                    self._skip(other, below)
-
-    def _skip(self, row: Row, node: NodeRows) -> None:
-        if row.id in node.waiting:
-            node.waiting.remove(row.id)
-            node.dropped.add(row.id)
-            self._touched.add(row.group)
-
-    def _finish_group(self, group: Group) -> None:
-        counts = self._finished_counts[group.graph.name]
-        if self._on_finished is not None:
-            self._on_finished(group, self.rows)
-        dropped = group.graph.dropped_of(group)
-        for id in set[int]().union(*group.levels):
-            row = self.rows.pop(id)
-            if id in dropped:
-                counts.dropped[group.lost or row.reason] += 1
-            else:
-                counts.done += 1
-        group.graph.forget(group)
-        del self.groups[group.id]
-
-
-def _cut_off(row: Row, node: NodeRows) -> str:
-    """Why a new row will never be ready for a node: an ancestor of it was dropped before it came. Empty when it can be."""
-    for level, before in node.needs:
-        if level != row.level:
-            ancestor = row.ancestor(level)
-            if any(ancestor.id in other.dropped for other in before):
-                return ancestor.reason
-    return ""
+        self.flight.lose(group, again=again)
 
 
 def _incomplete(group: Group, node: NodeRows, taken: set[int]) -> str:

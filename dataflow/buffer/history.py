@@ -70,7 +70,7 @@ def history(folder: Path) -> pa.Table:
     listing = _Listing()
     checker = Checker(on_finished=listing.add_finished, keep_parts=True)
     read_log(folder, checker)
-    for row in checker.rows.values():
+    for row in checker.flight.rows.values():
         listing.add(row, row.group.graph.state(row))
     return pa.table(listing.columns, schema=HISTORY).sort_by("sample_id")
 
@@ -131,9 +131,9 @@ def why(folder: Path, group_id: int, graph: str | None = None) -> str:
     if graph is not None and graph not in checker.graphs:
         there = nearest(graph, checker.graphs) or f"; there are {', '.join(checker.graphs) or 'none'}"
         raise UserError(f"the run has no graph {graph!r}{there}")
-    group = checker.groups.get(group_id)
+    group = checker.flight.groups.get(group_id)
     if group is None and not ended:
-        number = checker.next_group
+        number = checker.flight.next_group
         return f"group {group_id} was never issued; {f'groups 0 to {number - 1} were' if number else 'none was'}"
     of = group.graph.name if group is not None else ended[0][0]
     if graph not in (None, of):

@@ -100,7 +100,7 @@ def columns(folder: Path, notes: list[str] | None = None) -> pa.Table:
     checker = Checker(keep_parts=True)
     read_log(folder, checker)
     by_level: dict[tuple[str, int], list[Row]] = {}
-    for row in checker.rows.values():
+    for row in checker.flight.rows.values():
         by_level.setdefault((row.group.graph.name, row.level), []).append(row)
     reader = _Reader(folder, notes)
     made = [

@@ -17,7 +17,7 @@ from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.schedule import Asynchronous, Synchronous, Training
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.check import check_log
-from weft.dataflow.buffer.checker import GraphCounts
+from weft.dataflow.buffer.rows_in_flight import GraphCounts
 from weft.dataflow.errors import RunError, SampleError, UserError, WorkerError
 from weft.dataflow.graph import Node, graph
 from weft.dataflow.handle import group
