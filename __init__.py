@@ -20,11 +20,13 @@ _MODULES: dict[str, str] = {
     "Dispatch": "workers.dispatch",
     "Driver": "controllers.driver",
     "Evaluation": "controllers.driver",
+    "GROUPS": "dataflow.takes",
     "Local": "controllers.backends.local",
     "Lora": "workers.training.lora",
     "Pipelined": "controllers.schedule",
     "Place": "controllers.placement",
     "Prompts": "dataflow.prompts.prompts",
+    "Quorum": "dataflow.takes",
     "RayBackend": "controllers.backends.ray_backend",
     "ReferenceWorker": "workers.reference",
     "ResourcePool": "controllers.placement",
@@ -36,6 +38,7 @@ _MODULES: dict[str, str] = {
     "Simulated": "controllers.simulation.simulated",
     "Synchronous": "controllers.schedule",
     "TableSource": "dataflow.graph",
+    "TrainingBatch": "dataflow.takes",
     "UserError": "dataflow.errors",
     "Worker": "workers.worker",
     "adapter_off": "workers.training.lora",
@@ -81,6 +84,9 @@ if TYPE_CHECKING:  # the same names for editors and checkers; tests/test_packagi
     from .dataflow.operation import Shape as Shape
     from .dataflow.operation import node as node
     from .dataflow.prompts.prompts import Prompts as Prompts
+    from .dataflow.takes import GROUPS as GROUPS
+    from .dataflow.takes import Quorum as Quorum
+    from .dataflow.takes import TrainingBatch as TrainingBatch
     from .workers.actor import ActorWorker as ActorWorker
     from .workers.adaptive_kl import AdaptiveKlWorker as AdaptiveKlWorker
     from .workers.critic import CriticWorker as CriticWorker

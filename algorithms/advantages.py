@@ -223,6 +223,11 @@ def have_equal_rewards(samples: Batch, reward: str) -> np.ndarray:
     return np.bincount(index, weights=rewards != first[index], minlength=len(groups)) == 0
 
 
+def _columns_of(estimator: Estimator) -> tuple[str, ...]:
+    """Columns that an estimator reads beside the rewards."""
+    return getattr(estimator, "reads", ())
+
+
 def groups_without_signal(
     samples: Batch, *, reward: str = str(REWARD), estimator: Estimator = group_normalized, **_: object
 ) -> Metrics:
@@ -233,7 +238,7 @@ def groups_without_signal(
     >>> groups_without_signal(samples)["groups_without_signal"].value
     0.5
     """
-    if getattr(estimator, "reads", ()):
+    if _columns_of(estimator):
         return {}
     equal = have_equal_rewards(samples, reward)
     return {"groups_without_signal": Mean(float(equal.sum()), float(len(equal)))}
@@ -241,7 +246,7 @@ def groups_without_signal(
 
 @node(
     shape=Shape.GROUP,
-    reads=("{reward}", RESPONSE_IDS, "{estimator.reads}"),
+    reads=lambda reward, estimator: (reward, RESPONSE_IDS, *_columns_of(estimator)),
     may_read=(RESPONSE_MASK,),
     writes=(ADVANTAGES,),
     measure=groups_without_signal,
@@ -264,7 +269,7 @@ def group_advantages(
     [[0.5, 0.5], [-0.5]]
     """
     _, index = samples.groups()
-    others: tuple[str, ...] = getattr(estimator, "reads", ())
+    others = _columns_of(estimator)
     rows = response_rows(samples, RESPONSE_IDS, reward, *others)
     groups = torch.from_numpy(index.astype(np.int64, copy=False))
     outcomes = Outcomes(rows[reward], groups, rows.trained_lengths.long(), {name: rows[name] for name in others})

@@ -7,10 +7,11 @@ import numpy as np
 from ..dataflow.batch import Batch
 from ..dataflow.metrics import Metrics, Sum
 from ..dataflow.operation import Shape, node
+from ..dataflow.takes import GROUPS, Quorum
 from .advantages import have_equal_rewards
 
 
-@node(shape=Shape.FILTER, reads=("{by}",), quorum=True)
+@node(shape=Shape.FILTER, reads=lambda by: (by,), takes=Quorum)
 def first_of_group(samples: Batch, n: int, *, by: str = "reward", deadline_s: float | None = None) -> Batch:
     """The first `n` rows of each group that have the column `by`; the others are cancelled and counted as over-issued.
 
@@ -29,7 +30,7 @@ def first_of_group(samples: Batch, n: int, *, by: str = "reward", deadline_s: fl
     return samples
 
 
-@node(shape=Shape.FILTER, reads=("{by}",), whole_groups=True)
+@node(shape=Shape.FILTER, reads=lambda by: (by,), takes=GROUPS)
 def drop_zero_variance(samples: Batch, *, by: str = "reward") -> tuple[Batch, Metrics]:
     """Drops groups whose rewards are all equal: relative to each other their rows have an advantage of 0, and no gradient
     (dynamic sampling, DAPO, arXiv:2503.14476, eq. 11).

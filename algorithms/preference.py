@@ -39,6 +39,7 @@ from ..dataflow.column import (
 from ..dataflow.graph import graph
 from ..dataflow.metrics import Mean, Metrics, Sum
 from ..dataflow.operation import Shape, node
+from ..dataflow.takes import GROUPS
 from .loss import Loss
 from .preference_loss import DesirabilityLoss, PreferenceLoss
 from .protocols import Reward, Rollout, Scorer, Trainable
@@ -67,7 +68,7 @@ def pairs_with_reference(preferences: Batch) -> Batch:
     return _two_of_each(preferences, {RESPONSE_IDS: (CHOSEN_IDS, REJECTED_IDS), REFERENCE_LOGPROBS: reference})
 
 
-@node(shape=Shape.FILTER, reads=(REWARD,), writes=(PREFERRED,), whole_groups=True)
+@node(shape=Shape.FILTER, reads=(REWARD,), writes=(PREFERRED,), takes=GROUPS)
 def best_and_worst(samples: Batch) -> tuple[Batch, Metrics]:
     """A pair of each group: its samples of the highest and of the lowest reward; groups of equal rewards are dropped.
 
@@ -90,7 +91,7 @@ def best_and_worst(samples: Batch) -> tuple[Batch, Metrics]:
     return kept, {"tied_groups": Sum(float((~apart).sum()))}
 
 
-@node(reads=("{by}",), writes=(PREFERRED,))
+@node(reads=lambda by: (by,), writes=(PREFERRED,))
 def labelled(responses: Batch, *, by: str = "label") -> Batch:
     """Single responses with `preferred`, from a column that says whether they are good (true or false, or above 0).
 
@@ -144,7 +145,11 @@ def reference_point(rows: Batch) -> Batch:
     return rows.with_columns(reference_point=np.full(len(rows), point, np.float32))
 
 
-@node(shape=Shape.GROUP, reads=(PREFERRED, "{score}"), may_read=("{against}", RESPONSE_MASK))
+@node(
+    shape=Shape.GROUP,
+    reads=lambda score: (PREFERRED, score),
+    may_read=lambda against: (against, RESPONSE_MASK) if against else (RESPONSE_MASK,),
+)
 def compare(rows: Batch, *, score: str, against: str = "") -> Metrics:
     """How often the preferred response of a pair has the higher score: the sum over trained tokens of the column `score` (or its
     value, where there is one a row), less that of `against`.

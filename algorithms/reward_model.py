@@ -119,7 +119,7 @@ class StepLoss(FrozenLoss):
         return (rows.trained > 0) & ~rows[STEP_LABELS].isnan()
 
 
-@node(reads=(RESPONSE_IDS, "{labels}"), writes=(STEP_LABELS,))
+@node(reads=lambda labels: (RESPONSE_IDS, labels), writes=(STEP_LABELS,))
 def label_steps(rows: Batch, *, separator: int, labels: str = "labels") -> Batch:
     """The labels of the steps of each response at the last tokens of these.
 
@@ -150,7 +150,7 @@ def label_steps(rows: Batch, *, separator: int, labels: str = "labels") -> Batch
     return rows.with_columns(step_labels=(out, cu_seqlens))
 
 
-@node(reads=(RESPONSE_IDS, "{scores}"), writes=(TOKEN_REWARDS,))
+@node(reads=lambda scores: (RESPONSE_IDS, scores), writes=(TOKEN_REWARDS,))
 def step_rewards(samples: Batch, *, separator: int, scores: str = str(TOKEN_SCORES)) -> Batch:
     """A process reward model's rewards: at the last token of each step the probability that it is right, 0 at the others.
 

@@ -67,7 +67,7 @@ def _at_last_trained(rewards: Tensor, rows: PackedRows) -> Tensor:
     return torch.where(last, rows.per_token(rewards.float()), 0.0)
 
 
-@node(reads=("{reward}", RESPONSE_IDS), writes=("{into}",))
+@node(reads=lambda reward: (reward, RESPONSE_IDS), writes=lambda into: (into,))
 def penalize_overlong(
     samples: Batch,
     *,
@@ -96,7 +96,11 @@ def penalize_overlong(
     return samples.with_columns(**{into: rows[reward] + factor * penalty})
 
 
-@node(reads=("{reward}", "{old}", REFERENCE_LOGPROBS), may_read=(RESPONSE_MASK,), writes=(TOKEN_REWARDS,))
+@node(
+    reads=lambda reward, old: (reward, old, REFERENCE_LOGPROBS),
+    may_read=(RESPONSE_MASK,),
+    writes=(TOKEN_REWARDS,),
+)
 def token_rewards(
     samples: Batch,
     *,
@@ -124,7 +128,7 @@ def token_rewards(
     return samples.with_columns(token_rewards=(shaped, rows.cu_seqlens))
 
 
-@node(reads=("{reward}", RESPONSE_IDS), may_read=(RESPONSE_MASK,), writes=(TOKEN_REWARDS,))
+@node(reads=lambda reward: (reward, RESPONSE_IDS), may_read=(RESPONSE_MASK,), writes=(TOKEN_REWARDS,))
 def outcome_rewards(samples: Batch, *, reward: str = str(REWARD)) -> Batch:
     """The reward of the response at its last trained token, and 0 at the others.
 

@@ -50,6 +50,7 @@ from weft.dataflow.errors import DamagedSegment, LeaseError
 from weft.dataflow.graph import Graph, Node, TableSource
 from weft.dataflow.handle import group as worker_group
 from weft.dataflow.operation import Shape, node
+from weft.dataflow.takes import TrainingBatch
 from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
 from weft.workers.worker import Worker
@@ -79,7 +80,7 @@ def advantages(rows: Batch) -> Batch:
 class Trainer(Worker):
     Config = Config
 
-    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(*GENERATED, "reward", "advantage"), updates=True)
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(*GENERATED, "reward", "advantage"), takes=TrainingBatch())
     def update(self, rows: Batch) -> None: ...
 
 

@@ -29,6 +29,7 @@ from weft.controllers.group import Call
 from weft.controllers.simulation.simulated import CostModel, Generation, LinearCost, LogNormal
 from weft.controllers.tasks import Task
 from weft.dataflow.metrics import Metrics
+from weft.dataflow.takes import TrainingBatch
 from weft.workers.remote import remote
 
 ROWS = (1_000, 10_000, 100_000, 1_000_000)
@@ -73,8 +74,7 @@ class Actor(weft.Worker):
     @remote(
         dispatch=weft.Dispatch.SPLIT_BY_DP,
         reads=("response_ids", "advantages"),
-        updates=True,
-        accumulates=("epochs",),
+        takes=lambda epochs: TrainingBatch(accumulates=epochs == 1),
     )
     def update(self, samples: weft.Batch, *, epochs: int = 1, last: bool = True) -> Metrics: ...
 

@@ -52,7 +52,7 @@ from weft.dataflow.buffer.rows import MAX_CHILDREN, Lease, Piece, Published
 from weft.dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
 from weft.dataflow.buffer.segments import Segment
 from weft.dataflow.graph import Graph, Node, TableSource
-from weft.dataflow.operation import Shape, node
+from weft.dataflow.operation import Shape, declaration_of, node
 
 NODE = "bench"
 FILE_BYTES = BufferConfig().file_bytes
@@ -234,7 +234,9 @@ class WorkerSide:
             for columns, keys, segments in task["pieces"]
         ]
         ids, parents = np.array(task["ids"]), np.array(task["parents"])
-        return gather(RowTask(get.__operation__, (), ids, parents, parents, pieces), self._data.reader)  # pyright: ignore[reportFunctionMemberAccess]
+        declaration = declaration_of(get)
+        assert declaration is not None
+        return gather(RowTask(declaration.called_with({}), (), ids, parents, parents, pieces), self._data.reader)
 
 
 def _batch(work: Work, columns: Sequence[str]) -> Batch:

@@ -601,7 +601,7 @@ class Driver:
         extra: dict[str, Any] = {}
         if node.operation.updates:
             flow.taken[node.name] += lease.num_groups
-            if node.operation.accumulates is not None:
+            if node.operation.accumulates:
                 extra["last"] = share.last
         self._disk.write(self._live_buffer.commit)  # the log is ahead of the work
         self.take_device(group)

@@ -15,7 +15,7 @@ import pyarrow as pa
 from ..dataflow.batch import Batch
 from ..dataflow.errors import UserError
 from ..dataflow.graph import SOURCE, Graph, Node, TableSource
-from ..dataflow.operation import node, operation_of
+from ..dataflow.operation import declaration_of, node
 from .backends.backend import Backend
 from .driver import Driver
 from .placement import Placement
@@ -108,7 +108,7 @@ def precompute(
     return TableSource(graph.source.name, table)
 
 
-@node(reads=("{columns}",))
+@node(reads=lambda columns: columns)
 def write_columns(rows: Batch, *, columns: Sequence[str], folder: Path) -> None:
     """Write these columns to a file of the folder."""
     kept = rows.select(columns).record
@@ -122,14 +122,15 @@ def write_columns(rows: Batch, *, columns: Sequence[str], folder: Path) -> None:
 def _writing(writers: dict[str, str], folder: Path) -> Node:
     """The node that keeps what the others wrote."""
     columns = (ROW_NUMBER, *writers)
-    operation = operation_of(write_columns)
-    assert operation is not None
+    declaration = declaration_of(write_columns)
+    assert declaration is not None
+    arguments = {"columns": columns, "folder": folder}
     return Node(
         name="weft.precompute",
         group=None,
-        operation=replace(operation, reads=columns),
+        operation=declaration.called_with(arguments),
         function=write_columns,
-        arguments={"columns": columns, "folder": folder},
+        arguments=arguments,
         reads=columns,
         missing=(),
         writes=(),

@@ -29,7 +29,7 @@ from ..dataflow.column import (
 from ..dataflow.errors import UserError
 from ..dataflow.graph import Graph, Node
 from ..dataflow.handle import Handle
-from ..dataflow.operation import operation_of
+from ..dataflow.operation import declaration_of
 from ..workers.function import FunctionConfig, FunctionWorker
 from ..workers.recorder import RecorderConfig, RecorderWorker
 from .graph_run import GraphRun
@@ -77,14 +77,14 @@ def with_recording(graph: Graph) -> Graph:
     reads = tuple(str(c) for c in RECORDED if str(c) in writers and graph.level_of(writers[str(c)]) in on_path)
     if not reads:
         return graph
-    operation = operation_of(RecorderWorker.record)
-    assert operation is not None
+    declaration = declaration_of(RecorderWorker.record)
+    assert declaration is not None
     # An update on a level below is waited for, too: the recorder is given a group when all else is done with it.
     updates = [n.name for n in graph.nodes if n.operation.updates and n.level in on_path]
     node = Node(
         name=RECORD,
         group=RECORDER,
-        operation=replace(operation, reads=reads),
+        operation=replace(declaration, reads=reads).called_with({}),
         function=RecorderWorker.record,
         arguments={},
         reads=reads,

@@ -97,7 +97,7 @@ class Stepwise(Config):
         left = self.prompts_per_step - flow.taken[node.name]
         number = min(flow.ledger.ready_groups(node), left - reserved)
         whole = number == left > 0
-        if whole or (may_accumulate(node) and number >= min(part, left)):
+        if whole or (node.operation.accumulates and number >= min(part, left)):
             return Share(number, last=whole) if number else None
         return None
 
@@ -199,9 +199,3 @@ class OnePass(Config):
 
     def over(self, flow: GraphRun) -> bool:
         return any(not flow.ledger.rounds[step] for step in flow.rounds)
-
-
-def may_accumulate(node: Node) -> bool:
-    """Whether the rows of an update may come in several calls."""
-    single = node.operation.accumulates
-    return single is not None and all(node.arguments.get(name, 1) == 1 for name in single)

@@ -33,10 +33,7 @@ from __future__ import annotations
 import difflib
 import enum
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar
-
-if TYPE_CHECKING:
-    from .buffer.segments import Segment
+from typing import ClassVar, Protocol
 
 
 class WeftError(Exception):
@@ -135,12 +132,23 @@ class FormatError(RecoveryError):
     )
 
 
+class MessageReference(Protocol):
+    """What an error says of a message in a segment (a `Segment`)."""
+
+    @property
+    def node(self) -> str: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+
+
 class DamagedSegment(RunError):
     """A message that cannot be read any more: its file is missing or too short, or its bytes have changed."""
 
     advice = "Go on with resume='latest': prompts whose rows are damaged are issued again."
 
-    def __init__(self, segment: Segment, path: object, problem: str) -> None:
+    def __init__(self, segment: MessageReference, path: object, problem: str) -> None:
         super().__init__(segment, str(path), problem)  # what a pickle makes it from again
         self.segment = segment
 

@@ -14,10 +14,12 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
+from .arguments import bind, bind_signature
 from .column import DRAW_PATH, IDENTITY, KNOWN
 from .errors import GraphError, UserError, nearest
 from .handle import Handle
-from .operation import ALL_COLUMNS, Operation, Shape, bind, bind_signature
+from .operation import ALL_COLUMNS, CONFIG, Declaration, Operation, Shape
+from .takes import takes_as_json, takes_from_json
 
 SOURCE = 0
 """Level of the rows that come from the source; each EXPAND makes a further level."""
@@ -50,9 +52,9 @@ class Rows:
         return tuple(self.writers)
 
     def __record__(
-        self, handle: Handle | None, function: Callable[..., Any], operation: Operation, args: Any, kwargs: Any
+        self, handle: Handle | None, function: Callable[..., Any], declaration: Declaration, args: Any, kwargs: Any
     ) -> Rows:
-        return self.recording.add(self, handle, function, operation, args, kwargs)
+        return self.recording.add(self, handle, function, declaration, args, kwargs)
 
     def __or__(self, other: Rows) -> Rows:
         """Two branches over the same rows, joined: the columns of both."""
@@ -129,10 +131,9 @@ class Graph:
         edges: list[ParameterEdge] = []
         pending, seen = list(self.handles.values()), set[int]()
         for handle in pending:
-            if handle.following is not None and id(handle) not in seen:
-                leader = handle.following.leader
-                edges.append(ParameterEdge(handle.called, leader.called, handle.following.every))
-                pending.append(leader)
+            if handle.leader is not None and id(handle) not in seen:
+                edges.append(ParameterEdge(handle.called, handle.leader.called, handle.follows_every))
+                pending.append(handle.leader)
             seen.add(id(handle))
         return tuple(edges)
 
@@ -222,9 +223,8 @@ class Graph:
                     f"node {node.name!r} sees whole groups, but each row of the source {self.source.name!r} is a group of its own; "
                     "put it after a node that expands rows (such as generate)"
                 )
-
-            n = node.arguments.get("n") if node.operation.quorum else 1
-            if not isinstance(n, int) or n < 1:
+            n = node.operation.quorum.n if node.operation.quorum else 1
+            if not isinstance(n, int) or n < 1:  # pyright: ignore[reportUnnecessaryIsInstance]  a user's argument
                 yield f"node {node.name!r} takes the first n={n!r} rows of a group; n must be a whole number of at least 1"
 
     def _cycle_problems(self) -> Iterable[str]:
@@ -252,8 +252,11 @@ class Graph:
                 {
                     "name": n.name,
                     "group": n.group,
-                    "operation": {**asdict(n.operation), "shape": n.operation.shape.value},
-                    "arguments": {k: n.arguments.get(k) for k in ("n", "deadline_s")} if n.operation.quorum else {},
+                    "operation": {
+                        **asdict(n.operation),
+                        "shape": n.operation.shape.value,
+                        "takes": takes_as_json(n.operation.takes),
+                    },
                     "reads": n.reads,
                     "writes": n.writes,
                     "level": n.level,
@@ -273,12 +276,15 @@ class Graph:
             operation = dict(fields["operation"])
             operation |= {k: tuple(operation[k]) for k in ("reads", "may_read", "writes")}
             operation["shape"] = Shape(operation["shape"])
-            operation["accumulates"] = (
-                tuple(operation["accumulates"]) if operation.get("accumulates") is not None else None
-            )
+            operation["takes"] = takes_from_json(operation["takes"])
             columns = {k: tuple(fields[k]) for k in ("reads", "writes", "after")}
             nodes.append(
-                Node(**{**fields, **columns, "operation": Operation(**operation)}, function=_without_code, missing=())
+                Node(
+                    **{**fields, **columns, "operation": Operation(**operation)},
+                    function=_without_code,
+                    arguments={},
+                    missing=(),
+                )
             )
         return cls(outline["name"], TableSource(outline["source"], pa.table({})), tuple(nodes))
 
@@ -362,22 +368,18 @@ class Recording:
         rows: Rows,
         handle: Handle | None,
         function: Callable[..., Any],
-        operation: Operation,
+        declaration: Declaration,
         args: Any,
         kwargs: Any,
     ) -> Rows:
         group = self.name_handle(handle, None) if handle else None
-        name = _unused(f"{group}.{operation.name}" if group else operation.name, {n.name for n in self.nodes})
+        name = _unused(f"{group}.{declaration.name}" if group else declaration.name, {n.name for n in self.nodes})
         arguments = bind(function, 2 if handle else 1, args, kwargs)
-        described = {**arguments, "config": handle.config} if handle else arguments
-        operation = operation.called_with(described)
-        wanted = operation.columns(operation.reads, described)
-        optional = operation.columns(operation.may_read, described)
-        if ALL_COLUMNS in optional:
-            optional = tuple(rows.writers)
-        writes = operation.columns(operation.writes, described)
+        described = {**arguments, CONFIG: handle.config} if handle else arguments
+        operation = declaration.called_with(described)
+        optional = rows.columns if ALL_COLUMNS in operation.may_read else operation.may_read
         identity = {str(c) for c in IDENTITY if operation.shape is Shape.EXPAND or c is not DRAW_PATH}
-        reads = tuple(dict.fromkeys(c for c in (*wanted, *optional) if c in rows.writers))
+        reads = tuple(dict.fromkeys(c for c in (*operation.reads, *optional) if c in rows.writers))
         expands = operation.shape is Shape.EXPAND
         # The rows' own history, and with it the order of calls on one group: an update comes after earlier uses of its weights.
         same_group = [
@@ -394,8 +396,8 @@ class Recording:
             function=function,
             arguments=arguments,
             reads=reads,
-            missing=tuple(c for c in wanted if c not in rows.writers and c not in identity),
-            writes=writes,
+            missing=tuple(c for c in operation.reads if c not in rows.writers and c not in identity),
+            writes=operation.writes,
             level=rows.level,
             makes_level=self.num_levels if expands else None,
             writers={c: rows.writers[c] for c in reads},
@@ -407,7 +409,7 @@ class Recording:
         return Rows(
             recording=self,
             level=rows.level if node.makes_level is None else node.makes_level,
-            writers={**rows.writers, **dict.fromkeys(writes, name)},
+            writers={**rows.writers, **dict.fromkeys(operation.writes, name)},
             filters=(*rows.filters, name) if operation.shape is Shape.FILTER else () if expands else rows.filters,
         )
 

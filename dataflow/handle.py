@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from .errors import NoSuchNodeError, UserError, nearest
-from .operation import Operation, operation_of
+from .operation import Declaration, declaration_of
 
 W = TypeVar("W")
-
-
-@dataclass(frozen=True)
-class Following:
-    """A parameter edge seen from the follower: whose weights it takes over, after each `every`-th update."""
-
-    leader: Handle
-    every: int
 
 
 class Handle:
@@ -31,7 +22,10 @@ class Handle:
         self.worker_class = worker_class
         self.config = config
         self.name = name
-        self.following: Following | None = None
+        self.leader: Handle | None = None
+        """The group whose weights it takes over."""
+        self.follows_every = 1
+        """Updates of the leader from one taking over to the next."""
 
     @property
     def called(self) -> str:
@@ -54,18 +48,18 @@ class Handle:
         for handle, method in ((leader, "publish_weights"), (self, "receive_weights")):
             if not hasattr(handle.worker_class, method):
                 raise UserError(f"{self!r} cannot follow {leader!r}: {handle.worker_class.__name__} has no {method}()")
-        if self.following is not None and self.following.leader is not leader:
-            raise UserError(f"{self!r} follows {self.following.leader!r} already; a group has one leader")
-        self.following = Following(leader, every)
+        if self.leader is not None and self.leader is not leader:
+            raise UserError(f"{self!r} follows {self.leader!r} already; a group has one leader")
+        self.leader, self.follows_every = leader, every
 
     def __getattr__(self, method: str) -> Any:
         if method.startswith("__"):
             raise AttributeError(method)
         function = inspect.getattr_static(self.worker_class, method, None)
-        operation = declared(self.worker_class, method)
-        if operation is None or not operation.takes_rows:
-            operations = ((n, declared(self.worker_class, n)) for n in dir(self.worker_class))
-            known = [name for name, each in operations if each is not None and each.takes_rows]
+        declaration = declared(self.worker_class, method)
+        if declaration is None or not declaration.is_node:
+            declarations = ((n, declared(self.worker_class, n)) for n in dir(self.worker_class))
+            known = [name for name, each in declarations if each is not None and each.is_node]
             hint = nearest(method, known) or f"; it has {', '.join(known) or 'none'}"
             raise NoSuchNodeError(f"{self.worker_class.__name__} has no node {method!r}{hint}")
 
@@ -75,17 +69,17 @@ class Handle:
                 raise UserError(
                     f"{self!r}.{method}() takes the rows of a graph that is being recorded first; call it inside a @weft.graph function"
                 )
-            return recorder(self, function, operation, args[1:], kwargs)
+            return recorder(self, function, declaration, args[1:], kwargs)
 
         return record
 
 
-def declared(worker_class: type, method: str) -> Operation | None:
-    """The operation of a worker's method, its own or that of the one which it overrides; None: not remote."""
+def declared(worker_class: type, method: str) -> Declaration | None:
+    """The declaration of a worker's method, or of the method that it overrides; None: it is not remote."""
     for each in worker_class.__mro__:
-        operation = operation_of(vars(each).get(method))
-        if operation is not None:
-            return operation
+        declaration = declaration_of(vars(each).get(method))
+        if declaration is not None:
+            return declaration
     return None
 
 

@@ -1,20 +1,29 @@
-"""Operation: what a node does to rows, declared beside the code that does it."""
+"""Operation: what a node does to rows. A declaration says it beside the code; a call in a graph makes an operation of it."""
 
 from __future__ import annotations
 
 import enum
 import functools
-import inspect
-import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ParamSpec, TypeVar
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 
+from .arguments import parameter_names
+from .column import Column
 from .errors import UserError, nearest
 from .metrics import Metrics
+from .takes import FINISHED_GROUPS, GROUPS, ROWS, Quorum, Takes, TrainingBatch
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+Columns: TypeAlias = tuple[str | Column, ...] | Callable[..., Iterable[str | Column]]
+"""Columns of a declaration: those of every call, or a function of the call's arguments that returns them."""
+
+ALL_COLUMNS = "*"
+"""Among what an operation may read: every column that its rows have."""
+CONFIG = "config"
+"""The parameter by which a function in a declaration gets the configuration of the worker group."""
 
 
 class Shape(enum.Enum):
@@ -30,134 +39,169 @@ class Shape(enum.Enum):
     """New rows that know their parent: samples of a prompt, pairs made of samples, turns of a dialogue."""
 
 
-ALL_COLUMNS = "*"
-"""Among what an operation may read: every column that its rows have."""
-
-
 @dataclass(frozen=True)
 class Operation:
-    """The declaration that `@remote` and `@node` attach to a method or function.
-
-    `reads`, `may_read` (used where present; "*" is all that there are) and `writes` are column names. "{into}", alone or
-    within a name, stands for the value of that argument of the call, "{loss.reads}" for the names in that attribute of it,
-    and "{config.reads}" for those in the worker group's configuration, so that what a node reads can depend on how it is
-    made and called.
-    """
+    """What a node does in one call: plain data, which is written to the log and sent to ranks."""
 
     name: str
     shape: Shape = Shape.MAP
     reads: tuple[str, ...] = ()
+    """Columns that it cannot do without."""
     may_read: tuple[str, ...] = ()
+    """Columns that it uses where there are any; "*" is all of them."""
     writes: tuple[str, ...] = ()
-    whole_groups: bool = False
-    """Sees all rows of a group at once (always true of GROUP; a FILTER or EXPAND may ask for it)."""
-    whole_groups_if: str | None = None
-    """An argument, or an attribute of one ("loss.whole_groups"), that says whether a call sees all rows of a group at once."""
-    updates: bool = False
-    """Waits for a whole training batch and makes a new version of its worker group's parameters."""
+    takes: Takes = ROWS
     interruptible: bool = False
     """A generator that lets other calls on its worker have a turn each time it yields; so several may be under way."""
-    accumulates: tuple[str, ...] | None = None
-    """An update whose rows may come in several calls, the last of which says so (`last=True`), as long as these arguments are
-    1; None: it takes its batch at once."""
-    behind: bool = False
-    """Follows behind: it is given a group when nothing else is left to do with it, and nothing waits for it, neither the end of a step
-    nor the next prompts."""
-    quorum: bool = False
-    """A FILTER that is given the first `n` rows of a group (its argument) as soon as they are ready, or what there is when its
-    `deadline_s` (the other argument, or None) has passed since the first was; the others of the group are cancelled."""
 
     @property
     def takes_groups(self) -> bool:
-        """Claims whole groups rather than rows."""
-        return self.whole_groups or self.updates
+        """It claims groups, not single rows."""
+        return self.takes is not ROWS
 
     @property
-    def takes_rows(self) -> bool:
-        """It can be a node; other remote methods (saving, publishing weights) are called beside the graph."""
-        return bool(self.reads or self.may_read or self.writes or self.updates or self.shape is not Shape.MAP)
+    def whole_groups(self) -> bool:
+        """All rows of a group are in one call, on one rank."""
+        return self.takes.whole_groups if isinstance(self.takes, TrainingBatch) else self.takes is not ROWS
+
+    @property
+    def updates(self) -> bool:
+        """It makes a new version of its worker group's parameters."""
+        return isinstance(self.takes, TrainingBatch)
+
+    @property
+    def accumulates(self) -> bool:
+        """It is an update whose rows may come in several calls."""
+        return isinstance(self.takes, TrainingBatch) and self.takes.accumulates
+
+    @property
+    def behind(self) -> bool:
+        """It follows behind the run, which waits for it nowhere."""
+        return self.takes is FINISHED_GROUPS
+
+    @property
+    def quorum(self) -> Quorum | None:
+        """The quorum that it takes, if it takes one."""
+        return self.takes if isinstance(self.takes, Quorum) else None
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What `@remote` and `@node` attach to a method or function.
+
+    What depends on the arguments of a call is a function of them. Its parameters have the names of those arguments that it
+    needs; `config` is the configuration of the worker group.
+
+    >>> update = Declaration("update", reads=lambda loss: ("response_ids", *loss), takes=lambda epochs: TrainingBatch(epochs > 1))
+    >>> update.called_with({"loss": ("advantages",), "epochs": 1}).reads
+    ('response_ids', 'advantages')
+    """
+
+    name: str
+    shape: Shape = Shape.MAP
+    reads: Columns = ()
+    may_read: Columns = ()
+    writes: Columns = ()
+    takes: Takes | Callable[..., Takes] | None = None
+    """None: groups for a GROUP, rows for all others."""
+    interruptible: bool = False
+
+    @property
+    def is_node(self) -> bool:
+        """Whether it takes rows; other remote methods (saving, publishing weights) are called beside the graph."""
+        declared = (self.reads, self.may_read, self.writes, self.takes)
+        return any(declared) or self.shape is not Shape.MAP
 
     def called_with(self, arguments: Mapping[str, Any]) -> Operation:
-        """The operation as it is in one call: what depends on the arguments decided.
+        """The operation of one call.
 
-        >>> Operation("update", whole_groups_if="pairs").called_with({"pairs": True}).whole_groups
-        True
+        Raises:
+            UserError: a function of the declaration cannot work with these arguments, or what it returns breaks a rule.
         """
-        if self.whole_groups_if is None:
-            return self
-        first, *rest = self.whole_groups_if.split(".")
-        value: Any = arguments[first]
-        for attribute in rest:
-            value = getattr(value, attribute, False)
-        return replace(self, whole_groups=self.whole_groups or bool(value))
+        return Operation(
+            self.name,
+            self.shape,
+            reads=self._columns("reads", self.reads, arguments),
+            may_read=self._columns("may_read", self.may_read, arguments),
+            writes=self._columns("writes", self.writes, arguments),
+            takes=self._checked_takes(self._value("takes", self.takes, arguments)),
+            interruptible=self.interruptible,
+        )
 
-    def columns(self, templates: Iterable[str], arguments: Mapping[str, Any]) -> tuple[str, ...]:
-        """Column names for one call: templates filled in from its arguments.
+    def check(self, function: Callable[..., Any], skip: int) -> Declaration:
+        """This declaration of a function, if it breaks no rule.
 
-        >>> Operation("logprobs").columns(("prompt_ids", "{into}"), {"into": "reference_logprobs"})
-        ('prompt_ids', 'reference_logprobs')
+        Args:
+            function: what is declared.
+            skip: its leading parameters that are no arguments of a call: the rows (1), or self and the rows (2).
+
+        Raises:
+            UserError: naming the part of the declaration, with the nearest argument that there is.
         """
-        names: list[str] = []
-        for template in templates:
-            whole = re.fullmatch(r"\{([\w.]+)\}", template)
-            if whole is None:
-                names.append(re.sub(r"\{(\w+)\}", lambda part: str(arguments[part[1]]), template))
-                continue
-            first, *rest = whole[1].split(".")
-            value: Any = arguments[first]
-            for attribute in rest:
-                value = getattr(value, attribute, ())
-            names.extend([str(value)] if isinstance(value, str) or not isinstance(value, Iterable) else map(str, value))
-        return tuple(dict.fromkeys(names))
+        known = [*parameter_names(function, skip), *([CONFIG] if skip > 1 else [])]
+        for part in ("reads", "may_read", "writes", "takes"):
+            value = getattr(self, part)
+            if callable(value):
+                self._refuse_unknown(part, value, known)
+            elif part == "takes":
+                self._checked_takes(value)
+            else:
+                self._columns(part, value, {})
+        return self
+
+    def _columns(self, part: str, columns: Columns, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+        names = self._value(part, columns, arguments)
+        if isinstance(names, str | Column) or not isinstance(names, Iterable):
+            raise UserError(f"{self.name}: {part} must be a tuple of columns, such as ({str(names)!r},), not {names!r}")
+        return tuple(dict.fromkeys(str(name) for name in cast(Iterable[object], names)))
+
+    def _value(self, part: str, value: object, arguments: Mapping[str, Any]) -> Any:
+        """A part of the declaration for these arguments."""
+        if not callable(value):
+            return value
+        self._refuse_unknown(part, value, arguments)
+        given = {name: arguments[name] for name in parameter_names(value)}
+        try:
+            return value(**given)
+        except (AttributeError, TypeError) as error:
+            of = ", ".join(f"{name}={argument!r}" for name, argument in given.items())
+            raise UserError(f"{self.name}: {part} cannot be worked out from {of}: {error}") from error
+
+    def _refuse_unknown(self, part: str, function: Callable[..., Any], known: Iterable[str]) -> None:
+        names = list(known)
+        for name in parameter_names(function):
+            if name not in names:
+                hint = nearest(name, names) or f"; there are {', '.join(names) or 'none'}"
+                raise UserError(f"{self.name}: {part} depends on {name!r}, which is no argument of it{hint}")
+
+    def _checked_takes(self, takes: object) -> Takes:
+        if takes is None:
+            return GROUPS if self.shape is Shape.GROUP else ROWS
+        if not isinstance(takes, Takes):
+            raise UserError(f"{self.name}: takes is {takes!r}; it must be ROWS, GROUPS, a Quorum or a TrainingBatch")
+        if self.shape is Shape.MAP and takes is GROUPS:
+            raise UserError(f"{self.name}: a map that sees whole groups is declared with shape=Shape.GROUP")
+        if self.shape is Shape.GROUP and takes not in (GROUPS, FINISHED_GROUPS):
+            raise UserError(f"{self.name}: a node of shape GROUP takes groups, not {takes}")
+        if isinstance(takes, Quorum) and self.shape is not Shape.FILTER:
+            raise UserError(
+                f"{self.name}: a quorum drops the other rows of its group; declare it with shape=Shape.FILTER"
+            )
+        return takes
 
 
-def declare(
-    function: Callable[..., Any],
-    *,
-    shape: Shape = Shape.MAP,
-    reads: Iterable[object] = (),
-    may_read: Iterable[object] = (),
-    writes: Iterable[object] = (),
-    whole_groups: bool = False,
-    whole_groups_if: str | None = None,
-    updates: bool = False,
-    quorum: bool = False,
-    interruptible: bool = False,
-    accumulates: tuple[str, ...] | None = None,
-    behind: bool = False,
-) -> Operation:
-    """The `Operation` of a function or method, columns given by name or as `Column`."""
-    if whole_groups and shape is Shape.MAP:
-        raise UserError(f"{function.__name__}: a map that sees whole groups is declared with shape=Shape.GROUP")
-    return Operation(
-        name=function.__name__,
-        shape=shape,
-        reads=tuple(str(c) for c in reads),
-        may_read=tuple(str(c) for c in may_read),
-        writes=tuple(str(c) for c in writes),
-        whole_groups=whole_groups or quorum or shape is Shape.GROUP,
-        whole_groups_if=whole_groups_if,
-        updates=updates,
-        quorum=quorum,
-        interruptible=interruptible,
-        accumulates=accumulates,
-        behind=behind,
-    )
-
-
-def operation_of(function: object) -> Operation | None:
-    """The operation attached to a method or function, or None."""
-    return getattr(function, "__operation__", None)
+def declaration_of(function: object) -> Declaration | None:
+    """The declaration attached to a method or function, or None."""
+    return getattr(function, "__declaration__", None)
 
 
 def node(
     *,
     shape: Shape = Shape.MAP,
-    reads: Iterable[object] = (),
-    may_read: Iterable[object] = (),
-    writes: Iterable[object] = (),
-    whole_groups: bool = False,
-    quorum: bool = False,
+    reads: Columns = (),
+    may_read: Columns = (),
+    writes: Columns = (),
+    takes: Takes | Callable[..., Takes] | None = None,
     measure: Callable[..., Metrics] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a pure function `Batch -> Batch` usable as a node of a graph.
@@ -167,82 +211,37 @@ def node(
     that it keeps; an expand returns new rows with a `parent_id` column.
 
     Args:
+        shape: what comes out of the node.
+        reads: columns that it cannot do without, or a function of the call's arguments that returns them: `lambda by: (by,)`.
+        may_read: columns that it uses where there are any.
+        writes: columns that it adds.
+        takes: what it is given at once; None: groups for a GROUP, rows for all others.
         measure: called with the rows and arguments of each call in a run; what it returns is among the metrics of the step. A function
             whose metrics need what it has worked out returns them itself, as a pair with the rows.
 
-    >>> @node(reads=("reward",), writes=("doubled",))
-    ... def double(batch):
-    ...     return batch.with_columns(doubled=batch.numpy("reward") * 2)
+    Raises:
+        UserError: when the function is declared and `reads`, say, depends on an argument that it does not have.
+
+    >>> @node(reads=lambda of: (of,), writes=("doubled",))
+    ... def double(batch, *, of="reward"):
+    ...     return batch.with_columns(doubled=batch.numpy(of) * 2)
     >>> from weft.dataflow.batch import Batch
     >>> double(Batch.of(reward=[1.0, 2.0])).numpy("doubled").tolist()
     [2.0, 4.0]
     """
 
     def attach(function: Callable[P, R]) -> Callable[P, R]:
-        operation = declare(
-            function,
-            shape=shape,
-            reads=reads,
-            may_read=may_read,
-            writes=writes,
-            whole_groups=whole_groups,
-            quorum=quorum,
-        )
+        declaration = Declaration(function.__name__, shape, reads, may_read, writes, takes).check(function, 1)
 
         @functools.wraps(function)
         def compute_or_record(*args: P.args, **kwargs: P.kwargs) -> R:
-            record = getattr(args[0], "__record__", None) if args else None  # symbolic rows carry it: see graph.py
+            record = getattr(args[0], "__record__", None) if args else None  # only the rows of a recording have it
             if record is None:
                 return function(*args, **kwargs)
-            return record(None, compute_or_record, operation, args[1:], kwargs)
+            return record(None, compute_or_record, declaration, args[1:], kwargs)
 
-        compute_or_record.__operation__ = operation  # pyright: ignore[reportAttributeAccessIssue]
+        compute_or_record.__declaration__ = declaration  # pyright: ignore[reportAttributeAccessIssue]
         compute_or_record.__measure__ = measure  # pyright: ignore[reportAttributeAccessIssue]
         return compute_or_record
 
     return attach
-
-
-def bind(function: Callable[..., Any], skip: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a recorded call by name, defaults filled in; `skip` leading parameters (self, the rows) are left out.
-
-    Raises:
-        UserError: for an argument that the function does not take, naming the nearest one that it does.
-    """
-    bound = bind_signature(function, skip, args, kwargs)
-    arguments: dict[str, Any] = {}
-    for name, value in bound.arguments.items():
-        kind = bound.signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_POSITIONAL and value:
-            raise UserError(f"{function.__qualname__}: give the arguments of a node by name, not as *{name}")
-        if kind is inspect.Parameter.VAR_KEYWORD:
-            arguments |= value
-        elif kind is not inspect.Parameter.VAR_POSITIONAL:
-            arguments[name] = value
-    return arguments
-
-
-def bind_signature(
-    function: Callable[..., Any],
-    skip: int,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    name: str | None = None,
-) -> inspect.BoundArguments:
-    """`inspect.Signature.bind` with defaults filled in, whose errors name the nearest right argument, and what was called by its
-    `name` (that of the function, if none is given)."""
-    who = name or function.__qualname__
-    parameters = list(inspect.signature(function).parameters.values())[skip:]
-    named = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    takes = ", ".join(named) or "only rows"
-    for given, value in kwargs.items():
-        if given not in named and not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            hint = nearest(given, named) or f"; it takes {takes}"
-            raise UserError(f"{who} takes no argument {given!r} (value {value!r}){hint}")
-    try:
-        bound = inspect.Signature(parameters).bind(*args, **kwargs)
-    except TypeError as error:  # one too many, one that must be given, or one given twice
-        raise UserError(f"{who}: {error}; it takes {takes}") from None
-    bound.apply_defaults()
-    return bound

@@ -23,9 +23,7 @@ EVERYBODY_MAY_IMPORT = {"weft.dataflow.lazy", "weft.dataflow.errors"}
 """torch on demand, and the tree of exceptions: neither knows anything of dataflow, so they make nobody depend on it."""
 
 KNOWN_CIRCLES = {
-    "weft.dataflow.batch weft.dataflow.buffer.flight weft.dataflow.buffer.segments weft.dataflow.errors",
-    "weft.dataflow.batch weft.dataflow.buffer weft.dataflow.config weft.dataflow.errors weft.dataflow.graph weft.dataflow.handle "
-    "weft.dataflow.metrics weft.dataflow.operation",
+    "weft.dataflow.buffer.flight weft.dataflow.buffer.segments",
     "weft.controllers.graph_run weft.controllers.schedule",
     "weft.controllers.recovery weft.controllers.run_directory",
     "weft.workers.training.agreement weft.workers.training.response_model",

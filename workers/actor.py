@@ -25,7 +25,7 @@ from ..dataflow.metrics import Max, Mean, Metrics
 from .dispatch import Dispatch
 from .remote import remote
 from .training.engine import TrainingEngine
-from .training.updates import TrainedConfig, TrainedWorker
+from .training.updates import TrainedConfig, TrainedWorker, loss_may_read, loss_reads, training_batch
 from .worker import Context
 
 if TYPE_CHECKING:
@@ -37,6 +37,11 @@ if TYPE_CHECKING:
 
 class ActorConfig(TrainedConfig):
     """The policy, how it lies over its ranks, and how it is optimised."""
+
+
+def _may_read(loss: Loss) -> tuple[str, ...]:
+    """What an update uses where it is there: beside the loss's columns, what its metrics compare."""
+    return (*loss_may_read(loss), *map(str, (TEMPERATURE, RESPONSE_LOGPROBS, RESPONSE_VERSIONS)))
 
 
 class ActorWorker(TrainedWorker):
@@ -57,7 +62,12 @@ class ActorWorker(TrainedWorker):
                     f"node {node.name!r}: adapter=False, and the actor has none; give it lora=weft.Lora(...)"
                 )
 
-    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, "{of}"), may_read=(TEMPERATURE,), writes=("{into}",))
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        reads=lambda of: (PROMPT_IDS, of),
+        may_read=(TEMPERATURE,),
+        writes=lambda into: (into,),
+    )
     def logprobs(
         self, batch: Batch, *, into: str = str(OLD_LOGPROBS), of: str = str(RESPONSE_IDS), adapter: bool = True
     ) -> Batch:
@@ -68,11 +78,9 @@ class ActorWorker(TrainedWorker):
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
-        reads=(PROMPT_IDS, RESPONSE_IDS, "{loss.reads}"),
-        may_read=("{loss.may_read}", TEMPERATURE, RESPONSE_MASK, RESPONSE_LOGPROBS, RESPONSE_VERSIONS),
-        whole_groups_if="loss.whole_groups",
-        updates=True,
-        accumulates=("epochs", "minibatches"),
+        reads=loss_reads,
+        may_read=_may_read,
+        takes=training_batch,
     )
     def update(
         self, batch: Batch, *, loss: Loss = PolicyLoss(), epochs: int = 1, minibatches: int = 1, last: bool = True

@@ -15,6 +15,7 @@ from ..dataflow.buffer.disk import Disk
 from ..dataflow.column import REFERENCE_LOGPROBS, RESPONSE_LOGPROBS, RESPONSE_MASK, REWARD, TOKEN_REWARDS
 from ..dataflow.config import Config
 from ..dataflow.metrics import Mean, Metrics
+from ..dataflow.takes import TrainingBatch
 from .dispatch import Dispatch
 from .remote import remote
 from .worker import Context, Worker
@@ -43,7 +44,7 @@ class AdaptiveKlWorker(Worker):
 
     @remote(
         dispatch=Dispatch.ONE_TO_ALL,
-        reads=("{reward}", "{old}", REFERENCE_LOGPROBS),
+        reads=lambda reward, old: (reward, old, REFERENCE_LOGPROBS),
         may_read=(RESPONSE_MASK,),
         writes=(TOKEN_REWARDS,),
     )
@@ -54,9 +55,9 @@ class AdaptiveKlWorker(Worker):
 
     @remote(
         dispatch=Dispatch.ONE_TO_ALL,
-        reads=("{old}", REFERENCE_LOGPROBS),
+        reads=lambda old: (old, REFERENCE_LOGPROBS),
         may_read=(RESPONSE_MASK,),
-        updates=True,
+        takes=TrainingBatch(),
     )
     def update(self, samples: Batch, *, old: str = str(RESPONSE_LOGPROBS)) -> Metrics:
         """The coefficient for the next step, from the divergence of these samples; the column `old` has the log-probabilities of the

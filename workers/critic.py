@@ -10,13 +10,13 @@ import numpy as np
 from ..algorithms.loss import Loss
 from ..algorithms.values import ValueLoss
 from ..dataflow.batch import Batch
-from ..dataflow.column import PROMPT_IDS, RESPONSE_IDS, RESPONSE_MASK, REWARD, VALUES
+from ..dataflow.column import PROMPT_IDS, RESPONSE_IDS, REWARD, VALUES
 from ..dataflow.errors import UserError
 from ..dataflow.metrics import Metrics
 from .dispatch import Dispatch
 from .remote import remote
 from .training.engine import TrainingEngine
-from .training.updates import TrainedConfig, TrainedWorker
+from .training.updates import TrainedConfig, TrainedWorker, loss_may_read, loss_reads, training_batch
 from .worker import Context
 
 if TYPE_CHECKING:
@@ -55,23 +55,21 @@ class CriticWorker(TrainedWorker):
                     f"node {node.name!r} asks {node.group!r}, which has head={config.head!r}; {node.operation.name} wants head={head!r}"
                 )
 
-    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=("{into}",))
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=lambda into: (into,))
     def values(self, batch: Batch, *, into: str = str(VALUES)) -> Batch:
         """The value before each response token, under the present weights."""
         return batch.with_columns(**{into: self.engine.values(batch)})
 
-    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=("{into}",))
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=lambda into: (into,))
     def score(self, batch: Batch, *, into: str = str(REWARD)) -> Batch:
         """The reward of each response: what the head says at its last token. An empty one has nan: there is nothing to read."""
         return batch.with_columns(**{into: last_of_rows(*self.engine.values(batch))})
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
-        reads=(PROMPT_IDS, RESPONSE_IDS, "{loss.reads}"),
-        may_read=("{loss.may_read}", RESPONSE_MASK),
-        whole_groups_if="loss.whole_groups",
-        updates=True,
-        accumulates=("epochs", "minibatches"),
+        reads=loss_reads,
+        may_read=loss_may_read,
+        takes=training_batch,
     )
     def update(
         self, batch: Batch, *, loss: Loss = ValueLoss(), epochs: int = 1, minibatches: int = 1, last: bool = True

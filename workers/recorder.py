@@ -17,6 +17,7 @@ from ..dataflow.config import Config
 from ..dataflow.errors import UserError
 from ..dataflow.operation import Shape
 from ..dataflow.prompts.tokenizer import Tokenizer
+from ..dataflow.takes import FINISHED_GROUPS
 from .dispatch import Dispatch
 from .remote import remote
 from .worker import Worker
@@ -33,7 +34,7 @@ class RecorderWorker(Worker):
     Config = RecorderConfig
     replaceable = True
 
-    @remote(dispatch=Dispatch.SPLIT_BY_DP, shape=Shape.GROUP, behind=True)
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, shape=Shape.GROUP, takes=FINISHED_GROUPS)
     def record(self, rows: Batch, *, folder: Path, graph: str, token: int, steps: Mapping[int, int]) -> None:
         """Write rows to Arrow files, tokens also as text: a file for each step that they are of.
 

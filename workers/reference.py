@@ -48,7 +48,12 @@ class ReferenceWorker(Worker):
     def coordinates(self) -> Coordinates:
         return self.engine.coordinates
 
-    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, "{of}"), may_read=(TEMPERATURE,), writes=("{into}",))
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        reads=lambda of: (PROMPT_IDS, of),
+        may_read=(TEMPERATURE,),
+        writes=lambda into: (into,),
+    )
     def logprobs(self, batch: Batch, *, into: str = str(REFERENCE_LOGPROBS), of: str = str(RESPONSE_IDS)) -> Batch:
         """Log-probability of each token of the responses in the column `of` under the reference, at the temperature that they
         were sampled at."""

@@ -112,6 +112,14 @@ class RewardConfig(Config):
         return self.function.keywords if isinstance(self.function, functools.partial) else {}
 
 
+def _reads(config: RewardConfig) -> tuple[str, ...]:
+    return (str(RESPONSE_IDS), *config.reads)
+
+
+def _may_read(config: RewardConfig) -> tuple[str, ...]:
+    return (str(PROMPT), str(PROMPT_IDS), *config.may_read)
+
+
 class RewardWorker(Worker):
     """Python functions of the columns of a sample."""
 
@@ -133,9 +141,9 @@ class RewardWorker(Worker):
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
-        reads=(RESPONSE_IDS, "{config.reads}"),
-        may_read=(PROMPT, PROMPT_IDS, "{config.may_read}"),
-        writes=("{into}",),
+        reads=_reads,
+        may_read=_may_read,
+        writes=lambda into: (into,),
     )
     def score(self, samples: Batch, *, into: str = str(REWARD)) -> Iterator[tuple[Batch, Metrics]]:
         """Call the function on each sample; of a slow one the rewards come in parts, so that nobody waits for all of them. A sample

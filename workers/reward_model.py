@@ -60,7 +60,7 @@ class RewardModelWorker(Worker):
                 f"tensor_parallel={config.tensor_parallel}: each rank of a RewardModelWorker has all of its model; leave it at 1"
             )
 
-    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=("{into}",))
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=lambda into: (into,))
     def score(self, samples: Batch, *, into: str = str(REWARD)) -> tuple[Batch, Metrics]:
         """The reward of each response: what the head says at its last token.
 
@@ -79,7 +79,7 @@ class RewardModelWorker(Worker):
             metrics["max"] = Max(float(rewards.max()))
         return samples.with_columns(**{into: rewards}), of_column(into, metrics)
 
-    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=("{into}",))
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=lambda into: (into,))
     def token_scores(self, samples: Batch, *, into: str = str(TOKEN_SCORES)) -> Batch:
         """What the head says at each response token; of a process reward model, at the ends of steps, logits of these being right."""
         return samples.with_columns(**{into: self.engine.values(samples)})

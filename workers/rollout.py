@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from ..resharding.weights import Weights
 
 
+def _writes(sampling: Sampling) -> tuple[str, ...]:
+    return (str(RESPONSE_IDS), *sampling.writes, *map(str, (RESPONSE_VERSIONS, FINISH_REASON, TEMPERATURE)))
+
+
 class RolloutWorker(Worker):
     """One replica of the policy that generates."""
 
@@ -65,7 +69,7 @@ class RolloutWorker(Worker):
         interruptible=True,
         reads=(PROMPT_IDS,),
         may_read=(DRAW_PATH,),
-        writes=(RESPONSE_IDS, "{sampling.writes}", RESPONSE_VERSIONS, FINISH_REASON, TEMPERATURE),
+        writes=_writes,
     )
     def generate(
         self, prompts: Batch, *, n: int = 1, sampling: Sampling = Sampling()

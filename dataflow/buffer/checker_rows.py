@@ -117,7 +117,7 @@ class NodeRows:
     def __post_init__(self) -> None:
         operation = self.node.operation
         self.name, self.level, self.takes_groups = self.node.name, self.node.level, operation.takes_groups
-        self.quorum = int(self.node.arguments["n"]) if operation.quorum else 0
+        self.quorum = operation.quorum.n if operation.quorum else 0
 
     def is_ready(self, ids: set[int], rows: Mapping[int, Row]) -> bool:
         """Whether everything that the node comes after is done with these rows, or with those that they were made from."""

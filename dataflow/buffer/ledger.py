@@ -76,7 +76,7 @@ class Ledger:
         self._on_level = [[i for i, n in enumerate(nodes) if n.level == lv] for lv in range(self._num_levels)]
         self._takes_groups = [n.operation.takes_groups for n in nodes]
         self._behind = [n.operation.behind for n in nodes]
-        self._quorum = [int(n.arguments["n"]) if n.operation.quorum else 0 for n in nodes]
+        self._quorum = [n.operation.quorum.n if n.operation.quorum else 0 for n in nodes]
         self._after = [self._requirements(n) for n in nodes]
         # Which nodes to look at again when node i has finished a row: on the row's own level, and on deeper ones.
         self._then = [[j for j, m in enumerate(nodes) if n.name in m.after and n.makes_level != m.level] for n in nodes]
@@ -347,9 +347,9 @@ class Ledger:
         group = row.group
         group.order = group.order or {}
         group.order.setdefault(i, []).append(row)
-        patience = self.graph.nodes[i].arguments.get("deadline_s")
-        if patience is not None and group.ready[i] == 1:
-            heapq.heappush(self._deadlines, (self._clock() + patience, i, group.id))
+        quorum = self.graph.nodes[i].operation.quorum
+        if quorum and quorum.deadline_s is not None and group.ready[i] == 1:
+            heapq.heappush(self._deadlines, (self._clock() + quorum.deadline_s, i, group.id))
 
     def _offer_group_if_ready(self, group: Group, i: int) -> None:
         if not self._takes_groups[i] or (group.offered | group.closed) >> i & 1:

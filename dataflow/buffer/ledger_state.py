@@ -182,9 +182,9 @@ def _offer(ledger: Ledger, group: Group) -> None:
             if own and not any((r.done | r.leased) & bit for r in own):
                 ledger._offer_group(group, i)
         elif not group.offered & bit and ledger._quorum[i] and group.ready[i]:
-            patience = node.arguments.get("deadline_s")
-            if patience is not None:
-                heapq.heappush(ledger._deadlines, (ledger._clock() + patience, i, group.id))
+            quorum = node.operation.quorum
+            if quorum and quorum.deadline_s is not None:
+                heapq.heappush(ledger._deadlines, (ledger._clock() + quorum.deadline_s, i, group.id))
 
 
 def _published(published: Published) -> list[Any]:

@@ -18,6 +18,7 @@ from weft.dataflow.buffer.sample_buffer import LOG, BufferConfig
 from weft.dataflow.handle import group
 from weft.dataflow.metrics import Metrics
 from weft.dataflow.operation import Shape
+from weft.dataflow.takes import TrainingBatch
 from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
 
@@ -44,10 +45,9 @@ class Actor(ToyActor):
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
-        reads=("prompt_ids", "response_ids", "{loss.reads}"),
+        reads=lambda loss: ("prompt_ids", "response_ids", *loss.reads),
         may_read=("response_versions",),
-        updates=True,
-        accumulates=("epochs",),
+        takes=lambda epochs: TrainingBatch(accumulates=epochs == 1),
     )
     def update(self, samples: Batch, *, loss: ToyLoss = ToyLoss(), epochs: int = 1, last: bool = True) -> Metrics:
         return super().update(samples, loss=loss)

@@ -40,6 +40,7 @@ from weft.dataflow.errors import DeadlineError, StalledError, UserError, WorkerE
 from weft.dataflow.graph import Graph, TableSource, graph
 from weft.dataflow.handle import group
 from weft.dataflow.operation import Shape, node
+from weft.dataflow.takes import GROUPS
 from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
 
@@ -204,7 +205,7 @@ def test_two_updating_nodes_each_update_once_a_step(tmp_path: Path, shared: bool
 
 
 def test_updates_that_see_different_filters_wait_for_one_whole_step(tmp_path: Path):
-    @node(shape=Shape.FILTER, whole_groups=True, reads=("prompt_ids",))
+    @node(shape=Shape.FILTER, takes=GROUPS, reads=("prompt_ids",))
     def not_the_first(samples: Batch) -> Batch:
         return samples.take([k for k, ids in enumerate(samples["prompt_ids"].to_pylist()) if ids[0]])
 

@@ -13,7 +13,7 @@ from weft.controllers.backends.backend import Files
 from weft.controllers.executor import Executor
 from weft.controllers.tasks import Reply, RowTask, Task
 from weft.dataflow.batch import Batch
-from weft.dataflow.operation import Shape, operation_of
+from weft.dataflow.operation import Shape, declaration_of
 from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
 from weft.workers.worker import Worker
@@ -41,10 +41,10 @@ class Generator(Worker):
 
 
 def generating(number: int) -> Task:
-    operation = operation_of(Generator.generate)
-    assert operation is not None
+    declaration = declaration_of(Generator.generate)
+    assert declaration is not None
     nobody = np.zeros(0, np.int64)
-    rows = RowTask(operation, (), nobody, nobody, nobody)
+    rows = RowTask(declaration.called_with({}), (), nobody, nobody, nobody)
     return Task("generate", {"who": f"generate {number}"}, rows, number=number)
 
 

@@ -16,12 +16,17 @@ from weft.dataflow.graph import TableSource, graph
 from weft.dataflow.handle import group
 from weft.dataflow.metrics import Max, Metrics, Sum
 from weft.dataflow.operation import Shape, node
+from weft.dataflow.takes import TrainingBatch
 from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
 
 
 class GivenPairs(ToyActor):
-    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids", "preferred"), updates=True, accumulates=("epochs",))
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        reads=("response_ids", "preferred"),
+        takes=lambda epochs: TrainingBatch(accumulates=epochs == 1),
+    )
     def update(self, samples: Batch, *, loss: Any = None, epochs: int = 1, last: bool = True) -> Metrics:
         return {"pairs": Sum(len(samples) / 2)}
 
@@ -80,8 +85,7 @@ class PairActor(ToyActor):
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
         reads=("response_ids", "preferred", "reward"),
-        updates=True,
-        accumulates=("epochs",),
+        takes=lambda epochs: TrainingBatch(accumulates=epochs == 1),
     )
     def update(self, samples: Batch, *, loss: Any = None, epochs: int = 1, last: bool = True) -> Metrics:
         groups, index = samples.groups()

@@ -115,7 +115,7 @@ def score(self, samples):
     return score.before(self, samples)
 
 score.before = toy.ToyReward.score
-score.__operation__ = toy.ToyReward.score.__operation__
+score.__declaration__ = toy.ToyReward.score.__declaration__
 score.__dict__.update(toy.ToyReward.score.__dict__)
 toy.ToyReward.score = score
 with drive(Path({root!r}), training()) as driver:

@@ -29,9 +29,10 @@ from weft.dataflow.errors import StalledError, UserError
 from weft.dataflow.graph import graph as weft_graph
 from weft.dataflow.handle import group
 from weft.dataflow.operation import Shape, node
+from weft.dataflow.takes import GROUPS
 
 
-@node(shape=Shape.FILTER, whole_groups=True, reads=("reward",))
+@node(shape=Shape.FILTER, takes=GROUPS, reads=("reward",))
 def none_at_all(samples: Batch) -> Batch:
     return samples.slice(0, 0)
 

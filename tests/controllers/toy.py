@@ -15,6 +15,7 @@ from weft.dataflow.config import Config
 from weft.dataflow.graph import TableSource, graph
 from weft.dataflow.metrics import Max, Mean, Metrics, Sum
 from weft.dataflow.operation import Shape, node
+from weft.dataflow.takes import GROUPS, TrainingBatch
 from weft.workers.dispatch import Coordinates, Dispatch
 from weft.workers.remote import remote
 from weft.workers.worker import Worker
@@ -106,9 +107,9 @@ class ToyActor(Worker):
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
-        reads=("prompt_ids", "response_ids", "{loss.reads}"),
+        reads=lambda loss: ("prompt_ids", "response_ids", *loss.reads),
         may_read=("response_versions",),
-        updates=True,
+        takes=TrainingBatch(),
     )
     def update(self, samples: Batch, *, loss: ToyLoss = ToyLoss()) -> Metrics:
         self.seen.append(samples["group_id"].to_pylist())
@@ -120,7 +121,7 @@ class ToyActor(Worker):
             "largest": Max(loss.scale * float(values.max(initial=0.0))),
         }
 
-    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids",), writes=("{into}",))
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids",), writes=lambda into: (into,))
     def logprobs(self, samples: Batch, *, into: str = "old_logprobs") -> Batch:
         values, offsets = samples.ragged_numpy("response_ids")
         return samples.with_columns(**{into: (values.astype(np.float32) * 0.5, offsets)})
@@ -204,10 +205,9 @@ class PartsActor(ToyActor):
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
-        reads=("response_ids", "{loss.reads}"),
+        reads=lambda loss: ("response_ids", *loss.reads),
         may_read=("response_versions",),
-        updates=True,
-        accumulates=("epochs",),
+        takes=lambda epochs: TrainingBatch(accumulates=epochs == 1),
     )
     def update(self, samples: Batch, *, loss: ToyLoss = ToyLoss(), epochs: int = 1, last: bool = True) -> Metrics:
         values, _ = samples.ragged_numpy("response_versions")
@@ -274,7 +274,7 @@ def centred(samples: Batch) -> Batch:
     return samples.with_columns(advantages=(np.repeat((reward - mean[index]).astype(np.float32), lengths), offsets))
 
 
-@node(shape=Shape.FILTER, reads=("prompt_ids",), whole_groups=True)
+@node(shape=Shape.FILTER, reads=("prompt_ids",), takes=GROUPS)
 def odd_prompts(samples: Batch) -> Batch:
     """Keep groups whose prompt starts with an odd token."""
     return samples.take([k for k, ids in enumerate(samples["prompt_ids"].to_pylist()) if ids[0] % 2])

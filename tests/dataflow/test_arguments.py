@@ -1,4 +1,4 @@
-"""Arguments with a wrong name are answered like every other mistake."""
+"""Arguments by name: how those of a recorded call are bound, and what a wrong name is answered with."""
 
 import inspect
 import pickle
@@ -7,8 +7,49 @@ from typing import Any
 
 import pytest
 
-from weft.dataflow.arguments import names_arguments
+from weft.dataflow.arguments import bind, names_arguments, parameter_names
 from weft.dataflow.errors import UserError
+
+
+def takes(self: object, rows: object, n: int, *, sampling: str = "greedy", **rest: Any) -> None: ...
+def takes_no_more(rows: object, n: int) -> None: ...
+def takes_any(rows: object, *names: str) -> None: ...
+
+
+class Sampler:
+    def generate(self, rows: object, n: int, sampling: int = 0) -> None: ...
+
+
+def test_arguments_are_bound_by_name_with_their_defaults():
+    assert bind(takes, 2, (3,), {}) == {"n": 3, "sampling": "greedy"}
+    assert bind(takes, 2, (), {"n": 3, "extra": 1}) == {"n": 3, "sampling": "greedy", "extra": 1}
+
+
+def test_only_what_has_a_name_of_its_own_can_be_given_by_name():
+    assert parameter_names(takes, 2) == ["n", "sampling"]
+    assert parameter_names(takes_any) == ["rows"]
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ((), {"m": 1}, r"takes_no_more takes no argument 'm' \(value 1\); it takes n"),
+        ((), {}, "takes_no_more: missing a required argument: 'n'; it takes n"),
+        ((1, 2), {}, "takes_no_more: too many positional arguments; it takes n"),
+        ((1,), {"n": 2}, "takes_no_more: multiple values for argument 'n'; it takes n"),
+    ],
+)
+def test_wrong_arguments_are_answered_with_what_there_is(args: tuple[Any, ...], kwargs: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=message):
+        bind(takes_no_more, 1, args, kwargs)
+
+
+def test_the_nearest_argument_is_offered():
+    with pytest.raises(UserError, match=r"takes no argument 'smapling' \(value 1\); did you mean 'sampling'"):
+        bind(Sampler.generate, 2, (1,), {"smapling": 1})
+    with pytest.raises(UserError, match=r"by name, not as \*names"):
+        bind(takes_any, 1, ("a",), {})
+    assert bind(takes_any, 1, (), {}) == {}
 
 
 @names_arguments

@@ -17,6 +17,7 @@ from weft.dataflow.errors import GraphError, UserError
 from weft.dataflow.graph import Graph, Node, ParameterEdge, Rows, TableSource, graph
 from weft.dataflow.handle import Handle, group
 from weft.dataflow.operation import Operation, Shape, node
+from weft.dataflow.takes import GROUPS, TrainingBatch
 from weft.workers.actor import ActorWorker
 from weft.workers.dispatch import Dispatch
 from weft.workers.reference import ReferenceWorker
@@ -43,14 +44,16 @@ class Critic(Worker):
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("prompt_ids", "response_ids"), writes=("values",))
     def values(self, samples: Batch) -> Batch: ...
 
-    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("prompt_ids", "response_ids", "values", "returns"), updates=True)
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP, reads=("prompt_ids", "response_ids", "values", "returns"), takes=TrainingBatch()
+    )
     def update(self, samples: Batch) -> None: ...
 
 
 class RewardModel(Worker):
     Config = ModelConfig
 
-    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("prompt_ids", "response_ids"), writes=("{into}",))
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("prompt_ids", "response_ids"), writes=lambda into: (into,))
     def score(self, samples: Batch, *, into: str = "reward") -> Batch: ...
 
 
@@ -58,14 +61,14 @@ class PreferenceActor(ActorWorker):
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
         reads=("prompt_ids", "chosen_ids", "rejected_ids"),
-        writes=("{into}_chosen", "{into}_rejected"),
+        writes=lambda into: (f"{into}_chosen", f"{into}_rejected"),
     )
     def pair_logprobs(self, pairs: Batch, *, into: str) -> Batch: ...
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
         reads=("prompt_ids", "chosen_ids", "rejected_ids", "reference_chosen", "reference_rejected"),
-        updates=True,
+        takes=TrainingBatch(),
     )
     def update_pairs(self, pairs: Batch, *, beta: float = 0.1) -> None: ...
 
@@ -88,13 +91,13 @@ class PairReference(Worker):
 def generalised_advantages(samples: Batch, *, discount: float = 1.0, decay: float = 0.95) -> Batch: ...
 
 
-@node(shape=Shape.FILTER, whole_groups=True, reads=("reward",))
+@node(shape=Shape.FILTER, takes=GROUPS, reads=("reward",))
 def keep_informative(samples: Batch) -> Batch: ...
 
 
 @node(
     shape=Shape.EXPAND,
-    whole_groups=True,
+    takes=GROUPS,
     reads=("prompt_ids", "response_ids", "reward"),
     writes=("chosen_ids", "rejected_ids"),
 )
@@ -141,7 +144,7 @@ def many_rewards(prompts: Any, *, rollout: Any, rewards: Sequence[Any], actor: A
     return actor.update(centred(total(samples, columns=tuple(f"reward_{k}" for k in range(len(rewards))))))
 
 
-@node(reads=("{columns}",), writes=("reward",))
+@node(reads=lambda columns: columns, writes=("reward",))
 def total(samples: Batch, *, columns: tuple[str, ...]) -> Batch: ...
 
 

@@ -1,5 +1,6 @@
-"""Operations: what is attached to functions, and how the arguments of a recorded call are bound."""
+"""Operations: what is declared beside a function, and what a call makes of it."""
 
+import pickle
 from typing import Any
 
 import pytest
@@ -7,22 +8,144 @@ import pytest
 from weft.dataflow.batch import Batch
 from weft.dataflow.column import REWARD
 from weft.dataflow.errors import UserError
-from weft.dataflow.operation import Operation, Shape, bind, declare, node, operation_of
+from weft.dataflow.operation import Declaration, Operation, Shape, declaration_of, node
+from weft.dataflow.takes import FINISHED_GROUPS, GROUPS, ROWS, Quorum, Takes, TrainingBatch
+from weft.workers.dispatch import Dispatch
+from weft.workers.remote import remote
 
 
 class Loss:
-    reads = ("advantages", "old_logprobs")
+    reads = ("advantages", REWARD, "advantages")
+    whole_groups = True
 
 
-def test_templates_are_filled_in_from_the_arguments():
-    operation = Operation("update")
-    arguments = {"loss": Loss(), "into": "x", "columns": ["a", REWARD, "a"]}
-    templates = ("prompt_ids", "{loss.reads}", "{into}", "{columns}", "{loss.may_read}")
-    assert operation.columns(templates, arguments) == ("prompt_ids", "advantages", "old_logprobs", "x", "a", "reward")
+def function(rows: object, loss: object = Loss(), *, into: str = "x", n: int = 1) -> None: ...
+def method(self: object, rows: object, loss: object = Loss(), *, epochs: int = 1) -> None: ...
 
 
-def test_a_template_may_be_a_part_of_a_name():
-    assert Operation("logprobs").columns(("{into}_chosen",), {"into": "reference"}) == ("reference_chosen",)
+def test_what_depends_on_a_call_is_a_function_of_its_arguments():
+    declaration = Declaration(
+        "update",
+        reads=lambda loss: ("prompt_ids", *loss.reads),
+        may_read=lambda config: (config,),
+        writes=lambda into: (f"{into}_chosen",),
+        takes=lambda loss, epochs: TrainingBatch(loss.whole_groups, accumulates=epochs == 1),
+        interruptible=True,
+    )
+    arguments = {"loss": Loss(), "into": "reference", "epochs": 2, "config": "of_the_group", "other": 1}
+    assert declaration.called_with(arguments) == Operation(
+        "update",
+        reads=("prompt_ids", "advantages", "reward"),
+        may_read=("of_the_group",),
+        writes=("reference_chosen",),
+        takes=TrainingBatch(whole_groups=True),
+        interruptible=True,
+    )
+    assert declaration.called_with(arguments | {"epochs": 1}).accumulates
+
+
+def test_what_is_declared_of_every_call_needs_no_arguments():
+    declaration = Declaration("score", reads=("prompt_ids", REWARD), writes=("score",))
+    assert declaration.called_with({}) == Operation("score", reads=("prompt_ids", "reward"), writes=("score",))
+
+
+def test_an_operation_is_plain_data():
+    operation = Declaration("first", Shape.FILTER, lambda by: (by,), takes=Quorum).called_with(
+        {"by": "reward", "n": 2, "deadline_s": 5.0}
+    )
+    assert operation.quorum == Quorum(2, 5.0)
+    assert pickle.loads(pickle.dumps(operation)) == operation
+
+
+@pytest.mark.parametrize(
+    ("shape", "takes", "groups", "whole", "updates", "behind"),
+    [
+        (Shape.MAP, None, False, False, False, False),
+        (Shape.EXPAND, ROWS, False, False, False, False),
+        (Shape.GROUP, None, True, True, False, False),
+        (Shape.EXPAND, GROUPS, True, True, False, False),
+        (Shape.FILTER, Quorum(2), True, True, False, False),
+        (Shape.GROUP, FINISHED_GROUPS, True, True, False, True),
+        (Shape.MAP, TrainingBatch(), True, False, True, False),
+        (Shape.MAP, TrainingBatch(whole_groups=True), True, True, True, False),
+    ],
+)
+def test_what_an_operation_takes_says_how_its_rows_are_claimed(
+    shape: Shape, takes: Takes | None, groups: bool, whole: bool, updates: bool, behind: bool
+):
+    operation = Declaration("some", shape, takes=takes).called_with({})
+    said = (operation.takes_groups, operation.whole_groups, operation.updates, operation.behind)
+    assert said == (groups, whole, updates, behind)
+    assert (operation.quorum is not None) == isinstance(takes, Quorum)
+    assert not operation.accumulates
+
+
+def test_only_an_update_that_says_so_accumulates():
+    assert Operation("update", takes=TrainingBatch(accumulates=True)).accumulates
+    assert not Operation("update", takes=GROUPS).accumulates
+
+
+def test_a_method_with_rows_is_a_node_and_any_other_is_not():
+    assert not Declaration("save").is_node
+    parts: list[dict[str, Any]] = [{"reads": ("a",)}, {"may_read": ("a",)}, {"writes": lambda into: (into,)}]
+    parts += [{"takes": TrainingBatch()}, {"shape": Shape.FILTER}]
+    for declared in parts:
+        assert Declaration("some", **declared).is_node
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        (
+            {"reads": lambda los: los.reads},
+            "function: reads depends on 'los', which is no argument of it; did you mean 'loss'?",
+        ),
+        (
+            {"may_read": lambda of: (of,)},
+            "function: may_read depends on 'of', which is no argument of it; there are loss, into, n",
+        ),
+        ({"writes": lambda config: config.into}, "function: writes depends on 'config', which is no argument of it"),
+        ({"takes": TrainingBatch}, "function: takes depends on 'whole_groups', which is no argument of it"),
+        ({"takes": True}, "function: takes is True; it must be ROWS, GROUPS, a Quorum or a TrainingBatch"),
+        ({"reads": "reward"}, "function: reads must be a tuple of columns, such as ('reward',), not 'reward'"),
+        ({"writes": REWARD}, "function: writes must be a tuple of columns, such as ('reward',), not Column"),
+        ({"takes": GROUPS}, "function: a map that sees whole groups is declared with shape=Shape.GROUP"),
+        ({"takes": ROWS, "shape": Shape.GROUP}, "function: a node of shape GROUP takes groups, not Unit.ROWS"),
+        (
+            {"takes": Quorum(2)},
+            "function: a quorum drops the other rows of its group; declare it with shape=Shape.FILTER",
+        ),
+    ],
+)
+def test_a_mistake_in_a_declaration_shows_when_the_function_is_declared(declared: dict[str, Any], message: str):
+    with pytest.raises(UserError) as error:
+        node(**declared)(function)
+    assert str(error.value).startswith(message)
+
+
+def test_a_method_also_knows_the_configuration_of_its_group():
+    declared: Any = remote(dispatch=Dispatch.SPLIT_BY_DP, reads=lambda config, epochs: config.reads * epochs)(method)
+    declaration = declaration_of(declared)
+    assert declared is method and declaration is not None
+    assert declaration.called_with({"config": Loss(), "epochs": 2}).reads == ("advantages", "reward")
+    with pytest.raises(
+        UserError, match="reads depends on 'rows', which is no argument of it; there are loss, epochs, config"
+    ):
+        remote(dispatch=Dispatch.SPLIT_BY_DP, reads=lambda rows: rows)(method)
+
+
+def test_arguments_that_do_not_fit_are_shown_with_what_they_are():
+    declaration = Declaration("update", reads=lambda loss: loss.reads, takes=lambda n: n)
+    with pytest.raises(
+        UserError, match="update: reads cannot be worked out from loss=3: 'int' object has no attribute 'reads'"
+    ):
+        declaration.called_with({"loss": 3, "n": ROWS})
+    with pytest.raises(UserError, match="update: takes is 3; it must be ROWS"):
+        declaration.called_with({"loss": Loss(), "n": 3})
+    with pytest.raises(
+        UserError, match="update: reads depends on 'loss', which is no argument of it; did you mean 'loos'"
+    ):
+        declaration.called_with({"loos": Loss(), "n": ROWS})  # an overriding method may have other parameters
 
 
 def test_a_node_is_the_function_itself_when_called_with_a_batch():
@@ -33,47 +156,7 @@ def test_a_node_is_the_function_itself_when_called_with_a_batch():
 
     assert twice(Batch.of(reward=[1.0]), factor=3).to_rows() == [{"reward": 1.0, "twice": 3.0}]
     assert twice.__name__ == "twice" and twice.__doc__ == "Doubles."
-    operation = operation_of(twice)
-    assert operation == Operation("twice", Shape.MAP, ("reward",), (), ("twice",))
-
-
-def test_a_group_always_sees_whole_groups_and_a_map_never():
-    assert declare(test_a_group_always_sees_whole_groups_and_a_map_never, shape=Shape.GROUP).whole_groups
-    with pytest.raises(UserError, match=r"a map that sees whole groups is declared with shape=Shape\.GROUP"):
-        declare(Loss, whole_groups=True)
-
-
-def takes(self: object, rows: object, n: int, *, sampling: str = "greedy", **rest: Any) -> None: ...
-def takes_no_more(rows: object, n: int) -> None: ...
-def takes_any(rows: object, *names: str) -> None: ...
-
-
-def test_arguments_are_bound_by_name_with_their_defaults():
-    assert bind(takes, 2, (3,), {}) == {"n": 3, "sampling": "greedy"}
-    assert bind(takes, 2, (), {"n": 3, "extra": 1}) == {"n": 3, "sampling": "greedy", "extra": 1}
-
-
-@pytest.mark.parametrize(
-    ("args", "kwargs", "message"),
-    [
-        ((), {"m": 1}, r"takes_no_more takes no argument 'm' \(value 1\); it takes n"),
-        ((), {}, "takes_no_more: missing a required argument: 'n'; it takes n"),
-        ((1, 2), {}, "takes_no_more: too many positional arguments; it takes n"),
-        ((1,), {"n": 2}, "takes_no_more: multiple values for argument 'n'; it takes n"),
-    ],
-)
-def test_wrong_arguments_are_answered_with_what_there_is(args: tuple[Any, ...], kwargs: dict[str, Any], message: str):
-    with pytest.raises(UserError, match=message):
-        bind(takes_no_more, 1, args, kwargs)
-
-
-def test_the_nearest_argument_is_offered():
-    with pytest.raises(UserError, match=r"takes no argument 'smapling' \(value 1\); did you mean 'sampling'"):
-        bind(Sampler.generate, 2, (1,), {"smapling": 1})
-    with pytest.raises(UserError, match=r"by name, not as \*names"):
-        bind(takes_any, 1, ("a",), {})
-    assert bind(takes_any, 1, (), {}) == {}
-
-
-class Sampler:
-    def generate(self, rows: object, n: int, sampling: int = 0) -> None: ...
+    declaration = declaration_of(twice)
+    assert declaration is not None and declaration.called_with({}) == Operation(
+        "twice", Shape.MAP, ("reward",), (), ("twice",)
+    )

@@ -18,7 +18,7 @@ from weft.dataflow.config import Config
 from weft.dataflow.errors import UserError
 from weft.dataflow.graph import Graph, Node, TableSource
 from weft.dataflow.handle import Handle
-from weft.dataflow.operation import Shape, operation_of
+from weft.dataflow.operation import Shape, declaration_of
 from weft.workers.dispatch import Coordinates, Dispatch, PerRank, RowSizes, balance, one_per_replica
 from weft.workers.remote import dispatch_of, remote
 from weft.workers.worker import Worker
@@ -177,8 +177,9 @@ def counters(ranks: int) -> tuple[WorkerGroup, Quiet]:
 
 
 def lease(method: str, rows: int) -> tuple[Ledger, Any]:
-    operation = operation_of(getattr(Counter, method))
-    assert operation is not None and operation.shape is Shape.MAP
+    declaration = declaration_of(getattr(Counter, method))
+    assert declaration is not None and declaration.shape is Shape.MAP
+    operation = declaration.called_with({})
     node = Node(f"counters.{method}", "counters", operation, getattr(Counter, method), {}, (), (), (), 0, None, {}, ())
     ledger = Ledger(Graph("g", TableSource("s", None), (node,)))  # pyright: ignore[reportArgumentType]
     ledger.issue(range(rows), [1] * rows, round=0)

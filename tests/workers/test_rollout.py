@@ -18,7 +18,7 @@ from weft.algorithms.sampling import Sampling
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import SampleError, UserError
 from weft.dataflow.metrics import Metrics, Sum, merge
-from weft.dataflow.operation import Shape, operation_of
+from weft.dataflow.operation import Shape, declaration_of
 from weft.resharding.shared_memory import WeightPublisher
 from weft.workers.generation.transformers_engine import TransformersEngine, TransformersSettings
 from weft.workers.generation.vllm_settings import VllmSettings
@@ -62,8 +62,10 @@ def tokens(batch: Batch) -> dict[int, list[list[int]]]:
 
 
 def test_generate_is_declared_as_an_expansion_of_prompts() -> None:
-    operation = operation_of(RolloutWorker.generate)
-    assert operation is not None and operation.shape is Shape.EXPAND and operation.reads == ("prompt_ids",)
+    declaration = declaration_of(RolloutWorker.generate)
+    assert declaration is not None
+    operation = declaration.called_with({"sampling": Sampling()})
+    assert operation.shape is Shape.EXPAND and operation.reads == ("prompt_ids",)
 
 
 def test_every_batch_comes_with_its_tokens_and_the_share_that_is_cut_off(worker: RolloutWorker) -> None:
@@ -77,9 +79,9 @@ def test_every_batch_comes_with_its_tokens_and_the_share_that_is_cut_off(worker:
 
 def test_every_prompt_gets_n_responses_with_all_columns(worker: RolloutWorker) -> None:
     batch = rows_of(worker.generate(prompts_of([3, 5, 4]), n=4, sampling=Sampling(max_tokens=6, temperature=0.5)))
-    operation = operation_of(RolloutWorker.generate)
-    assert operation is not None
-    assert set(batch.columns) == {"parent_id", *operation.columns(operation.writes, {"sampling": Sampling()})}
+    declaration = declaration_of(RolloutWorker.generate)
+    assert declaration is not None
+    assert set(batch.columns) == {"parent_id", *declaration.called_with({"sampling": Sampling()}).writes}
     assert {parent: len(rows) for parent, rows in tokens(batch).items()} == {100: 4, 101: 4, 102: 4}
     lengths = batch.lengths("response_ids")
     assert (lengths <= 6).all()

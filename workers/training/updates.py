@@ -11,9 +11,10 @@ import numpy as np
 from ...algorithms.loss import Loss
 from ...algorithms.old_policy import needs_old_logprobs
 from ...dataflow.batch import Batch
-from ...dataflow.column import OLD_LOGPROBS
+from ...dataflow.column import OLD_LOGPROBS, PROMPT_IDS, RESPONSE_IDS, RESPONSE_MASK
 from ...dataflow.errors import UserError
 from ...dataflow.metrics import Metrics, merge
+from ...dataflow.takes import TrainingBatch
 from ..dispatch import Coordinates, Dispatch
 from ..remote import remote
 from ..vocabulary import check_vocabulary
@@ -33,6 +34,21 @@ class TrainedConfig(ModelConfig, OptimizerConfig):
     """Compute activations a second time in the backward pass instead of keeping them: slower, and far less memory."""
     lora: Lora | None = None
     """Train an adapter (and a scalar head, if there is one) and leave the model as it is; None: train the model."""
+
+
+def loss_reads(loss: Loss) -> tuple[str, ...]:
+    """Columns that an update with this loss cannot do without."""
+    return (str(PROMPT_IDS), str(RESPONSE_IDS), *loss.reads)
+
+
+def loss_may_read(loss: Loss) -> tuple[str, ...]:
+    """Columns that it uses where there are any."""
+    return (*loss.may_read, str(RESPONSE_MASK))
+
+
+def training_batch(loss: Loss, epochs: int, minibatches: int) -> TrainingBatch:
+    """The batch of an update. In one pass of one step its gradients may be accumulated over several calls."""
+    return TrainingBatch(whole_groups=loss.whole_groups, accumulates=epochs == minibatches == 1)
 
 
 class Updates:

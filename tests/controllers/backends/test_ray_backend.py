@@ -39,7 +39,7 @@ from weft.dataflow.errors import UserError, WorkerError
 from weft.dataflow.graph import TableSource
 from weft.dataflow.handle import group
 from weft.dataflow.metrics import Metrics
-from weft.dataflow.operation import operation_of
+from weft.dataflow.operation import declaration_of
 from weft.workers.dispatch import Dispatch, PerRank
 from weft.workers.remote import remote
 
@@ -276,11 +276,11 @@ class EndlessRollout(SlowRollout):
 def test_weights_arrive_at_a_rank_however_many_calls_it_has_open(tmp_path: Path):
     made = handles() | {"rollout": group(EndlessRollout, name="rollout")}
     backend = RayBackend()
-    operation = operation_of(EndlessRollout.generate) or operation_of(SlowRollout.generate)
-    assert operation is not None
+    declaration = declaration_of(EndlessRollout.generate) or declaration_of(SlowRollout.generate)
+    assert declaration is not None
     nobody = np.zeros(0, np.int64)
     with drive(tmp_path, made, prompts(8), backend=backend, call_timeout_s=10) as driver:
-        rows = RowTask(operation, (), nobody, nobody, nobody)
+        rows = RowTask(declaration.called_with({}), (), nobody, nobody, nobody)
         calls = [Task("generate", rows=rows, number=-number) for number in range(1, MAX_CALLS + 8)]
         rank = backend._processes["rollout", 0].actor
         streams = [rank.call.options(num_returns="streaming").remote(task) for task in calls]

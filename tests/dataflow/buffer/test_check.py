@@ -26,7 +26,8 @@ from weft.dataflow.config import Config
 from weft.dataflow.errors import UserError
 from weft.dataflow.graph import SOURCE, Graph, Recording, Rows, TableSource
 from weft.dataflow.handle import Handle
-from weft.dataflow.operation import Operation, Shape
+from weft.dataflow.operation import Declaration, Shape
+from weft.dataflow.takes import GROUPS, Quorum, TrainingBatch
 from weft.workers.worker import Worker
 
 PROMPTS = TableSource("prompts", pa.table({"prompt": ["a"]}))
@@ -48,13 +49,13 @@ class Drawing:
         self.recording = Recording(name, PROMPTS)
         self.prompts = Rows(self.recording, SOURCE, {"prompt": ""})
 
-    def add(self, rows: Rows, name: str, shape: Shape = Shape.MAP, arguments: Any = None, **rule: Any) -> Rows:
-        rule.setdefault("writes", () if shape is Shape.FILTER or rule.get("updates") else (f"{name}_c",))
-        operation = Operation(name, shape, **rule)
-        handle = Handle(Trainer, Config(), f"{name}r") if operation.updates else None
-        made = self.recording.add(rows, handle, method if handle else function, operation, (), {})
-        self.recording.nodes[-1] = replace(self.recording.nodes[-1], arguments=arguments or {})
-        return made
+    def add(self, rows: Rows, name: str, shape: Shape = Shape.MAP, **rule: Any) -> Rows:
+        updates = isinstance(rule.get("takes"), TrainingBatch)
+        rule.setdefault("writes", () if shape is Shape.FILTER or updates else (f"{name}_c",))
+        handle = Handle(Trainer, Config(), f"{name}r") if updates else None
+        return self.recording.add(
+            rows, handle, method if handle else function, Declaration(name, shape, **rule), (), {}
+        )
 
     def graph(self) -> Graph:
         return self.recording.finish()
@@ -66,11 +67,10 @@ def dapo(*, quorum: int = 0) -> Graph:
     samples = draw.add(draw.prompts, "generate", Shape.EXPAND, reads=("prompt",))
     samples = draw.add(samples, "score", reads=("generate_c",))
     if quorum:
-        rule = {"whole_groups": True, "quorum": True}
-        samples = draw.add(samples, "first", Shape.FILTER, {"n": quorum, "deadline_s": 5.0}, reads=("score_c",), **rule)
+        samples = draw.add(samples, "first", Shape.FILTER, reads=("score_c",), takes=Quorum(quorum, 5.0))
     samples = draw.add(samples, "keep", Shape.FILTER, reads=("score_c",))
-    samples = draw.add(samples, "advantages", Shape.GROUP, reads=("score_c",), whole_groups=True)
-    draw.add(samples, "update", reads=("advantages_c",), updates=True)
+    samples = draw.add(samples, "advantages", Shape.GROUP, reads=("score_c",))
+    draw.add(samples, "update", reads=("advantages_c",), takes=TrainingBatch())
     return draw.graph()
 
 
@@ -82,24 +82,21 @@ def random_graph(chance: random.Random, name: str) -> Graph:
         {"shape": Shape.MAP},
         {"shape": Shape.MAP},
         {"shape": Shape.FILTER},
-        {"shape": Shape.FILTER, "whole_groups": True},
+        {"shape": Shape.FILTER, "takes": GROUPS},
         {"shape": Shape.EXPAND},
-        {"shape": Shape.EXPAND, "whole_groups": True},
-        {"shape": Shape.GROUP, "whole_groups": True},
-        {"shape": Shape.FILTER, "whole_groups": True, "quorum": True},
-        {"shape": Shape.MAP, "updates": True},
+        {"shape": Shape.EXPAND, "takes": GROUPS},
+        {"shape": Shape.GROUP},
+        {"shape": Shape.FILTER, "takes": Quorum(chance.randint(1, 3), chance.choice([None, 3.0]))},
+        {"shape": Shape.MAP, "takes": TrainingBatch()},
     ]
     for number in range(chance.randint(2, 8)):
         rows = chance.choice(branches)
         if chance.random() < 0.3:
             rows = rows | chance.choice([b for b in branches if b.level == rows.level])
         kind = {"shape": Shape.EXPAND} if not number else chance.choice(kinds)
-        arguments = (
-            {"n": chance.randint(1, 3), "deadline_s": chance.choice([None, 3.0])} if kind.get("quorum") else None
-        )
         reads = tuple(chance.sample(rows.columns, chance.randint(0, len(rows.columns))))
-        made = draw.add(rows, "abcdefgh"[number], arguments=arguments, reads=reads, **kind)
-        if not kind.get("updates"):
+        made = draw.add(rows, "abcdefgh"[number], reads=reads, **kind)
+        if not isinstance(kind.get("takes"), TrainingBatch):
             branches.append(made)
     return draw.graph()
 
@@ -664,8 +661,7 @@ def test_a_row_that_comes_after_its_quorum_was_chosen_is_dropped_and_so_is_work_
     samples = draw.add(rows, "generate", Shape.EXPAND, reads=("chunk_c",))
     draw.add(samples, "length", reads=("generate_c",))  # wants all samples, so the quorum does not end generation
     rows = draw.add(samples, "score", reads=("generate_c",))
-    rule = {"reads": ("score_c",), "whole_groups": True, "quorum": True}
-    draw.add(rows, "first", Shape.FILTER, {"n": 1, "deadline_s": None}, **rule)
+    draw.add(rows, "first", Shape.FILTER, reads=("score_c",), takes=Quorum(1))
     buffer = SampleBuffer.create(tmp_path / "run", {"train": draw.graph()}, clock=lambda: 0.0)
     ledger = buffer.ledgers["train"]
     ledger.issue([0], [1], round=0)

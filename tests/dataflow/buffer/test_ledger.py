@@ -24,7 +24,8 @@ from weft.dataflow.config import Config
 from weft.dataflow.errors import LeaseError
 from weft.dataflow.graph import SOURCE, Graph, Node, Recording, Rows, TableSource
 from weft.dataflow.handle import Handle
-from weft.dataflow.operation import Operation, Shape
+from weft.dataflow.operation import Declaration, Shape
+from weft.dataflow.takes import GROUPS, ROWS, Quorum, Takes, TrainingBatch
 from weft.workers.worker import Worker
 
 PROMPTS = TableSource("prompts", pa.table({"prompt": ["a"]}))
@@ -54,14 +55,12 @@ class Drawing:
         self.prompts = Rows(self.recording, SOURCE, {"prompt": ""})
 
     def add(self, rows: Rows, name: str, shape: Shape = Shape.MAP, **rule: Any) -> Rows:
-        rule.setdefault("writes", () if shape is Shape.FILTER or rule.get("updates") else (f"{name}_c",))
-        rule.setdefault("whole_groups", shape is Shape.GROUP)
-        arguments = {k: rule.pop(k) for k in ("n", "deadline_s") if k in rule}
-        operation = Operation(name, shape, **rule)
-        if operation.updates:  # on a worker group of its own
-            return self.recording.add(rows, Handle(Trainer, Config(), f"{name}r"), method, operation, (), {})
-        of = first_of_each_group if operation.quorum else function
-        return self.recording.add(rows, None, of, operation, (), arguments)
+        updates = isinstance(rule.get("takes"), TrainingBatch)
+        rule.setdefault("writes", () if shape is Shape.FILTER or updates else (f"{name}_c",))
+        declaration = Declaration(name, shape, **rule)
+        if updates:  # on a worker group of its own
+            return self.recording.add(rows, Handle(Trainer, Config(), f"{name}r"), method, declaration, (), {})
+        return self.recording.add(rows, None, function, declaration, (), {})
 
     def graph(self) -> Graph:
         return self.recording.finish()
@@ -77,7 +76,7 @@ def grpo() -> Graph:
     samples = draw.add(draw.prompts, "generate", Shape.EXPAND, reads=("prompt",))
     samples = draw.add(samples, "score", reads=("generate_c",))
     samples = draw.add(samples, "advantages", Shape.GROUP, reads=("score_c",))
-    draw.add(samples, "update", reads=("generate_c", "advantages_c"), updates=True)
+    draw.add(samples, "update", reads=("generate_c", "advantages_c"), takes=TrainingBatch())
     return draw.graph()
 
 
@@ -86,7 +85,7 @@ def dapo() -> Graph:
     samples = draw.add(draw.prompts, "generate", Shape.EXPAND, reads=("prompt",))
     kept = draw.add(samples, "keep", Shape.FILTER, reads=("generate_c",))
     samples = draw.add(kept, "advantages", Shape.GROUP, reads=("generate_c",))
-    draw.add(samples, "update", reads=("advantages_c",), updates=True)
+    draw.add(samples, "update", reads=("advantages_c",), takes=TrainingBatch())
     return draw.graph()
 
 
@@ -279,9 +278,7 @@ def first_two(deadline_s: float | None = None, *, dialogues: bool = False) -> Gr
     samples = draw.add(draw.prompts, "dialogues", Shape.EXPAND) if dialogues else draw.prompts
     samples = draw.add(samples, "generate", Shape.EXPAND, reads=("prompt",))
     samples = draw.add(samples, "score", reads=("generate_c",))
-    draw.add(
-        samples, "first", Shape.FILTER, reads=("score_c",), quorum=True, whole_groups=True, n=2, deadline_s=deadline_s
-    )
+    draw.add(samples, "first", Shape.FILTER, reads=("score_c",), takes=Quorum(2, deadline_s))
     return draw.graph()
 
 
@@ -739,7 +736,7 @@ class Model:
         ready = [i for i in todo if n.name not in self.leased[i] and all(self.passed(i, a) for a in n.after)]
         whole = len(ready) == len(todo) and self.whole(group, n.level)
         if n.operation.quorum:
-            arrived, number = self.arrived.get((group, n.name), []), n.arguments["n"]
+            arrived, number = self.arrived.get((group, n.name), []), n.operation.quorum.n
             assert sorted(arrived) == ready or group in self.lost
             enough = len(arrived) >= number or whole or (group, n.name) in self.short
             return sorted(arrived[:number]) if ready and enough else []
@@ -1031,8 +1028,8 @@ class Play:
         for lease in expired:
             self.released(lease)
         for (group, name), since in model.since.items():
-            patience = model.node[name].arguments["deadline_s"]
-            late = patience is not None and since + patience <= self.clock.now
+            quorum = model.node[name].operation.quorum
+            late = quorum and quorum.deadline_s is not None and since + quorum.deadline_s <= self.clock.now
             if late and (group, name) not in model.chosen and group not in model.lost:
                 model.short.add((group, name))
         self.operations += 1
@@ -1181,33 +1178,30 @@ def random_graph(chance: random.Random) -> Graph:
     if chance.random() < 0.2:  # rows come late for a quorum, and some of them are under way to it
         turns = draw.add(draw.add(draw.prompts, "dialogues", Shape.EXPAND), "turns", Shape.EXPAND)
         scored = draw.add(turns, "score", reads=("turns_c",))
-        waits: dict[str, Any] = {"whole_groups": True, "quorum": True, "reads": ("score_c",)}
-        draw.add(scored, "first", Shape.FILTER, **waits, n=chance.randint(1, 3), deadline_s=1.0)
+        draw.add(scored, "first", Shape.FILTER, reads=("score_c",), takes=Quorum(chance.randint(1, 3), 1.0))
         branches = [turns, scored]
     for number in range(chance.randint(1, 7)):
         rows = chance.choice(branches)
         others = [b for b in branches if b.level == rows.level]
         if chance.random() < 0.3:
             rows = rows | chance.choice(others)
-        kinds: list[tuple[Shape, bool, bool, bool]] = [
-            (Shape.MAP, False, False, False),
-            (Shape.FILTER, False, False, False),
-            (Shape.FILTER, True, False, False),
-            (Shape.FILTER, True, False, True),
-            (Shape.EXPAND, False, False, False),
-            (Shape.EXPAND, True, False, False),
-            (Shape.GROUP, True, False, False),
-            (Shape.MAP, False, True, False),
+        kinds: list[tuple[Shape, Takes]] = [
+            (Shape.MAP, ROWS),
+            (Shape.FILTER, ROWS),
+            (Shape.FILTER, GROUPS),
+            (Shape.FILTER, Quorum(chance.randint(1, 4), chance.choice([None, 1.0, 5.0]))),
+            (Shape.EXPAND, ROWS),
+            (Shape.EXPAND, GROUPS),
+            (Shape.GROUP, GROUPS),
+            (Shape.MAP, TrainingBatch()),
         ]
-        shape, whole, updates, quorum = chance.choice(kinds)
+        shape, takes = chance.choice(kinds)
         reads = tuple(chance.sample(rows.columns, chance.randint(0, len(rows.columns))))
-        rule: dict[str, Any] = {"reads": reads, "whole_groups": whole, "updates": updates, "quorum": quorum}
+        rule: dict[str, Any] = {"reads": reads, "takes": takes}
         if shape is Shape.FILTER and chance.random() < 0.3:
             rule["writes"] = (f"{'abcdefgh'[number]}_c",)
-        if quorum:
-            rule |= {"n": chance.randint(1, 4), "deadline_s": chance.choice([None, 1.0, 5.0])}
         made = draw.add(rows, "abcdefgh"[number], shape, **rule)
-        if not updates:
+        if not isinstance(takes, TrainingBatch):
             branches.append(made)
     return draw.graph()
 

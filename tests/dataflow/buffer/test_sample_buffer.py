@@ -27,7 +27,8 @@ from weft.dataflow.config import Config
 from weft.dataflow.errors import DamagedSegment, UserError
 from weft.dataflow.graph import SOURCE, Graph, Recording, Rows, TableSource
 from weft.dataflow.handle import Handle
-from weft.dataflow.operation import Operation, Shape
+from weft.dataflow.operation import Declaration, Shape
+from weft.dataflow.takes import Quorum, TrainingBatch
 from weft.workers.worker import Worker
 
 PROMPTS = TableSource("prompts", pa.table({"prompt": ["a"]}))
@@ -47,16 +48,16 @@ def train_graph(samples: int = 3, *, scorer: str = "score", quorum: bool = True)
     """generate, score, the first samples of each group, keep, advantages, update."""
     drawn = Recording("train", PROMPTS)
     rows = Rows(drawn, SOURCE, {"prompt": ""})
-    generate = Operation("generate", Shape.EXPAND, reads=("prompt",), writes=("response",))
+    generate = Declaration("generate", Shape.EXPAND, reads=("prompt",), writes=("response",))
     rows = drawn.add(rows, None, samples_of, generate, (), {"n": samples})
-    rows = drawn.add(rows, None, function, Operation(scorer, reads=("response",), writes=("reward",)), (), {})
+    rows = drawn.add(rows, None, function, Declaration(scorer, reads=("response",), writes=("reward",)), (), {})
     if quorum:
-        first = Operation("first", Shape.FILTER, reads=("reward",), whole_groups=True, quorum=True)
+        first = Declaration("first", Shape.FILTER, reads=("reward",), takes=Quorum)
         rows = drawn.add(rows, None, first_of_each_group, first, (), {"n": 2, "deadline_s": 2.0})
-        rows = drawn.add(rows, None, function, Operation("keep", Shape.FILTER, reads=("reward",)), (), {})
-    advantages = Operation("advantages", Shape.GROUP, reads=("reward",), writes=("advantage",), whole_groups=True)
+        rows = drawn.add(rows, None, function, Declaration("keep", Shape.FILTER, reads=("reward",)), (), {})
+    advantages = Declaration("advantages", Shape.GROUP, reads=("reward",), writes=("advantage",))
     rows = drawn.add(rows, None, function, advantages, (), {})
-    update = Operation("update", reads=("advantage",), updates=True)
+    update = Declaration("update", reads=("advantage",), takes=TrainingBatch())
     drawn.add(rows, Handle(Trainer, Config(), "trainer"), method, update, (), {})
     return drawn.finish()
 
@@ -64,9 +65,9 @@ def train_graph(samples: int = 3, *, scorer: str = "score", quorum: bool = True)
 def eval_graph() -> Graph:
     drawn = Recording("eval", PROMPTS)
     rows = Rows(drawn, SOURCE, {"prompt": ""})
-    generate = Operation("generate", Shape.EXPAND, reads=("prompt",), writes=("response",))
+    generate = Declaration("generate", Shape.EXPAND, reads=("prompt",), writes=("response",))
     rows = drawn.add(rows, None, samples_of, generate, (), {"n": 1})
-    drawn.add(rows, None, function, Operation("score", reads=("response",), writes=("reward",)), (), {})
+    drawn.add(rows, None, function, Declaration("score", reads=("response",), writes=("reward",)), (), {})
     return drawn.finish()
 
 
