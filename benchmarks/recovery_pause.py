@@ -78,7 +78,7 @@ def one_rank(folder: Path, rank: int, ranks: int, checkpoints: int) -> dict[str,
     )
     batch = rows(2 * ranks).take(list(range(2 * rank, 2 * rank + 2)))
     worker.update(batch)
-    state = cast(Any, worker.engine)._state()
+    state = cast(Any, worker.engine).state()
     parts = [t.to_local() if isinstance(t, DTensor) else t for t in state.values()]
     copies = [part.clone() for part in parts]
     pauses: list[float] = []

@@ -15,8 +15,8 @@ from ..dataflow.errors import UserError
 from ..dataflow.metrics import Metrics
 from .dispatch import Dispatch
 from .remote import remote
+from .trained import TrainedConfig, TrainedWorker, loss_may_read, loss_reads, training_batch
 from .training.engine import TrainingEngine
-from .training.updates import TrainedConfig, TrainedWorker, loss_may_read, loss_reads, training_batch
 from .worker import Context
 
 if TYPE_CHECKING:

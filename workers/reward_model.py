@@ -13,13 +13,13 @@ from ..dataflow.column import PROMPT_IDS, RESPONSE_IDS, REWARD, TOKEN_SCORES
 from ..dataflow.errors import UserError
 from ..dataflow.metrics import Max, Mean, Metric, Metrics
 from .critic import last_of_rows
-from .dispatch import Dispatch
+from .dispatch import Coordinates, Dispatch
+from .engine_worker import EngineWorker
 from .model_folder import find_tensor
 from .remote import remote
 from .reward import of_column
 from .training.engine import SCALAR_HEAD, ModelConfig, TrainingEngine
-from .vocabulary import check_vocabulary
-from .worker import Context, Worker
+from .worker import Context
 
 if TYPE_CHECKING:
     from ..dataflow.graph import Node, Source
@@ -29,7 +29,7 @@ class RewardModelConfig(ModelConfig):
     """The reward model: a folder with a scalar head, such as a `CriticWorker(head="rewards")` saves. It has the policy's tokenizer."""
 
 
-class RewardModelWorker(Worker):
+class RewardModelWorker(EngineWorker):
     """Rewards of responses by a model. Each rank has all of it: one that dies is replaced, and the others go on."""
 
     Config = RewardModelConfig
@@ -38,18 +38,16 @@ class RewardModelWorker(Worker):
     def __init__(
         self, config: RewardModelConfig, context: Context = Context(), engine: TrainingEngine | None = None
     ) -> None:
-        super().__init__(config, context)
         if engine is None:
             from .training.fsdp import FsdpEngine
 
             alone = replace(context, rank=0, world_size=1, rendezvous=None)
             engine = FsdpEngine(config, alone, head="rewards")
-        self.engine = engine
+        super().__init__(config, context, engine)
 
     @classmethod
     def check(cls, config: RewardModelConfig, nodes: Sequence[Node], source: Source) -> None:
-        config.check()
-        check_vocabulary(config.model, source)
+        super().check(config, nodes, source)
         if find_tensor(config.model, SCALAR_HEAD) is None:
             raise UserError(
                 f"model {str(config.model)!r} has no scalar head (a tensor {SCALAR_HEAD!r} in its safetensors files), so no rewards; "
@@ -59,6 +57,11 @@ class RewardModelWorker(Worker):
             raise UserError(
                 f"tensor_parallel={config.tensor_parallel}: each rank of a RewardModelWorker has all of its model; leave it at 1"
             )
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Each rank is a replica."""
+        return Coordinates(dp=self.context.rank)
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=lambda into: (into,))
     def score(self, samples: Batch, *, into: str = str(REWARD)) -> tuple[Batch, Metrics]:
@@ -83,12 +86,3 @@ class RewardModelWorker(Worker):
     def token_scores(self, samples: Batch, *, into: str = str(TOKEN_SCORES)) -> Batch:
         """What the head says at each response token; of a process reward model, at the ends of steps, logits of these being right."""
         return samples.with_columns(**{into: self.engine.values(samples)})
-
-    def onload(self) -> None:
-        self.engine.onload()
-
-    def offload(self) -> None:
-        self.engine.offload()
-
-    def close(self) -> None:
-        self.engine.close()

@@ -21,7 +21,7 @@ LOSS = PolicyLoss(old="old_logprobs")
 
 def state(worker: ActorWorker) -> dict[str, torch.Tensor]:
     """This rank's part of everything that training changes: parameters, moments, and how often each was stepped."""
-    tensors = cast(Any, worker.engine)._state()
+    tensors = cast(Any, worker.engine).state()
     return {n: (t.to_local() if hasattr(t, "to_local") else t).clone() for n, t in tensors.items()}
 
 

@@ -57,13 +57,13 @@ def train(worker: ActorWorker, steps: list[Batch], **how: Any) -> None:
 
 def state(worker: ActorWorker) -> dict[str, torch.Tensor]:
     """This rank's part of everything that training changes."""
-    tensors = cast(Any, worker.engine)._state()
+    tensors = cast(Any, worker.engine).state()
     return {n: (t.to_local() if hasattr(t, "to_local") else t).clone() for n, t in tensors.items()}
 
 
 def full(worker: ActorWorker) -> dict[str, torch.Tensor]:
     """Everything that training changes, whole."""
-    tensors = cast(Any, worker.engine)._state()
+    tensors = cast(Any, worker.engine).state()
     return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for n, t in tensors.items()}
 
 

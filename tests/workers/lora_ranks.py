@@ -38,13 +38,13 @@ def main(folder: Path, rank: int) -> None:
     worker.save_checkpoint(folder / "step")
     assert worker.checkpoint_written(wait=True)
     worker.save(folder / "saved")
-    adapter = {name: tensor.clone() for name, tensor in engine._adapter_tensors()}
+    adapter = {name: tensor.clone() for name, tensor in engine.adapter_tensors()}
     published = {name: tensor.clone() for name, tensor in engine.named_tensors()}
     worker.update(rows.take(mine), loss=LOSS)
-    once = {name: tensor.clone() for name, tensor in engine._adapter_tensors()}
+    once = {name: tensor.clone() for name, tensor in engine.adapter_tensors()}
     worker.load_checkpoint(folder / "step")
     worker.update(rows.take(mine), loss=LOSS)
-    assert all(torch.equal(tensor, once[name]) for name, tensor in engine._adapter_tensors())
+    assert all(torch.equal(tensor, once[name]) for name, tensor in engine.adapter_tensors())
     off = dict(zip(mine.tolist(), first["x"].to_pylist(), strict=True))
     parts: list[Any] = [None] * case["ranks"]
     torch.distributed.all_gather_object(parts, off)

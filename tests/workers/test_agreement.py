@@ -18,7 +18,7 @@ from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.generation.engine import Request
 from weft.workers.generation.transformers_engine import TransformersEngine
-from weft.workers.training.response_model import ResponseModel
+from weft.workers.training.agreement import agreeing_model
 
 LENGTHS = (9, 1, 4, 30, 7)
 """Tokens of the rows: longer than windows, chunks and the original length of ropes, and shorter."""
@@ -50,7 +50,7 @@ def make_rows(lengths: Sequence[int] = LENGTHS) -> list[torch.Tensor]:
 )
 def test_rows_together_answer_as_transformers_does_with_each_alone(name: str):
     model, rows = make_family(name), make_rows()
-    together = ResponseModel(
+    together = agreeing_model(
         copy.deepcopy(model)
     )  # decides on fresh weights, and is right with those that training makes
     amplify(model)
@@ -73,7 +73,7 @@ def test_rows_together_answer_as_transformers_does_with_each_alone(name: str):
 def test_trying_a_model_leaves_its_parameters_as_they_are(name: str):
     model = make_family(name)
     before = {n: p.clone() for n, p in model.named_parameters()}
-    ResponseModel(model)
+    agreeing_model(model)
     assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
 
 
@@ -84,7 +84,7 @@ def test_gradients_through_a_models_own_head_are_its_own():
     eager.set_attn_implementation("eager")
     expected = logprobs([eager(input_ids=row[None], use_cache=False).logits[0] for row in rows], rows)
     ids = torch.cat(rows)
-    found, _ = ResponseModel(model)(ids, torch.tensor(LENGTHS), torch.arange(len(ids)), ids, None)
+    found, _ = agreeing_model(model)(ids, torch.tensor(LENGTHS), torch.arange(len(ids)), ids, None)
     theirs = torch.autograd.grad((expected * weights).sum(), [*eager.parameters()])
     for mine, their in zip(torch.autograd.grad((found * weights).sum(), [*model.parameters()]), theirs, strict=True):
         torch.testing.assert_close(mine, their, rtol=1e-4, atol=1e-4 * float(their.abs().max()))
@@ -127,8 +127,8 @@ def test_the_transformers_engine_samples_from_what_training_computes(tmp_path: P
 
 
 def test_a_model_that_is_not_causal_is_refused_by_name():
-    with pytest.raises(UserError, match=r"\(BertLMHeadModel\) cannot be trained: what it says of rows that share"):
-        ResponseModel(make("bert", {}))
+    with pytest.raises(UserError, match=r"\(BertLMHeadModel\) cannot be trained: for rows that share"):
+        agreeing_model(make("bert", {}))
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def test_an_older_checkpoint_is_not_written_over(tiny_model: Path, tmp_path: Pat
     worker = actor(tiny_model)
     saved(worker, tmp_path / "actor")
     worker.save_checkpoint(tmp_path / "actor")
-    with pytest.raises(FileExistsError, match="a checkpoint goes to a new folder"):
+    with pytest.raises(FileExistsError, match="a snapshot goes to a new folder"):
         worker.checkpoint_written(wait=True)
 
 
@@ -209,9 +209,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "no checkpoint": (
         lambda f: (f / "rank_0.json").unlink(),
         UserError,
-        "is no checkpoint of training: it has no rank_0",
+        "is not a snapshot of training: it has no rank_0",
     ),
-    "of later": (grow, UserError, "is a checkpoint of format 2; this version reads 1"),
+    "of later": (grow, UserError, "is a snapshot of format 2; this version reads 1"),
 }
 
 

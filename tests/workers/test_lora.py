@@ -50,7 +50,7 @@ def values(metrics: Any) -> dict[str, float]:
 
 def adapter_of(worker: ActorWorker) -> dict[str, torch.Tensor]:
     engine: Any = worker.engine
-    return {name: tensor.clone() for name, tensor in engine._adapter_tensors()}
+    return {name: tensor.clone() for name, tensor in engine.adapter_tensors()}
 
 
 def base_of(worker: ActorWorker) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from weft.workers.training.response_model import ResponseModel
+from weft.workers.training.agreement import agreeing_model
 
 LENGTHS = [9, 1, 4, 7]
 SMALL = {
@@ -67,7 +67,7 @@ def test_rows_answer_as_if_each_were_alone(kind: str, packs: bool):
     weights = torch.linspace(-1, 1, sum(LENGTHS))
     gradients = torch.autograd.grad((expected * weights).sum(), [*model.parameters()], allow_unused=True)
 
-    together = ResponseModel(model)
+    together = agreeing_model(model)
     assert together.packs == packs
     ids = torch.cat(rows)
     got, _ = together(ids, torch.tensor(LENGTHS), torch.arange(len(ids)), ids, None)

@@ -16,7 +16,7 @@ from weft.dataflow.graph import TableSource
 from weft.dataflow.handle import group
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.reference import ReferenceWorker
-from weft.workers.training.engine import plan_microbatches
+from weft.workers.training.microbatches import plan_microbatches
 
 
 def actor(model: Path, **settings: Any) -> ActorWorker:

@@ -19,7 +19,8 @@ from weft.dataflow.errors import UserError
 from weft.dataflow.metrics import merge
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.dispatch import Coordinates
-from weft.workers.training.engine import OptimizerConfig, check_rows, plan_microbatches, tokens_of
+from weft.workers.training.engine import OptimizerConfig
+from weft.workers.training.microbatches import check_rows, plan_microbatches, tokens_of
 
 
 def actor(model: Path, **settings: Any) -> ActorWorker:
@@ -72,7 +73,7 @@ def test_logprobs_are_those_of_a_straight_forward_pass(tiny_model: Path, rows: B
 
 
 def test_a_head_in_chunks_and_one_that_computes_logits_twice_give_the_same(monkeypatch: pytest.MonkeyPatch):
-    from weft.workers.training import response_model
+    from weft.workers.training import head_logprobs
 
     torch.manual_seed(0)
     hidden, weight, targets, upstream = (
@@ -91,11 +92,13 @@ def test_a_head_in_chunks_and_one_that_computes_logits_twice_give_the_same(monke
 
     plain = gradients(lambda h, w: F.log_softmax(h @ w.T / temperatures[:, None], -1).gather(1, targets[:, None])[:, 0])
     for chunk_bytes, kept_bytes in ((2**20, 2**20), (5 * 50 * 4, 2**20), (5 * 50 * 4, 0)):
-        monkeypatch.setattr(response_model, "_CHUNK_BYTES", chunk_bytes)
-        monkeypatch.setattr(response_model, "_KEPT_BYTES", kept_bytes)
-        mine = gradients(lambda h, w: response_model._HeadLogprobs.apply(h, w, targets, 1 / temperatures, True)[0])
+        monkeypatch.setattr(head_logprobs, "_CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr(head_logprobs, "_KEPT_BYTES", kept_bytes)
+        mine = gradients(lambda h, w: head_logprobs.HeadLogprobs.apply(h, w, targets, 1 / temperatures, True)[0])
         general = gradients(
-            lambda h, w: response_model._any_head(lambda x: x @ w.T, h, targets, temperatures, entropy=True)[0]
+            lambda h, w: head_logprobs.logprobs_of_any_head(lambda x: x @ w.T, h, targets, temperatures, entropy=True)[
+                0
+            ]
         )
         for a, b, c in zip(mine, general, plain, strict=True):
             torch.testing.assert_close(a, c, atol=1e-5, rtol=1e-5)

@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from ...dataflow.buffer.disk import Disk
-from .checkpoint import copy_companions, write_file, write_tensors
 from .engine import SCALAR_HEAD
 from .lora import Lora, check_targets
+from .model_files import copy_companions
+from .safetensors_files import write_file, write_tensors
 
 _NAME = "default"
 """What `peft` calls the one adapter."""

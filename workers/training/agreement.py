@@ -1,13 +1,13 @@
-"""Agreement: a model's rows share a forward pass only in a way that answers as the model itself does with each row alone.
+"""Agreement: rows share a forward pass only in a way that gives what the model itself computes for each row alone.
 
-The other side of the comparison is nothing of ours: `causal_lm(...).logits` of `transformers` with eager attention, one row at a time.
-Against it stands what training will call, in the mode that it will be called in. The fastest way that agrees is taken, of these:
+The reference contains no code of ours: `causal_lm(...).logits` of `transformers` with eager attention, one row at a time. It is
+compared with the calls of training, in the mode of training. These ways are tried, and the first that agrees is taken:
 
     packed           rows one behind the other (`packed_attention.py`)
-    padded           rows on top of each other, with the attention that the model was loaded with
-    padded, eager    the same with the attention that it is compared with
+    padded           a rectangle of rows, with the attention that the model was loaded with
+    padded, eager    a rectangle of rows, with the attention of the reference
 
-A model that agrees in none of them is refused: it would learn from wrong log-probabilities, and nothing would say so.
+A model that agrees in none of them is refused: it would learn from wrong log-probabilities, and nothing would show it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,54 +23,56 @@ from torch.nn import functional as F
 
 from ...dataflow.errors import UserError
 from .packed_attention import NAME as PACKED
-from .packed_attention import Rows, may_pack, windows_reached_attention
+from .packed_attention import PackedSequences, may_pack, windows_reached_attention
+from .response_model import ResponseModel
 from .rope import follows_length, put_rope_by_row
 
-if TYPE_CHECKING:
-    from .response_model import ResponseModel
-
 _LENGTHS = (5, 3)
-"""Tokens of the rows that are compared: few, so that a large model answers soon."""
+"""Tokens of the rows that are compared: few, so that a large model takes little time."""
 _FIRST_ID = 3
-"""Of their tokens; smaller ones often mean padding."""
+"""First token id of the rows; smaller ones often mean padding."""
 _SPREAD = 1.0
-"""Standard deviation of logits below which a mistake hardly shows: the model has just been made."""
+"""Standard deviation of logits below which a mistake would hardly show: the model has new parameters."""
 _LARGEST_FACTOR = 16
-"""By which the parameters of such a model are multiplied at most."""
+"""The parameters of such a model are multiplied by at most this."""
 _TOLERANCE = 1e-3
-"""Nats, or units of a hidden state. Rounding is about 1e-5; what is wrong is off by 1e-2 and more."""
+"""In nats, or units of a hidden state. Rounding is about 1e-5; mistakes are 1e-2 and more."""
 
 
 @dataclass(frozen=True)
 class _Probe:
-    """Some rows, and what the model itself says of each alone."""
+    """Some rows, and what the model itself computes for each alone."""
 
     ids: Tensor
     """[N] int64, row after row."""
-    rows: Rows
+    rows: PackedSequences
     predicting: Tensor
     """[T] int64 indexes into the N: all tokens but the last of each row."""
     targets: Tensor
-    """[T] int64, the token behind each of them."""
+    """[T] int64: the token that follows each of them."""
     expected: Tensor
     """[T] nats; of a model with a scalar head [N, hidden]."""
     hidden: Tensor
     """[N, hidden] states that the head reads."""
     outputs: Any
-    """What the backbone returned for one of the rows."""
+    """Outputs of the backbone for one of the rows."""
     spread: float
     """Standard deviation of the logits of a token."""
 
 
-def find_agreeing_way(model: ResponseModel) -> None:
-    """Set how a model computes its rows: `packs`, `logit_factor`, and the attention of its `transformers` model.
+def agreeing_model(causal_lm: Any, *, scalar: bool = False) -> ResponseModel:
+    """The response model of a causal language model, set to the fastest way that agrees with `transformers`.
 
     It takes forward passes of about ten tokens: one of each row alone, and two of each way that is tried.
+
+    Args:
+        causal_lm: changed in place: its attention, and its rope where that follows the length of a sequence.
+        scalar: it has a scalar head.
 
     Raises:
         UserError: no way agrees with the model itself.
     """
-    causal_lm = model.causal_lm
+    model = ResponseModel(causal_lm, scalar=scalar)
     loaded_with = causal_lm.config.get_text_config()._attn_implementation
     off = torch.inf
     with torch.no_grad(), _quiet_transformers():
@@ -85,15 +87,15 @@ def find_agreeing_way(model: ResponseModel) -> None:
                 _set_attention(causal_lm, attention)
                 off = _difference(model, probe)
                 if off <= _TOLERANCE:
-                    return
+                    return model
     raise UserError(
-        f"model {causal_lm.name_or_path!r} ({type(causal_lm).__name__}) cannot be trained: what it says of rows that share a "
-        f"forward pass is {off:.2g} off from what transformers says of each row alone, and rounding is at most {_TOLERANCE:g}"
+        f"model {causal_lm.name_or_path!r} ({type(causal_lm).__name__}) cannot be trained: for rows that share a forward "
+        f"pass its results are {off:.2g} off from those of transformers for each row alone, and rounding is at most {_TOLERANCE:g}"
     )
 
 
 def _difference(model: ResponseModel, probe: _Probe) -> float:
-    """Largest difference from what the model itself said, in two passes: noise, as of dropout or a router, is not the same twice."""
+    """Largest difference from the reference in two passes, because noise (of dropout, or of a router) differs from pass to pass."""
     largest = 0.0
     for _ in range(2):
         try:
@@ -101,40 +103,42 @@ def _difference(model: ResponseModel, probe: _Probe) -> float:
             found = hidden
             if not model.scalar:
                 found, _ = model.logprobs_of(outputs, hidden[probe.predicting], probe.targets, None, entropy=False)
-        except Exception:  # code that comes with a model may do anything with what it does not know
+        except Exception:  # code that comes with a model may fail in any way
             if not model.packs:
                 raise
             return torch.inf
         largest = max(largest, float((found - probe.expected).abs().nan_to_num(torch.inf).max()))
         if largest > _TOLERANCE:
             break
-    # Rows here are shorter than a window: one that is in the mask alone, which packed attention is not given, would not show.
+    # These rows are shorter than a window, so a window that only the mask has (packed attention gets no mask) would not show.
     return largest if not model.packs or windows_reached_attention(model.causal_lm, probe.rows) else torch.inf
 
 
-def _ask(model: ResponseModel) -> _Probe:
-    """What the model itself says: by its own forward pass, of one row at a time."""
+def _probe(model: ResponseModel) -> _Probe:
+    """Run the model's own forward pass on one row at a time."""
     causal_lm, settings = model.causal_lm, model.causal_lm.config.get_text_config()
     lengths, first = list(_LENGTHS), [0 for _ in _LENGTHS]
     if follows_length(causal_lm):
         lengths.append(_LENGTHS[-1])
-        first.append(2 * settings.max_position_embeddings)  # the end of a row that is far longer than the others
+        first.append(2 * settings.max_position_embeddings)  # stands for the end of a much longer row
     ids = (torch.arange(sum(lengths), device=causal_lm.device) + _FIRST_ID) % settings.vocab_size
-    alone = [_ask_alone(model, row, start) for row, start in zip(ids.split(lengths), first, strict=True)]
+    alone = [_run_alone(model, row, start) for row, start in zip(ids.split(lengths), first, strict=True)]
     hidden = torch.cat([outputs.last_hidden_state[0] for outputs, _ in alone])
-    rows = Rows(torch.tensor(lengths, device=ids.device), max(lengths), torch.tensor(first, device=ids.device))
+    rows = PackedSequences(
+        torch.tensor(lengths, device=ids.device), max(lengths), torch.tensor(first, device=ids.device)
+    )
     starts = rows.lengths.cumsum(0) - rows.lengths
     targets = torch.ones_like(ids, dtype=torch.bool).index_fill(0, starts, False).nonzero()[:, 0]
-    said, spread = hidden, torch.inf
+    expected, spread = hidden, torch.inf
     if not model.scalar:
         logits = torch.cat([logits for _, logits in alone])
         spread = float(logits.std(-1).mean())
-        said = F.log_softmax(logits[targets - 1], -1).gather(1, ids[targets, None])[:, 0]
-    return _Probe(ids, rows, targets - 1, ids[targets], said, hidden, alone[0][0], spread)
+        expected = F.log_softmax(logits[targets - 1], -1).gather(1, ids[targets, None])[:, 0]
+    return _Probe(ids, rows, targets - 1, ids[targets], expected, hidden, alone[0][0], spread)
 
 
-def _ask_alone(model: ResponseModel, row: Tensor, start: int) -> tuple[Any, Tensor]:
-    """(What the backbone returns, [L, vocabulary] float32 logits; with a scalar head there are none)."""
+def _run_alone(model: ResponseModel, row: Tensor, start: int) -> tuple[Any, Tensor]:
+    """(Outputs of the backbone, [L, vocabulary] float32 logits; empty with a scalar head)."""
     inputs: dict[str, Any] = {"input_ids": row[None], "use_cache": False}
     if start:
         inputs["position_ids"] = torch.arange(start, start + len(row), device=row.device)[None]
@@ -146,18 +150,18 @@ def _ask_alone(model: ResponseModel, row: Tensor, start: int) -> tuple[Any, Tens
         logits = model.causal_lm(**inputs).logits[0].float()
     finally:
         hook.remove()
-    return seen[-1] if seen else model.backbone(**inputs), logits  # some call but a part of their backbone
+    return seen[-1] if seen else model.backbone(**inputs), logits  # some models call only a part of their backbone
 
 
 def _logit_factor(model: ResponseModel, probe: _Probe) -> float | None:
-    """What the model multiplies the products of its head by; None: its logits are not these products alone.
+    """The factor between the products of the head and the logits; None: the logits are not these products alone.
 
-    Hidden states far larger than its own show a soft cap.
+    Hidden states much larger than the model's own would show a soft cap.
     """
     causal_lm = model.causal_lm
     weight = causal_lm.get_output_embeddings().weight
     outside = [p for name, p in causal_lm.named_parameters() if not name.startswith(f"{model.backbone_name}.")]
-    if any(parameter is not weight for parameter in outside):  # what it multiplies by may be trained
+    if any(parameter is not weight for parameter in outside):  # the factor may be trained
         return None
     hidden = torch.cat([probe.hidden * size for size in (1, 30, 1000)]).to(weight.dtype)
     own, products = model.own_logits(probe.outputs, hidden).double(), F.linear(hidden, weight).double()
@@ -170,13 +174,13 @@ def _logit_factor(model: ResponseModel, probe: _Probe) -> float | None:
 
 @contextmanager
 def _amplified(model: ResponseModel) -> Iterator[_Probe]:
-    """What the model says, its parameters multiplied by a power of two where it says next to nothing; restored to the bit."""
-    factor, probe = 1, _ask(model)
+    """The reference, with parameters multiplied by a power of two if the logits of the model hardly differ; restored to the bit."""
+    factor, probe = 1, _probe(model)
     try:
         while probe.spread < _SPREAD and factor < _LARGEST_FACTOR:
             factor *= 2
             _multiply(model, 2)
-            probe = _ask(model)
+            probe = _probe(model)
         yield probe
     finally:
         _multiply(model, 1 / factor)
@@ -195,12 +199,12 @@ def _set_attention(causal_lm: Any, name: str) -> None:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Without what `transformers` says of attention that cannot be set: it is then compared as it is."""
+    """Hide the warnings of `transformers` about attention that cannot be set: it is compared as it is then."""
     from transformers.utils import logging
 
-    said = logging.get_verbosity()
+    verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
         yield
     finally:
-        logging.set_verbosity(said)
+        logging.set_verbosity(verbosity)

@@ -18,7 +18,6 @@ from pydantic import Field, model_validator
 
 from ...algorithms.loss import Loss
 from ...dataflow.batch import Batch
-from ...dataflow.column import PROMPT_IDS, RESPONSE_IDS
 from ...dataflow.config import Config
 from ...dataflow.errors import UserError
 from ...dataflow.metrics import Metrics
@@ -229,89 +228,3 @@ class TrainingEngine(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def plan_microbatches(
-    lengths: np.ndarray, max_tokens: int, *, packed: bool = False, groups: np.ndarray | None = None
-) -> list[np.ndarray]:
-    """Rows cut into microbatches of at most `max_tokens`, counting every row as long as the longest beside it, or, when they
-    are `packed`, as long as it is (and at most twice as many with the padding that attention has).
-
-    Rows of like length stand together, longest first, so that little is padded; a row longer than the limit is a
-    microbatch of its own. Rows of equal `groups` are never parted: what is said of a row holds of them together.
-
-    >>> [rows.tolist() for rows in plan_microbatches(np.array([3, 9, 2, 8]), max_tokens=18)]
-    [[1, 3], [0, 2]]
-    >>> [rows.tolist() for rows in plan_microbatches(np.array([3, 9, 2, 8]), max_tokens=20, packed=True)]
-    [[1, 3, 0], [2]]
-    >>> groups = np.array([7, 7, 5, 5])
-    >>> [rows.tolist() for rows in plan_microbatches(np.array([3, 9, 2, 8]), max_tokens=20, packed=True, groups=groups)]
-    [[1, 0], [3, 2]]
-    """
-    if not len(lengths):
-        return []
-    _, group_of_row = np.unique(np.arange(len(lengths)) if groups is None else groups, return_inverse=True)
-    longest = np.zeros(group_of_row.max() + 1, dtype=lengths.dtype)
-    np.maximum.at(longest, group_of_row, lengths)
-    order = np.lexsort((-lengths, group_of_row, -longest[group_of_row]))
-    starts = np.flatnonzero(np.diff(group_of_row[order], prepend=-1))
-    ends, sizes = (
-        np.append(starts[1:], len(order)).tolist(),
-        np.maximum(longest[group_of_row[order[starts]]], 1).tolist(),
-    )
-    totals = np.concatenate([[0], np.cumsum(lengths[order])]).tolist()
-    parts, first, widest = [], 0, 0
-    for start, end, size in zip(starts.tolist(), ends, sizes, strict=True):
-        widest = widest or size
-        rows = end - first
-        fits = rows * widest <= max_tokens
-        if packed:
-            fits = totals[end] - totals[first] <= max_tokens and rows * widest <= 2 * max_tokens
-        if start > first and not fits:
-            parts.append(order[first:start])
-            first, widest = start, size
-    return [*parts, order[first:]]
-
-
-def tokens_of(cu_seqlens: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Indexes of the tokens of these rows, in the order of the rows.
-
-    >>> tokens_of(np.array([0, 2, 5]), np.array([1, 0])).tolist()
-    [2, 3, 4, 0, 1]
-    """
-    starts, lengths = cu_seqlens[rows].astype(np.int64), np.diff(cu_seqlens)[rows].astype(np.int64)
-    ends = np.cumsum(lengths)
-    return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)
-
-
-def check_rows(batch: Batch, columns: Iterable[str]) -> None:
-    """See that each token has its context and its columns, before the model says it in terms of tensors.
-
-    Raises:
-        UserError: a response without a prompt, or a ragged column whose rows are not as long as the responses.
-    """
-    lengths = batch.lengths(RESPONSE_IDS)
-    empty = np.flatnonzero((batch.lengths(PROMPT_IDS) == 0) & (lengths > 0))
-    if len(empty):
-        raise UserError(
-            f"row {_name_of(batch, empty[0])} has an empty prompt, so its first token has no log-probability"
-        )
-    for column in columns:
-        if _is_ragged(batch, column):
-            wrong = np.flatnonzero(batch.lengths(column) != lengths)
-            if len(wrong):
-                i = wrong[0]
-                raise UserError(
-                    f"row {_name_of(batch, i)}: column {column!r} has {batch.lengths(column)[i]} values "
-                    f"for a response of {lengths[i]} tokens"
-                )
-
-
-def _name_of(batch: Batch, row: int | np.integer[Any]) -> str:
-    return f"with sample_id {batch['sample_id'][int(row)].as_py()}" if "sample_id" in batch else str(row)
-
-
-def _is_ragged(batch: Batch, column: str) -> bool:
-    import pyarrow as pa
-
-    return pa.types.is_list(batch[column].type)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ...dataflow.errors import RunError
-from .checkpoint import local_part
+from .sharding import local_part
 
 _ROUNDING = 1e-3
 """Of the largest element: how far kernels that add in any order may move copies apart."""

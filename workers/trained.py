@@ -1,0 +1,144 @@
+"""TrainedWorker: parent of the workers that are updated, actor and critic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..algorithms.loss import Loss
+from ..algorithms.old_policy import needs_old_logprobs
+from ..dataflow.column import OLD_LOGPROBS, PROMPT_IDS, RESPONSE_IDS, RESPONSE_MASK
+from ..dataflow.errors import UserError
+from ..dataflow.takes import TrainingBatch
+from .dispatch import Dispatch
+from .engine_worker import EngineWorker
+from .remote import remote
+from .training.engine import Head, ModelConfig, OptimizerConfig, TrainingEngine
+from .training.lora import Lora
+from .training.updates import Updates
+from .worker import Context
+
+if TYPE_CHECKING:
+    from ..dataflow.graph import Node, Source
+
+
+class TrainedConfig(ModelConfig, OptimizerConfig):
+    """A model, how it is sharded, and how it is optimised."""
+
+    activation_checkpointing: bool = False
+    """Compute activations a second time in the backward pass instead of keeping them; slower, with far less memory."""
+    lora: Lora | None = None
+    """Train an adapter (and a scalar head, if there is one) and freeze the model; None: train the model."""
+
+
+def loss_reads(loss: Loss) -> tuple[str, ...]:
+    """Columns that an update with this loss cannot do without."""
+    return (str(PROMPT_IDS), str(RESPONSE_IDS), *loss.reads)
+
+
+def loss_may_read(loss: Loss) -> tuple[str, ...]:
+    """Columns that such an update uses where there are any."""
+    return (*loss.may_read, str(RESPONSE_MASK))
+
+
+def training_batch(loss: Loss, epochs: int, minibatches: int) -> TrainingBatch:
+    """The batch of an update. In one pass of one step its gradients may be accumulated over several calls."""
+    return TrainingBatch(whole_groups=loss.whole_groups, accumulates=epochs == minibatches == 1)
+
+
+class TrainedWorker(EngineWorker):
+    """Parent of the workers that are updated: their updates, and their share of a run's checkpoints.
+
+    Args:
+        engine: for tests and for other engines; None: an `FsdpEngine`.
+        head: what the model computes for each response token.
+    """
+
+    def __init__(
+        self,
+        config: TrainedConfig,
+        context: Context = Context(),
+        engine: TrainingEngine | None = None,
+        *,
+        head: Head = "logprobs",
+    ) -> None:
+        if engine is None:
+            from .training.fsdp import FsdpEngine
+
+            again = config.activation_checkpointing
+            engine = FsdpEngine(config, context, config, head=head, lora=config.lora, activation_checkpointing=again)
+        super().__init__(config, context, engine)
+        self._updates = Updates(config, context, engine)
+
+    @classmethod
+    def check(cls, config: Any, nodes: Sequence[Node], source: Source) -> None:
+        super().check(config, nodes, source)
+        if config.lora is not None:
+            config.lora.check(config.model, config.tensor_parallel)
+        check_updates(nodes)
+
+    @property
+    def version(self) -> int:
+        """Policy version: the number of updates so far."""
+        return self._updates.version
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def save(self, path: str | Path, merged: bool = False) -> None:
+        """Write the model as a Hugging Face folder, its head and tokenizer included.
+
+        Args:
+            path: the folder; if there is one already, it is replaced.
+            merged: of a model with an adapter, write the model with the adapter merged into it; otherwise the adapter alone is
+                written, as `peft` writes it.
+        """
+        self.engine.save(Path(path), merged=merged)
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str | Path) -> float:
+        """Copy the state of training, which is written to a new folder while training goes on; returns the seconds that training waited."""
+        return self._updates.save(Path(path))
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def checkpoint_written(self, wait: bool = False) -> bool:
+        """Whether the last checkpoint is on the disk.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        return self.engine.written(wait=wait)
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Go on from a checkpoint, of any number of ranks: weights, optimizer, version, random states."""
+        self._updates.load(Path(path))
+
+
+def check_updates(nodes: Iterable[Node]) -> None:
+    """Check the arguments of the updates of a graph.
+
+    Raises:
+        UserError: naming the node and its argument.
+    """
+    for node in nodes:
+        loss = node.arguments.get("loss")
+        if isinstance(loss, type) or (loss is not None and not isinstance(loss, Loss)):
+            hint = f"; make a value of it: {loss.__name__}()" if isinstance(loss, type) else ""
+            raise UserError(f"node {node.name!r}: loss must be a Loss such as PolicyLoss(), not {loss!r}{hint}")
+        for name in ("epochs", "minibatches"):
+            value = node.arguments.get(name, 1)
+            if not isinstance(value, int) or value < 1:
+                raise UserError(f"node {node.name!r}: {name} must be a whole number of at least 1, not {value!r}")
+        _check_old_policy(node, loss)
+
+
+def _check_old_policy(node: Node, loss: Loss | None) -> None:
+    """A loss with a ratio needs the policy from before the update, which after the first of several steps is no longer the engine's."""
+    steps = {name: node.arguments.get(name, 1) for name in ("epochs", "minibatches")}
+    if loss is not None and needs_old_logprobs(loss, **steps) and str(OLD_LOGPROBS) not in node.reads:
+        given = ", ".join(f"{name}={value}" for name, value in steps.items())
+        raise UserError(
+            f"node {node.name!r} takes several optimizer steps ({given}), and after the first its loss has no old policy to "
+            f"compare with unless the rows have {str(OLD_LOGPROBS)!r}; take one step, or write them before the update: "
+            "samples = old_logprobs(samples, actor=actor) (weft.algorithms.old_policy)"
+        )

@@ -1,0 +1,217 @@
+"""Microbatches: the rows of one call, how they are cut up, and what the model and the loss get of each part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from ...algorithms.loss import PackedRows
+from ...dataflow.batch import Batch
+from ...dataflow.column import PROMPT_IDS, RESPONSE_IDS, TEMPERATURE
+from ...dataflow.errors import UserError
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """The rows of one call: their tokens, and the columns that a loss reads, all on the host.
+
+    A part of them is given as `[rows]` int64 indexes; an empty part is a microbatch that only takes part in the collectives of others.
+    """
+
+    prompt: tuple[np.ndarray, np.ndarray]
+    """([P tokens] int32, cu_seqlens [rows + 1])."""
+    response: tuple[np.ndarray, np.ndarray]
+    """([T] int32, cu_seqlens [rows + 1])."""
+    temperatures: np.ndarray | None
+    """[rows] float32; None: 1 for all."""
+    ragged: Mapping[str, Tensor]
+    """Columns with a value for each response token, [T]."""
+    scalars: Mapping[str, Tensor]
+    """Columns with a value for each row, [rows]."""
+    device: torch.device
+    """Where the loss gets its columns."""
+    reads_last: bool = False
+    """Whether the head reads the position of each response token; otherwise it reads the position before."""
+
+    @classmethod
+    def of(
+        cls,
+        batch: Batch,
+        columns: Iterable[str],
+        device: torch.device,
+        *,
+        vocabulary: int,
+        owner: str,
+        reads_last: bool = False,
+    ) -> Microbatches:
+        """The rows of a batch, checked.
+
+        Args:
+            columns: those that a loss reads.
+            vocabulary: number of token ids that the model has.
+            owner: name of the model, for messages.
+
+        Raises:
+            UserError: a response without a prompt, a ragged column that does not fit its responses, or a token id that the
+                model does not have.
+        """
+        columns = list(columns)
+        check_rows(batch, columns)
+        for name in (PROMPT_IDS, RESPONSE_IDS):
+            values, _ = batch.ragged_numpy(name)
+            if len(values) and not 0 <= int(values.min()) <= int(values.max()) < vocabulary:
+                wrong = values.max() if values.max() >= vocabulary else values.min()
+                raise UserError(f"column {str(name)!r} has token id {wrong}; {owner} has ids 0 to {vocabulary - 1}")
+        temperatures = None
+        if TEMPERATURE in batch:
+            given = batch.numpy(TEMPERATURE)
+            if not np.isin(given, (0.0, 1.0)).all():  # 0 is greedy: it has no distribution but that of the plain logits
+                temperatures = np.where(given == 0, np.float32(1), given)
+        ragged = {c: torch.tensor(batch.ragged_numpy(c)[0]) for c in columns if _is_ragged(batch, c)}
+        scalars = {c: torch.tensor(batch.numpy(c)) for c in columns if not _is_ragged(batch, c)}
+        sequences = (batch.ragged_numpy(PROMPT_IDS), batch.ragged_numpy(RESPONSE_IDS))
+        return cls(*sequences, temperatures, ragged, scalars, device, reads_last=reads_last)
+
+    def plan(self, max_tokens: int, *, packed: bool, groups: np.ndarray | None = None) -> list[np.ndarray]:
+        """Cut the rows that have a response into microbatches; rows of equal `groups` ([rows]) stay together."""
+        prompts, responses = np.diff(self.prompt[1]), np.diff(self.response[1])
+        rows = np.flatnonzero(responses)
+        num_inputs = (prompts + responses - 1 + self.reads_last)[rows]  # else the last token is only predicted
+        groups = None if groups is None else groups[rows]
+        return [rows[part] for part in plan_microbatches(num_inputs, max_tokens, packed=packed, groups=groups)]
+
+    def inputs(self, part: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+        """Arguments of `ResponseModel` for these rows; for an empty part, one token that nobody reads."""
+        if not len(part):
+            zero = np.zeros(1, dtype=np.int64)
+            return zero, zero + 1, zero, zero, None
+        (prompts, p_starts), (responses, r_starts) = self.prompt, self.response
+        ids, predicting, before = [], [], 0
+        for i in part:
+            prompt, response = prompts[p_starts[i] : p_starts[i + 1]], responses[r_starts[i] : r_starts[i + 1]]
+            inputs = len(response) - 1 + self.reads_last
+            ids += [prompt, response[:inputs]]
+            predicting.append(np.arange(len(response)) + (before + len(prompt) - 1 + self.reads_last))
+            before += len(prompt) + inputs
+        lengths = (np.diff(p_starts)[part] + np.diff(r_starts)[part] - 1 + self.reads_last).astype(np.int64)
+        targets = responses[tokens_of(r_starts, part)].astype(np.int64)
+        temperatures = None
+        if self.temperatures is not None:
+            temperatures = np.repeat(self.temperatures[part], np.diff(r_starts)[part])
+        return np.concatenate(ids).astype(np.int64), lengths, np.concatenate(predicting), targets, temperatures
+
+    def packed(self, part: np.ndarray | None = None, entropy: Tensor | None = None) -> PackedRows:
+        """The part (None: all rows) as a loss reads it, with the entropy [T] float32 nats of its tokens where it was computed."""
+        cu_seqlens = self.response[1]
+        if part is None:
+            lengths, tokens, rows = np.diff(cu_seqlens), slice(None), slice(None)
+        else:
+            lengths, tokens, rows = (
+                np.diff(cu_seqlens)[part],
+                torch.from_numpy(tokens_of(cu_seqlens, part)),
+                torch.from_numpy(part),
+            )
+        columns = {c: v[tokens] for c, v in self.ragged.items()} | {c: v[rows] for c, v in self.scalars.items()}
+        packed = PackedRows.of(torch.from_numpy(lengths.astype(np.int64)), **columns)
+        columns = {c: v.to(self.device) for c, v in packed.columns.items()}  # itself, where it is there already
+        if entropy is not None:
+            columns["entropy"] = entropy
+        return PackedRows(packed.cu_seqlens.to(self.device), columns)
+
+
+def plan_microbatches(
+    lengths: np.ndarray, max_tokens: int, *, packed: bool = False, groups: np.ndarray | None = None
+) -> list[np.ndarray]:
+    """Cut rows into microbatches of at most `max_tokens`.
+
+    Rows of similar length stand together, longest first, so that little is padded; a row longer than the limit is a
+    microbatch of its own. Rows of equal `groups` are never separated: what holds for a row here holds for a group.
+
+    Args:
+        lengths: [rows] tokens of each row.
+        packed: whether a row costs its own tokens (with the padding inside attention at most twice `max_tokens` a microbatch).
+            Otherwise each row costs as much as the longest beside it.
+        groups: [rows] group of each row; None: each row by itself.
+
+    Returns:
+        Indexes of the rows of each microbatch; none for no rows.
+
+    >>> [rows.tolist() for rows in plan_microbatches(np.array([3, 9, 2, 8]), max_tokens=18)]
+    [[1, 3], [0, 2]]
+    >>> [rows.tolist() for rows in plan_microbatches(np.array([3, 9, 2, 8]), max_tokens=20, packed=True)]
+    [[1, 3, 0], [2]]
+    >>> groups = np.array([7, 7, 5, 5])
+    >>> [rows.tolist() for rows in plan_microbatches(np.array([3, 9, 2, 8]), max_tokens=20, packed=True, groups=groups)]
+    [[1, 0], [3, 2]]
+    """
+    if not len(lengths):
+        return []
+    _, group_of_row = np.unique(np.arange(len(lengths)) if groups is None else groups, return_inverse=True)
+    longest = np.zeros(group_of_row.max() + 1, dtype=lengths.dtype)
+    np.maximum.at(longest, group_of_row, lengths)
+    order = np.lexsort((-lengths, group_of_row, -longest[group_of_row]))
+    starts = np.flatnonzero(np.diff(group_of_row[order], prepend=-1))
+    ends, sizes = (
+        np.append(starts[1:], len(order)).tolist(),
+        np.maximum(longest[group_of_row[order[starts]]], 1).tolist(),
+    )
+    totals = np.concatenate([[0], np.cumsum(lengths[order])]).tolist()
+    parts, first, widest = [], 0, 0
+    for start, end, size in zip(starts.tolist(), ends, sizes, strict=True):
+        widest = widest or size
+        rows = end - first
+        fits = rows * widest <= max_tokens
+        if packed:
+            fits = totals[end] - totals[first] <= max_tokens and rows * widest <= 2 * max_tokens
+        if start > first and not fits:
+            parts.append(order[first:start])
+            first, widest = start, size
+    return [*parts, order[first:]]
+
+
+def tokens_of(cu_seqlens: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """[T] int64 indexes of the tokens of these rows ([rows] int64), in the order of the rows.
+
+    >>> tokens_of(np.array([0, 2, 5]), np.array([1, 0])).tolist()
+    [2, 3, 4, 0, 1]
+    """
+    starts, lengths = cu_seqlens[rows].astype(np.int64), np.diff(cu_seqlens)[rows].astype(np.int64)
+    ends = np.cumsum(lengths)
+    return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)
+
+
+def check_rows(batch: Batch, columns: Iterable[str]) -> None:
+    """Check that each token has its context and its columns, before the model complains in terms of tensors.
+
+    Raises:
+        UserError: a response without a prompt, or a ragged column whose rows are not as long as the responses.
+    """
+    lengths = batch.lengths(RESPONSE_IDS)
+    empty = np.flatnonzero((batch.lengths(PROMPT_IDS) == 0) & (lengths > 0))
+    if len(empty):
+        raise UserError(
+            f"row {_name_of(batch, empty[0])} has an empty prompt, so its first token has no log-probability"
+        )
+    for column in columns:
+        if _is_ragged(batch, column):
+            wrong = np.flatnonzero(batch.lengths(column) != lengths)
+            if len(wrong):
+                i = wrong[0]
+                raise UserError(
+                    f"row {_name_of(batch, i)}: column {column!r} has {batch.lengths(column)[i]} values "
+                    f"for a response of {lengths[i]} tokens"
+                )
+
+
+def _name_of(batch: Batch, row: int | np.integer[Any]) -> str:
+    return f"with sample_id {batch['sample_id'][int(row)].as_py()}" if "sample_id" in batch else str(row)
+
+
+def _is_ragged(batch: Batch, column: str) -> bool:
+    return pa.types.is_list(batch[column].type)

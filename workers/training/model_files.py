@@ -1,0 +1,56 @@
+"""Model files: the folder of a model, as `from_pretrained` loads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ...dataflow.buffer.disk import Disk
+from ..model_folder import CONFIG_FILE
+from .safetensors_files import write_file, write_tensors
+
+
+def write_model(
+    folder: Path, causal_lm: Any, tensors: dict[str, Tensor], source: Path, changed: Mapping[str, Any], disk: Disk
+) -> None:
+    """Write a folder that `from_pretrained` loads.
+
+    Args:
+        causal_lm: the `transformers` model, which knows how its names appear in files.
+        tensors: full, on the host, by their names in the model; tied ones once.
+        source: folder of the model that was loaded: its settings, tokenizer and chat template are copied.
+        changed: settings that differ from the source's, such as the `dtype` of the tensors.
+    """
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from transformers.core_model_loading import revert_weight_conversion
+
+    folder.mkdir(parents=True, exist_ok=True)
+    copy_companions(folder, source, disk)
+    settings = json.loads((source / CONFIG_FILE).read_text())
+    settings.pop("torch_dtype", None)  # its name in older versions
+    _write_json(folder / CONFIG_FILE, {**settings, **changed}, disk)
+    # Not `save_pretrained`: safetensors holds the interpreter while it writes, and training would stand still.
+    tensors = {n: t for n, t in tensors.items() if n not in (causal_lm._keys_to_ignore_on_save or ())}
+    tensors = revert_weight_conversion(causal_lm, tensors)
+    split = split_torch_state_dict_into_shards(tensors)
+    for file, names in split.filename_to_tensors.items():
+        write_tensors(folder / file, {name: tensors[name] for name in names}, {"format": "pt"}, disk)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        _write_json(folder / "model.safetensors.index.json", index, disk)
+
+
+def copy_companions(folder: Path, source: Path, disk: Disk) -> None:
+    """Copy the files beside a model's weights and settings: tokenizer, chat template, generation settings."""
+    for file in source.iterdir():
+        is_weights = "safetensors" in file.name or file.suffix in (".bin", ".pt", ".pth")
+        if file.is_file() and not is_weights and file.name != CONFIG_FILE:
+            write_file(folder / file.name, [file.read_bytes()], disk)
+
+
+def _write_json(path: Path, content: Mapping[str, Any], disk: Disk) -> None:
+    write_file(path, [json.dumps(content, indent=2).encode() + b"\n"], disk)

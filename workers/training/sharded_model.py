@@ -1,0 +1,223 @@
+"""ShardedModel: a model over the ranks of a group with FSDP2, optionally x tensor parallel; its weights by name, in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from ...dataflow.buffer.disk import Disk
+from ...dataflow.errors import UserError
+from ..model_folder import find_model_config, read_model_config
+from .adapter import Adapter, is_adapter, is_trained, tensor_parallel_plan
+from .engine import ModelConfig
+from .model_files import write_model
+from .precision import rounded_parameters
+from .response_model import ResponseModel
+from .scalar_head import scalar_settings
+from .sharding import full_tensor
+
+_ONE_UNIT_PARAMETERS = 16_000_000
+"""Below this many parameters the model is gathered as one unit: more and smaller collectives only cost latency."""
+_GATHER_ONCE_BYTES = 2 * 2**30
+"""Below this many bytes of parameters, gather="auto" gathers once a step."""
+_TENSOR_PARALLEL_PLAN = {
+    "self_attn.q_proj": ColwiseParallel(),
+    "self_attn.k_proj": ColwiseParallel(),
+    "self_attn.v_proj": ColwiseParallel(),
+    "self_attn.o_proj": RowwiseParallel(),
+    "mlp.gate_proj": ColwiseParallel(),
+    "mlp.up_proj": ColwiseParallel(),
+    "mlp.down_proj": RowwiseParallel(),
+}
+
+
+class ShardedModel:
+    """A model, its adapter if it has one, and how both lie over the ranks. All ranks call its methods together.
+
+    Args:
+        config: dtype, and how parameters are gathered.
+        model: on the host; spread over the mesh in place, or moved to the device where there is no mesh.
+        adapter: what is trained in the model's place.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        model: ResponseModel,
+        mesh: DeviceMesh | None,
+        device: torch.device,
+        adapter: Adapter | None = None,
+    ) -> None:
+        self.config, self.model, self.mesh, self.device, self.adapter = config, model, mesh, device, adapter
+        self.gathers_once = self._distribute()
+        """Whether parameters are gathered once a step, and not in each microbatch."""
+
+    def _distribute(self) -> bool:
+        mesh = self.mesh
+        if mesh is None:
+            self.model.to(self.device)
+            return True
+        numel = sum(p.numel() for p in self.model.parameters())
+        once = self.config.gather == "once" or (self.config.gather == "auto" and 4 * numel < _GATHER_ONCE_BYTES)
+        layers = self.model.layers
+        if self.config.tensor_parallel > 1:
+            # Embeddings, norms and the head are the same on all ranks of a replica, and get the same gradient there.
+            for layer in layers:
+                parallelize_module(layer, mesh["tp"], tensor_parallel_plan(layer, _TENSOR_PARALLEL_PLAN))
+        precision = MixedPrecisionPolicy()
+        if self.config.dtype == "bfloat16":
+            # Inputs stay as they are: the model itself rounds those that it must, and temperatures stay exact.
+            precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+            if self.model.scalar_head is not None:  # half precision is too coarse for values
+                fully_shard(self.model.scalar_head, mesh=mesh["dp"], reshard_after_forward=False)
+        units = [] if once and numel < _ONE_UNIT_PARAMETERS else layers
+        for layer in units:
+            fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=not once, mp_policy=precision)
+        fully_shard(self.model, mesh=mesh["dp"], reshard_after_forward=False, mp_policy=precision)
+        return once
+
+    # Passes
+
+    def precision(self) -> AbstractContextManager[object]:
+        """The precision of forward and backward passes."""
+        if self.config.dtype == "float32" or self.mesh is not None:  # FSDP rounds by its own policy
+            return nullcontext()
+        return rounded_parameters(self.model, getattr(torch, self.config.dtype), but=self.model.scalar_head)
+
+    def adapter_off(self) -> AbstractContextManager[object]:
+        """The model without its adapter, for passes without a gradient."""
+        return nullcontext() if self.adapter is None else self.adapter.off()
+
+    def over_replicas(self, *numbers: float) -> np.ndarray:
+        """[replicas, numbers] float64: the numbers of every replica."""
+        own = torch.tensor([numbers], dtype=torch.float64, device=self.device)
+        if self.mesh is None:
+            return own.numpy(force=True)
+        mesh = self.mesh["dp"]
+        gathered = torch.zeros(mesh.size(), len(numbers), dtype=torch.float64, device=self.device)
+        gathered[mesh.get_local_rank()] = own[0]
+        dist.all_reduce(gathered, group=mesh.get_group())
+        return gathered.numpy(force=True)
+
+    def padded_plan(self, plan: list[np.ndarray], replicas: np.ndarray) -> list[np.ndarray]:
+        """The plan, with empty microbatches where this rank must take part in the collectives of others.
+
+        Args:
+            replicas: [replicas, >= 1], the first of each being the length of its plan.
+        """
+        wanted = int(replicas[:, 0].max())
+        if (
+            self.gathers_once
+        ):  # parameters are gathered and gradients reduced once a step, in whichever microbatch is the last
+            wanted = min(wanted, max(1, len(plan)))
+        return plan + [np.empty(0, dtype=np.int64)] * (wanted - len(plan))
+
+    def sync_gradients(self, last: bool) -> None:
+        """Reduce gradients over replicas in the next backward pass, if it is the last one or every pass reduces."""
+        if isinstance(self.model, FSDPModule) and self.gathers_once:
+            self.model.set_requires_gradient_sync(last)
+            self.model.set_reshard_after_backward(last)
+
+    def reshard(self) -> None:
+        """Free gathered parameters."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    # Weights
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """Parameters and saved buffers by Hugging Face name, as this rank holds them; tied ones once."""
+        module = self.model.causal_lm
+        parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        buffers = {name: tensor for name, tensor in module.state_dict().items() if name not in parameters}
+        return {**dict(module.named_parameters()), **buffers}
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainingEngine.named_tensors`."""
+        dtype = getattr(torch, self.config.dtype)
+        for unit, names in self._names_by_unit():
+            own = self.own_tensors()
+            # An adapter's parameters are gathered one by one in float32: a unit is gathered in the dtype of its passes.
+            adapter = {name: full_tensor(own[name]) for name in names if is_adapter(name)}
+            # One collective for all parameters of a unit; beside its own part a rank holds one gathered unit at a time.
+            if unit is not None:
+                unit.unshard()
+            try:
+                own = self.own_tensors()
+                for name in names:
+                    if name in adapter:
+                        continue
+                    full = full_tensor(own[name])
+                    if self.adapter is not None:
+                        name, full = self.adapter.merged(name, full, adapter)
+                    yield name, full.to(dtype) if full.is_floating_point() else full
+            finally:
+                if unit is not None:
+                    unit.reshard()
+
+    def _names_by_unit(self) -> list[tuple[FSDPModule | None, list[str]]]:
+        """Tensors by the FSDP unit that gathers them: the innermost one around them."""
+        units = {name: module for name, module in self.model.named_modules() if isinstance(module, FSDPModule)}
+        names: dict[str | None, list[str]] = {}
+        for name in self.own_tensors():
+            inside = f"causal_lm.{name}"
+            around = [unit for unit in units if not unit or inside.startswith(f"{unit}.")]
+            names.setdefault(max(around, key=len, default=None), []).append(name)
+        return [(None if unit is None else units[unit], of_unit) for unit, of_unit in names.items()]
+
+    def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Full parameters of the adapter, and of a scalar head, in float32, gathered one at a time."""
+        for name, tensor in self.own_tensors().items():
+            if is_trained(name):
+                yield name, full_tensor(tensor)
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """See `TrainingEngine.load`."""
+        if self.adapter is not None:
+            raise RuntimeError(
+                "a model with an adapter loads no weights: which part of them would belong to the adapter?"
+            )
+        model, own = self.config.model, self.own_tensors()
+        missing = set(own)
+        with torch.no_grad():
+            for name, tensor in tensors:
+                if name not in own:
+                    raise UserError(f"{model} has no tensor {name!r}")
+                target = own[name]
+                if target.shape != tensor.shape:
+                    raise UserError(f"{model}: {name!r} has shape {list(target.shape)}, not {list(tensor.shape)}")
+                missing.discard(name)
+                if isinstance(target, DTensor):
+                    full = tensor.to(self.device, target.dtype)
+                    part = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+                    target.to_local().copy_(part.to_local())
+                else:
+                    target.copy_(tensor)
+        if missing:
+            raise UserError(f"weights for {model} came without {', '.join(sorted(missing)[:5])}")
+
+    def write(self, folder: Path, tensors: dict[str, Tensor], disk: Disk, *, only_adapter: bool) -> None:
+        """Write a folder that `from_pretrained` loads: of the model, or of its adapter alone.
+
+        Args:
+            tensors: full, on the host: those of `named_tensors`, or of `adapter_tensors`.
+        """
+        source = find_model_config(self.config.model).parent
+        if only_adapter:
+            assert self.adapter is not None
+            self.adapter.write(folder, tensors, source, disk)
+            return
+        settings = scalar_settings(read_model_config(self.config.model)) if self.model.scalar else {}
+        changed: Mapping[str, object] = {**settings, "dtype": self.config.dtype}
+        write_model(folder, self.model.causal_lm, tensors, source, changed, disk)

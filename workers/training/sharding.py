@@ -1,0 +1,89 @@
+"""Sharding: how tensors lie over the ranks of a group (replicas outermost, each of `tensor_parallel` ranks), and sums over all of them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from ...dataflow.errors import UserError
+from ..worker import Context
+
+
+def join_mesh(context: Context, tensor_parallel: int, device: torch.device) -> DeviceMesh | None:
+    """The (dp, tp) mesh of the group, joined through its rendezvous; None for a group of one, which needs no sockets.
+
+    Raises:
+        UserError: `tensor_parallel` does not divide the ranks, or there is no rendezvous.
+    """
+    if context.world_size % tensor_parallel:
+        raise UserError(
+            f"tensor_parallel={tensor_parallel} does not divide the {context.world_size} ranks of {context.name!r}"
+        )
+    if context.world_size == 1:
+        return None
+    if context.rendezvous is None:
+        raise UserError(f"worker group {context.name!r} has {context.world_size} ranks but no rendezvous")
+    if context.rendezvous.startswith(("file://", "tcp://127.0.0.1", "tcp://localhost")):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: do not listen to others
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=context.rendezvous, rank=context.rank, world_size=context.world_size)
+    shape = (context.world_size // tensor_parallel, tensor_parallel)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The full tensor without a gradient; gathered, by all ranks together, where it lies on several."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def offset_of(tensor: Tensor) -> list[int]:
+    """Where this rank's part begins in the full tensor, for each dimension."""
+    if isinstance(tensor, DTensor):
+        return list(tensor.__create_chunk_list__()[0].offsets)
+    return [0] * tensor.ndim
+
+
+def writes(tensor: Tensor, rank: int) -> bool:
+    """Whether a rank writes its part: the part is not empty, and the rank is the first of those that hold equal copies."""
+    if not isinstance(tensor, DTensor):
+        return rank == 0
+    mesh = tensor.device_mesh
+    place = zip(mesh.get_coordinate() or (), tensor.placements, strict=True)
+    first = 0 in mesh.mesh and all(not placement.is_replicate() or at == 0 for at, placement in place)
+    return first and tensor.to_local().numel() > 0
+
+
+def gradient_norm(gradients: Iterable[Tensor], also: float = 0.0) -> float:
+    """2-norm of all gradients together, each element counted once wherever it lies; equal on all ranks.
+
+    Args:
+        also: added on every rank before the sums are exchanged: a nan here makes the norm nan on every rank.
+    """
+    groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
+    for gradient in gradients:
+        mesh, shards = None, ()
+        if isinstance(gradient, DTensor):
+            mesh = gradient.device_mesh
+            shards = tuple(i for i, placement in enumerate(gradient.placements) if not placement.is_replicate())
+        groups.setdefault((mesh, shards), []).append(local_part(gradient))
+    total = 0.0
+    for (mesh, shards), locals_ in groups.items():
+        squares = nn.utils.get_total_norm(locals_).double().square() + also
+        for dimension in shards:
+            assert mesh is not None
+            dist.all_reduce(squares, group=mesh.get_group(dimension))
+        total += squares.item()
+    return math.sqrt(total) if math.isfinite(total) else math.nan

@@ -1,0 +1,277 @@
+"""Snapshots: what a group of training workers needs to go on as if it had never stopped; its share of a run's checkpoint.
+
+    rank_0.json …                steps, notes and random states: what each rank alone knows
+    state/rank_0.safetensors …   what each rank holds: its part of the float32 parameters and of AdamW's moments and steps
+    model/                       a Hugging Face folder of the same weights, in the dtype of forward passes
+
+A rank copies its part into host memory while training waits; a thread writes the files, and for nearly all of its time it holds neither
+the interpreter nor the device. The model's folder is put together from the files of all ranks, so no tensor is gathered. The parts say
+where they lie in the full tensors, as `torch.distributed.checkpoint` does in safetensors files (its `HuggingFaceStorageReader` reads the
+folder `state`), so any other number of ranks can read them.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import mmap
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...dataflow.buffer.disk import Disk
+from ...dataflow.errors import UserError
+from ..worker import Context
+from .safetensors_files import SHARDING, map_tensors, write_file, write_tensors
+from .sharding import local_part, offset_of, writes
+
+MODEL, STATE = "model", "state"
+_FORMAT = 1
+_WRITE_TIMEOUT = timedelta(hours=6)
+"""How long the ranks wait for the slowest of them to write; a rank that dies is noticed at once."""
+
+
+class SnapshotWriter:
+    """Copies the state of this rank, and writes it in the background. Constructed on all ranks together.
+
+    Args:
+        write_model: writes the folder of the model, given the stored tensors of all ranks; called on rank 0.
+    """
+
+    def __init__(
+        self, context: Context, device: torch.device, write_model: Callable[[Snapshot, Path], None], disk: Disk
+    ) -> None:
+        self._context, self._device, self._write_model, self._disk = context, device, write_model, disk
+        self._group = dist.new_group(backend="gloo", timeout=_WRITE_TIMEOUT) if context.world_size > 1 else None
+        self._copies: dict[str, Tensor] = {}
+        self._sharding: dict[str, dict[str, list[int]]] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
+        self._writing: Future[None] | None = None
+
+    def snapshot(self, folder: Path, state: Mapping[str, Tensor], notes: Mapping[str, Any]) -> None:
+        """Copy the state, and leave the rest to the thread. Waits first until the snapshot before is written.
+
+        Args:
+            folder: a new folder, the same for all ranks, on a file system that they share.
+            state: tensors by name, with the same names in the same order each time.
+            notes: JSON values of this rank.
+        """
+        if self._writing is not None:  # its error is not raised here: other ranks may know it already, and go on
+            wait([self._writing])
+        if not self._sharding:
+            self._lay_out(state)
+        for name, copy in self._copies.items():
+            copy.copy_(local_part(state[name]), non_blocking=True)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        notes = {"format": _FORMAT, "ranks": self._context.world_size, **notes, "random": _random_states(self._device)}
+        self._writing = self._thread.submit(self._write, folder, notes)
+
+    def written(self, *, wait: bool) -> bool:
+        """Whether nothing is being written any more. An error is raised once.
+
+        Raises:
+            OSError: a file could not be written, here or on another rank; it names the file and, when the disk is full, the bytes
+                needed.
+            RuntimeError: another rank failed in another way.
+        """
+        if self._writing is None or not (wait or self._writing.done()):
+            return self._writing is None
+        writing, self._writing = self._writing, None
+        writing.result()
+        return True
+
+    def close(self) -> None:
+        """Wait until the last snapshot is written; raises its error."""
+        try:
+            self.written(wait=True)
+        finally:
+            self._thread.shutdown()
+            if self._copies and self._device.type == "cuda":
+                cudart: Any = torch.cuda.cudart()
+                cudart.cudaHostUnregister(next(iter(self._copies.values())).untyped_storage().data_ptr())
+            self._copies = {}
+
+    def _lay_out(self, state: Mapping[str, Tensor]) -> None:
+        """Allocate the copies in one piece. The kernel makes the pages at the first copy, which takes longer for it."""
+        self._sharding = {
+            name: {"saved_offsets": offset_of(tensor)}
+            for name, tensor in state.items()
+            if writes(tensor, self._context.rank)
+        }
+        parts = {name: local_part(state[name]) for name in self._sharding}
+        starts = np.cumsum([0] + [-(-part.nbytes // 16) * 16 for part in parts.values()]).tolist()
+        memory = mmap.mmap(-1, max(1, starts[-1]))
+        with suppress(
+            AttributeError, OSError
+        ):  # huge pages are several times faster to make, where the kernel has them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        everything = torch.frombuffer(memory, dtype=torch.uint8)
+        if self._device.type == "cuda":  # torch's own pinned memory is rounded up to a power of two
+            cudart: Any = torch.cuda.cudart()
+            torch.cuda.check_error(int(cudart.cudaHostRegister(everything.data_ptr(), everything.nbytes, 0)))
+        for start, (name, part) in zip(starts, parts.items(), strict=False):
+            self._copies[name] = everything[start : start + part.nbytes].view(part.dtype).view(part.shape)
+
+    def _write(self, folder: Path, notes: Mapping[str, Any]) -> None:
+        self._together(folder, lambda: self._write_own(folder, notes))
+        self._together(folder, lambda: self._write_all(folder))
+
+    def _write_own(self, folder: Path, notes: Mapping[str, Any]) -> None:
+        rank = self._context.rank
+        if (folder / _rank_file(rank)).exists():
+            raise FileExistsError(errno.EEXIST, "a snapshot goes to a new folder, and this one has one", str(folder))
+        (folder / STATE).mkdir(parents=True, exist_ok=True)
+        metadata = {"format": "pt", "DCP_VERSION": "1.0", SHARDING: json.dumps(self._sharding)}
+        write_tensors(folder / STATE / f"rank_{rank}.safetensors", self._copies, metadata, self._disk)
+        write_file(folder / _rank_file(rank), [json.dumps(notes).encode()], self._disk)
+        self._disk.sync_folder(folder / STATE)
+        self._disk.sync_folder(folder)
+
+    def _write_all(self, folder: Path) -> None:
+        if self._context.rank == 0:
+            self._write_model(Snapshot(folder), folder / MODEL)
+            self._disk.sync_folder(folder / MODEL)
+            self._disk.sync_folder(folder)
+
+    def _together(self, folder: Path, work: Callable[[], None]) -> None:
+        """Do the work; return when all ranks have done theirs, and raise if any rank failed."""
+        error, failed = None, torch.zeros(self._context.world_size)
+        try:
+            work()
+        except Exception as problem:
+            error = problem
+            failed[self._context.rank] = getattr(problem, "errno", None) or -1
+        if self._group is not None:
+            try:
+                dist.all_reduce(failed, group=self._group)
+            except RuntimeError as lost:  # a rank has ended
+                raise error or lost from None
+        if error is not None:
+            raise error
+        for rank, number in enumerate(failed.int().tolist()):
+            if number > 0:
+                raise OSError(number, f"rank {rank} could not write its part: {os.strerror(number)}", str(folder))
+            if number:
+                raise RuntimeError(f"rank {rank} could not write its part of {folder}")
+
+
+class Snapshot:
+    """The tensors of a snapshot, mapped into memory. Any part of each can be read, however it was cut when it was written.
+
+    Raises:
+        UserError: the folder is not a snapshot, or has a later version of this format.
+        ValueError: a file is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.num_ranks = int(self.notes_of(0)["ranks"])
+        self._parts: dict[str, list[tuple[Sequence[int], Tensor]]] = {}
+        for rank in range(self.num_ranks):
+            for name, offset, part in map_tensors(folder / STATE / f"rank_{rank}.safetensors"):
+                self._parts.setdefault(name, []).append((offset, part))
+        self.shapes = {
+            name: tuple(max(o + s for o, s in zip(*along, strict=True)) for along in _by_dimension(parts))
+            for name, parts in self._parts.items()
+        }
+        """Shapes of the full tensors, by name."""
+
+    def notes_of(self, rank: int) -> dict[str, Any]:
+        """The JSON values of a rank."""
+        try:
+            notes = json.loads((self.folder / _rank_file(rank)).read_text())
+        except FileNotFoundError:
+            raise UserError(f"{self.folder} is not a snapshot of training: it has no {_rank_file(rank)}") from None
+        if notes["format"] != _FORMAT:
+            raise UserError(f"{self.folder} is a snapshot of format {notes['format']}; this version reads {_FORMAT}")
+        return notes
+
+    def check(self, wanted: Mapping[str, Tensor]) -> None:
+        """Check that the snapshot holds exactly these tensors.
+
+        Raises:
+            UserError: naming the tensor.
+        """
+        shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
+        for name in sorted(shapes.keys() | self.shapes.keys()):
+            mine, stored = shapes.get(name), self.shapes.get(name)
+            if mine != stored:
+                said = [f"has shape {list(shape)}" if shape is not None else "is missing" for shape in (stored, mine)]
+                raise UserError(f"snapshot {self.folder}: {name!r} {said[0]} there, and {said[1]} in the model")
+
+    def full(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A full tensor on the host, in `dtype` if it is of floating point."""
+        stored = self._parts[name][0][1].dtype
+        tensor = torch.empty(self.shapes[name], dtype=dtype if stored.is_floating_point else stored)
+        self.read(name, tensor)
+        return tensor
+
+    def read(self, name: str, into: Tensor) -> None:
+        """Fill a tensor, or this rank's part of one, converting to its dtype.
+
+        Raises:
+            ValueError: elements are missing.
+        """
+        target, offset = local_part(into), offset_of(into)
+        num_read = 0
+        for part_offset, part in self._parts[name]:
+            starts = [max(a, b) for a, b in zip(offset, part_offset, strict=True)]
+            stops = [
+                min(a + n, b + m) for a, n, b, m in zip(offset, target.shape, part_offset, part.shape, strict=True)
+            ]
+            if all(start < stop for start, stop in zip(starts, stops, strict=True)):
+                target[_slices(starts, stops, offset)].copy_(part[_slices(starts, stops, part_offset)])
+                num_read += math.prod(stop - start for start, stop in zip(starts, stops, strict=True))
+        if num_read != target.numel():
+            raise ValueError(f"snapshot {self.folder} has {num_read} of the {target.numel()} elements of {name!r}")
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Restore the random states of a rank."""
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(_bytes_tensor(states["torch"]))
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_bytes_tensor(states["cuda"]))
+
+
+def _random_states(device: torch.device) -> dict[str, Any]:
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": [name, np.asarray(keys).tolist(), *rest],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "cuda": torch.cuda.get_rng_state(device).numpy().tobytes().hex() if device.type == "cuda" else None,
+    }
+
+
+def _bytes_tensor(text: str) -> Tensor:
+    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank_{rank}.json"
+
+
+def _by_dimension(parts: Sequence[tuple[Sequence[int], Tensor]]) -> Iterator[tuple[list[int], list[int]]]:
+    """The offsets and sizes of all parts, for each dimension."""
+    for dimension in range(parts[0][1].ndim):
+        yield [offset[dimension] for offset, _ in parts], [part.shape[dimension] for _, part in parts]
+
+
+def _slices(starts: Sequence[int], stops: Sequence[int], offset: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start - o, stop - o) for start, stop, o in zip(starts, stops, offset, strict=True))
