@@ -42,7 +42,7 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.disk import Disk
 from weft.dataflow.buffer.log import LogReader
-from weft.dataflow.buffer.rows import MAX_CHILDREN, Lease, Piece, Published
+from weft.dataflow.buffer.rows import Lease, Piece, Published
 from weft.dataflow.buffer.sample_buffer import LOG, SEGMENTS, BufferConfig, SampleBuffer
 from weft.dataflow.buffer.segments import Segment, SegmentReader, SegmentWriter
 from weft.dataflow.config import Config
@@ -429,8 +429,7 @@ class Simulation:
         ids, parents, versions = lease.ids[part], None, None
         if worker.role.node == "generate":
             parents = np.repeat(ids, GROUP)
-            firsts = lease.first_child + MAX_CHILDREN * np.arange(len(lease.rows))[part]
-            ids = np.add.outer(firsts, np.arange(GROUP)).reshape(-1)
+            ids = np.add.outer(lease.first_children[part], np.arange(GROUP)).ravel()
             versions = np.full(len(ids), self.turns)
         segment = None
         if worker.role.node != "actor.update":
@@ -438,7 +437,8 @@ class Simulation:
             segment = Segment(NODE, f"{worker.name}.0.{file:06d}.arrows", 1000 * number, 1000, 0)
             worker.written += 1
         tokens = np.full(len(ids), 1800 if parents is not None else 0)
-        self.buffer.publish(self.ledger, lease, Published(ids, tokens, versions, parents), segment)
+        finished = None if parents is None else np.unique(parents)
+        self.buffer.publish(self.ledger, lease, Published(ids, tokens, versions, parents, finished), segment)
         worker.parts.popleft()
 
 
@@ -673,7 +673,7 @@ class RealDriver:
             "ids": lease.ids.tolist(),
             "parents": lease.parent_ids.tolist(),
             "positions": [row.position for row in lease.rows],
-            "first": [lease.first_child + k * MAX_CHILDREN for k in range(len(lease.rows))],
+            "first": lease.first_children.tolist(),
             "pieces": [[p.columns, p.keys.tolist(), [s.to_json() for s in p.segments]] for p in pieces],
         }
 
@@ -717,7 +717,8 @@ class RealDriver:
         parents = np.array(answer["parents"]) if "parents" in answer else None
         versions = np.zeros(len(ids), np.int64) if parents is not None else None
         segment = Segment.from_json(answer["segment"]) if "segment" in answer else None
-        self.buffer.publish(self.ledger, hand.lease, Published(ids, tokens, versions, parents), segment)
+        finished = None if parents is None else np.unique(parents)
+        self.buffer.publish(self.ledger, hand.lease, Published(ids, tokens, versions, parents, finished), segment)
         if "wrong" in answer:
             self.events.say(verified=len(ids), wrong=answer["wrong"])
 

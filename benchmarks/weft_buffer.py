@@ -48,7 +48,7 @@ from weft.controllers.backends.backend import Files
 from weft.controllers.row_io import DataAccess, gather
 from weft.controllers.tasks import RowTask
 from weft.dataflow.batch import Batch
-from weft.dataflow.buffer.rows import MAX_CHILDREN, Lease, Piece, Published
+from weft.dataflow.buffer.rows import Lease, Piece, Published
 from weft.dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
 from weft.dataflow.buffer.segments import Segment
 from weft.dataflow.graph import Graph, Node, TableSource
@@ -335,7 +335,7 @@ class System:
             assert lease is not None
             self.leases[number] = lease
             each = rows // groups_each
-            ids = [lease.first_child + k * MAX_CHILDREN + i for k in range(groups_each) for i in range(each)]
+            ids = np.add.outer(lease.first_children, np.arange(each)).ravel().tolist()
             when = {"at": at[number]} if at else {}
             self.workers["producer"].tell("put", number=number, ids=ids, tokens=[2000] * rows, **when)
 
@@ -343,7 +343,7 @@ class System:
         lease = self.leases.pop(answer["lease"])
         ids, tokens = np.array(answer["ids"]), np.array(answer["tokens"])
         parents = np.repeat(lease.ids, len(ids) // len(lease.rows))
-        published = Published(ids, tokens, None, parents)
+        published = Published(ids, tokens, None, parents, lease.ids)
         self.buffer.publish(self.ledger, lease, published, Segment.from_json(answer["segment"]))
         self.ledger.finish(lease)
 
@@ -461,10 +461,8 @@ def claim(folder: Path, *, held: int, claims: int) -> dict[str, Any]:
             ledger.issue([0] * (held // GROUP), [0] * (held // GROUP), round=0)
             number = itertools.count()
             while lease := ledger.claim(first, max_rows=64):
-                ids = np.add.outer(
-                    lease.first_child + np.arange(len(lease.rows)) * MAX_CHILDREN, np.arange(GROUP)
-                ).reshape(-1)
-                published = Published(ids, np.ones(len(ids), np.int64), None, np.repeat(lease.ids, GROUP))
+                ids = np.add.outer(lease.first_children, np.arange(GROUP)).ravel()
+                published = Published(ids, np.ones(len(ids), np.int64), None, np.repeat(lease.ids, GROUP), lease.ids)
                 ledger.publish(lease, published, Segment(NODE, f"none-0.0.{next(number):06d}.arrows", 0, 1, 0))
                 ledger.finish(lease)
                 system.buffer.log.commit()

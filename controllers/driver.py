@@ -686,6 +686,7 @@ class Driver:
     def _settle(self) -> None:
         buffer = self._live_buffer
         self._disk.write(buffer.commit)
+        self._give_up_rows()
         for ledger in buffer.ledgers.values():
             if expired := {lease.token for lease in ledger.expire()}:
                 for call in [
@@ -815,6 +816,17 @@ class Driver:
         if call.ledger.holds(call.lease):
             call.ledger.release(call.lease, "new weights came, and what was unfinished is requeued")
             self._backend.cancel(call)
+
+    def _give_up_rows(self) -> None:
+        """Tell those who still make rows that a quorum does without."""
+        for ledger in self._live_buffer.ledgers.values():
+            parents: dict[int, list[int]] = {}
+            for token, parent in ledger.take_given_up():
+                parents.setdefault(token, []).append(parent)
+            for call in [c for c in self._under_way if c.ledger is ledger] if parents else ():
+                if call.lease is not None and call.lease.token in parents:
+                    self._backend.give_up(call, parents[call.lease.token])
+                    call.group.weigh(call)
 
     def _publish_all(self, flow: GraphRun, ids: np.ndarray, lease: Lease) -> None:
         flow.ledger.publish(lease, Published(ids, np.zeros(len(ids), np.int64)), None)

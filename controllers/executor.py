@@ -6,7 +6,7 @@ import sys
 import time
 import traceback
 from bdb import BdbQuit
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,8 +22,11 @@ OnReply = Callable[[Reply], None]
 Replies = Generator[Reply | None, None, None]
 
 
-def run(worker: Worker, task: Task, data: DataAccess) -> Replies:
+def run(worker: Worker, task: Task, data: DataAccess, given_up: list[int]) -> Replies:
     """Carry out a call.
+
+    Args:
+        given_up: sample ids of the call's rows that nobody wants any more are put here meanwhile.
 
     Yields:
         Its replies, the last with `done` or `failure`; None: it made a step, and other calls may have their turn.
@@ -34,7 +37,7 @@ def run(worker: Worker, task: Task, data: DataAccess) -> Replies:
             value = getattr(worker, task.method)(**task.arguments)
             last = Reply(value=value if task.keep else None)
         else:
-            last = yield from _run_on_rows(worker, task, task.rows, data)
+            last = yield from _run_on_rows(worker, task, task.rows, data, given_up)
         yield replace(last, done=last.failure is None, seconds=time.perf_counter() - started)
     except Ended:  # the process was asked to end meanwhile
         raise
@@ -42,7 +45,9 @@ def run(worker: Worker, task: Task, data: DataAccess) -> Replies:
         yield Reply(failure=failure_of(error))
 
 
-def _run_on_rows(worker: Worker, task: Task, rows: RowTask, data: DataAccess) -> Generator[Reply | None, None, Reply]:
+def _run_on_rows(
+    worker: Worker, task: Task, rows: RowTask, data: DataAccess, given_up: list[int]
+) -> Generator[Reply | None, None, Reply]:
     """Gather the rows of a call, run its method on them, publish what comes back; returns the last reply."""
     method = getattr(worker, task.method)
     try:
@@ -53,7 +58,7 @@ def _run_on_rows(worker: Worker, task: Task, rows: RowTask, data: DataAccess) ->
     publisher = Publisher(task, rows, data.writer)
     last = Reply()
     if isinstance(result, Iterator):
-        for part in result:
+        for part in _parts(result, given_up):
             if part is None and rows.operation.interruptible:
                 yield None
                 continue
@@ -64,6 +69,21 @@ def _run_on_rows(worker: Worker, task: Task, rows: RowTask, data: DataAccess) ->
         last = yield from publisher.publish(result)
     publisher.check_complete()
     return last
+
+
+def _parts(result: Iterator[Any], given_up: list[int]) -> Iterator[Any]:
+    """What a method yields. A generator is sent the sample ids that were given up since it yielded last."""
+    if not isinstance(result, Generator):
+        yield from result
+        return
+    try:
+        part = next(result)
+        while True:
+            yield part
+            said, given_up[:] = list(given_up), []
+            part = result.send(said)
+    except StopIteration:
+        return
 
 
 def failure_of(error: Exception | SystemExit) -> Failure:
@@ -107,6 +127,7 @@ class _Running:
     replies: Replies
     on_reply: OnReply
     on_start: Callable[[], None]
+    given_up: list[int]
     started: bool = False
 
     @property
@@ -137,7 +158,9 @@ class Executor:
             on_reply: told each reply; the last has `done` or `failure`.
             on_start: called when the call has its first turn.
         """
-        if not self._turns.add(_Running(task, run(self._worker, task, self._data), on_reply, on_start)):
+        given_up: list[int] = []
+        replies = run(self._worker, task, self._data, given_up)
+        if not self._turns.add(_Running(task, replies, on_reply, on_start, given_up)):
             on_reply(Reply(done=True))
 
     def take_turn(self) -> None:
@@ -160,6 +183,13 @@ class Executor:
             self._turns.give_way(running)
         if reply is not None:
             running.on_reply(reply)
+
+    def give_up(self, number: int, sample_ids: Collection[int]) -> None:
+        """Tell a call that nobody wants these of its rows any more. A method that does not listen makes them all the same, and they are
+        let go."""
+        running = self._turns.find(number)
+        if running is not None:
+            running.given_up += sample_ids
 
     def cancel(self, number: int) -> None:
         """End a call where it stands, or as soon as it comes; what it has published counts."""

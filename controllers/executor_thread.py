@@ -6,7 +6,7 @@ import os
 import queue
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from ..workers.worker import Worker
 from .executor import Executor, failure_of
@@ -90,6 +90,10 @@ class ExecutorThread:
     def cancel(self, number: int) -> None:
         """End a call, also one that has not come yet; returns at once."""
         self._requests.put(lambda executor: executor.cancel(number))
+
+    def give_up(self, number: int, sample_ids: Sequence[int]) -> None:
+        """Tell a call that nobody wants these of its rows any more; returns at once."""
+        self._requests.put(lambda executor: executor.give_up(number, sample_ids))
 
     def close(self) -> None:
         """Close the worker after the turn that it has, and end the thread."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..dataflow.buffer.ledger import Ledger
-from ..dataflow.buffer.rows import MAX_CHILDREN, Lease, Piece
+from ..dataflow.buffer.rows import Lease, Piece
 from ..dataflow.column import DRAW_PATH
 from ..dataflow.errors import UserError, WorkerDied, WorkerError, nearest
 from ..dataflow.graph import Node
@@ -389,9 +389,10 @@ class _Rows:
             group_ids=self.group_ids[index],
             parent_ids=self.parent_ids[index],
             pieces=self._pieces(ledger, share),
-            first_children=self.lease.first_child + index * MAX_CHILDREN if expands else None,
+            first_children=self.lease.first_children[index] if expands else None,
             masked=self.lease.masked,
             draws=self._draws(share),
+            made=self._made(share) if expands else None,
         )
 
     def _draws(self, share: tuple[int, ...]) -> Sequence[Sequence[int]] | None:
@@ -399,6 +400,12 @@ class _Rows:
         if node.makes_level is None or str(DRAW_PATH) not in (*node.operation.reads, *node.operation.may_read):
             return None
         return [self.lease.rows[i].draw(node.makes_level) for i in share]
+
+    def _made(self, share: tuple[int, ...]) -> Sequence[Sequence[int]] | None:
+        level = self.lease.node.makes_level
+        assert level is not None
+        made = [[child.number for child in self.lease.rows[i].made(level)] for i in share]
+        return made if any(made) else None
 
     def _pieces(self, ledger: Ledger, share: tuple[int, ...]) -> Sequence[Piece]:
         if share:

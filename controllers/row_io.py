@@ -4,6 +4,7 @@ to a segment, and described to the ledger."""
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Container, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from ..dataflow.column import (
     CHOSEN_IDS,
     DRAW_PATH,
     GROUP_ID,
+    MADE_BEFORE,
     PARENT_ID,
     PROMPT_IDS,
     REJECTED_IDS,
@@ -29,6 +31,7 @@ from ..dataflow.column import (
 from ..dataflow.errors import UserError
 from ..dataflow.metrics import Metric, Metrics
 from ..dataflow.operation import Shape
+from ..workers.children import Children
 from .tasks import Reply, RowTask, Task
 
 TOKEN_COLUMNS = (PROMPT_IDS, RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)
@@ -77,6 +80,8 @@ def gather(rows: RowTask, reader: SegmentReader) -> Batch:
     columns: dict[str, Any] = {str(SAMPLE_ID): rows.ids, str(GROUP_ID): rows.group_ids, str(PARENT_ID): rows.parent_ids}
     if rows.draws is not None:
         columns[str(DRAW_PATH)] = rows.draws
+    if rows.made is not None and str(MADE_BEFORE) in rows.operation.may_read:
+        columns[str(MADE_BEFORE)] = rows.made
     for piece in rows.pieces:
         read = [reader.read(s) for s in piece.segments]
         if piece.by_position:
@@ -108,7 +113,8 @@ class Publisher:
     """Checks and writes what a call returns for its rows, all at once or part by part.
 
     - A map, a group or a filter returns rows that it was given, each at most once; a map and a group return all of them.
-    - An expansion returns rows of parents that it was given. They get the sample ids reserved for each parent, in order.
+    - An expansion returns rows of parents that it was given: all of a parent together, numbered in order, or `Children` that say their
+      numbers. Each gets the sample id that is reserved for its parent and number, and a row that was published before is left out.
     """
 
     def __init__(self, task: Task, rows: RowTask, writer: SegmentWriter) -> None:
@@ -118,8 +124,10 @@ class Publisher:
         self._given = frozenset(rows.ids.tolist())
         self._missing = dict.fromkeys(rows.ids.tolist())
         firsts = rows.first_children if rows.first_children is not None else ()
-        self._next = {int(parent): int(first) for parent, first in zip(rows.ids, firsts, strict=False)}
-        self._end = {parent: first + MAX_CHILDREN for parent, first in self._next.items()}
+        self._first = dict(zip(rows.ids.tolist(), firsts, strict=False))
+        made = rows.made or [()] * len(rows.ids)
+        self._made = {parent: set(numbers) for parent, numbers in zip(rows.ids.tolist(), made, strict=True)}
+        self._made_before = {(parent, number) for parent, numbers in self._made.items() for number in numbers}
 
     def publish(self, part: Any) -> Generator[Reply, None, Reply]:
         """Write what a method returned or yielded to a segment. Yields a paused reply while the disk is full.
@@ -133,12 +141,12 @@ class Publisher:
             OSError: the disk stayed full for MAX_PAUSE_S, or is broken.
         """
         operation = self._rows.operation
-        batch, metrics = _taken_apart(operation.name, part)
+        rows, metrics = _taken_apart(operation.name, part)
         if not self._keep:
             return Reply()
-        if batch is None or not (self._rows.writes or operation.shape in (Shape.FILTER, Shape.EXPAND)):
+        if rows is None or not (self._rows.writes or operation.shape in (Shape.FILTER, Shape.EXPAND)):
             return Reply(metrics=metrics)  # an update, say: nothing was written
-        published, kept = self._described(batch)
+        published, kept = self._described(rows)
         began = time.monotonic()
         while self._rows.writes:
             try:
@@ -169,10 +177,13 @@ class Publisher:
     def _declared(self) -> str:
         return f"{self._rows.operation.name} is declared with shape=Shape.{self._rows.operation.shape.name}"
 
-    def _described(self, batch: Batch) -> tuple[Published, Batch]:
+    def _described(self, rows: Batch | Children) -> tuple[Published, Batch]:
         """What the ledger is told of a result, and the columns of it that are written."""
         name, writes = self._rows.operation.name, self._rows.writes
+        batch = rows.rows if isinstance(rows, Children) else rows
         expands = self._rows.operation.shape is Shape.EXPAND
+        if isinstance(rows, Children) and not expands:
+            raise TypeError(f"{self._declared}: it returns a Batch, not Children")
         missing = [c for c in writes if c not in batch]
         if missing:
             raise TypeError(
@@ -180,14 +191,17 @@ class Publisher:
             )
         if expands and PARENT_ID not in batch:
             raise TypeError(f"{name} expands rows: what it returns needs a 'parent_id' column")
-        parents = batch.numpy(PARENT_ID).astype(np.int64) if expands else None
-        ids = self._returned_ids(batch) if parents is None else self._child_ids(parents)
+        parents, finished = None, None
+        if expands:
+            batch, ids, parents, finished = self._described_children(rows)
+        else:
+            ids = self._returned_ids(batch)
         kept = batch.select(writes).with_columns(sample_id=ids)
         versions, newest = None, -1
         if str(RESPONSE_VERSIONS) in writes:
             values, offsets = batch.ragged_numpy(RESPONSE_VERSIONS)
             versions, newest = _minimum_per_row(values, offsets), int(values.max(initial=-1))
-        return Published(ids, num_tokens(batch, writes), versions, parents, newest), kept
+        return Published(ids, num_tokens(batch, writes), versions, parents, finished, newest), kept
 
     def _returned_ids(self, batch: Batch) -> np.ndarray:
         """[rows] int64 sample ids of rows that come back, each of which may come back once."""
@@ -210,30 +224,45 @@ class Publisher:
             del self._missing[id]
         return ids
 
-    def _child_ids(self, parents: np.ndarray) -> np.ndarray:
-        """[rows] int64 sample ids for rows that were made of these parents."""
-        ids = np.empty(len(parents), np.int64)
-        for k, parent in enumerate(parents.tolist()):
-            if parent not in self._next:
-                raise UserError(
-                    f"{self._declared}: the parent_id of a row that it makes is the sample_id of a row that it was given; "
-                    f"it made a row of {parent}"
-                )
-            if self._next[parent] == self._end[parent]:
-                raise UserError(
-                    f"{self._declared}: it makes at most {MAX_CHILDREN} rows of one row; it made more of {parent}"
-                )
-            ids[k] = self._next[parent]
-            self._next[parent] += 1
-        return ids
+    def _described_children(self, rows: Batch | Children) -> tuple[Batch, np.ndarray, np.ndarray, np.ndarray]:
+        """New rows without those published before, their [rows] int64 sample ids and parents, and the [parents] that are finished."""
+        batch, numbers = (rows.rows, rows.numbers.tolist()) if isinstance(rows, Children) else (rows, None)
+        parents = batch.numpy(PARENT_ID).astype(np.int64)
+        finished = rows.finished if isinstance(rows, Children) else np.unique(parents)
+        if stranger := next((id for id in (*parents.tolist(), *finished.tolist()) if id not in self._first), None):
+            raise UserError(
+                f"{self._declared}: the parent_id of a row that it makes is the sample_id of a row that it was given; "
+                f"it made a row of {stranger}"
+            )
+        numbers = _in_order(parents) if numbers is None else numbers
+        new = [k for k, place in enumerate(zip(parents.tolist(), numbers, strict=True)) if self._is_new(*place)]
+        ids = np.array(
+            [self._first[parent] + number for parent, number in zip(parents, numbers, strict=True)], np.int64
+        )
+        if len(new) < len(ids):
+            batch, ids, parents = batch.take(new), ids[new], parents[new]
+        return batch, ids, parents, finished
+
+    def _is_new(self, parent: int, number: int) -> bool:
+        """Note that a row is made; False: an earlier worker published it."""
+        if not 0 <= number < MAX_CHILDREN:
+            raise UserError(
+                f"{self._declared}: it makes at most {MAX_CHILDREN} rows of one row; it made more of {parent}"
+            )
+        if (parent, number) in self._made_before:
+            return False
+        if number in self._made[parent]:
+            raise UserError(f"{self._declared}: it makes a row once; it made row {number} of {parent} twice")
+        self._made[parent].add(number)
+        return True
 
 
-def _taken_apart(name: str, part: Any) -> tuple[Batch | None, Metrics]:
-    """The batch and the metrics in what a method returned or yielded."""
+def _taken_apart(name: str, part: Any) -> tuple[Batch | Children | None, Metrics]:
+    """The rows and the metrics in what a method returned or yielded."""
     batch, metrics = part if isinstance(part, tuple) and len(part) == 2 else (part, {})
     if isinstance(batch, Mapping):
         batch, metrics = None, batch
-    if not isinstance(batch, Batch | None) or not isinstance(metrics, Mapping):
+    if not isinstance(batch, Batch | Children | None) or not isinstance(metrics, Mapping):
         got = f"({type(batch).__name__}, {type(metrics).__name__})" if isinstance(part, tuple) else type(part).__name__
         raise TypeError(f"{name} must return a Batch, metrics, or both as a pair, not {got}")
     for key, metric in metrics.items():
@@ -242,6 +271,16 @@ def _taken_apart(name: str, part: Any) -> tuple[Batch | None, Metrics]:
                 f"{name}: metric {key!r} must be a Mean, Max or Sum, which know how to be merged, not {metric!r}"
             )
     return batch, metrics
+
+
+def _in_order(parents: np.ndarray) -> list[int]:
+    """Number of each row among those of its parent, as they come."""
+    seen: Counter[int] = Counter()
+    numbers: list[int] = []
+    for parent in parents.tolist():
+        numbers.append(seen[parent])
+        seen[parent] += 1
+    return numbers
 
 
 def _minimum_per_row(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:

@@ -31,6 +31,8 @@ class RowTask:
     """Rows whose tokens are not trained on."""
     draws: Sequence[Sequence[int]] | None = None
     """The column `draw_path`, for an operation that names it."""
+    made: Sequence[Sequence[int]] | None = None
+    """For each row, the numbers of the rows that were made of it before (EXPAND only); None: none was made of any."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Nothing in it is the user's, so the plain pickler will do. Ray's own asks Python about each object, to find functions

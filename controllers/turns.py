@@ -83,12 +83,16 @@ class Turns(Generic[C]):
         Returns:
             The call, which is over; None: it has not come, and is over as soon as it does.
         """
-        call = next((c for queue in (self._exclusive, self._interruptible) for c in queue if c.number == number), None)
+        call = self.find(number)
         if call is None:
             self._cancelled.add(number)
         else:
             self.finish(call)
         return call
+
+    def find(self, number: int) -> C | None:
+        """The call of this number; None: it has not come, or is over."""
+        return next((c for queue in (self._exclusive, self._interruptible) for c in queue if c.number == number), None)
 
     def spoke(self, now_s: float) -> None:
         """Note that a call has said something."""

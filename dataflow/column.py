@@ -36,7 +36,7 @@ class Column:
 
 int32, int64, float32, string = pa.int32(), pa.int64(), pa.float32(), pa.string()
 
-# Identity: every row has these. DRAW_PATH is given to the operations that name it.
+# Identity: every row has these. DRAW_PATH and MADE_BEFORE are given to the operations that name them.
 SAMPLE_ID = Column("sample_id", int64, "unique for ever, over all rows of a run")
 GROUP_ID = Column("group_id", int64, "the rows of one prompt instance share it")
 PARENT_ID = Column("parent_id", int64, "sample_id of the row that this one was made from; its own for rows of a source")
@@ -45,7 +45,12 @@ DRAW_PATH = Column(
     ragged(int32),
     "what a seed must know beside the group: the expansion, and the row that it is of (`Row.draw`)",
 )
-IDENTITY = (SAMPLE_ID, GROUP_ID, PARENT_ID, DRAW_PATH)
+MADE_BEFORE = Column(
+    "made_before",
+    ragged(int32),
+    "numbers of the rows that an earlier worker made of this one and published; absent: none was made of any",
+)
+IDENTITY = (SAMPLE_ID, GROUP_ID, PARENT_ID, DRAW_PATH, MADE_BEFORE)
 
 # Prompts and what was generated from them.
 PROMPT = Column("prompt", string, "text of the prompt, after the chat template")

@@ -1,10 +1,11 @@
-"""RolloutWorker: samples responses to prompts, and hands over each group as soon as all of it is finished."""
+"""RolloutWorker: samples responses to prompts, and hands over each as soon as it is finished."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,7 @@ from ..dataflow.column import (
     DRAW_PATH,
     FINISH_REASON,
     GROUP_ID,
+    MADE_BEFORE,
     PROMPT_IDS,
     RESPONSE_IDS,
     RESPONSE_LOGPROBS,
@@ -25,6 +27,7 @@ from ..dataflow.column import (
 from ..dataflow.errors import SampleError
 from ..dataflow.metrics import Mean, Metrics, Sum
 from ..dataflow.operation import Shape
+from .children import Children
 from .dispatch import Dispatch
 from .generation.engine import GenerationEngine, Request, Response
 from .generation.transformers_engine import TransformersEngine
@@ -68,22 +71,24 @@ class RolloutWorker(Worker):
         shape=Shape.EXPAND,
         interruptible=True,
         reads=(PROMPT_IDS,),
-        may_read=(DRAW_PATH,),
+        may_read=(DRAW_PATH, MADE_BEFORE),
         writes=_writes,
     )
     def generate(
         self, prompts: Batch, *, n: int = 1, sampling: Sampling = Sampling()
-    ) -> Iterator[tuple[Batch, Metrics] | None]:
-        """Sample `n` responses to each prompt. Yields complete groups as they finish, those of one engine step together, and None
-        after a step in which none did: another call on this worker may have its turn then.
+    ) -> Generator[tuple[Children, Metrics] | None, Collection[int] | None, None]:
+        """Sample `n` responses to each prompt. Yields responses as they finish, those of one engine step together, and None
+        after a step in which none did: another call on this worker may have its turn then. It may be sent sample ids of prompts whose
+        other responses nobody wants any more.
 
         Args:
-            prompts: columns `sample_id`, `group_id`, `prompt_ids` ([P] int32) and, in later expansions of a graph, `draw_path`.
-            n: responses to each prompt; row order within a prompt is 0..n-1.
+            prompts: columns `sample_id`, `group_id`, `prompt_ids` ([P] int32) and, in later expansions of a graph, `draw_path`; and
+                `made_before`, if some of the responses are there already.
+            n: responses to each prompt, with the numbers 0..n-1.
             sampling: how tokens are drawn.
 
         Returns:
-            Batches with `parent_id` (the prompt's `sample_id`) and the columns of a response: `response_ids` [L] int32,
+            Rows with `parent_id` (the prompt's `sample_id`) and the columns of a response: `response_ids` [L] int32,
             `response_logprobs` [L] float32 nats, `response_versions` [L] int32, `finish_reason`, `temperature` float32.
             Log-probabilities are those of the distribution sampled from. Greedy responses have the model's own (and
             `temperature` 1); a sampling that cuts the distribution writes none (see `Sampling`).
@@ -98,24 +103,26 @@ class RolloutWorker(Worker):
         self._check_lengths(np.diff(offsets), sample_ids, sampling)
         self._check_ids(prompt_ids, sample_ids)
         draws = prompts[DRAW_PATH].to_pylist() if DRAW_PATH in prompts else [[]] * len(prompts)
+        made = prompts[MADE_BEFORE].to_pylist() if MADE_BEFORE in prompts else [[]] * len(prompts)
         requests = [
             Request(row * n + index, ids, self._seed(int(group_ids[row]), draws[row], ids, index))
             for row, ids in enumerate(prompt_ids)
             for index in range(n)
+            if index not in made[row]
         ]
-        finished: list[dict[int, Response]] = [{} for _ in prompt_ids]
-        with contextlib.closing(self.engine.generate(requests, sampling)) as steps:  # pyright: ignore[reportArgumentType]
-            for step in steps:
+        left = Counter(request.request_id // n for request in requests)
+        given_up: list[int] = []
+        with contextlib.closing(self.engine.generate(requests, sampling)) as steps, contextlib.suppress(StopIteration):
+            while True:
+                responses = sorted(steps.send(given_up or None), key=lambda response: response.request_id)
                 self.context.advance()
-                for response in step:
-                    finished[response.request_id // n][response.request_id] = response
-                rows = {r.request_id // n for r in step}
-                complete = sorted(row for row in rows if len(finished[row]) == n)
-                if complete:
-                    responses = [finished[row].pop(row * n + index) for row in complete for index in range(n)]
-                    yield _batch(np.repeat(sample_ids[complete], n), responses, sampling), _metrics(responses)
+                left.subtract(response.request_id // n for response in responses)
+                if responses:
+                    sent = yield _children(responses, sample_ids, left, n, sampling), _metrics(responses)
                 else:
-                    yield None
+                    sent = yield None
+                rows = np.flatnonzero(np.isin(sample_ids, list(sent))) if sent else ()
+                given_up = [row * n + index for row in rows for index in range(n)]
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def receive_weights(self, weights: Weights) -> str:
@@ -167,6 +174,15 @@ class RolloutWorker(Worker):
     @classmethod
     def longest_prompt(cls, config: RolloutConfig, nodes: Sequence[Node]) -> int | None:
         return config.longest_prompt(nodes)
+
+
+def _children(
+    responses: Sequence[Response], sample_ids: np.ndarray, left: Mapping[int, int], n: int, sampling: Sampling
+) -> Children:
+    """Responses as rows of their prompts, of which so many are `left` by row of the call."""
+    rows, numbers = np.divmod(np.array([response.request_id for response in responses], np.int64), n)
+    finished = [row for row in dict.fromkeys(rows.tolist()) if not left[row]]
+    return Children(_batch(sample_ids[rows], responses, sampling), numbers, sample_ids[finished])
 
 
 def _batch(parent_ids: np.ndarray, responses: Sequence[Response], sampling: Sampling) -> Batch:

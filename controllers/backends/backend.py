@@ -106,6 +106,10 @@ class Backend(Protocol):
         """End a call that gives way, on all of its ranks; its last reply comes all the same."""
         ...
 
+    def give_up(self, call: Call, sample_ids: Sequence[int]) -> None:
+        """Tell the ranks of a call that nobody wants these of its rows any more, so that they need not be worked on."""
+        ...
+
     @property
     def has_processes(self) -> bool:
         """Each rank has a process of its own, which can end, or be silent, by itself. Otherwise the groups take turns: while one

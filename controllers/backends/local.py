@@ -58,6 +58,9 @@ class Local:
     def cancel(self, call: Call) -> None:
         self._executors[call.group.name].cancel(call.number)
 
+    def give_up(self, call: Call, sample_ids: Sequence[int]) -> None:
+        self._executors[call.group.name].give_up(call.number, sample_ids)
+
     def wait(self, timeout_s: float) -> Sequence[Event]:
         while not self._events and any(executor.busy for executor in self._executors.values()):
             for executor in self._executors.values():

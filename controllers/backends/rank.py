@@ -84,6 +84,9 @@ class Rank:
     def cancel(self, number: int) -> None:
         self._thread.cancel(number)
 
+    def give_up(self, number: int, sample_ids: list[int]) -> None:
+        self._thread.give_up(number, sample_ids)
+
     def close(self) -> None:
         self._thread.close()
         self._data.close()

@@ -192,6 +192,11 @@ class RayBackend:
             actor = self._processes[call.group.name, rank].actor
             actor.cancel.options(concurrency_group=CONTROL).remote(call.number)
 
+    def give_up(self, call: Call, sample_ids: Sequence[int]) -> None:
+        for rank in call.ranks:
+            actor = self._processes[call.group.name, rank].actor
+            actor.give_up.options(concurrency_group=CONTROL).remote(call.number, list(sample_ids))
+
     def wait(self, timeout_s: float) -> Sequence[Event]:
         import ray
         from ray.exceptions import RayError

@@ -18,7 +18,7 @@ import math
 import zlib
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -255,6 +255,13 @@ class Simulated:
             replica.cancel(call, self._now)
             self._note(replica)
 
+    def give_up(self, call: Call, sample_ids: Sequence[int]) -> None:
+        self._begin()
+        for replica in {id(d): d for rank in call.ranks for d in [self._replica(call, rank)]}.values():
+            replica.run(self._now)
+            replica.cancel(call, self._now, frozenset(sample_ids))
+            self._note(replica)
+
     def wait(self, timeout_s: float) -> Sequence[Event]:
         """The next replies; the clock moves to their time, or by `timeout_s` when none comes until then."""
         self._begin()
@@ -354,8 +361,10 @@ class Simulated:
         elif operation.shape is Shape.EXPAND:
             assert task.first_children is not None
             n = int(arguments.arguments.get("n", 1))
-            children = (task.first_children[:, None] + np.arange(n)).ravel()
-            return Published(children, np.zeros(len(children), np.int64), None, np.repeat(ids, n))
+            numbers = [np.setdiff1d(np.arange(n), made) for made in task.made or [[]] * len(ids)]
+            children = np.concatenate([first + own for first, own in zip(task.first_children, numbers, strict=True)])
+            parents = np.repeat(ids, [len(own) for own in numbers])
+            return Published(children, np.zeros(len(children), np.int64), None, parents, ids)
         elif not task.writes:
             return None  # an update, say
         return Published(ids, np.zeros(len(ids), np.int64))
@@ -440,7 +449,7 @@ def _path(row: Row) -> list[int]:
     """Its number among its siblings, after those of its parents."""
     path: list[int] = []
     while row.parent is not None:
-        path.insert(0, (row.parent.children or []).index(row))
+        path.insert(0, row.number)
         row = row.parent
     return path
 
@@ -472,14 +481,20 @@ class _Answers:
     started: float
     left: list[int] = field(default_factory=list)
     """[prompts] responses that are not finished"""
+    to_make: list[list[int]] = field(default_factory=list)
+    """[prompts] numbers of the responses that are to be made"""
     versions: list[np.ndarray] = field(default_factory=list)
     open: int = 0
     """Prompts that are not finished."""
 
     def __post_init__(self) -> None:
-        self.left = [len(own) for own in self.lengths]
+        self.to_make = [
+            [index for index in range(len(own)) if index not in made]
+            for own, made in zip(self.lengths, self.rows.made or [()] * len(self.lengths), strict=True)
+        ]
+        self.left = [len(own) for own in self.to_make]
         self.versions = [np.zeros(len(own), np.int64) for own in self.lengths]
-        self.open = len(self.left)
+        self.open = sum(number > 0 for number in self.left)
 
 
 Say = Callable[[float, Call, int, Reply], None]
@@ -531,24 +546,32 @@ class _Replica:
 
     def answer(self, answers: _Answers, at: float) -> None:
         self._reach_boundary(at)
-        self._waiting.extend((answers, k, i) for k, own in enumerate(answers.lengths) for i in range(len(own)))
+        self._waiting.extend((answers, k, i) for k, own in enumerate(answers.to_make) for i in own)
         if not answers.open:
             self._done(answers, at)
         if not self._works:
             self._admit()
 
-    def cancel(self, call: Call, at: float) -> None:
-        """Forget a call that gives way; nothing happens when it has ended already."""
+    def cancel(self, call: Call, at: float, parents: Container[int] | None = None) -> None:
+        """Forget a call that gives way, or what it has still to make of some parents; nothing happens when it has ended already."""
+
+        def is_over(answers: _Answers, k: int) -> bool:
+            return answers.call is call and (parents is None or answers.rows.ids[k] in parents)
+
         mine = {id(a): a for a in [*(r[3] for r in self._running), *(w[0] for w in self._waiting)] if a.call is call}
         if not mine:
             return
         self._reach_boundary(at)
         ended = [a for a in mine.values() if not a.open]  # with the very step that was under way
-        self._running = [r for r in self._running if r[3].call is not call]
+        self._running = [r for r in self._running if not is_over(r[3], r[4])]
         heapq.heapify(self._running)
-        self._waiting = deque(w for w in self._waiting if w[0].call is not call)
+        self._waiting = deque(w for w in self._waiting if not is_over(w[0], w[1]))
         for answers in mine.values():
-            if answers not in ended:
+            for k in range(len(answers.left)):
+                if answers.left[k] and is_over(answers, k):
+                    answers.left[k] = 0
+                    answers.open -= 1
+            if answers not in ended and not answers.open:
                 self._done(answers, at)
         if not self._works:
             self._admit()
@@ -567,41 +590,42 @@ class _Replica:
         """So many decode steps, in which no response ends before the last."""
         self.at += steps * self._steps_s[len(self._running)]
         self._steps += steps
-        whole: dict[int, tuple[_Answers, list[int]]] = {}
+        ended: dict[int, tuple[_Answers, list[tuple[int, int]]]] = {}
         while self._running and self._running[0][0] == self._steps:
             _, _, first, answers, k, index = heapq.heappop(self._running)
             answers.versions[k][index] = self._versions[bisect_right(self._changes, first) - 1]
             answers.left[k] -= 1
-            if not answers.left[k]:
-                whole.setdefault(id(answers), (answers, []))[1].append(k)
-        for answers, prompts in whole.values():
-            self._publish(answers, sorted(prompts))
+            ended.setdefault(id(answers), (answers, []))[1].append((k, index))
+        for answers, responses in ended.values():
+            self._publish(answers, sorted(responses))
         self._admit()
 
     def _admit(self) -> None:
         assert self.cost is not None or not self._waiting
         while self._waiting and self.cost is not None and len(self._running) < self.cost.max_num_seqs:
             answers, k, index = self._waiting.popleft()
-            if index == 0:
+            if index == answers.to_make[k][0]:
                 self.at += self.cost.prefill_s * answers.prompt_tokens[k]
             last = self._steps + int(answers.lengths[k][index])
             heapq.heappush(self._running, (last, next(self._order), self._steps, answers, k, index))
 
-    def _publish(self, answers: _Answers, prompts: list[int]) -> None:
-        """Hand over whole groups."""
+    def _publish(self, answers: _Answers, responses: list[tuple[int, int]]) -> None:
+        """Hand over responses that ended in one step, each the prompt and its number."""
         rows = answers.rows
         assert rows.first_children is not None
-        lengths = np.concatenate([answers.lengths[k] for k in prompts])
-        ids = np.concatenate([rows.first_children[k] + np.arange(len(answers.lengths[k])) for k in prompts])
-        parents = np.repeat(rows.ids[prompts], [len(answers.lengths[k]) for k in prompts])
+        prompts = [k for k, _ in responses]
+        lengths = np.array([answers.lengths[k][index] for k, index in responses], np.int64)
+        ids = rows.first_children[prompts] + np.array([index for _, index in responses], np.int64)
+        finished = [k for k in dict.fromkeys(prompts) if not answers.left[k]]
         knows = str(RESPONSE_VERSIONS) in rows.writes
-        versions = np.concatenate([answers.versions[k] for k in prompts]) if knows else None
-        answers.open -= len(prompts)
+        versions = np.array([answers.versions[k][index] for k, index in responses], np.int64) if knows else None
+        answers.open -= len(finished)
         tokens = float(lengths.sum())
         metrics: Metrics = {"tokens": Sum(tokens), "response_length": Mean(tokens, float(len(lengths)))}
         segment = self._invent(BYTES_PER_TOKEN * int(tokens))
         rank = next((rank for rank, task in answers.tasks if task.keep), answers.tasks[0][0])
-        published = Published(ids, lengths, versions, parents, self._versions[-1] if knows else -1)
+        newest = self._versions[-1] if knows else -1
+        published = Published(ids, lengths, versions, rows.ids[prompts], rows.ids[finished], newest)
         self._say(self.at, answers.call, rank, Reply(published, segment, metrics))
         if not answers.open:
             self._done(answers, self.at)

@@ -84,6 +84,7 @@ class Ledger:
         # Nodes that work for node i's quorum alone, and, seen from them, the mask of those quorums.
         self._servants = [self._serving_only(i) if self._quorum[i] else [] for i in range(len(nodes))]
         self._serves = [sum(1 << i for i, own in enumerate(self._servants) if j in own) for j in range(len(nodes))]
+        self._makes_for = [self._making_only_for(i) if self._quorum[i] else None for i in range(len(nodes))]
         self._maker = {n.makes_level: i for i, n in enumerate(nodes) if n.makes_level is not None}
         self._rows: dict[int, Row] = {}
         self._groups: dict[int, Group] = {}
@@ -112,6 +113,10 @@ class Ledger:
         """(when, node, group) of quorums that are not reached, and (when, -1, token) of leases."""
         self._void: dict[int, str] = {}
         self._freed: deque[Segment] = deque()
+        self._given_up: list[tuple[int, int]] = []
+        """(token, parent) of what a quorum finished while it was leased, until `take_given_up`."""
+        self.cut_short: Counter[str] = Counter()
+        """Parents that a quorum finished without the rest of their rows, by the node that was making these."""
         self.num_bytes = 0
         """Bytes of the segments that rows in flight lie in."""
         self.published_bytes = 0
@@ -151,10 +156,12 @@ class Ledger:
         return False
 
     def _closure(self, name: str) -> list[int]:
-        """Nodes that see only what the node `name` lets through: its dependents, and theirs."""
+        """Nodes that see only what the node `name` lets through: its dependents, and theirs. What sees the rows that it makes is not
+        among them: those that are there go on when it makes no more."""
         reached = {name}
         for node in self.graph.nodes:  # recorded in an order in which dependencies come first
-            if any(a in reached for a in node.after):
+            made = self._makes_ancestor(self.graph[name], node.level)
+            if any(a in reached and not (a == name and made) for a in node.after):
                 reached.add(node.name)
         return [self._index[n] for n in reached if n != name]
 
@@ -172,6 +179,15 @@ class Ledger:
                 served.add(j)
                 servants.append(j)
         return servants
+
+    def _making_only_for(self, i: int) -> int | None:
+        """The node that makes the rows of node i's level, if only node i, what serves it and what comes after it see them."""
+        for j, node in enumerate(self.graph.nodes):
+            if node.makes_level is not None and node.makes_level == self.graph.nodes[i].level:
+                users = {k for k, m in enumerate(self.graph.nodes) if node.name in m.after}
+                alone = users <= {i, *self._downstream[i], *self._servants[i]}
+                return j if alone and not self._takes_groups[j] else None
+        return None
 
     # The log
 
@@ -233,9 +249,12 @@ class Ledger:
         segment: list[Any] | None = None,
         versions: list[int] | None = None,
         parents: list[int] | None = None,
+        finished: list[int] | None = None,
         **_: Any,
     ) -> None:
-        published = Published(int64_array(ids), int64_array(tokens), int64_array(versions), int64_array(parents))
+        if parents is not None and finished is None:
+            finished = list(dict.fromkeys(parents))  # an older log: all rows of a parent came together
+        published = Published(*map(int64_array, (ids, tokens, versions, parents, finished)))
         self.publish(self._leases[lease], published, Segment.from_json(segment) if segment else None)
 
     def _replay_finish(self, lease: int, step: int | None = None, **_: Any) -> None:
@@ -425,7 +444,7 @@ class Ledger:
             groups = [group for group in offered if self._offered_rows(group, i)]
         else:
             rows = [self._rows.get(id) for _, id in sorted(self._offers[i])]
-            groups = [row.group for row in rows if row is not None and not row.skipped >> i & 1]
+            groups = [row.group for row in rows if row is not None and not (row.skipped | row.done) >> i & 1]
         if not groups:
             return -1, 0
         round = groups[0].round
@@ -532,7 +551,8 @@ class Ledger:
         self._next_token += 1
         lease = Lease(token, node, rows, holder, masked=frozenset(masked))
         if node.operation.shape is Shape.EXPAND:
-            lease.first_child = self._ids.take(len(rows) * MAX_CHILDREN)
+            assert node.makes_level is not None
+            self._set_ids_aside(rows, node.makes_level)
         what: dict[str, Any] = {"lease": token, "node": node.name, "ids": [r.id for r in rows]}
         what |= {"rows": max_rows} if max_rows is not None else {}
         what |= {"groups": max_groups} if max_groups is not None else {}
@@ -555,6 +575,13 @@ class Ledger:
         self._begin(lease)
         return lease
 
+    def _set_ids_aside(self, rows: Iterable[Row], level: int) -> None:
+        """Sample ids for the rows that will be made of these; a row of which some were made before keeps its own."""
+        new = [row for row in rows if not row.made(level)]
+        first = self._ids.take(len(new) * MAX_CHILDREN)
+        for k, row in enumerate(new):
+            row.first_children = {**(row.first_children or {}), level: first + k * MAX_CHILDREN}
+
     def _claim_rows(self, i: int, number: int | None) -> list[Row]:
         heap, rows = self._offers[i], []
         bit = 1 << i
@@ -564,7 +591,7 @@ class Ledger:
             ids = _popped(heap)
         for _, id in ids:
             row = self._rows.get(id)
-            if row is not None and not row.skipped & bit:
+            if row is not None and not (row.skipped | row.done) & bit:
                 rows.append(row)
                 if len(rows) == number:
                     break
@@ -636,6 +663,30 @@ class Ledger:
         for row in list(group.levels[self.graph.nodes[i].level]):
             if row.id not in winners and not (row.skipped | row.done) >> i & 1:
                 self._cancel(row, i, f"over-issued at {self.graph.nodes[i].name}")
+        maker = self._makes_for[i]
+        if maker is not None:
+            for parent in group.levels[self.graph.nodes[maker].level]:
+                if not (parent.skipped | parent.done) >> maker & 1:
+                    self._cut_short(parent, maker)
+
+    def _cut_short(self, parent: Row, i: int) -> None:
+        """Node i is done with a parent, though more rows were to come of it: nobody would wait for them."""
+        if parent.leased >> i & 1:
+            node = self.graph.nodes[i]
+            lease = next(lease for lease in self._leases.values() if lease.node is node and parent.id in lease.open)
+            del lease.open[parent.id]
+            lease.given_up.add(parent.id)
+            self._given_up.append((lease.token, parent.id))
+        elif parent.offered >> i & 1:
+            self._ready[i] -= 1
+        self.cut_short[self.graph.nodes[i].name] += 1
+        parent.group.expanded[i] += 1
+        self._finish(parent, i)
+
+    def take_given_up(self) -> list[tuple[int, int]]:
+        """(token of a lease, parent in it) of what is not wanted any more though its holder works on it, each said once."""
+        given_up, self._given_up = self._given_up, []
+        return given_up
 
     def _cancel(self, row: Row, i: int, reason: str) -> None:
         """Node i has its quorum without this row."""
@@ -706,41 +757,53 @@ class Ledger:
     def publish(self, lease: Lease, published: Published, segment: Segment | None) -> None:
         """Rows of a lease that its node has finished, all or some of them, with what it wrote (None: nothing).
 
-        Of an EXPAND these are the new rows, together with all others of the same parents; the parents are done.
+        Of an EXPAND these are new rows, as they come; of the parents that are `finished` no more do. What comes of a parent that a
+        quorum has finished is let go.
 
         Raises:
             LeaseError: for rows (or parents) that are not in the lease, or were published before; nothing is changed then.
         """
         self._check(lease)
         node = lease.node
+        if lease.given_up and published.parents is not None:
+            published = published.without(lease.given_up)
         ids = published.ids.tolist()
+        finished = [] if published.finished is None else published.finished.tolist()
         held = ids if published.parents is None else published.parents.tolist()
-        wrong = next((id for id in held if id not in lease.open), None)
+        wrong = next((id for id in (*held, *finished) if id not in lease.open), None)
         if wrong is not None:
-            what = "published row" if published.parents is None else "made a row of"
+            what = (
+                "published row" if published.parents is None else "made a row of" if wrong in held else "finished row"
+            )
             raise LeaseError(f"node {node.name!r} {what} {wrong}, which is not (or no longer) in lease {lease.token}")
         lengths = {len(a) for a in (ids, held, published.num_tokens, published.versions) if a is not None}
         if len(lengths) != 1:
             raise LeaseError(f"node {node.name!r} published columns of {sorted(lengths)} rows in lease {lease.token}")
         taken = {id for _, p, _ in lease.staged for id in p.ids.tolist()} if published.parents is not None else ()
-        if len(set(ids)) != len(ids) or (
-            published.parents is not None and any(id in self._rows or id in taken for id in ids)
+        if (
+            len(set(ids)) != len(ids)
+            or len(set(finished)) != len(finished)
+            or (published.parents is not None and any(id in self._rows or id in taken for id in ids))
         ):
             raise LeaseError(f"node {node.name!r} published a row twice in lease {lease.token}")
         what = {"lease": lease.token, "ids": ids, "tokens": published.num_tokens.tolist()}
         what |= {"segment": segment.to_json()} if segment is not None else {}
         what |= {"versions": published.versions.tolist()} if published.versions is not None else {}
-        what |= {"parents": held} if published.parents is not None else {}
+        what |= {"parents": held, "finished": finished} if published.parents is not None else {}
         self._note("publish", **what)
+        through = ids if published.parents is None else finished
         if self._takes_groups[self._index[node.name]]:
-            rows = list(dict.fromkeys(held))
-            for id in rows:
+            for id in through:
                 del lease.open[id]
-            lease.staged.append((rows, published, segment))
+            lease.staged.append((through, published, segment))
         else:
-            self._accept(node, [lease.open.pop(id) for id in dict.fromkeys(held)], published, segment)
+            parents = {} if published.parents is None else {id: lease.open[id] for id in held}
+            self._accept(node, [lease.open.pop(id) for id in through], parents, published, segment)
 
-    def _accept(self, node: Node, rows: list[Row], published: Published, segment: Segment | None) -> None:
+    def _accept(
+        self, node: Node, rows: list[Row], parents: dict[int, Row], published: Published, segment: Segment | None
+    ) -> None:
+        """Rows are done, and rows made of these parents are there."""
         i = self._index[node.name]
         part = None
         if node.writes and segment is not None:
@@ -750,7 +813,7 @@ class Ledger:
         elif segment is not None:  # nobody reads what a node wrote without saying so
             self._freed.append(segment)
         if published.parents is not None:
-            self._accept_children(node, {r.id: r for r in rows}, published, part)
+            self._accept_children(node, parents, published, part)
             for parent in rows:
                 parent.group.expanded[i] += 1
                 self._finish(parent, i)
@@ -804,7 +867,7 @@ class Ledger:
                 row.group.step = step
         by_id = {r.id: r for r in lease.rows} if lease.staged else {}
         for ids, published, segment in lease.staged:
-            self._accept(lease.node, [by_id[id] for id in ids], published, segment)
+            self._accept(lease.node, [by_id[id] for id in ids], by_id, published, segment)
         for row in lease.open.values():
             if shape is Shape.FILTER:
                 self._drop_downstream(row, i, lease.node.name)
@@ -863,7 +926,7 @@ class Ledger:
 
     def _offer_again(self, row: Row, i: int) -> None:
         """A row that node i had claimed is ready for it as before."""
-        if self.graph.nodes[i].makes_level is not None and row.level == SOURCE:
+        if self.graph.nodes[i].makes_level is not None and row.level == SOURCE and not any(row.group.levels[1:]):
             self._tally(row.group, -1)
             row.group.version = None  # its generation begins again
         heapq.heappush(self._offers[i], (row.group.id, row.id))

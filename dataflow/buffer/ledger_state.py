@@ -13,7 +13,7 @@ from typing import Any
 from ..graph import SOURCE
 from .ledger import Ledger, int64_array
 from .log import Record
-from .rows import Group, Lease, Part, Published, Row
+from .rows import MAX_CHILDREN, Group, Lease, Part, Published, Row
 from .segments import Segment
 
 
@@ -29,6 +29,7 @@ def save(ledger: Ledger) -> Iterator[Record]:
         "dropped": dict(ledger._dropped),
         "stale": dict(ledger.stale),
         "late": ledger.late,
+        "cut_short": dict(ledger.cut_short),
         "largest": ledger.largest_group,
         "bytes": ledger.published_bytes,
         "finished_bytes": ledger.finished_bytes,
@@ -49,7 +50,8 @@ def save(ledger: Ledger) -> Iterator[Record]:
             own = [[ledger._index[name], numbers[id(part)]] for name, part in row.parts.items()]
             masks = [row.done, row.offered, row.leased, row.skipped, row.cancelled]
             parent = row.parent.id if row.parent else row.id
-            rows.append([row.id, row.level, parent, row.position, row.tokens, row.version, *masks, own])
+            aside = list((row.first_children or {}).items())
+            rows.append([row.id, row.level, parent, row.position, row.tokens, row.version, *masks, own, aside])
         yield {
             "do": "group",
             "graph": ledger.name,
@@ -75,7 +77,7 @@ def save(ledger: Ledger) -> Iterator[Record]:
             ],  # some were published, and their groups are finished
             "open": list(lease.open),
             "holder": lease.holder,
-            "first_child": lease.first_child,
+            "given_up": sorted(lease.given_up),
             "masked": sorted(lease.masked),
             "staged": [[ids, _published(p), s.to_json() if s else None] for ids, p, s in lease.staged],
         }
@@ -94,7 +96,10 @@ def load(ledger: Ledger, records: Iterable[Record]) -> None:
             case "lease":
                 rows = [ledger._rows[id] for id in record["ids"]]
                 lease = Lease(record["token"], ledger.graph[record["node"]], rows, record["holder"])
-                lease.first_child, lease.masked = record["first_child"], frozenset(record["masked"])
+                lease.masked, lease.given_up = frozenset(record["masked"]), set(record.get("given_up", ()))
+                if "first_child" in record and lease.node.makes_level is not None:  # an older checkpoint
+                    for k, row in enumerate(rows):
+                        row.first_children = {lease.node.makes_level: record["first_child"] + k * MAX_CHILDREN}
                 lease.open = {id: ledger._rows[id] for id in record["open"]}
                 lease.staged = [
                     (ids, Published(*(int64_array(a) for a in p)), Segment.from_json(s) if s else None)
@@ -109,6 +114,7 @@ def _load_totals(ledger: Ledger, record: Record) -> None:
     ledger.prompts_issued = record["prompts"]
     ledger._issued, ledger._done = record["issued"], record["done"]
     ledger._dropped, ledger.stale = Counter(record["dropped"]), Counter(record["stale"])
+    ledger.cut_short = Counter(record.get("cut_short", {}))
     ledger.late, ledger._next_token = record["late"], record["token"]
     ledger.largest_group, ledger.published_bytes = record["largest"], record["bytes"]
     ledger.finished_bytes, ledger.largest_group_bytes = record["finished_bytes"], record["largest_bytes"]
@@ -123,10 +129,12 @@ def _load_group(ledger: Ledger, record: Record, parts: list[Part]) -> None:
     group.offered, group.closed = record["offered"], record["closed"]
     ledger._groups[group.id] = group
     ledger.rounds[group.round] += 1
-    for id, level, parent, position, tokens, version, done, offered, leased, skipped, cancelled, own in record["rows"]:
+    for fields in record["rows"]:
+        id, level, parent, position, tokens, version, done, offered, leased, skipped, cancelled, own, *aside = fields
         above = ledger._rows[parent] if level != SOURCE else None
         row = Row(id, group, above, level, position, tokens, version)
         row.done, row.offered, row.leased, row.skipped, row.cancelled = done, offered, leased, skipped, cancelled
+        row.first_children = dict(aside[0]) if aside and aside[0] else None
         for i, number in own:
             row.parts[nodes[i].name] = parts[number]
             parts[number].rows += 1
@@ -188,5 +196,5 @@ def _offer(ledger: Ledger, group: Group) -> None:
 
 
 def _published(published: Published) -> list[Any]:
-    arrays = (published.ids, published.num_tokens, published.versions, published.parents)
+    arrays = (published.ids, published.num_tokens, published.versions, published.parents, published.finished)
     return [None if a is None else a.tolist() for a in arrays]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -60,6 +60,7 @@ class Row:
         "cancelled",
         "children",
         "done",
+        "first_children",
         "group",
         "id",
         "leased",
@@ -90,6 +91,19 @@ class Row:
         self.parts: dict[str, Part] = {}
         """Node -> where the columns lie that it wrote of this row."""
         self.children: list[Row] | None = None
+        self.first_children: dict[int, int] | None = None
+        """Level -> where the MAX_CHILDREN sample ids begin that are set aside for the rows of this level made of this row."""
+
+    def made(self, level: int) -> list[Row]:
+        """The rows of a level that were made of this row so far."""
+        return [child for child in self.children or () if child.level == level]
+
+    @property
+    def number(self) -> int:
+        """Its number among the rows made of its parent: the same whoever makes it, and when; 0 for a row of the source."""
+        if self.parent is None or self.parent.first_children is None:
+            return 0
+        return self.id - self.parent.first_children[self.level]
 
     def draw(self, makes_level: int) -> list[int]:
         """What tells the rows of a level that are made of this row from all others of its group, on any placement and under any
@@ -98,8 +112,7 @@ class Row:
         """
         path, row = [makes_level], self
         while row.parent is not None:
-            first = min(c.id for c in row.parent.children or () if c.level == row.level)
-            path += [row.id - first, row.level]
+            path += [row.number, row.level]
             row = row.parent
         return [] if path == [1] else path
 
@@ -168,14 +181,20 @@ class Lease:
     """Who works on them, for messages."""
     deadline: float | None = None
     """When the rows go back, in seconds of the ledger's clock."""
-    first_child: int = 0
-    """Sample ids from here on, MAX_CHILDREN for each row in turn, are for the rows made of them (EXPAND only)."""
     masked: frozenset[int] = frozenset()
     """Rows that are too old to be trained on, and are to be masked."""
     open: dict[int, Row] = field(default_factory=dict)
-    """Rows not yet published, by sample id."""
+    """Rows not yet published, by sample id; of an EXPAND, the parents that are not finished."""
+    given_up: set[int] = field(default_factory=set)
+    """Parents that a quorum finished without the rest of their rows: what is still made of them is let go."""
     staged: list[tuple[list[int], Published, Segment | None]] = field(default_factory=list)
     """What was published of it and does not count yet (nodes that take groups): rows (parents of an EXPAND) and data."""
+
+    @property
+    def first_children(self) -> np.ndarray:
+        """[rows] int64 where the MAX_CHILDREN sample ids begin that are set aside for the rows made of each (EXPAND only)."""
+        level = self.node.makes_level
+        return np.array([row.first_children[level] for row in self.rows if row.first_children and level], np.int64)
 
     @property
     def round(self) -> int:
@@ -233,8 +252,18 @@ class Published:
     """[rows] int64 oldest policy version in each row, when the node generated it."""
     parents: np.ndarray | None = None
     """[rows] int64 sample ids of the rows that these were made from (EXPAND only)."""
+    finished: np.ndarray | None = None
+    """int64 sample ids of the parents of which no more rows come (EXPAND only); None: of none."""
     newest: int = -1
     """Newest policy version of any token, when the node generated them; the log does without it."""
+
+    def without(self, parents: Container[int]) -> Published:
+        """The same but for what was made of these parents."""
+        assert self.parents is not None
+        kept = np.array([parent not in parents for parent in self.parents.tolist()], bool)
+        finished = None if self.finished is None else self.finished[[p not in parents for p in self.finished.tolist()]]
+        versions = None if self.versions is None else self.versions[kept]
+        return Published(self.ids[kept], self.num_tokens[kept], versions, self.parents[kept], finished, self.newest)
 
 
 @dataclass(frozen=True)

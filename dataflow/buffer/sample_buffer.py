@@ -239,6 +239,7 @@ class SampleBuffer:
         """Tell the store which files hold rows, now or at the latest checkpoint, so that the others may go."""
         for ledger in self.ledgers.values():
             ledger.take_freed()
+            ledger.take_given_up()
         live = self._live_segments()
         self._pins = {path.name: pinned for path in checkpoints(self.folder)[:1]}
         self._pinned = pinned

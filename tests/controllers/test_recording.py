@@ -216,7 +216,7 @@ def test_a_group_that_was_trained_on_is_not_issued_again_when_its_columns_are_lo
         lease = ledger.claim(node)
         assert lease is not None
         if node.makes_level is not None:
-            ids, parents = lease.first_child + np.array([0, 4096]), lease.ids
+            ids, parents = lease.first_children, lease.ids
             ledger.publish(lease, Published(ids, np.ones(2, np.int64), np.zeros(2, np.int64), parents), None)
         else:
             ledger.publish(lease, Published(lease.ids, np.zeros(len(lease.ids), np.int64)), None)

@@ -332,10 +332,25 @@ def test_requests_of_an_abandoned_iterator_are_given_up(engine: GenerationEngine
     requests, sampling = requests_of(prompts_of(12)), Sampling(max_tokens=24)
     steps = engine.generate(requests, sampling)
     next(steps)
-    steps.close()  # pyright: ignore[reportAttributeAccessIssue]
+    steps.close()
     if isinstance(engine, VllmEngine):
         assert engine.num_unfinished == 0
     assert len(all_of(engine, requests, sampling)) == len(requests)
+
+
+def test_requests_that_are_sent_back_are_given_up_and_the_others_go_on(engine: GenerationEngine) -> None:
+    requests, sampling = requests_of(prompts_of(6)), Sampling(max_tokens=24)
+    alone = all_of(engine, requests, sampling)
+    steps = engine.generate(requests, sampling)
+    first = [r.request_id for r in next(steps)]
+    given_up = [r.request_id for r in requests[::2] if r.request_id not in first]
+    rest = [*steps.send(given_up), *(r for step in steps for r in step)]
+    assert sorted(r.request_id for r in rest) == [
+        r.request_id for r in requests if r.request_id not in (*first, *given_up)
+    ]
+    assert all(r.token_ids.tolist() == alone[r.request_id].token_ids.tolist() for r in rest)
+    if isinstance(engine, VllmEngine):
+        assert engine.num_unfinished == 0
 
 
 def test_two_iterators_may_be_open_at_once(engine: GenerationEngine) -> None:
@@ -363,12 +378,13 @@ def test_vllm_through_the_worker_gives_whole_groups_and_takes_over_weights(
         parent_id=np.arange(12) + 50,
         prompt_ids=prompts_of(12),
     )
-    parts = [part[0] for part in vllm_worker.generate(prompts, n=3, sampling=Sampling(max_tokens=24)) if part]
+    parts = [part[0].rows for part in vllm_worker.generate(prompts, n=3, sampling=Sampling(max_tokens=24)) if part]
     assert len(parts) > 1
     assert sorted(Batch.concat(parts).numpy("parent_id").tolist()) == sorted(3 * list(range(50, 62)))
     weights = published(model, publisher, version=1, scale=1.1)
     assert vllm_worker.receive_weights(weights) == weights.checksum
-    versions, _ = Batch.concat([part[0] for part in vllm_worker.generate(prompts) if part]).ragged("response_versions")
+    again = [part[0].rows for part in vllm_worker.generate(prompts) if part]
+    versions, _ = Batch.concat(again).ragged("response_versions")
     assert set(versions.tolist()) == {1}
     vllm_worker.offload()
     vllm_worker.onload()

@@ -1,11 +1,11 @@
-"""The rollout worker: whole groups as they finish, the same tokens wherever they are sampled, mistakes found early."""
+"""The rollout worker: responses as they finish, the same tokens wherever they are sampled, mistakes found early."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ from weft.dataflow.errors import SampleError, UserError
 from weft.dataflow.metrics import Metrics, Sum, merge
 from weft.dataflow.operation import Shape, declaration_of
 from weft.resharding.shared_memory import WeightPublisher
+from weft.workers.children import Children
 from weft.workers.generation.transformers_engine import TransformersEngine, TransformersSettings
 from weft.workers.generation.vllm_settings import VllmSettings
 from weft.workers.model_folder import read_model_config, read_stop_tokens
@@ -41,16 +42,19 @@ def worker(tiny_model: Path) -> RolloutWorker:
     return RolloutWorker(RolloutConfig(model=tiny_model, engine="transformers"), Context(seed=5))
 
 
-Parts = Iterator[tuple[Batch, Metrics] | None]
+Parts = Iterable[tuple[Children, Metrics] | None]
 
 
-def said(parts: Parts) -> list[tuple[Batch, Metrics]]:
+def said(parts: Parts) -> list[tuple[Children, Metrics]]:
     """Without the turns that were given away."""
     return [part for part in parts if part is not None]
 
 
 def rows_of(parts: Parts) -> Batch:
-    return Batch.concat([batch for batch, _ in said(parts)])
+    """In the order of the prompts, and of their numbers."""
+    children = [children for children, _ in said(parts)]
+    rows, numbers = Batch.concat([c.rows for c in children]), np.concatenate([c.numbers for c in children])
+    return rows.take(np.lexsort((numbers, rows.numpy("parent_id"))).tolist())
 
 
 def tokens(batch: Batch) -> dict[int, list[list[int]]]:
@@ -71,7 +75,7 @@ def test_generate_is_declared_as_an_expansion_of_prompts() -> None:
 def test_every_batch_comes_with_its_tokens_and_the_share_that_is_cut_off(worker: RolloutWorker) -> None:
     parts = said(worker.generate(prompts_of([3, 5]), n=4, sampling=Sampling(max_tokens=6)))
     metrics = merge(metrics for _, metrics in parts)
-    batch = rows_of(iter(parts))
+    batch = rows_of(parts)
     assert metrics["tokens"] == Sum(float(batch.lengths("response_ids").sum()))
     assert metrics["response_length"].value == batch.lengths("response_ids").mean()
     assert metrics["cut_off"].value == batch["finish_reason"].to_pylist().count("length") / 8
@@ -126,15 +130,38 @@ def test_without_seeds_two_replicas_draw_different_tokens(tiny_model: Path) -> N
     assert one != other
 
 
-def test_groups_are_handed_over_whole_and_before_the_last_is_done(tiny_model: Path) -> None:
+def test_responses_of_one_step_are_handed_over_together_and_before_the_last_is_done(tiny_model: Path) -> None:
     config = RolloutConfig(model=tiny_model, engine="transformers", transformers=TransformersSettings(max_num_seqs=4))
     sampling = Sampling(max_tokens=5, ignore_stop=True)
-    parts = [batch for batch, _ in said(RolloutWorker(config).generate(prompts_of([3] * 5), n=2, sampling=sampling))]
-    assert [part.numpy("parent_id").tolist() for part in parts] == [
-        [100, 100, 101, 101],
-        [102, 102, 103, 103],
-        [104, 104],
+    parts = [part for part, _ in said(RolloutWorker(config).generate(prompts_of([3] * 3), n=3, sampling=sampling))]
+    assert [part.rows.numpy("parent_id").tolist() for part in parts] == [
+        [100, 100, 100, 101],
+        [101, 101, 102, 102],
+        [102],
     ]
+    assert [part.numbers.tolist() for part in parts] == [[0, 1, 2, 0], [1, 2, 0, 1], [2]]
+    assert [part.finished.tolist() for part in parts] == [[100], [101], [102]]
+
+
+def test_a_requeued_prompt_gets_the_responses_that_it_lacks_and_no_others(worker: RolloutWorker) -> None:
+    sampling = Sampling(max_tokens=8, ignore_stop=True)
+    every = tokens(rows_of(worker.generate(prompts_of([3, 5]), n=3, sampling=sampling)))
+    again = prompts_of([3, 5]).with_columns(made_before=[[1], []])
+    parts = said(worker.generate(again, n=3, sampling=sampling))
+    assert parts[-1][0].numbers.tolist() == [0, 2, 0, 1, 2] and parts[-1][0].finished.tolist() == [100, 101]
+    assert tokens(rows_of(parts)) == {100: [every[100][0], every[100][2]], 101: every[101]}
+
+
+def test_responses_that_nobody_wants_any_more_are_not_made(worker: RolloutWorker) -> None:
+    sampling = Sampling(max_tokens=8, ignore_stop=True)
+    every = tokens(rows_of(worker.generate(prompts_of([3, 5]), n=2, sampling=sampling)))
+    steps = worker.generate(prompts_of([3, 5]), n=2, sampling=sampling)
+    assert next(steps) is None and steps.send([100]) is None
+    assert tokens(rows_of(steps)) == {101: every[101]}
+    steps = worker.generate(prompts_of([3, 5]), n=2, sampling=sampling)
+    assert next(steps) is None
+    with pytest.raises(StopIteration):
+        steps.send([100, 101])
 
 
 def test_weights_are_taken_over_and_stamped_on_tokens(worker: RolloutWorker) -> None:

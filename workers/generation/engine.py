@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -41,16 +41,21 @@ class Response:
     finish_reason: Literal["stop", "length"]
 
 
+Responses = Generator[list[Response], Collection[int] | None, None]
+"""What an engine yields; it may be sent the ids of requests that nobody wants any more."""
+
+
 class GenerationEngine(Protocol):
     """Samples responses, and loads new weights between two steps."""
 
     version: int
     """Policy version of the weights that the next step samples from; 0: those of the model's folder."""
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[Response]]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Responses:
         """Sample one response to each request.
 
-        All requests are admitted before the first step. Closing the iterator early aborts the requests that are not finished.
+        All requests are admitted before the first step. Closing the generator early aborts the requests that are not finished;
+        sending it ids of requests aborts these.
         `update_weights` may be called between two items: requests go on under the new version.
 
         Returns:

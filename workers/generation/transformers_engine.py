@@ -11,7 +11,7 @@ through the rounding of matrix products.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from ...dataflow.lazy import torch
 from ...resharding.weights import Weights
 from ..model_folder import find_model_config, read_stop_tokens, refusals_named
 from .decoding import DecodingBatch, new_cache
-from .engine import Request, Response
+from .engine import Request, Response, Responses
 from .token_sampling import Draws, draw_tokens
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class TransformersEngine:
         self._stop_tokens = np.asarray(read_stop_tokens(model), dtype=np.int64)
         self._seeds = np.random.default_rng(seed)
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[Response]]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Responses:
         """Responses as they finish; see `GenerationEngine`."""
         for request in requests:
             if len(request.prompt_ids) + sampling.max_tokens > self._max_context:
@@ -94,8 +94,11 @@ class TransformersEngine:
                     f"request {request.request_id}: {len(request.prompt_ids)} prompt tokens and max_tokens="
                     f"{sampling.max_tokens} exceed the context of {self._max_context}"
                 )
+        given_up: set[int] = set()
         for start in range(0, len(requests), self._max_num_seqs):
-            yield from self._generate(requests[start : start + self._max_num_seqs], sampling)
+            wanted = [r for r in requests[start : start + self._max_num_seqs] if r.request_id not in given_up]
+            if wanted:
+                yield from self._generate(wanted, sampling, given_up)
 
     def update_weights(self, weights: Weights) -> str:
         """Copy a published version over the model's parameters.
@@ -140,8 +143,9 @@ class TransformersEngine:
         if missing:
             raise WeightSyncError(f"weights version {version} lack what the model needs for: {', '.join(missing)}")
 
-    def _generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[Response]]:
-        """Sample one batch of requests, from the prompts to the last finished response."""
+    def _generate(self, requests: Sequence[Request], sampling: Sampling, given_up: set[int]) -> Responses:
+        """Sample one batch of requests, from the prompts to the last finished response; ids that it is sent are put into `given_up`."""
+        request_ids = np.array([request.request_id for request in requests])
         stops = np.empty(0, dtype=np.int64) if sampling.ignore_stop else self._stop_tokens
         draws = Draws.of(requests, self._seeds)
         shape = (len(requests), sampling.max_tokens)
@@ -160,7 +164,7 @@ class TransformersEngine:
             length = position + 1
             stopped = np.isin(tokens, stops)
             done = stopped | (length == sampling.max_tokens)
-            yield [
+            sent = yield [
                 Response(
                     request_id=requests[row].request_id,
                     token_ids=token_ids[row, :length].copy(),
@@ -170,6 +174,9 @@ class TransformersEngine:
                 )
                 for row, stop in zip(alive[done].tolist(), stopped[done].tolist(), strict=True)
             ]
+            if sent:
+                given_up.update(sent)
+                done |= np.isin(request_ids[alive], list(given_up))
             if done.all():
                 return
             if done.any():

@@ -18,7 +18,7 @@ from ...dataflow.errors import GenerationError, WeightSyncError
 from ...dataflow.lazy import torch
 from ...resharding.weights import Weights
 from ..model_folder import read_stop_tokens
-from .engine import Request, Response
+from .engine import Request, Response, Responses
 from .vllm_settings import VllmSettings
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ class VllmEngine:
         if settings.tensor_parallel > 1:
             self._engine.collective_rpc("weft_unlink_shared_memory")
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[Response]]:
-        """Responses as they finish; see `GenerationEngine`. Several iterators may be open at once."""
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Responses:
+        """Responses as they finish; see `GenerationEngine`. Several generators may be open at once."""
         waiting: set[str] = set()
         try:
             for request in requests:
@@ -73,13 +73,13 @@ class VllmEngine:
                     self._step()
                     done = waiting & self._finished.keys()
                 waiting -= done
-                yield [self._finished.pop(key) for key in sorted(done, key=int)]
+                given_up = yield [self._finished.pop(key) for key in sorted(done, key=int)]
+                if given_up:
+                    unwanted = {key for key in waiting if self._request_ids.get(key) in given_up}
+                    self._abort(unwanted)
+                    waiting -= unwanted
         finally:
-            if waiting:
-                self._engine.abort_request(list(waiting))
-                for key in waiting:
-                    self._request_ids.pop(key, None)
-                    self._finished.pop(key, None)
+            self._abort(waiting)
 
     def update_weights(self, weights: Weights) -> str:
         """Load a published version into every rank, and check that every rank arrived at its checksum.
@@ -124,6 +124,13 @@ class VllmEngine:
     def close(self) -> None:
         """End vLLM's processes and free its memory."""
         self._engine.engine_core.shutdown()
+
+    def _abort(self, keys: set[str]) -> None:
+        if keys:
+            self._engine.abort_request(list(keys))
+        for key in keys:
+            self._request_ids.pop(key, None)
+            self._finished.pop(key, None)
 
     def _add(self, request: Request, sampling: Sampling) -> str:
         key = str(next(self._numbers))

@@ -10,9 +10,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from simulated_runs import KNOWN, QUIET, Rollout, apart, calls, costs, groups, run, times, trained
-from toy import prompts, toy_dapo, toy_evaluation, toy_grpo
+from toy import centred, prompts, toy_dapo, toy_evaluation, toy_grpo
 
+import weft
 from weft.__main__ import main
+from weft.algorithms.filters import first_of_group
 from weft.controllers.backends.backend import Event
 from weft.controllers.backends.local import Local
 from weft.controllers.driver import Driver, Evaluation
@@ -50,8 +52,9 @@ def test_synchronous_by_hand(tmp_path: Path):
 def test_pipelined_by_hand(tmp_path: Path):
     schedule = Pipelined(steps=1, prompts_per_step=2, shuffle=False)
     driver = run(tmp_path, schedule, Simulated(costs(KNOWN)), number=2)
-    # The first group comes at 5.75, the second at 7.75; the fixed part of the update comes with its last rows.
-    assert calls(driver, "reward.score") == pytest.approx(np.array([(5.75, 6.75), (7.75, 8.75)]))
+    # Responses come at 2.75, 3.75, 5.75 and 7.75, groups with the last two; the fixed part of the update comes with its last rows.
+    scored = np.array([(2.75, 3.75), (3.75, 4.75), (5.75, 6.75), (7.75, 8.75)])
+    assert calls(driver, "reward.score") == pytest.approx(scored)
     assert calls(driver, "actor.update") == pytest.approx(np.array([(6.75, 7.95), (8.75, 12.25)]))
     assert times(driver) == pytest.approx([13.0])
 
@@ -323,7 +326,7 @@ def test_256_devices_and_20_steps_take_seconds(tmp_path: Path):
     began = time.process_time()
     driver = run(tmp_path, schedule, Simulated(cost), apart(128, 128), number=1000, n=8)
     assert len(times(driver)) == 20
-    assert time.process_time() - began < 20
+    assert time.process_time() - began < 40
 
 
 class Replaceable(Rollout):
@@ -409,3 +412,68 @@ def test_the_siblings_of_a_rank_that_died_go_on_while_another_comes_up(tmp_path:
     for method, version, given in backend.told:
         held = given if method == "receive_weights" else held
         assert method != "generate" or held == version, "it gets no rows before it has the weights of the others"
+
+
+# Stragglers
+
+
+@weft.graph
+def over_issued(prompts, *, rollout, reward, actor, n, first=2):
+    samples = reward.score(rollout.generate(prompts, n=n))
+    return actor.update(centred(first_of_group(samples, first, deadline_s=5.0)))
+
+
+@pytest.mark.parametrize("schedule", [Pipelined, Asynchronous])
+def test_a_step_does_not_wait_for_a_straggler_that_its_quorum_does_without(tmp_path: Path, schedule: Any):
+    settings: dict[str, Any] = {"steps": 3, "prompts_per_step": 2, "shuffle": False}
+    straggling = FixedLengths(lengths=((9, 400, 6), (8, 7, 11)))
+    swift = FixedLengths(lengths=((9, 6), (8, 7)))
+    taken = {
+        n: run(tmp_path, schedule(**settings), Simulated(costs(lengths)), graph=over_issued, number=2, n=n)
+        for n, lengths in ((3, straggling), (2, swift))
+    }
+    assert times(taken[3])[-1] <= times(taken[2])[-1] + 3.0, "three steps"
+    proof = check_log(taken[3].directory.path / "buffer")
+    assert not proof.violations
+    log = [r for r in LogReader(taken[3].directory.path / "buffer" / LOG) if r["do"] == "publish" and "parents" in r]
+    made = sum(len(r["ids"]) for r in log)
+    assert 12 <= made <= 15, "the straggler is never made"
+
+
+def test_responses_that_end_in_one_step_are_one_message(tmp_path: Path):
+    same = FixedLengths(lengths=((5, 5, 3),))
+    driver = run(tmp_path, Pipelined(steps=1, prompts_per_step=4), Simulated(costs(same)), n=3, number=4)
+    log = [r for r in LogReader(driver.directory.path / "buffer" / LOG) if r["do"] == "publish" and "parents" in r]
+    assert [(len(r["ids"]), len(r["finished"])) for r in log] == [(4, 0), (8, 4)]
+
+
+def test_a_rank_that_dies_loses_only_the_responses_that_it_had_not_handed_over(tmp_path: Path):
+    cost = costs(FixedLengths(lengths=((4, 30, 5),)))
+    made = groups() | {"rollout": group(Replaceable, name="rollout")}
+    made["rollout"].follows(made["actor"])
+    driver = Driver(
+        toy_grpo(prompts(4), n=3, **made),
+        schedule=Synchronous(steps=1, prompts_per_step=4),
+        placement=apart(2, 1),
+        backend=Mortal(cost, at=10.0),
+        root=tmp_path,
+        name="run",
+        progress=False,
+        buffer=QUIET,
+        record_every=0,
+    )
+    with driver:
+        driver.run()
+    assert not check_log(driver.directory.path / "buffer").violations
+    log = list(LogReader(driver.directory.path / "buffer" / LOG))
+    claims = {r["lease"]: r["ids"] for r in log if r["do"] == "claim" and r["node"] == "rollout.generate"}
+    first, again = claims.values()
+    assert len(first) == 4 and len(again) == 2, "those of the rank that died"
+    of_lease = {
+        token: [(r["ids"], r["parents"]) for r in log if r["do"] == "publish" and r["lease"] == token]
+        for token in claims
+    }
+    counts = [sum(len(ids) for ids, _ in published) for published in of_lease.values()]
+    assert counts == [10, 2], "two of three were there of each, and the third alone was made again"
+    assert {parent for _, parents in list(of_lease.values())[1] for parent in parents} == set(again)
+    assert [len(ids) for ids in trained(driver)] == [12]

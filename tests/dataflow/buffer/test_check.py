@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from weft.dataflow.buffer.check import Report, check_log
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.log import Log, LogReader, Position, Record, read_checkpoint, write_checkpoint
-from weft.dataflow.buffer.rows import MAX_CHILDREN, Lease, Published, Staleness
+from weft.dataflow.buffer.rows import Lease, Published, Staleness
 from weft.dataflow.buffer.sample_buffer import SampleBuffer
 from weft.dataflow.buffer.segments import Segment
 from weft.dataflow.config import Config
@@ -101,14 +101,8 @@ def random_graph(chance: random.Random, name: str) -> Graph:
     return draw.graph()
 
 
-def first_children(lease: Any) -> Any:
-    old = hasattr(lease, "first_child")
-    return lease.first_child + MAX_CHILDREN * np.arange(len(lease.rows)) if old else lease.first_children
-
-
 def children(ids: Any, versions: Any, parents: Any, finished: Any) -> Published:
-    by_word = {"finished": finished} if "finished" in Published.__dataclass_fields__ else {}
-    return Published(ids, np.ones(len(ids), np.int64), versions, parents, **by_word)
+    return Published(ids, np.ones(len(ids), np.int64), versions, parents, finished)
 
 
 class Play:
@@ -153,7 +147,7 @@ class Play:
             return
         place = {id: k for k, id in enumerate(lease.ids.tolist())}
         parents = [parent for parent in held for _ in range(self.chance.randint(1, 3))]
-        ids = [first_children(lease)[place[p]] + parents[:k].count(p) for k, p in enumerate(parents)]
+        ids = [lease.first_children[place[p]] + parents[:k].count(p) for k, p in enumerate(parents)]
         versions = np.array([max(0, self.version - self.chance.randint(0, 3)) for _ in ids], np.int64)
         of, all_of_them = np.array(parents, np.int64), np.array(held, np.int64)
         made = children(np.array(ids, np.int64), versions, of, all_of_them)
@@ -290,7 +284,7 @@ def publish(buffer: SampleBuffer, ledger: Ledger, lease: Lease, samples: int) ->
         buffer.publish(ledger, lease, Published(ids, np.ones(len(ids), np.int64)), into)
         return
     parents = np.repeat(lease.ids, samples)
-    ids = np.add.outer(first_children(lease), np.arange(samples)).ravel()
+    ids = np.add.outer(lease.first_children, np.arange(samples)).ravel()
     made = children(ids, np.zeros(len(ids), np.int64), parents, lease.ids)
     buffer.publish(ledger, lease, made, into)
 

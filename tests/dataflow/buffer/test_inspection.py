@@ -11,7 +11,7 @@ import pytest
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.history import HISTORY, buffer_folder, history, why
 from weft.dataflow.buffer.ledger import Ledger
-from weft.dataflow.buffer.rows import MAX_CHILDREN, Lease, Published, Staleness
+from weft.dataflow.buffer.rows import Lease, Published, Staleness
 from weft.dataflow.buffer.sample_buffer import SEGMENTS, SampleBuffer
 from weft.dataflow.buffer.samples import archive
 from weft.dataflow.buffer.segments import SegmentWriter
@@ -71,7 +71,7 @@ class Run:
 
     def generate(self) -> None:
         lease = self.claim("generate")
-        ids = np.concatenate([lease.first_child + k * MAX_CHILDREN + np.arange(2) for k in range(len(lease.ids))])
+        ids = np.add.outer(lease.first_children, np.arange(2)).ravel()
         texts = Batch.of(sample_id=ids, response=[f"answer {k}" for k in range(len(ids))])
         made = Published(ids, np.full(len(ids), 4), np.full(len(ids), 7), np.repeat(lease.ids, 2))
         self.buffer.publish(self.ledger, lease, made, self.writer.append(texts))

@@ -247,10 +247,10 @@ class Driver:
             self.buffer.publish(ledger, lease, published, where)
             return
         each = lease.node.arguments["n"]
-        ids = [lease.first_child + 10 * lease.ids.tolist().index(p) + k for p in held for k in range(each)]
+        ids = [lease.first_children[lease.ids.tolist().index(p)] + k for p in held for k in range(each)]
         versions = np.full(len(ids), self.buffer.notes.get("version", 0))
         parents = np.repeat(np.array(held, np.int64), each)
-        made = Published(np.array(ids, np.int64), np.ones(len(ids), np.int64), versions, parents)
+        made = Published(np.array(ids, np.int64), np.ones(len(ids), np.int64), versions, parents, np.unique(parents))
         self.buffer.publish(ledger, lease, made, where)
 
     def finish(self) -> None:
@@ -724,7 +724,7 @@ class Columns:
             ids = lease.ids.tolist()
             parents = None
             if n.makes_level is not None:
-                ids = [lease.first_child + k for k in range(2)]
+                ids = [lease.first_children[0] + k for k in range(2)]
                 parents = np.array([lease.ids[0]] * 2)
             segment = self.segment(ids) if n.writes else None
             segments += [segment] if segment else []
@@ -840,7 +840,7 @@ def test_a_checkpoint_with_a_lease_whose_first_groups_are_finished_can_be_loaded
     ledger.issue([0, 1], [1, 1], round=0)
     lease = ledger.claim(ledger.graph.nodes[0])
     assert lease is not None
-    ids, parents = np.array([lease.first_child, lease.first_child + 1]), lease.ids
+    ids, parents = lease.first_children, lease.ids
     ledger.publish(lease, Published(ids, np.ones(2, int), None, parents), None)
     ledger.finish(lease)
     lease = ledger.claim(ledger.graph.nodes[1])
@@ -931,7 +931,7 @@ class Stream:
         ids, parents, versions, num_bytes = lease.ids, None, None, 0
         if lease.node is self.generate:
             parents = np.repeat(lease.ids, self.samples)
-            ids = lease.first_child + np.arange(len(parents))
+            ids = np.add.outer(lease.first_children, np.arange(self.samples)).ravel()
             versions = np.full(len(ids), version)
             num_bytes = self.group_bytes * len(lease.rows)
         offset = self.buffer.log.position.offset
