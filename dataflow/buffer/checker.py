@@ -348,8 +348,7 @@ class Checker:
             self._break(Rule.LEASE, f"publish: {who} makes a row of row {id}, which is not, or no longer, its own")
         if parents is not None:
             self._check_children(lease, ids, parents, f"publish: {who} makes")
-        self.flight.by_word |= "finished" in record
-        finished = set[int](ids if parents is None else record.get("finished", parents))
+        finished = set[int](ids if parents is None else record["finished"])
         for id in sorted(finished - lease.open - foreign):
             verb = "publishes" if parents is None else "finishes"
             self._break(Rule.LEASE, f"publish: {who} {verb} row {id}, which is not, or no longer, its own")

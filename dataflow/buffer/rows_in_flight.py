@@ -55,7 +55,6 @@ class RowsInFlight:
         """(graph, number) -> leases that are neither finished nor released."""
         self.next_id = self.next_group = 0
         self.events = 0
-        self.by_word = False
         self._on_finished, self._keep_parts = on_finished, keep_parts
         self._counts: dict[str, GraphCounts] = {}
         """`waiting` and `leased` are counted when they are asked for."""
@@ -186,7 +185,7 @@ class RowsInFlight:
         group.chosen[quorum] = taken
         for id in sorted(group.levels[quorum.level] - taken - quorum.dropped - quorum.done):
             self._cancel(self.rows[id], quorum, f"over-issued at {quorum.name}")
-        if quorum.own_maker is not None and self.by_word:
+        if quorum.own_maker is not None:
             self._cut_short(group, quorum.own_maker)
 
     def lose(self, group: Group, *, again: bool) -> None:

@@ -1,0 +1,6 @@
+"""The tests in this folder import `played_ledgers`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

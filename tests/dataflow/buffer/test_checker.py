@@ -1,0 +1,373 @@
+"""The checker: true logs of the real ledger keep the law, and a log with one thing wrong breaks a rule at the right place."""
+
+import ast
+import importlib
+import inspect
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from played_ledgers import (
+    Drawing,
+    Play,
+    Records,
+    at,
+    byte_of,
+    dapo,
+    drive,
+    lease_of,
+    publish,
+    random_graph,
+    report_of,
+)
+
+from weft.dataflow.buffer.check import check_log
+from weft.dataflow.buffer.checker import Checker
+from weft.dataflow.buffer.log import LogReader
+from weft.dataflow.buffer.rows import Published, Staleness
+from weft.dataflow.buffer.rules import Rule
+from weft.dataflow.buffer.sample_buffer import SampleBuffer
+from weft.dataflow.operation import Shape
+from weft.dataflow.takes import Quorum
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_whatever_a_ledger_does_keeps_the_law_and_is_counted_as_it_counts_itself(
+    tmp_path_factory: pytest.TempPathFactory, seed: int
+):
+    chance = random.Random(seed)
+    graphs = {name: random_graph(chance, name) for name in ("train", "eval")[: chance.randint(1, 2)]}
+    play = Play(tmp_path_factory.mktemp("run"), graphs, chance)
+    for _ in range(4):
+        play.random_moves(40)
+        agree(play)
+    play.run_dry()
+    agree(play)
+    play.buffer.log.close()
+
+
+def agree(play: Play) -> None:
+    report = play.report()
+    assert not report.violations, "\n".join(map(str, report.violations))
+    for name, ledger in play.buffer.ledgers.items():
+        counted, proven = ledger.counts(), report.graphs[name]
+        ours = [proven.issued, proven.waiting, proven.leased, proven.done, sum(proven.dropped.values())]
+        assert ours == list(counted.values()), (name, counted, proven)
+        assert proven.stale == dict(ledger.stale)
+    assert report.leases["open"] == sum(len(g.leases) for g in play.buffer.ledgers.values())
+
+
+# A log with one thing wrong in it
+
+
+@pytest.fixture
+def true(tmp_path: Path) -> Records:
+    """The records of a run of `dapo` in which everything was done."""
+    drive(tmp_path / "true", dapo()).log.close()
+    records = list(LogReader(tmp_path / "true" / "ledger.log"))
+    assert not report_of(records, tmp_path).violations
+    return records
+
+
+def without(do: str, node: str | None = None, number: int = 0) -> Callable[[Records], int]:
+    def mutate(records: Records) -> int:
+        index = at(records, do, node, number)
+        del records[index]
+        return -1
+
+    return mutate
+
+
+def twice(do: str, node: str | None = None) -> Callable[[Records], int]:
+    def mutate(records: Records) -> int:
+        index = at(records, do, node)
+        records.insert(index + 1, dict(records[index]))
+        return index + 1
+
+    return mutate
+
+
+def changed(do: str, of: str | None, number: int = 0, /, **values: Any) -> Callable[[Records], int]:
+    """The record with other values, each worked out from the one that it has."""
+
+    def mutate(records: Records) -> int:
+        index = at(records, do, of, number)
+        record = records[index]
+        records[index] = record | {k: v(record[k]) if callable(v) else v for k, v in values.items()}
+        return index
+
+    return mutate
+
+
+def moved(do: str, node: str | None, after: str, of: str | None) -> Callable[[Records], int]:
+    """The record put behind another."""
+
+    def mutate(records: Records) -> int:
+        record = records.pop(at(records, do, node))
+        records.insert(at(records, after, of) + 1, record)
+        return records.index(record)
+
+    return mutate
+
+
+def too_new(records: Records) -> int:
+    index = at(records, "claim", "updater.update")
+    records[index] = records[index] | {"stale": [5, 1, "wait"]}
+    return index
+
+
+def two_samples_for_each_other(records: Records) -> int:
+    index = at(records, "publish", "score")
+    other = records[at(records, "claim", "score", 1)]["ids"][0]
+    records[index] = records[index] | {"ids": [other, *records[index]["ids"][1:]]}
+    return index
+
+
+def children_twice(records: Records) -> int:
+    index = at(records, "publish", "generate")
+    records.insert(index, records[index] | {"finished": []})
+    return index + 1
+
+
+def lost_under_way(records: Records) -> int:
+    index = at(records, "claim", "score") + 1
+    records.insert(index, {"do": "lose", "graph": "train", "group": 0, "why": "its file is gone"})
+    return index
+
+
+WRONG: dict[Rule, dict[str, tuple[Callable[[Records], int], str]]] = {
+    Rule.ONCE: {
+        "an issue is missing": (
+            without("issue"),
+            "claim: lease 1 of node 'generate' takes row 0, which was never made",
+        ),
+        "the children are missing": (
+            without("publish", "generate"),
+            "takes row 8194, which is finished, or was never made",
+        ),
+        "a release is missing": (without("release"), r"takes row 0, of group 0, which it holds already \(lease 1\)"),
+        "a row is claimed twice": (changed("claim", "score", ids=lambda ids: [ids[0]] * 2), "which it holds already"),
+        "a row is consumed twice": (
+            changed("claim", "score", 1, ids=lambda ids: [8194, *ids]),
+            "takes row 8194, of group 0, which it has consumed before",
+        ),
+        "a dropped row is claimed": (
+            changed("claim", "advantages", ids=lambda ids: [*ids, 8195]),
+            r"takes row 8195, of group 0, which was dropped before it \(keep\)",
+        ),
+        "a row is published twice in one": (
+            changed("publish", "score", ids=lambda ids: ids[:1] * 2),
+            "publishes a row twice",
+        ),
+        "a group is lost while it is worked on": (lost_under_way, "lose: group 0 is lost while row .* is leased"),
+    },
+    Rule.LEASE: {
+        "a claim is missing": (without("claim", "score"), "publish: lease .* of graph 'train' was never granted"),
+        "a claim stands twice": (twice("claim", "score"), "claim: lease .* of node 'score' was granted before"),
+        "a publication stands twice": (
+            twice("publish", "score"),
+            "publishes row .*, which is not, or no longer, its own",
+        ),
+        "children come after their parent is finished": (
+            twice("publish", "generate"),
+            "makes a row of row 0, which is not, or no longer, its own",
+        ),
+        "a finish stands twice": (
+            twice("finish", "score"),
+            r"finish: lease .* of graph 'train' was finished at byte \d+",
+        ),
+        "a release stands twice": (twice("release"), r"was released \(its holder died\) at byte \d+"),
+        "a void lease publishes": (
+            changed("publish", "generate", lease=1),
+            r"publish: lease 1 of graph 'train' was released \(its holder died\)",
+        ),
+        "another's row is published": (
+            two_samples_for_each_other,
+            "publishes row .*, which is not, or no longer, its own",
+        ),
+        "a child has another's parent": (
+            changed("publish", "generate", parents=lambda ids: [8194, *ids[1:]]),
+            "makes a row of row 8194, which is not, or no longer, its own",
+        ),
+    },
+    Rule.NOTHING_LEFT_OUT: {
+        "a publication is missing": (without("publish", "score"), "finish: lease .* leaves 2 of its rows out"),
+    },
+    Rule.COMPLETE_GROUP: {
+        "the finish of a filter is missing": (
+            without("finish", "keep"),
+            "takes .* rows of group 0: row .* is left out",
+        ),
+        "half a group is claimed": (
+            changed("claim", "advantages", ids=lambda ids: ids[1:]),
+            "takes 1 rows of group 0: row 8194 of the group is left out",
+        ),
+        "half a group is trained on": (
+            changed("claim", "updater.update", ids=lambda ids: ids[1:]),
+            "takes 1 rows of group 0: row 8194 of the group is left out",
+        ),
+    },
+    Rule.READY: {
+        "the finish of a group is missing": (without("finish", "advantages"), "with which advantages is not done"),
+        "one row is claimed for another": (
+            changed("claim", "score", ids=lambda ids: [ids[0], 0]),
+            "takes row 0, of group 0, which is of level 'prompts', not 'generate'",
+        ),
+        "a row is claimed too early": (
+            moved("claim", "keep", "claim", "score"),
+            "takes row 8194, of group 0, with which score is not done",
+        ),
+    },
+    Rule.NEW_ID: {
+        "an issue stands twice": (twice("issue"), "issue: row 0 is issued, but ids below 2 were given out before"),
+        "children are made twice": (children_twice, "makes row 8194, which was made before"),
+        "an id is issued again": (changed("issue", None, first=lambda id: id - 1), "row -1 is issued, but ids below 0"),
+        "an id is left out": (changed("issue", None, first=lambda id: id + 1), "row 1 is issued, but 0 is next"),
+        "a group is issued again": (changed("issue", None, group=7), "group 7 is issued, but 0 is next"),
+        "a child has another's id": (
+            changed("publish", "generate", ids=lambda ids: [99, *ids[1:]]),
+            "makes row 99 of row 0, but ids 8194 to 12289 are set aside for it",
+        ),
+    },
+    Rule.KNOWN_RECORD: {
+        "a child has no parent": (
+            changed("publish", "generate", parents=lambda ids: ids[:-1]),
+            "of 6 rows, parents, tokens or versions are more or fewer",
+        ),
+        "a map makes rows": (changed("publish", "score", parents=[0]), "parents of rows of a map"),
+        "an unknown node": (changed("claim", "score", node="scor"), "graph 'train' has no node 'scor'"),
+        "an unknown graph": (changed("claim", "score", graph="trian"), "graph 'trian' was not recorded"),
+        "an unknown record": (changed("claim", "score", do="clam"), "clam: no such record is known"),
+        "a field is missing": (changed("claim", "score", ids=None), "claim: the record lacks what it needs"),
+    },
+    Rule.STALENESS: {
+        "an update trains on rows too old": (too_new, r"of version 0, for version 5 with a bound of 1 \(wait\)"),
+    },
+    Rule.STEP: {
+        "an update is of another step": (
+            changed("finish", "updater.update", step=7),
+            "is of step 7, but step 1 was under way",
+        ),
+    },
+}
+"""Rule -> what is wrong with a log -> how the true one is changed (returning the record that breaks the rule, or -1), and what is said."""
+
+
+@pytest.mark.parametrize(("rule", "wrong"), [(rule, wrong) for rule, mutations in WRONG.items() for wrong in mutations])
+def test_a_log_with_one_thing_wrong_breaks_a_rule_at_its_place(rule: Rule, wrong: str, true: Records, tmp_path: Path):
+    mutate, message = WRONG[rule][wrong]
+    index = mutate(true)
+    violations = report_of(true, tmp_path).violations
+    found = [violation.rule for violation in violations if re.search(message, str(violation))]
+    assert found and found[0] is rule, "\n".join(map(str, violations[:5]))
+    if index >= 0:
+        assert violations[0].at == byte_of(true, index), violations[0]
+
+
+def test_a_log_breaks_every_rule_in_one_test_or_another():
+    elsewhere = {Rule.QUORUM, Rule.ACCOUNTED}  # below
+    of_files = {Rule.ONE_WRITER, Rule.SOUND_LOG, Rule.CHECKPOINT, Rule.SAMPLES}  # test_check.py, test_recording.py
+    assert {*WRONG, *elsewhere, *of_files} == set(Rule)
+
+
+def test_a_row_in_no_state_or_in_two_is_not_accounted_for(true: Records):
+    checker = Checker()
+    for record in true[:2]:
+        checker.feed(record)
+    node = checker.graphs["train"].by_name["generate"]
+    node.waiting.discard(0)
+    node.done.add(1)
+    said = [(violation.rule, violation.text) for violation in checker.end()]
+    text = "graph 'train': row {} is in no state, or in two, at node 'generate'"
+    assert said == [(Rule.ACCOUNTED, text.format(id)) for id in (0, 1)]
+
+
+def test_the_checker_shares_no_code_with_the_ledger():
+    """Only the constant of how many ids are set aside, which is part of the format of a log."""
+    pending, seen = ["weft.dataflow.buffer.checker"], set[str]()
+    while pending:
+        module = importlib.import_module(name := pending.pop())
+        seen.add(name)
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(node, ast.ImportFrom) and node.level == 1:
+                names = {alias.name for alias in node.names}
+                assert node.module != "rows" or names == {"MAX_CHILDREN"}, f"{name} imports {names}"
+                other = f"weft.dataflow.buffer.{node.module}"
+                pending += [other] if node.module != "rows" and other not in seen else []
+    assert not seen & {f"weft.dataflow.buffer.{name}" for name in ("ledger", "ledger_state", "sample_buffer")}
+
+
+def test_a_quorum_takes_the_first_that_were_ready_and_cancels_the_others(tmp_path: Path):
+    drive(tmp_path / "run", dapo(quorum=2)).log.close()
+    report = check_log(tmp_path / "run")
+    assert not report.violations and report.graphs["train"].dropped["over-issued at first"] == 2
+    records = list(LogReader(tmp_path / "run" / "ledger.log"))
+    index = at(records, "claim", "first")
+    first, second = records[index]["ids"][:2]
+    for ids, message in (
+        ([first, second, second + 1], "takes 3 rows of group 0: its quorum is 2"),
+        ([first], "takes 1 rows of group 0: 3 were ready"),
+        ([first, second + 1], f"takes 2 rows of group 0: row {second} was ready before"),
+    ):
+        changed = [*records[:index], records[index] | {"ids": ids}]
+        violations = report_of(changed, tmp_path).violations
+        assert violations and message in str(violations[0]), violations
+
+
+@pytest.mark.parametrize(("fate", "issued"), [("wait", 14), ("mask", 14), ("requeue", 16), ("drop", 14)])
+def test_groups_that_are_too_old_go_where_their_fate_says(tmp_path: Path, fate: Any, issued: int):
+    """Two prompts with three samples each were made of version 0; an update to version 5 wants them no older than 3."""
+    buffer = SampleBuffer.create(tmp_path / "run", {"train": dapo()}, clock=lambda: 0.0)
+    ledger = buffer.ledgers["train"]
+    ledger.issue([0, 1], [2, 2], round=0)
+    for node in ledger.graph.nodes[:-1]:
+        lease = lease_of(ledger, node.name)
+        if node.name == "keep":
+            everything = Published(lease.ids, np.ones(len(lease.ids), np.int64))
+            buffer.publish(ledger, lease, everything, None)
+        else:
+            publish(buffer, ledger, lease, 3)
+        ledger.finish(lease)
+    update = ledger.graph.nodes[-1]
+    lease = ledger.claim(update, staleness=Staleness(5, 3, fate))
+    assert (lease is not None) == (fate == "mask")
+    buffer.commit()
+    ledger.issue([0] * 6, [2] * 6, round=1)  # the ids go on behind those that were issued again
+    buffer.commit()
+    report = check_log(tmp_path / "run")
+    assert not report.violations, report.violations
+    train = report.graphs["train"]
+    assert train.stale == {fate: 2} and train.issued == issued == ledger.counts()["issued"]
+    assert train.dropped == ({"stale at updater.update": 6} if fate in ("requeue", "drop") else {})
+    buffer.log.close()
+
+
+def test_a_row_that_comes_after_its_quorum_was_chosen_is_dropped_and_so_is_work_for_it(tmp_path: Path):
+    draw = Drawing("train")
+    rows = draw.add(draw.prompts, "chunk", Shape.EXPAND, reads=("prompt",))
+    samples = draw.add(rows, "generate", Shape.EXPAND, reads=("chunk_c",))
+    draw.add(samples, "length", reads=("generate_c",))  # wants all samples, so the quorum does not end generation
+    rows = draw.add(samples, "score", reads=("generate_c",))
+    draw.add(rows, "first", Shape.FILTER, reads=("score_c",), takes=Quorum(1))
+    buffer = SampleBuffer.create(tmp_path / "run", {"train": draw.graph()}, clock=lambda: 0.0)
+    ledger = buffer.ledgers["train"]
+    ledger.issue([0], [1], round=0)
+    for name in ("chunk", "generate", "score", "first", "generate", "length", "length"):
+        lease = ledger.claim(ledger.graph[name], max_rows=1)
+        assert lease is not None
+        publish(buffer, ledger, lease, 2 if name == "chunk" else 1)
+        ledger.finish(lease)
+    assert ledger.groups_in_flight == 0
+    buffer.log.close()
+    report = check_log(tmp_path / "run")
+    assert not report.violations
+    train = report.graphs["train"]
+    assert (train.issued, train.done, train.dropped) == (5, 4, {"late at first": 1})
+    assert train.consumed == {"chunk": 1, "generate": 2, "length": 2, "score": 1, "first": 1}
