@@ -19,7 +19,7 @@ _MODULES: dict[str, str] = {
     "CriticWorker": "workers.critic",
     "Dispatch": "workers.dispatch",
     "Driver": "controllers.driver",
-    "Evaluation": "controllers.driver",
+    "Evaluation": "controllers.run_spec",
     "GROUPS": "dataflow.takes",
     "Local": "controllers.backends.local",
     "Lora": "workers.training.lora",
@@ -64,12 +64,12 @@ if TYPE_CHECKING:  # the same names for editors and checkers; tests/test_packagi
     from .controllers.backends.local import Local as Local
     from .controllers.backends.ray_backend import RayBackend as RayBackend
     from .controllers.driver import Driver as Driver
-    from .controllers.driver import Evaluation as Evaluation
     from .controllers.launch import launch as launch
     from .controllers.placement import Place as Place
     from .controllers.placement import ResourcePool as ResourcePool
     from .controllers.precompute import precompute as precompute
     from .controllers.recovery.checkpoints import CheckpointConfig as CheckpointConfig
+    from .controllers.run_spec import Evaluation as Evaluation
     from .controllers.schedule import Asynchronous as Asynchronous
     from .controllers.schedule import Pipelined as Pipelined
     from .controllers.schedule import Synchronous as Synchronous

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.controllers.recovery.checkpoints import FOLDER, RunState, checkpoints, latest_sound
+from weft.controllers.recovery.resume import find_checkpoint
+from weft.controllers.recovery.run_state import FOLDER, RunState, checkpoints
 from weft.dataflow.buffer.ledger_state import save
 from weft.dataflow.buffer.log import Position
 from weft.dataflow.buffer.sample_buffer import LOG, restore
@@ -107,7 +108,7 @@ def damage_all(run: Path, scratch: Path, seed: int) -> list[Outcome]:
 
 def _outcome(run: Path, file: str, kind: str, path: Path, rows: Mapping[str, object], latest: str) -> Outcome:
     try:
-        sound = latest_sound(run)
+        sound = find_checkpoint(run)
     except UserError as error:
         named = path.name in str(error)
         return Outcome(file, kind, str(error), -1, named, False, named and kind == "missing" and file == LOG)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ..dataflow.buffer.sample_buffer import BufferConfig, expected_rows
@@ -12,8 +12,12 @@ from ..dataflow.graph import Graph
 from ..dataflow.handle import Handle
 from ..dataflow.operation import Shape
 from ..dataflow.prompts.prompts import Prompts
+from .graph_run import TRAIN
 from .placement import Place
-from .recovery.checkpoints import CheckpointConfig
+from .recovery.checkpoints import CheckpointConfig, has_state
+from .recovery.resume import WITHOUT_ROWS, ResumePoint
+from .run_directory import check_name
+from .run_spec import Evaluation, RunSpec
 from .schedule import Stepwise, Synchronous, Training
 
 
@@ -52,6 +56,96 @@ def check_kinds(
     for name, given, right, example in wanted:
         if not right:
             raise UserError(f"Driver({name}=...) takes {example}, not {given!r}")
+
+
+def check_names(evaluations: Sequence[Evaluation]) -> list[str]:
+    """Names of the graphs of a run, the training graph's first.
+
+    Raises:
+        UserError: two graphs share a name, or a name cannot be part of a path.
+    """
+    names = [TRAIN, *(e.name for e in evaluations)]
+    for taken in names:
+        check_name(taken, "Evaluation(..., name")
+        if names.count(taken) > 1:
+            raise UserError(f"two graphs of the run are called {taken!r}; give each Evaluation(..., name=...) its own")
+    return names
+
+
+def check_graphs(graphs: Sequence[Graph]) -> dict[str, Handle]:
+    """Check graphs, their sources and what their workers are asked to do; returns the worker groups by name.
+
+    Raises:
+        UserError: naming the graph, and the node, source or group.
+    """
+    for graph in graphs:
+        graph.validate(also=graphs)
+    handles = all_handles(graphs)
+    for name in handles:
+        check_name(name, "weft.group(..., name")
+    return handles
+
+
+def check_workers(graphs: Iterable[Graph]) -> None:
+    """Every source has rows, and every worker class can do what its nodes ask.
+
+    Raises:
+        UserError: naming the source, or what the worker class refuses.
+    """
+    for graph in graphs:
+        if not len(graph.source.table):
+            raise UserError(f"source {graph.source.name!r} of graph {graph.name!r} has no rows")
+        for group, handle in graph.handles.items():
+            handle.worker_class.check(handle.config, [n for n in graph.nodes if n.group == group], graph.source)
+
+
+def check_schedule(spec: RunSpec) -> None:
+    """The schedule fits the training graph, the buffer and the placement.
+
+    Raises:
+        UserError: naming what does not fit, and what to change.
+    """
+    train, *evaluated = spec.graphs.values()
+    check_followed(train, spec.schedule)
+    check_capacity(train, spec.schedule, spec.buffer)
+    check_apart(train, spec.schedule, spec.placement, evaluated)
+
+
+def check_resumes(spec: RunSpec, handles: Mapping[str, Handle], point: ResumePoint | None) -> None:
+    """The run can go on from a checkpoint, and every group that is updated can be saved and is in it.
+
+    Args:
+        handles: the worker groups of the graphs, by name.
+        point: the checkpoint; None: the run begins.
+
+    Raises:
+        UserError: naming the checkpoint, or the group.
+    """
+    if point is not None:
+        _check_kind(spec, point)
+    every = spec.checkpoint.every
+    updated = {n.group for graph in spec.graphs.values() for n in graph.nodes if n.operation.updates and n.group}
+    for name in sorted(updated if every else ()):
+        if not has_state(handles[name]):
+            raise UserError(
+                f"CheckpointConfig(every={every}): worker group {name!r} is updated, but {handles[name].worker_class.__name__} "
+                "has no method save_checkpoint (with checkpoint_written and load_checkpoint; dispatch ONE_TO_ALL)"
+            )
+    for name, handle in handles.items():
+        if point is not None and has_state(handle) and name not in point.groups:
+            raise UserError(
+                f"{point.path} has nothing of worker group {name!r}; it has {', '.join(point.groups) or 'none'}"
+            )
+
+
+def _check_kind(spec: RunSpec, point: ResumePoint) -> None:
+    if point.state.seed != spec.seed:
+        raise UserError(f"{point.path} is of a run with seed={point.state.seed}, not {spec.seed}")
+    kind = type(spec.schedule).__name__
+    if point.with_rows and point.state.schedule != kind:
+        raise UserError(
+            f"{point.path} is of a run under {point.state.schedule}, not {kind}: its rows are of another age. {WITHOUT_ROWS}"
+        )
 
 
 def check_followed(graph: Graph, schedule: Training) -> None:
@@ -93,7 +187,7 @@ def with_prompts_that_fit(graph: Graph) -> Graph:
     return graph if limit is None else replace(graph, source=graph.source.up_to(limit))
 
 
-def check_room(graph: Graph, schedule: Training, buffer: BufferConfig) -> None:
+def check_capacity(graph: Graph, schedule: Training, buffer: BufferConfig) -> None:
     """A step must fit into the buffer.
 
     Raises:

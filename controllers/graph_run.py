@@ -1,13 +1,12 @@
-"""GraphRun: one graph while it runs."""
+"""GraphRun: one graph of a run while it runs. The training graph is a `TrainingRun`, each evaluation an `EvaluationRun`."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,88 +16,23 @@ from ..dataflow.buffer.rows import Lease, Published
 from ..dataflow.graph import Graph, Node
 from ..dataflow.metrics import Metric, merge
 from ..dataflow.operation import Shape
+from .cursor import Cursor
 
-if TYPE_CHECKING:
-    from .schedule import Schedule
-
-
-CURSOR = "cursor"
-"""The note in a log that does not begin with the data: it says where in the data it begins."""
-
-
-def positions(size: int, seed: int, *, shuffle: bool) -> Iterator[int]:
-    """Rows of a source in the order in which they are issued, without end: each epoch in an order of its own."""
-    for epoch in itertools.count():
-        yield from np.random.default_rng((seed, epoch)).permutation(size).tolist() if shuffle else range(size)
-
-
-@dataclass
-class Round:
-    """An evaluation that is under way: what its calls have measured, and versions that its tokens are of."""
-
-    metrics: list[Mapping[str, Metric]] = field(default_factory=list)
-    versions: set[int] = field(default_factory=set)
-
-
-@dataclass(frozen=True)
-class Cursor:
-    """How far a run has come in its data."""
-
-    issued: int = 0
-    """Rows of the source that were issued, in the order of the run."""
-    again: tuple[int, ...] = ()
-    """Those of them that are issued once more, before all others: no update was made with what was generated for them."""
-
-    def rest(self, order: Iterator[int], issued: int) -> Iterator[int]:
-        """What is still to issue, when so many were issued from this cursor on."""
-        return itertools.islice(itertools.chain(self.again, itertools.islice(order, self.issued, None)), issued, None)
-
-    def after(self, issued: int, untrained: Iterable[int]) -> Cursor:
-        """The cursor when so many were issued from this one on, and these rows would have to be issued once more."""
-        return Cursor(self.issued + max(0, issued - len(self.again)), (*untrained, *self.again[issued:]))
+TRAIN = "train"
+"""Name of the training graph in its run."""
 
 
 @dataclass
 class GraphRun:
-    """A graph's ledger, its place in the source, how far its step has come, and what its calls measured."""
+    """A graph, its ledger and its place in the source."""
 
     name: str
     graph: Graph
-    schedule: Schedule
     ledger: Ledger
     positions: Iterator[int]
-    """Rows of the source still to issue, in order."""
+    """Rows of the source still to be issued, in order."""
     num_tokens: np.ndarray
     """[source rows] tokens of each."""
-    start: Cursor = Cursor()
-    """Where its log began in the data."""
-    step: int = 0
-    """Steps that are over."""
-    open: bool = False
-    """Something was issued of a step that is not closed yet."""
-    taken: Counter[str] = field(default_factory=Counter)
-    """Groups that each update has claimed for the step under way."""
-    trained: Counter[str] = field(default_factory=Counter)
-    """Of these, those that it has finished."""
-    issued: int = 0
-    """Groups issued since the last step was over."""
-    refills: int = 0
-    due: dict[int, Mapping[str, int]] = field(default_factory=dict)
-    """Evaluations that have not begun: the step that each is of -> the versions that groups must hold before."""
-    rounds: dict[int, Round] = field(default_factory=dict)
-    """Evaluations that are under way, by the step that each is of."""
-    closed_at: int = -1
-    """Latest step of which an evaluation was made."""
-    metrics: list[Mapping[str, Metric]] = field(default_factory=list)
-    generated: list[np.ndarray] = field(default_factory=list)
-    """Tokens of the responses that were finished in this step,"""
-    consumed: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """and of those that each update has trained on in it."""
-
-    @property
-    def evaluates(self) -> bool:
-        """It is run when it is due, beside the training that is run to its end."""
-        return self.name != "train"
 
     @cached_property
     def updates(self) -> tuple[Node, ...]:
@@ -112,67 +46,199 @@ class GraphRun:
 
     @cached_property
     def recorders(self) -> tuple[Node, ...]:
-        """Nodes that follow behind: they record samples."""
+        """Nodes that follow behind the run and record samples."""
         return tuple(n for n in self.graph.nodes if n.operation.behind)
 
     def observes(self, node: Node) -> bool:
-        """Whether nothing can come of a node that the run waits for: it writes no column, takes no row away, and updates nothing."""
+        """Whether a node only looks at rows: it writes no column, drops no row and updates nothing, and the run waits for it."""
         if node.operation.behind:
             return False
         return not node.writes and not node.operation.updates and node.operation.shape in (Shape.MAP, Shape.GROUP)
 
-    @property
-    def cursor(self) -> Cursor:
-        """The place in the data from which a run goes on without its rows in flight."""
-        return self.start.after(self.ledger.prompts_issued, self.ledger.positions_before(self.updates))
-
-    def issue(self, number: int, round: int) -> None:
+    def issue(self, number: int, step: int) -> int:
+        """Issue the next rows of the source; returns how many there were."""
         chosen = list(itertools.islice(self.positions, number))
-        self.ledger.issue(chosen, self.num_tokens[chosen].tolist(), round=round)
-        self.open = True
-        self.issued += len(chosen)
+        self.ledger.issue(chosen, self.num_tokens[chosen].tolist(), round=step)
+        return len(chosen)
 
-    def evaluate(self, step: int) -> None:
-        """Begin the evaluation of a step: the source once, all of it."""
-        self.rounds[step] = Round()
-        self.issue(len(self.num_tokens), step)
-
-    def close_round(self, step: int) -> dict[str, float]:
-        """The evaluation of a step is over; returns its metrics. Where weights change while it is made, these say of which
-        versions its tokens are."""
-        ended = self.rounds.pop(step)
-        self.closed_at = max(self.closed_at, step)
-        found = {name: metric.value for name, metric in merge(ended.metrics).items()}
-        if self.schedule.overlaps and ended.versions:
-            found |= {"oldest_version": float(min(ended.versions)), "newest_version": float(max(ended.versions))}
-        return {f"{self.name}/{name}": value for name, value in found.items()}
+    def publish_nothing(self, lease: Lease) -> None:
+        """Publish the rows of a node that writes no column."""
+        ids = lease.ids
+        self.ledger.publish(lease, Published(ids, np.zeros(len(ids), np.int64)), None)
 
     def take(self, lease: Lease, measured: Mapping[str, Metric]) -> None:
         """Note what a call has measured on the rows of a lease."""
-        (self.rounds[lease.round].metrics if self.evaluates else self.metrics).append(measured)
+        raise NotImplementedError
 
     def generates(self, lease: Lease, published: Published) -> None:
         """Note responses that are finished."""
-        if not self.evaluates:
-            self.generated.append(published.num_tokens)
-        elif published.versions is not None and len(published.versions):
-            self.rounds[lease.round].versions |= {int(published.versions.min()), published.newest}
+        raise NotImplementedError
 
-    def close(self) -> None:
-        """The step is over."""
-        self.open = False
-        self.refills = self.issued = 0
-        self.taken.clear()
-        self.trained.clear()
-        self.step += 1
 
-    def take_metrics(self) -> dict[str, float]:
-        if self.schedule.overlaps and self.updates and self.generated:  # else both are the same rows
-            trained = self.consumed[self.updates[-1].name]
+@dataclass
+class TrainingRun(GraphRun):
+    """The training graph, how far its step has come, and what was measured in it."""
+
+    steps: int = 0
+    """Steps that the schedule wants."""
+    start: Cursor = field(default_factory=Cursor)
+    """Where its log began in the data."""
+    step: int = 0
+    """Steps that are closed; each made an update."""
+    begun: bool = False
+    """Step 0, the start of the run, is closed."""
+    stopped: bool = False
+    """The run is over, whatever its schedule says."""
+    open: bool = False
+    """Rows were issued for a step that is not closed yet."""
+    taken: Counter[str] = field(default_factory=Counter)
+    """Update -> groups that it has claimed for the step under way."""
+    trained: Counter[str] = field(default_factory=Counter)
+    """Update -> groups among these that it has finished."""
+    samples: Counter[str] = field(default_factory=Counter)
+    """Update -> rows that it has trained on in this step."""
+    tokens: Counter[str] = field(default_factory=Counter)
+    """Update -> tokens of these rows, prompts included."""
+    lengths: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """Update -> tokens of each response that it has trained on in this step."""
+    generated: list[np.ndarray] = field(default_factory=list)
+    """Tokens of the responses that were finished in this step."""
+    issued: int = 0
+    """Groups issued since the last step was closed."""
+    refills: int = 0
+    """How often the step under way issued more prompts."""
+    metrics: list[Mapping[str, Metric]] = field(default_factory=list)
+
+    @property
+    def over(self) -> bool:
+        """No step is to come any more."""
+        return self.stopped or self.step >= self.steps
+
+    @property
+    def step_under_way(self) -> int:
+        """A step lasts from the end of the one before until its update is made and published; the start of the run is step 0."""
+        return self.step + 1 if self.begun and not self.over else self.step
+
+    @property
+    def cursor(self) -> Cursor:
+        """The place in the data from which the run could go on without its rows in flight."""
+        return self.start.after(self.ledger.prompts_issued, self.ledger.positions_before(self.updates))
+
+    def issue(self, number: int, step: int) -> int:
+        issued = super().issue(number, step)
+        self.open = True
+        self.issued += issued
+        return issued
+
+    def take(self, lease: Lease, measured: Mapping[str, Metric]) -> None:
+        self.metrics.append(measured)
+
+    def generates(self, lease: Lease, published: Published) -> None:
+        self.generated.append(published.num_tokens)
+
+    def trains(self, lease: Lease) -> None:
+        """Note rows that an update has trained on."""
+        name = lease.node.name
+        self.samples[name] += len(lease.rows)
+        self.tokens[name] += int(lease.num_tokens.sum())
+        self.trained[name] += lease.num_groups
+        self.lengths[name] += [r.tokens - r.group.tokens for r in lease.rows]
+
+    def close(self, *, overlaps: bool) -> dict[str, float]:
+        """The step is over; returns what was measured in it.
+
+        Args:
+            overlaps: generation goes on while weights are trained, so that responses of this step may be trained on in later ones.
+        """
+        if overlaps and self.updates and self.generated:  # else both are the same rows
+            trained = self.lengths[self.updates[-1].name]
             self.metrics.append(length_bias(np.array(trained), np.concatenate(self.generated)))
         merged = {name: metric.value for name, metric in merge(self.metrics).items()}
         merged |= {f"stale/{fate}": float(groups) for fate, groups in self.ledger.stale.items()}
-        self.metrics = []
-        self.generated.clear()
-        self.consumed.clear()
+        for noted in (self.metrics, self.generated, self.lengths, self.taken, self.trained):
+            noted.clear()
+        self.open = False
+        self.refills = self.issued = 0
+        self.step += 1
         return merged
+
+
+@dataclass
+class EvaluationUnderWay:
+    """What the calls of the evaluation of one step have measured so far, and the versions of its tokens."""
+
+    metrics: list[Mapping[str, Metric]] = field(default_factory=list)
+    versions: set[int] = field(default_factory=set)
+
+
+@dataclass
+class EvaluationRun(GraphRun):
+    """An evaluation graph. It goes over its whole source once for each step that is evaluated."""
+
+    due: dict[int, Mapping[str, int]] = field(default_factory=dict)
+    """Step whose evaluation has not begun -> group -> version that the group must hold before."""
+    under_way: dict[int, EvaluationUnderWay] = field(default_factory=dict)
+    """Step -> its evaluation."""
+    closed_at: int = -1
+    """Latest step whose evaluation is closed."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether an evaluation is due or under way."""
+        return bool(self.due or self.under_way)
+
+    @property
+    def ended(self) -> list[int]:
+        """Steps under way whose rows are all finished."""
+        return [step for step in self.under_way if not self.ledger.rounds[step]]
+
+    def mark(self, step: int, versions: Mapping[str, int]) -> None:
+        """A step is to be evaluated, as soon as groups hold these versions, unless it is evaluated already."""
+        if self.closed_at != step and step not in self.under_way:
+            self.due[step] = versions
+
+    def begin(self, step: int) -> None:
+        """Issue the complete source for the evaluation of a step."""
+        del self.due[step]
+        self.under_way[step] = EvaluationUnderWay()
+        self.issue(len(self.num_tokens), step)
+
+    def take(self, lease: Lease, measured: Mapping[str, Metric]) -> None:
+        self.under_way[lease.round].metrics.append(measured)
+
+    def generates(self, lease: Lease, published: Published) -> None:
+        if published.versions is not None and len(published.versions):
+            self.under_way[lease.round].versions |= {int(published.versions.min()), published.newest}
+
+    def close(self, step: int, *, overlaps: bool) -> dict[str, float]:
+        """The evaluation of a step is over; returns its metrics.
+
+        Args:
+            overlaps: weights may change while it is made, so its metrics name the oldest and newest version of its tokens.
+        """
+        ended = self.under_way.pop(step)
+        self.closed_at = max(self.closed_at, step)
+        metrics = {name: metric.value for name, metric in merge(ended.metrics).items()}
+        if overlaps and ended.versions:
+            metrics |= {"oldest_version": float(min(ended.versions)), "newest_version": float(max(ended.versions))}
+        return {f"{self.name}/{name}": value for name, value in metrics.items()}
+
+
+@dataclass(frozen=True)
+class GraphRuns:
+    """All graphs of a run."""
+
+    train: TrainingRun
+    evaluations: Mapping[str, EvaluationRun]
+
+    def __iter__(self) -> Iterator[GraphRun]:
+        yield self.train
+        yield from self.evaluations.values()
+
+    def __getitem__(self, name: str) -> GraphRun:
+        return self.train if name == TRAIN else self.evaluations[name]
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether an evaluation is due or under way."""
+        return any(evaluation.pending for evaluation in self.evaluations.values())

@@ -24,6 +24,8 @@ from ..workers.remote import dispatch_of
 from .placement import Place
 from .tasks import Failure, Reply, RowTask, Task
 
+REGISTER = "register"
+"""Method of every worker: it answers where its rank stands in the mesh, when its process is up."""
 Submit = Callable[[int, Task, "Call"], None]
 """Give a task to a rank; its replies come back through the backend's `wait`, addressed to the call."""
 
@@ -221,6 +223,8 @@ class WorkerGroup:
         """Ranks whose processes are not up yet. They get no rows."""
         self.lacking: set[int] = set()
         """Ranks that are up and have no weights yet. They get no rows either."""
+        self.updating = False
+        """An update was claimed whose batch is complete: its weights will be replaced by a new version."""
         self._ranks_of: dict[int, list[int]] = {}
         for rank, at in enumerate(self.mesh):
             self._ranks_of.setdefault(at.dp, []).append(rank)
@@ -272,26 +276,23 @@ class WorkerGroup:
         return not len(calls) or (to_join and calls.interruptible == len(calls))
 
     def call(self, method: str, *, ranks: Sequence[int] | None = None, **arguments: Any) -> Call:
-        """Call a method without rows on the ranks that its dispatch protocol names, or on some of them; returns at once.
+        """Call a method without rows; returns at once.
+
+        Args:
+            method: a remote method, or REGISTER, which a new process answers when it is up.
+            ranks: default: all ranks.
+            arguments: of the method; a `PerRank` has one value for each rank.
 
         Raises:
-            UserError: when the worker has no such remote method, or `ALL_TO_ALL` values do not match the ranks.
+            UserError: the worker has no such remote method, or `PerRank` values do not match the ranks.
         """
-        dispatch = self._dispatch(method)
+        if method != REGISTER:
+            self._check_arguments(method, arguments)
         call = Call(self, method, tuple(range(len(self.mesh)) if ranks is None else ranks))
         call.waiting = set(call.ranks)
         for rank in call.ranks:
-            own = {
-                k: v.values[rank] if isinstance(v, PerRank) else v
-                for k, v in self._checked(method, dispatch, arguments).items()
-            }
+            own = {k: v.values[rank] if isinstance(v, PerRank) else v for k, v in arguments.items()}
             self._submit(rank, Task(method, own, number=call.number), call)
-        return call
-
-    def register(self, rank: int) -> Call:
-        """Ask one rank, whose process is new, where it stands; it answers when it is up."""
-        call = Call(self, "register", (rank,), waiting={rank})
-        self._submit(rank, Task(call.method, number=call.number), call)
         return call
 
     def least_loaded(self, rows: int) -> dict[int, int]:
@@ -346,18 +347,16 @@ class WorkerGroup:
             raise UserError(f"{worker_class.__name__} has no remote method {method!r}{hint}")
         return dispatch
 
-    def _checked(self, method: str, dispatch: Dispatch, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _check_arguments(self, method: str, arguments: Mapping[str, Any]) -> None:
+        dispatch = self._dispatch(method)
         for name, value in arguments.items():
-            if isinstance(value, PerRank):
-                if dispatch is not Dispatch.ALL_TO_ALL:
-                    raise UserError(
-                        f"{self.name}.{method}({name}=PerRank(...)): {method} is {dispatch!r}; one value per rank needs ALL_TO_ALL"
-                    )
-                if len(value.values) != len(self.mesh):
-                    raise UserError(
-                        f"{self.name}.{method}({name}=PerRank(...)) has {len(value.values)} values for {len(self.mesh)} ranks"
-                    )
-        return arguments
+            if not isinstance(value, PerRank):
+                continue
+            said = f"{self.name}.{method}({name}=PerRank(...))"
+            if dispatch is not Dispatch.ALL_TO_ALL:
+                raise UserError(f"{said}: {method} is {dispatch!r}; one value per rank needs ALL_TO_ALL")
+            if len(value.values) != len(self.mesh):
+                raise UserError(f"{said} has {len(value.values)} values for {len(self.mesh)} ranks")
 
     def _check_shares(
         self, dispatch: Dispatch, shares: Mapping[int, Sequence[int]], keep: set[int], num_rows: int

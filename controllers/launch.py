@@ -52,7 +52,7 @@ def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> in
 
 def _terminate(terminal: list[int], number: int, frame: object) -> None:
     """Leave the way an exception does, so that every `with` closes what it opened."""
-    from .recovery.checkpoints import ask_to_end
+    from .recovery.ending import ask_to_end
 
     name = signal.Signals(number).name
     if number == signal.SIGHUP and terminal:

@@ -1,15 +1,17 @@
 """Recording: the node that is added to every graph and writes its samples to the run directory, behind the run.
 
-A group is recorded when all else is done with it. A row is filed under its own step: that of the update which trained it, in a graph
-without updates the one that it was issued in (of an evaluation: the step that is evaluated). Steps do not wait for their
-records. Until these are written, the columns of their rows stay in the buffer, so recording may be MAX_BEHIND steps behind;
-then updates wait for it. A checkpoint does not: what was not recorded by then is, when the run goes on.
+A group is recorded when everything else is done with it. A row is filed under the step of the update that trained it; in a graph
+without updates, under the step that it was issued in (in an evaluation, the step that is evaluated). Steps do not wait for their
+records. Until these are written, the columns of their rows stay in the buffer, so recording may be MAX_BEHIND steps behind before
+updates wait for it. Checkpoints do not wait: what is not recorded by then is recorded when the run goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 from ..dataflow.buffer.rows import Lease
 from ..dataflow.column import (
@@ -26,19 +28,14 @@ from ..dataflow.column import (
     RESPONSE_VERSIONS,
     REWARD,
 )
-from ..dataflow.errors import UserError
 from ..dataflow.graph import Graph, Node
-from ..dataflow.handle import Handle
 from ..dataflow.operation import declaration_of
-from ..workers.function import FunctionConfig, FunctionWorker
-from ..workers.recorder import RecorderConfig, RecorderWorker
-from .graph_run import GraphRun
+from ..workers.recorder import RecorderWorker
+from .graph_run import EvaluationRun, GraphRun
+from .group import Call, WorkerGroup
+from .own_groups import RECORDER
+from .request import NodeRequest, Request
 
-FUNCTIONS = "functions"
-"""The worker group that runs the pure functions of graphs."""
-RECORDER = "recorder"
-"""The worker group that writes samples."""
-RESERVED = {FUNCTIONS: "runs the functions of graphs", RECORDER: "writes samples"}
 MAX_BEHIND = 2
 """Steps that recording may be behind training before updates wait for it."""
 RECORDED = (
@@ -62,7 +59,7 @@ RECORD = f"{RECORDER}.record"
 
 
 def with_recording(graph: Graph) -> Graph:
-    """The graph with one node more, which writes samples to the run directory."""
+    """The graph with one more node, which writes samples to the run directory."""
     writers: dict[str, str] = dict.fromkeys(graph.source.columns, "")
     level = 0
     for node in graph.nodes:
@@ -98,50 +95,74 @@ def with_recording(graph: Graph) -> Graph:
     return replace(graph, nodes=(*graph.nodes, node))
 
 
-def own_groups(graphs: Sequence[Graph], handles: Mapping[str, Handle], record_every: int) -> dict[str, Handle]:
-    """The worker groups that a run has beside those of its graphs.
-
-    Raises:
-        UserError: when a group of the graphs has the name of one of them.
-    """
-    for name, what in RESERVED.items():
-        if name in handles:
-            raise UserError(
-                f"a worker group is called {name!r}, as is the group of each run that {what}; give it another: weft.group(..., name=...)"
-            )
-    own: dict[str, Handle] = {}
-    if any(node.group is None for graph in graphs for node in graph.nodes):
-        own[FUNCTIONS] = Handle(FunctionWorker, FunctionConfig(), FUNCTIONS)
-    if record_every:
-        tokenizer = next((str(h.config.model) for h in handles.values() if getattr(h.config, "model", None)), None)
-        own[RECORDER] = Handle(RecorderWorker, RecorderConfig(tokenizer=tokenizer), RECORDER)
-    return own
-
-
-class RecordingSchedule:
-    """When the rows that a run is through with are recorded, and which of them.
+class Recording:
+    """Decides when the rows that a run is through with are recorded, and which of them.
 
     Args:
         every: of how many steps one is recorded; 0: none.
         prompts_per_step: groups that a step trains on.
+        folder: where samples are written.
+        deadline_s: of the leases that the recorder holds.
     """
 
-    def __init__(self, every: int, prompts_per_step: int) -> None:
-        self.every = every
+    def __init__(self, every: int, prompts_per_step: int, folder: Path, deadline_s: float | None) -> None:
+        self._every = every
         self._prompts_per_step = prompts_per_step
+        self._folder = folder
+        self._deadline_s = deadline_s
 
-    def is_due(self, flow: GraphRun, node: Node, *, hurry: bool) -> bool:
-        """Whether there is a step's worth to record, or an evaluation; or, in a hurry, anything."""
-        ready = flow.ledger.ready_groups(node)
-        whole = not flow.ledger.groups_at_work if flow.evaluates else ready >= self._prompts_per_step
-        return ready > 0 and (whole or hurry)
+    def is_due(self, graph_run: GraphRun, node: Node, *, hurry: bool) -> bool:
+        """Whether there is a step's worth to record, or a complete evaluation; or, in a hurry, anything."""
+        ready = graph_run.ledger.ready_groups(node)
+        if isinstance(graph_run, EvaluationRun):
+            complete = not graph_run.ledger.groups_at_work
+        else:
+            complete = ready >= self._prompts_per_step
+        return ready > 0 and (complete or hurry)
 
-    def is_full(self, flow: GraphRun) -> bool:
-        """Whether recording is too far behind for more rows to come to it."""
-        return flow.ledger.groups_behind >= (1 if flow.evaluates else MAX_BEHIND * self._prompts_per_step)
+    def is_full(self, graph_run: GraphRun) -> bool:
+        """Whether recording is so far behind that no more rows may come to it."""
+        limit = 1 if isinstance(graph_run, EvaluationRun) else MAX_BEHIND * self._prompts_per_step
+        return graph_run.ledger.groups_behind >= limit
 
-    def steps(self, flow: GraphRun, lease: Lease) -> dict[int, int]:
-        """Group -> step, of the groups of a lease that are kept."""
+    def requests(
+        self, graph_runs: Iterable[GraphRun], recorder: WorkerGroup | None, *, idle: bool, hurry: bool
+    ) -> list[NodeRequest]:
+        """Calls that write what is due.
+
+        Args:
+            graph_runs: the graphs of the run.
+            recorder: the group that writes; None: nothing is written, and rows are only finished.
+            idle: the recorder may begin something.
+            hurry: less than a step is due, too.
+        """
+        for graph_run in graph_runs:
+            for node in graph_run.recorders:
+                if not (idle and self.is_due(graph_run, node, hurry=hurry)):
+                    continue
+                deadline_s = self._deadline_s if recorder else None
+                lease = graph_run.ledger.claim(node, holder=RECORDER, deadline_s=deadline_s)
+                if lease is None:
+                    continue
+                steps = self._steps(graph_run, lease)
+                if recorder is not None and steps:
+                    where = {"folder": self._folder, "graph": graph_run.name, "token": lease.token, "steps": steps}
+                    then = partial(self._written, graph_run=graph_run, lease=lease)
+                    return [NodeRequest(recorder, node.name, where, then=then, ledger=graph_run.ledger, lease=lease)]
+                self._finish(graph_run, lease)
+        return []
+
+    def _written(self, call: Call, graph_run: GraphRun, lease: Lease) -> Iterable[Request]:
+        if graph_run.ledger.holds(lease):
+            self._finish(graph_run, lease)
+        return ()
+
+    def _finish(self, graph_run: GraphRun, lease: Lease) -> None:
+        graph_run.publish_nothing(lease)
+        graph_run.ledger.finish(lease)
+
+    def _steps(self, graph_run: GraphRun, lease: Lease) -> dict[int, int]:
+        """Group -> step that it is filed under, of the groups of a lease that are kept."""
         groups = {row.group.id: row.group for row in lease.rows}
-        filed = {id: group.step if flow.updates else group.round for id, group in groups.items()}
-        return {id: step for id, step in filed.items() if step is not None and self.every and not step % self.every}
+        filed = {id: group.step if graph_run.updates else group.round for id, group in groups.items()}
+        return {id: step for id, step in filed.items() if step is not None and self._every and not step % self._every}

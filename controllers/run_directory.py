@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -35,13 +36,13 @@ from ..dataflow.buffer.run_tables import (
     values_from,
     values_of,
 )
-from ..dataflow.buffer.sample_buffer import BUFFER, LOG
+from ..dataflow.buffer.sample_buffer import BUFFER, LOG, SEGMENTS
 from ..dataflow.buffer.samples import FOLDER as SAMPLES
 from ..dataflow.buffer.samples import parts, unfinished_parts
 from ..dataflow.config import Config
 from ..dataflow.errors import UserError
-from .recovery.run_lock import FOLDER as LOCK
-from .recovery.run_lock import RunLock, epochs
+from .run_lock import FOLDER as LOCK
+from .run_lock import RunLock, epochs
 
 TABLES = tuple(name + ending for name in (METRICS, TIMELINE) for ending in (PARQUET, STREAM))
 CONFIG = "config.json"
@@ -60,13 +61,13 @@ class RunDirectory:
     flush_interval_s = 5.0
     """How old metrics and timeline on disk may be while a run goes on."""
 
-    def __init__(self, path: Path, lock: RunLock | None = None) -> None:
+    def __init__(self, path: Path, lock: RunLock | None = None, *, origin: str = "begins with step 1") -> None:
         self.path = path
         self.lock = lock
-        """Whoever writes into a run holds it."""
+        """The process that writes into a run holds its lock."""
         self.notes: list[str] = []
-        """What is said at the start: why the run begins or goes on there, and what was found damaged and set aside."""
-        self.origin = "begins with step 1"
+        """What is said at the start: why the run begins or goes on there, and what was damaged and set aside."""
+        self.origin = origin
         """Where the run begins or goes on, and why there."""
         self._disk = Disk()
         self._metrics = TableStream(path / f"{METRICS}{STREAM}", VALUES, disk=self._disk)
@@ -75,11 +76,14 @@ class RunDirectory:
         self._flushed = time.monotonic()
 
     @classmethod
-    def create(cls, root: Path, name: str | None, *, aside: bool = False) -> RunDirectory:
+    def create(cls, root: Path, name: str | None, *, aside: bool = False, why: str = "") -> RunDirectory:
         """A new directory; a used one is never written into.
 
         Args:
-            aside: move a used one of that name to `NAME.begun-1` (or -2, ...).
+            root: the folder of all runs.
+            name: of the run; default: the time.
+            aside: move a used directory of that name to `NAME.begun-1` (or -2, ...).
+            why: the run begins anew, although it was to go on.
 
         Raises:
             UserError: when `name` is taken already.
@@ -97,13 +101,26 @@ class RunDirectory:
             lock.give_back()
             raise UserError(f"run directory {path} is used already; give the run another name, or remove it")
         require_folder(path / "logs", f"run directory {str(path)!r}")
-        return cls(path, lock)
+        if not why:
+            return cls(path, lock)
+        directory = cls(path, lock, origin=f"{why}; the run begins with step 1")
+        directory.notes.append(directory.origin)
+        return directory
 
     @classmethod
-    def reopen(cls, path: Path, step: int, time_s: float, position: Position, lock: RunLock) -> RunDirectory:
-        """The directory of a run which goes on after `step`, `time_s` after its start and at this position of its log; what came
-        later is forgotten. What is damaged is set aside and named in `notes`: none of it is needed to go on."""
-        directory = cls(path, lock)
+    def reopen(
+        cls, path: Path, step: int, time_s: float, position: Position, lock: RunLock, *, origin: str
+    ) -> RunDirectory:
+        """The directory of a run that goes on. What is damaged is set aside and named in `notes`: none of it is needed to go on.
+
+        Args:
+            step: after which it goes on; metrics and calls of later steps are forgotten.
+            time_s: seconds from the start of the run to the end of that step.
+            position: in the log of the buffer.
+            lock: of the run, which this process holds.
+            origin: where the run goes on, and why there.
+        """
+        directory = cls(path, lock, origin=origin)
         directory._set_aside_what_is_no_file()
         directory._set_aside_damaged_config()
         metrics = directory._read(METRICS, read_metrics, ("step",))
@@ -117,6 +134,15 @@ class RunDirectory:
             calls = calls.select(CALLS.names).filter(pc.field("end_s") <= time_s).cast(CALLS)
         begin_again(path, TIMELINE, calls if calls is not None else CALLS.empty_table())
         return directory
+
+    def give_up_rows(self) -> None:
+        """Set the log aside, and the samples, which count by what the log says: the run goes on without its rows in flight."""
+        for name in (BUFFER, SAMPLES):
+            if (self.path / name).exists():
+                aside = set_aside(self.path / name, "given-up")
+                shutil.rmtree(aside / SEGMENTS, ignore_errors=True)
+                self.origin += f"; {name} is in {aside.name}"
+        self.notes.append(self.origin)
 
     def _set_aside_what_is_no_file(self) -> None:
         """Each name must be of its kind: a file, or a folder. (A link counts as what it points to.)"""

@@ -1,16 +1,19 @@
-"""Schedules: when nodes run. A schedule is a value; the driver's one loop asks it how many prompts to issue, what a node may
-claim now, and whether the step is over."""
+"""Schedules: when nodes run. A schedule is a value with no loop of its own.
+
+The loop of a run asks the schedule of its training graph three questions: how many groups to issue (`admit`), what a node may claim
+now (`share`), and whether the step is over (`over`). An evaluation issues its source when it begins, so `OnePass` has a `share` only.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from pydantic import Field
 
 from ..dataflow.config import Config
 from ..dataflow.graph import Node
-from .graph_run import GraphRun
+from .graph_run import EvaluationRun, TrainingRun
 
 
 @dataclass(frozen=True)
@@ -18,37 +21,11 @@ class Share:
     """What a node may claim now."""
 
     max_groups: int | None = None
-    """Of a node that takes groups; None: all that are ready."""
+    """Most groups, for a node that takes groups; None: all that are ready."""
     max_rows: int | None = None
-    """Of a node that takes rows; None: all that are ready."""
+    """Most rows, for a node that takes rows; None: all that are ready."""
     last: bool = True
-    """An update has its whole batch with these."""
-
-
-class Schedule(Protocol):
-    """What the driver asks."""
-
-    @property
-    def max_staleness(self) -> int | None:
-        """Updates that a row may lag the weights that it trains; None: nobody counts."""
-        ...
-
-    @property
-    def overlaps(self) -> bool:
-        """Generation goes on while weights are trained and passed on."""
-        ...
-
-    def admit(self, flow: GraphRun) -> int:
-        """Groups that are wanted now; the buffer may have less room."""
-        ...
-
-    def share(self, flow: GraphRun, node: Node, version: int) -> Share | None:
-        """What a node, whose worker group is at this policy version, may claim now; None: nothing."""
-        ...
-
-    def over(self, flow: GraphRun) -> bool:
-        """Whether the step (or the evaluation) that was begun is done."""
-        ...
+    """The batch of an update is complete with these."""
 
 
 class Stepwise(Config):
@@ -65,40 +42,45 @@ class Stepwise(Config):
 
     @property
     def overlaps(self) -> bool:
+        """Whether generation goes on while weights are trained and published."""
         return False
 
-    def admit(self, flow: GraphRun) -> int:
-        """A batch when the step is new, and later what filters took away from it."""
-        if not flow.open:
+    def admit(self, train: TrainingRun) -> int:
+        """Groups that are wanted now: a batch for a new step, later as many as filters dropped. The buffer may have less capacity."""
+        if not train.open:
             return self.prompts_per_step
-        come = all(flow.ledger.settled(n) or flow.ledger.exhausted(n) for n in flow.updates)
-        return self.lacks(flow) if come else 0
+        arrived = all(train.ledger.settled(n) or train.ledger.exhausted(n) for n in train.updates)
+        return self.lacks(train) if arrived else 0
 
-    def lacks(self, flow: GraphRun) -> int:
-        """Groups that an update lacks to make up its batch of the step."""
-        reached = (flow.ledger.ready_groups(n) + flow.taken[n.name] for n in flow.updates)
+    def lacks(self, train: TrainingRun) -> int:
+        """Groups that an update lacks to complete its batch of the step."""
+        reached = (train.ledger.ready_groups(n) + train.taken[n.name] for n in train.updates)
         return max(0, self.prompts_per_step - min(reached, default=self.prompts_per_step))
 
-    def over(self, flow: GraphRun) -> bool:
-        return flow.open and not flow.ledger.groups_at_work and not self.lacks(flow)
+    def over(self, train: TrainingRun) -> bool:
+        """Whether the step that was begun is done."""
+        return train.open and not train.ledger.groups_at_work and not self.lacks(train)
 
-    def _when_settled(self, flow: GraphRun, node: Node) -> Share | None:
-        """Everything of the step at once, and an update sees no half of a step."""
-        return Share() if flow.ledger.settled(node) and not (node.operation.updates and self.lacks(flow)) else None
+    def _when_settled(self, train: TrainingRun, node: Node) -> Share | None:
+        """Everything of the step at once; an update waits until its batch is complete."""
+        return Share() if train.ledger.settled(node) and not (node.operation.updates and self.lacks(train)) else None
 
-    def _when_ready(self, flow: GraphRun, node: Node, part: int, reserved: int = 0) -> Share | None:
-        """What there is, but of an update at least `part` groups, or the rest of its batch; `reserved` places in the batch
-        are kept for groups that are not ready."""
-        if flow.observes(node):
-            enough = flow.ledger.ready_groups(node) >= self.prompts_per_step or flow.ledger.settled(node)
+    def _when_ready(self, train: TrainingRun, node: Node, part: int, reserved: int = 0) -> Share | None:
+        """What is ready; an update takes at least `part` groups, or the rest of its batch.
+
+        Args:
+            reserved: groups of the batch that are kept for rows which are not ready yet.
+        """
+        if train.observes(node):
+            enough = train.ledger.ready_groups(node) >= self.prompts_per_step or train.ledger.settled(node)
             return Share() if enough else None
         if not node.operation.updates:
-            return Share() if flow.ledger.ready(node) else None
-        left = self.prompts_per_step - flow.taken[node.name]
-        number = min(flow.ledger.ready_groups(node), left - reserved)
-        whole = number == left > 0
-        if whole or (node.operation.accumulates and number >= min(part, left)):
-            return Share(number, last=whole) if number else None
+            return Share() if train.ledger.ready(node) else None
+        left = self.prompts_per_step - train.taken[node.name]
+        number = min(train.ledger.ready_groups(node), left - reserved)
+        complete = number == left > 0
+        if complete or (node.operation.accumulates and number >= min(part, left)):
+            return Share(number, last=complete) if number else None
         return None
 
 
@@ -109,8 +91,13 @@ class Synchronous(Stepwise):
     def max_staleness(self) -> int:
         return 0
 
-    def share(self, flow: GraphRun, node: Node, version: int) -> Share | None:
-        return self._when_settled(flow, node)
+    def share(self, train: TrainingRun, node: Node, version: int) -> Share | None:
+        """What a node may claim now; None: nothing.
+
+        Args:
+            version: policy version of the node's worker group.
+        """
+        return self._when_settled(train, node)
 
 
 class Pipelined(Stepwise):
@@ -124,8 +111,8 @@ class Pipelined(Stepwise):
     def max_staleness(self) -> int:
         return 0
 
-    def share(self, flow: GraphRun, node: Node, version: int) -> Share | None:
-        return self._when_ready(flow, node, self.groups_per_part)
+    def share(self, train: TrainingRun, node: Node, version: int) -> Share | None:
+        return self._when_ready(train, node, self.groups_per_part)
 
 
 class Asynchronous(Stepwise):
@@ -144,28 +131,28 @@ class Asynchronous(Stepwise):
     def overlaps(self) -> bool:
         return self.max_staleness > 0
 
-    def admit(self, flow: GraphRun) -> int:
+    def admit(self, train: TrainingRun) -> int:
         if not self.overlaps:
-            return super().admit(flow)
-        # As many as the rest of the run needs: the buffer's room says how many of them now.
-        still = (flow.taken[n.name] + flow.ledger.unclaimed(n) for n in flow.updates)
-        return max(0, (self.steps - flow.step) * self.prompts_per_step - min(still, default=0))
+            return super().admit(train)
+        # As many as the rest of the run needs: the buffer's capacity says how many of them now.
+        still = (train.taken[n.name] + train.ledger.unclaimed(n) for n in train.updates)
+        return max(0, (self.steps - train.step) * self.prompts_per_step - min(still, default=0))
 
-    def share(self, flow: GraphRun, node: Node, version: int) -> Share | None:
+    def share(self, train: TrainingRun, node: Node, version: int) -> Share | None:
         if not self.overlaps:
-            return self._when_settled(flow, node)
+            return self._when_settled(train, node)
         reserved = 0
         if node.operation.updates:
-            # Whatever is taken now, each later batch must have room for the groups that are due by then.
+            # Whatever is taken now, each later batch must have places left for the groups that are due by then.
             for later in range(self.max_staleness + 1):
-                due, ready = flow.ledger.groups_until(node, version - self.max_staleness + later)
+                due, ready = train.ledger.groups_until(node, version - self.max_staleness + later)
                 reserved = max(reserved, due - ready - later * self.prompts_per_step)
-        return self._when_ready(flow, node, self.groups_per_part, reserved)
+        return self._when_ready(train, node, self.groups_per_part, reserved)
 
-    def over(self, flow: GraphRun) -> bool:
+    def over(self, train: TrainingRun) -> bool:
         if not self.overlaps:
-            return super().over(flow)
-        return bool(flow.updates) and all(flow.trained[n.name] >= self.prompts_per_step for n in flow.updates)
+            return super().over(train)
+        return bool(train.updates) and all(train.trained[n.name] >= self.prompts_per_step for n in train.updates)
 
 
 Training = Synchronous | Pipelined | Asynchronous
@@ -173,29 +160,19 @@ Training = Synchronous | Pipelined | Asynchronous
 
 
 class OnePass(Config):
-    """The source once, all of it, as it stands: how an evaluation graph runs."""
+    """How an evaluation graph runs: once over its complete source, as it stands."""
 
-    shuffle: bool = False
     overlaps: bool = False
     """Its rows take their place among those of training, and the evaluation of a step may begin before that of an earlier one
     is over. Otherwise training waits for it."""
 
-    @property
-    def max_staleness(self) -> None:
-        return None
-
-    def admit(self, flow: GraphRun) -> int:
-        """Nothing: an evaluation issues its source when it begins."""
-        return 0
-
-    def share(self, flow: GraphRun, node: Node, version: int) -> Share | None:
+    def share(self, evaluation: EvaluationRun, node: Node) -> Share | None:
+        """What a node may claim now; None: nothing. All rows of a call belong to the evaluation of one step."""
         if not self.overlaps:
-            return Share() if flow.ledger.settled(node) else None
-        round, number = flow.ledger.ready_in_round(node)  # a call is of one evaluation, as its metrics are
-        whole = not flow.observes(node) or not node.operation.takes_groups or number == flow.ledger.rounds[round]
-        if not number or not whole:
+            return Share() if evaluation.ledger.settled(node) else None
+        step, number = evaluation.ledger.ready_in_round(node)
+        takes_groups = node.operation.takes_groups
+        partial = evaluation.observes(node) and takes_groups and number != evaluation.ledger.rounds[step]
+        if not number or partial:
             return None
-        return Share(max_groups=number) if node.operation.takes_groups else Share(max_rows=number)
-
-    def over(self, flow: GraphRun) -> bool:
-        return any(not flow.ledger.rounds[step] for step in flow.rounds)
+        return Share(max_groups=number) if takes_groups else Share(max_rows=number)

@@ -1,52 +1,58 @@
-"""WeightSync: the parameter edges of a run. A leader publishes its weights; each follower whose turn it is takes them over."""
+"""WeightSync: the parameter edges of a run. A leader publishes its weights, and each follower that is due receives them.
+
+    publish ──> publish_weights on the leader ──> receive_weights on each follower ──> the leader may publish again
+
+A leader publishes one version at a time: what it published stays in memory until every follower has received it. A follower
+receives at once, or, with `partial_rollouts="finish"`, when its unfinished responses are finished.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
 
 from ..dataflow.errors import WeightSyncError
 from ..dataflow.graph import ParameterEdge
 from .group import Call, WorkerGroup
-
-
-class Hands(Protocol):
-    """What the driver does for it."""
-
-    def take_device(self, group: WorkerGroup) -> None: ...
-    def watch(self, call: Call, then: Callable[[Call], None]) -> None: ...
-    def give_up(self, call: Call) -> None:
-        """End a call that gives way; its rows go back."""
-        ...
+from .request import Request
 
 
 class WeightSync:
-    """One passing at a time from each leader: what it published stays in memory until everybody has it."""
+    """Decides who publishes and who receives which version; the calls that this takes are returned as requests.
+
+    Args:
+        edges: who follows whom.
+        groups: the worker groups of the run, by name.
+        partial_rollouts: what becomes of responses that are unfinished when weights come (see `Asynchronous`).
+        cancel: ends a call that gives way, on all of its ranks.
+    """
 
     def __init__(
         self,
         edges: Sequence[ParameterEdge],
         groups: Mapping[str, WorkerGroup],
-        hands: Hands,
         partial_rollouts: Literal["continue", "finish", "requeue"],
+        cancel: Callable[[Call], None],
     ) -> None:
         self._edges = edges
         self._groups = groups
-        self._hands = hands
         self._partial_rollouts = partial_rollouts
+        self._cancel = cancel
         self._owing: dict[str, set[str]] = {}
-        """Leader -> followers that have not taken over what it passes on now."""
-        self._passed: dict[str, int] = {}
-        """Follower -> the version that it was last given."""
+        """Leader -> followers that have not received what it publishes now."""
+        self._sent: dict[str, int] = {}
+        """Follower -> the version that it received last."""
         self._waiting: dict[str, Any] = {}
-        """Follower -> weights that it takes over when its responses are finished."""
+        """Follower -> weights that it receives when its responses are finished."""
 
     @property
     def under_way(self) -> bool:
+        """Whether a follower has still to receive weights."""
         return bool(self._owing)
 
     def lag(self, generating: Sequence[str]) -> int:
-        """Versions that the weights of these groups are behind those of whom they follow, the most of them."""
+        """The most versions that one of these groups is behind the group that it follows."""
         behind = (
             self._groups[e.leader].version - self._groups[e.follower].version
             for e in self._edges
@@ -55,7 +61,7 @@ class WeightSync:
         return max(behind, default=0)
 
     def coming(self, followers: Collection[str]) -> dict[str, int]:
-        """Of these groups, those that follow another -> the version that they hold when its present weights have arrived."""
+        """Those of these groups that follow another -> the version that they hold when its present weights have arrived."""
         wanted: dict[str, int] = {}
         for edge in self._edges:
             if edge.follower in followers:
@@ -69,42 +75,45 @@ class WeightSync:
         return {e.follower: self._groups[e.follower].version for e in self._edges if e.leader == leader}
 
     def holds_back(self, group: WorkerGroup) -> bool:
-        """Whether a group may begin nothing new: weights wait for it to finish."""
+        """Whether a group may begin nothing new because weights wait for it to finish."""
         return group.name in self._waiting
 
-    def pass_on(self, leader: str) -> None:
-        """Give the followers of a group its present weights, now, or when those of an earlier version have arrived."""
+    def publish(self, leader: str) -> list[Request]:
+        """Send the present weights of a group to its followers that are due, now or when those of an earlier version have arrived."""
         group = self._groups[leader]
         edges = [e for e in self._edges if e.leader == leader and self._is_due(e, group.version)]
-        # An update that is under way makes other weights of these before they could be published; then it is asked again.
-        updating = any(c.node is not None and c.node.operation.updates and c.last for c in group.calls)
-        if not edges or leader in self._owing or updating:
-            return
+        if not edges or leader in self._owing or group.updating:  # each of these ends with another `publish`
+            return []
         self._owing[leader] = {e.follower for e in edges}
-        self._hands.take_device(group)
-        call = group.call("publish_weights", version=group.version)
-        self._hands.watch(call, lambda call: self._published(call, edges))
+        then = partial(self._published, edges=edges)
+        return [Request(group, "publish_weights", {"version": group.version}, then=then, on_device=True)]
 
-    def give(self, follower: WorkerGroup, rank: int) -> None:
-        """A rank is up in the place of another: it gets no rows before it has the present weights, if it follows anybody."""
+    def publish_all(self) -> list[Request]:
+        """Send the present weights of every leader."""
+        return [request for leader in dict.fromkeys(e.leader for e in self._edges) for request in self.publish(leader)]
+
+    def resend(self, follower: WorkerGroup, rank: int) -> list[Request]:
+        """A rank was replaced. If its group follows another, it gets no rows before it has received the present weights."""
+        requests: list[Request] = []
         for edge in self._edges:
             if edge.follower == follower.name:
                 follower.lacking.add(rank)
-                self._passed.pop(follower.name, None)
-                self.pass_on(edge.leader)
+                self._sent.pop(follower.name, None)
+                requests += self.publish(edge.leader)
+        return requests
 
     def _is_due(self, edge: ParameterEdge, version: int) -> bool:
-        """Whether an `every`-th version has come since the follower was last given one."""
-        return version // edge.every > self._passed.get(edge.follower, -1) // edge.every
+        """Whether an `every`-th version has come since the follower last received one."""
+        return version // edge.every > self._sent.get(edge.follower, -1) // edge.every
 
-    def settle(self) -> None:
-        """Let those take over their weights who have finished what they were at."""
-        for name in list(self._waiting):
-            if not self._groups[name].at_work:
-                self._receive(self._groups[name], self._waiting.pop(name))
+    def receive_when_idle(self) -> list[Request]:
+        """Have followers receive the weights that waited for them to finish their responses."""
+        idle = [name for name in self._waiting if not self._groups[name].at_work]
+        return [self._receive(self._groups[name], self._waiting.pop(name)) for name in idle]
 
-    def _published(self, call: Call, edges: Sequence[ParameterEdge]) -> None:
+    def _published(self, call: Call, edges: Sequence[ParameterEdge]) -> Iterable[Request]:
         weights = next(w for w in call.results if w is not None)
+        requests: list[Request] = []
         for edge in edges:
             follower = self._groups[edge.follower]
             ranks = self._receivers(follower, weights)
@@ -114,36 +123,44 @@ class WeightSync:
                 continue
             if self._partial_rollouts == "requeue":
                 for other in unfinished:
-                    self._hands.give_up(other)
-            self._receive(follower, weights)
+                    self._requeue(other)
+            requests.append(self._receive(follower, weights))
+        return requests
+
+    def _requeue(self, call: Call) -> None:
+        """End a call that generates; the rows that it has not finished go back."""
+        assert call.ledger is not None and call.lease is not None
+        if call.ledger.holds(call.lease):
+            call.ledger.release(call.lease, "new weights came, and what was unfinished is requeued")
+            self._cancel(call)
 
     def _receivers(self, follower: WorkerGroup, weights: Any) -> set[int]:
-        """Ranks that are to take over weights: all that are up, or, of weights that the others have, those that lack them."""
+        """Ranks that are to receive weights: all that are up, or only those that lack them, if the others have this version."""
         if follower.lacking and follower.version == weights.version:
             return set(follower.lacking)
         return {rank for rank in range(len(follower.mesh)) if rank not in follower.starting}
 
-    def _receive(self, follower: WorkerGroup, weights: Any) -> None:
-        self._hands.take_device(follower)
+    def _receive(self, follower: WorkerGroup, weights: Any) -> Request:
         ranks = sorted(self._receivers(follower, weights))
-        call = follower.call("receive_weights", ranks=ranks, weights=weights)
-        self._hands.watch(call, lambda call: self._received(call, weights))
+        then = partial(self._received, weights=weights)
+        return Request(follower, "receive_weights", {"weights": weights}, ranks, then, on_device=True)
 
-    def _received(self, call: Call, weights: Any) -> None:
+    def _received(self, call: Call, weights: Any) -> Iterable[Request]:
         for rank, checksum in sorted(call.values.items()):
             if rank not in call.lost and checksum != weights.checksum:
                 raise WeightSyncError(
                     f"weights of version {weights.version} arrived at {call.group.name}[{rank}] with checksum {checksum}, "
                     f"but {weights.checksum} was published"
                 )
-        call.group.version = self._passed[call.group.name] = weights.version
-        call.group.lacking -= set(call.ranks) - call.lost
-        if call.group.lacking:  # they came up meanwhile
-            del self._passed[call.group.name]
+        group, requests = call.group, list[Request]()
+        group.version = self._sent[group.name] = weights.version
+        group.lacking -= set(call.ranks) - call.lost
+        if group.lacking:  # ranks that came up meanwhile
+            del self._sent[group.name]
         for leader, owing in list(self._owing.items()):
-            if call.group.name in owing:
-                owing.discard(call.group.name)
+            if group.name in owing:
+                owing.discard(group.name)
                 if not owing:
                     del self._owing[leader]
-                    self.pass_on(leader)  # if it was updated meanwhile, or one who had them was replaced
-        self.pass_on(call.group.name)  # whoever follows the follower
+                    requests += self.publish(leader)  # if it was updated meanwhile, or a follower's rank was replaced
+        return [*requests, *self.publish(group.name)]  # for groups that follow the follower

@@ -1,1 +1,1 @@
-"""How a run outlives failures: replaced ranks, checkpoints, the lock that keeps a run to one driver, and a disk that is full."""
+"""How a run outlives failures: replaced ranks, checkpoints, resuming, ending early, and a full disk."""

@@ -1,99 +1,112 @@
 """Failures: what becomes of the work of a rank that fails, falls silent, or whose process ends.
 
-it holds nothing of its own (`replaceable`)   its rows go back; a process that is gone or silent is replaced, and gets the
-                                              present weights; a sample at which that happens for the third time is dropped,
-                                              with its reason, and more than a share of such samples ends the run
-it is one of an actor's, say                  all groups are started again from the last checkpoint (the driver does that)
+- A group that holds nothing of its own (`replaceable`): unfinished rows go back to the ledger. A process that is gone or silent is
+  replaced and receives the present weights. A sample at which that happens for the third time is dropped with its reason; more than
+  a share of such samples ends the run.
+- Any other group (an actor, say): the run ends, and the driver starts it again from its last checkpoint.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from ...dataflow.errors import DeadlineError, UserError, WorkerError
 from ...workers.worker import MAX_FAILED
 from ..backends.backend import START_TIMEOUT_S, Backend, Event
-from ..group import Call, WorkerGroup, publishes_as_it_goes
+from ..group import REGISTER, Call, WorkerGroup, publishes_as_it_goes
 from ..progress import Progress
+from ..request import Request
 from ..tasks import Failure
+from ..weight_sync import WeightSync
 
 MAX_FAILURES = 3
 """Failures at the same sample after which it is dropped, or of the same call beside the graph after which the run ends."""
 FEWEST_ROWS = 100
-"""A share of failed samples is of so many at least: a run does not end because one of its first ten fails."""
+"""Rows that a share of failed samples counts at least: a run does not end because one of its first ten rows fails."""
 LOOK_S = 1.0
 """Seconds between two looks at who is silent."""
 
 
-class Hands(Protocol):
-    """What the driver does for it."""
+@dataclass
+class FailureCounts:
+    """What has failed in a run, over all of its starts."""
 
-    def watch(self, call: Call, then: Callable[[Call], None]) -> None: ...
-    def complete(self, call: Call) -> None: ...
-    def give_weights(self, group: WorkerGroup, rank: int) -> None: ...
-    def wait_for_room(self, why: str) -> None: ...
-
-
-class Failures:
-    """Counts failures by place, gives rows back, and has processes replaced."""
-
-    def __init__(self, backend: Backend, hands: Hands, progress: Progress, call_timeout_s: float) -> None:
-        self._backend = backend
-        self._hands = hands
-        self._progress = progress
-        self._call_timeout_s = call_timeout_s
-        self._counted: Counter[tuple[str, int | None]] = Counter()
-        """Node and sample, or call beside the graph -> failures there."""
-        self._seen: Counter[tuple[str, str]] = Counter()
-        """Graph and node -> rows that came through."""
-        self._returned: Counter[Call] = Counter()
-        """Call that is under way -> rows that went back."""
-        self._dropped: Counter[tuple[str, str]] = Counter()
-        """Graph and node -> rows that were dropped because the node failed at them."""
-        self._heard: dict[tuple[str, int], float] = {}
-        """Group and rank -> when it said something last, or was asked something while it had nothing to do."""
-        self._all_heard = -math.inf
-        """When all of them were taken to have said something."""
-        self._asked: dict[tuple[str, int], dict[Call, None]] = {}
-        """Group and rank -> calls that it was given and that are under way."""
-        self._looked = -math.inf
-        self.replaced = self.repeated = 0
-        """Processes that were replaced, and rows that were requeued because somebody failed."""
+    at: Counter[tuple[str, int | None]] = field(default_factory=Counter)
+    """Node and sample, or call beside the graph -> failures there."""
+    seen: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Graph and node -> rows that came through."""
+    dropped: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Graph and node -> rows that were dropped because the node failed at them."""
+    replaced: int = 0
+    """Processes that were replaced."""
+    requeued: int = 0
+    """Rows that were requeued because a rank failed."""
 
     def metrics(self) -> dict[str, float]:
-        """Those that are not 0."""
-        counts = Counter({"replaced_workers": self.replaced, "repeated_rows": self.repeated})
-        for (graph, _), rows in self._dropped.items():
+        """Counts that are not 0, as metrics."""
+        counts = Counter({"replaced_workers": self.replaced, "repeated_rows": self.requeued})
+        for (graph, _), rows in self.dropped.items():
             counts["failed_rows" if graph == "train" else f"{graph}/failed_rows"] += rows
         return {name: float(count) for name, count in counts.items() if count}
 
+
+@dataclass(frozen=True)
+class Remedy:
+    """What is to be done about a failure whose rows have gone back."""
+
+    requests: Sequence[Request] = ()
+    full_disk: str = ""
+    """Why the run has to wait for capacity on a disk; empty when it has not."""
+
+
+class Failures:
+    """Counts failures by place, gives rows back, and has processes replaced.
+
+    Args:
+        weights: sends the present weights to a process that is new.
+        counts: what failed so far, also in earlier starts of the run.
+        call_timeout_s: how long a rank that was called may be silent.
+    """
+
+    def __init__(
+        self, backend: Backend, weights: WeightSync, progress: Progress, counts: FailureCounts, call_timeout_s: float
+    ) -> None:
+        self._backend = backend
+        self._weights = weights
+        self._progress = progress
+        self._counts = counts
+        self._call_timeout_s = call_timeout_s
+        self._returned: Counter[Call] = Counter()
+        """Call that is under way -> rows that went back."""
+        self._heard: dict[tuple[str, int], float] = {}
+        """Group and rank -> when it replied last, or was called while it had nothing to do."""
+        self._all_heard = -math.inf
+        """When all ranks were taken to have replied."""
+        self._called: dict[tuple[str, int], dict[Call, None]] = {}
+        """Group and rank -> its calls that are under way."""
+        self._looked = -math.inf
+
     # Silence
 
-    def asked(self, call: Call) -> None:
-        """A call is given to its ranks: from here on those are waited for who had nothing to do."""
+    def called(self, call: Call) -> None:
+        """A call is given to its ranks. Those that had nothing to do are waited for from here on."""
         now = self._backend.clock()
         for rank in call.ranks:
-            others = self._asked.setdefault((call.group.name, rank), {})
+            others = self._called.setdefault((call.group.name, rank), {})
             if not any(rank in other.waiting for other in others):
                 self._heard[call.group.name, rank] = now
             others[call] = None
 
     def forgive(self) -> None:
-        """The time until now is nobody's: the run was paused."""
+        """The run was paused: nobody was silent until now."""
         self._all_heard = self._backend.clock()
 
-    def start_again(self) -> None:
-        """All processes are new."""
-        self._heard.clear()
-        self._asked.clear()
-        self._returned.clear()
-
-    def listen(self, events: Sequence[Event], under_way: Iterable[Call]) -> None:
-        """Note who has said something; once a second, replace ranks that have been silent for too long.
+    def listen(self, events: Sequence[Event], under_way: Iterable[Call]) -> list[Request]:
+        """Note who has replied; once a second, replace ranks that have been silent for too long.
 
         Raises:
             DeadlineError: one of them cannot be replaced by itself.
@@ -101,44 +114,49 @@ class Failures:
         now = self._backend.clock()
         for event in events:
             self._heard[event.call.group.name, event.rank] = now
-        if events and not self._backend.has_processes:  # they take turns: who said nothing had none
+        if events and not self._backend.has_processes:  # groups take turns: the others had none
             self._all_heard = now
         if now - self._looked < LOOK_S:
-            return
+            return []
         self._looked = now
-        silent: dict[tuple[str, int], list[Call]] = {}
+        waiting: dict[tuple[str, int], list[Call]] = {}
         for call in under_way:
             for rank in call.waiting:
-                silent.setdefault((call.group.name, rank), []).append(call)
-        for (name, rank), calls in silent.items():
-            limit, group = self._limit(name, rank, calls), calls[0].group
+                waiting.setdefault((call.group.name, rank), []).append(call)
+        requests: list[Request] = []
+        for (name, rank), calls in waiting.items():
+            limit, group = self._limit(rank, calls), calls[0].group
             if now - max(self._heard[name, rank], self._all_heard) <= limit:
                 continue
             what = "; ".join(f"{c.describe(rank)} (called {now - c.started:.0f} s ago)" for c in calls)
             if not (self._backend.has_processes and group.handle.worker_class.replaceable):
                 raise DeadlineError(f"nobody answered for {limit:.0f} s. Waited for: {what}")
-            self.replace(group, rank, f"it did not answer for {limit:.0f} s")
+            requests += self.replace(group, rank, f"it did not answer for {limit:.0f} s")
+        return requests
 
-    def _limit(self, name: str, rank: int, calls: Sequence[Call]) -> float:
+    def _limit(self, rank: int, calls: Sequence[Call]) -> float:
         """Seconds for which a rank may be silent."""
-        if rank in calls[0].group.starting:
+        group = calls[0].group
+        if rank in group.starting:
             return max(START_TIMEOUT_S, self._call_timeout_s)
-        own = getattr(calls[0].group.handle.config, "silence_s", None)
+        own = getattr(group.handle.config, "silence_s", None)
         return own if own is not None and any(c.node for c in calls) else self._call_timeout_s
 
     # Failure
 
     def answered(self, call: Call) -> None:
-        """A call is over: what failed beside the graph before has nothing to do with what fails later."""
+        """A call is over. A call beside the graph that succeeded clears the failures of earlier ones like it."""
         for rank in call.ranks:
-            self._asked.get((call.group.name, rank), {}).pop(call, None)
+            self._called.get((call.group.name, rank), {}).pop(call, None)
         if call.lease is None and not call.lost:
-            self._counted.pop((call.describe(), None), None)
+            self._counts.at.pop((call.describe(), None), None)
         elif call.lease is not None and call.ledger is not None:
-            self._seen[call.ledger.name, call.lease.node.name] += len(call.lease.rows) - self._returned.pop(call, 0)
+            self._counts.seen[call.ledger.name, call.lease.node.name] += len(call.lease.rows) - self._returned.pop(
+                call, 0
+            )
 
-    def take(self, event: Event) -> bool:
-        """See to a reply that says that its call failed; False: nothing can be done but to end the run, or to start it again.
+    def remedy(self, event: Event) -> Remedy | None:
+        """Give the rows of a call that failed back, and say what else is to be done; None: the run has to end, or start again.
 
         Raises:
             WorkerError (or UserError, when the user can mend it): more samples than may failed MAX_FAILURES times each.
@@ -146,35 +164,29 @@ class Failures:
         call, failure = event.call, event.reply.failure
         assert failure is not None
         if not call.group.handle.worker_class.replaceable or (failure.user_error and not failure.sample_ids):
-            return False
+            return None
         if (failure.died or failure.unreadable) and self._backend.has_lost_node():
-            return False
+            return None
         if failure.died:
-            self.replace(call.group, event.rank, failure.message)
-            return True
+            return Remedy(self.replace(call.group, event.rank, failure.message))
+        who = call.describe(event.rank)
         if call.lease is not None and failure.disk_full:
-            self._give_back(call, event.rank, f"{call.describe(event.rank)} found no room on the disk")
-            if call.done:
-                self._hands.complete(call)
-            self._hands.wait_for_room(failure.message)
-            return True
+            self._give_back(call, event.rank, f"{who} found the disk full")
+            return Remedy(full_disk=failure.message)
         if call.node is None or call.node.group is None or call.lease is None:
-            return False  # a graph's own function is a pure one: it would fail again
+            return None  # a graph's own function is a pure one: it would fail again
         said = f"{failure.message}\n{failure.traceback}".rstrip()
         held = call.held_by(event.rank)
         blamed = held.intersection(failure.sample_ids)
         hopeless = self._count(call, event.rank, blamed or held, "failed", said)
-        self._give_back(call, event.rank, f"{call.describe(event.rank)} failed")
+        self._give_back(call, event.rank, f"{who} failed")
         if held - {*hopeless}:
-            self._progress.repeated(call.describe(event.rank), failure.message, sorted(blamed - {*hopeless}))
-        self._do_without(call, hopeless, f"{call.describe(event.rank)} failed", replace(failure, message=said))
-        if call.done:
-            self._hands.complete(call)
-        return True
+            self._progress.repeated(who, failure.message, sorted(blamed - {*hopeless}))
+        self._do_without(call, hopeless, f"{who} failed", replace(failure, message=said))
+        return Remedy()
 
-    def replace(self, group: WorkerGroup, rank: int, why: str) -> None:
-        """A rank is gone, or silent: its rows go back, and another process takes its place, and gets the present weights. The other
-        ranks go on meanwhile.
+    def replace(self, group: WorkerGroup, rank: int, why: str) -> list[Request]:
+        """A rank is gone, or silent: its rows go back, and another process takes its place, while the other ranks go on.
 
         Raises:
             WorkerError: it has happened MAX_FAILURES times in the same call beside the graph, or at more samples than may fail.
@@ -189,22 +201,20 @@ class Failures:
             hopeless[call] = self._count(call, rank, blamed, "was lost", why)
         rows = sum(self._give_back(call, rank, f"the process of {group.name}[{rank}] ended") for call in interrupted)
         for call in group.calls:
-            if rank in call.ranks:  # what it has answered, its successor knows nothing of
+            if rank in call.ranks:  # its successor knows nothing of what it has answered
                 call.lose(rank)
         self._backend.replace(group, rank)
-        self.replaced += 1
+        self._counts.replaced += 1
         group.starting.add(rank)
         group.lacking.discard(rank)
-        self._hands.watch(group.register(rank), lambda call: self._is_up(call, rank, why, rows, began))
         for call, samples in hopeless.items():
             self._do_without(call, samples, f"{call.describe(rank)} was lost", Failure(why, "", user_error=False))
-        for call in interrupted:
-            if call.done:
-                self._hands.complete(call)
+        then = partial(self._registered, rank=rank, why=why, rows=rows, began=began)
+        return [Request(group, REGISTER, ranks=(rank,), then=then)]
 
-    def _is_up(self, call: Call, rank: int, why: str, rows: int, began: float) -> None:
-        if rank in call.lost:  # it ended before it was up; yet another takes its place
-            return
+    def _registered(self, call: Call, rank: int, why: str, rows: int, began: float) -> list[Request]:
+        if rank in call.lost:  # it ended before it was up, and was replaced in turn
+            return []
         group = call.group
         group.starting.discard(rank)
         if call.results != [group.mesh[rank]]:
@@ -212,11 +222,11 @@ class Failures:
                 f"{call.describe(rank)}: it stands at {call.results}, not at {group.mesh[rank]} as before"
             )
         self._progress.replaced(f"{group.name}[{rank}]", why, rows, self._backend.clock() - began)
-        self._hands.give_weights(group, rank)
+        return self._weights.resend(group, rank)
 
     def _give_back(self, call: Call, rank: int, why: str) -> int:
-        """Release what a rank has not finished; returns the rows. Nothing more is to come from it. What other ranks of the call
-        are at stays theirs, where they can publish it without this one."""
+        """Release what a rank has not finished; returns the number of rows. Rows of other ranks of the call stay theirs, where they
+        can be published without this rank's."""
         own = call.held_by(rank)
         call.lose(rank)
         if call.ledger is None or call.lease is None or not call.ledger.holds(call.lease):
@@ -231,23 +241,23 @@ class Failures:
             if call.interruptible:
                 self._backend.cancel(call)
         self._returned[call] += rows
-        self.repeated += rows
+        self._counts.requeued += rows
         return rows
 
     def _count(self, call: Call, rank: int, samples: Iterable[int], what: str, why: str) -> list[int]:
-        """Note a failure; returns the samples at which it was not the first, nor the second.
+        """Count a failure; returns the samples that failed MAX_FAILURES times.
 
         Raises:
             WorkerError: it is a call beside the graph that failed MAX_FAILURES times.
         """
-        who = call.describe()
+        who, at = call.describe(), self._counts.at
         places = [(who, id) for id in sorted(samples)] if call.lease is not None else [(who, None)]
-        self._counted.update(places)
-        repeated = [place for place in places if self._counted[place] >= MAX_FAILURES]
+        at.update(places)
+        repeated = [place for place in places if at[place] >= MAX_FAILURES]
         if repeated and call.lease is None:
             raise WorkerError(f"{call.describe(rank)} {what} {MAX_FAILURES} times. {why}")
         for place in repeated:
-            del self._counted[place]
+            del at[place]
         return [id for _, id in repeated if id is not None]
 
     def _do_without(self, call: Call, samples: Sequence[int], what: str, failure: Failure) -> None:
@@ -265,8 +275,8 @@ class Failures:
         source = ledger.graph.source.name
         named = (f"sample {id} (row {positions[id]} of source {source!r}{said.get(id, '')})" for id in samples[:4])
         at = ", ".join(named)
-        failed = self._dropped[key] + len(samples)
-        seen = self._seen[key] + failed  # those that were dropped have not come through
+        failed = self._counts.dropped[key] + len(samples)
+        seen = self._counts.seen[key] + failed  # those that were dropped have not come through
         if node.operation.quorum or failed > share * max(seen, FEWEST_ROWS):
             kind = UserError if failure.user_error else WorkerError
             raise kind(
@@ -275,5 +285,5 @@ class Failures:
                 f"checkpoints). {failure.message}"
             )
         ledger.drop(node, samples, f"{what}: {failure.message.splitlines()[0]}")
-        self._dropped[key] = failed
+        self._counts.dropped[key] = failed
         self._progress.dropped(f"{what} {MAX_FAILURES} times at {at}", samples[4:], failure.message.splitlines()[0])

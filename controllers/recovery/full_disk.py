@@ -1,4 +1,4 @@
-"""FullDisk: a disk without room pauses a run instead of ending it. Whatever was to be written is written when there is room again."""
+"""FullDisk: a full disk pauses a run instead of ending it. What was to be written is written when there is free space again."""
 
 from __future__ import annotations
 
@@ -12,48 +12,45 @@ from typing import TypeVar
 from ...dataflow.buffer.disk import MAX_PAUSE_S, PAUSE_S, is_full
 from ...dataflow.errors import RunError
 from ..progress import Progress
+from .ending import asked_to_end
 
 T = TypeVar("T")
 
 SAY_AGAIN_S = 60.0
 """Seconds after which a pause is said again."""
 TRY_AGAIN_S = 60.0
-"""Longest wait before what did not fit is tried again."""
+"""Longest wait before a write that did not fit is tried again."""
 SOME_BYTES = 1 << 20
-"""So much more room than there was is worth another try."""
+"""Additional free space that is worth another try."""
 
 
 class FullDisk:
-    """Waits for room, and says so.
+    """Waits for free space, and says so.
 
     Args:
         folder: of the run.
-        asked_to_end: whether somebody wants the run to end.
         over: called after a pause.
     """
 
-    def __init__(
-        self, folder: Path, progress: Progress, asked_to_end: Callable[[], bool], over: Callable[[], None]
-    ) -> None:
+    def __init__(self, folder: Path, progress: Progress, over: Callable[[], None] = lambda: None) -> None:
         self._folder = folder
         self._progress = progress
-        self._asked_to_end = asked_to_end
         self._over = over
         self._said = self._waited = -math.inf
         self._since = 0.0
-        """When the present want of room began: what is not said for a while is over."""
+        """When the present pause began."""
 
     def say(self, why: str) -> None:
-        """Somebody waits for room."""
+        """Say, at most once in SAY_AGAIN_S, that somebody waits for free space."""
         if time.monotonic() - self._said >= SAY_AGAIN_S:
             self._said = time.monotonic()
             self._progress.paused(why)
 
     def write(self, write: Callable[[], T]) -> T:
-        """Do it, as often as it takes; what fails half way must be fit to be begun again.
+        """Write, as often as it takes, and return what `write` returned. A write that fails half way must be able to begin again.
 
         Raises:
-            RunError: there is no room after MAX_PAUSE_S, or the run is asked to end meanwhile.
+            RunError: the disk is still full after MAX_PAUSE_S, or the run is asked to end meanwhile.
         """
         began = time.monotonic()
         while True:
@@ -69,7 +66,7 @@ class FullDisk:
                 return result
 
     def wait_for_more(self, why: str) -> None:
-        """Wait until somebody has made room, or TRY_AGAIN_S (somebody may have made it just before).
+        """Wait until somebody has freed space, or for TRY_AGAIN_S (it may have been freed just before).
 
         Raises:
             RunError: as `write`.
@@ -89,9 +86,9 @@ class FullDisk:
         if now - self._waited > 2 * TRY_AGAIN_S:
             self._since = now
         self._waited, waited = now, now - self._since
-        if waited > MAX_PAUSE_S or self._asked_to_end():
+        if waited > MAX_PAUSE_S or asked_to_end():
             raise RunError(
-                f"{why}; the run waited {waited:.0f} s for room in {self._folder}, and ends. What is on the disk is whole: "
+                f"{why}; the run waited {waited:.0f} s for room in {self._folder}, and ends. What is on the disk is complete: "
                 "resume='latest' goes on from its last checkpoint"
             )
         time.sleep(PAUSE_S)

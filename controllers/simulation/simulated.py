@@ -40,10 +40,10 @@ from ...dataflow.metrics import Max, Mean, Metrics, Sum
 from ...dataflow.operation import Shape
 from ...workers.dispatch import Coordinates
 from ..backends.backend import Event, Setup
-from ..graph_run import positions
+from ..cursor import positions
 from ..group import Call, WorkerGroup
+from ..own_groups import FUNCTIONS
 from ..placement import Place, Placement, resolve
-from ..recording import FUNCTIONS
 from ..row_io import num_tokens
 from ..tasks import Reply, RowTask, Task
 

@@ -163,7 +163,7 @@ def test_a_step_is_refilled_for_the_groups_that_a_filter_dropped(tmp_path: Path)
     with drive(graph, tmp_path, prompts_per_step=5) as driver:
         metrics = driver.run()
         (seen,) = driver.call(graph.handles["actor"], "seen_groups")
-        dropped = driver._flows["train"].ledger.dropped
+        dropped = driver.graph_runs.train.ledger.dropped
     assert all(row["actor/rows"] == row["samples"] == 10 for row in metrics[1:])
     assert [len(set(groups)) for groups in seen] == [5, 5, 5]
     assert dropped["odd_prompts"] > 0
@@ -461,8 +461,8 @@ def test_an_expansion_names_a_parent_that_it_was_not_given(tmp_path: Path):
 
 
 class Stubborn(Synchronous):
-    def share(self, flow: Any, node: Any, version: int) -> Share | None:
-        return None if node.name == "centred" else super().share(flow, node, version)
+    def share(self, train: Any, node: Any, version: int) -> Share | None:
+        return None if node.name == "centred" else super().share(train, node, version)
 
 
 def test_a_run_that_cannot_go_on_says_what_its_rows_wait_for(tmp_path: Path):

@@ -19,9 +19,13 @@ import pytest
 from saved_runs import PROGRAM, SCHEDULES, TIMES, Killed, SavingActor, begun, run, trained, wait_for_steps
 from toy import SlowRollout, ToyReward, prompts, toy_grpo
 
+from weft.controllers.cursor import Cursor, positions
 from weft.controllers.driver import Driver
-from weft.controllers.graph_run import Cursor, positions
-from weft.controllers.recovery.checkpoints import CheckpointConfig, ask_to_end, checkpoints, latest_sound
+from weft.controllers.recovery.checkpoints import CheckpointConfig
+from weft.controllers.recovery.ending import ask_to_end
+from weft.controllers.recovery.resume import find_checkpoint
+from weft.controllers.recovery.run_state import checkpoints
+from weft.controllers.run import Run
 from weft.controllers.schedule import Asynchronous, Training
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.log import LogReader
@@ -217,16 +221,16 @@ def test_a_run_that_is_asked_to_end_saves_itself_wherever_it_is(
 ):
     """In the middle of a step: what was generated of it is in the buffer."""
     waits = 0
-    settle = Driver._settle
+    settle = Run._settle
 
-    def settle_and_ask(driver: Driver) -> None:
+    def settle_and_ask(run: Run) -> None:
         nonlocal waits
-        settle(driver)
-        waits += driver.step >= 3
+        settle(run)
+        waits += run.graph_runs.train.step >= 3
         if waits == 4:
             assert ask_to_end() and not ask_to_end()
 
-    monkeypatch.setattr(Driver, "_settle", settle_and_ask)
+    monkeypatch.setattr(Run, "_settle", settle_and_ask)
     with pytest.raises(SystemExit) as left:
         run(tmp_path, schedule, checkpoint=CheckpointConfig(every=100))
     assert left.value.code == 0 and not ask_to_end()
@@ -241,7 +245,7 @@ def test_a_run_that_was_ended_while_a_checkpoint_took_the_place_of_another_has_t
     folder = tmp_path / "run" / "checkpoints"
     latest, earlier = checkpoints(folder)
     latest.rename(folder / f".before_{latest.name}")
-    found = latest_sound(tmp_path / "run")
+    found = find_checkpoint(tmp_path / "run")
     assert found is not None and found.path == latest and checkpoints(folder) == [latest, earlier]
 
 
@@ -265,7 +269,7 @@ def test_sigterm_to_the_process_group_of_a_run_under_ray_has_it_save_itself_and_
     os.killpg(process.pid, signal.SIGTERM)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 0 and "saved in" in said, said
-    assert latest_sound(tmp_path / "run") is not None
+    assert find_checkpoint(tmp_path / "run") is not None
 
 
 @pytest.mark.ray
@@ -306,7 +310,7 @@ def test_a_run_whose_terminal_is_closed_saves_itself(tmp_path: Path):
             os.read(terminal, 65536)
     os.close(terminal)
     assert process.wait(timeout=30) == 0
-    assert latest_sound(tmp_path / "run") is not None
+    assert find_checkpoint(tmp_path / "run") is not None
 
 
 OF_A_TERMINAL = """
@@ -359,7 +363,7 @@ def test_a_run_whose_log_is_lost_goes_on_from_weights_and_its_place_in_the_data(
         run(tmp_path, schedule, kill_at=7)
     log = tmp_path / "run" / "buffer" / "ledger.log"
     before = issued(log)
-    state = latest_sound(tmp_path / "run")
+    state = find_checkpoint(tmp_path / "run")
     assert state is not None
     if loss == "emptied":
         log.write_bytes(b"")
@@ -407,7 +411,7 @@ def test_weights_alone_are_followed_by_a_checkpoint_of_their_own_and_go_with_ano
     (tmp_path / "run" / "buffer" / "ledger.log").unlink()
     with pytest.raises(Killed):  # before a step of its own is over
         run(tmp_path, SCHEDULES[0], resume="weights", kill_at=5)
-    found = latest_sound(tmp_path / "run")
+    found = find_checkpoint(tmp_path / "run")
     assert found is not None and found.state.schedule == "Synchronous"
     weights, metrics = run(tmp_path, SCHEDULES[0], resume="latest")
     assert len(metrics) == 10 and len(weights) == 2 * len(trained(weights)) == 2 * 27

@@ -178,7 +178,7 @@ def test_prompts_that_the_generator_cannot_read_are_left_out_by_choice_and_count
     with Driver(recorded, schedule=SYNCHRONOUS, root=tmp_path) as driver:
         driver.run()
         (seen,) = driver.call(actor, "seen_groups")
-    assert sum(map(len, seen)) == 2 * 16 and driver._flows["train"].num_tokens.tolist() == [2] * 5
+    assert sum(map(len, seen)) == 2 * 16 and driver.graph_runs.train.num_tokens.tolist() == [2] * 5
     assert "5 of 10 prompts of 'train' are left out: they are too long" in capfd.readouterr().out
 
 

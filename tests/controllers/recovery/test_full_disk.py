@@ -14,8 +14,11 @@ from toy import SlowRollout, ToyReward, prompts, toy_grpo
 
 from weft.controllers.driver import Driver
 from weft.controllers.progress import Progress
-from weft.controllers.recovery.checkpoints import CheckpointConfig, checkpoints, latest_sound
+from weft.controllers.recovery.checkpoints import CheckpointConfig
+from weft.controllers.recovery.ending import ask_to_end, can_be_ended
 from weft.controllers.recovery.full_disk import FullDisk
+from weft.controllers.recovery.resume import find_checkpoint
+from weft.controllers.recovery.run_state import checkpoints
 from weft.controllers.schedule import Training
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.check import check_log
@@ -113,7 +116,7 @@ def test_a_full_disk_pauses_a_run_and_nothing_is_lost(
     assert [row["step"] for row in metrics] == list(range(schedule.steps + 1))
     assert len(weights) == 2 * len(trained(weights)) == 2 * 3 * schedule.steps
     assert not check_log(small / "run" / "buffer").violations
-    found = latest_sound(small / "run")
+    found = find_checkpoint(small / "run")
     assert found is not None and found.state.step == schedule.steps and not found.damage
     assert len(checkpoints(small / "run" / "checkpoints")) == 2
 
@@ -122,8 +125,12 @@ def test_a_pause_ends_when_the_run_is_asked_to_end(tmp_path: Path):
     def write() -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.parquet")
 
-    disk = FullDisk(tmp_path, Progress(1, tmp_path, enabled=False), lambda: True, lambda: None)
+    disk = FullDisk(tmp_path, Progress(1, tmp_path, enabled=False))
     began = time.monotonic()
-    with pytest.raises(RunError, match=r"No space left on device: 'metrics.parquet'; the run waited 0 s for room in "):
+    with (
+        can_be_ended(True),
+        pytest.raises(RunError, match=r"No space left on device: 'metrics.parquet'; the run waited 0 s for room in "),
+    ):
+        assert ask_to_end()
         disk.write(write)
     assert time.monotonic() - began < 1

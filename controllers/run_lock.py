@@ -36,9 +36,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ...dataflow.buffer.disk import make_folder
-from ...dataflow.buffer.log import Record
-from ...dataflow.errors import TakenOverError, UserError
+from ..dataflow.buffer.disk import make_folder
+from ..dataflow.buffer.log import Record
+from ..dataflow.errors import TakenOverError, UserError
 
 FOLDER = "lock"
 BEAT_S = 10.0

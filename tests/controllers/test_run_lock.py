@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from saved_runs import begun, run, wait_for_steps
 
-from weft.controllers.recovery import run_lock
+from weft.controllers import run_lock
 from weft.controllers.recovery.checkpoints import CheckpointConfig
-from weft.controllers.recovery.run_lock import DEAD_AFTER_S, RunLock, epochs
+from weft.controllers.run_lock import DEAD_AFTER_S, RunLock, epochs
 from weft.controllers.schedule import Synchronous
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.errors import TakenOverError, UserError
@@ -95,7 +95,7 @@ def test_of_many_that_take_a_run_at_once_one_holds_it(tmp_path: Path):
 
 def test_a_holder_of_this_machine_that_was_killed_is_known_at_once(tmp_path: Path):
     program = (
-        "import sys, time; from pathlib import Path; from weft.controllers.recovery.run_lock import RunLock\n"
+        "import sys, time; from pathlib import Path; from weft.controllers.run_lock import RunLock\n"
         "lock = RunLock.take(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:

@@ -1,0 +1,121 @@
+"""Closing: ends steps and evaluations that are over, and notes what was measured in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..dataflow.buffer.sample_buffer import SampleBuffer
+from .calls import Calls
+from .graph_run import EvaluationRun, GraphRuns
+from .recovery.checkpoints import Checkpoints
+from .run_directory import RunDirectory
+from .run_spec import RunHistory, RunSpec
+from .weight_sync import WeightSync
+
+
+class Closing:
+    """Ends steps and evaluations.
+
+    Args:
+        started: when the run started, by the backend's clock; a run that goes on counts from its first start.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        history: RunHistory,
+        directory: RunDirectory,
+        buffer: SampleBuffer,
+        graph_runs: GraphRuns,
+        weights: WeightSync,
+        calls: Calls,
+        checkpoints: Checkpoints,
+        started: float,
+    ) -> None:
+        self._spec = spec
+        self._history = history
+        self._directory = directory
+        self._buffer = buffer
+        self._graph_runs = graph_runs
+        self._train = graph_runs.train
+        self._weights = weights
+        self._calls = calls
+        self._checkpoints = checkpoints
+        self._started = started
+        self._closed_at = spec.backend.clock()
+
+    def resume(self) -> None:
+        """The run goes on: the step under way begins now."""
+        self._closed_at = self._spec.backend.clock()
+        self._mark_evaluations()
+
+    @property
+    def _possible(self) -> bool:
+        """Whether anything may be closed: where training waits for weights, not before they have arrived."""
+        return self._spec.schedule.overlaps or not self._calls.beside_the_graph
+
+    def close_training(self) -> bool:
+        """End the step of training if it is over; returns whether it is."""
+        if not (self._possible and self._spec.schedule.over(self._train)):
+            return False
+        metrics = self._train.close(overlaps=self._spec.schedule.overlaps)
+        self._buffer.note("step", self._train.step)
+        self.close_step(metrics)
+        return True
+
+    def close_evaluations(self) -> None:
+        """End the evaluations that are over."""
+        if self._possible:
+            for evaluation in self._graph_runs.evaluations.values():
+                for step in evaluation.ended:
+                    self._close_evaluation(evaluation, step)
+
+    def close_step(self, metrics: Mapping[str, float]) -> None:
+        """Note the metrics of a step (the start of the run is step 0) and mark the evaluations that are due."""
+        train, now = self._train, self._spec.backend.clock()
+        row = {"step": float(train.step), "time_s": now - self._started, **metrics}
+        if train.step:
+            seconds = now - self._closed_at
+            tokens = max(train.tokens.values(), default=0)
+            row |= {
+                "samples": float(max(train.samples.values(), default=0)),
+                "step_s": seconds,
+                "tokens_per_s": tokens / seconds if seconds else 0.0,
+            }
+        row |= self._history.failures.metrics()
+        if pause_s := self._checkpoints.take_pause_s():
+            row["checkpoint_pause_s"] = pause_s
+        self._closed_at, train.begun = now, True
+        train.samples.clear()
+        train.tokens.clear()
+        self._directory.add_metrics(row)
+        self._history.progress.stepped(row)
+        for symptom in self._history.watch.see(row):
+            self._history.progress.warn(symptom)
+        self._ask_to_stop(row)
+        self._mark_evaluations()
+
+    def _close_evaluation(self, evaluation: EvaluationRun, step: int) -> None:
+        """Note the metrics of an evaluation beside those of the step that it evaluates, when its calls are over, too."""
+        calls = (c for c in self._calls.under_way if c.ledger is evaluation.ledger and not c.behind)
+        if any(call.lease is not None and call.lease.round == step for call in calls):
+            return
+        metrics = evaluation.close(step, overlaps=self._spec.schedule.overlaps)
+        row = self._directory.add_metrics({"step": float(step), **metrics, **self._history.failures.metrics()})
+        self._history.progress.evaluated(evaluation.name, step, metrics)
+        self._ask_to_stop(row)
+
+    def _mark_evaluations(self) -> None:
+        """Mark the evaluations that are due at this step."""
+        for name, evaluation in self._spec.evaluations.items():
+            if self._train.step % evaluation.every == 0 or self._train.over:
+                self._mark(self._graph_runs.evaluations[name])
+
+    def _mark(self, evaluation: EvaluationRun) -> None:
+        evaluation.mark(self._train.step, self._weights.coming(evaluation.graph.handles))
+
+    def _ask_to_stop(self, row: Mapping[str, float]) -> None:
+        if self._spec.stop is not None and not self._train.stopped and self._spec.stop(row):
+            self._train.stopped = True
+            for evaluation in self._graph_runs.evaluations.values():  # a run ends with all of its evaluations
+                self._mark(evaluation)

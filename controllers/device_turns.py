@@ -1,0 +1,61 @@
+"""DeviceTurns: which group has its model on the devices of a pool that several groups share."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from .group import Call, WorkerGroup
+from .request import Request
+
+
+@dataclass
+class _Pool:
+    holder: WorkerGroup | None = None
+    """The group whose model is on the devices, or will be when the change is over."""
+    changing: bool = False
+    waiting: deque[Request] = field(default_factory=deque)
+
+
+class DeviceTurns:
+    """Groups on one pool with GPUs take turns: the holder is offloaded before the next group is onloaded.
+
+        nobody ──request of b──────────────────────> onloading b ──> held by b
+        held by a ──request of b──> offloading a ──> onloading b ──> held by b
+
+    A request that needs the devices waits while they change hands. Requests of one pool are made in the order in which they came.
+    """
+
+    def __init__(self) -> None:
+        self._pools: dict[str, _Pool] = {}
+
+    def ask(self, request: Request) -> list[Request]:
+        """Requests that may be made now: this one, if its group has the devices or needs none, or the change that it waits for."""
+        place = request.group.place.pool
+        if not request.on_device or not place.gpus:
+            return [request]
+        pool = self._pools.setdefault(place.name, _Pool())
+        pool.waiting.append(request)
+        return [] if pool.changing else self._next(pool)
+
+    def _next(self, pool: _Pool) -> list[Request]:
+        ready: list[Request] = []
+        while pool.waiting and pool.waiting[0].group is pool.holder:
+            ready.append(replace(pool.waiting.popleft(), on_device=False))
+        if pool.waiting:
+            before, pool.holder, pool.changing = pool.holder, pool.waiting[0].group, True
+            onload = Request(pool.holder, "onload", then=lambda call: self._onloaded(pool, call))
+            ready.append(Request(before, "offload", then=lambda call: [onload]) if before else onload)
+        return ready
+
+    def _onloaded(self, pool: _Pool, call: Call) -> Iterable[Request]:
+        pool.changing = False
+        return self._next(pool)
+
+
+def offload_shared(groups: Iterable[WorkerGroup]) -> list[Request]:
+    """Requests that bring the models of groups which share a pool with GPUs to host memory, as a run begins."""
+    groups = list(groups)
+    sharing = [g.place.pool.name for g in groups]
+    return [Request(g, "offload") for g in groups if g.place.pool.gpus and sharing.count(g.place.pool.name) > 1]

@@ -1,0 +1,243 @@
+"""Resuming a run: find a sound checkpoint, hold the run, and open its directory and its buffer as they were then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ...dataflow.buffer.log import LogReader, Position
+from ...dataflow.buffer.manifest import verify
+from ...dataflow.buffer.rows import Ids
+from ...dataflow.buffer.sample_buffer import BUFFER, LOG, BufferConfig, SampleBuffer, restore
+from ...dataflow.errors import UserError, nearest
+from ...dataflow.graph import Graph
+from ..backends.backend import this_node
+from ..cursor import CURSOR
+from ..run_directory import RunDirectory, check_name, check_rights, hold, is_used
+from ..run_lock import RunLock
+from .run_state import BEFORE, FOLDER, RunState, checkpoints, step_of
+
+WITHOUT_ROWS = "resume='weights' goes on from models, optimizers and the place in the data, without the rows in flight"
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A sound checkpoint to go on from."""
+
+    path: Path
+    state: RunState
+    damage: Sequence[str] = ()
+    """What is wrong with later checkpoints."""
+    with_rows: bool = True
+    """Whether the run goes on with the rows that were in flight, or only with the weights and the place in the data."""
+
+    @property
+    def run(self) -> Path:
+        return self.path.parent.parent
+
+    def reopen(self, lock: RunLock) -> RunDirectory:
+        """The directory of the run as it was at the checkpoint, held by this process."""
+        origin = f"goes on after step {self.state.step}, from {self.path}"
+        if not self.with_rows:
+            origin += f", with weights alone: {self.given_up}"
+        state = self.state
+        directory = RunDirectory.reopen(self.run, state.step, state.time_s, state.position, lock, origin=origin)
+        if not self.with_rows:
+            directory.give_up_rows()
+        return directory
+
+    @property
+    def given_up(self) -> str:
+        """What the run goes on without, when it goes on without its rows in flight."""
+        again = len(self.state.cursor.again)
+        return (
+            f"the log is given up, and what was generated for the {again} prompts in flight, which are issued again; "
+            "rows that were finished before are proven no more"
+        )
+
+    @property
+    def groups(self) -> list[str]:
+        """Worker groups whose state is in it."""
+        return sorted(p.name for p in self.path.iterdir() if p.is_dir())
+
+
+def find_checkpoint(run: Path, *, with_rows: bool = True) -> ResumePoint | None:
+    """The latest checkpoint of a run whose files are all as they were written, and whose position is in the log; None: there is none.
+
+    Args:
+        with_rows: False does not look at the log.
+
+    Raises:
+        UserError: there are checkpoints, and none is sound.
+    """
+    for before in (run / FOLDER).glob(f"{BEFORE}*"):  # the run was ended while this one was replaced
+        path = before.with_name(before.name.removeprefix(BEFORE))
+        if not path.exists():
+            before.rename(path)
+    damage: list[str] = []
+    weights_are_sound = False
+    for path in checkpoints(run / FOLDER):
+        wrong = _damaged_files(path)
+        weights_are_sound |= not wrong
+        if wrong := wrong or (_lost_rows(path) if with_rows else ""):
+            damage.append(f"{path}: {wrong}")
+        else:
+            state = RunState.read(path)
+            passed_over = [f"{one}; the checkpoint before it is used" for one in damage]
+            before = _wrong_before(state.position, run / BUFFER / LOG) if with_rows else []
+            return ResumePoint(path, state, [*passed_over, *before], with_rows)
+    if damage:
+        hint = f". {WITHOUT_ROWS}" if weights_are_sound else ""
+        raise UserError("no checkpoint of the run is sound: " + "; ".join(damage) + hint)
+    return None
+
+
+def _damaged_files(path: Path) -> str:
+    return ", ".join(str(one) for one in verify(path))
+
+
+def _lost_rows(path: Path) -> str:
+    """Why the rows in flight at a checkpoint cannot be restored; empty when they can."""
+    position = RunState.read(path).position
+    buffer = path.parent.parent / BUFFER
+    try:
+        history = restore(buffer, at=position)
+    except (UserError, RuntimeError, OSError) as error:
+        return f"its rows cannot be restored: {error}"
+    return (
+        "" if history.end == position else "; ".join(history.damage) or f"{buffer} ends before byte {position.offset}"
+    )
+
+
+def _wrong_before(position: Position, log: Path) -> list[str]:
+    """What is wrong with a log before a position at which the rows can be restored all the same, from a snapshot of the ledgers."""
+    reader = LogReader(log)
+    for _ in reader:
+        if reader.end.offset >= position.offset:
+            return []
+    return [
+        f"{reader.damage}; the rows are known without it, but `weft buffer check` proves nothing of this run any more"
+    ]
+
+
+def open_run(
+    resume: str | Path, root: Path, name: str | None, accept: Callable[[ResumePoint | None], None]
+) -> tuple[RunDirectory, ResumePoint | None]:
+    """Hold the run that a driver is to do, a new one (None) or one that goes on from a checkpoint. Its directory notes why.
+
+    Args:
+        resume: "none" for a new run; "latest" for the latest checkpoint of the run `name` (default: of the newest run that has any);
+            "weights" for the same without its rows in flight; or the folder of a run or of one of its checkpoints.
+        root: the folder of all runs.
+        name: of the run.
+        accept: raises UserError when the driver cannot go on from this checkpoint.
+
+    Raises:
+        UserError: another driver holds the run, there is no such folder, or it is damaged.
+    """
+    if name is not None:
+        check_name(name, "name")
+        check_rights(root.resolve() / name)
+    run, looked = _where(resume, root, name)
+    if run is not None:
+        check_rights(run)
+        lock = hold(run)
+        try:
+            at = Path(resume)
+            point = _at(at, run) if is_checkpoint(at) else find_checkpoint(run, with_rows=resume != "weights")
+            accept(point)
+            if point is not None:
+                return point.reopen(lock), point
+        except BaseException:
+            lock.give_back()
+            raise
+        lock.give_back()
+    accept(None)
+    return RunDirectory.create(root, name, aside=resume == "latest", why=looked), None
+
+
+def open_buffer(
+    run: RunDirectory,
+    point: ResumePoint | None,
+    graphs: Mapping[str, Graph],
+    *,
+    config: BufferConfig,
+    clock: Callable[[], float],
+) -> SampleBuffer:
+    """The sample buffer of a run: a new one, or one as it was at a checkpoint. With weights alone it begins at the checkpoint's place
+    in the data."""
+    folder = run.path / BUFFER
+    if point is not None and point.with_rows:
+        at = point.state.position
+        return SampleBuffer.recover(folder, graphs, config=config, node=this_node(), at=at, clock=clock, fence=run.lock)
+    ids = None if point is None else Ids(point.state.next_id, point.state.next_group)
+    buffer = SampleBuffer.create(folder, graphs, config=config, node=this_node(), clock=clock, fence=run.lock, ids=ids)
+    if point is not None:
+        buffer.note(CURSOR, asdict(point.state.cursor))
+        buffer.note("step", point.state.step)
+    return buffer
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether it is the folder of one checkpoint of a run."""
+    return path.resolve().parent.name == FOLDER and path.is_dir()
+
+
+def _where(resume: str | Path, root: Path, name: str | None) -> tuple[Path | None, str]:
+    """The run to go on with, if there is one; else what was looked for, and what there is instead."""
+    if resume == "none":
+        return None, ""
+    if resume in ("latest", "weights"):
+        run, looked = _latest_run(root.resolve(), name, str(resume))
+        if run is None and resume == "weights":
+            raise UserError(looked)
+        return run, looked
+    path = Path(resume).resolve()
+    run = path.parent.parent if is_checkpoint(path) else path
+    if not has_checkpoints(run):
+        there = _checkpointed(run.parent)
+        raise UserError(
+            f"resume={str(resume)!r} is neither a run that has a checkpoint, nor a checkpoint of one"
+            f"{nearest(run.name, [*(p.name for p in there), 'latest', 'weights', 'none'])}"
+        )
+    if name not in (None, run.name):
+        raise UserError(f"resume={str(resume)!r} is of the run {run.name!r}, not of {name!r}")
+    return run, ""
+
+
+def _latest_run(root: Path, name: str | None, resume: str) -> tuple[Path | None, str]:
+    there = _checkpointed(root)
+    if name is None:
+        return next(iter(there), None), f"resume={resume!r}: no run in {root} has a checkpoint"
+    run = root / name
+    if has_checkpoints(run):
+        return run, ""
+    others = ", ".join(f"{p.name!r} (step {step_of(checkpoints(p / FOLDER)[0])})" for p in there[:5])
+    known = f"; checkpoints are in {others}" if others else "; no run there has one"
+    if (run / FOLDER).exists() and not (run / FOLDER).is_dir():
+        return (
+            None,
+            f"damaged: resume={resume!r}: {run / FOLDER} is not a folder, so nothing can be gone on from{known}",
+        )
+    what = "there is no checkpoint of run" if is_used(run) else "there is no run"
+    return None, f"resume={resume!r}: {what} {name!r} in {root}{nearest(name, [p.name for p in there])}{known}"
+
+
+def has_checkpoints(run: Path) -> bool:
+    return bool(checkpoints(run / FOLDER)) or any((run / FOLDER).glob(f"{BEFORE}*"))
+
+
+def _checkpointed(root: Path) -> list[Path]:
+    """Runs that have checkpoints, newest first."""
+    runs = [p for p in root.glob("*") if p.is_dir() and has_checkpoints(p)]
+    return sorted(runs, key=lambda p: p.stat().st_mtime, reverse=True)
+
+
+def _at(path: Path, run: Path) -> ResumePoint:
+    """The checkpoint that the user named."""
+    path = run / FOLDER / path.resolve().name
+    if wrong := _damaged_files(path) or _lost_rows(path):
+        raise UserError(f"checkpoint {path} is damaged: {wrong}")
+    state = RunState.read(path)
+    return ResumePoint(path, state, _wrong_before(state.position, run / BUFFER / LOG))

@@ -1,0 +1,55 @@
+"""Requests: calls that are to be made, as values. Whatever follows from a reply is a request, made on a later turn of the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..dataflow.buffer.ledger import Ledger
+from ..dataflow.buffer.rows import Lease
+from .group import Call, WorkerGroup
+
+Then = Callable[[Call], "Iterable[Request]"]
+"""What follows when the last reply of a call has come."""
+
+
+def nothing(call: Call) -> Iterable[Request]:
+    """Nothing follows."""
+    return ()
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A call of a method without rows, on some ranks or on all that its dispatch protocol names."""
+
+    group: WorkerGroup
+    method: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    ranks: Sequence[int] | None = None
+    then: Then = nothing
+    on_device: bool = False
+    """The group needs the devices of its pool, which others may hold."""
+
+    def call(self) -> Call:
+        """Submit it to the ranks; returns at once."""
+        return self.group.call(self.method, ranks=self.ranks, **self.arguments)
+
+
+@dataclass(frozen=True, eq=False)
+class NodeRequest(Request):
+    """A call of a node's method on the rows of a lease."""
+
+    ledger: Ledger | None = None
+    lease: Lease | None = None
+    replica: int | None = None
+    """The data-parallel replica that gets all rows; None: they are spread over all."""
+    last: bool = True
+    """The batch of an update is complete with these rows."""
+    on_device: bool = True
+
+    def call(self) -> Call:
+        assert self.ledger is not None and self.lease is not None
+        call = self.group.call_node(self.ledger, self.lease, replica=self.replica, **self.arguments)
+        call.last = self.last
+        return call

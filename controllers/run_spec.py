@@ -1,0 +1,75 @@
+"""RunSpec: what a driver was asked to run, checked. RunHistory: what the starts of a run have in common besides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ..dataflow.arguments import names_arguments
+from ..dataflow.buffer.sample_buffer import BufferConfig
+from ..dataflow.errors import UserError
+from ..dataflow.graph import Graph, ParameterEdge
+from ..dataflow.handle import Handle
+from .backends.backend import Backend
+from .placement import Place
+from .progress import Progress
+from .recovery.checkpoints import CheckpointConfig
+from .recovery.failures import FailureCounts
+from .schedule import Training
+from .symptoms import Watch
+
+
+@names_arguments
+@dataclass(frozen=True)
+class Evaluation:
+    """A graph over held-out rows, run before the first step, after each `every`-th, and after the last.
+
+    Training waits for it, unless its schedule overlaps generation and training (`Asynchronous`). Then it begins when the weights of
+    its step have arrived, and its rows take their place among those of training. Responses that are unfinished when the next weights
+    come are treated as those of training are (`partial_rollouts`), and the metrics `oldest_version` and `newest_version` name the
+    versions of its tokens. Its metrics stand beside those of the step that it evaluates, whenever it is over.
+    """
+
+    graph: Graph
+    every: int = 10
+    name: str = "eval"
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise UserError(f"Evaluation(every={self.every}): every must be at least 1")
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """A run as its user described it, with defaults filled in."""
+
+    graphs: Mapping[str, Graph]
+    """Name in the run -> graph; the training graph is TRAIN."""
+    handles: Mapping[str, Handle]
+    """Every worker group, those that each run has among them."""
+    placement: Mapping[str, Place]
+    backend: Backend
+    schedule: Training
+    evaluations: Mapping[str, Evaluation]
+    seed: int
+    record_every: int
+    """Samples of each so-many-th step are kept; 0 keeps none."""
+    call_timeout_s: float
+    buffer: BufferConfig
+    checkpoint: CheckpointConfig
+    stop: Callable[[Mapping[str, float]], bool] | None
+
+    @cached_property
+    def follows(self) -> tuple[ParameterEdge, ...]:
+        """The parameter edges of all graphs."""
+        return tuple(dict.fromkeys(edge for graph in self.graphs.values() for edge in graph.follows))
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """What a run shows and has counted over all of its starts."""
+
+    progress: Progress
+    watch: Watch = field(default_factory=Watch)
+    failures: FailureCounts = field(default_factory=FailureCounts)

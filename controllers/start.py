@@ -1,0 +1,128 @@
+"""Starting a run: its buffer is opened, its worker groups come up, and each graph gets its ledger and its place in the data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+
+import numpy as np
+
+from ..dataflow.batch import Batch
+from ..dataflow.buffer.ledger import Ledger
+from ..dataflow.buffer.sample_buffer import SampleBuffer
+from ..dataflow.column import PROMPT_IDS
+from ..dataflow.graph import SOURCE, Graph
+from .backends.backend import Files, Setup, this_node
+from .cursor import CURSOR, Cursor, positions
+from .graph_run import TRAIN, EvaluationRun, GraphRuns, TrainingRun
+from .recording import with_recording
+from .recovery.full_disk import FullDisk
+from .recovery.resume import ResumePoint, open_buffer
+from .row_io import num_tokens
+from .run import Run
+from .run_directory import RunDirectory
+from .run_spec import RunHistory, RunSpec
+
+
+def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: ResumePoint | None) -> Run:
+    """Start a run, or go on from a checkpoint: its worker groups are up, and followers have their leaders' weights.
+
+    Args:
+        spec: what is run.
+        history: of all lives of the run.
+        directory: of the run, which this process holds.
+        point: where it goes on; None: it begins.
+
+    Raises:
+        UserError: a worker cannot be made, or the buffer is not that of the graphs.
+    """
+    progress, backend, config = history.progress, spec.backend, spec.buffer
+    for note in directory.notes:
+        progress.say(note)
+    progress.starting(spec.handles, repr(backend))
+    progress.left_out([graph.source for graph in spec.graphs.values()])
+    graphs = {name: with_recording(graph) for name, graph in spec.graphs.items()}
+    disk = FullDisk(directory.path, progress)
+    with ExitStack() as undo:
+        undo.callback(backend.close)
+        buffer = disk.write(  # what is kept of the log is copied
+            lambda: open_buffer(directory, point, graphs, config=config, clock=backend.clock)
+        )
+        undo.callback(partial(buffer.close, going_on=True))
+        if point is not None:
+            ledgers = buffer.ledgers
+            directory.forget_samples(lambda graph, lease: graph in ledgers and ledgers[graph].is_void(lease))
+            progress.resumed(point.path, point.state.step, [*point.damage, *buffer.damage])
+        buffer.note("record_every", spec.record_every)
+        buffer.store.delete_remote = backend.delete
+        files = Files(buffer.folder / "segments", config.file_bytes, config.memory_bytes, directory.starts)
+        groups = backend.start(Setup(spec.handles, spec.placement, directory.path, spec.seed, files, spec.follows))
+        for graph, group in buffer.drop_unreachable(backend.nodes):
+            progress.say(f"group {group} of graph {graph!r} is issued again: the node that it lay on is gone")
+        graph_runs = _graph_runs(spec, history, graphs, buffer, files, point)
+        run = Run(spec, history, directory, point, buffer, groups, graph_runs)
+        undo.pop_all()
+        undo.callback(run.close)
+        run.prepare()
+        undo.pop_all()
+    progress.started(spec.graphs, groups, spec.placement)
+    return run
+
+
+def _graph_runs(
+    spec: RunSpec,
+    history: RunHistory,
+    graphs: Mapping[str, Graph],
+    buffer: SampleBuffer,
+    files: Files,
+    point: ResumePoint | None,
+) -> GraphRuns:
+    writer = files.writer(this_node(), "sources")
+    sources = {name: Batch.of_table(graph.source.table) for name, graph in graphs.items()}
+    for name, source in sources.items():
+        buffer.set_source(name, writer.append(source))
+    writer.close()
+    evaluations: dict[str, EvaluationRun] = {}
+    for name in spec.evaluations:
+        run = _evaluation_run(name, graphs[name], buffer.ledgers[name], sources[name])
+        if point is not None:
+            _give_up(run, history)
+            run.closed_at = point.state.evaluated.get(name, -1)
+        evaluations[name] = run
+    return GraphRuns(_training_run(spec, graphs[TRAIN], buffer, sources[TRAIN], point), evaluations)
+
+
+def _training_run(
+    spec: RunSpec, graph: Graph, buffer: SampleBuffer, source: Batch, point: ResumePoint | None
+) -> TrainingRun:
+    ledger, noted = buffer.ledgers[TRAIN], buffer.notes.get(CURSOR)
+    cursor = Cursor(noted["issued"], tuple(noted["again"])) if noted else Cursor()
+    order = positions(len(source), spec.seed, shuffle=spec.schedule.shuffle)
+    rest = cursor.rest(order, ledger.prompts_issued)
+    steps = spec.schedule.steps
+    train = TrainingRun(TRAIN, graph, ledger, rest, _num_tokens(graph, source), steps=steps, start=cursor)
+    if point is not None:
+        train.step, train.begun = point.state.step, True
+        train.stopped, train.open = point.state.stopped, ledger.groups_at_work > 0
+    return train
+
+
+def _evaluation_run(name: str, graph: Graph, ledger: Ledger, source: Batch) -> EvaluationRun:
+    rest = Cursor().rest(positions(len(source), 0, shuffle=False), ledger.prompts_issued)
+    return EvaluationRun(name, graph, ledger, rest, _num_tokens(graph, source))
+
+
+def _give_up(run: EvaluationRun, history: RunHistory) -> None:
+    """Give up evaluations that were under way at a checkpoint, since the weights of their step are gone. That of the present step
+    is made again."""
+    for step in sorted(run.ledger.rounds):
+        history.progress.given_up(run.name, step)
+    for group in run.ledger.ids_at_work:
+        run.ledger.lose(group, "the run was started again, and its evaluation is given up", issue_again=False)
+
+
+def _num_tokens(graph: Graph, source: Batch) -> np.ndarray:
+    """[source rows] tokens of each row. Where new rows are made of the source's, these have only the tokens of their prompts."""
+    makes_rows = any(node.level == SOURCE and node.makes_level is not None for node in graph.nodes)
+    return num_tokens(source, {str(PROMPT_IDS)}.intersection(source.columns) if makes_rows else None)
