@@ -14,7 +14,7 @@ demo: setup
 	@$(PYTHON) examples/grpo_arithmetic.py $(ARGS)
 
 test: setup
-	@$(PYTHON) -m pytest -m "not gpu and not slow" $(ARGS)
+	@$(PYTHON) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not gpu and not slow" $(ARGS)
 
 check: lint types
 

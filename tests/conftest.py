@@ -1,8 +1,36 @@
-"""What holds for all tests: `forked` and its neighbours are found, and each process computes with one thread."""
+"""What holds for all tests: `forked` is found, each process computes with one thread, and `make test` spreads them over two processes."""
 
 import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models gain nothing from more, and on a busy machine lose much
+
+ENGINES = "engines"
+"""Tests that start Ray or vLLM run one after the other, and share a cluster."""
+FORKED = "forked"
+"""Tests whose processes are forked share the server that has imported torch, and the examples a warm-started model."""
+
+
+def group_of(item: pytest.Item) -> str:
+    """Tests of a group run in the same process: those of one file, but for two groups that take longest."""
+    if HERE / "examples" in item.path.parents or hasattr(getattr(item, "module", None), "run_processes"):
+        return FORKED
+    if item.get_closest_marker("ray") or item.get_closest_marker("vllm"):
+        return ENGINES
+    return item.path.stem
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Say which tests stay together; in one of several processes, put the longest groups first."""
+    groups = {item: group_of(item) for item in items}
+    for item, group in groups.items():
+        item.add_marker(pytest.mark.xdist_group(group))
+    if hasattr(config, "workerinput"):
+        order = {ENGINES: 0, FORKED: 1}
+        items.sort(key=lambda item: order.get(groups[item], 2))
