@@ -18,7 +18,8 @@ FORKED = "forked"
 
 def group_of(item: pytest.Item) -> str:
     """Tests of a group run in the same process: those of one file, but for two groups that take longest."""
-    if HERE / "examples" in item.path.parents or hasattr(getattr(item, "module", None), "run_processes"):
+    forks = {"run_processes", "program"} & vars(getattr(item, "module", None) or item).keys()
+    if forks or HERE / "examples" in item.path.parents:
         return FORKED
     if item.get_closest_marker("ray") or item.get_closest_marker("vllm"):
         return ENGINES

@@ -45,16 +45,21 @@ class Forked:
         *arguments: Any,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.output = output
-        output.touch()
-        target = (str(output), dict(os.environ, **(environment or {})), function, arguments)
+        """Start it in the present folder, with the present environment and what is given here.
+
+        Args:
+            output: file for what it prints; what it prints as errors goes to another one beside it.
+        """
+        self.output, self.errors = output, output.with_name(f"{output.name}.errors")
+        streams = str(self.output), str(self.errors)
+        target = (streams, os.getcwd(), {**os.environ, **(environment or {})}, function, arguments)
         self.process: ForkServerProcess = SERVER.Process(target=_call, args=target)  # pyright: ignore[reportAttributeAccessIssue]
         self.process.start()
 
     @property
-    def printed(self) -> str:
-        """On either stream, so far."""
-        return self.output.read_text()
+    def said(self) -> str:
+        """The end of what it has printed so far, errors last."""
+        return "\n".join(file.read_text()[-4000:] for file in (self.output, self.errors) if file.exists())
 
     def finish(self, timeout_s: float = 300) -> str:
         """Wait for its end, and return what it printed.
@@ -63,9 +68,9 @@ class Forked:
             AssertionError: it ended otherwise than with exit code 0, or not in time.
         """
         self.process.join(timeout_s)
-        assert self.process.exitcode is not None, f"no end after {timeout_s} s: {self.printed[-4000:]}"
-        assert self.process.exitcode == 0, f"exit code {self.process.exitcode}: {self.printed[-4000:]}"
-        return self.printed
+        assert self.process.exitcode is not None, f"no end after {timeout_s} s: {self.said}"
+        assert self.process.exitcode == 0, f"exit code {self.process.exitcode}: {self.said}"
+        return self.output.read_text()
 
     def kill(self) -> None:
         """SIGKILL, and wait for its end."""
@@ -76,7 +81,7 @@ class Forked:
         """Kill it as soon as a file or folder is there."""
         deadline = time.monotonic() + timeout_s
         while not there.exists():
-            assert self.process.is_alive() and time.monotonic() < deadline, self.printed[-4000:]
+            assert self.process.is_alive() and time.monotonic() < deadline, self.said
             time.sleep(0.01)
         self.kill()
 
@@ -87,14 +92,18 @@ def program(output: Path, path: Path, *arguments: str, environment: Mapping[str,
 
 
 def _call(
-    output: str, environment: dict[str, str], function: Callable[..., object], arguments: tuple[Any, ...]
+    streams: tuple[str, str],
+    folder: str,
+    environment: dict[str, str],
+    function: Callable[..., object],
+    arguments: tuple[Any, ...],
 ) -> None:
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
-    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(descriptor, stream)
+    os.chdir(folder)
+    for number, file in enumerate(streams, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     function(*arguments)
 
 

@@ -4,6 +4,7 @@ CONTRIBUTING.md, "Documentation", says which kind of block is checked how.
 """
 
 import ast
+import contextlib
 import doctest
 import json
 import re
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from forked import program
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -64,26 +66,26 @@ def commands_of(block: Block) -> list[list[str]]:
 
 def check_command(words: list[str]) -> None:
     """Complain about a make target, script, option or extra that does not exist, and about an unknown program."""
-    program, arguments = Path(words[0]).name, words[1:]
-    if program == "make":
+    name, arguments = Path(words[0]).name, words[1:]
+    if name == "make":
         given = next((shlex.split(word.removeprefix("ARGS=")) for word in arguments if word.startswith("ARGS=")), [])
         for target in (word for word in arguments if "=" not in word):
             recipe = re.search(rf"^{target}:(?!=).*\n((?:\t.*\n)*)", MAKEFILE, re.M)
             assert recipe, f"the Makefile has no target {target!r}"
             if script := re.search(r"\$\(PYTHON\) (\S+\.py)", recipe[1]):
                 check_options(script[1], given)
-    elif program.startswith("python") and arguments[0].endswith(".py"):
+    elif name.startswith("python") and arguments[0].endswith(".py"):
         check_options(arguments[0], arguments[1:])
-    elif program == "weft":
+    elif name == "weft":
         command = [word for word in arguments[:2] if not word.startswith("-")]
         known = run(sys.executable, "-m", "weft", *command, "--help", cwd=ROOT)
         for option in (word.split("=")[0] for word in arguments if word.startswith("--")):
             assert re.search(rf"{option}(?![\w-])", known), f"weft {shlex.join(command)} --help does not know {option}"
-    elif program == "pip":
+    elif name == "pip":
         named = {extra for group in re.findall(r"\[([\w,]+)\]", " ".join(arguments)) for extra in group.split(",")}
         assert named <= EXTRAS, f"pyproject.toml has no extra {named - EXTRAS}"
     else:
-        assert program in COMMANDS_OF_OTHERS, f"no rule says how to check the command {shlex.join(words)!r}"
+        assert name in COMMANDS_OF_OTHERS, f"no rule says how to check the command {shlex.join(words)!r}"
 
 
 def check_options(script: str, arguments: list[str]) -> None:
@@ -112,10 +114,11 @@ def run_python(document: Path, blocks: list[Block], folder: Path) -> list[str]:
         closing_fence = block.line - 1 + len(code)
         lines[block.line - 1 : closing_fence] = code
         lines[closing_fence] = f"print({end_of_block!r}, end='', flush=True)"
-    program = folder / f"{document.stem}.py"
-    program.write_text("\n".join(lines))
+    script = folder / f"{document.stem}.py"
+    script.write_text("\n".join(lines))
     (folder / "examples").symlink_to(ROOT / "examples")
-    return run(sys.executable, program, cwd=folder).split(end_of_block)[:-1]
+    with contextlib.chdir(folder):
+        return program(folder / "printed", script).finish().split(end_of_block)[:-1]
 
 
 def transcript_of(block: Block, folder: Path) -> str:
@@ -143,12 +146,12 @@ def wrong_in(document: Path, folder: Path) -> list[str]:
                 DATA_PARSERS[block.language](block.code)
         except (AssertionError, SyntaxError, ValueError) as error:
             wrong.append(f"{document.name}:{block.line}: {error}")
-    programs = [block for block in blocks if block.language == "python" and block.test != "compile"]
-    printed = dict(zip(programs, run_python(document, programs, folder), strict=True)) if programs else {}
+    python = [block for block in blocks if block.language == "python" and block.test != "compile"]
+    printed = dict(zip(python, run_python(document, python, folder), strict=True)) if python else {}
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    for program, block in pairwise(blocks):
-        if block.test == "output" and not doctest.OutputChecker().check_output(block.code, printed[program], flags):
-            wrong.append(f"{document.name}:{block.line}: it printed\n{printed[program]}")
+    for before, block in pairwise(blocks):
+        if block.test == "output" and not doctest.OutputChecker().check_output(block.code, printed[before], flags):
+            wrong.append(f"{document.name}:{block.line}: it printed\n{printed[before]}")
     for block in blocks:
         if block.language == "console" and block.test == "run":
             said = transcript_of(block, folder)

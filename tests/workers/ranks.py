@@ -13,7 +13,7 @@ def run_processes(main: Callable[[Path, int], None], argument: Path, ranks: int,
     try:
         for rank in started:
             rank.process.join(timeout_s)
-        failed = [rank.printed for rank in started if rank.process.exitcode != 0]
+        failed = [rank.said for rank in started if rank.process.exitcode != 0]
         assert not failed, "\n".join(failed)
     finally:
         for rank in started:

@@ -1387,14 +1387,15 @@ def play(seed: int, number: int) -> int:
     return play.operations
 
 
-def test_the_ledger_agrees_with_a_model_that_has_no_state_over_100_000_operations():
+@pytest.mark.parametrize("histories", [80, pytest.param(340, marks=pytest.mark.slow)])
+def test_the_ledger_agrees_with_a_model_that_has_no_state_whatever_is_done(histories: int):
     operations = 0
 
-    @settings(max_examples=int(__import__("os").environ.get("H", "340")), deadline=None, database=None)
+    @settings(max_examples=histories, deadline=None, database=None)
     @given(seed=st.integers(0, 2**32))
     def agree(seed: int) -> None:
         nonlocal operations
         operations += play(seed, 300)
 
     agree()
-    assert operations >= 100_000, operations
+    assert operations >= 290 * histories, operations
