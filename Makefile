@@ -13,7 +13,7 @@ setup: .venv/.weft-installed
 demo: setup
 	@$(PYTHON) examples/grpo_arithmetic.py $(ARGS)
 
-test: setup
+test: setup .venv/.compiled
 	@$(PYTHON) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not gpu and not slow" $(ARGS)
 
 check: lint types
@@ -37,6 +37,12 @@ clean:
 .venv/.requirements-installed: requirements/cpu.txt
 	$(call install,.venv,$<)
 
+# Packages are installed without byte code: Python writes that of what it imports, a quarter of them. Tests want all of it beforehand:
+# a warning of the compiler about somebody else's file would be an error there.
+.venv/.compiled: .venv/.requirements-installed
+	@$(PYTHON) -W ignore -m compileall -qq -j 0 .venv/lib || true
+	@touch $@
+
 .venv-peers/.requirements-installed: requirements/peers.txt
 	$(call install,.venv-peers,$<)
 
@@ -55,7 +61,7 @@ if [ $$python = none ]; then echo "weft: needs Python 3.11 or newer with its ven
 echo "weft: installing the $$(grep -c == $(2)) packages of $(2) into $(1)/, once; takes a few minutes ..."; \
 if [ -e $(1)/.requirements-installed ]; then clear=; else clear=--clear; fi; \
 $$python -m venv $$clear $(1); \
-$(1)/bin/python $(PIP_INSTALL) --requirement $(2) || { \
+$(1)/bin/python $(PIP_INSTALL) --no-compile --requirement $(2) || { \
 	echo "weft: pip could not install $(2); if it names torch, see 'Setting up' in CONTRIBUTING.md" >&2; exit 1; }; \
 touch $(1)/.requirements-installed; \
 echo "weft: $(1)/ is ready"

@@ -65,6 +65,9 @@ class RayCluster:
             # for a token, which is its default for local clusters (said aloud, it prints no warning).
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
             os.environ.setdefault("RAY_AUTH_MODE", "token")
+            # A rank has an environment of its own, so a worker that Ray starts beforehand, one for each CPU, would serve nobody.
+            os.environ.setdefault("RAY_enable_worker_prestart", "0")
+            os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
         import ray
         from ray._private import utils
 
