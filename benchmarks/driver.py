@@ -26,7 +26,7 @@ import pyarrow as pa
 import weft
 from weft.controllers.backends.backend import Event
 from weft.controllers.group import Call
-from weft.controllers.simulation.simulated import CostModel, Generation, LinearCost, LogNormal
+from weft.controllers.simulation.costs import CostModel, Generation, LinearCost, LogNormal
 from weft.controllers.tasks import Task
 from weft.dataflow.metrics import Metrics
 from weft.dataflow.takes import TrainingBatch
@@ -157,7 +157,7 @@ def measure(rows: int, replicas: int, profile: cProfile.Profile | None = None) -
     seconds = 0.02 * each * SAMPLES / replicas
     costs = CostModel(
         nodes={
-            "rollout.generate": Generation(lengths=lengths, step_s=0.02, max_num_seqs=256),
+            "rollout.generate": Generation(lengths=lengths, decode_step_s=0.02, max_num_seqs=256),
             "reward.score": LinearCost(fixed_s=0.05, per_row_s=0.001),
             "actor.update": LinearCost(fixed_s=seconds, per_row_s=0.02),
             "actor.publish_weights": LinearCost(fixed_s=0.5),

@@ -19,7 +19,9 @@ from schedules import SCHEDULES, Measured, Work
 from schedules_weft import algorithm, groups, lengths_of, schedule_of
 
 import weft
-from weft.controllers.simulation.simulated import CostModel, FixedLengths, Generation, LogNormal, bound, calibrate
+from weft.controllers.simulation.bound import bound
+from weft.controllers.simulation.calibrate import calibrate
+from weft.controllers.simulation.costs import CostModel, FixedLengths, Generation, LogNormal
 from weft.dataflow.buffer.sample_buffer import BufferConfig
 
 PROMPTS_PER_DEVICE = 16
@@ -102,7 +104,7 @@ def _costs(runs: Sequence[Mapping[str, Any]], lengths: FixedLengths | LogNormal,
         int(number): median(table[number] for table in tables if number in table)
         for number in {n for table in tables for n in table}
     }
-    generation = Generation(lengths=lengths, step_s=tuple(sorted(steps.items())), max_num_seqs=slots)
+    generation = Generation(lengths=lengths, decode_step_s=tuple(sorted(steps.items())), max_num_seqs=slots)
     timeline = pa.Table.from_pylist([c for c in calls if c["node"] != "rollout.generate"])
     return calibrate(
         timeline,

@@ -297,7 +297,7 @@ def test_costs_of_the_simulator_are_those_of_measured_calls(monkeypatch: pytest.
     costs = simulated_schedules._costs([run], simulated_schedules.Known(lengths=((1,),)), slots=4)
     update = costs.linear("actor.update")
     assert (update.fixed_s, update.per_token_s) == pytest.approx((0.5, 0.01))
-    assert costs.nodes["rollout.generate"].steps_s[1:].tolist() == pytest.approx([0.1, 0.4 / 3, 0.5 / 3, 0.2])
+    assert costs.nodes["rollout.generate"].seconds_by_batch[1:].tolist() == pytest.approx([0.1, 0.4 / 3, 0.5 / 3, 0.2])
 
 
 def test_a_prompt_has_the_same_lengths_under_every_schedule_and_they_have_a_long_tail(schedules_weft: ModuleType):

@@ -11,7 +11,8 @@ from weft.controllers.backends.local import Local
 from weft.controllers.driver import Driver
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.schedule import Training
-from weft.controllers.simulation.simulated import CostModel, FixedLengths, Generation, LinearCost, LogNormal, Simulated
+from weft.controllers.simulation.costs import CostModel, FixedLengths, Generation, LinearCost, LogNormal
+from weft.controllers.simulation.simulated import Simulated
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.log import LogReader
 from weft.dataflow.buffer.sample_buffer import LOG, BufferConfig
@@ -58,7 +59,7 @@ def costs(
 ) -> CostModel:
     return CostModel(
         nodes={
-            "rollout.generate": Generation(lengths=lengths, step_s=step_s, **generation),
+            "rollout.generate": Generation(lengths=lengths, decode_step_s=step_s, **generation),
             "reward.score": LinearCost(fixed_s=1.0),
             "actor.update": LinearCost(fixed_s=2.0, per_token_s=0.1),
             "actor.publish_weights": LinearCost(fixed_s=0.5),

@@ -20,7 +20,8 @@ from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.recording import MAX_BEHIND, with_recording
 from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.controllers.schedule import Asynchronous, Synchronous, Training
-from weft.controllers.simulation.simulated import CostModel, LinearCost, Simulated
+from weft.controllers.simulation.costs import CostModel, LinearCost
+from weft.controllers.simulation.simulated import Simulated
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.log import LogReader

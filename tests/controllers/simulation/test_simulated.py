@@ -21,16 +21,10 @@ from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.group import Call
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous
-from weft.controllers.simulation.simulated import (
-    CostModel,
-    FixedLengths,
-    Generation,
-    LinearCost,
-    LogNormal,
-    Simulated,
-    bound,
-    calibrate,
-)
+from weft.controllers.simulation.bound import bound
+from weft.controllers.simulation.calibrate import calibrate
+from weft.controllers.simulation.costs import CostModel, FixedLengths, Generation, LinearCost, LogNormal
+from weft.controllers.simulation.simulated import Simulated
 from weft.controllers.tasks import Failure, Reply, Task
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.log import LogReader
@@ -276,8 +270,8 @@ def test_costs_that_fit_nothing_are_refused(tmp_path: Path):
         run(tmp_path, schedule, Simulated(CostModel(ranks_per_replica={"actor": 2})))
     with pytest.raises(UserError, match=r"node 'rollout.generate' generates: its cost must be a Generation"):
         run(tmp_path, schedule, Simulated())
-    with pytest.raises(UserError, match="step_s must be seconds above 0"):
-        Generation(lengths=KNOWN, step_s=((4, 1.0), (1, 1.0)))
+    with pytest.raises(UserError, match="decode_step_s must be seconds above 0"):
+        Generation(lengths=KNOWN, decode_step_s=((4, 1.0), (1, 1.0)))
 
 
 def test_costs_are_found_again_in_the_timeline_of_a_run(tmp_path: Path):
@@ -317,7 +311,7 @@ def test_256_devices_and_20_steps_take_seconds(tmp_path: Path):
     cost = CostModel(
         nodes={
             "rollout.generate": Generation(
-                lengths=LogNormal(mean=2000, max_tokens=16384), step_s=((0, 0.015), (256, 0.025))
+                lengths=LogNormal(mean=2000, max_tokens=16384), decode_step_s=((0, 0.015), (256, 0.025))
             ),
             "actor.update": LinearCost(fixed_s=1.0, per_token_s=1e-3),
         }
@@ -366,9 +360,8 @@ class Mortal(Simulated):
 
     def replace(self, group: Any, rank: int) -> None:
         self._replicas[group.name, rank] = type(self._replicas[group.name, rank])(
-            self._replicas[group.name, rank].cost, self._reply, self._invent
+            self._replicas[group.name, rank].cost, self._reply, self._invent, at=self.clock()
         )
-        self._replicas[group.name, rank].at = self.clock()
 
     def _result(self, call: Call, rank: int, task: Task, rows: Any, cost: Any, seconds: float) -> Reply:
         reply = super()._result(call, rank, task, rows, cost, seconds)

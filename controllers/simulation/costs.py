@@ -1,0 +1,132 @@
+"""Costs: what the calls of a simulated run take, and how long its responses are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from pydantic import Field, field_validator
+
+from ...dataflow.config import Config
+
+
+class LogNormal(Config):
+    """Lengths of responses: log-normal, cut off at a limit (which makes the mean a little smaller).
+
+    >>> LogNormal(mean=100, max_tokens=400).draw((0, 7), position=7, n=3).tolist()
+    [33, 128, 97]
+    """
+
+    mean: float = Field(gt=0)
+    """Tokens, before the limit."""
+    sigma: float = Field(default=1.0, ge=0)
+    """Standard deviation of the logarithm."""
+    max_tokens: int = Field(ge=1)
+
+    def draw(self, key: Sequence[int], position: int, n: int) -> np.ndarray:
+        """Lengths of the responses to a prompt.
+
+        Args:
+            key: seeds the draw.
+            position: of the prompt's row in the source.
+            n: responses.
+
+        Returns:
+            [n] int64 tokens, the same for the same key.
+        """
+        chance = np.random.default_rng(key)
+        drawn = chance.lognormal(math.log(self.mean) - self.sigma**2 / 2, self.sigma, n)
+        return np.clip(np.rint(drawn), 1, self.max_tokens).astype(np.int64)
+
+
+class FixedLengths(Config):
+    """Given lengths of responses, for the rows of the source in order.
+
+    >>> FixedLengths(lengths=((3, 5), (2, 7))).draw((), position=1, n=2).tolist()
+    [2, 7]
+    """
+
+    lengths: tuple[tuple[int, ...], ...]
+
+    def draw(self, key: Sequence[int], position: int, n: int) -> np.ndarray:
+        """As `LogNormal.draw`; the key is not used."""
+        own = self.lengths[position % len(self.lengths)]
+        return np.array([max(1, own[k % len(own)]) for k in range(n)], np.int64)
+
+
+class LinearCost(Config):
+    """Seconds of a call: a constant, and so much for each row and token of the replica that has the most to do.
+
+    >>> LinearCost(fixed_s=1.0, per_token_s=0.5).seconds(rows=2, tokens=10)
+    6.0
+    """
+
+    fixed_s: float = Field(default=0.0, ge=0)
+    """Seconds of each call. An update that comes in parts takes them with the last part."""
+    per_row_s: float = Field(default=0.0, ge=0)
+    per_token_s: float = Field(default=0.0, ge=0)
+    """Prompts included."""
+    keep: float = Field(default=1.0, ge=0, le=1)
+    """Share of the rows that a filter lets through (or of the groups, where it takes whole ones)."""
+
+    def seconds(self, rows: float, tokens: float, *, fixed: bool = True) -> float:
+        """Seconds of a call on so many rows and tokens, with or without the constant."""
+        return fixed * self.fixed_s + self.per_row_s * rows + self.per_token_s * tokens
+
+
+class Generation(Config):
+    """Continuous batching on one replica.
+
+    >>> table = ((0, 0.5), (4, 0.7))
+    >>> Generation(lengths=FixedLengths(lengths=((1,),)), decode_step_s=table, max_num_seqs=4).seconds_by_batch.round(2).tolist()
+    [0.5, 0.55, 0.6, 0.65, 0.7]
+    """
+
+    lengths: LogNormal | FixedLengths
+    decode_step_s: float | Sequence[tuple[float, float]]
+    """Seconds of a decode step, or a table of (responses in the batch, seconds), linear in between."""
+    max_num_seqs: int = Field(default=256, ge=1)
+    """Responses in the batch; others queue, in order."""
+    prefill_s: float = Field(default=0.0, ge=0)
+    """Seconds for each token of a prompt, once for all of its responses; the batch stands still meanwhile."""
+
+    @field_validator("decode_step_s")
+    @classmethod
+    def _is_a_table(cls, value: Any) -> Any:
+        table = ((0.0, value),) if isinstance(value, float) else value
+        if not table or any(s <= 0 for _, s in table) or [b for b, _ in table] != sorted({b for b, _ in table}):
+            raise ValueError(
+                "decode_step_s must be seconds above 0, or a table of such by ascending numbers of responses"
+            )
+        return value
+
+    @property
+    def seconds_by_batch(self) -> np.ndarray:
+        """[max_num_seqs + 1] seconds of a step by the number of responses."""
+        table = ((0.0, self.decode_step_s),) if isinstance(self.decode_step_s, float) else self.decode_step_s
+        return np.interp(np.arange(self.max_num_seqs + 1), *np.array(table, float).T)
+
+
+class CostModel(Config):
+    """What the calls of a simulated run take.
+
+    >>> CostModel(nodes={"actor.update": LinearCost(fixed_s=0.5), "rollout.receive_weights": LinearCost(fixed_s=0.1)}).dispatch_s
+    0.0
+    """
+
+    nodes: Mapping[str, LinearCost | Generation] = Field(default_factory=dict)
+    """By node ("actor.update"; of a function, its name), or by group and method beside the graph ("actor.publish_weights",
+    "rollout.receive_weights", "actor.onload", "actor.offload"). What is not mentioned takes no time."""
+    ranks_per_replica: Mapping[str, int] = Field(default_factory=dict)
+    """Group -> ranks of one tensor-parallel replica; 1 where it is not mentioned. Costs are those of a replica."""
+    dispatch_s: float = Field(default=0.0, ge=0)
+    """Seconds that a call takes the driver for each rank, one after the other. All ranks begin when the first has been called."""
+    seed: int = 0
+    """Seed of the lengths: a prompt gets the same ones under every schedule and placement."""
+
+    def linear(self, name: str) -> LinearCost:
+        """The cost of a call that does not generate; nothing, if it is not mentioned."""
+        cost = self.nodes.get(name)
+        return cost if isinstance(cost, LinearCost) else LinearCost()
