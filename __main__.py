@@ -179,10 +179,10 @@ def _archive(options: argparse.Namespace) -> int:
 
 
 def _timeline(options: argparse.Namespace) -> int:
-    from .dashboard.timeline import draw_timeline, parse_steps, read_timeline, summary
+    from .dashboard.timeline import draw_timeline, load_timeline, parse_steps, summary
 
     run = _run(options.run)
-    timeline = read_timeline(run, parse_steps(options.steps))
+    timeline = load_timeline(run, parse_steps(options.steps))
     picture = draw_timeline(timeline, options.out or run / "timeline.png", run.resolve().name)
     print(f"{summary(timeline)}\n\npicture: {picture}")
     return 0

@@ -46,7 +46,7 @@ class PolicyLoss(AggregatedLoss):
     """
 
     surrogate: Surrogate = Clipped()
-    """`Clipped(low, high, dual)`, `Cispo(low, high)`, `Sapo(positive, negative)` or `LogLikelihood()`."""
+    """`Clipped(low, high, dual)`, `Cispo(low, high)`, `Sapo(positive, negative)` or `PlainPolicyGradient()`."""
     ratio: Callable[..., Any] = token_ratio
     """(log_ratio [T], rows) -> log-ratio [T]: `token_ratio`, `sequence_ratio` or `sequence_product`."""
     kl: KlPenalty | None = None

@@ -4,7 +4,7 @@ Clipped(low=0.2, high=0.28)     the usual bound, here DAPO's
 Clipped(dual=3.0)               dual clip
 Cispo(high=4.0)                 the weight is bounded, never the gradient
 Sapo()                          a soft gate instead of a bound
-LogLikelihood()                 no ratio: REINFORCE, GPG
+PlainPolicyGradient()           no ratio: REINFORCE, GPG
 """
 
 from __future__ import annotations
@@ -128,10 +128,10 @@ class Sapo(Config):
         return Surrogated(-gates * advantages, torch.zeros_like(ratio, dtype=torch.bool))
 
 
-class LogLikelihood(Config):
-    """-A log p: the plain policy gradient (REINFORCE; GPG, arXiv:2504.02546), for one optimizer step a batch.
+class PlainPolicyGradient(Config):
+    """-A log p, the plain policy gradient (REINFORCE; GPG, arXiv:2504.02546), for one optimizer step a batch.
 
-    >>> LogLikelihood()(torch.tensor([2.0]), torch.tensor([-1.5]), torch.tensor([2.0])).losses.tolist()
+    >>> PlainPolicyGradient()(torch.tensor([2.0]), torch.tensor([-1.5]), torch.tensor([2.0])).losses.tolist()
     [3.0]
     """
 

@@ -35,7 +35,7 @@ from weft.algorithms.loss import Loss, PackedRows
 from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
 from weft.algorithms.ratios import sequence_product, sequence_ratio
 from weft.algorithms.rewards import overlong_penalty, penalized_token_rewards
-from weft.algorithms.surrogates import Cispo, Clipped, LogLikelihood, Sapo
+from weft.algorithms.surrogates import Cispo, Clipped, PlainPolicyGradient, Sapo
 from weft.algorithms.values import ValueLoss, discounted_returns, generalized_advantages, whitened
 
 HERE = Path(__file__).resolve().parent
@@ -233,8 +233,8 @@ WEFT: dict[str, Function] = {
     "verl gspo": loss(policy_loss(**GSPO), "row_advantages"),
     "verl sapo": loss(policy_loss(surrogate=Sapo(), aggregation=sequence_mean)),
     "verl cispo": loss(policy_loss(surrogate=Cispo(low=0.2, high=0.28))),
-    "verl gpg": loss(policy_loss(surrogate=LogLikelihood())),
-    "verl reinforce": loss(policy_loss(surrogate=LogLikelihood())),
+    "verl gpg": loss(policy_loss(surrogate=PlainPolicyGradient())),
+    "verl reinforce": loss(policy_loss(surrogate=PlainPolicyGradient())),
     "verl agg_loss token-mean": likelihood(token_mean),
     "verl agg_loss seq-mean-token-mean": likelihood(sequence_mean),
     "verl agg_loss seq-mean-token-sum-norm": likelihood(FixedLength(MAX_TOKENS)),

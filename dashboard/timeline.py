@@ -48,7 +48,7 @@ NUM_BINS = 400
 
 
 @dataclass(frozen=True)
-class Call:
+class TimelineCall:
     """One call of a group, as the driver saw it."""
 
     step: int
@@ -84,7 +84,7 @@ class Lane:
     """One worker group within a window."""
 
     group: str
-    calls: Sequence[Call]
+    calls: Sequence[TimelineCall]
     """Those that overlap the window, by their start."""
     start_s: float
     end_s: float
@@ -119,7 +119,7 @@ class Lane:
     def stretches(self) -> list[tuple[float, float, list[str]]]:
         """Start, end and nodes of each stretch in which the same calls went on, idle ones left out.
 
-        >>> calls = [Call(0, "g", "long", 0, 3, 0.0, 0), Call(0, "g", "inner", 1, 2, 0.0, 0)]
+        >>> calls = [TimelineCall(0, "g", "long", 0, 3, 0.0, 0), TimelineCall(0, "g", "inner", 1, 2, 0.0, 0)]
         >>> Lane("g", calls, 0, 4).stretches
         [(0, 1, ['long']), (1, 2, ['long', 'inner']), (2, 3, ['long'])]
         """
@@ -135,7 +135,7 @@ class Lane:
     def shares(self, nodes: Sequence[str], num_bins: int) -> np.ndarray:
         """[nodes, bins] share of each stretch of the window that the group spent on each node; overlapping calls share it.
 
-        >>> calls = [Call(0, "g", "n", 0.0, 1.5, 0.0, 0), Call(0, "g", "m", 1.0, 2.0, 0.0, 0)]
+        >>> calls = [TimelineCall(0, "g", "n", 0.0, 1.5, 0.0, 0), TimelineCall(0, "g", "m", 1.0, 2.0, 0.0, 0)]
         >>> Lane("g", calls, 0, 4).shares(["n", "m"], 4).tolist()
         [[1.0, 0.333..., 0.0, 0.0], [0.0, 0.666..., 0.0, 0.0]]
         """
@@ -154,7 +154,7 @@ class Lane:
 class Timeline:
     """The calls of a run, or of some of its steps."""
 
-    calls: Sequence[Call]
+    calls: Sequence[TimelineCall]
     """Those that overlap the window, in the order in which they ended."""
     start_s: float
     end_s: float
@@ -168,7 +168,7 @@ class Timeline:
         return self.end_s - self.start_s
 
     @cached_property
-    def ended(self) -> list[Call]:
+    def ended(self) -> list[TimelineCall]:
         """The calls that ended within the window; those of its steps."""
         steps = {step for step, _ in self.ends_of_steps}
         return [call for call in self.calls if call.step in steps]
@@ -176,7 +176,7 @@ class Timeline:
     @cached_property
     def lanes(self) -> list[Lane]:
         """One per group of the run."""
-        calls: dict[str, list[Call]] = {group: [] for group in self.groups}
+        calls: dict[str, list[TimelineCall]] = {group: [] for group in self.groups}
         for call in sorted(self.calls, key=lambda call: call.start_s):
             calls[call.group].append(call)
         return [Lane(group, own, self.start_s, self.end_s) for group, own in calls.items()]
@@ -202,7 +202,7 @@ class Timeline:
         return sorted(seconds, key=lambda node: -seconds[node])
 
 
-def read_timeline(run: Path, steps: tuple[int | None, int | None] = (None, None)) -> Timeline:
+def load_timeline(run: Path, steps: tuple[int | None, int | None] = (None, None)) -> Timeline:
     """The timeline of a run, or of some steps.
 
     Args:
@@ -219,14 +219,14 @@ def read_timeline(run: Path, steps: tuple[int | None, int | None] = (None, None)
         table = run_tables.read_timeline(run)
         if table is None:
             raise UserError(f"{run} has no timeline: nothing was called yet, or it is not the directory of a run")
-        rows = table.select(list(Call.__dataclass_fields__)).to_pylist()
+        rows = table.select(list(TimelineCall.__dataclass_fields__)).to_pylist()
     except (pa.ArrowException, OSError, KeyError) as error:
         raise UserError(f"the timeline of {run} cannot be read: {error}") from None
-    calls = [Call(**row) for row in rows]
+    calls = [TimelineCall(**row) for row in rows]
     return window(calls, steps)
 
 
-def window(calls: Sequence[Call], steps: tuple[int | None, int | None] = (None, None)) -> Timeline:
+def window(calls: Sequence[TimelineCall], steps: tuple[int | None, int | None] = (None, None)) -> Timeline:
     """Of all calls of a run, what happened from the close of the step before the first to that of the last.
 
     A step is closed right after its last call has ended. Calls that began earlier or ended later are part of it too.
@@ -288,7 +288,7 @@ def summary(timeline: Timeline) -> str:
         }
         for lane in timeline.lanes
     ]
-    by_node: dict[tuple[str, str], list[Call]] = {}
+    by_node: dict[tuple[str, str], list[TimelineCall]] = {}
     for call in timeline.ended:
         by_node.setdefault((call.group, call.node), []).append(call)
     nodes = []

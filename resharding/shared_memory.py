@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import torch
 
 from ..dataflow.errors import WeightSyncError
-from .weights import Tensor, Weights
+from .weights import TensorEntry, Weights
 
 _ALIGNMENT = 64  # a view as any dtype needs its own size; a cache line is kinder to copies
 
@@ -33,19 +33,25 @@ class WeightPublisher:
         """Write full tensors, one after another, under their Hugging Face names; tied ones once.
 
         Args:
-            named_tensors: may be a generator that gathers each tensor when it is asked for; on any device.
+            named_tensors: on any device, of any dtype; may be a generator that gathers each tensor when its turn comes.
             version: policy version of these weights.
+
+        Returns:
+            The record that receivers need to map and check them.
+
+        Raises:
+            WeightSyncError: a name occurs twice, or this publisher is closed.
         """
         if self._file is None:
             raise WeightSyncError(f"weights version {version}: this publisher was closed")
-        tensors: list[Tensor] = []
+        tensors: list[TensorEntry] = []
         names: set[str] = set()
         end, checksum = 0, 0
         for name, tensor in named_tensors:
             if name in names:
                 raise WeightSyncError(f"weights version {version}: tensor {name!r} was published twice")
             names.add(name)
-            entry = Tensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), _aligned(end))
+            entry = TensorEntry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), _aligned(end))
             content = _host_bytes(tensor)
             _write(self._file, content, entry.offset)
             checksum = zlib.crc32(content, zlib.crc32(_header(entry), checksum))
@@ -56,7 +62,7 @@ class WeightPublisher:
         return Weights(version, location, tuple(tensors), end, f"{checksum:08x}")
 
     def close(self) -> None:
-        """Give the memory up, as soon as no receiver has it mapped."""
+        """Free the memory as soon as no receiver has it mapped."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -68,10 +74,10 @@ class WeightPublisher:
 def open_weights(weights: Weights) -> dict[str, torch.Tensor]:
     """Map published weights: tensors by name that lie in the shared memory itself, without a copy.
 
-    What is written to them stays in this process. They are good until the publisher writes its next version.
+    Writes to them stay in this process. They are valid until the publisher writes its next version.
 
     Raises:
-        WeightSyncError: when the publisher is gone, or when the bytes are not those that it published.
+        WeightSyncError: the publisher has ended, or the bytes are not those that it published.
     """
     try:
         file = os.open(weights.location, os.O_RDONLY | os.O_CLOEXEC)
@@ -104,8 +110,8 @@ def open_weights(weights: Weights) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _header(entry: Tensor) -> bytes:
-    """What the checksum covers besides the bytes: the same bytes under another name or shape are other weights."""
+def _header(entry: TensorEntry) -> bytes:
+    """The checksum covers this, too: the same bytes under another name or shape are different weights."""
     return f"{entry.name}|{entry.dtype}|{entry.shape}".encode()
 
 
@@ -125,7 +131,7 @@ def _write(file: int, content: memoryview, offset: int) -> None:
         content, offset = content[written:], offset + written
 
 
-def _view(memory: mmap.mmap, entry: Tensor) -> torch.Tensor:
+def _view(memory: mmap.mmap, entry: TensorEntry) -> torch.Tensor:
     count = torch.Size(entry.shape).numel()
     if not count:
         return _empty(entry)
@@ -133,5 +139,5 @@ def _view(memory: mmap.mmap, entry: Tensor) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=entry.offset).reshape(entry.shape)
 
 
-def _empty(entry: Tensor) -> torch.Tensor:
+def _empty(entry: TensorEntry) -> torch.Tensor:
     return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))

@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from ..dataflow.errors import WeightSyncError
 from .shared_memory import open_weights
-from .weights import Tensor, Weights
+from .weights import TensorEntry, Weights
 
 BACKEND = "weft"
 """Name of the transfer engine in vLLM's factory."""
@@ -73,7 +73,7 @@ class SharedMemoryReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
 
     def receive_weights(self, update_info: WeightsUpdateInfo) -> None:
         fields = dict(vars(update_info))
-        entries = (Tensor(**entry | {"shape": tuple(entry["shape"])}) for entry in fields.pop("tensors"))
+        entries = (TensorEntry(**entry | {"shape": tuple(entry["shape"])}) for entry in fields.pop("tensors"))
         weights = Weights(tensors=tuple(entries), **fields)
         tensors = open_weights(weights)  # checked before a byte of the model is touched
         wanted = {name for name, _ in self.model.named_parameters()}  # tied ones once; the next line unties them

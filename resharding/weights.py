@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """Where one full tensor lies in the published bytes."""
+class TensorEntry:
+    """Name, type, shape and place of one full tensor in the published bytes."""
 
     name: str
     """Hugging Face parameter name."""
@@ -15,7 +15,7 @@ class Tensor:
     """torch's name for it, e.g. "float32"."""
     shape: tuple[int, ...]
     offset: int
-    """Bytes from the start."""
+    """In bytes, from the start."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Weights:
     version: int
     location: str
     """A path that every process of this node can open while the publisher lives."""
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[TensorEntry, ...]
     num_bytes: int
     checksum: str
-    """Of every tensor's name, type, shape and bytes, in order; the receiver must arrive at the same."""
+    """CRC-32 of every tensor's name, type, shape and bytes, in order; the receiver must arrive at the same."""

@@ -1,4 +1,4 @@
-"""AdaptiveKlWorker: the divergence in the reward, with a coefficient that is steered towards a target from step to step."""
+"""AdaptiveKlWorker: a KL penalty in the reward, whose coefficient is adapted towards a target after each step."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _FILE = "coefficient.json"
 
 class AdaptiveKlConfig(Config):
     coefficient: AdaptiveCoefficient = AdaptiveCoefficient()
-    """The coefficient to begin with, its target and its horizon (in responses)."""
+    """The first coefficient, its target and its horizon (in responses)."""
     estimator: Callable[..., Any] = k1
     """(logprobs [T], reference_logprobs [T]) -> [T] nats: `k1`, `k2`, `k3` or `absolute`."""
 
 
 class AdaptiveKlWorker(Worker):
-    """A coefficient, and nothing else: a graph's rewards are made with it, and each step updates it.
+    """Holds the coefficient: a graph computes its rewards with it, and each step updates it.
 
-    Its state belongs into the checkpoints of a run, which is why it is a worker and no function.
+    It is a worker and not a function because its state belongs in the checkpoints of a run.
     """
 
     Config = AdaptiveKlConfig
@@ -49,7 +49,7 @@ class AdaptiveKlWorker(Worker):
         writes=(TOKEN_REWARDS,),
     )
     def token_rewards(self, samples: Batch, *, reward: str = str(REWARD), old: str = str(RESPONSE_LOGPROBS)) -> Batch:
-        """What `rewards.token_rewards` makes of the samples with the present coefficient."""
+        """`rewards.token_rewards` of the samples with the present coefficient."""
         estimator = self.config.estimator
         return token_rewards(samples, coefficient=self.coefficient, estimator=estimator, reward=reward, old=old)
 
@@ -84,7 +84,7 @@ class AdaptiveKlWorker(Worker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def checkpoint_written(self, wait: bool = False) -> bool:
-        """Always: a coefficient is written at once."""
+        """Always true: a coefficient is written at once."""
         return True
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)

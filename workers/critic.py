@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class CriticConfig(TrainedConfig):
-    """The model, what its scalar head says, how it lies over its ranks, and how it is optimised."""
+    """The model, the meaning of its scalar head, how it is sharded, and how it is optimised."""
 
     head: Literal["values", "rewards"] = "values"
     """values: the value before each response token, for PPO; rewards: of the sequence up to and with each, for a reward model."""
@@ -57,12 +57,12 @@ class CriticWorker(TrainedWorker):
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=lambda into: (into,))
     def values(self, batch: Batch, *, into: str = str(VALUES)) -> Batch:
-        """The value before each response token, under the present weights."""
+        """The value before each response token under the present weights, [L] float32."""
         return batch.with_columns(**{into: self.engine.values(batch)})
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=lambda into: (into,))
     def score(self, batch: Batch, *, into: str = str(REWARD)) -> Batch:
-        """The reward of each response: what the head says at its last token. An empty one has nan: there is nothing to read."""
+        """The reward of each response: the output of the head at its last token, [1] float32; nan for an empty response."""
         return batch.with_columns(**{into: last_of_rows(*self.engine.values(batch))})
 
     @remote(

@@ -1,4 +1,4 @@
-"""deadline: a time limit on code of the user's that runs in this process."""
+"""deadline: a time limit on user code that runs in this process."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from collections.abc import Iterator
 from types import FrameType
 
 _DEBUGGERS = ("bdb", "pdb", "pydevd", "_pydevd_bundle")
-"""Modules that a program stands in while it is stopped: Python's own debugger (and IPython's), and that of editors."""
+"""Modules of debuggers: Python's own (and IPython's), and those of editors."""
 
 
 @contextlib.contextmanager
 def deadline(seconds: float | None, what: str) -> Iterator[None]:
-    """Raise TimeoutError in the code below when it has taken so many seconds, and again while it goes on; None: never.
+    """Raise TimeoutError in the code of the `with` block after this many seconds, and again while it goes on; None: never.
 
-    A signal interrupts it, so it works on the main thread alone (elsewhere a warning says that there is no deadline), and
-    not within a function of C that does not return. Who stands in a debugger has time.
+    The block is interrupted by a signal, so this works on the main thread only (elsewhere it warns that there is no deadline),
+    and not inside a C function that does not return. A program stopped in a debugger is not interrupted.
+
+    Args:
+        what: named in the error.
     """
     if seconds is None:
         yield

@@ -13,19 +13,23 @@ from .worker import Worker
 
 
 class FunctionConfig(Config):
-    """Nothing: a function brings its arguments along."""
+    """Empty: a function brings its own arguments."""
 
 
 class FunctionWorker(Worker):
-    """A process beside the driver for what is too small for a group of its own. Of several ranks each gets a part of the rows, and
-    whole groups where the function sees groups."""
+    """A process beside the driver that runs what is too small for its own group. Each of several ranks gets a part of the rows, and
+    complete groups where the function takes groups."""
 
     Config = FunctionConfig
     replaceable = True
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP)
     def apply(self, rows: Batch, *, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Run the function of a node, and measure what it says is to be measured."""
+        """Run the function of a node, and its `measure`, if it has one.
+
+        Returns:
+            What the function returns, or, with `measure`, a pair of that and the metrics.
+        """
         result = function(rows, **arguments)
         measure = getattr(function, "__measure__", None)
         return result if measure is None else (result, measure(rows, **arguments))

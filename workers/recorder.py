@@ -29,19 +29,19 @@ class RecorderConfig(Config):
 
 
 class RecorderWorker(Worker):
-    """A process of its own, behind the run: no step waits for it."""
+    """Writes behind the run, in its own process: no step waits for it."""
 
     Config = RecorderConfig
     replaceable = True
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, shape=Shape.GROUP, takes=FINISHED_GROUPS)
     def record(self, rows: Batch, *, folder: Path, graph: str, token: int, steps: Mapping[int, int]) -> None:
-        """Write rows to Arrow files, tokens also as text: a file for each step that they are of.
+        """Write rows to Arrow files, one for each step, with tokens also as text.
 
         Args:
-            folder: of the samples.
-            graph: what the rows' graph is called in the run.
-            token: of the lease under which they are written; the log says which leases were finished.
+            folder: the folder `samples` of the run.
+            graph: name of the rows' graph in the run.
+            token: number of the lease under which they are written; the log says which leases were finished.
             steps: group -> the step that its rows are filed under. Rows of other groups are not kept.
         """
         step_of = np.array([steps.get(group, -1) for group in rows.numpy(GROUP_ID).tolist()], np.int64)
@@ -63,5 +63,5 @@ class RecorderWorker(Worker):
     def _tokenizer(self) -> Tokenizer | None:
         try:
             return Tokenizer.load(self.config.tokenizer) if self.config.tokenizer else None
-        except UserError:  # a model without a tokenizer of its own: its samples are recorded as tokens alone
+        except UserError:  # without a tokenizer, samples are recorded as tokens only
             return None

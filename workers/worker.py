@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 MAX_FAILED = 0.05
-"""Share of the rows of a node that may fail three times each and be dropped, where a group's configuration has no `max_failed`."""
+"""Share of the rows of a node that may be dropped after failing three times each, if a group's configuration has no `max_failed`."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a worker is told of its surroundings."""
+    """The surroundings of a worker."""
 
     name: str = "worker"
     rank: int = 0
@@ -31,28 +31,28 @@ class Context:
     run_dir: Path | None = None
     seed: int = 0
     watched: bool = False
-    """This process is ended and replaced when it is silent for too long; otherwise a worker keeps its own deadlines."""
+    """Whether somebody ends and replaces this process when it is silent for too long; otherwise a worker keeps its own deadlines."""
     at: Callable[[int | None], None] = lambda sample_id: None
-    """To be told which sample is worked on (None: none), where one of them may hang or end the process: it is blamed then, instead of
-    all that the call has not finished."""
+    """A worker calls this with the sample that it works on (None: none) where a sample may hang or end the process: then that sample is
+    blamed, and not all that the call has not finished."""
     advance: Callable[[], None] = lambda: None
-    """To be told that a part of the work is done, such as a microbatch or a step of an engine: a rank that says so for a long call is not
-    taken to hang, and one that does not is given up after the driver's `call_timeout_s`."""
+    """A worker calls this when a part of its work is done, such as a microbatch or a step of an engine. A rank that does not is taken to
+    hang after the driver's `call_timeout_s`."""
 
 
 class Worker:
     """Parent of every worker class. A subclass is constructed as `Cls(config, context)`, loads its model there, and
-    marks what may be called on a group with `@remote`.
+    marks with `@remote` the methods that can be called on a group.
 
-    A *handle* made by `weft.group` is typed as its worker class, so what a script may say of a handle stands here too.
+    A *handle* made by `weft.group` is typed as its worker class, so methods of handles are declared here too.
     """
 
     Config: ClassVar[type[Config]]
     """Configuration class; `weft.group` builds it from keyword arguments."""
     replaceable: ClassVar[bool] = False
-    """A rank knows nothing of the others, and holds nothing but its configuration and weights that it follows: what it failed at
-    is requeued (and dropped when it fails for the third time, see `MAX_FAILED`), and when its process ends or hangs, another
-    takes its place, and the run goes on."""
+    """Whether a rank is independent of the others, and holds nothing but its configuration and weights that it follows. Rows at which
+    it fails are requeued (and dropped at the third failure, see `MAX_FAILED`); a process that ends or hangs is replaced, and the run
+    goes on."""
 
     def __init__(self, config: Any, context: Context = Context()) -> None:
         self.config = config
@@ -71,7 +71,7 @@ class Worker:
 
     @classmethod
     def longest_prompt(cls, config: Any, nodes: Sequence[Node]) -> int | None:
-        """Tokens of the longest prompt that these calls can take; None: any."""
+        """Tokens of the longest prompt that these calls can take; None: there is no limit."""
         return None
 
     @property
@@ -80,23 +80,27 @@ class Worker:
         return Coordinates(dp=self.context.rank)
 
     def follows(self, leader: Worker, *, every: int = 1) -> None:
-        """Take over `leader`'s weights after each `every`-th update of it. Said of handles, before a graph runs."""
+        """Load the weights of `leader` after each `every`-th of its updates. For handles, before a graph runs.
+
+        Raises:
+            TypeError: this is a worker, not a handle.
+        """
         raise TypeError(
             f"follows() is said of the handles that weft.group returns, not of a {type(self).__name__} itself"
         )
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def register(self) -> Coordinates:
-        """Said by a process that has come up in the place of another."""
+        """Called on a process that replaces another."""
         return self.coordinates
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def onload(self) -> None:
-        """Bring device memory back before this group's turn on a shared pool."""
+        """Claim device memory before this group's turn on a shared pool."""
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def offload(self) -> None:
-        """Give device memory up after this group's turn on a shared pool."""
+        """Free device memory after this group's turn on a shared pool."""
 
     def close(self) -> None:
         """Release processes, memory and files."""

@@ -9,10 +9,10 @@ import torch
 from weft.algorithms.loss import PackedRows
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.ratios import sequence_product, sequence_ratio, token_ratio
-from weft.algorithms.surrogates import Cispo, Clipped, LogLikelihood, Sapo, Surrogate
+from weft.algorithms.surrogates import Cispo, Clipped, PlainPolicyGradient, Sapo, Surrogate
 from weft.dataflow.errors import UserError
 
-SURROGATES = [Clipped(), Clipped(high=0.28), Clipped(dual=3.0), Cispo(), Sapo(), LogLikelihood()]
+SURROGATES = [Clipped(), Clipped(high=0.28), Clipped(dual=3.0), Cispo(), Sapo(), PlainPolicyGradient()]
 
 
 def losses_and_gradients(surrogate: Surrogate, ratios: list[float], advantages: list[float]):
@@ -55,7 +55,7 @@ def test_the_gate_of_sapo_by_hand():
 
 
 def test_log_likelihood_ignores_the_ratio():
-    assert losses_and_gradients(LogLikelihood(), [math.e, 100.0], [2.0, -1.0])[1] == pytest.approx([-2.0, 1.0])
+    assert losses_and_gradients(PlainPolicyGradient(), [math.e, 100.0], [2.0, -1.0])[1] == pytest.approx([-2.0, 1.0])
 
 
 @pytest.mark.parametrize("surrogate", SURROGATES, ids=repr)

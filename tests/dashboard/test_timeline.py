@@ -12,12 +12,12 @@ from weft.controllers.run_directory import RunDirectory
 from weft.controllers.schedule import Synchronous
 from weft.dashboard.timeline import (
     COLOURS,
-    Call,
     Gap,
     Timeline,
+    TimelineCall,
     draw_timeline,
+    load_timeline,
     parse_steps,
-    read_timeline,
     summary,
     window,
 )
@@ -25,8 +25,8 @@ from weft.dataflow.errors import UserError
 from weft.dataflow.handle import group
 
 
-def call(step: int, group: str, node: str, start_s: float, end_s: float, rows: int = 8) -> Call:
-    return Call(step, group, node, start_s, end_s, worker_s=(end_s - start_s) / 2, rows=rows)
+def call(step: int, group: str, node: str, start_s: float, end_s: float, rows: int = 8) -> TimelineCall:
+    return TimelineCall(step, group, node, start_s, end_s, worker_s=(end_s - start_s) / 2, rows=rows)
 
 
 STEPS = [
@@ -39,7 +39,7 @@ STEPS = [
 """Two steps; nobody works at the same time as another."""
 
 
-def many(num_calls: int, groups: int = 4, nodes: int = 3) -> list[Call]:
+def many(num_calls: int, groups: int = 4, nodes: int = 3) -> list[TimelineCall]:
     """Calls in turn over all groups, 6 to a step, with a longer pause in the middle."""
     return [
         call(
@@ -53,7 +53,7 @@ def many(num_calls: int, groups: int = 4, nodes: int = 3) -> list[Call]:
     ]
 
 
-def write(calls: list[Call], root: Path) -> Path:
+def write(calls: list[TimelineCall], root: Path) -> Path:
     """A run directory with these calls, as the driver writes it."""
     directory = RunDirectory.create(root, "run")
     for one in calls:
@@ -181,7 +181,7 @@ def test_a_picture_has_room_for_many_groups_and_nodes(tmp_path: Path):
     [[call(0, "a", "n", 1, 1)], [call(0, "a", "n", 0, 0)], [call(3, "a", "n", 0, 1e-9)], many(2000, groups=1, nodes=1)],
     ids=["a moment", "nothing", "a blink", "one group"],
 )
-def test_odd_timelines_are_drawn_too(calls: list[Call], tmp_path: Path):
+def test_odd_timelines_are_drawn_too(calls: list[TimelineCall], tmp_path: Path):
     timeline = window(calls)
     assert draw_timeline(timeline, tmp_path / "odd.svg", "run").stat().st_size > 1000
     assert "calls in" in summary(timeline)
@@ -197,7 +197,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path):
 
 
 def test_what_a_run_writes_is_read_back(tmp_path: Path):
-    read = read_timeline(write(STEPS, tmp_path))
+    read = load_timeline(write(STEPS, tmp_path))
     assert read.calls == STEPS and isinstance(read, Timeline)
 
 
@@ -209,7 +209,7 @@ def test_a_real_run_accounts_for_all_of_its_time(tmp_path: Path):
         training, schedule=Synchronous(steps=5, prompts_per_step=4), root=tmp_path, name="toy", progress=False
     ) as driver:
         driver.run()
-    timeline = read_timeline(tmp_path / "toy")
+    timeline = load_timeline(tmp_path / "toy")
     assert [step for step, _ in timeline.ends_of_steps] == [0, 1, 2, 3, 4, 5]
     updates = [c for c in timeline.ended if c.node == "actor.update"]
     assert len(updates) == 5 and all(c.rows == 8 for c in updates)
@@ -224,9 +224,9 @@ def test_a_real_run_accounts_for_all_of_its_time(tmp_path: Path):
 def test_a_run_without_a_timeline_says_so(tmp_path: Path):
     (tmp_path / "toy").mkdir()
     with pytest.raises(UserError, match=r"there is no run .*tyo; did you mean 'toy'"):
-        read_timeline(tmp_path / "tyo")
+        load_timeline(tmp_path / "tyo")
     with pytest.raises(UserError, match=r"has no timeline: nothing was called yet"):
-        read_timeline(tmp_path / "toy")
+        load_timeline(tmp_path / "toy")
     (tmp_path / "toy" / "timeline.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(UserError, match="cannot be read"):
-        read_timeline(tmp_path / "toy")
+        load_timeline(tmp_path / "toy")

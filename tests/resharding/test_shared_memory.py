@@ -14,7 +14,7 @@ import torch
 
 from weft.dataflow.errors import WeightSyncError
 from weft.resharding.shared_memory import WeightPublisher, open_weights
-from weft.resharding.weights import Tensor, Weights
+from weft.resharding.weights import TensorEntry, Weights
 
 
 def _tensors() -> dict[str, torch.Tensor]:
@@ -131,7 +131,7 @@ def test_another_process_maps_the_weights_and_nothing_is_left_when_it_is_killed(
     try:
         fields = json.loads(publisher.stdout.readline())
         (entry,) = fields.pop("tensors")
-        weights = Weights(**fields, tensors=(Tensor(**entry | {"shape": tuple(entry["shape"])}),))
+        weights = Weights(**fields, tensors=(TensorEntry(**entry | {"shape": tuple(entry["shape"])}),))
         assert open_weights(weights)["a"].sum() == 499500
     finally:
         publisher.kill()

@@ -18,7 +18,7 @@ from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
 from weft.algorithms.preference_loss import DesirabilityLoss, PreferenceLoss
 from weft.algorithms.ratios import sequence_product, sequence_ratio
 from weft.algorithms.reward_model import RewardLoss, StepLoss
-from weft.algorithms.surrogates import Cispo, Clipped, LogLikelihood, Sapo
+from weft.algorithms.surrogates import Cispo, Clipped, PlainPolicyGradient, Sapo
 from weft.algorithms.values import ValueLoss
 from weft.dataflow.batch import Batch
 from weft.dataflow.metrics import Metrics
@@ -54,7 +54,7 @@ LOSSES: dict[str, Case] = {
     "sapo, straight through": Case(
         PolicyLoss(surrogate=Sapo(), kl=KlPenalty(coefficient=0.1, estimator=StraightThrough(k3)))
     ),
-    "log-likelihood": Case(PolicyLoss(surrogate=LogLikelihood())),
+    "log-likelihood": Case(PolicyLoss(surrogate=PlainPolicyGradient())),
     "decoupled": Case(PolicyLoss(old="old_logprobs", correction=TruncatedImportance())),
     "icepop": Case(PolicyLoss(correction=(TruncatedImportance(cap=1.2, level="sequence"), Rejection(low=0.8)))),
     "supervised": Case(NegativeLogLikelihood()),

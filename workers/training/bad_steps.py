@@ -1,5 +1,5 @@
-"""BadSteps: optimizer steps that are not applied, because they are not finite or because they diverge. Each leaves its rows
-behind for a look, and too many in a row end the run."""
+"""BadSteps: optimizer steps that are not applied because they are not finite, or diverge. The rows of each are written to a file, and
+too many in a row end the run."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from ..worker import Context
 from .engine import OptimizerStep, TrainingEngine
 
 FOLDER = "skipped"
-"""Of a run: rows of bad steps, by worker group."""
+"""Folder of a run with the rows of bad steps, by worker group."""
 LOSS = "loss"
-"""The column that tells what each row added to the undivided loss of its step."""
+"""Column of each row's share of the undivided loss of its step."""
 
 
 class BadSteps:
-    """What a rank knows of bad steps: the rows of the step to come, and what was wrong with those of late.
-
-    Made and called on all ranks alike: to tell the rows' losses apart takes all of them.
+    """The rows of the coming step, and the reasons of the latest bad steps. All ranks construct and call it together, because computing
+    the losses of single rows takes all of them.
 
     Args:
-        stop_after: so many in a row end the run.
+        stop_after: this many bad steps in a row end the run.
     """
 
     def __init__(self, context: Context, engine: TrainingEngine, stop_after: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def rounded_parameters(model: nn.Module, dtype: torch.dtype, *, but: nn.Module | None = None) -> Iterator[None]:
-    """Parameters in another dtype; the backward pass must be within as well, for what it computes again.
+    """Replace parameters by copies in another dtype. The backward pass must be inside as well, because it may recompute activations.
 
     Args:
         but: a module whose parameters stay as they are.

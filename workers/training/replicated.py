@@ -1,7 +1,7 @@
-"""What tensor-parallel ranks hold alike: embeddings, norms and the head, each with its moments.
+"""Replicated tensors: embeddings, norms and the head, with their moments, which all tensor-parallel ranks hold alike.
 
-Nothing sends these from rank to rank: they stay alike because each computes the same. Should that ever fail, the model would be another
-one on each rank, and no loss would tell; so they are compared at each checkpoint.
+They are never sent between ranks, and stay alike because each rank computes the same. If that ever failed, the ranks would hold different
+models, and no loss would show it; so they are compared at each checkpoint.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ...dataflow.errors import RunError
 from .sharding import local_part
 
 _ROUNDING = 1e-3
-"""Of the largest element: how far kernels that add in any order may move copies apart."""
+"""Share of the largest element by which copies may differ, because kernels add in any order."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_alike(state: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
-    """See that the ranks of `mesh` hold the same where each holds all. Collective; copies apart by rounding become the first rank's.
+    """Check that the ranks of `mesh` hold equal replicated tensors. Collective; copies that differ by rounding become the first rank's.
 
     Raises:
         RunError: naming the tensor and the rank, on all of them.
@@ -37,7 +37,7 @@ def check_alike(state: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """[2] int64 of what a rank holds: the sum of its bits as integers, and the bits of its norm.
+    """[2] int64: the sum of a tensor's bits as integers, and the bits of its norm.
 
     >>> one, other = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0000002])
     >>> bool((digest(one) == digest(one.clone())).all()), bool((digest(one) == digest(other)).all())

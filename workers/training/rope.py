@@ -1,7 +1,7 @@
 """Rope whose frequencies follow the length of a sequence (longrope, dynamic NTK), for rows that share a forward pass.
 
-`transformers` takes the longest position that it is given for the length, whichever row that is of. Here each row is given to the
-model's own module by itself, so a row has the frequencies that it has alone.
+`transformers` takes the longest position of all rows for the length. Here the model's own module gets each row by itself, so a row has the
+frequencies that it has alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 def follows_length(model: nn.Module) -> bool:
-    """Whether frequencies of the model's rope depend on how long a sequence is."""
+    """Whether the frequencies of the model's rope depend on the length of a sequence."""
     return any(_follows_length(module) for module in model.modules())
 
 

@@ -21,7 +21,7 @@ from ..model_folder import find_tensor
 from .engine import SCALAR_HEAD as WEIGHT
 
 _DEVIATION = 0.1
-"""Of a new head's outputs, about: a normalised hidden state has a norm of sqrt(hidden)."""
+"""Approximate standard deviation of a new head's outputs: a normalised hidden state has a norm of sqrt(hidden)."""
 
 
 def put_scalar_head(causal_lm: Any, model: str | Path, seed: int) -> None:
@@ -53,7 +53,7 @@ def put_scalar_head(causal_lm: Any, model: str | Path, seed: int) -> None:
 
 
 def scalar_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What a folder with a scalar head says in its `config.json` in the place of what the language model's says."""
+    """Settings that replace those of the language model in the `config.json` of a folder with a scalar head."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KNOWN
 
     said: dict[str, Any] = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
