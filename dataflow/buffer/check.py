@@ -51,7 +51,8 @@ def check_log(folder: Path) -> Report:
     """Check the log in the folder of a buffer, and compare checkpoints and samples beside it with the log.
 
     Raises:
-        UserError: the folder holds no log, or one of a format that this version does not read.
+        UserError: the folder holds no log.
+        FormatError: another version of Weft wrote it.
     """
     samples = RecordedSamples(folder.parent)
     checker = Checker(on_recorded=samples.compare)
@@ -94,6 +95,7 @@ def read(folder: Path, checker: Checker, damage: list[str]) -> Iterator[tuple[Po
 
     Raises:
         UserError: the folder holds no log.
+        FormatError: another version of Weft wrote it.
     """
     log = folder / LOG
     if not log.exists():

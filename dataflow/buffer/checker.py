@@ -1,13 +1,18 @@
-"""Checker: the law of rows, kept independently of the ledger. It is fed the events of a log one by one and says which rule an event breaks.
+"""Checker: says which rule of the law of rows an event of a log breaks. It shares nothing with the ledger but the form of the records.
 
     checker = Checker()
     for record in LogReader(path):
         for violation in checker.feed(record):
-            print(violation.rule.value, violation)
+            print(violation, violation.rule.value)
     violations = checker.end()
 
-`check_log` (`dataflow/buffer/check.py`) does this with the log of a run. To add a rule, name it in `Rule`, and have the method of the
-event that can break it (`_claim`, `_publish`, ...) compare the event with the sets of `dataflow/buffer/checker_rows.py`.
+`check_log` (`check.py`) does this with the log of a run; that is `weft buffer check`. To add a rule:
+
+1. name it in `Rule` (`rules.py`);
+2. compare the event that can break it with the rows in flight: in the method of that event here (`_claim`, `_publish`, ...);
+3. add a log that breaks it to `WRONG` in `tests/dataflow/buffer/test_checker.py`.
+
+What is known of the rows are sets (`checker_rows.py`), and what events do to them stands in `rows_in_flight.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ RESTARTED = "the run was started again"
 
 
 class Checker:
-    """The rows of all graphs of a run, as the events fed so far leave them. It believes no event."""
+    """Compares each event with the rows in flight of all graphs of a run, and believes none."""
 
     def __init__(
         self,
@@ -365,7 +370,7 @@ class Checker:
         level = lease.node.node.makes_level
         assert level is not None
         for id, parent in ((i, p) for i, p in zip(ids, parents, strict=True) if p in lease.open):
-            aside = self.flight.rows[parent].ids_aside[level]
+            aside = self.flight.rows[parent].group.ids_aside[parent, level]
             if id in lease.made or id in self.flight.rows:
                 self._break(Rule.NEW_ID, f"{what} row {id}, which was made before")
             elif id not in aside:

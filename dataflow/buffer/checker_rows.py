@@ -33,8 +33,6 @@ class Row:
     reason: str = ""
     """Why a node will never see it."""
     children: list[Row] = field(default_factory=list)
-    ids_aside: dict[int, range] = field(default_factory=dict)
-    """Level -> sample ids that are set aside for the rows of that level made of this one."""
     parts: dict[str, Sequence[Any]] | None = None
     """Node -> the segment with the columns that it wrote of this row."""
 
@@ -72,6 +70,8 @@ class Group:
     """The ids of its rows, level by level."""
     step: int | None = None
     """Step of the update that trained it last."""
+    ids_aside: dict[tuple[int, int], range] = field(default_factory=dict)
+    """(row, level) -> the sample ids that are set aside for the rows of that level made of it."""
     arrived: dict[NodeRows, dict[int, int]] = field(default_factory=dict)
     """Quorum -> its rows that were ready, each with the number of the record that made it so."""
     chosen: dict[NodeRows, set[int]] = field(default_factory=dict)
@@ -104,6 +104,8 @@ class NodeRows:
     """Groups that are too old for it and wait for a larger bound."""
     needs: list[tuple[int, list[NodeRows]]] = field(default_factory=list)
     """Level -> nodes that must be done with a row, or with its ancestor on that level, before it is ready."""
+    needs_above: list[tuple[int, list[NodeRows]]] = field(default_factory=list)
+    """Those of them on other levels."""
     downstream: list[NodeRows] = field(default_factory=list)
     quorums_after: list[NodeRows] = field(default_factory=list)
     """Quorums that wait for this node."""
@@ -152,6 +154,7 @@ class GraphRows:
                 if before.node.makes_level not in line:  # else the row exists because that node is done
                     needs.setdefault(before.level, []).append(before)
             node.needs = sorted(needs.items(), key=lambda need: need[0])
+            node.needs_above = [need for need in node.needs if need[0] != node.level]
             node.downstream = [n for n in self.nodes if node.name in self._upstream(n, node)]
         for node in self.nodes:
             node.quorums_after = [n for n in self.nodes if n.quorum and any(node in before for _, before in n.needs)]

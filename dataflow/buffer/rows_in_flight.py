@@ -83,27 +83,32 @@ class RowsInFlight:
         levels: list[set[int]] = [set() for _ in graph.on_level]
         group = Group(self.next_group, graph, round, position, tokens, levels)
         self.groups[group.id] = group
-        self._add(Row(self.next_id, group, None, SOURCE, tokens, None))
-        self._see_arrivals([group], graph.on_level[SOURCE])
+        self._add([Row(self.next_id, group, None, SOURCE, tokens, None)])
         self.next_id += 1
         self.next_group += 1
 
-    def _add(self, row: Row) -> None:
-        group, graph = row.group, row.group.graph
-        nodes = graph.on_level[row.level]
-        self.rows[row.id] = row
-        group.levels[row.level].add(row.id)
-        self._counts[graph.name].issued += 1
+    def _add(self, rows: list[Row]) -> None:
+        """New rows of one level of a graph are there."""
+        first = rows[0]
+        graph, nodes = first.group.graph, first.group.graph.on_level[first.level]
+        new = {row.id: row for row in rows}
+        self.rows |= new
+        self._counts[graph.name].issued += len(rows)
         for node in nodes:
-            node.waiting.add(row.id)
-        if row.parent is not None:
-            for node in nodes:
-                if node in group.chosen:
-                    self._cancel(row, node, f"late at {node.name}")
-            for node in nodes:
+            node.waiting |= new.keys()
+        above = [node for node in nodes if node.needs_above]
+        for row in rows:
+            group = row.group
+            group.levels[row.level].add(row.id)
+            for quorum in group.chosen:
+                if quorum.level == row.level:
+                    self._cancel(row, quorum, f"late at {quorum.name}")
+            for node in above:
                 if reason := _cut_off(row, node):
                     self.drop_from(row, node, reason)
-        self._touched.add(group)
+        groups = {row.group for row in rows}
+        self._touched |= groups
+        self._see_arrivals(groups, nodes)
 
     def by_group(self, ids: Iterable[int]) -> dict[Group, set[int]]:
         found: dict[Group, set[int]] = {}
@@ -115,10 +120,8 @@ class RowsInFlight:
         """What was published counts from here on."""
         segment = record.get("segment") if self._keep_parts and node.node.writes else None
         made = [] if node.node.makes_level is None else self._children(node, record)
-        for row in made:
-            self._add(row)
         if made:
-            self._see_arrivals({row.group for row in made}, made[0].group.graph.on_level[made[0].level])
+            self._add(made)
         if node.node.makes_level is None:
             for id, tokens in zip(record["ids"], record["tokens"], strict=True):
                 if tokens and id in self.rows:
@@ -176,7 +179,7 @@ class RowsInFlight:
         if (level := node.node.makes_level) is not None:
             for row in (self.rows[id] for id in ids):
                 if not any(child.level == level for child in row.children):  # else it keeps the ids that it has
-                    row.ids_aside[level] = range(self.next_id, self.next_id + MAX_CHILDREN)
+                    row.group.ids_aside[row.id, level] = range(self.next_id, self.next_id + MAX_CHILDREN)
                     self.next_id += MAX_CHILDREN
         self.leases[graph.name, number] = CheckedLease(node, taken, set(taken), at)
 
@@ -239,7 +242,7 @@ class RowsInFlight:
         """A row, and what was made of it, will not reach what comes after the node."""
         row.reason = row.reason or reason
         for below in node.downstream:
-            for other in row.below(below.level) if row.level in row.group.graph.line(below.level) else ():
+            for other in (row,) if row.level == below.level else row.below(below.level):
                 if other.id not in below.done:
                     other.reason = other.reason or reason
                     self._skip(other, below)
@@ -275,9 +278,8 @@ class RowsInFlight:
 
 def _cut_off(row: Row, node: NodeRows) -> str:
     """Why a new row will never be ready for a node: an ancestor of it was dropped before it came. Empty when it can be."""
-    for level, before in node.needs:
-        if level != row.level:
-            ancestor = row.ancestor(level)
-            if any(ancestor.id in other.dropped for other in before):
-                return ancestor.reason
+    for level, before in node.needs_above:
+        ancestor = row.ancestor(level)
+        if any(ancestor.id in other.dropped for other in before):
+            return ancestor.reason
     return ""
