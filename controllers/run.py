@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from ..dataflow.buffer.ledger_view import why
 from ..dataflow.buffer.log import Position
 from ..dataflow.buffer.sample_buffer import SampleBuffer
 from ..dataflow.buffer.samples import FOLDER as SAMPLES
@@ -214,7 +215,7 @@ class Run:
         for run in self.graph_runs:
             for group in run.ledger.group_ids[:3]:
                 lines += [f"graph {run.graph.name!r}, group {group}:"]
-                lines += [f"  {line}" for line in run.ledger.why(group).splitlines()]
+                lines += [f"  {line}" for line in why(run.ledger, group).splitlines()]
         return "\n".join(lines)
 
     # Checkpoints

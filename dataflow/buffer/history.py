@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from ..errors import UserError, nearest
+from . import ledger_view
 from .check import read_log
 from .checker import Checker
 from .checker_rows import Group, Row
@@ -140,7 +141,7 @@ def why(folder: Path, group_id: int, graph: str | None = None) -> str:
         raise UserError(f"group {group_id} is of graph {of!r}, not {graph!r}")
     if group is None:
         return ended[0][1]
-    waits = restore(folder).ledgers[of].why(group_id)
+    waits = ledger_view.why(restore(folder).ledgers[of], group_id)
     return f"{_place(group)}, {sum(map(len, group.levels))} rows) is in flight\n{waits}"
 
 

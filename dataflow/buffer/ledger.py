@@ -22,14 +22,15 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from ..errors import LeaseError
 from ..graph import SOURCE, Graph, Node
 from ..operation import Shape
+from .events import Claim, Drop, Event, Finish, Issue, Lose, Offer, Publish, Release, SetSource, from_record, to_record
 from .log import Log, Record
 from .rows import MAX_CHILDREN, Group, Ids, Lease, Part, Piece, Published, Row, Staleness
 from .segments import Segment
+from .wiring import Wiring
 
 REMEMBERED_LEASES = 1000
 """How many voided leases are remembered, to tell a late holder what became of its own."""
@@ -70,22 +71,8 @@ class Ledger:
         self._clock = clock
         self._ids = ids or Ids()
         nodes = graph.nodes
-        self._index = {n.name: i for i, n in enumerate(nodes)}
-        self._num_levels = max([SOURCE, *(n.makes_level for n in nodes if n.makes_level is not None)]) + 1
-        self._parent_level = {lv: graph.parent_level(lv) for lv in range(1, self._num_levels)}
-        self._on_level = [[i for i, n in enumerate(nodes) if n.level == lv] for lv in range(self._num_levels)]
-        self._takes_groups = [n.operation.takes_groups for n in nodes]
-        self._behind = [n.operation.behind for n in nodes]
-        self._quorum = [n.operation.quorum.n if n.operation.quorum else 0 for n in nodes]
-        self._after = [self._requirements(n) for n in nodes]
-        # Which nodes to look at again when node i has finished a row: on the row's own level, and on deeper ones.
-        self._then = [[j for j, m in enumerate(nodes) if n.name in m.after and n.makes_level != m.level] for n in nodes]
-        self._downstream = [self._closure(n.name) for n in nodes]
-        # Nodes that work for node i's quorum alone, and, seen from them, the mask of those quorums.
-        self._servants = [self._serving_only(i) if self._quorum[i] else [] for i in range(len(nodes))]
-        self._serves = [sum(1 << i for i, own in enumerate(self._servants) if j in own) for j in range(len(nodes))]
-        self._makes_for = [self._making_only_for(i) if self._quorum[i] else None for i in range(len(nodes))]
-        self._maker = {n.makes_level: i for i, n in enumerate(nodes) if n.makes_level is not None}
+        self._wiring = Wiring(graph)
+        self._index = self._wiring.index
         self._rows: dict[int, Row] = {}
         self._groups: dict[int, Group] = {}
         self.rounds: Counter[int] = Counter()
@@ -106,9 +93,8 @@ class Ledger:
         # Of nodes that update: unclaimed groups by the version at which their generation began, and those of them on offer.
         self._unclaimed_of: list[Counter[int]] = [Counter() for _ in nodes]
         self._offered_of: list[Counter[int]] = [Counter() for _ in nodes]
-        self._updates = [i for i, n in enumerate(nodes) if n.operation.updates]
         self._todo = [0] * len(nodes)
-        self._unfinished_levels = [0] * self._num_levels
+        self._unfinished_levels = [0] * self._wiring.num_levels
         self._deadlines: list[tuple[float, int, int]] = []
         """(when, node, group) of quorums that are not reached, and (when, -1, token) of leases."""
         self._void: dict[int, str] = {}
@@ -137,63 +123,11 @@ class Ledger:
         self.late = 0
         """Refused uses of leases that were void."""
 
-    # What depends on the graph alone
-
-    def _requirements(self, node: Node) -> list[tuple[int, int]]:
-        """(level, mask of nodes of that level) that must be done before a row of `node` is ready."""
-        masks: Counter[int] = Counter()
-        for name in node.after:
-            before = self.graph[name]
-            if before.makes_level != node.level and not self._makes_ancestor(before, node.level):
-                masks[before.level] |= 1 << self._index[name]
-        return sorted(masks.items())
-
-    def _makes_ancestor(self, node: Node, level: int) -> bool:
-        while level != SOURCE:
-            if node.makes_level == level:
-                return True  # the row's existence is the proof that this node is done
-            level = self._parent_level[level]
-        return False
-
-    def _closure(self, name: str) -> list[int]:
-        """Nodes that see only what the node `name` lets through: its dependents, and theirs. What sees the rows that it makes is not
-        among them: those that are there go on when it makes no more."""
-        reached = {name}
-        for node in self.graph.nodes:  # recorded in an order in which dependencies come first
-            made = self._makes_ancestor(self.graph[name], node.level)
-            if any(a in reached and not (a == name and made) for a in node.after):
-                reached.add(node.name)
-        return [self._index[n] for n in reached if n != name]
-
-    def _serving_only(self, i: int) -> list[int]:
-        """Nodes of node i's level that work for it and for what comes after it alone."""
-        served = {i, *self._downstream[i]}
-        servants: list[int] = []
-        for j in reversed(range(len(self.graph.nodes))):  # recorded before node i or after it, on a branch of its own
-            node = self.graph.nodes[j]
-            if j in served:
-                continue
-            users = {k for k, m in enumerate(self.graph.nodes) if node.name in m.after}
-            alike = node.level == self.graph.nodes[i].level and node.makes_level is None and not self._takes_groups[j]
-            if alike and users and users <= served:
-                served.add(j)
-                servants.append(j)
-        return servants
-
-    def _making_only_for(self, i: int) -> int | None:
-        """The node that makes the rows of node i's level, if only node i, what serves it and what comes after it see them."""
-        for j, node in enumerate(self.graph.nodes):
-            if node.makes_level is not None and node.makes_level == self.graph.nodes[i].level:
-                users = {k for k, m in enumerate(self.graph.nodes) if node.name in m.after}
-                alone = users <= {i, *self._downstream[i], *self._servants[i]}
-                return j if alone and not self._takes_groups[j] else None
-        return None
-
     # The log
 
-    def _note(self, do: str, **what: Any) -> None:
+    def _note(self, event: Event) -> None:
         if self.log is not None:
-            self.log.append({"do": do, "graph": self.name, **what})
+            self.log.append(to_record(event, self.name))
 
     def replay(self, record: Record) -> None:
         """Do again what a record says.
@@ -203,83 +137,56 @@ class Ledger:
         """
         log, self.log = self.log, None
         try:
-            what = dict(record)
-            getattr(self, f"_replay_{what.pop('do')}")(**{k: v for k, v in what.items() if k != "graph"})
+            self.apply(from_record(record))
         finally:
             self.log = log
 
-    def _replay_issue(
-        self, positions: list[int], tokens: list[int], round: int, first: int, group: int, **_: Any
-    ) -> None:
-        if (first, group) != (self._ids.next_id, self._ids.next_group):
-            raise ValueError(f"rows were issued from id {first}, but {self._ids.next_id} is next")
-        self.issue(positions, tokens, round=round)
+    def apply(self, event: Event) -> None:
+        """Do what an event says, by the verb that noted it."""
+        match event:
+            case Issue():
+                if (event.first, event.group) != (self._ids.next_id, self._ids.next_group):
+                    raise ValueError(f"rows were issued from id {event.first}, but {self._ids.next_id} is next")
+                self.issue(event.positions, event.tokens, round=event.round)
+            case SetSource():
+                self.set_source(Segment.from_json(event.segment))
+            case Claim():
+                self._claim_again(event)
+            case Publish():
+                arrays = (event.ids, event.tokens, event.versions, event.parents, event.finished)
+                segment = Segment.from_json(event.segment) if event.segment else None
+                self.publish(self._leases[event.lease], Published(*map(int64_array, arrays)), segment)
+            case Finish():
+                self.finish(self._leases[event.lease], step=event.step)
+            case Release():
+                self.release(self._leases[event.lease], event.why, ids=event.ids)
+            case Drop():
+                self.drop(self.graph[event.node], event.ids, event.why)
+            case Lose():
+                self.lose(event.group, event.why, issue_again=event.again)
+            case Offer():
+                self._offer_short(self._index[event.node], self._groups[event.group])
 
-    def _replay_claim(
-        self,
-        lease: int,
-        node: str,
-        ids: list[int],
-        rows: int | None = None,
-        groups: int | None = None,
-        stale: list[Any] | None = None,
-        holder: str = "",
-        version: int | None = None,
-        **_: Any,
-    ) -> None:
-        self._next_token = lease
-        made = self.claim(
-            self.graph[node],
-            max_rows=rows,
-            max_groups=groups,
-            holder=holder,
-            staleness=Staleness(*stale) if stale else None,
-            version=version,
+    def _claim_again(self, event: Claim) -> None:
+        self._next_token = event.lease
+        lease = self.claim(
+            self.graph[event.node],
+            max_rows=event.rows,
+            max_groups=event.groups,
+            holder=event.holder,
+            staleness=Staleness(*event.stale) if event.stale else None,
+            version=event.version,
         )
-        if (made.ids.tolist() if made else []) != ids:
+        if (lease.ids.tolist() if lease else []) != event.ids:
             raise ValueError(
-                f"lease {lease} of node {node!r} has rows {ids[:3]}..., which are not those that are ready"
+                f"lease {event.lease} of node {event.node!r} has rows {event.ids[:3]}..., which are not those that are ready"
             )
-
-    def _replay_publish(
-        self,
-        lease: int,
-        ids: list[int],
-        tokens: list[int],
-        segment: list[Any] | None = None,
-        versions: list[int] | None = None,
-        parents: list[int] | None = None,
-        finished: list[int] | None = None,
-        **_: Any,
-    ) -> None:
-        if parents is not None and finished is None:
-            finished = list(dict.fromkeys(parents))  # an older log: all rows of a parent came together
-        published = Published(*map(int64_array, (ids, tokens, versions, parents, finished)))
-        self.publish(self._leases[lease], published, Segment.from_json(segment) if segment else None)
-
-    def _replay_finish(self, lease: int, step: int | None = None, **_: Any) -> None:
-        self.finish(self._leases[lease], step=step)
-
-    def _replay_release(self, lease: int, why: str, ids: list[int] | None = None, **_: Any) -> None:
-        self.release(self._leases[lease], why, ids=ids)
-
-    def _replay_drop(self, node: str, ids: list[int], why: str, **_: Any) -> None:
-        self.drop(self.graph[node], ids, why)
-
-    def _replay_source(self, segment: list[Any], **_: Any) -> None:
-        self.set_source(Segment.from_json(segment))
-
-    def _replay_lose(self, group: int, why: str, again: bool = True, **_: Any) -> None:
-        self.lose(group, why, issue_again=again)
-
-    def _replay_offer(self, node: str, group: int, **_: Any) -> None:
-        self._offer_short(self._index[node], self._groups[group])
 
     # Rows come in
 
     def set_source(self, segment: Segment) -> None:
         """Where the rows of the graph's source lie from now on."""
-        self._note("source", segment=segment.to_json())
+        self._note(SetSource(segment.to_json()))
         self.source = segment
 
     def issue(self, positions: Sequence[int], num_tokens: Sequence[int], *, round: int) -> None:
@@ -287,27 +194,20 @@ class Ledger:
         positions, num_tokens = [int(p) for p in positions], [int(t) for t in num_tokens]
         if len(positions) != len(num_tokens):
             raise ValueError(f"{len(positions)} rows were issued with the tokens of {len(num_tokens)}")
-        self._note(
-            "issue",
-            first=self._ids.next_id,
-            group=self._ids.next_group,
-            round=round,
-            positions=positions,
-            tokens=num_tokens,
-        )
+        self._note(Issue(self._ids.next_id, self._ids.next_group, round, positions, num_tokens))
         self.prompts_issued += len(positions)
         for position, tokens in zip(positions, num_tokens, strict=True):
             self._issue(position, tokens, round)
 
     def _issue(self, position: int, tokens: int, round: int) -> None:
-        group = Group(self._ids.take_group(), round, tokens, self._num_levels, len(self.graph.nodes))
+        group = Group(self._ids.take_group(), round, tokens, self._wiring.num_levels, len(self.graph.nodes))
         self._groups[group.id] = group
         self.rounds[round] += 1
-        for level in range(1, self._num_levels):
+        for level in range(1, self._wiring.num_levels):
             self._unfinished_levels[level] += 1
-        for i, takes_groups in enumerate(self._takes_groups):
+        for i, takes_groups in enumerate(self._wiring.takes_groups):
             self._unclaimed[i] += takes_groups
-        group.whole[SOURCE] = True
+        group.complete[SOURCE] = True
         self._add(Row(self._ids.take(1), group, None, SOURCE, position, tokens, None))
         self._retire_if_finished(group)
 
@@ -315,11 +215,11 @@ class Ledger:
         self._rows[row.id] = row
         self._issued += 1
         row.group.levels[row.level].append(row)
-        nodes = self._on_level[row.level]
+        nodes = self._wiring.on_level[row.level]
         row.group.open += len(nodes)
         for i in nodes:
             self._todo[i] += 1
-            row.group.behind += self._behind[i]
+            row.group.behind += self._wiring.behind[i]
         for i in nodes:
             if row.group.closed >> i & 1:
                 self._cancel(row, i, f"late at {self.graph.nodes[i].name}")
@@ -332,14 +232,14 @@ class Ledger:
         above, cut = row.parent, 0
         while above is not None:
             above, cut = above.parent, cut | above.skipped
-        for i in self._on_level[row.level] if cut else ():
-            if any(level != row.level and _ancestor(row, level).skipped & mask for level, mask in self._after[i]):
-                for j in (i, *self._downstream[i]):
+        for i in self._wiring.on_level[row.level] if cut else ():
+            if self._wiring.is_cut_off(row, i):
+                for j in (i, *self._wiring.downstream[i]):
                     node = self.graph.nodes[j]
                     if node.level == row.level and not row.skipped >> j & 1:
                         self._skip(row, j)
                         if node.makes_level is not None:
-                            self._finish_level_if_whole(row.group, node.makes_level)
+                            self._finish_level_if_complete(row.group, node.makes_level)
 
     # Readiness
 
@@ -347,16 +247,15 @@ class Ledger:
         bit = 1 << i
         if (row.offered | row.skipped | row.done) & bit:
             return
-        for level, mask in self._after[i]:
-            if _ancestor(row, level).done & mask != mask:
-                return
+        if not self._wiring.is_ready(row, i):
+            return
         row.offered |= bit
-        if self._takes_groups[i]:
+        if self._wiring.takes_groups[i]:
             group = row.group
             group.ready[i] += 1
-            if self._quorum[i]:
+            if self._wiring.quorum[i]:
                 self._await_quorum(row, i)
-                self._ready[i] += group.offered >> i & 1 and group.ready[i] <= self._quorum[i]
+                self._ready[i] += group.offered >> i & 1 and group.ready[i] <= self._wiring.quorum[i]
             self._offer_group_if_ready(group, i)
         else:
             heapq.heappush(self._offers[i], (row.group.id, row.id))
@@ -371,21 +270,21 @@ class Ledger:
             heapq.heappush(self._deadlines, (self._clock() + quorum.deadline_s, i, group.id))
 
     def _offer_group_if_ready(self, group: Group, i: int) -> None:
-        if not self._takes_groups[i] or (group.offered | group.closed) >> i & 1:
+        if not self._wiring.takes_groups[i] or (group.offered | group.closed) >> i & 1:
             return
-        if self._behind[i] and not group.rested:
+        if self._wiring.behind[i] and not group.rested:
             return
         level = self.graph.nodes[i].level
         expected = len(group.levels[level]) - group.skipped[i]
-        whole = group.whole[level] and group.ready[i] == expected > 0
-        if whole or 0 < self._quorum[i] <= group.ready[i]:
+        whole = group.complete[level] and group.ready[i] == expected > 0
+        if whole or 0 < self._wiring.quorum[i] <= group.ready[i]:
             self._offer_group(group, i)
 
     def _tally(self, group: Group, by: int) -> None:
         """Take a group out of the counts by version (-1) before what they count changes, and in again (1) afterwards."""
         if group.version is None:
             return
-        for i in self._updates:
+        for i in self._wiring.updates:
             if not group.claimed >> i & 1:
                 for counts in (self._unclaimed_of[i], self._offered_of[i])[: 1 + (group.offered >> i & 1)]:
                     counts[group.version] += by
@@ -402,30 +301,30 @@ class Ledger:
 
     def _offered_rows(self, group: Group, i: int) -> int:
         """Rows of a group that are ready for node i, to which it is offered."""
-        if self._quorum[i]:
-            return min(group.ready[i], self._quorum[i])
+        if self._wiring.quorum[i]:
+            return min(group.ready[i], self._wiring.quorum[i])
         return len(group.levels[self.graph.nodes[i].level]) - group.skipped[i]
 
     def _offer_short(self, i: int, group: Group) -> None:
         """A group whose quorum did not come in time is offered with the rows that did."""
         if not (group.offered | group.closed) >> i & 1:
-            self._note("offer", node=self.graph.nodes[i].name, group=group.id)
+            self._note(Offer(self.graph.nodes[i].name, group.id))
             self._offer_group(group, i)
 
-    def _finish_level_if_whole(self, group: Group, level: int) -> None:
+    def _finish_level_if_complete(self, group: Group, level: int) -> None:
         """Mark a level whole when nothing that makes its rows is left to do, then look one level further."""
-        i = self._maker[level]
+        i = self._wiring.maker[level]
         above = self.graph.nodes[i].level
         finished = group.expanded[i] + group.skipped[i]
-        if group.whole[level] or not group.whole[above] or finished < len(group.levels[above]):
+        if group.complete[level] or not group.complete[above] or finished < len(group.levels[above]):
             return
-        group.whole[level] = True
+        group.complete[level] = True
         self._unfinished_levels[level] -= 1
-        for j in self._on_level[level]:
+        for j in self._wiring.on_level[level]:
             self._offer_group_if_ready(group, j)
             makes = self.graph.nodes[j].makes_level
             if makes is not None:
-                self._finish_level_if_whole(group, makes)
+                self._finish_level_if_complete(group, makes)
 
     def ready(self, node: Node) -> int:
         """Rows that a claim on this node could get now."""
@@ -439,7 +338,7 @@ class Ledger:
         """The round of what a claim on this node would get first, and how much it could get of that round alone: rows, or groups,
         whichever the node takes. It looks at all that is ready for the node."""
         i = self._index[node.name]
-        if self._takes_groups[i]:
+        if self._wiring.takes_groups[i]:
             offered = [g for id in sorted(self._group_offers[i]) if (g := self._groups.get(id)) is not None]
             groups = [group for group in offered if self._offered_rows(group, i)]
         else:
@@ -479,7 +378,7 @@ class Ledger:
     def settled(self, node: Node) -> bool:
         """Everything issued so far that will reach this node is ready for it, and none of it is leased."""
         i = self._index[node.name]
-        if self._quorum[i]:
+        if self._wiring.quorum[i]:
             return self._ready_groups[i] == self._unclaimed[i] > 0
         return self._todo[i] > 0 and self._unfinished_levels[node.level] == 0 and self.ready(node) == self._todo[i]
 
@@ -542,7 +441,7 @@ class Ledger:
         i = self._index[node.name]
         token, too_old = self._next_token, self.stale.total()
         masked: list[int] = []
-        if self._takes_groups[i]:
+        if self._wiring.takes_groups[i]:
             rows = self._claim_groups(i, max_groups, staleness, masked)
         else:
             rows = self._claim_rows(i, max_rows)
@@ -553,13 +452,8 @@ class Ledger:
         if node.operation.shape is Shape.EXPAND:
             assert node.makes_level is not None
             self._set_ids_aside(rows, node.makes_level)
-        what: dict[str, Any] = {"lease": token, "node": node.name, "ids": [r.id for r in rows]}
-        what |= {"rows": max_rows} if max_rows is not None else {}
-        what |= {"groups": max_groups} if max_groups is not None else {}
-        what |= {"stale": [staleness.version, staleness.bound, staleness.fate]} if staleness else {}
-        what |= {"version": version} if version is not None else {}
-        what |= {"holder": holder} if holder else {}
-        self._note("claim", **what)
+        stale = [staleness.version, staleness.bound, staleness.fate] if staleness else None
+        self._note(Claim(token, node.name, [r.id for r in rows], max_rows, max_groups, stale, version, holder))
         if not rows:
             return None
         bit = 1 << i
@@ -628,13 +522,13 @@ class Ledger:
             group.claimed |= 1 << i
             self._tally(group, 1)
             self._unclaimed[i] -= 1
-            if self._quorum[i]:
+            if self._wiring.quorum[i]:
                 self._close_quorum(group, i, own)
         return rows
 
     def _rows_offered(self, group: Group, i: int) -> list[Row]:
-        if self._quorum[i]:
-            return sorted((group.order or {})[i][: self._quorum[i]], key=_id)
+        if self._wiring.quorum[i]:
+            return sorted((group.order or {})[i][: self._wiring.quorum[i]], key=_id)
         return sorted((r for r in group.levels[self.graph.nodes[i].level] if not r.skipped >> i & 1), key=_id)
 
     def _offer_held(self, i: int, staleness: Staleness) -> None:
@@ -663,7 +557,7 @@ class Ledger:
         for row in list(group.levels[self.graph.nodes[i].level]):
             if row.id not in winners and not (row.skipped | row.done) >> i & 1:
                 self._cancel(row, i, f"over-issued at {self.graph.nodes[i].name}")
-        maker = self._makes_for[i]
+        maker = self._wiring.makes_for[i]
         if maker is not None:
             for parent in group.levels[self.graph.nodes[maker].level]:
                 if not (parent.skipped | parent.done) >> maker & 1:
@@ -692,7 +586,7 @@ class Ledger:
         """Node i has its quorum without this row."""
         self._drop(row, i, reason)
         row.cancelled |= 1 << i
-        for j in self._servants[i]:
+        for j in self._wiring.upstream_only[i]:
             if not (row.done | row.leased | row.skipped) >> j & 1:
                 self._skip(row, j)
 
@@ -710,7 +604,7 @@ class Ledger:
         rows = [r for level in group.levels for r in level]
         if any(r.leased for r in rows):
             raise LeaseError(f"group {group_id} of graph {self.name!r} is lost ({why}) while rows of it are leased")
-        self._note("lose", group=group_id, why=why, **({} if issue_again else {"again": False}))
+        self._note(Lose(group_id, why, issue_again))
         self._tally(group, -1)
         group.version = None  # what becomes of it below is counted no more
         for i, node in enumerate(self.graph.nodes):
@@ -724,9 +618,9 @@ class Ledger:
             for row in group.levels[node.level]:
                 if not (row.done | row.skipped) >> i & 1:
                     self._skip(row, i)
-        for level in range(self._num_levels):
-            self._unfinished_levels[level] -= not group.whole[level]
-            group.whole[level] = True
+        for level in range(self._wiring.num_levels):
+            self._unfinished_levels[level] -= not group.complete[level]
+            group.complete[level] = True
         for row in rows:
             row.skipped |= 1 << len(self.graph.nodes)  # counted as dropped, whatever was done with it
         self._dropped["lost" if issue_again else "given up"] += len(rows)
@@ -744,11 +638,11 @@ class Ledger:
         for writer, columns in by_writer.items():
             if not writer:
                 assert self.source is not None, f"graph {self.name!r} has no segment with the rows of its source"
-                keys = np.fromiter((_ancestor(r, SOURCE).position for r in rows), np.int64, len(rows))
+                keys = np.fromiter((r.ancestor(SOURCE).position for r in rows), np.int64, len(rows))
                 pieces.append(Piece(tuple(columns), keys, (self.source,), by_position=True))
                 continue
             level = self.graph.level_of(writer)
-            owners = [_ancestor(r, level) for r in rows]
+            owners = [r.ancestor(level) for r in rows]
             keys = np.fromiter((r.id for r in owners), np.int64, len(rows))
             parts = dict.fromkeys(r.parts[writer] for r in owners)
             pieces.append(Piece(tuple(columns), keys, tuple(p.segment for p in parts)))
@@ -786,13 +680,19 @@ class Ledger:
             or (published.parents is not None and any(id in self._rows or id in taken for id in ids))
         ):
             raise LeaseError(f"node {node.name!r} published a row twice in lease {lease.token}")
-        what = {"lease": lease.token, "ids": ids, "tokens": published.num_tokens.tolist()}
-        what |= {"segment": segment.to_json()} if segment is not None else {}
-        what |= {"versions": published.versions.tolist()} if published.versions is not None else {}
-        what |= {"parents": held, "finished": finished} if published.parents is not None else {}
-        self._note("publish", **what)
+        self._note(
+            Publish(
+                lease.token,
+                ids,
+                published.num_tokens.tolist(),
+                segment.to_json() if segment is not None else None,
+                published.versions.tolist() if published.versions is not None else None,
+                held if published.parents is not None else None,
+                finished if published.parents is not None else None,
+            )
+        )
         through = ids if published.parents is None else finished
-        if self._takes_groups[self._index[node.name]]:
+        if self._wiring.takes_groups[self._index[node.name]]:
             for id in through:
                 del lease.open[id]
             lease.staged.append((through, published, segment))
@@ -861,7 +761,7 @@ class Ledger:
             raise LeaseError(
                 f"node {lease.node.name!r} returned no row for {len(lease.open)} of its rows (sample ids {some})"
             )
-        self._note("finish", lease=lease.token, **({} if step is None else {"step": step}))
+        self._note(Finish(lease.token, step))
         if step is not None:
             for row in lease.rows:
                 row.group.step = step
@@ -892,10 +792,10 @@ class Ledger:
         if ids is not None:
             self._give_back(lease, i, ids, why)
             return
-        self._note("release", lease=lease.token, why=why)
-        for row in lease.rows if self._takes_groups[i] else lease.open.values():
+        self._note(Release(lease.token, why))
+        for row in lease.rows if self._wiring.takes_groups[i] else lease.open.values():
             row.leased &= ~(1 << i)
-        if self._takes_groups[i]:
+        if self._wiring.takes_groups[i]:
             for group in dict.fromkeys(r.group for r in lease.rows):
                 self._tally(group, -1)
                 group.claimed &= ~(1 << i)
@@ -915,10 +815,10 @@ class Ledger:
 
     def _give_back(self, lease: Lease, i: int, ids: Collection[int], why: str) -> None:
         wrong = next((id for id in ids if id not in lease.open), None)
-        if wrong is not None or self._takes_groups[i]:
+        if wrong is not None or self._wiring.takes_groups[i]:
             what = "whole groups" if wrong is None else f"not row {wrong}"
             raise LeaseError(f"rows of lease {lease.token} are given back, but node {lease.node.name!r} has {what}")
-        self._note("release", lease=lease.token, why=why, ids=list(ids))
+        self._note(Release(lease.token, why, list(ids)))
         for id in ids:
             row = lease.open.pop(id)
             row.leased &= ~(1 << i)
@@ -931,7 +831,7 @@ class Ledger:
             row.group.version = None  # its generation begins again
         heapq.heappush(self._offers[i], (row.group.id, row.id))
         self._ready[i] += 1
-        if row.cancelled & self._serves[i]:  # meanwhile
+        if row.cancelled & self._wiring.serves[i]:  # meanwhile
             self._skip(row, i)
             self._retire_if_finished(row.group)
 
@@ -943,21 +843,21 @@ class Ledger:
             LeaseError: one of them is not ready for the node, or is claimed; nothing is changed then.
         """
         i = self._index[node.name]
-        if self._quorum[i]:
+        if self._wiring.quorum[i]:
             raise LeaseError(f"node {node.name!r} has a quorum: it takes what comes, and no row of it is dropped")
         rows = [row for id in ids if (row := self._rows.get(id)) is not None]
         groups = list(dict.fromkeys(row.group for row in rows))
-        if self._takes_groups[i]:
+        if self._wiring.takes_groups[i]:
             rows = [row for group in groups for row in self._rows_offered(group, i)]
         for row in rows:
-            offers = row.group.offered if self._takes_groups[i] else row.offered
+            offers = row.group.offered if self._wiring.takes_groups[i] else row.offered
             on_offer = offers >> i & 1 and row.group.id not in self._held[i]
             if not on_offer or (row.leased | row.done | row.skipped) >> i & 1:
                 raise LeaseError(
                     f"row {row.id} is dropped at node {node.name!r}, for which it is not ready, or which has it"
                 )
-        self._note("drop", node=node.name, ids=[row.id for row in rows], why=why)
-        for group in groups if self._takes_groups[i] else ():
+        self._note(Drop(node.name, [row.id for row in rows], why))
+        for group in groups if self._wiring.takes_groups[i] else ():
             self._ready[i] -= self._offered_rows(group, i)  # its entry among the offers has no rows any more
             self._ready_groups[i] -= 1
         for row in rows:
@@ -990,12 +890,12 @@ class Ledger:
         """A lease is open from here on."""
         self._leases[lease.token] = lease
         i = self._index[lease.node.name]
-        self._leased_groups[i] += lease.num_groups if self._takes_groups[i] else 0
+        self._leased_groups[i] += lease.num_groups if self._wiring.takes_groups[i] else 0
 
     def _end(self, lease: Lease) -> None:
         del self._leases[lease.token]
         i = self._index[lease.node.name]
-        self._leased_groups[i] -= lease.num_groups if self._takes_groups[i] else 0
+        self._leased_groups[i] -= lease.num_groups if self._wiring.takes_groups[i] else 0
 
     def holds(self, lease: Lease) -> bool:
         """Whether the lease is neither finished nor released."""
@@ -1025,17 +925,17 @@ class Ledger:
         self._todo[i] -= 1
         group = row.group
         group.open -= 1
-        group.behind -= self._behind[i]
-        for j in self._then[i]:
+        group.behind -= self._wiring.behind[i]
+        for j in self._wiring.then[i]:
             level = self.graph.nodes[j].level
             if level == row.level:
                 self._offer_if_ready(row, j)
             else:
-                for descendant in _descendants(row, level, self._parent_level):
+                for descendant in self._wiring.descendants(row, level):
                     self._offer_if_ready(descendant, j)
         made = self.graph.nodes[i].makes_level
         if made is not None:
-            self._finish_level_if_whole(group, made)
+            self._finish_level_if_complete(group, made)
         if group.open == group.behind:
             self._retire_if_finished(group)
 
@@ -1044,18 +944,18 @@ class Ledger:
         self._skip(row, i)
         makes = self.graph.nodes[i].makes_level
         if makes is not None:
-            self._finish_level_if_whole(row.group, makes)
+            self._finish_level_if_complete(row.group, makes)
         self._drop_downstream(row, i, reason)
 
     def _drop_downstream(self, row: Row, i: int, reason: str) -> None:
         self._dropped[reason] += 1
-        for j in self._downstream[i]:
+        for j in self._wiring.downstream[i]:
             node = self.graph.nodes[j]
-            for lost in _descendants(row, node.level, self._parent_level):
+            for lost in self._wiring.descendants(row, node.level):
                 if not (lost.skipped | lost.done) >> j & 1:
                     self._skip(lost, j)
             if node.makes_level is not None:
-                self._finish_level_if_whole(row.group, node.makes_level)
+                self._finish_level_if_complete(row.group, node.makes_level)
 
     def _skip(self, row: Row, j: int) -> None:
         bit = 1 << j
@@ -1063,17 +963,17 @@ class Ledger:
         self._todo[j] -= 1
         group = row.group
         group.open -= 1
-        group.behind -= self._behind[j]
+        group.behind -= self._wiring.behind[j]
         group.skipped[j] += 1
         if row.offered & bit:
-            if self._takes_groups[j]:
+            if self._wiring.takes_groups[j]:
                 group.ready[j] -= 1
             elif not row.leased & bit:
                 self._ready[j] -= 1
         self._offer_group_if_ready(group, j)
 
     def _retire_if_finished(self, group: Group) -> None:
-        if group.open != group.behind or not all(group.whole) or group.id not in self._groups:
+        if group.open != group.behind or not all(group.complete) or group.id not in self._groups:
             return
         if not group.rested:
             self._rest(group)
@@ -1090,7 +990,7 @@ class Ledger:
                         self._free(part)
                 del self._rows[row.id]
         self._tally(group, -1)
-        for i, takes_groups in enumerate(self._takes_groups):
+        for i, takes_groups in enumerate(self._wiring.takes_groups):
             self._unclaimed[i] -= takes_groups and not group.claimed >> i & 1
         self.largest_group = max(self.largest_group, sum(map(len, group.levels)))
         self.largest_group_bytes = max(self.largest_group_bytes, round(num_bytes))
@@ -1106,7 +1006,7 @@ class Ledger:
         self.rounds[group.round] -= 1
         if not self.rounds[group.round]:
             del self.rounds[group.round]
-        for i, behind in enumerate(self._behind):
+        for i, behind in enumerate(self._wiring.behind):
             if behind:
                 self._offer_group_if_ready(group, i)
 
@@ -1153,79 +1053,6 @@ class Ledger:
         """Rows dropped so far, by reason: the filter that dropped them, or "over-issued at", "late at", "stale at" a node."""
         return dict(self._dropped)
 
-    def table(self) -> pa.Table:
-        """Every row in flight, as `sample_id, group_id, parent_id, level, round, tokens, version, done, leased` (node names)."""
-        names = [n.name for n in self.graph.nodes]
-
-        def of(mask: int) -> list[str]:
-            return [name for i, name in enumerate(names) if mask >> i & 1]
-
-        levels = self.graph.levels
-        return pa.Table.from_pylist(
-            [
-                {
-                    "sample_id": r.id,
-                    "group_id": r.group.id,
-                    "parent_id": r.parent.id if r.parent else r.id,
-                    "level": levels[r.level],
-                    "round": r.group.round,
-                    "tokens": r.tokens,
-                    "version": r.version,
-                    "done": of(r.done),
-                    "leased": of(r.leased),
-                    "dropped": of(r.skipped),
-                }
-                for _, r in sorted(self._rows.items())
-            ],
-            schema=pa.schema(
-                [
-                    ("sample_id", pa.int64()),
-                    ("group_id", pa.int64()),
-                    ("parent_id", pa.int64()),
-                    ("level", pa.string()),
-                    ("round", pa.int64()),
-                    ("tokens", pa.int64()),
-                    ("version", pa.int64()),
-                    ("done", pa.list_(pa.string())),
-                    ("leased", pa.list_(pa.string())),
-                    ("dropped", pa.list_(pa.string())),
-                ]
-            ),
-        )
-
-    def why(self, group_id: int) -> str:
-        """What a group waits for, a line per node that has not finished with it."""
-        group = self._groups.get(group_id)
-        if group is None:
-            return f"group {group_id} is not in flight: it is finished, or it was never issued"
-        lines: list[str] = []
-        for i, node in enumerate(self.graph.nodes):
-            rows = group.levels[node.level]
-            bit = 1 << i
-            left = [r for r in rows if not (r.done | r.skipped) & bit]
-            if not left and group.whole[node.level]:
-                continue
-            leased = sum(1 for r in left if r.leased & bit)
-            missing = sorted({a for r in left for a in node.after if not self._passed(r, a)})
-            if not group.whole[node.level]:
-                maker = self.graph.levels[node.level]
-                missing.append(f"the rest of the group from {maker!r}")
-            oldest = min((r.version for r in left if r.version is not None and r.version >= 0), default=None)
-            if node.operation.behind and not group.rested:
-                missing.append("all else to be done with the group")
-            too_old = group_id in self._held[i] and f"too old, of version {oldest}; waits for a larger bound"
-            state = too_old or (
-                f"{leased} leased" if leased else f"waits for {', '.join(missing)}" if missing else "ready, not claimed"
-            )
-            lines.append(f"{node.name}: {len(left)} of {len(rows)} rows to do; {state}")
-        return "\n".join(lines)
-
-    def _passed(self, row: Row, name: str) -> bool:
-        node = self.graph[name]
-        if self._makes_ancestor(node, row.level):
-            return True
-        return bool(_ancestor(row, node.level).done >> self._index[name] & 1)
-
 
 def _id(row: Row) -> int:
     return row.id
@@ -1239,25 +1066,3 @@ def _popped(heap: list[Any]) -> Iterator[Any]:
 
 def int64_array(numbers: Sequence[int] | None) -> Any:
     return None if numbers is None else np.array(numbers, np.int64)
-
-
-def _ancestor(row: Row, level: int) -> Row:
-    while row.level != level:
-        assert row.parent is not None
-        row = row.parent
-    return row
-
-
-def _descendants(row: Row, level: int, parent_level: dict[int, int]) -> Iterable[Row]:
-    """The rows of a level that come from this row: itself, or (grand)children."""
-    if row.level == level:
-        return (row,)
-    path = [level]
-    while path[-1] != SOURCE and path[-1] != row.level:
-        path.append(parent_level[path[-1]])
-    if path[-1] != row.level:
-        return ()
-    rows = [row]
-    for step in reversed(path[:-1]):
-        rows = [c for r in rows for c in r.children or () if c.level == step]
-    return rows

@@ -13,7 +13,7 @@ from typing import Any
 from ..graph import SOURCE
 from .ledger import Ledger, int64_array
 from .log import Record
-from .rows import MAX_CHILDREN, Group, Lease, Part, Published, Row
+from .rows import Group, Lease, Part, Published, Row
 from .segments import Segment
 
 
@@ -96,10 +96,7 @@ def load(ledger: Ledger, records: Iterable[Record]) -> None:
             case "lease":
                 rows = [ledger._rows[id] for id in record["ids"]]
                 lease = Lease(record["token"], ledger.graph[record["node"]], rows, record["holder"])
-                lease.masked, lease.given_up = frozenset(record["masked"]), set(record.get("given_up", ()))
-                if "first_child" in record and lease.node.makes_level is not None:  # an older checkpoint
-                    for k, row in enumerate(rows):
-                        row.first_children = {lease.node.makes_level: record["first_child"] + k * MAX_CHILDREN}
+                lease.masked, lease.given_up = frozenset(record["masked"]), set(record["given_up"])
                 lease.open = {id: ledger._rows[id] for id in record["open"]}
                 lease.staged = [
                     (ids, Published(*(int64_array(a) for a in p)), Segment.from_json(s) if s else None)
@@ -114,7 +111,7 @@ def _load_totals(ledger: Ledger, record: Record) -> None:
     ledger.prompts_issued = record["prompts"]
     ledger._issued, ledger._done = record["issued"], record["done"]
     ledger._dropped, ledger.stale = Counter(record["dropped"]), Counter(record["stale"])
-    ledger.cut_short = Counter(record.get("cut_short", {}))
+    ledger.cut_short = Counter(record["cut_short"])
     ledger.late, ledger._next_token = record["late"], record["token"]
     ledger.largest_group, ledger.published_bytes = record["largest"], record["bytes"]
     ledger.finished_bytes, ledger.largest_group_bytes = record["finished_bytes"], record["largest_bytes"]
@@ -124,17 +121,17 @@ def _load_totals(ledger: Ledger, record: Record) -> None:
 
 def _load_group(ledger: Ledger, record: Record, parts: list[Part]) -> None:
     nodes = ledger.graph.nodes
-    group = Group(record["id"], record["round"], record["tokens"], ledger._num_levels, len(nodes))
+    group = Group(record["id"], record["round"], record["tokens"], ledger._wiring.num_levels, len(nodes))
     group.version, group.step = record["version"], record["step"]
     group.offered, group.closed = record["offered"], record["closed"]
     ledger._groups[group.id] = group
     ledger.rounds[group.round] += 1
     for fields in record["rows"]:
-        id, level, parent, position, tokens, version, done, offered, leased, skipped, cancelled, own, *aside = fields
+        id, level, parent, position, tokens, version, done, offered, leased, skipped, cancelled, own, aside = fields
         above = ledger._rows[parent] if level != SOURCE else None
         row = Row(id, group, above, level, position, tokens, version)
         row.done, row.offered, row.leased, row.skipped, row.cancelled = done, offered, leased, skipped, cancelled
-        row.first_children = dict(aside[0]) if aside and aside[0] else None
+        row.first_children = dict(aside) or None
         for i, number in own:
             row.parts[nodes[i].name] = parts[number]
             parts[number].rows += 1
@@ -146,7 +143,7 @@ def _load_group(ledger: Ledger, record: Record, parts: list[Part]) -> None:
     if record["order"]:
         group.order = {i: [ledger._rows[id] for id in order] for i, order in record["order"]}
     _count(ledger, group)
-    if group.open == group.behind and all(group.whole):
+    if group.open == group.behind and all(group.complete):
         ledger._rest(group)
     ledger._tally(group, 1)
     _offer(ledger, group)
@@ -158,21 +155,23 @@ def _count(ledger: Ledger, group: Group) -> None:
         rows = group.levels[node.level]
         group.skipped[i] = sum(1 for r in rows if r.skipped & bit)
         group.expanded[i] = sum(1 for r in rows if r.done & bit) if node.makes_level is not None else 0
-        group.ready[i] = sum(1 for r in rows if r.offered & ~r.skipped & bit) if ledger._takes_groups[i] else 0
+        group.ready[i] = sum(1 for r in rows if r.offered & ~r.skipped & bit) if ledger._wiring.takes_groups[i] else 0
         todo = sum(1 for r in rows if not (r.done | r.skipped) & bit)
         group.open += todo
-        group.behind += todo * ledger._behind[i]
+        group.behind += todo * ledger._wiring.behind[i]
         ledger._todo[i] += todo
-        group.claimed |= bit if ledger._takes_groups[i] and any((r.done | r.leased) & bit for r in rows) else 0
-        ledger._unclaimed[i] += ledger._takes_groups[i] and not group.claimed & bit
-    for level in range(ledger._num_levels):
+        group.claimed |= bit if ledger._wiring.takes_groups[i] and any((r.done | r.leased) & bit for r in rows) else 0
+        ledger._unclaimed[i] += ledger._wiring.takes_groups[i] and not group.claimed & bit
+    for level in range(ledger._wiring.num_levels):
         if level == SOURCE:
-            group.whole[level] = True
+            group.complete[level] = True
             continue
-        i = ledger._maker[level]
+        i = ledger._wiring.maker[level]
         above = ledger.graph.nodes[i].level
-        group.whole[level] = group.whole[above] and group.expanded[i] + group.skipped[i] >= len(group.levels[above])
-        ledger._unfinished_levels[level] += not group.whole[level]
+        group.complete[level] = group.complete[above] and group.expanded[i] + group.skipped[i] >= len(
+            group.levels[above]
+        )
+        ledger._unfinished_levels[level] += not group.complete[level]
 
 
 def _offer(ledger: Ledger, group: Group) -> None:
@@ -180,7 +179,7 @@ def _offer(ledger: Ledger, group: Group) -> None:
     for i, node in enumerate(ledger.graph.nodes):
         bit = 1 << i
         rows = group.levels[node.level]
-        if not ledger._takes_groups[i]:
+        if not ledger._wiring.takes_groups[i]:
             for row in rows:
                 if row.offered & ~(row.done | row.leased | row.skipped) & bit:
                     heapq.heappush(ledger._offers[i], (group.id, row.id))
@@ -189,7 +188,7 @@ def _offer(ledger: Ledger, group: Group) -> None:
             own = [r for r in rows if r.offered & ~r.skipped & bit]
             if own and not any((r.done | r.leased) & bit for r in own):
                 ledger._offer_group(group, i)
-        elif not group.offered & bit and ledger._quorum[i] and group.ready[i]:
+        elif not group.offered & bit and ledger._wiring.quorum[i] and group.ready[i]:
             quorum = node.operation.quorum
             if quorum and quorum.deadline_s is not None:
                 heapq.heappush(ledger._deadlines, (ledger._clock() + quorum.deadline_s, i, group.id))

@@ -94,6 +94,14 @@ class Row:
         self.first_children: dict[int, int] | None = None
         """Level -> where the MAX_CHILDREN sample ids begin that are set aside for the rows of this level made of this row."""
 
+    def ancestor(self, level: int) -> Row:
+        """The row of a level that this one comes from, or itself."""
+        row = self
+        while row.level != level:
+            assert row.parent is not None
+            row = row.parent
+        return row
+
     def made(self, level: int) -> list[Row]:
         """The rows of a level that were made of this row so far."""
         return [child for child in self.children or () if child.level == level]
@@ -124,6 +132,7 @@ class Group:
         "behind",
         "claimed",
         "closed",
+        "complete",
         "expanded",
         "id",
         "levels",
@@ -137,7 +146,6 @@ class Group:
         "step",
         "tokens",
         "version",
-        "whole",
     )
 
     def __init__(self, id: int, round: int, tokens: int, num_levels: int, num_nodes: int) -> None:
@@ -148,7 +156,7 @@ class Group:
         self.version: int | None = None
         """Policy version of the weights when its generation began."""
         self.levels: list[list[Row]] = [[] for _ in range(num_levels)]
-        self.whole = [False] * num_levels
+        self.complete = [False] * num_levels
         """No more rows of this level can come."""
         self.offered = self.claimed = self.closed = 0
         """Masks of the nodes that it was offered to, that have claimed it, and that have chosen their quorum of it."""

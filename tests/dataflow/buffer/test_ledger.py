@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.ledger_state import load, save
+from weft.dataflow.buffer.ledger_view import table, why
 from weft.dataflow.buffer.log import Log, LogReader
 from weft.dataflow.buffer.rows import Fate, Ids, Lease, Published, Staleness
 from weft.dataflow.buffer.segments import Segment
@@ -559,7 +560,7 @@ def test_a_parent_of_which_nothing_was_made_is_done():
     lease = claim(ledger, "generate")
     expand(ledger, lease, 2, only=[1])
     ledger.finish(lease)
-    assert ledger.group_ids == [1] and ledger.why(0).startswith("group 0 is not in flight")
+    assert ledger.group_ids == [1] and why(ledger, 0).startswith("group 0 is not in flight")
 
 
 def test_settled_and_exhausted_say_whether_more_can_come():
@@ -612,19 +613,19 @@ def test_pieces_lead_to_the_ancestor_that_has_the_column():
 def test_why_names_what_a_group_waits_for():
     ledger = Ledger(grpo())
     ledger.issue([0], [1], round=0)
-    assert ledger.why(0).splitlines() == [
+    assert why(ledger, 0).splitlines() == [
         "generate: 1 of 1 rows to do; ready, not claimed",
         "score: 0 of 0 rows to do; waits for the rest of the group from 'generate'",
         "advantages: 0 of 0 rows to do; waits for the rest of the group from 'generate'",
         "updater.update: 0 of 0 rows to do; waits for the rest of the group from 'generate'",
     ]
     lease = claim(ledger, "generate")
-    assert ledger.why(0).startswith("generate: 1 of 1 rows to do; 1 leased")
+    assert why(ledger, 0).startswith("generate: 1 of 1 rows to do; 1 leased")
     expand(ledger, lease, 2)
     ledger.finish(lease)
     lease = claim(ledger, "score")
     publish(ledger, lease, [1000])
-    assert ledger.why(0).splitlines() == [
+    assert why(ledger, 0).splitlines() == [
         "score: 1 of 2 rows to do; 1 leased",
         "advantages: 2 of 2 rows to do; waits for score",
         "updater.update: 2 of 2 rows to do; waits for advantages",
@@ -634,7 +635,7 @@ def test_why_names_what_a_group_waits_for():
 def test_the_table_shows_every_row_in_flight():
     ledger = generated(grpo(), prompts=1, samples=1)
     claim(ledger, "score")
-    prompt, sample = ledger.table().to_pylist()
+    prompt, sample = table(ledger).to_pylist()
     assert prompt == {
         "sample_id": 0,
         "group_id": 0,
@@ -1243,7 +1244,7 @@ class Play:
     def compare(self, copy: Ledger, state: list[Any]) -> None:
         one = self.ledger
         assert json.loads(json.dumps(list(save(copy)))) == state
-        assert copy.table() == one.table()
+        assert table(copy) == table(one)
         assert (copy._ids.next_id, copy._ids.next_group) == (one._ids.next_id, one._ids.next_group)
         of_rows = [Ledger.ready, Ledger.settled, Ledger.exhausted]
         of_groups = [Ledger.ready_groups, Ledger.unclaimed, Ledger.held]
@@ -1255,7 +1256,7 @@ class Play:
                 assert all(copy.groups_until(n, v) == one.groups_until(n, v) for v in range(6))
         assert copy.counts() == one.counts() and copy.dropped == one.dropped
         assert copy.num_bytes == one.num_bytes and copy.group_ids == one.group_ids
-        assert [copy.why(g) for g in one.group_ids] == [one.why(g) for g in one.group_ids]
+        assert [why(copy, g) for g in one.group_ids] == [why(one, g) for g in one.group_ids]
         assert set(copy.live_segments()) == set(one.live_segments())
         assert len(copy.live_segments()) == len(one.live_segments())
 
@@ -1303,7 +1304,7 @@ class Play:
         assert ledger.stale == model.stale and ledger.late == model.late
         assert ledger.cut_short == model.cut_short
         for group in flying:
-            explained = ledger.why(group)
+            explained = why(ledger, group)
             waiting = [n.name for n in ledger.graph.nodes if model.todo(group, n) or not model.whole(group, n.level)]
             assert [line.split(":")[0] for line in explained.splitlines()] == waiting
         self.take_freed()

@@ -19,6 +19,7 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.disk import Disk
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.ledger_state import save
+from weft.dataflow.buffer.ledger_view import table
 from weft.dataflow.buffer.log import LogReader, Position
 from weft.dataflow.buffer.rows import Lease, Published, Staleness
 from weft.dataflow.buffer.sample_buffer import LOG, BufferConfig, SampleBuffer, checkpoints, expected_rows, restore
@@ -769,7 +770,7 @@ def test_a_group_whose_columns_are_damaged_or_gone_is_issued_again_and_named(tmp
     assert first.startswith("group 0 of graph 'train' is issued again") and f"{gone.file}" in first
     assert second.startswith("group 1 of graph 'train' is issued again") and "checksum" in second
     assert run.ledger.group_ids == [2, 3, 4] and run.ledger.dropped == {"lost": 6}
-    assert [r["tokens"] for r in run.ledger.table().to_pylist() if r["group_id"] in (3, 4)] == [1, 1]
+    assert [r["tokens"] for r in table(run.ledger).to_pylist() if r["group_id"] in (3, 4)] == [1, 1]
     lease = run.ledger.claim(run.ledger.graph.nodes[0])
     assert lease is not None and [r.position for r in lease.rows] == [7, 8]
     run.close()
@@ -953,7 +954,7 @@ class Stream:
         first = [g for g in self.ledger.group_ids if g >= self.trained][:number]
         done = {
             (r["group_id"], name)
-            for r in self.ledger.table().to_pylist()
+            for r in table(self.ledger).to_pylist()
             if r["level"] == "generate"
             for name in r["done"]
         }
