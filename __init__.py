@@ -37,12 +37,12 @@ _MODULES: dict[str, str] = {
     "Shape": "dataflow.operation",
     "Simulated": "controllers.simulation.simulated",
     "Synchronous": "controllers.schedule",
-    "TableSource": "dataflow.graph",
+    "TableSource": "dataflow.source",
     "TrainingBatch": "dataflow.takes",
     "UserError": "dataflow.errors",
     "Worker": "workers.worker",
     "adapter_off": "workers.training.lora",
-    "graph": "dataflow.graph",
+    "graph": "dataflow.tracing",
     "group": "dataflow.handle",
     "launch": "controllers.launch",
     "node": "dataflow.operation",
@@ -78,15 +78,15 @@ if TYPE_CHECKING:  # the same names for editors and checkers; tests/test_packagi
     from .dataflow.buffer.sample_buffer import BufferConfig as BufferConfig
     from .dataflow.config import Config as Config
     from .dataflow.errors import UserError as UserError
-    from .dataflow.graph import TableSource as TableSource
-    from .dataflow.graph import graph as graph
     from .dataflow.handle import group as group
     from .dataflow.operation import Shape as Shape
     from .dataflow.operation import node as node
     from .dataflow.prompts.prompts import Prompts as Prompts
+    from .dataflow.source import TableSource as TableSource
     from .dataflow.takes import GROUPS as GROUPS
     from .dataflow.takes import Quorum as Quorum
     from .dataflow.takes import TrainingBatch as TrainingBatch
+    from .dataflow.tracing import graph as graph
     from .workers.actor import ActorWorker as ActorWorker
     from .workers.adaptive_kl import AdaptiveKlWorker as AdaptiveKlWorker
     from .workers.critic import CriticWorker as CriticWorker

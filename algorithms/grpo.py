@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..dataflow.column import BASELINE_REWARD, REFERENCE_LOGPROBS
-from ..dataflow.graph import graph
+from ..dataflow.tracing import graph
 from .advantages import Estimator, group_advantages, group_normalized
 from .loss import Loss
 from .old_policy import needs_old_logprobs, old_logprobs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..dataflow.column import OLD_LOGPROBS, REFERENCE_LOGPROBS, RESPONSE_LOGPROBS
-from ..dataflow.graph import graph
+from ..dataflow.tracing import graph
 from .loss import Loss
 from .old_policy import needs_old_logprobs, old_logprobs
 from .policy_loss import PolicyLoss

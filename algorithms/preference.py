@@ -36,10 +36,10 @@ from ..dataflow.column import (
     SAMPLE_ID,
     Column,
 )
-from ..dataflow.graph import graph
 from ..dataflow.metrics import Mean, Metrics, Sum
 from ..dataflow.operation import Shape, node
 from ..dataflow.takes import GROUPS
+from ..dataflow.tracing import graph
 from .loss import Loss
 from .preference_loss import DesirabilityLoss, PreferenceLoss
 from .protocols import Reward, Rollout, Scorer, Trainable

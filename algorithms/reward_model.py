@@ -25,10 +25,10 @@ from ..dataflow.column import (
     TOKEN_SCORES,
 )
 from ..dataflow.errors import UserError
-from ..dataflow.graph import graph
 from ..dataflow.lazy import torch
 from ..dataflow.metrics import Metrics
 from ..dataflow.operation import node
+from ..dataflow.tracing import graph
 from .loss import FrozenLoss, Loss, PackedRows, observed
 from .preference import compare, pairs
 from .preference_loss import PairLoss, bradley_terry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..dataflow.graph import graph
+from ..dataflow.tracing import graph
 from .loss import Loss
 from .policy_loss import NegativeLogLikelihood
 from .protocols import Trainable

@@ -47,9 +47,11 @@ from weft.dataflow.buffer.sample_buffer import LOG, SEGMENTS, BufferConfig, Samp
 from weft.dataflow.buffer.segments import Segment, SegmentReader, SegmentWriter
 from weft.dataflow.config import Config
 from weft.dataflow.errors import DamagedSegment, LeaseError
-from weft.dataflow.graph import Graph, Node, TableSource
+from weft.dataflow.graph import Graph
 from weft.dataflow.handle import group as worker_group
+from weft.dataflow.node import Node
 from weft.dataflow.operation import Shape, node
+from weft.dataflow.source import TableSource
 from weft.dataflow.takes import TrainingBatch
 from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote

@@ -51,8 +51,10 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.rows import Lease, Piece, Published
 from weft.dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
 from weft.dataflow.buffer.segments import Segment
-from weft.dataflow.graph import Graph, Node, TableSource
+from weft.dataflow.graph import Graph
+from weft.dataflow.node import Node
 from weft.dataflow.operation import Shape, declaration_of, node
+from weft.dataflow.source import TableSource
 
 NODE = "bench"
 FILE_BYTES = BufferConfig().file_bytes

@@ -17,7 +17,7 @@ from ..dataflow.buffer.rows import Lease, Staleness
 from ..dataflow.buffer.sample_buffer import SampleBuffer
 from ..dataflow.column import RESPONSE_VERSIONS
 from ..dataflow.errors import StalenessError
-from ..dataflow.graph import Node
+from ..dataflow.node import Node
 from ..dataflow.operation import Shape
 from .calls import Calls
 from .graph_run import EvaluationRun, GraphRun, GraphRuns

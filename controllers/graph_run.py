@@ -13,8 +13,9 @@ import numpy as np
 from ..algorithms.diagnostics import length_bias
 from ..dataflow.buffer.ledger import Ledger
 from ..dataflow.buffer.rows import Lease, Published
-from ..dataflow.graph import Graph, Node
+from ..dataflow.graph import Graph
 from ..dataflow.metrics import Metric, merge
+from ..dataflow.node import Node
 from ..dataflow.operation import Shape
 from .cursor import Cursor
 

@@ -15,9 +15,9 @@ from ..dataflow.buffer.ledger import Ledger
 from ..dataflow.buffer.rows import Lease, Piece
 from ..dataflow.column import DRAW_PATH
 from ..dataflow.errors import UserError, WorkerDied, WorkerError, nearest
-from ..dataflow.graph import Node
 from ..dataflow.handle import Handle
 from ..dataflow.metrics import Metric, Metrics, merge
+from ..dataflow.node import Node
 from ..dataflow.operation import Shape
 from ..workers.dispatch import Coordinates, Dispatch, PerRank, RowSizes
 from ..workers.remote import dispatch_of

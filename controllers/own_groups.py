@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..dataflow.errors import UserError
-from ..dataflow.graph import Graph, Node
+from ..dataflow.graph import Graph
 from ..dataflow.handle import Handle
+from ..dataflow.node import Node
 from ..workers.function import FunctionConfig, FunctionWorker
 from ..workers.recorder import RecorderConfig, RecorderWorker
 

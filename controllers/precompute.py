@@ -14,8 +14,10 @@ import pyarrow as pa
 
 from ..dataflow.batch import Batch
 from ..dataflow.errors import UserError
-from ..dataflow.graph import SOURCE, Graph, Node, TableSource
+from ..dataflow.graph import Graph
+from ..dataflow.node import SOURCE, Node
 from ..dataflow.operation import declaration_of, node
+from ..dataflow.source import TableSource
 from .backends.backend import Backend
 from .driver import Driver
 from .placement import Placement

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..dataflow.graph import Graph, Source
+from ..dataflow.graph import Graph
+from ..dataflow.source import Source
 from .placement import Place
 
 

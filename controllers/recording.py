@@ -28,7 +28,8 @@ from ..dataflow.column import (
     RESPONSE_VERSIONS,
     REWARD,
 )
-from ..dataflow.graph import Graph, Node
+from ..dataflow.graph import Graph
+from ..dataflow.node import Node
 from ..dataflow.operation import declaration_of
 from ..workers.recorder import RecorderWorker
 from .graph_run import EvaluationRun, GraphRun

@@ -9,8 +9,9 @@ from functools import cached_property
 from ..dataflow.arguments import names_arguments
 from ..dataflow.buffer.sample_buffer import BufferConfig
 from ..dataflow.errors import UserError
-from ..dataflow.graph import Graph, ParameterEdge
+from ..dataflow.graph import Graph
 from ..dataflow.handle import Handle
+from ..dataflow.node import ParameterEdge
 from .backends.backend import Backend
 from .placement import Place
 from .progress import Progress

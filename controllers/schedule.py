@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import Field
 
 from ..dataflow.config import Config
-from ..dataflow.graph import Node
+from ..dataflow.node import Node
 from .graph_run import EvaluationRun, TrainingRun
 
 

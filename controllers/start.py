@@ -12,7 +12,8 @@ from ..dataflow.batch import Batch
 from ..dataflow.buffer.ledger import Ledger
 from ..dataflow.buffer.sample_buffer import SampleBuffer
 from ..dataflow.column import PROMPT_IDS
-from ..dataflow.graph import SOURCE, Graph
+from ..dataflow.graph import Graph
+from ..dataflow.node import SOURCE
 from .backends.backend import Files, Setup, this_node
 from .cursor import CURSOR, Cursor, positions
 from .graph_run import TRAIN, EvaluationRun, GraphRuns, TrainingRun

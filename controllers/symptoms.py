@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from ..algorithms.advantages import group_advantages
 from ..dataflow.column import RESPONSE_IDS
-from ..dataflow.graph import Graph, Node
+from ..dataflow.graph import Graph
 from ..dataflow.handle import Handle
+from ..dataflow.node import Node
 
 Row = Mapping[str, float]
 """The metrics of a step."""

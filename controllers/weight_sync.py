@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Literal
 
 from ..dataflow.errors import WeightSyncError
-from ..dataflow.graph import ParameterEdge
+from ..dataflow.node import ParameterEdge
 from .group import Call, WorkerGroup
 from .request import Request
 

@@ -23,7 +23,7 @@ def parameter_names(function: Callable[..., Any], skip: int = 0) -> list[str]:
 
 
 def bind(function: Callable[..., Any], skip: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a recorded call by name, defaults filled in.
+    """Arguments of a traced call by name, defaults filled in.
 
     Args:
         function: what is called.

@@ -63,15 +63,15 @@ class Handle:
             hint = nearest(method, known) or f"; it has {', '.join(known) or 'none'}"
             raise NoSuchNodeError(f"{self.worker_class.__name__} has no node {method!r}{hint}")
 
-        def record(*args: Any, **kwargs: Any) -> Any:
-            recorder = getattr(args[0], "__record__", None) if args else None
-            if recorder is None:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            add_node = getattr(args[0], "__trace__", None) if args else None
+            if add_node is None:
                 raise UserError(
-                    f"{self!r}.{method}() takes the rows of a graph that is being recorded first; call it inside a @weft.graph function"
+                    f"{self!r}.{method}() takes the rows of a graph that is being traced first; call it inside a @weft.graph function"
                 )
-            return recorder(self, function, declaration, args[1:], kwargs)
+            return add_node(self, function, declaration, args[1:], kwargs)
 
-        return record
+        return call
 
 
 def declared(worker_class: type, method: str) -> Declaration | None:

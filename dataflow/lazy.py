@@ -1,4 +1,4 @@
-"""torch, imported when it is first used: a graph is recorded and checked in milliseconds, without it.
+"""torch, imported when it is first used: a graph is traced and checked in milliseconds, without it.
 
 from ..dataflow.lazy import torch
 """

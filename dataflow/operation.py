@@ -206,7 +206,7 @@ def node(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a pure function `Batch -> Batch` usable as a node of a graph.
 
-    Called with a `Batch` it computes; called with the rows of a graph that is being recorded it adds a node.
+    Called with a `Batch` it computes; called with the rows of a graph that is being traced it adds a node.
     A map or group returns the rows in the order given with the columns of `writes` added; a filter returns the rows
     that it keeps; an expand returns new rows with a `parent_id` column.
 
@@ -234,14 +234,14 @@ def node(
         declaration = Declaration(function.__name__, shape, reads, may_read, writes, takes).check(function, 1)
 
         @functools.wraps(function)
-        def compute_or_record(*args: P.args, **kwargs: P.kwargs) -> R:
-            record = getattr(args[0], "__record__", None) if args else None  # only the rows of a recording have it
-            if record is None:
+        def compute_or_trace(*args: P.args, **kwargs: P.kwargs) -> R:
+            add_node = getattr(args[0], "__trace__", None) if args else None  # only symbolic rows have it
+            if add_node is None:
                 return function(*args, **kwargs)
-            return record(None, compute_or_record, declaration, args[1:], kwargs)
+            return add_node(None, compute_or_trace, declaration, args[1:], kwargs)
 
-        compute_or_record.__declaration__ = declaration  # pyright: ignore[reportAttributeAccessIssue]
-        compute_or_record.__measure__ = measure  # pyright: ignore[reportAttributeAccessIssue]
-        return compute_or_record
+        compute_or_trace.__declaration__ = declaration  # pyright: ignore[reportAttributeAccessIssue]
+        compute_or_trace.__measure__ = measure  # pyright: ignore[reportAttributeAccessIssue]
+        return compute_or_trace
 
     return attach

@@ -18,8 +18,9 @@ from weft.controllers.run_directory import RunDirectory
 from weft.dataflow.buffer.log import Log, LogReader
 from weft.dataflow.buffer.rows import Published
 from weft.dataflow.buffer.sample_buffer import SampleBuffer
-from weft.dataflow.graph import TableSource, graph
 from weft.dataflow.operation import node
+from weft.dataflow.source import TableSource
+from weft.dataflow.tracing import graph
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -31,7 +31,8 @@ from .worker import Context
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..dataflow.graph import Node, Source
+    from ..dataflow.node import Node
+    from ..dataflow.source import Source
     from ..resharding.weights import Weights
 
 

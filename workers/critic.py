@@ -20,7 +20,8 @@ from .training.engine import TrainingEngine
 from .worker import Context
 
 if TYPE_CHECKING:
-    from ..dataflow.graph import Node, Source
+    from ..dataflow.node import Node
+    from ..dataflow.source import Source
 
 
 class CriticConfig(TrainedConfig):

@@ -11,7 +11,8 @@ from .vocabulary import check_vocabulary
 from .worker import Context, Worker
 
 if TYPE_CHECKING:
-    from ..dataflow.graph import Node, Source
+    from ..dataflow.node import Node
+    from ..dataflow.source import Source
 
 
 class EngineWorker(Worker):

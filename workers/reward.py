@@ -27,7 +27,8 @@ from .remote import remote
 from .worker import MAX_FAILED, Context, Worker
 
 if TYPE_CHECKING:
-    from ..dataflow.graph import Node, Source
+    from ..dataflow.node import Node
+    from ..dataflow.source import Source
 
 
 PART_S = 1.0

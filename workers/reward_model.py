@@ -22,7 +22,8 @@ from .training.engine import SCALAR_HEAD, ModelConfig, TrainingEngine
 from .worker import Context
 
 if TYPE_CHECKING:
-    from ..dataflow.graph import Node, Source
+    from ..dataflow.node import Node
+    from ..dataflow.source import Source
 
 
 class RewardModelConfig(ModelConfig):

@@ -38,7 +38,8 @@ from .vocabulary import read_vocabulary
 from .worker import Context, Worker
 
 if TYPE_CHECKING:
-    from ..dataflow.graph import Node, Source
+    from ..dataflow.node import Node
+    from ..dataflow.source import Source
     from ..resharding.weights import Weights
 
 

@@ -30,7 +30,8 @@ from .vocabulary import check_vocabulary
 from .worker import MAX_FAILED
 
 if TYPE_CHECKING:
-    from ..dataflow.graph import Node, Source
+    from ..dataflow.node import Node
+    from ..dataflow.source import Source
 
 SMALLEST_HEAD_ON_CPU = 32
 """vLLM's attention kernel for CPUs takes no smaller heads."""

@@ -16,7 +16,7 @@ from ..dataflow.errors import UserError
 from .model_folder import CONFIG_FILE, find_model_config, read_model_config, text_settings
 
 if TYPE_CHECKING:
-    from ..dataflow.graph import Source
+    from ..dataflow.source import Source
 
 _IDS = (PROMPT_IDS, RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)
 _NAMED = ("bos_token", "eos_token", "unk_token")

@@ -12,7 +12,8 @@ from .dispatch import Coordinates, Dispatch
 from .remote import remote
 
 if TYPE_CHECKING:
-    from ..dataflow.graph import Node, Source
+    from ..dataflow.node import Node
+    from ..dataflow.source import Source
 
 
 MAX_FAILED = 0.05

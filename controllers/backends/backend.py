@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Protocol
 
 from ...dataflow.buffer.segments import SegmentReader, SegmentWriter
-from ...dataflow.graph import ParameterEdge
 from ...dataflow.handle import Handle
+from ...dataflow.node import ParameterEdge
 from ..group import Call, WorkerGroup
 from ..placement import Place
 from ..row_io import DataAccess

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...dataflow.batch import Batch
-from ...dataflow.graph import SOURCE, Graph
+from ...dataflow.graph import Graph
+from ...dataflow.node import SOURCE
 from ..cursor import positions
 from ..own_groups import FUNCTIONS
 from ..placement import Placement, resolve

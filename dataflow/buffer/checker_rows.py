@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..graph import SOURCE, Graph, Node
+from ..graph import Graph
+from ..node import SOURCE, Node
 
 
 @dataclass(slots=True, eq=False)

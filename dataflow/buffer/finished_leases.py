@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import FormatError
-from ..graph import Node
+from ..node import Node
 from .log import LogReader, Position, described_graph
 
 

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import LeaseError
-from ..graph import SOURCE, Graph, Node
+from ..graph import Graph
+from ..node import SOURCE, Node
 from ..operation import Shape
 from .events import Claim, Drop, Event, Finish, Issue, Lose, Offer, Publish, Release, SetSource, from_record, to_record
 from .log import Log, Record
@@ -39,7 +40,8 @@ REMEMBERED_LEASES = 1000
 class Ledger:
     """Rows of one graph of a run, from issue to retirement.
 
-    >>> from weft.dataflow.graph import Graph, TableSource
+    >>> from weft.dataflow.graph import Graph
+    >>> from weft.dataflow.source import TableSource
     >>> ledger = Ledger(Graph("empty", TableSource("prompts", pa.table({"prompt_ids": [[1]]})), ()))
     >>> ledger.issue([0], [1], round=0)
     >>> ledger.counts()

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ..graph import SOURCE
+from ..node import SOURCE
 from .ledger import Ledger, int64_array
 from .log import Record
 from .rows import Group, Lease, Part, Published, Row

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from ..graph import Node
+from ..node import Node
 from .segments import Segment
 
 MAX_CHILDREN = 4096

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ..graph import SOURCE
+from ..node import SOURCE
 from .checker_rows import GraphRows, Group, NodeRows, Row
 from .log import Record
 from .rows import MAX_CHILDREN

@@ -17,7 +17,8 @@ from weft.algorithms.advantages import (
 )
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
-from weft.dataflow.graph import TableSource, graph
+from weft.dataflow.source import TableSource
+from weft.dataflow.tracing import graph
 
 ESTIMATORS = [group_normalized, group_centred, leave_one_out, length_weighted, valid_groups_centred, best_of_group]
 WITHIN_A_GROUP = [e for e in ESTIMATORS if e is not valid_groups_centred]

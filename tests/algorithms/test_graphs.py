@@ -16,8 +16,8 @@ from weft.algorithms.ratios import sequence_product, sequence_ratio
 from weft.algorithms.sampling import Sampling
 from weft.algorithms.supervised import supervised
 from weft.dataflow.errors import UserError
-from weft.dataflow.graph import TableSource
 from weft.dataflow.handle import group
+from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorWorker
 from weft.workers.critic import CriticWorker
 from weft.workers.reference import ReferenceWorker

@@ -10,8 +10,8 @@ from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.ppo import ppo
 from weft.algorithms.sampling import Sampling
 from weft.dataflow.errors import UserError
-from weft.dataflow.graph import TableSource
 from weft.dataflow.handle import group
+from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorWorker
 from weft.workers.adaptive_kl import AdaptiveKlWorker
 from weft.workers.critic import CriticWorker

@@ -37,10 +37,12 @@ from weft.controllers.tasks import Task
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.samples import recorded
 from weft.dataflow.errors import DeadlineError, StalledError, UserError, WorkerError
-from weft.dataflow.graph import Graph, TableSource, graph
+from weft.dataflow.graph import Graph
 from weft.dataflow.handle import group
 from weft.dataflow.operation import Shape, node
+from weft.dataflow.source import TableSource
 from weft.dataflow.takes import GROUPS
+from weft.dataflow.tracing import graph
 from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
 

@@ -10,9 +10,10 @@ from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
 from weft.controllers.precompute import precompute
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
-from weft.dataflow.graph import TableSource, graph
 from weft.dataflow.handle import group
 from weft.dataflow.operation import Shape, node
+from weft.dataflow.source import TableSource
+from weft.dataflow.tracing import graph
 
 
 @node(reads=("prompt_ids",), writes=("total",))

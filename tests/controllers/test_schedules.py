@@ -26,10 +26,10 @@ from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.log import LogReader
 from weft.dataflow.buffer.sample_buffer import LOG
 from weft.dataflow.errors import StalledError, UserError
-from weft.dataflow.graph import graph as weft_graph
 from weft.dataflow.handle import group
 from weft.dataflow.operation import Shape, node
 from weft.dataflow.takes import GROUPS
+from weft.dataflow.tracing import graph as weft_graph
 
 
 @node(shape=Shape.FILTER, takes=GROUPS, reads=("reward",))

@@ -13,10 +13,11 @@ from weft.controllers.driver import Driver
 from weft.controllers.schedule import Synchronous
 from weft.controllers.symptoms import FIRST, Watch, mistakes
 from weft.dataflow.batch import Batch
-from weft.dataflow.graph import Graph, graph
+from weft.dataflow.graph import Graph
 from weft.dataflow.handle import group
 from weft.dataflow.metrics import Mean, Metrics
 from weft.dataflow.operation import Shape
+from weft.dataflow.tracing import graph
 from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
 

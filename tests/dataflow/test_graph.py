@@ -14,10 +14,13 @@ from weft.algorithms.grpo import grpo
 from weft.dataflow.batch import Batch
 from weft.dataflow.config import Config
 from weft.dataflow.errors import GraphError, UserError
-from weft.dataflow.graph import Graph, Node, ParameterEdge, Rows, TableSource, graph
+from weft.dataflow.graph import Graph
 from weft.dataflow.handle import Handle, group
+from weft.dataflow.node import Node, ParameterEdge
 from weft.dataflow.operation import Operation, Shape, node
+from weft.dataflow.source import TableSource
 from weft.dataflow.takes import GROUPS, TrainingBatch
+from weft.dataflow.tracing import SymbolicRows, graph
 from weft.workers.actor import ActorWorker
 from weft.workers.dispatch import Dispatch
 from weft.workers.reference import ReferenceWorker
@@ -489,7 +492,7 @@ def test_nothing_in_a_graph_depends_on_values():
     assert "cannot branch on rows" in mistake(lambda p, rollout: p and rollout.generate(p), rollout=rollout())
     assert "cannot loop over rows" in mistake(list)
     with pytest.raises(
-        UserError, match=r"RewardWorker>\.score\(\) takes the rows of a graph that is being recorded first"
+        UserError, match=r"RewardWorker>\.score\(\) takes the rows of a graph that is being traced first"
     ):
         reward().score(Batch.of(x=[1]))
 
@@ -581,7 +584,7 @@ def test_rows_know_their_columns():
     seen: list[tuple[str, ...]] = []
 
     @graph
-    def look(prompts: Rows) -> None:
+    def look(prompts: SymbolicRows) -> None:
         seen.append(prompts.columns)
 
     look(PROMPTS)

@@ -15,7 +15,7 @@ from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
 from weft.algorithms.ratios import sequence_ratio
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
-from weft.dataflow.graph import TableSource
+from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.reference import ReferenceConfig, ReferenceWorker
 

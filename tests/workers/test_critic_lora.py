@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification
 
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
-from weft.dataflow.graph import TableSource
+from weft.dataflow.source import TableSource
 from weft.workers.critic import CriticConfig, CriticWorker
 from weft.workers.training.lora import Lora
 

@@ -16,9 +16,11 @@ from weft.controllers.placement import Place, ResourcePool
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.config import Config
 from weft.dataflow.errors import UserError
-from weft.dataflow.graph import Graph, Node, TableSource
+from weft.dataflow.graph import Graph
 from weft.dataflow.handle import Handle
+from weft.dataflow.node import Node
 from weft.dataflow.operation import Shape, declaration_of
+from weft.dataflow.source import TableSource
 from weft.workers.dispatch import Coordinates, Dispatch, PerRank, RowSizes, balance, one_per_replica
 from weft.workers.remote import dispatch_of, remote
 from weft.workers.worker import Worker

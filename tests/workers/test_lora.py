@@ -24,7 +24,7 @@ from weft.algorithms.preference import dpo
 from weft.algorithms.preference_loss import PreferenceLoss
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
-from weft.dataflow.graph import TableSource
+from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.training.lora import Lora
 

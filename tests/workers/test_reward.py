@@ -12,9 +12,10 @@ import pytest
 
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import SampleError, UserError
-from weft.dataflow.graph import TableSource, graph
 from weft.dataflow.handle import group
 from weft.dataflow.metrics import Max, Mean
+from weft.dataflow.source import TableSource
+from weft.dataflow.tracing import graph
 from weft.workers.reward import RewardConfig, RewardWorker
 
 

@@ -36,10 +36,10 @@ from weft.controllers.tasks import RowTask, Task
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.samples import recorded as recorded_parts
 from weft.dataflow.errors import UserError, WorkerError
-from weft.dataflow.graph import TableSource
 from weft.dataflow.handle import group
 from weft.dataflow.metrics import Metrics
 from weft.dataflow.operation import declaration_of
+from weft.dataflow.source import TableSource
 from weft.workers.dispatch import Dispatch, PerRank
 from weft.workers.remote import remote
 

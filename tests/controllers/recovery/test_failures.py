@@ -19,10 +19,11 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.rows_in_flight import GraphCounts
 from weft.dataflow.errors import RunError, SampleError, UserError, WorkerError
-from weft.dataflow.graph import Node, graph
 from weft.dataflow.handle import group
+from weft.dataflow.node import Node
 from weft.dataflow.operation import Shape, node
 from weft.dataflow.prompts.prompts import Prompts
+from weft.dataflow.tracing import graph
 from weft.workers.reward import RewardWorker
 
 

@@ -16,10 +16,13 @@ from weft.dataflow.buffer.rows import Lease, Published, Staleness
 from weft.dataflow.buffer.sample_buffer import SampleBuffer
 from weft.dataflow.buffer.segments import Segment
 from weft.dataflow.config import Config
-from weft.dataflow.graph import SOURCE, Graph, Recording, Rows, TableSource
+from weft.dataflow.graph import Graph
 from weft.dataflow.handle import Handle
+from weft.dataflow.node import SOURCE
 from weft.dataflow.operation import Declaration, Shape
+from weft.dataflow.source import TableSource
 from weft.dataflow.takes import GROUPS, Quorum, TrainingBatch
+from weft.dataflow.tracing import SymbolicRows, Trace
 from weft.workers.worker import Worker
 
 PROMPTS = TableSource("prompts", pa.table({"prompt": ["a"]}))
@@ -38,10 +41,10 @@ class Drawing:
     """A graph made node by node."""
 
     def __init__(self, name: str) -> None:
-        self.recording = Recording(name, PROMPTS)
-        self.prompts = Rows(self.recording, SOURCE, {"prompt": ""})
+        self.recording = Trace(name, PROMPTS)
+        self.prompts = SymbolicRows(self.recording, SOURCE, {"prompt": ""})
 
-    def add(self, rows: Rows, name: str, shape: Shape = Shape.MAP, **rule: Any) -> Rows:
+    def add(self, rows: SymbolicRows, name: str, shape: Shape = Shape.MAP, **rule: Any) -> SymbolicRows:
         updates = isinstance(rule.get("takes"), TrainingBatch)
         rule.setdefault("writes", () if shape is Shape.FILTER or updates else (f"{name}_c",))
         handle = Handle(Trainer, Config(), f"{name}r") if updates else None

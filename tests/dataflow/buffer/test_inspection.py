@@ -18,8 +18,10 @@ from weft.dataflow.buffer.segments import SegmentWriter
 from weft.dataflow.buffer.sql import columns, query, samples
 from weft.dataflow.buffer.text_table import as_text
 from weft.dataflow.errors import UserError
-from weft.dataflow.graph import Graph, TableSource, graph
+from weft.dataflow.graph import Graph
 from weft.dataflow.operation import Shape, node
+from weft.dataflow.source import TableSource
+from weft.dataflow.tracing import graph
 
 PROMPTS = TableSource("prompts", pa.table({"prompt": ["one", "two"]}))
 

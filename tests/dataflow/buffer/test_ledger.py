@@ -23,10 +23,13 @@ from weft.dataflow.buffer.rows import Fate, Ids, Lease, Published, Staleness
 from weft.dataflow.buffer.segments import Segment
 from weft.dataflow.config import Config
 from weft.dataflow.errors import LeaseError
-from weft.dataflow.graph import SOURCE, Graph, Node, Recording, Rows, TableSource
+from weft.dataflow.graph import Graph
 from weft.dataflow.handle import Handle
+from weft.dataflow.node import SOURCE, Node
 from weft.dataflow.operation import Declaration, Shape
+from weft.dataflow.source import TableSource
 from weft.dataflow.takes import GROUPS, ROWS, Quorum, Takes, TrainingBatch
+from weft.dataflow.tracing import SymbolicRows, Trace
 from weft.workers.worker import Worker
 
 PROMPTS = TableSource("prompts", pa.table({"prompt": ["a"]}))
@@ -52,10 +55,10 @@ class Drawing:
     """A graph made node by node."""
 
     def __init__(self) -> None:
-        self.recording = Recording("drawn", PROMPTS)
-        self.prompts = Rows(self.recording, SOURCE, {"prompt": ""})
+        self.recording = Trace("drawn", PROMPTS)
+        self.prompts = SymbolicRows(self.recording, SOURCE, {"prompt": ""})
 
-    def add(self, rows: Rows, name: str, shape: Shape = Shape.MAP, **rule: Any) -> Rows:
+    def add(self, rows: SymbolicRows, name: str, shape: Shape = Shape.MAP, **rule: Any) -> SymbolicRows:
         updates = isinstance(rule.get("takes"), TrainingBatch)
         rule.setdefault("writes", () if shape is Shape.FILTER or updates else (f"{name}_c",))
         declaration = Declaration(name, shape, **rule)
@@ -849,7 +852,7 @@ class Model:
         return [i for i in self.rows(group, n.level) if n.name not in self.done[i] and not self.skipped(i, n)]
 
     def ready(self, group: int, n: Node) -> list[int]:
-        """Rows of a group that a claim can get."""
+        """SymbolicRows of a group that a claim can get."""
         if (group, n.name) in self.held:
             return []
         todo = self.todo(group, n)

@@ -26,10 +26,13 @@ from weft.dataflow.buffer.sample_buffer import LOG, BufferConfig, SampleBuffer, 
 from weft.dataflow.buffer.segments import Segment, SegmentReader, SegmentWriter
 from weft.dataflow.config import Config
 from weft.dataflow.errors import DamagedSegment, UserError
-from weft.dataflow.graph import SOURCE, Graph, Recording, Rows, TableSource
+from weft.dataflow.graph import Graph
 from weft.dataflow.handle import Handle
+from weft.dataflow.node import SOURCE
 from weft.dataflow.operation import Declaration, Shape
+from weft.dataflow.source import TableSource
 from weft.dataflow.takes import Quorum, TrainingBatch
+from weft.dataflow.tracing import SymbolicRows, Trace
 from weft.workers.worker import Worker
 
 PROMPTS = TableSource("prompts", pa.table({"prompt": ["a"]}))
@@ -47,8 +50,8 @@ def first_of_each_group(rows: object, n: int, deadline_s: float | None = None) -
 
 def train_graph(samples: int = 3, *, scorer: str = "score", quorum: bool = True) -> Graph:
     """generate, score, the first samples of each group, keep, advantages, update."""
-    drawn = Recording("train", PROMPTS)
-    rows = Rows(drawn, SOURCE, {"prompt": ""})
+    drawn = Trace("train", PROMPTS)
+    rows = SymbolicRows(drawn, SOURCE, {"prompt": ""})
     generate = Declaration("generate", Shape.EXPAND, reads=("prompt",), writes=("response",))
     rows = drawn.add(rows, None, samples_of, generate, (), {"n": samples})
     rows = drawn.add(rows, None, function, Declaration(scorer, reads=("response",), writes=("reward",)), (), {})
@@ -64,8 +67,8 @@ def train_graph(samples: int = 3, *, scorer: str = "score", quorum: bool = True)
 
 
 def eval_graph() -> Graph:
-    drawn = Recording("eval", PROMPTS)
-    rows = Rows(drawn, SOURCE, {"prompt": ""})
+    drawn = Trace("eval", PROMPTS)
+    rows = SymbolicRows(drawn, SOURCE, {"prompt": ""})
     generate = Declaration("generate", Shape.EXPAND, reads=("prompt",), writes=("response",))
     rows = drawn.add(rows, None, samples_of, generate, (), {"n": 1})
     drawn.add(rows, None, function, Declaration("score", reads=("response",), writes=("reward",)), (), {})

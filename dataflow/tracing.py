@@ -1,0 +1,211 @@
+"""Tracing: a `@graph` function is called once, with symbolic rows; the calls on them become the nodes of a graph."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .arguments import bind, bind_signature
+from .column import DRAW_PATH, IDENTITY
+from .errors import GraphError, UserError
+from .graph import Graph
+from .handle import Handle
+from .node import SOURCE, Node
+from .operation import ALL_COLUMNS, CONFIG, Declaration, Shape
+from .source import Source
+from .validation import refuse, rows_problems
+
+
+@dataclass(frozen=True)
+class SymbolicRows:
+    """What flows between nodes while a graph is traced. It has no values: nothing in a graph depends on them."""
+
+    trace: Trace
+    level: int
+    writers: Mapping[str, str]
+    """Column -> the node that wrote it ("" for the source)."""
+    filters: tuple[str, ...] = ()
+    """Filters that these rows passed."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(self.writers)
+
+    def __trace__(
+        self, handle: Handle | None, function: Callable[..., Any], declaration: Declaration, args: Any, kwargs: Any
+    ) -> SymbolicRows:
+        return self.trace.add(self, handle, function, declaration, args, kwargs)
+
+    def __or__(self, other: SymbolicRows) -> SymbolicRows:
+        """Two branches over the same rows, joined: the columns of both."""
+        if other.level != self.level:
+            raise UserError("| joins two branches over the same rows; these were expanded from one another, or apart")
+        return SymbolicRows(
+            self.trace,
+            self.level,
+            {**self.writers, **other.writers},
+            tuple(dict.fromkeys(self.filters + other.filters)),
+        )
+
+    def __bool__(self) -> bool:
+        raise UserError("a graph cannot branch on rows: they have no values while it is traced (use a filter node)")
+
+    def __iter__(self) -> Any:
+        raise UserError("a graph cannot loop over rows: they have no values while it is traced (use a map node)")
+
+
+class Trace:
+    """A graph while its function runs."""
+
+    def __init__(self, name: str, source: Source) -> None:
+        self.name = name
+        self.source = source
+        self.nodes: list[Node] = []
+        self.handles: dict[str, Handle] = {}
+        self.path: tuple[str, ...] = ()
+        self.num_levels = 1
+
+    def name_handle(self, handle: Handle, parameter: str | None) -> str:
+        """The group's name; a handle without one takes that of the parameter that it came in."""
+        if handle.name is None:
+            handle.name = parameter or handle.called
+        other = self.handles.setdefault(handle.name, handle)
+        if other is not handle:
+            raise GraphError(
+                f"two worker groups are called {handle.name!r}: give one of them another name with weft.group(..., name=...)"
+            )
+        return handle.name
+
+    def add(
+        self,
+        rows: SymbolicRows,
+        handle: Handle | None,
+        function: Callable[..., Any],
+        declaration: Declaration,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> SymbolicRows:
+        """Add the node of one call.
+
+        Args:
+            rows: the rows that the node is called with.
+            handle: the worker group whose method is called; None: a pure function.
+            function: the method or function.
+            declaration: what is declared beside it.
+            args: arguments of the call after the rows.
+            kwargs: the same, by name.
+
+        Returns:
+            The rows that come out of the node.
+        """
+        group = self.name_handle(handle, None) if handle else None
+        name = _unused(f"{group}.{declaration.name}" if group else declaration.name, {n.name for n in self.nodes})
+        arguments = bind(function, 2 if handle else 1, args, kwargs)
+        operation = declaration.called_with({**arguments, CONFIG: handle.config} if handle else arguments)
+        optional = rows.columns if ALL_COLUMNS in operation.may_read else operation.may_read
+        reads = tuple(dict.fromkeys(c for c in (*operation.reads, *optional) if c in rows.writers))
+        expands = operation.shape is Shape.EXPAND
+        identity = {str(c) for c in IDENTITY if expands or c is not DRAW_PATH}
+        node = Node(
+            name=name,
+            group=group,
+            operation=operation,
+            function=function,
+            arguments=arguments,
+            reads=reads,
+            missing=tuple(c for c in operation.reads if c not in rows.writers and c not in identity),
+            writes=operation.writes,
+            level=rows.level,
+            makes_level=self.num_levels if expands else None,
+            writers={c: rows.writers[c] for c in reads},
+            after=self._after(rows, reads, group if operation.updates else None),
+            path=self.path,
+        )
+        self.nodes.append(node)
+        self.num_levels += expands
+        return SymbolicRows(
+            trace=self,
+            level=rows.level if node.makes_level is None else node.makes_level,
+            writers={**rows.writers, **dict.fromkeys(operation.writes, name)},
+            filters=(*rows.filters, name) if operation.shape is Shape.FILTER else () if expands else rows.filters,
+        )
+
+    def _after(self, rows: SymbolicRows, reads: tuple[str, ...], updated: str | None) -> tuple[str, ...]:
+        """Nodes that a node which reads these columns of the rows waits for. One that updates a group also waits for the other
+        calls on this group, which use the weights before the update."""
+        makers = [n.name for n in self.nodes if n.makes_level == rows.level]
+        users = [
+            n.name
+            for n in self.nodes
+            if updated and n.group == updated and not n.operation.updates and n.level == rows.level
+        ]
+        return tuple(n for n in dict.fromkeys([*makers, *rows.filters, *(rows.writers[c] for c in reads), *users]) if n)
+
+    def finish(self) -> Graph:
+        return Graph(self.name, self.source, tuple(self.nodes), dict(self.handles))
+
+
+def graph(function: Callable[..., Any]) -> Callable[..., Graph]:
+    """Make a function of rows and handles into one that returns a `Graph` when it is called with a source and handles.
+
+    Called with the rows of a graph that is being traced, its nodes become part of that graph (graphs nest).
+
+    Raises:
+        UserError: the function has no parameter for rows, or is called with wrong arguments.
+        GraphError: the graph breaks a rule that shows without the other graphs of a run (see `Graph.validate`).
+    """
+    if not inspect.signature(function).parameters:
+        raise UserError(f"graph {function.__name__!r} must take rows as its first parameter")
+
+    @functools.wraps(function)
+    def trace(*args: Any, **kwargs: Any) -> Any:
+        bound = bind_signature(function, 0, args, kwargs)
+        first = next(iter(bound.arguments))
+        source = bound.arguments[first]
+        outer = source.trace if isinstance(source, SymbolicRows) else None
+        inner = outer or Trace(function.__name__, _checked_source(function.__name__, source))
+        for name, handle in _handles(bound.arguments):
+            inner.name_handle(handle, name)
+        if outer is not None:
+            path, outer.path = outer.path, (*outer.path, function.__name__)
+            try:
+                return function(*bound.args, **bound.kwargs)
+            finally:
+                outer.path = path
+        bound.arguments[first] = SymbolicRows(inner, SOURCE, dict.fromkeys(inner.source.columns, ""))
+        function(*bound.args, **bound.kwargs)
+        finished = inner.finish()
+        # The leader of a group may be updated in another graph of the run: the driver knows them all and checks that.
+        refuse(rows_problems(finished.source, finished.nodes, finished.follows))
+        return finished
+
+    return trace
+
+
+def _handles(arguments: Mapping[str, Any]) -> Iterable[tuple[str, Handle]]:
+    """Handles among the arguments of a graph, each with the name that it gets there; those of a list are numbered."""
+    for name, value in arguments.items():
+        if isinstance(value, Handle):
+            yield name, value
+        elif isinstance(value, Mapping):
+            yield from _handles({str(k): v for k, v in value.items()})
+        elif isinstance(value, list | tuple):
+            yield from _handles({f"{name}_{k}": v for k, v in enumerate(value)})
+
+
+def _checked_source(graph_name: str, source: object) -> Source:
+    if isinstance(source, Handle) or not all(hasattr(source, a) for a in ("name", "columns", "table")):
+        raise UserError(
+            f"graph {graph_name!r} takes a source of rows first (weft.Prompts.read(...) or weft.TableSource), not {source!r}"
+        )
+    return source  # pyright: ignore[reportReturnType]
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    candidate, number = name, 2
+    while candidate in taken:
+        candidate, number = f"{name}_{number}", number + 1
+    return candidate

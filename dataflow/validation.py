@@ -1,0 +1,117 @@
+"""Validation: the rules of a graph, each broken one as a line that names the node, the column and the nearest right name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from .column import IDENTITY, KNOWN
+from .errors import GraphError, nearest
+from .node import SOURCE, Node, ParameterEdge
+from .source import Source
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raise a `GraphError` with a line for each problem, if there are any."""
+    if problems:
+        raise GraphError("\n".join(problems))
+
+
+def rows_problems(source: Source, nodes: Sequence[Node], edges: Sequence[ParameterEdge]) -> list[str]:
+    """Broken rules that show in a graph by itself: columns, groups and cycles."""
+    return [*_column_problems(source, nodes), *_group_problems(source, nodes), *_cycle_problems(nodes, edges)]
+
+
+def following_problems(edges: Sequence[ParameterEdge], updated: Sequence[str | None]) -> Iterable[str]:
+    """Followers of groups that nothing updates.
+
+    Args:
+        edges: the parameter edges of a graph.
+        updated: groups that are updated in any graph of the run.
+    """
+    followers = {e.follower for e in edges}
+    for edge in edges:
+        if edge.leader not in updated and edge.leader not in followers:
+            some = ", ".join(dict.fromkeys(g for g in updated if g)) or "none"
+            yield f"{edge.follower!r} follows {edge.leader!r}, which no node updates; updated groups: {some}"
+
+
+def _column_problems(source: Source, nodes: Sequence[Node]) -> Iterable[str]:
+    written: dict[str, str] = dict.fromkeys(source.columns, f"source {source.name!r}")
+    for position, node in enumerate(nodes):
+        for column in node.missing:
+            yield f"node {node.name!r} reads column {column!r}, {_why_missing(column, position, source, nodes)}"
+        for column in node.writes:
+            if column in {str(c) for c in IDENTITY}:
+                yield f"node {node.name!r} writes column {column!r}, which identifies rows and belongs to the buffer"
+            # The rows of an EXPAND are new: the prompt of a dialogue's next turn may be called what the first was called.
+            elif column in written and node.makes_level is None:
+                already = written[column]
+                yield f"node {node.name!r} writes column {column!r}, which {already} writes already; rename it (into=...)"
+            written.setdefault(column, f"node {node.name!r}")
+
+
+def _why_missing(column: str, position: int, source: Source, nodes: Sequence[Node]) -> str:
+    """Why a column does not reach the node at this position."""
+    reader = nodes[position]
+    at, writer = next(((i, n.name) for i, n in reversed([*enumerate(nodes)]) if column in n.writes), (position, ""))
+    if writer == reader.name:
+        return "which it writes itself"
+    if at > position:
+        return f"which only {writer!r} writes, later"
+    if writer:
+        return f"which {writer!r} writes on another branch; pass its result, or join the two with |"
+    for node in nodes:
+        for value in node.arguments.values():
+            reasons = getattr(value, "leaves_out", None)
+            if isinstance(reasons, Mapping) and column in reasons:
+                return f"which node {node.name!r} leaves out: {reasons[column]}"
+    return f"which no node writes{_how_to_have(column, reader, source, nodes)}"
+
+
+def _how_to_have(column: str, reader: Node, source: Source, nodes: Sequence[Node]) -> str:
+    """What makes a column that no node writes; where nothing is known to, the column that may be meant."""
+    if column in KNOWN and KNOWN[column].made:
+        return f"; {KNOWN[column].made}"
+    known = [*source.columns, *(c for n in nodes for c in n.writes)]
+    near = nearest(column, [c for c in known if c not in reader.writes])
+    return near or f"; there are {', '.join(dict.fromkeys(known)) or 'none'}"
+
+
+def _group_problems(source: Source, nodes: Sequence[Node]) -> Iterable[str]:
+    for node in nodes:
+        if node.operation.whole_groups and node.level == SOURCE:
+            yield (
+                f"node {node.name!r} sees whole groups, but each row of the source {source.name!r} is a group of its own; "
+                "put it after a node that expands rows (such as generate)"
+            )
+        n = node.operation.quorum.n if node.operation.quorum else 1
+        if not isinstance(n, int) or n < 1:  # pyright: ignore[reportUnnecessaryIsInstance]  a user's argument
+            yield f"node {node.name!r} takes the first n={n!r} rows of a group; n must be a whole number of at least 1"
+
+
+def _cycle_problems(nodes: Sequence[Node], edges: Sequence[ParameterEdge]) -> Iterable[str]:
+    cycle = _cycle({n.name: n.after for n in nodes})
+    if cycle:
+        yield f"nodes wait for each other: {' -> '.join(cycle)}"
+    cycle = _cycle({e.follower: (e.leader,) for e in edges})
+    if cycle:
+        yield f"worker groups follow each other's weights: {' -> '.join(cycle)}"
+
+
+def _cycle(after: Mapping[str, Iterable[str]]) -> list[str]:
+    """Names along one cycle of a dependency relation, or an empty list."""
+    state: dict[str, int] = {}  # 1: on the path being walked, 2: known to be free of cycles
+
+    def walk(name: str, path: list[str]) -> list[str]:
+        if state.get(name) == 2:
+            return []
+        if name in path:
+            return [*path[path.index(name) :], name]
+        for other in after.get(name, ()):
+            found = walk(other, [*path, name])
+            if found:
+                return found
+        state[name] = 2
+        return []
+
+    return next((found for name in after if (found := walk(name, []))), [])
