@@ -117,11 +117,11 @@ class LongTailedRollout(RolloutWorker):
     def _seed(self, group_id: int, draw: Sequence[int], prompt_ids: np.ndarray, index: int) -> int | None:
         return response_seed(prompt_ids, index)  # prompts differ; what number a group has, depends on the schedule
 
-    @remote(dispatch=Dispatch.ALL_TO_ALL)
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
     def process(self) -> int:
         return os.getpid()
 
-    @remote(dispatch=Dispatch.ALL_TO_ALL)
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
     def steps_s(self) -> dict[int, float]:
         """Responses in the batch -> mean seconds from one step to the next, of this rank."""
         assert isinstance(self.engine, LongTailedEngine)
@@ -136,7 +136,7 @@ class PinnedActor(ActorWorker):
         pin(config.cores, context)
         super().__init__(config, context)
 
-    @remote(dispatch=Dispatch.ALL_TO_ALL)
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
     def process(self) -> int:
         return os.getpid()
 

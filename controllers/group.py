@@ -19,7 +19,7 @@ from ..dataflow.handle import Handle
 from ..dataflow.metrics import Metric, Metrics, merge
 from ..dataflow.node import Node
 from ..dataflow.operation import Shape
-from ..workers.dispatch import Coordinates, Dispatch, PerRank, RowSizes
+from ..workers.dispatch import Coordinates, Dispatch, RowSizes
 from ..workers.remote import dispatch_of
 from .placement import Place
 from .tasks import Failure, Reply, RowTask, Task
@@ -281,18 +281,17 @@ class WorkerGroup:
         Args:
             method: a remote method, or REGISTER, which a new process answers when it is up.
             ranks: default: all ranks.
-            arguments: of the method; a `PerRank` has one value for each rank.
+            arguments: of the method.
 
         Raises:
-            UserError: the worker has no such remote method, or `PerRank` values do not match the ranks.
+            UserError: the worker has no such remote method.
         """
         if method != REGISTER:
-            self._check_arguments(method, arguments)
+            self._dispatch(method)
         call = Call(self, method, tuple(range(len(self.mesh)) if ranks is None else ranks))
         call.waiting = set(call.ranks)
         for rank in call.ranks:
-            own = {k: v.values[rank] if isinstance(v, PerRank) else v for k, v in arguments.items()}
-            self._submit(rank, Task(method, own, number=call.number), call)
+            self._submit(rank, Task(method, arguments, number=call.number), call)
         return call
 
     def least_loaded(self, rows: int) -> dict[int, int]:
@@ -346,17 +345,6 @@ class WorkerGroup:
             hint = nearest(method, known) or f"; it has {', '.join(known)}"
             raise UserError(f"{worker_class.__name__} has no remote method {method!r}{hint}")
         return dispatch
-
-    def _check_arguments(self, method: str, arguments: Mapping[str, Any]) -> None:
-        dispatch = self._dispatch(method)
-        for name, value in arguments.items():
-            if not isinstance(value, PerRank):
-                continue
-            said = f"{self.name}.{method}({name}=PerRank(...))"
-            if dispatch is not Dispatch.ALL_TO_ALL:
-                raise UserError(f"{said}: {method} is {dispatch!r}; one value per rank needs ALL_TO_ALL")
-            if len(value.values) != len(self.mesh):
-                raise UserError(f"{said} has {len(value.values)} values for {len(self.mesh)} ranks")
 
     def _check_shares(
         self, dispatch: Dispatch, shares: Mapping[int, Sequence[int]], keep: set[int], num_rows: int

@@ -1,7 +1,7 @@
 """Dispatch protocols: how the rows of a call are distributed over a worker group, and whose results are kept.
 
 A protocol is a pair of functions over the mesh coordinates that the ranks registered; the driver needs no
-knowledge of tensor or pipeline parallelism. The named ones stand on `Dispatch`; a user's own is one more value:
+knowledge of tensor or pipeline parallelism. The named protocols are attributes of `Dispatch`; a protocol of one's own is another value:
 
 >>> def first_rank_only(rows, mesh):
 ...     return [list(range(len(rows)))] + [None] * (len(mesh) - 1)
@@ -29,7 +29,7 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class RowSizes:
-    """What a protocol may know of the rows that it distributes: never their contents."""
+    """What a protocol knows of the rows that it distributes; it does not see their contents."""
 
     num_tokens: np.ndarray
     """[rows] tokens of each row."""
@@ -48,9 +48,13 @@ Shares = Sequence[Sequence[int] | None]
 
 @dataclass(frozen=True)
 class Dispatch:
-    """A dispatch protocol: `distribute(rows, mesh) -> shares` and `collect(mesh) -> ranks whose results are kept`.
+    """A dispatch protocol.
 
-    Rows that two collected ranks both return would be counted twice, so `collect` names one rank per replica.
+    Args:
+        name: what messages call it.
+        distribute: the rows of a call and the coordinates of the ranks -> the share of each rank.
+        collect: the coordinates of the ranks -> the ranks whose results are kept, one for each replica: rows that two of them return
+            would be counted twice.
     """
 
     name: str
@@ -58,9 +62,7 @@ class Dispatch:
     collect: Callable[[Sequence[Coordinates]], list[int]]
 
     ONE_TO_ALL: ClassVar[Dispatch]
-    """Every rank gets the same rows and arguments; every rank's result is returned (rows: the first rank's)."""
-    ALL_TO_ALL: ClassVar[Dispatch]
-    """Every rank gets its own argument, given explicitly as `PerRank`; every rank's result is returned."""
+    """Every rank gets the same rows and arguments. Of a call with rows the first rank's result is kept, of others every rank's."""
     SPLIT_BY_DP: ClassVar[Dispatch]
     """Rows are split over data-parallel replicas, balanced by tokens; equal copies go to the ranks of a replica."""
 
@@ -76,17 +78,15 @@ class Dispatch:
         )
 
 
-@dataclass(frozen=True)
-class PerRank:
-    """An argument of an `ALL_TO_ALL` call: one value for each rank."""
-
-    values: tuple[object, ...]
-
-
 def balance(sizes: Sequence[int] | np.ndarray, parts: int) -> list[list[int]]:
-    """Indexes split over `parts` so that their sizes add up as evenly as greedy longest-first can make them.
+    """Split indexes so that the sizes of all parts add up to about the same: the largest first, each to the smallest part so far.
 
-    Each part is in ascending order; ties go to the lowest part, so the split is deterministic.
+    Args:
+        sizes: [rows] tokens of each row.
+        parts: how many parts to make.
+
+    Returns:
+        The indexes of each part, in ascending order. Ties go to the lowest part, so that the split is deterministic.
 
     >>> balance([5, 1, 1, 3], 2)
     [[0], [1, 2, 3]]
@@ -122,5 +122,4 @@ def _everything(rows: RowSizes, mesh: Sequence[Coordinates]) -> Shares:
 
 
 Dispatch.ONE_TO_ALL = Dispatch("ONE_TO_ALL", _everything, lambda mesh: [0])
-Dispatch.ALL_TO_ALL = Dispatch("ALL_TO_ALL", _everything, lambda mesh: list(range(len(mesh))))
 Dispatch.SPLIT_BY_DP = Dispatch("SPLIT_BY_DP", _split_by_dp, one_per_replica)

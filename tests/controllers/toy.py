@@ -131,7 +131,7 @@ class ToyActor(Worker):
     def publish_weights(self, version: int) -> ToyWeights | None:
         return ToyWeights(version) if self.context.rank == 0 else None
 
-    @remote(dispatch=Dispatch.ALL_TO_ALL)
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
     def process(self) -> int:
         return os.getpid()
 
@@ -139,7 +139,7 @@ class ToyActor(Worker):
     def seen_groups(self) -> list[list[int]]:
         return self.seen
 
-    @remote(dispatch=Dispatch.ALL_TO_ALL)
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
     def echo(self, value: object) -> object:
         return (self.context.rank, value)
 

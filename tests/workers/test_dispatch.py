@@ -21,7 +21,7 @@ from weft.dataflow.handle import Handle
 from weft.dataflow.node import Node
 from weft.dataflow.operation import Shape, declaration_of
 from weft.dataflow.source import TableSource
-from weft.workers.dispatch import Coordinates, Dispatch, PerRank, RowSizes, balance, one_per_replica
+from weft.workers.dispatch import Coordinates, Dispatch, RowSizes, balance, one_per_replica
 from weft.workers.remote import dispatch_of, remote
 from weft.workers.worker import Worker
 
@@ -106,7 +106,7 @@ def zeroth(mesh: Sequence[Coordinates]) -> list[int]:
 
 
 def test_named_protocols_survive_a_pickle_as_themselves():
-    for name in ("ONE_TO_ALL", "ALL_TO_ALL", "SPLIT_BY_DP"):
+    for name in ("ONE_TO_ALL", "SPLIT_BY_DP"):
         named = getattr(Dispatch, name)
         assert repr(named) == f"Dispatch.{name}"
         for module in (pickle, cloudpickle):
@@ -124,7 +124,7 @@ def test_remote_leaves_the_method_what_it_is_and_an_override_inherits_the_protoc
         """Says three."""
         return 3
 
-    assert remote(dispatch=Dispatch.ALL_TO_ALL)(method) is method and method(None) == 3
+    assert remote(dispatch=Dispatch.ONE_TO_ALL)(method) is method and method(None) == 3
 
     class Parent(Worker):
         three = method
@@ -133,7 +133,7 @@ def test_remote_leaves_the_method_what_it_is_and_an_override_inherits_the_protoc
         def three(self) -> int:
             return 4
 
-    assert dispatch_of(Child, "three") is Dispatch.ALL_TO_ALL and dispatch_of(Child, "onload") is Dispatch.ONE_TO_ALL
+    assert dispatch_of(Child, "three") is Dispatch.ONE_TO_ALL and dispatch_of(Child, "onload") is Dispatch.ONE_TO_ALL
     assert dispatch_of(Child, "four") is None
 
 
@@ -151,10 +151,6 @@ class Counter(Worker):
 
     @remote(dispatch=Dispatch("short", lambda rows, mesh: [[0]], zeroth))
     def short(self, rows: Any) -> None: ...
-
-    @remote(dispatch=Dispatch.ALL_TO_ALL)
-    def each(self, value: int) -> int:
-        return value
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def all(self, value: int) -> int:
@@ -210,14 +206,9 @@ def test_a_protocol_that_loses_or_doubles_rows_is_refused():
     assert not backend.tasks
 
 
-def test_one_value_for_each_rank_is_said_aloud():
+def test_a_list_as_long_as_the_group_is_not_dealt_out_to_its_ranks():
     group, backend = counters(3)
-    group.call("each", value=PerRank((5, 6, 7)))
     group.call("all", value=(5, 6, 7))
-    assert [task.arguments["value"] for _, task in backend.tasks] == [5, 6, 7, (5, 6, 7), (5, 6, 7), (5, 6, 7)]
-    with pytest.raises(UserError, match=r"counters\.each\(value=PerRank\(\.\.\.\)\) has 2 values for 3 ranks"):
-        group.call("each", value=PerRank((5, 6)))
-    with pytest.raises(UserError, match=r"all is Dispatch\.ONE_TO_ALL; one value per rank needs ALL_TO_ALL"):
-        group.call("all", value=PerRank((5, 6, 7)))
-    with pytest.raises(UserError, match="Counter has no remote method 'eech'; did you mean 'each'"):
-        group.call("eech")
+    assert [task.arguments["value"] for _, task in backend.tasks] == [(5, 6, 7)] * 3
+    with pytest.raises(UserError, match="Counter has no remote method 'oll'; did you mean 'all'"):
+        group.call("oll")

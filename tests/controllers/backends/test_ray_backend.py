@@ -35,12 +35,12 @@ from weft.controllers.schedule import Synchronous
 from weft.controllers.tasks import RowTask, Task
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.samples import recorded as recorded_parts
-from weft.dataflow.errors import UserError, WorkerError
+from weft.dataflow.errors import WorkerError
 from weft.dataflow.handle import group
 from weft.dataflow.metrics import Metrics
 from weft.dataflow.operation import declaration_of
 from weft.dataflow.source import TableSource
-from weft.workers.dispatch import Dispatch, PerRank
+from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
@@ -103,16 +103,7 @@ def test_replicas_share_the_rows_and_ranks_of_a_replica_get_equal_copies(tmp_pat
     with drive(tmp_path, made, prompts(8), placement=placement, name="replicas") as driver:
         metrics = driver.run()
         seen = driver.call(actor, "seen_groups")
-        assert driver.call(actor, "echo", value=PerRank(("a", "b", "c", "d"))) == [
-            (0, "a"),
-            (1, "b"),
-            (2, "c"),
-            (3, "d"),
-        ]
-        with pytest.raises(UserError, match="has 2 values for 4 ranks"):
-            driver.call(actor, "echo", value=PerRank((1, 2)))
-        with pytest.raises(UserError, match="one value per rank needs ALL_TO_ALL"):
-            driver.call(actor, "seen_groups", value=PerRank((1, 2, 3, 4)))
+        assert driver.call(actor, "echo", value="a") == [(0, "a"), (1, "a"), (2, "a"), (3, "a")]
     assert seen[0] == seen[1] and seen[2] == seen[3], "the two ranks of a replica"
     for step in range(2):
         assert sorted(seen[0][step] + seen[2][step]) == [g for g in range(4 * step, 4 * step + 4) for _ in range(2)]
