@@ -234,6 +234,17 @@ usage: waft
 """
 
 
+LIBRARY_FILE = re.compile(
+    r"`((?:algorithms|benchmarks|controllers|dashboard|dataflow|examples|resharding|tests|workers)/[\w/]*(?:\.py)?)`"
+)
+
+
+@every_document
+def test_every_file_that_the_documentation_names_exists(document: Path):
+    missing = [name for name in LIBRARY_FILE.findall(document.read_text()) if not (ROOT / name).exists()]
+    assert not missing, f"{document.relative_to(ROOT)} names {', '.join(missing)}"
+
+
 def test_true_blocks_pass(tmp_path: Path):
     (tmp_path / "true.md").write_text(TRUE)
     assert wrong_in(tmp_path / "true.md", tmp_path) == []
