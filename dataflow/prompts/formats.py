@@ -1,4 +1,4 @@
-"""Layouts: which columns of a file hold prompts, responses and ground truths, in TRL, verl and OpenRLHF."""
+"""Formats: which columns of a file hold prompts, responses and ground truths, in TRL, verl and OpenRLHF."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ANSWERS = ("reward_model.ground_truth", "answer", "solution", "ground_truth", "
 
 
 @dataclass(frozen=True)
-class Layout:
+class Format:
     """Which columns of a file mean what.
 
     `dialogue` is a column of whole conversations: one that ends with the assistant's turn is a prompt and its response.
@@ -35,7 +35,7 @@ class Layout:
     dialogue: str | None = None
     text: str | None = None
     marks: tuple[str, ...] = ()
-    """Further columns that the layout is known by."""
+    """Further columns that the format is known by."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -46,27 +46,27 @@ class Layout:
         return f"{self.name} ({', '.join(self.columns)})"
 
 
-LAYOUTS = (
-    Layout("TRL unpaired preference", prompt="prompt", response="completion", marks=("label",)),
-    Layout("TRL or OpenRLHF preference", prompt="prompt", chosen="chosen", rejected="rejected"),
-    Layout("TRL or OpenRLHF preference, implicit prompt", chosen="chosen", rejected="rejected"),
-    Layout("TRL prompt-completion", prompt="prompt", response="completion"),
-    Layout("verl supervised", prompt="prompt", response="response"),
-    Layout("OpenRLHF supervised", prompt="input", response="output"),
-    Layout("verl prompts", prompt="prompt", marks=("reward_model",)),
-    Layout("OpenRLHF prompts with labels", prompt="input", marks=("label",)),
-    Layout("TRL prompt-only", prompt="prompt"),
-    Layout("TRL or verl conversations", dialogue="messages"),
-    Layout("OpenRLHF prompts", dialogue="input"),
-    Layout("OpenRLHF prompt-collection", dialogue="context_messages"),
-    Layout("GSM8K", prompt="question", marks=("answer",)),
-    Layout("TRL language modeling", text="text"),
+FORMATS = (
+    Format("TRL unpaired preference", prompt="prompt", response="completion", marks=("label",)),
+    Format("TRL or OpenRLHF preference", prompt="prompt", chosen="chosen", rejected="rejected"),
+    Format("TRL or OpenRLHF preference, implicit prompt", chosen="chosen", rejected="rejected"),
+    Format("TRL prompt-completion", prompt="prompt", response="completion"),
+    Format("verl supervised", prompt="prompt", response="response"),
+    Format("OpenRLHF supervised", prompt="input", response="output"),
+    Format("verl prompts", prompt="prompt", marks=("reward_model",)),
+    Format("OpenRLHF prompts with labels", prompt="input", marks=("label",)),
+    Format("TRL prompt-only", prompt="prompt"),
+    Format("TRL or verl conversations", dialogue="messages"),
+    Format("OpenRLHF prompts", dialogue="input"),
+    Format("OpenRLHF prompt-collection", dialogue="context_messages"),
+    Format("GSM8K", prompt="question", marks=("answer",)),
+    Format("TRL language modeling", text="text"),
 )
-"""Known layouts, the most specific first: a file has the first one whose columns it all has."""
+"""Known formats, the most specific first: a file has the first one whose columns it all has."""
 
 
-def find_layout(table: pa.Table, origin: Origin, columns: Mapping[str, str | None]) -> Layout:
-    """The layout that the arguments describe, or else the first known one whose columns the file has."""
+def find_format(table: pa.Table, origin: Origin, columns: Mapping[str, str | None]) -> Format:
+    """The format that the arguments describe, or else the first known one whose columns the file has."""
     names = table.column_names
     for role, column in columns.items():
         if column is not None:
@@ -74,28 +74,28 @@ def find_layout(table: pa.Table, origin: Origin, columns: Mapping[str, str | Non
     prompt, response = columns["prompt"], columns["response"]
     if prompt is not None:
         if response is None and {"chosen", "rejected"} <= set(names):
-            return Layout(f"preference, prompt={prompt!r}", prompt=prompt, chosen="chosen", rejected="rejected")
+            return Format(f"preference, prompt={prompt!r}", prompt=prompt, chosen="chosen", rejected="rejected")
         said = f"prompt={prompt!r}" + (f", response={response!r}" if response else "")
         whole = response is None and not is_text(find_column(table, prompt, origin, "prompt").type)
         if whole and prompt != "prompt":  # OpenRLHF's `--input_key`; only TRL's own `prompt` may hold half a response
-            return Layout(said, dialogue=prompt)
-        return Layout(said, prompt=prompt, response=response)
+            return Format(said, dialogue=prompt)
+        return Format(said, prompt=prompt, response=response)
     if {"instruction", "input"} <= set(names):
         raise UserError(
-            f"{origin.files}: columns 'instruction' and 'input' (Alpaca's layout) make one prompt together; "
+            f"{origin.files}: columns 'instruction' and 'input' (Alpaca's format) make one prompt together; "
             "write them into one column 'prompt', or say prompt='instruction'"
         )
-    for layout in LAYOUTS:
-        if set(layout.columns) <= set(names):
-            if layout.dialogue == "input" and is_text(table.schema.field("input").type):
-                layout = dataclasses.replace(layout, prompt="input", dialogue=None)
+    for format in FORMATS:
+        if set(format.columns) <= set(names):
+            if format.dialogue == "input" and is_text(table.schema.field("input").type):
+                format = dataclasses.replace(format, prompt="input", dialogue=None)
             if response is not None:
-                if not layout.prompt:
+                if not format.prompt:
                     break
-                layout = Layout(f"{layout.name}, response={response!r}", prompt=layout.prompt, response=response)
-            return layout
+                format = Format(f"{format.name}, response={response!r}", prompt=format.prompt, response=response)
+            return format
 
-    best = max(LAYOUTS, key=lambda layout: sum(_likest(column, names)[0] - 0.7 for column in layout.columns))
+    best = max(FORMATS, key=lambda format: sum(_likest(column, names)[0] - 0.7 for column in format.columns))
     found = ", ".join(f"{f.name!r} ({type_name(f.type)})" for f in table.schema)
     hint = ""
     for column in best.columns:
@@ -103,8 +103,8 @@ def find_layout(table: pa.Table, origin: Origin, columns: Mapping[str, str | Non
             likeness, likest = _likest(column, names)
             hint += f"; it needs {column!r}" + (f", did you mean {likest!r}?" if likeness >= 0.7 else "")
     raise UserError(
-        f"{origin.files}: no known layout has these columns: found {found}; the nearest layout is {best}{hint}; "
-        "rename the column, or say which holds the prompt (prompt='...'); docs/data.md shows all layouts"
+        f"{origin.files}: no known format has these columns: found {found}; the nearest format is {best}{hint}; "
+        "rename the column, or say which holds the prompt (prompt='...'); docs/data.md shows all formats"
     )
 
 
@@ -137,11 +137,11 @@ def find_column(table: pa.Table, path: str, origin: Origin, role: str) -> pa.Chu
 
 
 def find_answers(
-    table: pa.Table, layout: Layout, origin: Origin, answer: str | None
+    table: pa.Table, format: Format, origin: Origin, answer: str | None
 ) -> pa.ChunkedArray | pa.Array | None:
     """The ground truth of each row as text, or None where the file has none."""
     if answer is None:
-        used = {layout.prompt, layout.response, layout.dialogue, layout.text}
+        used = {format.prompt, format.response, format.dialogue, format.text}
         for path in _ANSWERS:
             name, _, inner = path.partition(".")
             if name not in table.column_names or path in used:

@@ -1,9 +1,9 @@
-"""Prompts: a source of rows, read from Parquet and JSONL in the column layouts of TRL, verl and OpenRLHF.
+"""Prompts: a source of rows, read from Parquet and JSONL in the column formats of TRL, verl and OpenRLHF.
 
     prompts = Prompts.read("gsm8k_train.parquet", "models/qwen2-tiny", max_prompt_tokens=512)
 
 Files are read by pyarrow and tokenised by the `tokenizers` library, so that whatever is wrong with them is known
-before torch is imported. docs/data.md shows every layout.
+before torch is imported. docs/data.md shows every format.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pyarrow as pa
 from ..batch import Batch, ragged_array
 from ..errors import UserError, nearest
 from .files import Origin, read_files, short, table_of
-from .formats import find_answers, find_layout, is_text
+from .formats import find_answers, find_format, is_text
 from .texts import Texts, texts_of
 from .tokenizer import Tokenizer
 
@@ -40,10 +40,10 @@ class Prompts:
 
     - `prompt_ids` (list of int32): the tokens of the prompt. Messages go through the chat template, with the header of
       the assistant's turn at the end; plain text gets the special tokens that the tokenizer adds by default.
-    - `response_ids`, or `chosen_ids` and `rejected_ids` (lists of int32), where the layout has responses: the tokens
+    - `response_ids`, or `chosen_ids` and `rejected_ids` (lists of int32), where the format has responses: the tokens
       that follow those of `prompt_ids`, with the token that ends a response.
     - `prompt` (string): the text of the prompt, after the chat template.
-    - `answer` (string), where the layout has a ground truth; one that is a list or struct is written as JSON.
+    - `answer` (string), where the format has a ground truth; one that is a list or struct is written as JSON.
     - every other column of the file, as it is. Messages in a column called `prompt` are kept as `prompt_messages`.
 
     >>> from tokenizers import Tokenizer as Backend, models, pre_tokenizers
@@ -58,8 +58,8 @@ class Prompts:
 
     name: str
     table: pa.Table = field(repr=False)
-    layout: str = ""
-    """The layout that was found."""
+    format: str = ""
+    """The format that was found."""
     dropped: int = 0
     """Rows left out because their prompt was longer than `max_prompt_tokens`, or than whoever answers it can read."""
     too_long: TooLong = field(default="error", repr=False)
@@ -84,7 +84,7 @@ class Prompts:
         Args:
             path: `.parquet`, `.jsonl` (one object per line) or `.json` (the same, or one array of objects).
             tokenizer: the model's folder, a Hugging Face hub id, or a loaded `Tokenizer`.
-            prompt: the column to take prompts from, where the file has no known layout; `a.b` is a field of a struct.
+            prompt: the column to take prompts from, where the file has no known format; `a.b` is a field of a struct.
             answer: the column to take the ground truth from.
             response: the column to take responses from, for supervised training.
             chat: a plain-text prompt is sent as a user's message, through the chat template.
@@ -103,7 +103,7 @@ class Prompts:
         >>> file = pathlib.Path(tempfile.mkdtemp(), "sums.jsonl")
         >>> _ = file.write_text('{"prompt": "1+2", "answer": "3"}\\n{"prompt": "20+21", "answer": "41"}\\n')
         >>> prompts = Prompts.read(file, byte)
-        >>> prompts.name, prompts.layout, prompts.table["prompt_ids"].to_pylist()
+        >>> prompts.name, prompts.format, prompts.table["prompt_ids"].to_pylist()
         ('sums', 'TRL prompt-only', [[1, 10, 2], [2, 0, 10, 2, 1]])
         >>> Prompts.read(file, byte, max_prompt_tokens=4, too_long="drop").dropped
         1
@@ -136,7 +136,7 @@ class Prompts:
         max_prompt_tokens: int | None = None,
         too_long: TooLong = "error",
     ) -> Prompts:
-        """Prompts from Python dictionaries, in any of the layouts that files may have. Arguments as for `read`."""
+        """Prompts from Python dictionaries, in any of the formats that files may have. Arguments as for `read`."""
         return cls._from_table(
             name,
             table_of(rows, name),
@@ -170,12 +170,12 @@ class Prompts:
         if taken:
             raise UserError(f"{origin.files}: column {taken!r} is one that Weft writes; rename it in the file")
         _refuse_media(table, origin)
-        layout = find_layout(table, origin, columns)
+        format = find_format(table, origin, columns)
         loaded = Tokenizer.load(tokenizer)
-        texts = texts_of(table, layout, origin, loaded, chat)
+        texts = texts_of(table, format, origin, loaded, chat)
         made: dict[str, Any] = _tokenise(texts, origin, loaded)
         made["prompt"] = pa.array(texts.prompts, pa.string())
-        truth = find_answers(table, layout, origin, columns["answer"])
+        truth = find_answers(table, format, origin, columns["answer"])
         if truth is not None:
             made["answer"] = truth
         kept = {column: table.column(column) for column in table.column_names if column not in made}
@@ -198,7 +198,7 @@ class Prompts:
             if dropped:
                 result = result.filter(pa.array(lengths <= max_prompt_tokens))
         whole = pa.Table.from_batches([Batch.of_table(result).record])
-        return cls(name, whole, layout.name, dropped, too_long)
+        return cls(name, whole, format.name, dropped, too_long)
 
     def up_to(self, tokens: int) -> Prompts:
         """Without the prompts that are longer, where these are rows to `drop`; all of them are an error."""

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from ..errors import UserError
 from .files import Origin, short
-from .formats import Layout, as_text, column_kind, find_column
+from .formats import Format, as_text, column_kind, find_column
 from .tokenizer import Tokenizer
 
 Messages = list[dict[str, Any]]
@@ -26,42 +26,42 @@ class Texts:
     whole: bool = False  # there are no prompts: each text is one sequence to model
 
 
-def texts_of(table: pa.Table, layout: Layout, origin: Origin, tokenizer: Tokenizer, chat: bool) -> Texts:
+def texts_of(table: pa.Table, format: Format, origin: Origin, tokenizer: Tokenizer, chat: bool) -> Texts:
     """Prompts and responses as the text that is tokenised."""
-    if layout.text:
-        return Texts(_strings(table, layout.text, origin), {}, chat=False, whole=True)
+    if format.text:
+        return Texts(_strings(table, format.text, origin), {}, chat=False, whole=True)
     parts: dict[str, str] = {}
-    if layout.chosen and layout.rejected:
-        parts = {"chosen_ids": layout.chosen, "rejected_ids": layout.rejected}
-    elif layout.response:
-        parts = {"response_ids": layout.response}
-    columns = [path for path in (layout.prompt, layout.dialogue, *parts.values()) if path]
+    if format.chosen and format.rejected:
+        parts = {"chosen_ids": format.chosen, "rejected_ids": format.rejected}
+    elif format.response:
+        parts = {"response_ids": format.response}
+    columns = [path for path in (format.prompt, format.dialogue, *parts.values()) if path]
     kinds = {path: column_kind(find_column(table, path, origin, "column").type, path, origin) for path in columns}
-    if layout.dialogue and kinds[layout.dialogue] == "text":
+    if format.dialogue and kinds[format.dialogue] == "text":
         raise UserError(
-            f"{origin.files}: column {layout.dialogue!r} is text, in the layout {layout} it is messages; "
-            f"say prompt={layout.dialogue!r} to use the text as a prompt"
+            f"{origin.files}: column {format.dialogue!r} is text, in the format {format} it is messages; "
+            f"say prompt={format.dialogue!r} to use the text as a prompt"
         )
     if not chat and set(kinds.values()) == {"text"}:
         responses = {name: _strings(table, path, origin) for name, path in parts.items()}
-        if layout.prompt:
-            return Texts(_strings(table, layout.prompt, origin, empty="refuse"), responses, chat=False)
+        if format.prompt:
+            return Texts(_strings(table, format.prompt, origin, empty="refuse"), responses, chat=False)
         return _split_texts(responses, origin)
     # From here on, everything is messages; text beside messages, or with chat=True, is the content of one.
-    if layout.prompt and kinds[layout.prompt] == "text" and not chat:
+    if format.prompt and kinds[format.prompt] == "text" and not chat:
         other = next(path for path, kind in kinds.items() if kind == "messages")
         raise UserError(
-            f"{origin.files}: column {layout.prompt!r} is text, but {other!r} is messages; make both the same, "
+            f"{origin.files}: column {format.prompt!r} is text, but {other!r} is messages; make both the same, "
             "or say chat=True to send the prompt as a user's message"
         )
-    role = {layout.prompt: "user"}
+    role = {format.prompt: "user"}
     dialogues = {path: _dialogues(table, path, origin, kinds[path], role.get(path, "assistant")) for path in columns}
     context = _Context.of(table, origin, tokenizer)
-    if layout.prompt:
-        prompts = dialogues[layout.prompt]
+    if format.prompt:
+        prompts = dialogues[format.prompt]
         return context.render(prompts, {name: dialogues[path] for name, path in parts.items()})
-    if layout.dialogue:
-        return _split_dialogues(dialogues[layout.dialogue], layout.dialogue, context)
+    if format.dialogue:
+        return _split_dialogues(dialogues[format.dialogue], format.dialogue, context)
     chosen, rejected = (dialogues[path] for path in parts.values())
     return _split_preferences(chosen, rejected, context)
 

@@ -1,4 +1,4 @@
-"""Prompts from files: the layouts of TRL, verl and OpenRLHF, the ids of `transformers`, and every kind of bad input."""
+"""Prompts from files: the formats of TRL, verl and OpenRLHF, the ids of `transformers`, and every kind of bad input."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ BLUE = {"role": "assistant", "content": "It is blue."}
 GREEN = {"role": "assistant", "content": "It is green."}
 
 
-# The layouts
+# The formats
 
 
 @pytest.mark.parametrize("write", [jsonl, parquet])
@@ -189,7 +189,7 @@ def test_verl_prompts_load_unmodified(write: Any, tmp_path: Path, qwen: Path) ->
     }
     file = write(tmp_path / f"train.{write.__name__}", [row, row])
     prompts = Prompts.read(file, qwen)
-    assert (len(prompts), prompts.name, prompts.layout) == (2, "train", "verl prompts")
+    assert (len(prompts), prompts.name, prompts.format) == (2, "train", "verl prompts")
     assert prompts.columns == (
         "prompt_ids", "prompt", "answer", "data_source", "ability", "reward_model", "extra_info", "prompt_messages",
     )  # fmt: skip
@@ -527,14 +527,14 @@ def test_mixed_types_are_named_with_both_lines(tmp_path: Path, qwen: Path) -> No
 def test_a_wrong_layout_is_answered_with_what_was_found_and_the_nearest(tmp_path: Path, qwen: Path) -> None:
     file = jsonl(tmp_path / "w.jsonl", [{"promt": "2 + 2", "n": 1, "conversation": [{"from": "human", "value": "hi"}]}])
     assert complaint(file, qwen) == (
-        "w.jsonl: no known layout has these columns: "
+        "w.jsonl: no known format has these columns: "
         "found 'promt' (text), 'n' (int64), 'conversation' (list of {from, value}); "
-        "the nearest layout is TRL prompt-only (prompt); it needs 'prompt', did you mean 'promt'?"
-        "; rename the column, or say which holds the prompt (prompt='...'); docs/data.md shows all layouts"
+        "the nearest format is TRL prompt-only (prompt); it needs 'prompt', did you mean 'promt'?"
+        "; rename the column, or say which holds the prompt (prompt='...'); docs/data.md shows all formats"
     )
     jsonl(file, [{"chosen_response": "a", "rejected_response": "b", "prompts": "c"}])
     said = complaint(file, qwen)
-    assert "the nearest layout is TRL or OpenRLHF preference (prompt, chosen, rejected)" in said
+    assert "the nearest format is TRL or OpenRLHF preference (prompt, chosen, rejected)" in said
     assert "it needs 'chosen', did you mean 'chosen_response'?; it needs 'rejected'" in said
     assert "there is no column 'promts' (prompt='promts'); did you mean 'prompts'?" in complaint(
         file, qwen, prompt="promts"
@@ -560,7 +560,7 @@ def test_a_wrong_layout_is_answered_with_what_was_found_and_the_nearest(tmp_path
         ({"prompt": [{"role": "robot", "content": "a"}]}, "refused the messages: unknown role robot"),
         ({"prompt": [{"role": None, "content": "a"}, USER]}, "line 1: a message in 'prompt' has no role"),
         ({"prompt": [USER], "tools": "{"}, "column 'tools' is text that is not JSON"),
-        ({"instruction": "add", "input": "2 2", "output": "4"}, "Alpaca's layout) make one prompt together"),
+        ({"instruction": "add", "input": "2 2", "output": "4"}, "Alpaca's format) make one prompt together"),
         ({"messages": [BLUE]}, "line 1: 'messages' holds only a response"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]},
