@@ -20,6 +20,7 @@ import pytest
 import torch
 from loss_ranks import LOSSES, Case, main, step, worker
 from ranks import run_processes
+from training_rows import make_rows
 
 from weft import algorithms
 from weft.algorithms.loss import Loss
@@ -158,8 +159,6 @@ def shares_of(case: Case, rows: Batch, ranks: int) -> list[list[int]]:
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def ranks(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each of some ranks found for each loss."""
-    from conftest import make_rows
-
     folder, rows = tmp_path_factory.mktemp("ranks"), make_pairs(make_rows(23))
     with pa.ipc.new_file(folder / "rows.arrow", rows.record.schema) as file:
         file.write_batch(rows.record)
