@@ -1,7 +1,7 @@
 """Signals that end a run: SIGTERM from a batch system, SIGHUP from a terminal that is closed, SIGINT from the keyboard.
 
-While a cluster is started nobody can be interrupted cleanly (half of its processes would be left, and libraries put handlers of their
-own in place): there a signal is deferred until the cluster is up.
+While a cluster starts, an interruption would leave half of its processes behind, and libraries install handlers of their own. There a
+signal is deferred until the cluster is up.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ STREAMS = (0, 1, 2)
 
 
 def say(line: str) -> None:
-    """Write a line to standard error from within a handler; a terminal that is gone is no error."""
+    """Write a line to standard error from within a handler; it is no error if the terminal is gone."""
     with suppress(OSError):
         os.write(2, f"{line}\n".encode())
 
 
 def terminals() -> list[int]:
-    """Which of the standard streams are a terminal."""
+    """The standard streams that are terminals."""
     return [stream for stream in STREAMS if os.isatty(stream)]
 
 
 def redirect_to_null(streams: list[int]) -> None:
-    """Redirect these streams to the null device: what is written to a terminal that is gone would be an error."""
+    """Redirect streams to the null device, because writing to a terminal that is gone is an error."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in streams:
         os.dup2(nowhere, stream)
@@ -38,7 +38,7 @@ def redirect_to_null(streams: list[int]) -> None:
 
 @contextmanager
 def signals_deferred(until: str) -> Iterator[None]:
-    """Defer signals that would end the process to the end of this; a second one is delivered at once.
+    """Defer signals that would end the process until the block is left; a second one is delivered at once.
 
     Args:
         until: what is waited for, for the line that says so.

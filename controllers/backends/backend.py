@@ -31,12 +31,19 @@ class Files:
     file_bytes: int = 16 << 20
     memory_bytes: int | None = None
     start: int = 0
-    """How often the run was started again: a writer's name is never used twice."""
+    """How often the run was started again; it is part of the writers' names, which are never used twice."""
 
     def access(
         self, node: str, name: str, *, peers: Mapping[str, str] | None = None, token: str | None = None
     ) -> DataAccess:
-        """The files of a process on this node; `name` is its own in the run."""
+        """Open the files of a process.
+
+        Args:
+            node: the process's own.
+            name: of the process, unique in the run.
+            peers: name of another node -> where its server of segments listens.
+            token: that lets one in there.
+        """
         reader = SegmentReader(self.folder / node, node, peers=peers, token=token)
         return DataAccess(reader, self.writer(node, name))
 
@@ -63,18 +70,18 @@ class Setup:
 
 
 def plain_name(name: str) -> str:
-    """A name that files can bear: of the letters, digits, `_` and `-`."""
+    """The name with every character but letters, digits, `_` and `-` replaced, so that files can have it."""
     return re.sub(r"[^A-Za-z0-9_-]", "_", name) or "_"
 
 
 def this_node() -> str:
-    """What the node of this process is called in references."""
+    """The name of this process's node in references."""
     return plain_name(platform.node())
 
 
 @dataclass(frozen=True)
 class Event:
-    """A reply has come: from which rank of which call."""
+    """A reply of one rank to a call."""
 
     call: Call
     rank: int
@@ -91,19 +98,19 @@ class Backend(Protocol):
     def start(self, setup: Setup) -> dict[str, WorkerGroup]: ...
 
     def delete(self, node: str, file: str) -> None:
-        """No row lies in this file any more: other nodes let go of it, or of what they fetched of it; returns at once."""
+        """Have the other nodes delete a file that no row lies in any more, or their copies of it; returns at once."""
         ...
 
     def wait(self, timeout_s: float) -> Sequence[Event]:
-        """Replies that have come since, at least one; empty when none came in time."""
+        """The replies that have come; waits for one, and returns none when none came in time."""
         ...
 
     def clock(self) -> float:
-        """Seconds, from any beginning: what deadlines and timelines go by."""
+        """Seconds since any moment, by which deadlines and timelines go."""
         ...
 
     def cancel(self, call: Call) -> None:
-        """End a call that gives way, on all of its ranks; its last reply comes all the same."""
+        """End an interruptible call on all of its ranks; its last reply comes all the same."""
         ...
 
     def give_up(self, call: Call, sample_ids: Sequence[int]) -> None:
@@ -112,8 +119,8 @@ class Backend(Protocol):
 
     @property
     def has_processes(self) -> bool:
-        """Each rank has a process of its own, which can end, or be silent, by itself. Otherwise the groups take turns: while one
-        works the others say nothing."""
+        """Whether each rank has a process of its own, which can end or fall silent. Otherwise the groups take turns, and while one works
+        the others are silent."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""An existing Ray cluster, as it looks from outside: where it is, whether it lets us in, and how large its nodes are.
+"""An existing Ray cluster, before anything is started on it: where it is, whether it lets us in, and how large its nodes are.
 
     address_of("head:6379")     checked as text, at once
     nodes_of("head:6379")       asked of the cluster by a program of its own (`cluster_probe.py`), which a deadline ends
@@ -21,12 +21,12 @@ from ...dataflow.errors import UserError
 
 VARIABLE = "RAY_ADDRESS"
 PROBE_TIMEOUT_S = 60.0
-"""Longest wait for the program that asks; what it waits for has shorter deadlines, but it imports Ray, which may lie on a slow disk."""
+"""Longest wait for the program that asks. Its own waits are shorter, but it imports Ray, perhaps from a slow disk."""
 EXAMPLE = "ray-head:6379"
 
 
 def address_of(given: str | None) -> str | None:
-    """`host:port` or "auto" of the cluster that is asked for, in an argument or by `RAY_ADDRESS`; None: a local one is wanted.
+    """The address of the cluster that an argument or `RAY_ADDRESS` names: `host:port` or "auto"; None: a local one is wanted.
 
     >>> address_of("ray-head:6379")
     'ray-head:6379'
@@ -36,7 +36,7 @@ def address_of(given: str | None) -> str | None:
 joins a cluster by host:port, such as ray-head:6379 (`ray job submit --address http://ray-head:8265 -- python SCRIPT` runs it there)
 
     Raises:
-        UserError: it is no such address.
+        UserError: it is not an address of a cluster.
     """
     address = given or os.environ.get(VARIABLE) or "local"
     if address in ("local", "auto"):
@@ -66,7 +66,7 @@ def nodes_of(address: str) -> list[Mapping[str, float]]:
     """The resources of each node of a cluster that lets us in: `{"CPU": 16.0, "GPU": 8.0, ...}`.
 
     Raises:
-        UserError: nobody is there, or it is not ours.
+        UserError: it cannot be joined.
     """
     probe = Path(__file__).with_name("cluster_probe.py")
     try:

@@ -1,4 +1,4 @@
-"""Whether a Ray cluster is there and lets us in. Run as a program, which imports nothing of Weft: `cluster_probe.py ADDRESS`.
+"""Asks whether a Ray cluster is there and lets us in. A program that imports nothing of Weft: `cluster_probe.py ADDRESS`.
 
 Its last line is JSON: {"nodes": [...]}, the resources of each node, or {"error": "..."}.
 """
@@ -14,10 +14,10 @@ from typing import Any
 CONNECT_TIMEOUT_S = 3.0
 """Longest wait for a connection."""
 JOIN_TIMEOUT_S = 6.0
-"""Longest wait for an answer; how long it takes to import Ray is not in it."""
+"""Longest wait for an answer, after Ray has been imported."""
 PORT = " (its address has the port of its GCS, 6379 by default)"
 PATIENCE = {"RAY_gcs_server_port_wait_time_s": "3", "RAY_gcs_server_request_timeout_seconds": "4"}
-"""Ray's own settings for how long it tries; read when it is imported."""
+"""Ray's own settings for how long it tries, which it reads when it is imported."""
 
 
 def main(address: str) -> None:
@@ -51,7 +51,7 @@ def main(address: str) -> None:
 
 
 def why(error: BaseException | None) -> str:
-    """What keeps us out, of an error and those that it came from."""
+    """What keeps us out, as an error and its causes say."""
     said: list[str] = []
     while error is not None:
         said.append(str(error))

@@ -1,4 +1,4 @@
-"""The network interface that an address is on. gloo, NCCL and vLLM are held to it: otherwise each takes the first that it finds."""
+"""The network interface of a node's address, to which gloo, NCCL and vLLM are held: each would take the first that it finds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIOCGIFADDR = 0x8915
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has an address; None: no interface of this machine has it.
+    """The name of the interface that has an address; None: this machine has no such interface.
 
     >>> interface_of("127.0.0.1")
     'lo'

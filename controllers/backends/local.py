@@ -17,7 +17,7 @@ from .backend import Event, Setup, this_node
 
 
 class Local:
-    """Every group in this process, one rank each, without Ray, on one thread: the groups work in turns, while the driver waits."""
+    """Every group in this process, with one rank each, on one thread: the groups work in turns while the driver waits."""
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}

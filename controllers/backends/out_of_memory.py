@@ -1,5 +1,5 @@
-"""Out of memory: a process that is ended for want of it has no chance to say so itself. The kernel counts the processes that it ends; Ray's
-memory monitor says so in its error."""
+"""Out of memory: whether a process was ended because memory ran out, which it cannot say itself. The kernel counts the processes that it
+ends; the error of Ray's memory monitor says so."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ COUNTERS = (
     "/sys/fs/cgroup/memory{path}/memory.oom_control",
     "/proc/vmstat",
 )
-"""Where processes that were ended for want of memory are counted: of a cgroup in its two versions, of the machine."""
+"""Files that count the processes ended because memory ran out: of a cgroup (versions 2 and 1), of the machine."""
 ADVICE = "give the worker more memory, or smaller microbatches, shorter responses, fewer ranks on its node"
 
 
 def kills(root: Path = Path("/")) -> dict[str, int]:
-    """File -> processes that the kernel has ended for want of memory so far, as this process can see it.
+    """File -> processes that the kernel has ended because memory ran out, as far as this process can see.
 
     >>> all(number >= 0 for number in kills().values())
     True
@@ -39,11 +39,12 @@ def kills(root: Path = Path("/")) -> dict[str, int]:
 
 
 def why_ended(error: BaseException, before: dict[str, int], now: dict[str, int]) -> str | None:
-    """Why a process ended, if it was for want of memory.
+    """Why a process ended, if memory ran out; None otherwise.
 
     Args:
         error: Ray's.
-        before: what `kills` said when the processes were started; `now`, after the end of this one.
+        before: `kills()` when the processes were started.
+        now: `kills()` after the end of this one.
     """
     said = str(error)
     if type(error).__name__ == "OutOfMemoryError" or "memory pressure" in said or "memory monitor" in said.lower():

@@ -29,7 +29,7 @@ from ...workers.dispatch import Coordinates
 from ..backends.backend import Event, Setup
 from ..group import Call, WorkerGroup
 from ..placement import Place
-from ..tasks import Reply, RowTask, Task
+from ..tasks import Reply, Task
 from .costs import CostModel, Generation, LinearCost
 from .draws import Draws
 from .replica import Generating, Replica, Work
@@ -208,7 +208,7 @@ class Simulated:
     ) -> Reply:
         if task.rows is None:
             return Reply(value=_value(task, rank) if task.keep else None, done=True, seconds=seconds)
-        published = self._published(call, task.rows, rows, cost, task) if task.keep and len(task.rows.ids) else None
+        published = self._published(call, task, rows, cost) if task.keep and len(task.rows.ids) else None
         wrote = published is not None and task.rows.writes
         return Reply(
             published,
@@ -218,13 +218,12 @@ class Simulated:
             seconds=seconds,
         )
 
-    def _published(
-        self, call: Call, task: RowTask, rows: Mapping[int, Row], cost: LinearCost, arguments: Task
-    ) -> Published | None:
+    def _published(self, call: Call, task: Task, rows: Mapping[int, Row], cost: LinearCost) -> Published | None:
         """What the ledger is told of rows that a node was called on."""
-        operation = task.operation
-        ids = task.ids
-        if str(RESPONSE_VERSIONS) in task.writes:
+        share = task.rows
+        assert share is not None
+        operation, ids = share.operation, share.ids
+        if str(RESPONSE_VERSIONS) in share.writes:
             name = call.node.name if call.node else operation.name
             raise UserError(f"node {name!r} generates: its cost must be a Generation(...) in CostModel.nodes")
         if operation.shape is Shape.FILTER:
@@ -233,13 +232,13 @@ class Simulated:
             whole = operation.whole_groups
             ids = ids[[self._draws.passes(cost, graph, rows[i], node, whole_groups=whole) for i in ids.tolist()]]
         elif operation.shape is Shape.EXPAND:
-            assert task.first_children is not None
-            n = int(arguments.arguments.get("n", 1))
-            numbers = [np.setdiff1d(np.arange(n), made) for made in task.made or [[]] * len(ids)]
-            children = np.concatenate([first + own for first, own in zip(task.first_children, numbers, strict=True)])
+            assert share.first_children is not None
+            n = int(task.arguments.get("n", 1))
+            numbers = [np.setdiff1d(np.arange(n), made) for made in share.made or [[]] * len(ids)]
+            children = np.concatenate([first + own for first, own in zip(share.first_children, numbers, strict=True)])
             parents = np.repeat(ids, [len(own) for own in numbers])
             return Published(children, np.zeros(len(children), np.int64), None, parents, ids)
-        elif not task.writes:
+        elif not share.writes:
             return None  # an update, say
         return Published(ids, np.zeros(len(ids), np.int64))
 

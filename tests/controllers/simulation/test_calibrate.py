@@ -1,0 +1,47 @@
+"""The costs of a run, found again in its timeline."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from simulated_runs import costs, run, times
+
+from weft.controllers.schedule import Synchronous
+from weft.controllers.simulation.calibrate import calibrate
+from weft.controllers.simulation.costs import LogNormal
+from weft.controllers.simulation.simulated import Simulated
+from weft.dataflow.errors import UserError
+
+
+def test_costs_are_found_again_in_the_timeline_of_a_run(tmp_path: Path):
+    cost = costs(LogNormal(mean=60, max_tokens=300))
+    driver = run(tmp_path, Synchronous(steps=6, prompts_per_step=3), Simulated(cost))
+    generation = cost.nodes["rollout.generate"]
+    found = calibrate(driver.directory.path, nodes={"rollout.generate": generation})
+    for name in ("reward.score", "actor.update", "actor.publish_weights", "rollout.receive_weights"):
+        expected, fitted = cost.linear(name), found.linear(name)
+        assert fitted.fixed_s == pytest.approx(expected.fixed_s, abs=1e-6)
+        assert fitted.per_token_s == pytest.approx(expected.per_token_s, abs=1e-9)
+    again = run(tmp_path, Synchronous(steps=6, prompts_per_step=3), Simulated(found))
+    assert times(again) == pytest.approx(times(driver))
+
+
+def test_calibration_tells_rows_from_tokens_and_has_no_cost_below_zero():
+    chance = np.random.default_rng(0)
+    rows, tokens = chance.integers(1, 50, 40), chance.integers(100, 5000, 40)
+    table = pa.table(
+        {
+            "group": ["critic"] * 40,
+            "node": ["critic.values"] * 40,
+            "worker_s": 0.3 + 0.02 * rows / 4 + 0.001 * tokens / 4,
+            "rows": rows,
+            "tokens": tokens,
+        }
+    )
+    fitted = calibrate(table, replicas={"critic": 4}).linear("critic.values")
+    assert (fitted.fixed_s, fitted.per_row_s, fitted.per_token_s) == pytest.approx((0.3, 0.02, 0.001))
+    falling = table.set_column(2, "worker_s", pa.array(1.0 / tokens))
+    assert calibrate(falling).linear("critic.values").fixed_s >= 0
+    with pytest.raises(UserError, match="the timeline has no column 'tokens'"):
+        calibrate(table.drop_columns("tokens"))
