@@ -26,7 +26,7 @@ types: setup
 	$(PYTHON) -m basedpyright
 
 bench: setup
-	@$(PYTHON) benchmarks/grpo_step.py $(ARGS)
+	@$(PYTHON) benchmarks/steps/grpo_step.py $(ARGS)
 
 bench-peers: setup .venv-peers/.requirements-installed
 

@@ -1,9 +1,9 @@
-"""How the systems take turns: each is a process that stays, and makes a step only when it is told to.
+"""Systems that take turns: each is a process that stays, and makes a step only when it is told to.
 
     harness -> system   {"steps": 3}                one line
-    system -> harness   {"step_s": 1.2, ...}        one line a step; between its turns it sleeps in a read
+    system -> harness   {"step_s": 1.2, ...}        one line a step; between its turns the system sleeps in a read
 
-Lines go through the standard streams that the process was started with; whatever else it prints goes to its log.
+Lines go through the standard streams that the process was started with. Whatever else a system prints goes to its log.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, TypeVar
 
-HERE = Path(__file__).resolve().parent
 WARM_UP = 2
 """Steps of each system that are not counted."""
 ROUND = 2
 """Steps that each system makes in its turn."""
 
 Steps = list[dict[str, Any]]
-"""What a system said of its steps."""
+"""What a system reported of each of its steps."""
+T = TypeVar("T")
 
 
 class Turns:
@@ -38,7 +39,7 @@ class Turns:
         self._left = 0
 
     def go_on(self) -> bool:
-        """Before each step: wait for the turn, if it is over. False: there are no more."""
+        """Wait for the next turn when this one is over; call it before each step. False: there are no more steps."""
         if not self._left:
             line = sys.stdin.readline()
             if not line:
@@ -49,19 +50,28 @@ class Turns:
         return True
 
     def say(self, **facts: Any) -> None:
-        """Once when the system is up, and after each step."""
+        """Report once when the system is up, and after each step."""
         print(json.dumps(facts), file=self._out)
 
 
 class System:
-    """The side of the harness: one process, its answers and its log."""
+    """The side of the harness: one process, its reports and its log.
 
-    def __init__(self, command: Sequence[str | Path], log: Path) -> None:
+    Args:
+        script: program of the system, which finds the modules of this folder on its path.
+        arguments: of the script.
+        log: file that gets everything else that the process prints.
+        python: interpreter; the peers have one of their own.
+    """
+
+    def __init__(self, script: Path, *arguments: object, log: Path, python: Path | str = sys.executable) -> None:
         self.log = log
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "MKL_", "RAY_"))}
+        path = [str(Path(__file__).resolve().parent), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
         with log.open("w") as file:
             self._process = subprocess.Popen(
-                [str(word) for word in command],
+                [str(python), str(script), *map(str, arguments)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
@@ -69,10 +79,10 @@ class System:
                 env=environment,
             )
         self.facts = self._hear()
-        """What it said when it was up."""
+        """What it reported when it was up."""
 
-    def run(self, steps: int, **command: Any) -> list[dict[str, Any]]:
-        """Let it make steps, while everybody else sleeps; returns what it says of each."""
+    def run(self, steps: int, **command: Any) -> Steps:
+        """Let it make steps while all others sleep; returns what it reports of each."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"steps": steps, **command}) + "\n")
         self._process.stdin.flush()
@@ -87,7 +97,7 @@ class System:
         return json.loads(line)
 
     def close(self) -> None:
-        """End it: first by ending its input, then by force."""
+        """End the process: first by ending its input, then by force."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.close()
@@ -110,12 +120,12 @@ def take_turns(
     """Start systems, let them make steps by turns, and end them.
 
     Args:
-        starts: by name; the first one makes its steps before the others in each round.
+        starts: by name; the first system makes its steps before the others in each round.
         steps: counted ones, of each.
-        told: from the name of another system and the steps that the first one just made, what that one is told of them.
+        told: from the name of another system and the steps that the first one just made, what that system is told.
 
     Returns:
-        The counted steps of each system, and what each said when it was up.
+        The counted steps of each system, and what each reported when it was up.
     """
     with ExitStack() as running:
         systems: dict[str, System] = {}
@@ -125,7 +135,7 @@ def take_turns(
             running.callback(systems[name].close)
         first = next(iter(systems))
         measured: dict[str, Steps] = {name: [] for name in systems}
-        rounds = [WARM_UP, *rounds_of(steps)]
+        rounds = [WARM_UP, *(min(ROUND, steps - made) for made in range(0, steps, ROUND))]
         for number, size in enumerate(rounds):
             made = {first: systems[first].run(size)}
             for name, system in systems.items():
@@ -135,22 +145,30 @@ def take_turns(
                 for name, more in made.items():
                     measured[name] += more
             what = f"round {number} of {len(rounds) - 1}" if number else "warm-up"
-            print(f"  {what}: {'  '.join(map(_seconds_of, made, made.values()))}", flush=True)
+            seconds = {name: ", ".join(f"{step['step_s']:.2f}" for step in more) for name, more in made.items()}
+            print(f"  {what}: {'  '.join(f'{name} {each}' for name, each in seconds.items())}", flush=True)
         return measured, {name: system.facts for name, system in systems.items()}
 
 
-def command(script: str, *arguments: object, python: Path | str = sys.executable) -> list[str]:
-    """That runs a script of this folder."""
-    return [str(python), str(HERE / script), *map(str, arguments)]
+def fastest(what: str, start: Callable[[T], System], values: Iterable[T]) -> T:
+    """The value with which a system makes the shortest step; a system is started, tried and ended for each value."""
+    seconds: dict[T, float] = {}
+    for value in values:
+        system = start(value)
+        try:
+            system.run(WARM_UP)
+            seconds[value] = median(step["step_s"] for step in system.run(3))
+        finally:
+            system.close()
+        print(f"  {what} {value}: {seconds[value]:.2f} s a step", flush=True)
+    return min(seconds, key=lambda value: seconds[value])
 
 
-def rounds_of(steps: int) -> list[int]:
-    """
-    >>> rounds_of(5)
-    [2, 2, 1]
-    """
-    return [min(ROUND, steps - start) for start in range(0, steps, ROUND)]
+def ratio(above: float | None, below: float | None) -> float | None:
+    """None where one of the two was not measured."""
+    return None if above is None or below is None else round(above / below, 4)
 
 
-def _seconds_of(name: str, steps: Steps) -> str:
-    return f"{name} {', '.join(format(step['step_s'], '.2f') for step in steps)}"
+def seconds_of(steps: Sequence[Mapping[str, Any]], key: str = "step_s") -> float | None:
+    """Median of the steps of a system; None where it made none."""
+    return median(step[key] for step in steps) if steps else None

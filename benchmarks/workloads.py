@@ -1,4 +1,4 @@
-"""The three workloads: a random model in a folder, with its tokenizer and its prompts. Imports no Weft: TRL's process uses it too.
+"""The workloads: a random model in a folder, with its tokenizer and its prompts. Imports no Weft, for TRL's process uses it too.
 
 (a) a small model, where everything but arithmetic shows; (b) one where the head on a vocabulary of 32k is most of the work;
 (c) like (b) with responses that end by themselves: most are short, a few are long.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 STOP, PAD = 1, 0
 """Token ids."""
@@ -33,8 +35,8 @@ class Workload:
     mean_tokens: int | None = None
     """Mean length of responses that end by themselves; None: all have exactly `max_tokens`."""
     placement: tuple[int, int] = (2, 2)
-    """Weft's ranks of actor and of rollout on the cores of the machine, each with an equal share of them. This and the next are
-    what `grpo_step.py --tune` looks for."""
+    """Weft's ranks of actor and of rollout on the cores of the machine, each with an equal share of them.
+    `grpo_step.py --tune` looks for this and the next."""
     trl_microbatch: int = 16
     """Rows in TRL's microbatch."""
 
@@ -46,21 +48,23 @@ class Workload:
     def context(self) -> int:
         return PROMPT_TOKENS + self.max_tokens
 
+    @property
+    def described(self) -> str:
+        length = f"{self.max_tokens} tokens"
+        if self.mean_tokens:
+            length = f"about {self.mean_tokens} tokens, {self.max_tokens} at most"
+        return f"({self.name}) {self.num_prompts} prompts x {self.num_samples} samples x {length}, vocabulary {self.vocabulary}"
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Workload:
+        """From its fields as JSON has them."""
+        return cls(**{**settings, "placement": tuple(settings["placement"])})
+
     def small(self) -> Workload:
         """The same shape in seconds, for tests."""
-        return replace(
-            self,
-            num_prompts=2,
-            num_samples=4,
-            max_tokens=16 if self.mean_tokens else 8,
-            mean_tokens=6 if self.mean_tokens else None,
-            vocabulary=256,
-            hidden=64,
-            layers=2,
-            heads=2,
-            mlp=128,
-            trl_microbatch=4,
-        )
+        tiny = {"vocabulary": 256, "hidden": 64, "layers": 2, "heads": 2, "mlp": 128, "trl_microbatch": 4}
+        tokens = {"max_tokens": 16, "mean_tokens": 6} if self.mean_tokens else {"max_tokens": 8}
+        return replace(self, num_prompts=2, num_samples=4, **tiny, **tokens)
 
 
 _25M = Workload(
@@ -115,8 +119,8 @@ def make_model(workload: Workload, folder: Path) -> float:
     """A Qwen2-architecture model with random weights and tied embeddings, that stops as often as the workload says.
 
     The first coordinate of the residual stream is made a constant, so that the first coordinate of the stop token's
-    embedding works as a bias of its logit; it is set so that the mean probability of stopping is 1 / `mean_tokens`
-    (without `mean_tokens`: nothing).
+    embedding works as a bias of its logit. The bias is set so that the mean probability of stopping is 1 / `mean_tokens`,
+    or nothing without `mean_tokens`.
 
     Returns:
         The mean probability of the stop token over random contexts.

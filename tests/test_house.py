@@ -24,7 +24,6 @@ EVERYBODY_MAY_IMPORT = {"weft.dataflow.lazy", "weft.dataflow.errors"}
 
 KNOWN_CIRCLES = {
     "weft.dataflow.buffer.flight weft.dataflow.buffer.segments",
-    "benchmarks.schedules benchmarks.schedules_weft benchmarks.simulated_schedules",
 }
 """Circles of imports that are still to be dissolved. One that is gone must leave this list."""
 

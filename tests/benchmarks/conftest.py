@@ -1,0 +1,26 @@
+"""The modules of benchmarks/, which are no package: each program is a script that finds those of its room and those above it."""
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+Load = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Load:
+    """Imports `room/module`, or a module above the rooms."""
+
+    def module(name: str) -> ModuleType:
+        room, _, stem = name.rpartition("/")
+        for folder in (BENCHMARKS, BENCHMARKS / room):
+            if str(folder) not in sys.path:
+                monkeypatch.syspath_prepend(str(folder))
+        return importlib.import_module(stem)
+
+    return module
