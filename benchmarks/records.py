@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.dashboard.timeline import Call, Lane
+from weft.dashboard.timeline import Lane, TimelineCall
 from weft.dataflow.buffer.log import LogReader
 from weft.dataflow.buffer.sample_buffer import LOG
 
@@ -25,7 +25,9 @@ def lane(calls: Rows, window: Window, *, group: str | None = None, node: str | N
     """
     start, end = window
     chosen = [
-        Call(c.get("step", 0), c.get("group", ""), c["node"], c["start_s"], c["end_s"], c.get("worker_s", 0.0), 0)
+        TimelineCall(
+            c.get("step", 0), c.get("group", ""), c["node"], c["start_s"], c["end_s"], c.get("worker_s", 0.0), 0
+        )
         for c in calls
         if group in (None, c.get("group")) and node in (None, c["node"]) and c["start_s"] < end and c["end_s"] > start
     ]
