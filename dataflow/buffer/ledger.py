@@ -40,6 +40,7 @@ REMEMBERED_LEASES = 1000
 class Ledger:
     """Rows of one graph of a run, from issue to retirement.
 
+    >>> import pyarrow as pa
     >>> from weft.dataflow.graph import Graph
     >>> from weft.dataflow.source import TableSource
     >>> ledger = Ledger(Graph("empty", TableSource("prompts", pa.table({"prompt_ids": [[1]]})), ()))
