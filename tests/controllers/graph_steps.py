@@ -1,0 +1,78 @@
+"""A graph run that a test walks by hand, without workers: it claims rows, finishes them, and asks a schedule in between."""
+
+from typing import Any
+
+import numpy as np
+from toy import PartsActor, ToyLoss, prompts
+
+from weft.controllers.cursor import positions
+from weft.controllers.graph_run import EvaluationRun, TrainingRun
+from weft.controllers.schedule import Share
+from weft.dataflow.batch import Batch
+from weft.dataflow.buffer.ledger import Ledger
+from weft.dataflow.buffer.rows import Published
+from weft.dataflow.graph import Graph, graph
+from weft.dataflow.handle import group
+from weft.dataflow.operation import Shape, node
+
+
+@node(reads=("prompt_ids",), writes=("response_ids", "response_versions"))
+def answered(rows: Batch) -> Batch:
+    """Never called: a test publishes what it likes."""
+    return rows
+
+
+@node(shape=Shape.FILTER, reads=("response_ids",))
+def kept(rows: Batch) -> Batch:
+    return rows
+
+
+@node(reads=("response_ids",))
+def watched(rows: Batch) -> None:
+    """It only looks."""
+
+
+@graph
+def walked(prompts: Any, *, actor: Any) -> Any:
+    rows = kept(answered(prompts))
+    watched(rows)
+    return actor.update(rows, loss=ToyLoss(column="response_ids"))
+
+
+@graph
+def looked_at(prompts: Any, *, actor: Any) -> Any:
+    rows = answered(prompts)
+    watched(rows)
+    return actor.logprobs(rows)
+
+
+def training(number: int = 20) -> TrainingRun:
+    made = walked(prompts(number), actor=group(PartsActor, name="actor"))
+    return TrainingRun("train", made, Ledger(made, name="train"), positions(number, 0, shuffle=False), tokens(number))
+
+
+def evaluation(number: int = 4) -> EvaluationRun:
+    made: Graph = looked_at(prompts(number), actor=group(PartsActor, name="actor"))
+    return EvaluationRun("eval", made, Ledger(made, name="eval"), positions(number, 0, shuffle=False), tokens(number))
+
+
+def tokens(number: int) -> np.ndarray:
+    return np.full(number, 3)
+
+
+def work(run: Any, name: str, number: int | None = None, *, version: int | None = None, drop: int = 0) -> None:
+    """A node claims rows, publishes them (all but `drop`), and is done with them."""
+    node = run.graph[name]
+    limits = {"max_groups": number} if node.operation.takes_groups else {"max_rows": number}
+    lease = run.ledger.claim(node, **limits)
+    ids = lease.ids[drop:]
+    versions = None if version is None else np.full(len(ids), version)
+    run.ledger.publish(lease, Published(ids, np.ones(len(ids), np.int64), versions), None)
+    if node.operation.updates:
+        run.taken[name] += lease.num_groups
+        run.trains(lease)
+    run.ledger.finish(lease)
+
+
+def share(schedule: Any, run: Any, name: str, version: int = 0) -> Share | None:
+    return schedule.share(run, run.graph[name], version)

@@ -1,0 +1,62 @@
+"""Groups on one pool with GPUs take turns on its devices."""
+
+from worker_groups import Asked
+
+from weft.controllers.device_turns import DeviceTurns, offload_shared
+from weft.controllers.group import Call
+from weft.controllers.placement import ResourcePool
+from weft.controllers.request import Request
+
+GPUS = ResourcePool("gpus", gpus=1)
+
+
+def named(requests: list[Request]) -> list[str]:
+    return [f"{request.group.name}.{request.method}" for request in requests]
+
+
+def ended(turns: DeviceTurns, request: Request) -> list[Request]:
+    """What may be called when a request's call is over."""
+    return [ready for after in request.then(Call(request.group, request.method, (0,))) for ready in turns.ask(after)]
+
+
+def test_the_holder_is_offloaded_before_the_next_is_onloaded():
+    asked, turns = Asked(), DeviceTurns()
+    a, b = asked.group("a", GPUS), asked.group("b", GPUS)
+    (onload,) = turns.ask(Request(a, "update", on_device=True))
+    assert named([onload]) == ["a.onload"], "nobody holds the devices"
+    assert named(ended(turns, onload)) == ["a.update"]
+    assert named(turns.ask(Request(a, "again", on_device=True))) == ["a.again"], "it holds them"
+    (offload,) = turns.ask(Request(b, "generate", on_device=True))
+    assert named([offload]) == ["a.offload"]
+    (onload,) = ended(turns, offload)
+    assert named([onload]) == ["b.onload"] and named(ended(turns, onload)) == ["b.generate"]
+
+
+def test_requests_wait_in_the_order_in_which_they_came_while_devices_change_hands():
+    asked, turns = Asked(), DeviceTurns()
+    a, b = asked.group("a", GPUS), asked.group("b", GPUS)
+    (onload,) = turns.ask(Request(a, "first", on_device=True))
+    assert not turns.ask(Request(b, "second", on_device=True)) and not turns.ask(Request(a, "third", on_device=True))
+    ready = ended(turns, onload)
+    assert named(ready) == ["a.first", "a.offload"], "the second is another group's"
+    (onload,) = ended(turns, ready[-1])
+    ready = ended(turns, onload)
+    assert named(ready) == ["b.second", "b.offload"]
+    (onload,) = ended(turns, ready[-1])
+    assert named(ended(turns, onload)) == ["a.third"]
+
+
+def test_a_request_that_needs_no_device_waits_for_none():
+    asked, turns = Asked(), DeviceTurns()
+    a, b, cpu = asked.group("a", GPUS), asked.group("b", GPUS), asked.group("cpu", ResourcePool("cpus"))
+    assert named(turns.ask(Request(a, "update", on_device=True))) == ["a.onload"]
+    assert named(turns.ask(Request(b, "save"))) == ["b.save"]
+    assert named(turns.ask(Request(cpu, "score", on_device=True))) == ["cpu.score"]
+
+
+def test_groups_that_share_devices_begin_with_their_models_in_host_memory():
+    asked = Asked()
+    a, b = asked.group("a", GPUS), asked.group("b", GPUS)
+    alone, cpu = asked.group("alone", ResourcePool("other", gpus=1)), asked.group("cpu", ResourcePool("cpus"))
+    beside = asked.group("beside", ResourcePool("cpus"))
+    assert named(offload_shared([a, alone, cpu, b, beside])) == ["a.offload", "b.offload"]
