@@ -11,9 +11,10 @@ from weft.controllers.schedule import Share
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.rows import Published
-from weft.dataflow.graph import Graph, graph
+from weft.dataflow.graph import Graph
 from weft.dataflow.handle import group
 from weft.dataflow.operation import Shape, node
+from weft.dataflow.tracing import graph
 
 
 @node(reads=("prompt_ids",), writes=("response_ids", "response_versions"))

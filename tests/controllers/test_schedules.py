@@ -336,6 +336,7 @@ def test_an_evaluation_beside_training_claims_rows_of_one_step_at_a_time():
 
 
 def test_limits_of_schedules_are_checked():
+    wrong: dict[str, Any]
     for wrong in ({"steps": 0}, {"prompts_per_step": 0}, {"max_refills": -1}, {"groups_per_part": 0}):
         with pytest.raises(UserError):
             Pipelined(**wrong)
@@ -343,6 +344,7 @@ def test_limits_of_schedules_are_checked():
         Asynchronous(max_staleness=-1)
     with pytest.raises(UserError):
         Asynchronous(groups_per_part=0)
+    right: dict[str, Any]
     for right in ({"steps": 1}, {"prompts_per_step": 1}, {"max_refills": 0}, {"groups_per_part": 1}):
         assert Pipelined(**right)
     default = Asynchronous()
