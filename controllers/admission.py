@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..dataflow.buffer.sample_buffer import Room, SampleBuffer
+from ..dataflow.buffer.sample_buffer import Capacity, SampleBuffer
 from ..dataflow.column import RESPONSE_VERSIONS
 from ..dataflow.errors import StalledError
 from .calls import Calls
@@ -100,12 +100,12 @@ class Admission:
             return idle and not self._weights.under_way
         return all(self._groups[name].version >= version for name, version in versions.items())
 
-    def _capacity(self) -> Room:
+    def _capacity(self) -> Capacity:
         each, train = self._schedule.prompts_per_step, self._train
         if not self._schedule.overlaps:
-            return self._buffer.room(train.name, groups_per_update=each)
+            return self._buffer.capacity(train.name, groups_per_update=each)
         generating = [n.group for n in train.graph.nodes if n.group and str(RESPONSE_VERSIONS) in n.writes]
-        return self._buffer.room(
+        return self._buffer.capacity(
             train.name,
             groups_per_update=each,
             staleness=self._schedule.max_staleness,

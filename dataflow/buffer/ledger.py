@@ -1,15 +1,21 @@
-"""Ledger: the control plane of the sample buffer. It knows of each row which columns exist, where they are, and what
-each node has done with it; it never holds a token. Every event costs O(1) per row and pushes readiness.
+"""Ledger: the control plane of the sample buffer. It knows which columns of each row exist, where they are, and what each node has
+done with the row; it never holds a token. Every event costs O(1) per row and pushes readiness.
 
-A row is *offered* to a node when everything in the node's `after` is done with it; a node that sees whole groups is
-offered a group when no more rows of it can come and all are ready, or when its quorum is there. A claim is a lease: rows
-come back when it is released or its deadline passes, and only the holder of its token may publish. Consumption is exactly
-once per node. What a node that takes groups publishes counts when its lease is finished: a lease that is released in
-between gives whole groups back.
+The law of rows:
 
-Each event is a record (`dataflow/buffer/log.py`), and the ledger is what its records make of it: `replay` them, and it stands
-where it stood. `dataflow/buffer/ledger_state.py` says the same in records of its own, so that a log need not be read from its
-beginning.
+- A row is exactly one of waiting, leased, done or dropped, and each node consumes it at most once (`RowState`, in `rows.py`).
+- A row is ready for a node when everything in the node's `after` is done with it. A node that takes groups gets a group when no more
+  rows of it can come and all are ready, or when its quorum is there.
+- Rows made of a parent come one by one. The parent is finished by a word of its own, by the end of its lease, or by a quorum that
+  does without the rest. A parent that is requeued keeps the rows that were made of it, and their ids.
+- A claim is a lease, and only the holder of its token may publish. What a node that takes groups publishes counts when its lease is
+  finished: a lease that is released before that gives complete groups back.
+
+A lease:    claim ──> open ──finish──> finished
+                       └──release, or its deadline passes──> void: its rows are ready again, and whoever holds it is refused
+
+Each event (`events.py`) is noted in the log before it takes effect, and the ledger is what its events make of it: `replay` them, and it
+stands where it stood. `ledger_state.py` saves and loads the same state, so that a log need not be read from its beginning.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ import heapq
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +35,7 @@ from ..node import SOURCE, Node
 from ..operation import Shape
 from .events import Claim, Drop, Event, Finish, Issue, Lose, Offer, Publish, Release, SetSource, from_record, to_record
 from .log import Log, Record
+from .readiness import Readiness
 from .rows import MAX_CHILDREN, Group, Ids, Lease, Part, Piece, Published, Row, Staleness
 from .segments import Segment
 from .wiring import Wiring
@@ -84,20 +91,8 @@ class Ledger:
         """Groups with which nothing is left to do but what follows behind."""
         self._leases: dict[int, Lease] = {}
         self._next_token = 1
-        # What may be claimed by each node: heaps of (group, sample) ids, or of group ids where the node takes groups.
-        # Entries of rows that were taken away since stay until they come up.
-        self._offers: list[list[tuple[int, int]]] = [[] for _ in nodes]
-        self._group_offers: list[list[int]] = [[] for _ in nodes]
-        self._ready = [0] * len(nodes)
-        self._ready_groups = [0] * len(nodes)
+        self.readiness = Readiness(self._wiring)
         self._leased_groups = [0] * len(nodes)
-        self._held: list[list[int]] = [[] for _ in nodes]
-        self._unclaimed = [0] * len(nodes)
-        # Of nodes that update: unclaimed groups by the version at which their generation began, and those of them on offer.
-        self._unclaimed_of: list[Counter[int]] = [Counter() for _ in nodes]
-        self._offered_of: list[Counter[int]] = [Counter() for _ in nodes]
-        self._todo = [0] * len(nodes)
-        self._unfinished_levels = [0] * self._wiring.num_levels
         self._deadlines: list[tuple[float, int, int]] = []
         """(when, node, group) of quorums that are not reached, and (when, -1, token) of leases."""
         self._void: dict[int, str] = {}
@@ -206,10 +201,7 @@ class Ledger:
         group = Group(self._ids.take_group(), round, tokens, self._wiring.num_levels, len(self.graph.nodes))
         self._groups[group.id] = group
         self.rounds[round] += 1
-        for level in range(1, self._wiring.num_levels):
-            self._unfinished_levels[level] += 1
-        for i, takes_groups in enumerate(self._wiring.takes_groups):
-            self._unclaimed[i] += takes_groups
+        self.readiness.open_group()
         group.complete[SOURCE] = True
         self._add(Row(self._ids.take(1), group, None, SOURCE, position, tokens, None))
         self._retire_if_finished(group)
@@ -221,7 +213,7 @@ class Ledger:
         nodes = self._wiring.on_level[row.level]
         row.group.open += len(nodes)
         for i in nodes:
-            self._todo[i] += 1
+            self.readiness.todo[i] += 1
             row.group.behind += self._wiring.behind[i]
         for i in nodes:
             if row.group.closed >> i & 1:
@@ -258,11 +250,10 @@ class Ledger:
             group.ready[i] += 1
             if self._wiring.quorum[i]:
                 self._await_quorum(row, i)
-                self._ready[i] += group.offered >> i & 1 and group.ready[i] <= self._wiring.quorum[i]
+                self.readiness.rows[i] += group.offered >> i & 1 and group.ready[i] <= self._wiring.quorum[i]
             self._offer_group_if_ready(group, i)
         else:
-            heapq.heappush(self._offers[i], (row.group.id, row.id))
-            self._ready[i] += 1
+            self.readiness.offer_row(row, i)
 
     def _await_quorum(self, row: Row, i: int) -> None:
         group = row.group
@@ -281,48 +272,23 @@ class Ledger:
         expected = len(group.levels[level]) - group.skipped[i]
         whole = group.complete[level] and group.ready[i] == expected > 0
         if whole or 0 < self._wiring.quorum[i] <= group.ready[i]:
-            self._offer_group(group, i)
-
-    def _tally(self, group: Group, by: int) -> None:
-        """Take a group out of the counts by version (-1) before what they count changes, and in again (1) afterwards."""
-        if group.version is None:
-            return
-        for i in self._wiring.updates:
-            if not group.claimed >> i & 1:
-                for counts in (self._unclaimed_of[i], self._offered_of[i])[: 1 + (group.offered >> i & 1)]:
-                    counts[group.version] += by
-                    if not counts[group.version]:
-                        del counts[group.version]
-
-    def _offer_group(self, group: Group, i: int) -> None:
-        self._tally(group, -1)
-        group.offered |= 1 << i
-        self._tally(group, 1)
-        heapq.heappush(self._group_offers[i], group.id)
-        self._ready_groups[i] += 1
-        self._ready[i] += self._offered_rows(group, i)
-
-    def _offered_rows(self, group: Group, i: int) -> int:
-        """Rows of a group that are ready for node i, to which it is offered."""
-        if self._wiring.quorum[i]:
-            return min(group.ready[i], self._wiring.quorum[i])
-        return len(group.levels[self.graph.nodes[i].level]) - group.skipped[i]
+            self.readiness.offer_group(group, i)
 
     def _offer_short(self, i: int, group: Group) -> None:
         """A group whose quorum did not come in time is offered with the rows that did."""
         if not (group.offered | group.closed) >> i & 1:
             self._note(Offer(self.graph.nodes[i].name, group.id))
-            self._offer_group(group, i)
+            self.readiness.offer_group(group, i)
 
     def _finish_level_if_complete(self, group: Group, level: int) -> None:
-        """Mark a level whole when nothing that makes its rows is left to do, then look one level further."""
+        """Mark a level complete when nothing that makes its rows is left to do, then look one level further."""
         i = self._wiring.maker[level]
         above = self.graph.nodes[i].level
         finished = group.expanded[i] + group.skipped[i]
         if group.complete[level] or not group.complete[above] or finished < len(group.levels[above]):
             return
         group.complete[level] = True
-        self._unfinished_levels[level] -= 1
+        self.readiness.unfinished_levels[level] -= 1
         for j in self._wiring.on_level[level]:
             self._offer_group_if_ready(group, j)
             makes = self.graph.nodes[j].makes_level
@@ -331,21 +297,21 @@ class Ledger:
 
     def ready(self, node: Node) -> int:
         """Rows that a claim on this node could get now."""
-        return self._ready[self._index[node.name]]
+        return self.readiness.rows[self._index[node.name]]
 
     def ready_groups(self, node: Node) -> int:
-        """Whole groups that a claim on this node could get now (nodes that take groups or batches)."""
-        return self._ready_groups[self._index[node.name]]
+        """Groups that a claim on this node could get now (nodes that take groups or batches)."""
+        return self.readiness.groups[self._index[node.name]]
 
     def ready_in_round(self, node: Node) -> tuple[int, int]:
         """The round of what a claim on this node would get first, and how much it could get of that round alone: rows, or groups,
         whichever the node takes. It looks at all that is ready for the node."""
         i = self._index[node.name]
         if self._wiring.takes_groups[i]:
-            offered = [g for id in sorted(self._group_offers[i]) if (g := self._groups.get(id)) is not None]
-            groups = [group for group in offered if self._offered_rows(group, i)]
+            offered = [g for id in sorted(self.readiness.group_queues[i]) if (g := self._groups.get(id)) is not None]
+            groups = [group for group in offered if self.readiness.rows_of(group, i)]
         else:
-            rows = [self._rows.get(id) for _, id in sorted(self._offers[i])]
+            rows = [self._rows.get(id) for _, id in sorted(self.readiness.row_queues[i])]
             groups = [row.group for row in rows if row is not None and not (row.skipped | row.done) >> i & 1]
         if not groups:
             return -1, 0
@@ -354,7 +320,7 @@ class Ledger:
 
     def unclaimed(self, node: Node) -> int:
         """Groups in flight that this node (which takes groups or batches) has not claimed."""
-        return self._unclaimed[self._index[node.name]]
+        return self.readiness.unclaimed[self._index[node.name]]
 
     def leased_groups(self, node: Node) -> int:
         """Groups that this node (which takes groups or batches) has claimed and not finished."""
@@ -363,32 +329,26 @@ class Ledger:
     def oldest_held(self, node: Node) -> int | None:
         """Oldest policy version among the groups that are too old for this node and wait (see `held`); None: there is none."""
         i = self._index[node.name]
-        groups = (self._groups[g] for g in self._held[i])
+        groups = (self._groups[g] for g in self.readiness.held[i])
         made = (r.version for g in groups for r in self._rows_offered(g, i) if r.version is not None and r.version >= 0)
         return min(made, default=None)
 
     def groups_until(self, node: Node, version: int) -> tuple[int, int]:
         """Groups whose generation began at this version or before and that this node (which updates) has not claimed:
         how many, and how many of them are ready for it."""
-        i = self._index[node.name]
-        unclaimed, offered = self._unclaimed_of[i], self._offered_of[i]
-        return sum(unclaimed[v] for v in unclaimed if v <= version), sum(offered[v] for v in offered if v <= version)
+        return self.readiness.groups_until(self._index[node.name], version)
 
     def held(self, node: Node) -> int:
         """Groups that are too old for this node and wait for a larger bound."""
-        return len(self._held[self._index[node.name]])
+        return len(self.readiness.held[self._index[node.name]])
 
     def settled(self, node: Node) -> bool:
         """Everything issued so far that will reach this node is ready for it, and none of it is leased."""
-        i = self._index[node.name]
-        if self._wiring.quorum[i]:
-            return self._ready_groups[i] == self._unclaimed[i] > 0
-        return self._todo[i] > 0 and self._unfinished_levels[node.level] == 0 and self.ready(node) == self._todo[i]
+        return self.readiness.is_settled(self._index[node.name])
 
     def exhausted(self, node: Node) -> bool:
         """Nothing issued so far is left for this node to do."""
-        i = self._index[node.name]
-        return self._todo[i] == 0 and self._unfinished_levels[node.level] == 0
+        return self.readiness.is_exhausted(self._index[node.name])
 
     @property
     def group_ids(self) -> list[int]:
@@ -447,7 +407,7 @@ class Ledger:
         if self._wiring.takes_groups[i]:
             rows = self._claim_groups(i, max_groups, staleness, masked)
         else:
-            rows = self._claim_rows(i, max_rows)
+            rows = self.readiness.take_rows(i, max_rows, self._rows)
         if not rows and self.stale.total() == too_old:
             return None
         self._next_token += 1
@@ -463,8 +423,7 @@ class Ledger:
         for row in rows:
             row.leased |= bit
             if version is not None and row.group.version is None:
-                row.group.version = version
-                self._tally(row.group, 1)
+                self.readiness.set_version(row.group, version)
         lease.open = {r.id: r for r in rows}
         if deadline_s is not None:
             lease.deadline = self._clock() + deadline_s
@@ -479,41 +438,24 @@ class Ledger:
         for k, row in enumerate(new):
             row.first_children = {**(row.first_children or {}), level: first + k * MAX_CHILDREN}
 
-    def _claim_rows(self, i: int, number: int | None) -> list[Row]:
-        heap, rows = self._offers[i], []
-        bit = 1 << i
-        if number is None or number >= len(heap):
-            ids, heap[:] = sorted(heap), []
-        else:
-            ids = _popped(heap)
-        for _, id in ids:
-            row = self._rows.get(id)
-            if row is not None and not (row.skipped | row.done) & bit:
-                rows.append(row)
-                if len(rows) == number:
-                    break
-        self._ready[i] -= len(rows)
-        return rows
-
     def _claim_groups(self, i: int, number: int | None, staleness: Staleness | None, masked: list[int]) -> list[Row]:
         rows: list[Row] = []
         taken = 0
-        if staleness is not None and self._held[i]:
+        if staleness is not None and self.readiness.held[i]:
             self._offer_held(i, staleness)
-        heap = self._group_offers[i]
-        while heap and (number is None or taken < number):
-            group = self._groups.get(heapq.heappop(heap))
+        queue = self.readiness.group_queues[i]
+        while queue and (number is None or taken < number):
+            group = self._groups.get(heapq.heappop(queue))
             if group is None:  # it was lost
                 continue
             own = self._rows_offered(group, i)
             if not own:  # its rows were dropped
                 continue
-            self._ready[i] -= self._offered_rows(group, i)
-            self._ready_groups[i] -= 1
+            self.readiness.withdraw_group(group, i)
             if staleness is not None and not staleness.allows(own):
                 self.stale[staleness.fate] += 1
                 if staleness.fate == "wait":
-                    self._held[i].append(group.id)
+                    self.readiness.held[i].append(group.id)
                     continue
                 if staleness.fate != "mask":
                     self._drop_stale(group, i, own, issue_again=staleness.fate == "requeue")
@@ -521,10 +463,7 @@ class Ledger:
                 masked += [r.id for r in own if not staleness.allows((r,))]
             taken += 1
             rows += own
-            self._tally(group, -1)
-            group.claimed |= 1 << i
-            self._tally(group, 1)
-            self._unclaimed[i] -= 1
+            self.readiness.claim_group(group, i)
             if self._wiring.quorum[i]:
                 self._close_quorum(group, i, own)
         return rows
@@ -535,13 +474,13 @@ class Ledger:
         return sorted((r for r in group.levels[self.graph.nodes[i].level] if not r.skipped >> i & 1), key=_id)
 
     def _offer_held(self, i: int, staleness: Staleness) -> None:
-        held, self._held[i] = self._held[i], []
+        held, self.readiness.held[i] = self.readiness.held[i], []
         for id in held:
             group = self._groups[id]
             if staleness.allows(self._rows_offered(group, i)):
-                self._offer_group(group, i)
+                self.readiness.offer_group(group, i)
             else:
-                self._held[i].append(id)
+                self.readiness.held[i].append(id)
 
     def _drop_stale(self, group: Group, i: int, rows: list[Row], *, issue_again: bool) -> None:
         root = group.levels[SOURCE][0]
@@ -575,7 +514,7 @@ class Ledger:
             lease.given_up.add(parent.id)
             self._given_up.append((lease.token, parent.id))
         elif parent.offered >> i & 1:
-            self._ready[i] -= 1
+            self.readiness.rows[i] -= 1
         self.cut_short[self.graph.nodes[i].name] += 1
         parent.group.expanded[i] += 1
         self._finish(parent, i)
@@ -608,21 +547,19 @@ class Ledger:
         if any(r.leased for r in rows):
             raise LeaseError(f"group {group_id} of graph {self.name!r} is lost ({why}) while rows of it are leased")
         self._note(Lose(group_id, why, issue_again))
-        self._tally(group, -1)
-        group.version = None  # what becomes of it below is counted no more
+        self.readiness.set_version(group, None)  # what becomes of it below is counted no more
         for i, node in enumerate(self.graph.nodes):
             offered = group.offered & ~group.claimed & 1 << i
-            if offered and group_id in self._held[i]:
-                self._held[i].remove(group_id)
+            if offered and group_id in self.readiness.held[i]:
+                self.readiness.held[i].remove(group_id)
             elif offered and group.ready[i]:  # else it was too old, and dropped
-                self._ready[i] -= self._offered_rows(group, i)
-                self._ready_groups[i] -= 1
+                self.readiness.withdraw_group(group, i)
             group.offered |= 1 << i  # never again
             for row in group.levels[node.level]:
                 if not (row.done | row.skipped) >> i & 1:
                     self._skip(row, i)
         for level in range(self._wiring.num_levels):
-            self._unfinished_levels[level] -= not group.complete[level]
+            self.readiness.unfinished_levels[level] -= not group.complete[level]
             group.complete[level] = True
         for row in rows:
             row.skipped |= 1 << len(self.graph.nodes)  # counted as dropped, whatever was done with it
@@ -800,11 +737,7 @@ class Ledger:
             row.leased &= ~(1 << i)
         if self._wiring.takes_groups[i]:
             for group in dict.fromkeys(r.group for r in lease.rows):
-                self._tally(group, -1)
-                group.claimed &= ~(1 << i)
-                self._tally(group, 1)
-                self._offer_group(group, i)
-                self._unclaimed[i] += 1
+                self.readiness.unclaim_group(group, i)
             for _, _, segment in lease.staged:
                 if segment is not None:
                     self._freed.append(segment)
@@ -830,10 +763,8 @@ class Ledger:
     def _offer_again(self, row: Row, i: int) -> None:
         """A row that node i had claimed is ready for it as before."""
         if self.graph.nodes[i].makes_level is not None and row.level == SOURCE and not any(row.group.levels[1:]):
-            self._tally(row.group, -1)
-            row.group.version = None  # its generation begins again
-        heapq.heappush(self._offers[i], (row.group.id, row.id))
-        self._ready[i] += 1
+            self.readiness.set_version(row.group, None)  # its generation begins again
+        self.readiness.offer_row(row, i)
         if row.cancelled & self._wiring.serves[i]:  # meanwhile
             self._skip(row, i)
             self._retire_if_finished(row.group)
@@ -854,15 +785,14 @@ class Ledger:
             rows = [row for group in groups for row in self._rows_offered(group, i)]
         for row in rows:
             offers = row.group.offered if self._wiring.takes_groups[i] else row.offered
-            on_offer = offers >> i & 1 and row.group.id not in self._held[i]
+            on_offer = offers >> i & 1 and row.group.id not in self.readiness.held[i]
             if not on_offer or (row.leased | row.done | row.skipped) >> i & 1:
                 raise LeaseError(
                     f"row {row.id} is dropped at node {node.name!r}, for which it is not ready, or which has it"
                 )
         self._note(Drop(node.name, [row.id for row in rows], why))
         for group in groups if self._wiring.takes_groups[i] else ():
-            self._ready[i] -= self._offered_rows(group, i)  # its entry among the offers has no rows any more
-            self._ready_groups[i] -= 1
+            self.readiness.withdraw_group(group, i)  # its entry among the offers has no rows any more
         for row in rows:
             self._drop(row, i, f"failed at {node.name}")
         for group in groups:
@@ -925,7 +855,7 @@ class Ledger:
         bit = 1 << i
         row.done |= bit
         row.leased &= ~bit
-        self._todo[i] -= 1
+        self.readiness.todo[i] -= 1
         group = row.group
         group.open -= 1
         group.behind -= self._wiring.behind[i]
@@ -963,7 +893,7 @@ class Ledger:
     def _skip(self, row: Row, j: int) -> None:
         bit = 1 << j
         row.skipped |= bit
-        self._todo[j] -= 1
+        self.readiness.todo[j] -= 1
         group = row.group
         group.open -= 1
         group.behind -= self._wiring.behind[j]
@@ -972,7 +902,7 @@ class Ledger:
             if self._wiring.takes_groups[j]:
                 group.ready[j] -= 1
             elif not row.leased & bit:
-                self._ready[j] -= 1
+                self.readiness.rows[j] -= 1
         self._offer_group_if_ready(group, j)
 
     def _retire_if_finished(self, group: Group) -> None:
@@ -992,9 +922,7 @@ class Ledger:
                     if not part.rows:
                         self._free(part)
                 del self._rows[row.id]
-        self._tally(group, -1)
-        for i, takes_groups in enumerate(self._wiring.takes_groups):
-            self._unclaimed[i] -= takes_groups and not group.claimed >> i & 1
+        self.readiness.close_group(group)
         self.largest_group = max(self.largest_group, sum(map(len, group.levels)))
         self.largest_group_bytes = max(self.largest_group_bytes, round(num_bytes))
         self.finished_bytes += num_bytes
@@ -1059,12 +987,6 @@ class Ledger:
 
 def _id(row: Row) -> int:
     return row.id
-
-
-def _popped(heap: list[Any]) -> Iterator[Any]:
-    """The entries of a heap, smallest first, each taken off when it is asked for."""
-    while heap:
-        yield heapq.heappop(heap)
 
 
 def int64_array(numbers: Sequence[int] | None) -> Any:

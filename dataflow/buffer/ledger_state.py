@@ -36,7 +36,7 @@ def save(ledger: Ledger) -> Iterator[Record]:
         "largest_bytes": ledger.largest_group_bytes,
         "finished": ledger.groups_finished,
         "token": ledger._next_token,
-        "held": ledger._held,
+        "held": ledger.readiness.held,
     }
     numbers: dict[int, int] = {}
     for group in ledger._groups.values():
@@ -116,7 +116,7 @@ def _load_totals(ledger: Ledger, record: Record) -> None:
     ledger.largest_group, ledger.published_bytes = record["largest"], record["bytes"]
     ledger.finished_bytes, ledger.largest_group_bytes = record["finished_bytes"], record["largest_bytes"]
     ledger.groups_finished = record["finished"]
-    ledger._held = [list(held) for held in record["held"]]
+    ledger.readiness.held = [list(held) for held in record["held"]]
 
 
 def _load_group(ledger: Ledger, record: Record, parts: list[Part]) -> None:
@@ -145,7 +145,7 @@ def _load_group(ledger: Ledger, record: Record, parts: list[Part]) -> None:
     _count(ledger, group)
     if group.open == group.behind and all(group.complete):
         ledger._rest(group)
-    ledger._tally(group, 1)
+    ledger.readiness.tally(group, 1)
     _offer(ledger, group)
 
 
@@ -159,9 +159,9 @@ def _count(ledger: Ledger, group: Group) -> None:
         todo = sum(1 for r in rows if not (r.done | r.skipped) & bit)
         group.open += todo
         group.behind += todo * ledger._wiring.behind[i]
-        ledger._todo[i] += todo
+        ledger.readiness.todo[i] += todo
         group.claimed |= bit if ledger._wiring.takes_groups[i] and any((r.done | r.leased) & bit for r in rows) else 0
-        ledger._unclaimed[i] += ledger._wiring.takes_groups[i] and not group.claimed & bit
+        ledger.readiness.unclaimed[i] += ledger._wiring.takes_groups[i] and not group.claimed & bit
     for level in range(ledger._wiring.num_levels):
         if level == SOURCE:
             group.complete[level] = True
@@ -171,7 +171,7 @@ def _count(ledger: Ledger, group: Group) -> None:
         group.complete[level] = group.complete[above] and group.expanded[i] + group.skipped[i] >= len(
             group.levels[above]
         )
-        ledger._unfinished_levels[level] += not group.complete[level]
+        ledger.readiness.unfinished_levels[level] += not group.complete[level]
 
 
 def _offer(ledger: Ledger, group: Group) -> None:
@@ -182,12 +182,11 @@ def _offer(ledger: Ledger, group: Group) -> None:
         if not ledger._wiring.takes_groups[i]:
             for row in rows:
                 if row.offered & ~(row.done | row.leased | row.skipped) & bit:
-                    heapq.heappush(ledger._offers[i], (group.id, row.id))
-                    ledger._ready[i] += 1
-        elif group.offered & bit and group.id not in ledger._held[i]:
+                    ledger.readiness.offer_row(row, i)
+        elif group.offered & bit and group.id not in ledger.readiness.held[i]:
             own = [r for r in rows if r.offered & ~r.skipped & bit]
             if own and not any((r.done | r.leased) & bit for r in own):
-                ledger._offer_group(group, i)
+                ledger.readiness.offer_group(group, i)
         elif not group.offered & bit and ledger._wiring.quorum[i] and group.ready[i]:
             quorum = node.operation.quorum
             if quorum and quorum.deadline_s is not None:

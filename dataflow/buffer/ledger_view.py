@@ -5,6 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 from .ledger import Ledger
+from .rows import RowState
 
 
 def table(ledger: Ledger) -> pa.Table:
@@ -56,11 +57,10 @@ def why(ledger: Ledger, group_id: int) -> str:
     lines: list[str] = []
     for i, node in enumerate(ledger.graph.nodes):
         rows = group.levels[node.level]
-        bit = 1 << i
-        left = [r for r in rows if not (r.done | r.skipped) & bit]
+        left = [r for r in rows if r.state(i) not in (RowState.DONE, RowState.DROPPED)]
         if not left and group.complete[node.level]:
             continue
-        leased = sum(1 for r in left if r.leased & bit)
+        leased = sum(1 for r in left if r.state(i) is RowState.LEASED)
         missing = sorted({a for r in left for a in node.after if not ledger._wiring.has_passed(r, a)})
         if not group.complete[node.level]:
             maker = ledger.graph.levels[node.level]
@@ -68,7 +68,7 @@ def why(ledger: Ledger, group_id: int) -> str:
         oldest = min((r.version for r in left if r.version is not None and r.version >= 0), default=None)
         if node.operation.behind and not group.rested:
             missing.append("all else to be done with the group")
-        too_old = group_id in ledger._held[i] and f"too old, of version {oldest}; waits for a larger bound"
+        too_old = group_id in ledger.readiness.held[i] and f"too old, of version {oldest}; waits for a larger bound"
         state = too_old or (
             f"{leased} leased" if leased else f"waits for {', '.join(missing)}" if missing else "ready, not claimed"
         )

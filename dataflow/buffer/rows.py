@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -40,6 +41,24 @@ class Ids:
     def take_group(self) -> int:
         group, self.next_group = self.next_group, self.next_group + 1
         return group
+
+
+class RowState(enum.Enum):
+    """What a node has to do with a row of its level.
+
+    BLOCKED ──offer──> READY ──claim──> LEASED ──publish──> DONE
+       │                │ ^───release─────┘
+       └─────skip───────┴──────────────────────────────────> DROPPED
+    """
+
+    BLOCKED = "blocked"
+    """It waits for other nodes, or for the rest of its group."""
+    READY = "ready"
+    """All that the node waits for is done with the row; a node that takes groups also waits for the others of the group."""
+    LEASED = "leased"
+    DONE = "done"
+    DROPPED = "dropped"
+    """The node never sees it: a filter left it out, a quorum did without it, it was too old, or it was lost."""
 
 
 class Part:
@@ -93,6 +112,16 @@ class Row:
         self.children: list[Row] | None = None
         self.first_children: dict[int, int] | None = None
         """Level -> where the MAX_CHILDREN sample ids begin that are set aside for the rows of this level made of this row."""
+
+    def state(self, i: int) -> RowState:
+        """Its state at node i, which is of its level."""
+        if self.done >> i & 1:
+            return RowState.DONE
+        if self.leased >> i & 1:
+            return RowState.LEASED
+        if self.skipped >> i & 1:
+            return RowState.DROPPED
+        return RowState.READY if self.offered >> i & 1 else RowState.BLOCKED
 
     def ancestor(self, level: int) -> Row:
         """The row of a level that this one comes from, or itself."""

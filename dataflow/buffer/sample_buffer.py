@@ -73,7 +73,7 @@ class BufferConfig(Config):
 
 
 @dataclass(frozen=True)
-class Room:
+class Capacity:
     """How many groups may be issued now, and what stands against more."""
 
     groups: int
@@ -343,9 +343,9 @@ class SampleBuffer:
         before, self._unpinned = self._unpinned, []
         self._let_go(before)
 
-    def room(
+    def capacity(
         self, name: str, *, groups_per_update: int = 1, staleness: int | None = None, lag: int = 0, taken: int = 0
-    ) -> Room:
+    ) -> Capacity:
         """How many groups of this graph may be issued now, by rows, bytes and optimizer steps, and which of them binds.
 
         Args:
@@ -380,7 +380,7 @@ class SampleBuffer:
             free = (staleness + 1 - lag) * groups_per_update - ahead
             bounds.append((free, f"{ahead} groups wait to be trained on, max_staleness={staleness}"))
         free, reason = min(bounds, default=(UNBOUNDED, ""))
-        return Room(max(0, free), reason)
+        return Capacity(max(0, free), reason)
 
 
 def expected_rows(graph: Graph) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from ..graph import SOURCE, Graph, Node
+from ..graph import Graph
+from ..node import SOURCE, Node
 from .rows import Row
 
 

@@ -1,4 +1,4 @@
-"""The tests in this folder import `played_ledgers`."""
+"""The tests in this folder import `played_ledgers`, `ledgers` and `ledger_model`."""
 
 import sys
 from pathlib import Path

@@ -901,12 +901,12 @@ class Stream:
             self.chance.shuffle(moves)
             moved = [move() for move in moves]
             idle = 0 if any(moved) else idle + 1
-            assert idle < 3, f"nobody can go on: {self.buffer.room('train')}, {self.ledger.counts()}"
+            assert idle < 3, f"nobody can go on: {self.buffer.capacity('train')}, {self.ledger.counts()}"
             self.check()
         self.buffer.log.close()
 
     def produce(self) -> bool:
-        room = self.buffer.room("train", staleness=self.staleness, groups_per_update=self.groups_per_update)
+        room = self.buffer.capacity("train", staleness=self.staleness, groups_per_update=self.groups_per_update)
         number = min(room.groups, self.prompts - self.issued)
         if number:
             self.ledger.issue(range(number), [1] * number, round=0)
@@ -1009,10 +1009,10 @@ def test_what_is_let_in_keeps_every_bound_and_the_run_goes_on(tmp_path_factory: 
 def test_room_says_what_stands_against_more(tmp_path: Path):
     config = BufferConfig(max_rows=9, max_bytes=10_000)
     buffer = SampleBuffer.create(tmp_path, {"train": train_graph(2, quorum=False)}, config=config)
-    assert buffer.room("train").groups == 3
+    assert buffer.capacity("train").groups == 3
     buffer.ledgers["train"].issue([0, 1], [1, 1], round=0)
-    assert buffer.room("train").groups == 1
-    assert buffer.room("train").reason == "2 rows in flight, max_rows=9, 3 a group"
-    room = buffer.room("train", staleness=0, groups_per_update=2)
+    assert buffer.capacity("train").groups == 1
+    assert buffer.capacity("train").reason == "2 rows in flight, max_rows=9, 3 a group"
+    room = buffer.capacity("train", staleness=0, groups_per_update=2)
     assert (room.groups, room.reason) == (0, "2 groups wait to be trained on, max_staleness=0")
     buffer.log.close()
