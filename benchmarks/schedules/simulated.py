@@ -101,7 +101,9 @@ def _costs(runs: Sequence[Mapping[str, Any]], lengths: FixedLengths | LogNormal,
         for number in {n for table in tables for n in table}
     }
     generation = Generation(lengths=lengths, decode_step_s=tuple(sorted(steps.items())), max_num_seqs=slots)
-    timeline = pa.Table.from_pylist([c for c in calls if c["node"] != "rollout.generate"])
+    # Simulated runs record nothing.
+    fitted = [c for c in calls if c["node"] != "rollout.generate" and c["group"] != "recorder"]
+    timeline = pa.Table.from_pylist(fitted)
     return calibrate(timeline, replicas=ranks, nodes={"rollout.generate": generation}, dispatch_s=DISPATCH_S)
 
 

@@ -11,6 +11,8 @@ import weft
 from weft.dataflow.batch import Batch
 from weft.dataflow.metrics import Metrics
 
+SCHEDULES = {"synchronous": weft.Synchronous, "pipelined": weft.Pipelined, "asynchronous": weft.Asynchronous}
+
 
 class SlowReward(ToyReward):
     def score(self, samples: Batch) -> tuple[Batch, Metrics]:
@@ -24,6 +26,7 @@ class Settings(weft.Config):
     steps: int = 100_000
     resume: str = "none"
     backend: Literal["local", "ray"] = "local"
+    schedule: Literal["synchronous", "pipelined", "asynchronous"] = "synchronous"
 
 
 def main(settings: Settings) -> None:
@@ -33,7 +36,7 @@ def main(settings: Settings) -> None:
     rollout.follows(actor)
     with weft.Driver(
         toy_grpo(prompts(10), rollout=rollout, reward=reward, actor=actor),
-        schedule=weft.Synchronous(steps=settings.steps, prompts_per_step=3),
+        schedule=SCHEDULES[settings.schedule](steps=settings.steps, prompts_per_step=3),
         checkpoint=weft.CheckpointConfig(every=settings.every),
         resume=settings.resume,
         backend=weft.RayBackend() if settings.backend == "ray" else weft.Local(),
