@@ -11,7 +11,9 @@ def test_a_column_stands_for_its_name():
 
 def test_every_declared_column_is_known_by_its_name_with_a_unit_or_a_meaning():
     assert all(isinstance(c, Column) and KNOWN[c.name] is c and c.doc for c in KNOWN.values())
-    assert {c.name for c in IDENTITY} == {"sample_id", "group_id", "parent_id", "draw_path"} <= set(KNOWN)
+    assert (
+        {c.name for c in IDENTITY} == {"sample_id", "group_id", "parent_id", "draw_path", "made_before"} <= set(KNOWN)
+    )
 
 
 def test_ragged_columns_have_int32_offsets():
