@@ -28,14 +28,15 @@ def ray_address() -> Iterator[str]:
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     from ray.cluster_utils import Cluster
 
-    no_idle_workers = {"RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0"}
-    os.environ |= no_idle_workers
     settings = {"num_cpus": CPUS, "include_dashboard": False, "object_store_memory": 200 << 20}
     with tempfile.TemporaryDirectory(
         prefix="weft-", dir="/tmp"
-    ) as folder:  # the path of a socket has at most 107 characters
+    ) as folder:  # a socket's path has at most 107 characters
+        (Path(folder) / "ray").mkdir()  # Ray notes the address of such a cluster there, and expects the folder
+        only_here = {"RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0", "RAY_TMPDIR": folder}
+        os.environ |= only_here
         cluster = Cluster(initialize_head=True, head_node_args={**settings, "temp_dir": f"{folder}/r"})
-        for name in no_idle_workers:
+        for name in only_here:
             del os.environ[name]
         assert cluster.address is not None
         yield cluster.address
