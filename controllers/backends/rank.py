@@ -17,7 +17,7 @@ from ..executor_thread import Activity, ExecutorThread
 from ..placement import Place
 from ..tasks import Failure, Reply, Task
 from .backend import Files
-from .interface import network_environment
+from .network_interface import network_environment
 from .pools import ReservedPool
 from .sample_note import SampleNote
 from .segment_servers import Peers

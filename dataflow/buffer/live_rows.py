@@ -37,9 +37,9 @@ class LiveRows:
         self._freed: deque[Segment] = deque()
         self.num_bytes = 0
         """Bytes of the segments that rows in flight lie in."""
-        self.published_bytes = 0
+        self.published_bytes: int = 0
         """Bytes published so far."""
-        self.finished_bytes = 0.0
+        self.finished_bytes: float = 0.0
         """Those of finished groups: of a segment that several groups share, each has its rows' part."""
         self.largest_group = 0
         """Most rows that a finished group had, on all levels."""

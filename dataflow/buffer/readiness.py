@@ -19,10 +19,14 @@ from .rows import Group, Row
 from .wiring import Wiring
 
 
-def claim_order(row: Row) -> tuple[int, int]:
-    """Which of the rows that are ready for a node it gets first: those of the oldest group, in order of their sample ids. A node that
-    takes groups gets the oldest group first."""
+def row_order(row: Row) -> tuple[int, int]:
+    """The smallest is the first of the rows that a node claims: those of the oldest group come first, in order of their sample ids."""
     return row.group.id, row.id
+
+
+def group_order(group: Group) -> int:
+    """The smallest is the first of the groups that a node claims: the oldest. The checker's rules and the replay of a log rely on it."""
+    return group.id
 
 
 class Readiness:
@@ -32,9 +36,9 @@ class Readiness:
         number = len(wiring.graph.nodes)
         self._wiring = wiring
         self.row_queues: list[list[tuple[int, int]]] = [[] for _ in range(number)]
-        """Heaps of `claim_order`."""
+        """Heaps of `row_order`."""
         self.group_queues: list[list[int]] = [[] for _ in range(number)]
-        """Heaps of group ids."""
+        """Heaps of `group_order`."""
         self.rows = [0] * number
         """Rows that are ready; of a node that takes groups, those of groups that are ready."""
         self.groups = [0] * number
@@ -93,11 +97,11 @@ class Readiness:
 
     def offer_row(self, row: Row, i: int) -> None:
         """A row is ready for node i."""
-        heapq.heappush(self.row_queues[i], claim_order(row))
+        heapq.heappush(self.row_queues[i], row_order(row))
         self.rows[i] += 1
 
     def take_rows(self, i: int, number: int | None, known: Mapping[int, Row]) -> list[Row]:
-        """At most so many of the rows in flight that are ready for node i, in `claim_order`."""
+        """At most so many of the rows in flight that are ready for node i, in `row_order`."""
         queue, rows = self.row_queues[i], []
         if number is None or number >= len(queue):
             entries, queue[:] = sorted(queue), []
@@ -125,7 +129,7 @@ class Readiness:
         self.tally(group, -1)
         group.offered |= 1 << i
         self.tally(group, 1)
-        heapq.heappush(self.group_queues[i], group.id)
+        heapq.heappush(self.group_queues[i], group_order(group))
         self.groups[i] += 1
         self.rows[i] += self.rows_of(group, i)
 
