@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..dataflow.buffer.sample_buffer import SampleBuffer
-from .calls import Calls
-from .graph_run import EvaluationRun, GraphRuns
+from .graph_run import EvaluationRun
 from .recovery.checkpoints import Checkpoints
 from .run_directory import RunDirectory
+from .run_parts import RunParts
 from .run_spec import RunHistory, RunSpec
-from .weight_sync import WeightSync
 
 
 class Closing:
@@ -25,21 +23,14 @@ class Closing:
         spec: RunSpec,
         history: RunHistory,
         directory: RunDirectory,
-        buffer: SampleBuffer,
-        graph_runs: GraphRuns,
-        weights: WeightSync,
-        calls: Calls,
+        parts: RunParts,
         checkpoints: Checkpoints,
         started: float,
     ) -> None:
         self._spec = spec
         self._history = history
         self._directory = directory
-        self._buffer = buffer
-        self._graph_runs = graph_runs
-        self._train = graph_runs.train
-        self._weights = weights
-        self._calls = calls
+        self._parts = parts
         self._checkpoints = checkpoints
         self._started = started
         self._closed_at = spec.backend.clock()
@@ -52,27 +43,27 @@ class Closing:
     @property
     def _possible(self) -> bool:
         """Whether anything may be closed: where training waits for weights, not before they have arrived."""
-        return self._spec.schedule.overlaps or not self._calls.beside_the_graph
+        return self._spec.schedule.overlaps or not self._parts.calls.beside_the_graph
 
     def close_training(self) -> bool:
         """End the step of training if it is over; returns whether it is."""
-        if not (self._possible and self._spec.schedule.over(self._train)):
+        if not (self._possible and self._spec.schedule.over(self._parts.train)):
             return False
-        metrics = self._train.close(overlaps=self._spec.schedule.overlaps)
-        self._buffer.note("step", self._train.step)
+        metrics = self._parts.train.close(overlaps=self._spec.schedule.overlaps)
+        self._parts.buffer.note("step", self._parts.train.step)
         self.close_step(metrics)
         return True
 
     def close_evaluations(self) -> None:
         """End the evaluations that are over."""
         if self._possible:
-            for evaluation in self._graph_runs.evaluations.values():
+            for evaluation in self._parts.graph_runs.evaluations.values():
                 for step in evaluation.ended:
                     self._close_evaluation(evaluation, step)
 
     def close_step(self, metrics: Mapping[str, float]) -> None:
         """Note the metrics of a step (the start of the run is step 0) and mark the evaluations that are due."""
-        train, now = self._train, self._spec.backend.clock()
+        train, now = self._parts.train, self._spec.backend.clock()
         row = {"step": float(train.step), "time_s": now - self._started, **metrics}
         if train.step:
             seconds = now - self._closed_at
@@ -97,7 +88,7 @@ class Closing:
 
     def _close_evaluation(self, evaluation: EvaluationRun, step: int) -> None:
         """Note the metrics of an evaluation beside those of the step that it evaluates, when its calls are over, too."""
-        calls = (c for c in self._calls.under_way if c.ledger is evaluation.ledger and not c.behind)
+        calls = (c for c in self._parts.calls.under_way if c.ledger is evaluation.ledger and not c.behind)
         if any(call.lease is not None and call.lease.round == step for call in calls):
             return
         metrics = evaluation.close(step, overlaps=self._spec.schedule.overlaps)
@@ -108,14 +99,14 @@ class Closing:
     def _mark_evaluations(self) -> None:
         """Mark the evaluations that are due at this step."""
         for name, evaluation in self._spec.evaluations.items():
-            if self._train.step % evaluation.every == 0 or self._train.over:
-                self._mark(self._graph_runs.evaluations[name])
+            if self._parts.train.step % evaluation.every == 0 or self._parts.train.over:
+                self._mark(self._parts.graph_runs.evaluations[name])
 
     def _mark(self, evaluation: EvaluationRun) -> None:
-        evaluation.mark(self._train.step, self._weights.coming(evaluation.graph.handles))
+        evaluation.mark(self._parts.train.step, self._parts.weights.coming(evaluation.graph.handles))
 
     def _ask_to_stop(self, row: Mapping[str, float]) -> None:
-        if self._spec.stop is not None and not self._train.stopped and self._spec.stop(row):
-            self._train.stopped = True
-            for evaluation in self._graph_runs.evaluations.values():  # a run ends with all of its evaluations
+        if self._spec.stop is not None and not self._parts.train.stopped and self._spec.stop(row):
+            self._parts.train.stopped = True
+            for evaluation in self._parts.graph_runs.evaluations.values():  # a run ends with all of its evaluations
                 self._mark(evaluation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ TRAIN = "train"
 
 
 @dataclass
-class GraphRun:
+class GraphRun(ABC):
     """A graph, its ledger and its place in the source."""
 
     name: str
@@ -67,13 +68,13 @@ class GraphRun:
         ids = lease.ids
         self.ledger.publish(lease, Published(ids, np.zeros(len(ids), np.int64)), None)
 
+    @abstractmethod
     def take(self, lease: Lease, measured: Mapping[str, Metric]) -> None:
         """Note what a call has measured on the rows of a lease."""
-        raise NotImplementedError
 
+    @abstractmethod
     def generates(self, lease: Lease, published: Published) -> None:
         """Note responses that are finished."""
-        raise NotImplementedError
 
 
 @dataclass

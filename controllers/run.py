@@ -36,6 +36,7 @@ from .recovery.resume import ResumePoint
 from .recovery.run_state import RunState
 from .request import Request
 from .run_directory import RunDirectory
+from .run_parts import RunParts
 from .run_spec import RunHistory, RunSpec
 from .schedule import Asynchronous
 from .weight_sync import WeightSync
@@ -83,11 +84,9 @@ class Run:
         recording = Recording(spec.record_every, schedule.prompts_per_step, samples, spec.buffer.lease_deadline_s)
         calls = Calls(self._backend, buffer, groups, graph_runs, failures, checkpoints, disk, directory, self._started)
         self._weights, self._disk, self._checkpoints, self._calls = weights, disk, checkpoints, calls
-        self._admission = Admission(schedule, buffer, groups, graph_runs, weights, recording, calls)
-        self._dispatcher = Dispatcher(schedule, buffer, groups, graph_runs, weights, recording, calls)
-        self._closing = Closing(
-            spec, history, directory, buffer, graph_runs, weights, calls, checkpoints, self._started
-        )
+        parts = RunParts(schedule, buffer, groups, graph_runs, weights, recording, calls)
+        self._admission, self._dispatcher = Admission(parts), Dispatcher(parts)
+        self._closing = Closing(spec, history, directory, parts, checkpoints, self._started)
         self._save_waits = False
         """A checkpoint is due, and waits for the one that is being written."""
         self._position = Position()

@@ -81,7 +81,6 @@ class _Listing:
 
     def __init__(self) -> None:
         self.columns: dict[str, list[Any]] = {name: [] for name in HISTORY.names}
-        self._names: dict[tuple[str, int], list[str]] = {}
 
     def add_finished(self, group: Group, rows: Mapping[int, Row]) -> None:
         dropped = group.graph.dropped_of(group)

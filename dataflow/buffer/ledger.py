@@ -637,8 +637,6 @@ class Ledger(LiveRows):
                 f"lease {lease.token} of node {lease.node.name!r} was released or finished before{f' ({why})' if why else ''}"
             )
 
-    # Inspection
-
 
 def int64_array(numbers: Sequence[int] | None) -> Any:
     return None if numbers is None else np.array(numbers, np.int64)

@@ -1,0 +1,32 @@
+"""RunParts: what the verbs of a run's loop (admit, dispatch, close) work on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..dataflow.buffer.sample_buffer import SampleBuffer
+from .calls import Calls
+from .graph_run import GraphRuns, TrainingRun
+from .group import WorkerGroup
+from .recording import Recording
+from .schedule import Training
+from .weight_sync import WeightSync
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """The parts of one life of a run. No part holds this record: the verbs do."""
+
+    schedule: Training
+    buffer: SampleBuffer
+    groups: Mapping[str, WorkerGroup]
+    graph_runs: GraphRuns
+    weights: WeightSync
+    recording: Recording
+    calls: Calls
+
+    @property
+    def train(self) -> TrainingRun:
+        """The training graph of the run."""
+        return self.graph_runs.train
