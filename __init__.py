@@ -48,6 +48,7 @@ _MODULES: dict[str, str] = {
     "node": "dataflow.operation",
     "precompute": "controllers.precompute",
     "remote": "workers.remote",
+    "train": "controllers.train",
 }
 """Public name -> the module that defines it."""
 
@@ -74,6 +75,7 @@ if TYPE_CHECKING:  # the same names for editors and checkers; tests/test_packagi
     from .controllers.schedule import Pipelined as Pipelined
     from .controllers.schedule import Synchronous as Synchronous
     from .controllers.simulation.simulated import Simulated as Simulated
+    from .controllers.train import train as train
     from .dataflow.batch import Batch as Batch
     from .dataflow.buffer.sample_buffer import BufferConfig as BufferConfig
     from .dataflow.config import Config as Config

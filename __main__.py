@@ -104,7 +104,7 @@ def _check(options: argparse.Namespace) -> int:
 def _summary(report: Report) -> str:
     import pyarrow as pa
 
-    from .dataflow.buffer.text_table import as_text
+    from .dataflow.buffer.text_table import render_table
 
     rows = [
         {
@@ -130,7 +130,7 @@ def _summary(report: Report) -> str:
     ]
     leases = ", ".join(f"{number} {what}" for what, number in report.leases.items())
     facts = f"{report.restarts} restarts, {report.segments} segments, {report.checkpoints} checkpoints"
-    tables = [as_text(pa.Table.from_pylist(t), limit=1000, width=100) for t in (rows, nodes) if t]
+    tables = [render_table(pa.Table.from_pylist(t), limit=1000, width=100) for t in (rows, nodes) if t]
     return "\n\n".join([*tables, "\n".join([*stale, f"leases: {leases}; {facts}"])])
 
 
@@ -145,22 +145,22 @@ def _table(options: argparse.Namespace) -> int:
     import pyarrow.compute as pc
 
     from .dataflow.buffer.history import buffer_folder, history
-    from .dataflow.buffer.text_table import as_text
+    from .dataflow.buffer.text_table import render_table
 
     table = history(buffer_folder(_run(options.run)))
     if options.state is not None:
         table = table.filter(pc.field("state") == options.state)
-    print(as_text(table, limit=options.limit))
+    print(render_table(table, limit=options.limit))
     return 0
 
 
 def _sql(options: argparse.Namespace) -> int:
     from .dataflow.buffer.sql import query
-    from .dataflow.buffer.text_table import as_text
+    from .dataflow.buffer.text_table import render_table
 
     notes: list[str] = []
     answer = query(_run(options.run), options.query, notes, timeout_s=options.timeout)
-    print(as_text(answer, limit=options.limit))
+    print(render_table(answer, limit=options.limit))
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     return 0

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def length_bias(trained_lengths: ArrayLike, finished_lengths: ArrayLike) -> dict[str, Metric]:
     """Whether what was trained on is shorter or longer than what was sampled: the ratio of their mean lengths.
 
-    Short responses finish first. Whoever trains on the first that are ready, cancels the slowest, or drops what has become too
+    Short responses finish first. A run that trains on the first that are ready, cancels the slowest, or drops what has become too
     old trains on short ones more often than they are sampled, and the policy learns to be short for no reason of the task.
 
     `length_ratio` is tokens trained on over tokens expected, had as many responses been drawn evenly from the finished ones.

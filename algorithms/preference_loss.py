@@ -183,7 +183,7 @@ class Hinge(Config):
 
 
 class PairLoss(FrozenLoss):
-    """A loss of pairs: groups of two rows, one of them `preferred`. A pair of which a response has no trained token is left out, and
+    """A loss of pairs: groups of two rows, one of them `preferred`. A pair is left out if one of its responses has no trained token, and
     not counted."""
 
     @property

@@ -14,7 +14,7 @@ LOWEST_TEMPERATURE = 0.01
 
 
 class Sampling(Config):
-    """How tokens are drawn, and hence of which distribution their log-probabilities are.
+    """How tokens are drawn, which decides the distribution that their log-probabilities belong to.
 
     A trainer knows the whole distribution at a temperature. What draws from another one (`top_p`, `top_k`, `min_tokens`) leaves
     the column `response_logprobs` out: a ratio of the trainer's probabilities to them would compare two distributions and not
@@ -60,7 +60,7 @@ class Sampling(Config):
 
     @property
     def leaves_out(self) -> Mapping[str, str]:
-        """Columns that this sampling does not write, and why; a graph says so to whoever reads them."""
+        """Columns that this sampling does not write, and why. The graph tells a node that reads one."""
         cut = []
         if self.temperature:  # a greedy token is the likeliest of any set that is kept
             cut += [f"top_p={self.top_p}"] * (self.top_p < 1) + [f"top_k={self.top_k}"] * (self.top_k > 0)

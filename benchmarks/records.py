@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from weft.dashboard.timeline import Lane, TimelineCall
 from weft.dataflow.buffer.log import LogReader
-from weft.dataflow.buffer.sample_buffer import LOG
 
 Rows = Sequence[Mapping[str, Any]]
 """Calls as a run's timeline has them; or steps, each with its calls."""
@@ -84,16 +82,3 @@ def response_lengths(log: LogReader) -> list[int]:
     """Tokens of each response that was published since the last call."""
     published = (record for record in log if record["do"] == "publish" and "parents" in record)
     return [tokens for record in published for tokens in record["tokens"]]
-
-
-def rows_too_old(buffer: Path, max_staleness: int) -> int:
-    """Rows that an update claimed though their oldest token was more than this many versions behind."""
-    oldest: dict[int, int] = {}
-    count = 0
-    for record in LogReader(buffer / LOG):
-        if record["do"] == "publish" and "versions" in record:
-            oldest.update(zip(record["ids"], record["versions"], strict=True))
-        elif record["do"] == "claim" and record["node"] == "actor.update":
-            version = record["stale"][0]
-            count += sum(version - oldest[id] > max_staleness for id in record["ids"])
-    return count

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..dataflow.buffer.sample_buffer import Capacity
+from ..dataflow.buffer.capacity import Capacity
 from ..dataflow.column import RESPONSE_VERSIONS
-from ..dataflow.errors import StalledError
+from ..dataflow.errors import NoSignalError, StalledError
 from .run_parts import RunParts
+from .symptoms import FIRST_WITHOUT_SIGNAL, all_filtered
 
 
 class Admission:
     """Issues rows as the schedule wants them and the buffer has capacity for them."""
 
-    def __init__(self, parts: RunParts) -> None:
+    def __init__(self, parts: RunParts, *, stop_without_signal: bool) -> None:
+        """
+        Args:
+            stop_without_signal: end the run when a filter drops all groups of its first prompts because their rewards are equal.
+        """
         self._parts = parts
+        self._stop_without_signal = stop_without_signal
 
     @property
     def possible(self) -> bool:
@@ -32,6 +38,7 @@ class Admission:
 
         Raises:
             StalledError: filters drop so many rows, or the buffer is so small, that no step would ever be over.
+            NoSignalError: no group of the prompts of the first two steps has passed a filter of equal rewards.
         """
         for evaluation in self._parts.graph_runs.evaluations.values():
             for step, versions in list(evaluation.due.items()):
@@ -54,6 +61,7 @@ class Admission:
                 f"{train.issued} prompts were issued since step {train.step}, and none is over; {self._dropped}"
             )
         if number:
+            self._check_signal()
             train.issue(number, train.step + 1)
 
     def _admit_step(self) -> None:
@@ -63,10 +71,11 @@ class Admission:
             return
         capacity = self._capacity()
         if number > capacity.groups:
-            if not train.ledger.groups_in_flight:
+            if not train.ledger.live.groups:
                 raise StalledError(f"step {step} needs {number} groups at once; the buffer is full: {capacity.reason}")
             return  # until some are finished; the calls that work on them have deadlines
         if train.open:
+            self._check_signal()
             train.refills += 1
             if train.refills > self._parts.schedule.max_refills:
                 raise StalledError(
@@ -96,7 +105,16 @@ class Admission:
             taken=max((train.taken[n.name] for n in train.updates), default=0),
         )
 
+    def _check_signal(self) -> None:
+        """Before more prompts are issued in the first step: some group must have passed the filters."""
+        train, each = self._parts.train, self._parts.schedule.prompts_per_step
+        first = self._stop_without_signal and not train.step and train.issued >= FIRST_WITHOUT_SIGNAL * each
+        if first and self._parts.schedule.lacks(train) == each:
+            seen = all_filtered(train.measured, FIRST_WITHOUT_SIGNAL * each)
+            if seen:
+                raise NoSignalError(seen)
+
     @property
     def _dropped(self) -> str:
-        dropped = ", ".join(f"{rows} by {name!r}" for name, rows in self._parts.train.ledger.dropped.items())
+        dropped = ", ".join(f"{rows} by {name!r}" for name, rows in self._parts.train.ledger.live.dropped.items())
         return f"rows dropped so far: {dropped or 'none'}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from ..dataflow.buffer.sample_buffer import BufferConfig, expected_rows
+from ..dataflow.buffer.capacity import expected_rows
+from ..dataflow.buffer.sample_buffer import BufferConfig
 from ..dataflow.column import OLD_LOGPROBS, RESPONSE_LOGPROBS, RESPONSE_VERSIONS
 from ..dataflow.errors import UserError
 from ..dataflow.graph import Graph
@@ -24,7 +25,7 @@ from .schedule import Stepwise, Synchronous, Training
 def check_kinds(
     *, graph: object, schedule: object, buffer: object, checkpoint: object, placement: object, backend: object
 ) -> None:
-    """What the driver was given must be values of the right kind, made and not only named.
+    """Check that the driver's arguments are instances of the right classes, and not the classes themselves.
 
     Raises:
         UserError: naming the argument, what was given, and an example of what is right.
@@ -123,12 +124,12 @@ def check_resumes(spec: RunSpec, handles: Mapping[str, Handle], point: ResumePoi
     """
     if point is not None:
         _check_kind(spec, point)
-    every = spec.checkpoint.every
+    by = f"every={spec.checkpoint.every}" if spec.checkpoint.every else f"every_s={spec.checkpoint.every_s}"
     updated = {n.group for graph in spec.graphs.values() for n in graph.nodes if n.operation.updates and n.group}
-    for name in sorted(updated if every else ()):
+    for name in sorted(updated if spec.checkpoint.writes else ()):
         if not has_state(handles[name]):
             raise UserError(
-                f"CheckpointConfig(every={every}): worker group {name!r} is updated, but {handles[name].worker_class.__name__} "
+                f"CheckpointConfig({by}): worker group {name!r} is updated, but {handles[name].worker_class.__name__} "
                 "has no method save_checkpoint (with checkpoint_written and load_checkpoint; dispatch ONE_TO_ALL)"
             )
     for name, handle in handles.items():
@@ -149,7 +150,7 @@ def _check_kind(spec: RunSpec, point: ResumePoint) -> None:
 
 
 def check_followed(graph: Graph, schedule: Training) -> None:
-    """Whoever generates what a policy gradient is computed on takes over each new version in time.
+    """Check that the group which generates samples for a policy gradient receives each new version in time.
 
     Raises:
         UserError: naming the generating group and what to say of it.
@@ -227,7 +228,7 @@ def _filters_before(graph: Graph, name: str) -> frozenset[str]:
 def check_apart(
     graph: Graph, schedule: Training, placement: Mapping[str, Place], evaluated: Sequence[Graph] = ()
 ) -> None:
-    """What overlaps needs devices of its own: groups on one pool take turns, and generation that never stops gives no turn, not
+    """Check that work which overlaps has separate devices: groups on one pool take turns, and generation that never stops gives none, not
     even to a group that is only `evaluated` with.
 
     Raises:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..dataflow.buffer.run_tables import METRICS, PARQUET
+from ..dataflow.buffer.samples import FOLDER as SAMPLES
 from .graph_run import EvaluationRun
-from .recovery.checkpoints import Checkpoints
+from .recovery.checkpoints import FOLDER, complete_checkpoints
+from .recovery.saving import Saving
 from .run_directory import RunDirectory
 from .run_parts import RunParts
 from .run_spec import RunHistory, RunSpec
+from .symptoms import LAST_JUDGED
+from .telling.records import Ending, ending_of
 
 
 class Closing:
@@ -24,20 +29,24 @@ class Closing:
         history: RunHistory,
         directory: RunDirectory,
         parts: RunParts,
-        checkpoints: Checkpoints,
+        saving: Saving,
         started: float,
     ) -> None:
         self._spec = spec
         self._history = history
         self._directory = directory
         self._parts = parts
-        self._checkpoints = checkpoints
+        self._saving = saving
         self._started = started
         self._closed_at = spec.backend.clock()
+        self.without_signal = ""
+        """Why the run is to end: what was seen in steps that had no signal. Empty: it goes on."""
 
     def resume(self) -> None:
         """The run goes on: the step under way begins now."""
         self._closed_at = self._spec.backend.clock()
+        if self._parts.train.step <= LAST_JUDGED:
+            self._history.watch.remember(self._directory.metrics)
         self._mark_evaluations()
 
     @property
@@ -74,14 +83,16 @@ class Closing:
                 "tokens_per_s": tokens / seconds if seconds else 0.0,
             }
         row |= self._history.failures.metrics()
-        if pause_s := self._checkpoints.take_pause_s():
+        if pause_s := self._saving.take_pause_s():
             row["checkpoint_pause_s"] = pause_s
         self._closed_at, train.begun = now, True
         train.samples.clear()
         train.tokens.clear()
         self._directory.add_metrics(row)
         self._history.progress.stepped(row)
-        for symptom in self._history.watch.see(row):
+        if self._spec.stop_without_signal:
+            self.without_signal = self._history.watch.without_signal(row)
+        for symptom in [] if self.without_signal else self._history.watch.see(row):
             self._history.progress.warn(symptom)
         self._ask_to_stop(row)
         self._mark_evaluations()
@@ -89,7 +100,7 @@ class Closing:
     def _close_evaluation(self, evaluation: EvaluationRun, step: int) -> None:
         """Note the metrics of an evaluation beside those of the step that it evaluates, when its calls are over, too."""
         calls = (c for c in self._parts.calls.under_way if c.ledger is evaluation.ledger and not c.behind)
-        if any(call.lease is not None and call.lease.round == step for call in calls):
+        if any(call.lease is not None and call.lease.step == step for call in calls):
             return
         metrics = evaluation.close(step, overlaps=self._spec.schedule.overlaps)
         row = self._directory.add_metrics({"step": float(step), **metrics, **self._history.failures.metrics()})
@@ -110,3 +121,14 @@ class Closing:
             self._parts.train.stopped = True
             for evaluation in self._parts.graph_runs.evaluations.values():  # a run ends with all of its evaluations
                 self._mark(evaluation)
+
+    def ending(self, seconds: float) -> Ending:
+        """The summary of a finished run that took this many seconds."""
+        path = self._directory.path
+        found = {
+            "samples": path / SAMPLES,
+            "checkpoint": next(iter(complete_checkpoints(path / FOLDER)), path / FOLDER),
+        }
+        places = {"run": path, "metrics": path / f"{METRICS}{PARQUET}"}
+        places |= {what: where for what, where in found.items() if where.exists()}
+        return ending_of(path.name, self._directory.metrics, self._spec.evaluations, seconds, places)

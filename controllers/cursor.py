@@ -34,9 +34,9 @@ class Cursor:
     """Rows among them that are issued once more, before all others, because no update was made with their responses."""
 
     def rest(self, order: Iterator[int], issued: int) -> Iterator[int]:
-        """What is still to be issued after `issued` rows were issued from this cursor on."""
+        """The rows that remain after `issued` rows were issued from this cursor."""
         return itertools.islice(itertools.chain(self.again, itertools.islice(order, self.issued, None)), issued, None)
 
     def after(self, issued: int, untrained: Iterable[int]) -> Cursor:
-        """The cursor after `issued` rows were issued from this one on, of which `untrained` have to be issued again."""
+        """The cursor after `issued` rows from this one; the `untrained` rows among them have to be issued again."""
         return Cursor(self.issued + max(0, issued - len(self.again)), (*untrained, *self.again[issued:]))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from .group import Call, WorkerGroup
-from .request import Request
+from .request import CallRequest
 
 
 @dataclass
@@ -15,7 +15,7 @@ class _Pool:
     holder: WorkerGroup | None = None
     """The group whose model is on the devices, or will be when the change is over."""
     changing: bool = False
-    waiting: deque[Request] = field(default_factory=deque)
+    waiting: deque[CallRequest] = field(default_factory=deque)
 
 
 class DeviceTurns:
@@ -30,7 +30,7 @@ class DeviceTurns:
     def __init__(self) -> None:
         self._pools: dict[str, _Pool] = {}
 
-    def ask(self, request: Request) -> list[Request]:
+    def ask(self, request: CallRequest) -> list[CallRequest]:
         """Requests that may be made now: this one, if its group has the devices or needs none, or the change that it waits for."""
         place = request.group.place.pool
         if not request.on_device or not place.gpus:
@@ -39,23 +39,23 @@ class DeviceTurns:
         pool.waiting.append(request)
         return [] if pool.changing else self._next(pool)
 
-    def _next(self, pool: _Pool) -> list[Request]:
-        ready: list[Request] = []
+    def _next(self, pool: _Pool) -> list[CallRequest]:
+        ready: list[CallRequest] = []
         while pool.waiting and pool.waiting[0].group is pool.holder:
             ready.append(replace(pool.waiting.popleft(), on_device=False))
         if pool.waiting:
             before, pool.holder, pool.changing = pool.holder, pool.waiting[0].group, True
-            onload = Request(pool.holder, "onload", then=lambda call: self._onloaded(pool, call))
-            ready.append(Request(before, "offload", then=lambda call: [onload]) if before else onload)
+            onload = CallRequest(pool.holder, "onload", then=lambda call: self._onloaded(pool, call))
+            ready.append(CallRequest(before, "offload", then=lambda call: [onload]) if before else onload)
         return ready
 
-    def _onloaded(self, pool: _Pool, call: Call) -> Iterable[Request]:
+    def _onloaded(self, pool: _Pool, call: Call) -> Iterable[CallRequest]:
         pool.changing = False
         return self._next(pool)
 
 
-def offload_shared(groups: Iterable[WorkerGroup]) -> list[Request]:
+def offload_shared(groups: Iterable[WorkerGroup]) -> list[CallRequest]:
     """Requests that bring the models of groups which share a pool with GPUs to host memory, as a run begins."""
     groups = list(groups)
     sharing = [g.place.pool.name for g in groups]
-    return [Request(g, "offload") for g in groups if g.place.pool.gpus and sharing.count(g.place.pool.name) > 1]
+    return [CallRequest(g, "offload") for g in groups if g.place.pool.gpus and sharing.count(g.place.pool.name) > 1]

@@ -4,37 +4,51 @@
 - A group begins nothing while another one on its pool is busy.
 - An update waits for evaluations of the weights that it would change, and for recording that is too far behind.
 - Evaluations come first: they have few rows, which must not stand at the end of a queue.
+- Rows that come one by one are gathered for a moment (`gathering.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..dataflow.buffer.rows import Lease, Staleness
+from ..dataflow.buffer.leases import Staleness
 from ..dataflow.column import RESPONSE_VERSIONS
 from ..dataflow.errors import StalenessError
 from ..dataflow.node import Node
-from ..dataflow.operation import Shape
+from .gathering import Gathering, gathers
 from .graph_run import EvaluationRun, GraphRun
 from .group import Call, WorkerGroup, publishes_as_it_goes
 from .own_groups import RECORDER, group_of
-from .request import NodeRequest, Request
+from .request import CallRequest, NodeRequest
 from .run_parts import RunParts
 from .schedule import OnePass, Share
 
 
 class Dispatcher:
-    """Claims rows for nodes and requests the calls."""
+    """Claims rows for nodes and requests the calls.
 
-    def __init__(self, parts: RunParts) -> None:
+    Args:
+        parts: of the run.
+        clock: of the run, in seconds.
+    """
+
+    def __init__(self, parts: RunParts, clock: Callable[[], float]) -> None:
         self._parts = parts
+        self._gathering = Gathering(clock)
         self._one_pass = OnePass(overlaps=parts.schedule.overlaps)
+        self._seen = {run.name: list(run.ledger.readiness.num_rows) for run in parts.graph_runs}
+        """Graph -> rows that were ready for each of its nodes after the last dispatch."""
         self._pools: dict[str, list[WorkerGroup]] = {}
         for group in parts.groups.values():
             self._pools.setdefault(group.place.pool.name, []).append(group)
+
+    @property
+    def next_due_s(self) -> float | None:
+        """When a node can begin though nothing happens until then, by the run's clock; None: there is no such time."""
+        return self._gathering.next_end_s
 
     @property
     def possible(self) -> bool:
@@ -60,11 +74,35 @@ class Dispatcher:
                 group = self._parts.groups[group_of(node)]
                 share = self._share(graph_run, node, group)
                 if share is None:
+                    self._gathering.look(graph_run, node)
+                elif self._gathering.holds(graph_run, node, len(group.replicas), self._parts.calls.under_way):
                     continue
-                if self._joins(node):
-                    self._start_by_load(graph_run, node, group, share)
                 else:
-                    self._start(graph_run, node, group, share)
+                    self._gathering.begin(graph_run, node)
+                    if self._joins(node):
+                        self._start_by_load(graph_run, node, group, share)
+                    else:
+                        self._start(graph_run, node, group, share)
+        self._seen = {run.name: list(run.ledger.readiness.num_rows) for run in self._parts.graph_runs}
+
+    def can_wait(self, graph_run: GraphRun) -> bool:
+        """Whether no node can begin anything with rows that have become ready since the last dispatch.
+
+        Nodes that gather rows can wait while their groups are busy or the rows wait for others; no other node can.
+        """
+        seen = self._seen[graph_run.name]
+        for i, rows in enumerate(graph_run.ledger.readiness.num_rows):
+            if rows == seen[i]:
+                continue
+            node = graph_run.graph.nodes[i]
+            if not gathers(node):
+                return False
+            group = self._parts.groups[group_of(node)]
+            if self._share(graph_run, node, group) is None:
+                self._gathering.look(graph_run, node)
+            elif not self._gathering.holds(graph_run, node, len(group.replicas), self._parts.calls.under_way):
+                return False
+        return True
 
     def record(self, *, hurry: bool) -> None:
         """Have the recorder write what is over, if it has nothing else to do; in a hurry, less than a step, too."""
@@ -73,7 +111,7 @@ class Dispatcher:
         self._parts.calls.queue(
             self._parts.recording.requests(self._parts.graph_runs, recorder, idle=idle, hurry=hurry)
         )
-        self._parts.calls.submit()
+        self._parts.calls.make()
 
     def _joins(self, node: Node) -> bool:
         """Whether calls of a node go on beside each other."""
@@ -81,6 +119,8 @@ class Dispatcher:
 
     def _share(self, graph_run: GraphRun, node: Node, group: WorkerGroup) -> Share | None:
         """What a node may begin with now; None: nothing."""
+        if not graph_run.ledger.readiness.ready(node):
+            return None
         if not group.is_free(to_join=self._joins(node)) or self._parts.weights.holds_back(group):
             return None
         if self._pool_is_taken(group) or not group.replicas:
@@ -88,7 +128,7 @@ class Dispatcher:
         if isinstance(graph_run, EvaluationRun):
             return self._one_pass.share(graph_run, node)
         if self._parts.train.over:  # what was trained on is still observed
-            return Share() if self._parts.train.observes(node) and self._parts.train.ledger.ready(node) else None
+            return Share() if self._parts.train.observes(node) else None
         if node.operation.updates and (self._is_evaluated(group) or self._parts.recording.is_full(self._parts.train)):
             return None
         return self._parts.schedule.share(self._parts.train, node, group.version)
@@ -105,7 +145,7 @@ class Dispatcher:
 
     def _start_by_load(self, graph_run: GraphRun, node: Node, group: WorkerGroup, share: Share) -> None:
         """Give rows that are ready to the replicas that have least left to do."""
-        rows = graph_run.ledger.ready(node) if share.max_rows is None else share.max_rows
+        rows = graph_run.ledger.readiness.ready(node) if share.max_rows is None else share.max_rows
         for replica, number in group.least_loaded(rows).items():
             self._start(graph_run, node, group, replace(share, max_rows=number), replica=replica)
 
@@ -146,7 +186,7 @@ class Dispatcher:
             last=share.last,
         )
         self._parts.calls.queue([request])
-        self._parts.calls.submit()
+        self._parts.calls.make()
 
     def _staleness(self, node: Node, group: WorkerGroup) -> Staleness | None:
         """The bound of the schedule on every row that an update claims."""
@@ -156,20 +196,20 @@ class Dispatcher:
         return Staleness(group.version, bound, self._parts.buffer.config.on_stale if bound else "wait")
 
     def _refuse_stale(self, node: Node, group: WorkerGroup) -> None:
-        """Rows of an on-policy schedule that are too old end the run: they would wait for ever."""
-        if self._parts.schedule.max_staleness == 0 and self._parts.train.ledger.held(node):
+        """End the run if an on-policy schedule has rows that are too old: they would never be trained on."""
+        if self._parts.schedule.max_staleness == 0 and self._parts.train.ledger.readiness.held(node):
             raise StalenessError(
                 f"{group.name!r} is at version {group.version}, but rows ready for its update were generated by "
-                f"version {self._parts.train.ledger.oldest_held(node)}; the schedule allows a staleness of 0. "
+                f"version {self._parts.train.ledger.live.oldest_held(node)}; the schedule allows a staleness of 0. "
                 f"Was a weight update skipped? Followers: {self._parts.weights.followers(group.name)}"
             )
 
-    def _ended(self, call: Call, graph_run: GraphRun) -> Iterable[Request]:
+    def _ended(self, call: Call, graph_run: GraphRun) -> Iterable[CallRequest]:
         """Finish the rows of a node's call; an update whose batch is complete publishes its weights."""
         node, lease, group = call.node, call.lease, call.group
         assert node is not None and lease is not None
         updates = node.operation.updates
-        held = graph_run.ledger.holds(lease)
+        held = graph_run.ledger.leases.holds(lease)
         # A call that lost its rows keeps what it had published, and so its metrics. Otherwise all of it is done, and measured, again.
         if held or publishes_as_it_goes(node):
             graph_run.take(lease, {f"{group.name}/{name}": metric for name, metric in call.merged_metrics().items()})
@@ -177,18 +217,9 @@ class Dispatcher:
             group.updating = False
         if not held:
             return ()  # its deadline passed, or it was given up: its other rows are somebody else's
-        self._finish(graph_run, node, lease)
+        graph_run.finish(lease)
         if not (updates and call.last):
             return ()
         group.version += 1
         self._parts.buffer.note(f"version/{group.name}", group.version)
         return self._parts.weights.publish(group.name)
-
-    def _finish(self, graph_run: GraphRun, node: Node, lease: Lease) -> None:
-        if not node.writes and node.operation.shape in (Shape.MAP, Shape.GROUP):
-            graph_run.publish_nothing(lease)
-        if not node.operation.updates:
-            graph_run.ledger.finish(lease)
-            return
-        self._parts.train.trains(lease)  # before its rows, once they are finished, are forgotten
-        graph_run.ledger.finish(lease, step=self._parts.train.step_under_way)

@@ -13,6 +13,7 @@ from ..dataflow.buffer.disk import is_full
 from ..dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
 from ..dataflow.errors import RunError, UserError, WorkerDied
 from ..dataflow.graph import Graph
+from ..dataflow.prompts.prompts import Prompts
 from .backends.backend import Backend
 from .backends.local import Local
 from .checks import (
@@ -24,24 +25,23 @@ from .checks import (
     check_workers,
     with_prompts_that_fit,
 )
-from .graph_run import GraphRuns
 from .group import WorkerGroup
 from .own_groups import RESERVED, own_groups
 from .placement import Placement, resolve
-from .progress import Progress
-from .recovery.checkpoints import CheckpointConfig
-from .recovery.ending import asked_to_end, can_be_ended
+from .recovery.checkpoints import FOLDER, CheckpointConfig, complete_checkpoints
 from .recovery.full_disk import FullDisk
 from .recovery.resume import ResumePoint, find_checkpoint, open_run
-from .recovery.run_state import FOLDER, checkpoints
 from .run import Run
 from .run_spec import Evaluation, RunHistory, RunSpec
 from .schedule import Training
+from .signals import asked_to_end, can_be_ended
 from .start import start
 from .symptoms import mistakes
+from .telling.displays import Form, display_for
+from .telling.progress import Progress
 
 MAX_RESTARTS = 3
-"""How often a run goes on from the same checkpoint by itself."""
+"""Largest number of automatic restarts from the same checkpoint."""
 
 
 @names_arguments
@@ -67,7 +67,9 @@ class Driver:
         buffer: BufferConfig = BufferConfig(),
         checkpoint: CheckpointConfig = CheckpointConfig(),
         resume: str | Path = "none",
-        progress: bool = True,
+        progress: Form | bool = "auto",
+        show_every: int = 10,
+        stop_without_signal: bool = True,
         stop: Callable[[Mapping[str, float]], bool] | None = None,
         settings: object = None,
     ) -> None:
@@ -84,12 +86,17 @@ class Driver:
             resume: "none" for a new run; "latest" to go on from the last sound checkpoint of the run `name` (of the newest that has
                 any, without a name), or to begin where there is none; "weights" for the same without the rows in flight, where the
                 log is lost or the graph was changed; or the folder of a run or of one of its checkpoints.
-            stop: ends the run early when it says so of a step's metrics.
+            progress: how the run is shown: "rich" (columns and frames), "plain" (lines), "json" (an object in each line) or "none";
+                "auto" is rich on a terminal, else plain.
+            show_every: a sample of each `show_every`-th step is shown; 0 shows none.
+            stop_without_signal: end the run when its first steps have no signal (the rewards within every group are equal).
+            stop: called with each step's metrics; the run ends early when it returns true.
             settings: the script's own settings, kept with the run.
 
         Raises:
             UserError: naming the place, the rule, the value and the nearest right name.
         """
+        display = display_for(progress)
         check_kinds(
             graph=graph, schedule=schedule, buffer=buffer, checkpoint=checkpoint, placement=placement, backend=backend
         )
@@ -113,6 +120,7 @@ class Driver:
             buffer=buffer.model_copy(update={"keep_checkpoints": keep}),
             checkpoint=checkpoint,
             stop=stop,
+            stop_without_signal=stop_without_signal,
         )
         spec.backend.check(spec.placement)
         check_workers(graphs)
@@ -122,7 +130,8 @@ class Driver:
             check_resumes(spec, handles, point)
 
         self.directory, self._point = open_run(resume, Path(root), name, accept)
-        self._history = RunHistory(Progress(schedule.steps, self.directory.path, enabled=progress))
+        shown = Progress(schedule.steps, self.directory.path, display, show_every=show_every)
+        self._history = RunHistory(shown, FullDisk(self.directory.path, shown))
         self._described = {
             "seed": seed,
             "settings": settings,
@@ -133,30 +142,18 @@ class Driver:
             "placement": spec.placement,
             "groups": {n: {"class": h.worker_class, **dict(h.config)} for n, h in handles.items()},
             "graphs": {n: str(g).splitlines() for n, g in spec.graphs.items()},
+            "data": {n: g.source.understood for n, g in spec.graphs.items() if isinstance(g.source, Prompts)},
             "python": platform.python_version(),
         }
         self._restarts: Counter[str] = Counter()
-        """Checkpoint -> how often the run has gone on from it by itself."""
+        """Checkpoint -> number of automatic restarts from it."""
         self._run: Run | None = None
         """The present life of the run; None: it was not started yet."""
         self._write_config()
 
     def _write_config(self) -> None:
         drawing = self._spec.graphs["train"].mermaid()
-        disk = FullDisk(self.directory.path, self._history.progress)
-        disk.write(lambda: self.directory.write_config(self._described, drawing))
-
-    @property
-    def step(self) -> int:
-        """Updates made."""
-        return self._run.graph_runs.train.step if self._run else 0
-
-    @property
-    def graph_runs(self) -> GraphRuns:
-        """The graphs of the run, which was started."""
-        if self._run is None:
-            raise RunError("the run was not started: use its driver in a `with` block")
-        return self._run.graph_runs
+        self._history.disk.write(lambda: self.directory.write_config(self._described, drawing))
 
     @property
     def groups(self) -> Mapping[str, WorkerGroup]:
@@ -198,7 +195,7 @@ class Driver:
         try:
             self.directory.close()
         except OSError as error:
-            if not is_full(error):  # a full disk was said
+            if not is_full(error):  # a full disk was reported before
                 raise
         finally:
             if self._run is not None and not self._run.closed:
@@ -211,7 +208,7 @@ class Driver:
         checkpoint.
         """
         run = self._usable()
-        with can_be_ended(bool(self._spec.checkpoint.every)):
+        with can_be_ended(self._spec.checkpoint.writes):
             while True:
                 try:
                     run.to_the_end()
@@ -223,7 +220,7 @@ class Driver:
     def _start_again(self, error: WorkerDied) -> Run:
         """Go on from the last checkpoint, if there is one and no more than MAX_RESTARTS in a row went on from the same."""
         while True:
-            latest = next(iter(checkpoints(self.directory.path / FOLDER)), None)
+            latest = next(iter(complete_checkpoints(self.directory.path / FOLDER)), None)
             if asked_to_end() or latest is None or self._restarts[latest.name] >= MAX_RESTARTS:
                 raise error
             try:

@@ -1,4 +1,4 @@
-"""Executor: carries out the calls on one worker, on one thread, in turns (`turns.py`). All backends with workers use it."""
+"""Executor: carries out the calls on one worker, on one thread, in turns (`call_order.py`). All backends with workers use it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from ..dataflow.buffer.disk import is_full
 from ..dataflow.errors import Ended, UserError
 from ..workers.worker import Worker
 from . import row_io
+from .call_order import CallOrder
 from .row_io import DataAccess, Publisher, gather
-from .tasks import Failure, Reply, RowTask, Task
-from .turns import Turns
+from .tasks import Failure, FailureKind, Reply, RowTask, Task
 
+KEEPALIVE_S = 5.0
+"""Longest time for which a worker that makes steps says nothing."""
 OnReply = Callable[[Reply], None]
 Replies = Generator[Reply | None, None, None]
 
@@ -26,7 +28,7 @@ def run(worker: Worker, task: Task, data: DataAccess, given_up: list[int]) -> Re
     """Carry out a call.
 
     Args:
-        given_up: sample ids of the call's rows that nobody wants any more are put here meanwhile.
+        given_up: receives the sample ids of the call's rows that are no longer wanted.
 
     Yields:
         Its replies, the last with `done` or `failure`; None: it made a step, and other calls may have their turn.
@@ -53,7 +55,8 @@ def _run_on_rows(
     try:
         batch = gather(rows, data.reader)
     except Exception as error:
-        return Reply(failure=replace(failure_of(error), unreadable=True))
+        failure = failure_of(error)
+        return Reply(failure=failure if is_full(error) else replace(failure, kind=FailureKind.UNREADABLE))
     result = method(batch, **task.arguments)
     publisher = Publisher(task, rows, data.writer)
     last = Reply()
@@ -100,14 +103,9 @@ def failure_of(error: Exception | SystemExit) -> Failure:
             message = (
                 "breakpoint() found no terminal to stop at; run with backend=weft.Local() in a terminal, or take it out"
             )
-    return Failure(
-        message,
-        text,
-        user_error=isinstance(error, UserError | BdbQuit),
-        sample_ids=tuple(getattr(error, "sample_ids", ())),
-        sample=getattr(error, "sample", ""),
-        disk_full=is_full(error),
-    )
+    kind = FailureKind.USER_ERROR if isinstance(error, UserError | BdbQuit) else FailureKind.EXCEPTION
+    kind = FailureKind.DISK_FULL if is_full(error) else kind
+    return Failure(message, text, kind, tuple(getattr(error, "sample_ids", ())), getattr(error, "sample", ""))
 
 
 def _below_executor(error: BaseException) -> Any:
@@ -140,16 +138,25 @@ class _Running:
 
 
 class Executor:
-    """The calls on one worker."""
+    """The calls on one worker.
 
-    def __init__(self, worker: Worker, data: DataAccess) -> None:
+    Args:
+        worker: carries out one call at a time.
+        data: reads and writes the rows of calls.
+        clock: in seconds.
+    """
+
+    def __init__(self, worker: Worker, data: DataAccess, clock: Callable[[], float] = time.monotonic) -> None:
         self._worker = worker
         self._data = data
-        self._turns: Turns[_Running] = Turns(time.monotonic())
+        self._clock = clock
+        self._order: CallOrder[_Running] = CallOrder()
+        self._spoke_s = clock()
+        """When a call replied last."""
 
     @property
     def busy(self) -> bool:
-        return len(self._turns) > 0
+        return len(self._order) > 0
 
     def add(self, task: Task, on_reply: OnReply, on_start: Callable[[], None] = lambda: None) -> None:
         """Take a call in.
@@ -160,40 +167,40 @@ class Executor:
         """
         given_up: list[int] = []
         replies = run(self._worker, task, self._data, given_up)
-        if not self._turns.add(_Running(task, replies, on_reply, on_start, given_up)):
+        if not self._order.add(_Running(task, replies, on_reply, on_start, given_up)):
             on_reply(Reply(done=True))
 
     def take_turn(self) -> None:
         """Let the call whose turn it is go on until it replies or gives way. Nothing happens when there is none."""
-        running = self._turns.next
+        running = self._order.next
         if running is None:
             return
         if not running.started:
             running.started = True
             running.on_start()
         reply = next(running.replies)
-        now_s = time.monotonic()
-        if reply is None and self._turns.is_silent(now_s):
+        now_s = self._clock()
+        if reply is None and now_s - self._spoke_s > KEEPALIVE_S:
             reply = Reply()  # the call goes on
         if reply is not None:
-            self._turns.spoke(now_s)
+            self._spoke_s = now_s
         if reply is not None and reply.is_last:
-            self._turns.finish(running)
+            self._order.finish(running)
         else:
-            self._turns.give_way(running)
+            self._order.give_way(running)
         if reply is not None:
             running.on_reply(reply)
 
     def give_up(self, number: int, sample_ids: Collection[int]) -> None:
         """Tell a call that nobody wants these of its rows any more. A method that does not listen makes them all the same, and they are
         let go."""
-        running = self._turns.find(number)
+        running = self._order.find(number)
         if running is not None:
             running.given_up += sample_ids
 
     def cancel(self, number: int) -> None:
         """End a call where it stands, or as soon as it comes; what it has published counts."""
-        running = self._turns.cancel(number)
+        running = self._order.cancel(number)
         if running is not None:
             running.replies.close()
             running.on_reply(Reply(done=True))

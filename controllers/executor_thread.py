@@ -92,7 +92,7 @@ class ExecutorThread:
         self._requests.put(lambda executor: executor.cancel(number))
 
     def give_up(self, number: int, sample_ids: Sequence[int]) -> None:
-        """Tell a call that nobody wants these of its rows any more; returns at once."""
+        """Tell a call that these of its rows are no longer wanted; returns at once."""
         self._requests.put(lambda executor: executor.give_up(number, sample_ids))
 
     def close(self) -> None:

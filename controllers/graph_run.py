@@ -12,8 +12,8 @@ from functools import cached_property
 import numpy as np
 
 from ..algorithms.diagnostics import length_bias
+from ..dataflow.buffer.leases import Lease, Published
 from ..dataflow.buffer.ledger import Ledger
-from ..dataflow.buffer.rows import Lease, Published
 from ..dataflow.graph import Graph
 from ..dataflow.metrics import Metric, merge
 from ..dataflow.node import Node
@@ -60,13 +60,20 @@ class GraphRun(ABC):
     def issue(self, number: int, step: int) -> int:
         """Issue the next rows of the source; returns how many there were."""
         chosen = list(itertools.islice(self.positions, number))
-        self.ledger.issue(chosen, self.num_tokens[chosen].tolist(), round=step)
+        self.ledger.issue(chosen, self.num_tokens[chosen].tolist(), step=step)
         return len(chosen)
 
-    def publish_nothing(self, lease: Lease) -> None:
-        """Publish the rows of a node that writes no column."""
-        ids = lease.ids
-        self.ledger.publish(lease, Published(ids, np.zeros(len(ids), np.int64)), None)
+    def finish(self, lease: Lease, step: int | None = None) -> None:
+        """A node is done with the rows of a lease. Where it writes no column of theirs, they are published with nothing.
+
+        Args:
+            lease: of the node.
+            step: the step that trained on the rows; None: the node is no update.
+        """
+        node = lease.node
+        if not node.writes and node.operation.shape in (Shape.MAP, Shape.GROUP):
+            self.ledger.publish(lease, Published(lease.ids, np.zeros(len(lease.rows), np.int64)), None)
+        self.ledger.finish(lease, step=step)
 
     @abstractmethod
     def take(self, lease: Lease, measured: Mapping[str, Metric]) -> None:
@@ -113,7 +120,7 @@ class TrainingRun(GraphRun):
 
     @property
     def over(self) -> bool:
-        """No step is to come any more."""
+        """No further step will come."""
         return self.stopped or self.step >= self.steps
 
     @property
@@ -124,7 +131,7 @@ class TrainingRun(GraphRun):
     @property
     def cursor(self) -> Cursor:
         """The place in the data from which the run could go on without its rows in flight."""
-        return self.start.after(self.ledger.prompts_issued, self.ledger.positions_before(self.updates))
+        return self.start.after(self.ledger.prompts_issued, self.ledger.live.positions_before(self.updates))
 
     def issue(self, number: int, step: int) -> int:
         issued = super().issue(number, step)
@@ -132,11 +139,22 @@ class TrainingRun(GraphRun):
         self.issued += issued
         return issued
 
+    @property
+    def measured(self) -> dict[str, float]:
+        """The metrics of the step so far."""
+        return {name: metric.value for name, metric in merge(self.metrics).items()}
+
     def take(self, lease: Lease, measured: Mapping[str, Metric]) -> None:
         self.metrics.append(measured)
 
     def generates(self, lease: Lease, published: Published) -> None:
         self.generated.append(published.num_tokens)
+
+    def finish(self, lease: Lease, step: int | None = None) -> None:
+        if lease.node.operation.updates:
+            self.trains(lease)  # before its rows, once they are finished, are forgotten
+            step = self.step_under_way
+        super().finish(lease, step)
 
     def trains(self, lease: Lease) -> None:
         """Note rows that an update has trained on."""
@@ -156,7 +174,7 @@ class TrainingRun(GraphRun):
             trained = self.lengths[self.updates[-1].name]
             self.metrics.append(length_bias(np.array(trained), np.concatenate(self.generated)))
         merged = {name: metric.value for name, metric in merge(self.metrics).items()}
-        merged |= {f"stale/{fate}": float(groups) for fate, groups in self.ledger.stale.items()}
+        merged |= {f"stale/{fate}": float(groups) for fate, groups in self.ledger.claims.stale.items()}
         for noted in (self.metrics, self.generated, self.lengths, self.taken, self.trained):
             noted.clear()
         self.open = False
@@ -192,10 +210,10 @@ class EvaluationRun(GraphRun):
     @property
     def ended(self) -> list[int]:
         """Steps under way whose rows are all finished."""
-        return [step for step in self.under_way if not self.ledger.rounds[step]]
+        return [step for step in self.under_way if not self.ledger.live.groups_of_step[step]]
 
     def mark(self, step: int, versions: Mapping[str, int]) -> None:
-        """A step is to be evaluated, as soon as groups hold these versions, unless it is evaluated already."""
+        """Queue a step for evaluation as soon as groups hold these versions, unless it has been evaluated."""
         if self.closed_at != step and step not in self.under_way:
             self.due[step] = versions
 
@@ -206,11 +224,11 @@ class EvaluationRun(GraphRun):
         self.issue(len(self.num_tokens), step)
 
     def take(self, lease: Lease, measured: Mapping[str, Metric]) -> None:
-        self.under_way[lease.round].metrics.append(measured)
+        self.under_way[lease.step].metrics.append(measured)
 
     def generates(self, lease: Lease, published: Published) -> None:
         if published.versions is not None and len(published.versions):
-            self.under_way[lease.round].versions |= {int(published.versions.min()), published.newest}
+            self.under_way[lease.step].versions |= {int(published.versions.min()), published.newest}
 
     def close(self, step: int, *, overlaps: bool) -> dict[str, float]:
         """The evaluation of a step is over; returns its metrics.

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from ..dataflow.buffer.leases import Lease
 from ..dataflow.buffer.ledger import Ledger
-from ..dataflow.buffer.rows import Lease, Piece
+from ..dataflow.buffer.pieces import Piece, find_pieces
 from ..dataflow.column import DRAW_PATH
 from ..dataflow.errors import UserError, WorkerDied, WorkerError, nearest
 from ..dataflow.handle import Handle
@@ -22,7 +23,7 @@ from ..dataflow.operation import Shape
 from ..workers.dispatch import Coordinates, Dispatch, RowSizes
 from ..workers.remote import dispatch_of
 from .placement import Place
-from .tasks import Failure, Reply, RowTask, Task
+from .tasks import Failure, FailureKind, Reply, RowTask, Task
 
 REGISTER = "register"
 """Method of every worker: it answers where its rank stands in the mesh, when its process is up."""
@@ -46,7 +47,7 @@ class Call:
     ledger: Ledger | None = None
     lease: Lease | None = None
     last: bool = True
-    """Of an update that comes in parts: its batch is whole with this one."""
+    """For an update that comes in parts: this part completes its batch."""
     started: float = 0.0
     """By the backend's clock."""
     waiting: set[int] = field(default_factory=set)
@@ -58,7 +59,7 @@ class Call:
     weighs: int = 0
     """Rows that its replica is known to have left to do of it."""
     lost: set[int] = field(default_factory=set)
-    """Ranks of which nothing counts any more: they failed, or their processes ended meanwhile."""
+    """Ranks whose replies no longer count, because they failed or their processes ended."""
     shares: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Rank -> sample ids that it was given."""
 
@@ -78,7 +79,7 @@ class Call:
 
     @property
     def results(self) -> list[Any]:
-        """What a method without rows returned, in rank order; ranks that were lost returned nothing."""
+        """Results of a method without rows, in rank order, without those of lost ranks."""
         return [self.values[r] for r in self.ranks if r not in self.lost]
 
     def merged_metrics(self) -> dict[str, Metric]:
@@ -106,7 +107,7 @@ class Call:
 
     def held_by(self, rank: int) -> set[int]:
         """Samples that a rank was given and has not finished, as long as the call has a right to them."""
-        if self.ledger is None or self.lease is None or not self.ledger.holds(self.lease):
+        if self.ledger is None or self.lease is None or not self.ledger.leases.holds(self.lease):
             return set()
         return self.lease.open.keys() & set(self.shares.get(rank, ()))
 
@@ -119,11 +120,13 @@ class Call:
         samples = f", samples {', '.join(map(str, ids))}" if ids else ""
         samples += f" ({failure.sample})" if failure.sample else ""
         where = f"{self.describe(rank)}{samples}: {failure.message}"
-        if failure.died:
+        if failure.kind is FailureKind.USER_ERROR:
+            return UserError(where)
+        if failure.kind is FailureKind.DIED:
             return WorkerDied(where)
-        if failure.unreadable:  # the worker lives, but what it was to work on does not
-            return WorkerDied(f"{where}\n{failure.traceback.rstrip()}")
-        return UserError(where) if failure.user_error else WorkerError(f"{where}\n{failure.traceback.rstrip()}")
+        # Where rows are unreadable the worker lives, but what it was to work on does not.
+        kind = WorkerDied if failure.kind is FailureKind.UNREADABLE else WorkerError
+        return kind(f"{where}\n{failure.traceback.rstrip()}")
 
 
 def publishes_as_it_goes(node: Node) -> bool:
@@ -132,14 +135,14 @@ def publishes_as_it_goes(node: Node) -> bool:
 
 
 class UnderWay:
-    """Calls that are under way, oldest first. What is asked of all of them at each turn of the loop is counted, not searched for."""
+    """Calls that are under way, oldest first. Counts are kept up to date, so that no turn of the loop searches all calls."""
 
     def __init__(self, calls: Iterable[Call] = ()) -> None:
         self._calls: dict[Call, None] = {}
         self.interruptible = 0
-        """How many of them give way to others."""
+        """Number of calls that another call may interrupt."""
         self.beside_the_graph = 0
-        """How many of them belong to no node."""
+        """Number of calls that belong to no node."""
         for call in calls:
             self.add(call)
 
@@ -174,7 +177,7 @@ class Loads:
     def __init__(self, replicas: Iterable[int]) -> None:
         self._rows = dict.fromkeys(replicas, 0)
         self._heap = [(0, replica) for replica in self._rows]
-        """Pairs (rows, replica); those that are not true any more stay until they come up."""
+        """Pairs (rows, replica); an outdated pair stays until it comes to the top."""
 
     def add(self, replica: int, rows: int) -> None:
         self._rows[replica] += rows
@@ -192,7 +195,7 @@ class Loads:
         return some
 
     def spread(self, rows: int) -> dict[int, int]:
-        """How many of so many rows each replica is to have, so that all have as many unfinished ones. Replicas that get none are
+        """Split a number of rows over the replicas so that all have equally many unfinished ones. Replicas that get none are
         left out, and nothing is added yet."""
         given: Counter[int] = Counter()
         for _ in range(rows if self._rows else 0):
@@ -228,7 +231,8 @@ class WorkerGroup:
         self._ranks_of: dict[int, list[int]] = {}
         for rank, at in enumerate(self.mesh):
             self._ranks_of.setdefault(at.dp, []).append(rank)
-        self._loads = Loads(sorted(self._ranks_of))
+        self._replicas = sorted(self._ranks_of)
+        self._loads = Loads(self._replicas)
 
     def __repr__(self) -> str:
         return f"<WorkerGroup {self.name}: {len(self.mesh)} x {self.handle.worker_class.__name__}>"
@@ -260,10 +264,10 @@ class WorkerGroup:
         return self.starting | self.lacking
 
     @property
-    def replicas(self) -> list[int]:
+    def replicas(self) -> Sequence[int]:
         """Data-parallel replicas that get rows: all of their ranks are up, and have weights."""
         without = {self.mesh[rank].dp for rank in self.out}
-        return sorted(self._ranks_of.keys() - without)
+        return [dp for dp in self._replicas if dp not in without] if without else self._replicas
 
     @property
     def at_work(self) -> UnderWay:
@@ -309,9 +313,7 @@ class WorkerGroup:
         method = node.operation.name if node.group else "apply"
         dispatch = self._dispatch(method)
         sizes = RowSizes(lease.num_tokens, lease.group_ids, node.operation.whole_groups)
-        replicas = {dp: number for number, dp in enumerate(self.replicas if replica is None else [replica])}
-        chosen = sorted(rank for dp in replicas for rank in self._ranks_of[dp])
-        mesh = [replace(self.mesh[rank], dp=replicas[self.mesh[rank].dp]) for rank in chosen]
+        chosen, mesh = self._part(replica)
         given = dispatch.distribute(sizes, mesh)
         if len(given) != len(mesh):
             raise UserError(f"{dispatch!r} gave {len(given)} shares for the {len(mesh)} ranks of {self.name!r}")
@@ -336,6 +338,14 @@ class WorkerGroup:
             call.shares[rank] = tuple(tasks[share].ids.tolist())
             self._submit(rank, Task(method, arguments, tasks[share], keep=rank in keep, number=call.number), call)
         return call
+
+    def _part(self, replica: int | None) -> tuple[Sequence[int], Sequence[Coordinates]]:
+        """The ranks that a call goes to, and their coordinates with data-parallel replicas numbered from 0."""
+        if replica is None and not self.out and self._replicas == list(range(len(self._replicas))):
+            return range(len(self.mesh)), self.mesh
+        replicas = {dp: number for number, dp in enumerate(self.replicas if replica is None else [replica])}
+        chosen = sorted(rank for dp in replicas for rank in self._ranks_of[dp])
+        return chosen, [replace(self.mesh[rank], dp=replicas[self.mesh[rank].dp]) for rank in chosen]
 
     def _dispatch(self, method: str) -> Dispatch:
         worker_class = self.handle.worker_class
@@ -396,6 +406,7 @@ class _Rows:
 
     def _pieces(self, ledger: Ledger, share: tuple[int, ...]) -> Sequence[Piece]:
         if share:
-            return ledger.pieces(self.lease.node, [self.lease.rows[i] for i in share])
+            return find_pieces(ledger.graph, ledger.source, self.lease.node, [self.lease.rows[i] for i in share])
         # A rank without rows gets an empty batch; the columns' types are those of some row.
-        return [replace(p, keys=p.keys[:0]) for p in ledger.pieces(self.lease.node, self.lease.rows[:1])]
+        nothing = find_pieces(ledger.graph, ledger.source, self.lease.node, self.lease.rows[:1])
+        return [replace(p, keys=p.keys[:0]) for p in nothing]

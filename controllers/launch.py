@@ -12,7 +12,7 @@ from typing import Any
 
 from ..dataflow.config import Config
 from ..dataflow.errors import Ended, UserError, WeftError
-from .signals import redirect_to_null, say, terminals
+from .signals import ask_to_end, redirect_to_null, say, terminals
 
 
 def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> int:
@@ -52,8 +52,6 @@ def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> in
 
 def _terminate(terminal: list[int], number: int, frame: object) -> None:
     """Leave the way an exception does, so that every `with` closes what it opened."""
-    from .recovery.ending import ask_to_end
-
     name = signal.Signals(number).name
     if number == signal.SIGHUP and terminal:
         redirect_to_null(terminal)

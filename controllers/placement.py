@@ -69,6 +69,13 @@ Placement = Mapping[str, Place]
 def resolve(placement: Placement | None, groups: Mapping[str, object]) -> dict[str, Place]:
     """A place for every group.
 
+    Args:
+        placement: as the user gave it.
+        groups: names of the groups of a run.
+
+    Returns:
+        Group -> its place. A group that the placement does not mention gets one rank on a pool of its own.
+
     Raises:
         UserError: when the placement names a group that the graphs do not have, or two pools share a name.
     """
@@ -86,7 +93,7 @@ def resolve(placement: Placement | None, groups: Mapping[str, object]) -> dict[s
 
 
 def is_own(pool: ResourcePool) -> bool:
-    """Whether nobody sized the pool: it is that of a group which the placement does not mention."""
+    """Whether a pool was made for a group that the placement does not mention."""
     return pool.name.endswith(OWN)
 
 
@@ -96,7 +103,12 @@ def require_nodes(placement: Mapping[str, Place], nodes: Sequence[tuple[int, int
     Only pools that the user sized count: a group without a place takes what is left, or works where others are idle.
 
     Args:
+        placement: group -> its pool and ranks.
         nodes: CPUs and GPUs of each.
+        where: names the machine or cluster in messages.
+
+    Raises:
+        UserError: naming the pools, what they ask for, and what there is.
     """
     pools = {p.pool.name: p.pool for p in placement.values() if not is_own(p.pool)}
     for kind, wanted, available in (

@@ -8,12 +8,13 @@ updates wait for it. Checkpoints do not wait: what is not recorded by then is re
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ..dataflow.buffer.rows import Lease
+from ..dataflow.buffer.leases import Lease
+from ..dataflow.buffer.samples import sample_file_name
 from ..dataflow.column import (
     ADVANTAGES,
     ANSWER,
@@ -27,6 +28,7 @@ from ..dataflow.column import (
     RESPONSE_LOGPROBS,
     RESPONSE_VERSIONS,
     REWARD,
+    is_of_reward,
 )
 from ..dataflow.graph import Graph
 from ..dataflow.node import Node
@@ -35,7 +37,7 @@ from ..workers.recorder import RecorderWorker
 from .graph_run import EvaluationRun, GraphRun
 from .group import Call, WorkerGroup
 from .own_groups import RECORDER
-from .request import NodeRequest, Request
+from .request import CallRequest, NodeRequest
 
 MAX_BEHIND = 2
 """Steps that recording may be behind training before updates wait for it."""
@@ -53,7 +55,7 @@ RECORDED = (
     REJECTED_IDS,
     PREFERRED,
 )
-"""Columns of a sample that go to the run directory, where they exist."""
+"""Columns of a sample that go to the run directory, where they exist, beside those that its reward is made of."""
 
 RECORD = f"{RECORDER}.record"
 """The node that writes samples."""
@@ -72,7 +74,8 @@ def with_recording(graph: Graph) -> Graph:
         level = graph.parent_level(level)
         on_path.add(level)
     level = max(on_path)
-    reads = tuple(str(c) for c in RECORDED if str(c) in writers and graph.level_of(writers[str(c)]) in on_path)
+    wanted = dict.fromkeys([*map(str, RECORDED), *(c for c in writers if is_of_reward(c))])
+    reads = tuple(c for c in wanted if c in writers and graph.level_of(writers[c]) in on_path)
     if not reads:
         return graph
     declaration = declaration_of(RecorderWorker.record)
@@ -104,19 +107,28 @@ class Recording:
         prompts_per_step: groups that a step trains on.
         folder: where samples are written.
         deadline_s: of the leases that the recorder holds.
+        written: called with the step of training samples that were written, and the files that may hold them.
     """
 
-    def __init__(self, every: int, prompts_per_step: int, folder: Path, deadline_s: float | None) -> None:
+    def __init__(
+        self,
+        every: int,
+        prompts_per_step: int,
+        folder: Path,
+        deadline_s: float | None,
+        written: Callable[[int, Sequence[Path]], None],
+    ) -> None:
         self._every = every
         self._prompts_per_step = prompts_per_step
         self._folder = folder
         self._deadline_s = deadline_s
+        self._tell = written
 
     def is_due(self, graph_run: GraphRun, node: Node, *, hurry: bool) -> bool:
         """Whether there is a step's worth to record, or a complete evaluation; or, in a hurry, anything."""
-        ready = graph_run.ledger.ready_groups(node)
+        ready = graph_run.ledger.readiness.ready_groups(node)
         if isinstance(graph_run, EvaluationRun):
-            complete = not graph_run.ledger.groups_at_work
+            complete = not graph_run.ledger.live.groups_at_work
         else:
             complete = ready >= self._prompts_per_step
         return ready > 0 and (complete or hurry)
@@ -124,7 +136,7 @@ class Recording:
     def is_full(self, graph_run: GraphRun) -> bool:
         """Whether recording is so far behind that no more rows may come to it."""
         limit = 1 if isinstance(graph_run, EvaluationRun) else MAX_BEHIND * self._prompts_per_step
-        return graph_run.ledger.groups_behind >= limit
+        return graph_run.ledger.live.groups_behind >= limit
 
     def requests(
         self, graph_runs: Iterable[GraphRun], recorder: WorkerGroup | None, *, idle: bool, hurry: bool
@@ -148,22 +160,22 @@ class Recording:
                 steps = self._steps(graph_run, lease)
                 if recorder is not None and steps:
                     where = {"folder": self._folder, "graph": graph_run.name, "token": lease.token, "steps": steps}
-                    then = partial(self._written, graph_run=graph_run, lease=lease)
+                    then = partial(self._written, graph_run=graph_run, lease=lease, step=max(steps.values()))
                     return [NodeRequest(recorder, node.name, where, then=then, ledger=graph_run.ledger, lease=lease)]
-                self._finish(graph_run, lease)
+                graph_run.finish(lease)
         return []
 
-    def _written(self, call: Call, graph_run: GraphRun, lease: Lease) -> Iterable[Request]:
-        if graph_run.ledger.holds(lease):
-            self._finish(graph_run, lease)
+    def _written(self, call: Call, graph_run: GraphRun, lease: Lease, step: int) -> Iterable[CallRequest]:
+        if graph_run.ledger.leases.holds(lease):
+            graph_run.finish(lease)
+            if not isinstance(graph_run, EvaluationRun):
+                ranks = range(len(call.group.mesh))
+                names = (sample_file_name(graph_run.name, step, lease.token, rank) for rank in ranks)
+                self._tell(step, [self._folder / name for name in names])
         return ()
-
-    def _finish(self, graph_run: GraphRun, lease: Lease) -> None:
-        graph_run.publish_nothing(lease)
-        graph_run.ledger.finish(lease)
 
     def _steps(self, graph_run: GraphRun, lease: Lease) -> dict[int, int]:
         """Group -> step that it is filed under, of the groups of a lease that are kept."""
         groups = {row.group.id: row.group for row in lease.rows}
-        filed = {id: group.step if graph_run.updates else group.round for id, group in groups.items()}
+        filed = {id: group.trained_in if graph_run.updates else group.issued_in for id, group in groups.items()}
         return {id: step for id, step in filed.items() if step is not None and self._every and not step % self._every}

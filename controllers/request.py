@@ -1,4 +1,4 @@
-"""Requests: calls that are to be made, as values. Whatever follows from a reply is a request, made on a later turn of the loop."""
+"""Requests: calls that are to be made, as values. Everything that follows from a reply is a request, sent on a later turn of the loop."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..dataflow.buffer.leases import Lease
 from ..dataflow.buffer.ledger import Ledger
-from ..dataflow.buffer.rows import Lease
 from .group import Call, WorkerGroup
 
-Then = Callable[[Call], "Iterable[Request]"]
+Then = Callable[[Call], "Iterable[CallRequest]"]
 """What follows when the last reply of a call has come."""
 
 
-def nothing(call: Call) -> Iterable[Request]:
+def nothing(call: Call) -> Iterable[CallRequest]:
     """Nothing follows."""
     return ()
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
+class CallRequest:
     """A call of a method without rows, on some ranks or on all that its dispatch protocol names."""
 
     group: WorkerGroup
@@ -37,7 +37,7 @@ class Request:
 
 
 @dataclass(frozen=True, eq=False)
-class NodeRequest(Request):
+class NodeRequest(CallRequest):
     """A call of a node's method on the rows of a lease."""
 
     ledger: Ledger | None = None

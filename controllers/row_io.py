@@ -13,8 +13,10 @@ import numpy as np
 
 from ..dataflow.batch import Batch
 from ..dataflow.buffer.disk import MAX_PAUSE_S, PAUSE_S, is_full
-from ..dataflow.buffer.rows import MAX_CHILDREN, Published
-from ..dataflow.buffer.segments import SegmentReader, SegmentWriter
+from ..dataflow.buffer.leases import Published
+from ..dataflow.buffer.rows import MAX_CHILDREN
+from ..dataflow.buffer.segment_writer import SegmentWriter
+from ..dataflow.buffer.segments import SegmentReader
 from ..dataflow.column import (
     CHOSEN_IDS,
     DRAW_PATH,
@@ -178,7 +180,7 @@ class Publisher:
         return f"{self._rows.operation.name} is declared with shape=Shape.{self._rows.operation.shape.name}"
 
     def _described(self, rows: Batch | Children) -> tuple[Published, Batch]:
-        """What the ledger is told of a result, and the columns of it that are written."""
+        """The report of a result to the ledger, and the columns of it that are written."""
         name, writes = self._rows.operation.name, self._rows.writes
         batch = rows.rows if isinstance(rows, Children) else rows
         expands = self._rows.operation.shape is Shape.EXPAND
@@ -268,7 +270,7 @@ def _taken_apart(name: str, part: Any) -> tuple[Batch | Children | None, Metrics
     for key, metric in metrics.items():
         if not isinstance(metric, Metric):
             raise TypeError(
-                f"{name}: metric {key!r} must be a Mean, Max or Sum, which know how to be merged, not {metric!r}"
+                f"{name}: metric {key!r} must be a Mean, Max, Sum or Std, which know how to be merged, not {metric!r}"
             )
     return batch, metrics
 

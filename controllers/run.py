@@ -3,10 +3,11 @@
     admit      issue prompts, as many as the schedule wants and the buffer has capacity for
     dispatch   give idle groups the rows that are ready for their nodes
     settle     take replies: publish rows, and queue what follows
-    close      end the step, or the evaluation, that is over, and save it when that is due
+    close      end the step, or the evaluation, that is over
+    save       take the checkpoint that is being written further, and begin the one that is due
 
 The driver moves row ids and references; no token passes through it. Nothing re-enters the loop: what follows from a reply (to publish
-weights, to change who has a device, to save) is a `Request` in a queue, made on a later turn.
+weights, to change who has a device, to save) is a `CallRequest` in a queue, made on a later turn.
 """
 
 from __future__ import annotations
@@ -15,30 +16,31 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from ..dataflow.buffer.ledger_view import why
+from ..dataflow.buffer.history import waits_for
 from ..dataflow.buffer.log import Position
 from ..dataflow.buffer.sample_buffer import SampleBuffer
 from ..dataflow.buffer.samples import FOLDER as SAMPLES
-from ..dataflow.errors import StalledError
+from ..dataflow.errors import NoSignalError, StalledError
 from .admission import Admission
-from .calls import Calls
+from .calls import Calls, CallTimes
 from .closing import Closing
 from .device_turns import offload_shared
 from .dispatcher import Dispatcher
 from .graph_run import GraphRuns
 from .group import Call, WorkerGroup
 from .recording import Recording
-from .recovery.checkpoints import POLL_S, Checkpoints, has_state
-from .recovery.ending import asked_to_end
+from .recovery.checkpoints import CheckpointFolder, has_state
 from .recovery.failures import Failures
-from .recovery.full_disk import FullDisk
 from .recovery.resume import ResumePoint
 from .recovery.run_state import RunState
-from .request import Request
+from .recovery.saving import ASK_S, Saving
+from .replies import Remedies, Replies
+from .request import CallRequest
 from .run_directory import RunDirectory
 from .run_parts import RunParts
 from .run_spec import RunHistory, RunSpec
 from .schedule import Asynchronous
+from .signals import asked_to_end
 from .weight_sync import WeightSync
 
 
@@ -66,7 +68,7 @@ class Run:
         graph_runs: GraphRuns,
     ) -> None:
         self._spec = spec
-        self._history = history
+        self._history, self._disk = history, history.disk
         self._directory = directory
         self._point = point
         self._backend = spec.backend
@@ -78,19 +80,21 @@ class Run:
         schedule, samples = spec.schedule, directory.path / SAMPLES
         partial = schedule.partial_rollouts if isinstance(schedule, Asynchronous) else "continue"
         weights = WeightSync(spec.follows, groups, partial, spec.backend.cancel)
-        failures = Failures(self._backend, weights, history.progress, history.failures, spec.call_timeout_s)
-        disk = FullDisk(directory.path, history.progress, failures.forgive)
-        checkpoints = Checkpoints(directory, spec.checkpoint, spec.call_timeout_s)
-        recording = Recording(spec.record_every, schedule.prompts_per_step, samples, spec.buffer.lease_deadline_s)
-        calls = Calls(self._backend, buffer, groups, graph_runs, failures, checkpoints, disk, directory, self._started)
-        self._weights, self._disk, self._checkpoints, self._calls = weights, disk, checkpoints, calls
+        failures = Failures(self._backend, weights, history.progress, self._disk, history.failures, spec.call_timeout_s)
+        saved = [group for group in groups.values() if has_state(group.handle)]
+        folder = CheckpointFolder(directory, spec.checkpoint)
+        self._saving = Saving(folder, spec.checkpoint, saved, spec.call_timeout_s)
+        told, lease_s = history.progress.recorded, spec.buffer.lease_deadline_s
+        recording = Recording(spec.record_every, schedule.prompts_per_step, samples, lease_s, told)
+        times = CallTimes(directory, graph_runs.train, self._backend.clock, self._started)
+        calls = Calls(groups, failures, times, self._commit)
+        remedies = Remedies(failures, self._saving, self._disk)
+        self._replies = Replies(self._backend, buffer, graph_runs, calls, remedies)
+        self._weights, self._calls = weights, calls
         parts = RunParts(schedule, buffer, groups, graph_runs, weights, recording, calls)
-        self._admission, self._dispatcher = Admission(parts), Dispatcher(parts)
-        self._closing = Closing(spec, history, directory, parts, checkpoints, self._started)
-        self._save_waits = False
-        """A checkpoint is due, and waits for the one that is being written."""
-        self._position = Position()
-        """Position in the buffer's log of the checkpoint that was begun last."""
+        self._admission = Admission(parts, stop_without_signal=spec.stop_without_signal)
+        self._dispatcher = Dispatcher(parts, self._backend.clock)
+        self._closing = Closing(spec, history, directory, parts, self._saving, self._started)
         self.failed = False
         """A reply ended the run."""
         self.ended = False
@@ -110,7 +114,7 @@ class Run:
         self._until_idle()
 
     def _load(self, point: ResumePoint) -> None:
-        self._checkpoints.resume_after(point.state.step)
+        self._saving.resume(point.state.step)
         for name, group in self.groups.items():
             if has_state(group.handle):
                 self.call(group, "load_checkpoint", path=point.path / name)
@@ -128,14 +132,19 @@ class Run:
         while not self._finished:
             if asked_to_end() and self._can_be_saved:
                 self._leave()
+            if self._closing.without_signal and self._can_be_saved:
+                self._refuse()
             self._admit()
             self._dispatch()
             self._settle()
             self._close()
-        if self._spec.checkpoint.every:
+            self._save()
+        if self._closing.without_signal:
+            self._refuse()
+        if self._spec.checkpoint.writes:
             self._save_to_the_end()
-        self._history.progress.ended()
         self._disk.write(self._directory.flush)
+        self._history.progress.ended(self._closing.ending)
         self.ended = True
 
     def _begin(self) -> None:
@@ -143,58 +152,65 @@ class Run:
             self._closing.close_step({})
             return
         self._closing.resume()
-        if not self._point.with_rows and self._spec.checkpoint.every:
-            self._checkpoints.saved_step = -1  # that of this step has its position in a log that is no more
+        if not self._point.with_rows and self._spec.checkpoint.writes:
+            self._saving.require()  # that of this step has its position in a log that is no more
             self._save()
 
     def _admit(self) -> None:
-        if not self._save_waits:
+        if not self._saving.holds_up:
             self._admission.admit()
 
     def _dispatch(self) -> None:
         """Make the calls that follow from earlier replies, then those of nodes that are ready."""
         self._calls.queue(self._weights.receive_when_idle())
-        self._calls.queue(self._checkpoints.poll())
-        self._calls.submit()
-        if not self._save_waits:
+        self._calls.make()
+        if not self._saving.holds_up:
             self._dispatcher.dispatch()
 
     def _settle(self) -> None:
         """Take what came back. What follows from it is queued."""
-        self._calls.submit()
-        self._disk.write(self.buffer.commit)
-        self._calls.give_up_rows()
-        self._calls.cancel_expired()
+        self._calls.make()
+        self._commit()
+        self._replies.give_up_rows()
+        self._replies.cancel_expired()
         if self._calls.under_way:
             try:
-                self._calls.take_replies(self._patience_s)
+                self._take()
             except BaseException:
                 self.failed = True
                 raise
-        elif self._save_waits:
-            time.sleep(POLL_S / 10)
+        elif self._saving.holds_up:
+            time.sleep(ASK_S / 10)
         elif not self._finished and not self._can_move:
             raise StalledError(self._why_stalled())
 
+    def _take(self) -> None:
+        """Take replies until something can follow from them, something is due, or none come."""
+        settled = not self._calls.take_changed() and not self._saving.holds_up
+        patience_s = self._patience_s
+        while came := self._replies.take(patience_s):
+            can_wait = all(self._dispatcher.can_wait(self.graph_runs[name]) for name in came)
+            patience_s = self._patience_s  # rows that have begun to wait for others have brought it forward
+            if not (settled and can_wait and patience_s):
+                return
+            self._disk.write(lambda: self.buffer.log.commit(fenced=False))
+
     def _close(self) -> None:
-        self._complete_checkpoint()
         self._disk.write(lambda: self._directory.flush(when_due=True))
-        if self._closing.close_training() and self._checkpoints.is_due(self._train.step, self._train.over):
-            self._save_waits = True
-        if self._save_waits and not self._checkpoints.under_way:
-            self._save()
+        if self._closing.close_training():
+            self._saving.step_over(self._train.step, last=self._train.over)
         self._closing.close_evaluations()
 
     @property
     def _finished(self) -> bool:
         train, graph_runs = self._train, self.graph_runs
-        at_rest = train.over and not self._save_waits and self._calls.idle and not graph_runs.evaluating
-        if not at_rest or any(run.ledger.groups_behind for run in graph_runs):
+        at_rest = train.over and not self._saving.holds_up and self._calls.idle and not graph_runs.evaluating
+        if not at_rest or any(run.ledger.live.groups_behind for run in graph_runs):
             return False
-        unseen = any(train.observes(n) and train.ledger.ready(n) for n in train.graph.nodes)
+        unseen = any(train.observes(n) and train.ledger.readiness.ready(n) for n in train.graph.nodes)
         # Where generation runs ahead, what it has left over at the end of training stays as it is in the log.
         left = graph_runs.evaluations.values() if self._spec.schedule.overlaps else graph_runs
-        return not unseen and not any(run.ledger.groups_in_flight for run in left)
+        return not unseen and not any(run.ledger.live.groups for run in left)
 
     @property
     def _can_move(self) -> bool:
@@ -204,31 +220,45 @@ class Run:
 
     @property
     def _patience_s(self) -> float:
-        """Seconds until the driver looks up: when a lease or a quorum is due, or a second."""
-        due = (ledger.next_deadline for ledger in self.buffer.ledgers.values())
+        """Seconds until the driver looks up: when a lease, a quorum, or a node that gathers rows is due, or a second."""
+        due = [ledger.next_deadline for ledger in self.buffer.ledgers.values()]
         now = self._backend.clock()
-        return max(0.0, min([1.0, *(d - now for d in due if d is not None)]))
+        return max(0.0, min([1.0, *(d - now for d in (*due, self._dispatcher.next_due_s) if d is not None)]))
 
     def _why_stalled(self) -> str:
         lines = ["rows are in flight, nothing is under way, and no node can start:"]
         for run in self.graph_runs:
-            for group in run.ledger.group_ids[:3]:
+            for group in list(run.ledger.live.groups)[:3]:
                 lines += [f"graph {run.graph.name!r}, group {group}:"]
-                lines += [f"  {line}" for line in why(run.ledger, group).splitlines()]
+                lines += [f"  {line}" for line in waits_for(run.ledger, group).splitlines()]
         return "\n".join(lines)
+
+    def _commit(self) -> None:
+        """Write what happened to the rows to the log."""
+        self._disk.write(self.buffer.commit)
 
     # Checkpoints
 
     def _save(self) -> None:
-        """Begin a checkpoint of the step that is over: no update is under way. Groups go on when their state is copied."""
-        self._save_waits = False
-        self._disk.write(self._directory.flush)
-        state = RunState(
+        """Take the checkpoint that is being written further, and begin the one that is due: no update is under way then."""
+        progressed = self._saving.advance(self._directory.values)
+        self._calls.queue(progressed.requests)
+        if given_up := progressed.given_up:
+            self.buffer.drop_checkpoint(given_up.position)
+            self._disk.wait_for_more(given_up.why)
+        if self._saving.may_begin:
+            self._disk.write(self._directory.flush)
+            state = self._state(self._disk.write(self.buffer.checkpoint))
+            self._calls.queue(self._disk.write(lambda: self._saving.begin(state)))
+
+    def _state(self, position: Position) -> RunState:
+        """The state of the driver, with the rows as they are at a position in the log."""
+        return RunState(
             self._train.step,
             self._spec.seed,
             time_s=self._backend.clock() - self._started,
             versions={name: group.version for name, group in self.groups.items()},
-            position=self._disk.write(self.buffer.checkpoint),
+            position=position,
             schedule=type(self._spec.schedule).__name__,
             evaluated={name: run.closed_at for name, run in self.graph_runs.evaluations.items()},
             stopped=self._train.stopped,
@@ -236,30 +266,16 @@ class Run:
             next_id=self.buffer.ids.next_id,
             next_group=self.buffer.ids.next_group,
         )
-        self._position = state.position
-        saved = [g for g in self.groups.values() if has_state(g.handle)]
-        self._calls.queue(self._disk.write(lambda: self._checkpoints.begin(state, saved)))
 
-    def _complete_checkpoint(self) -> None:
-        if self._checkpoints.complete(self._directory.values):
-            self.buffer.drop_checkpoint(self._position)
-            self._disk.wait_for_more(self._checkpoints.full_disk)
+    def _save_to_the_end(self, *, anew: bool = False) -> None:
+        """Have the present step in a checkpoint that is on the disk; `anew`: in one that is made from here on."""
+        self._saving.finish(self._train.step, anew=anew)
+        self._until(self._is_saved)
 
-    def _save_to_the_end(self) -> None:
-        """Have the present step in a checkpoint that is on the disk."""
-        self._save_waits = True
-        self._until(self._checkpoint_is_complete)
-        while self._checkpoints.saved_step < self._train.step:
-            self._save()
-            self._save_waits = True
-            self._until(self._checkpoint_is_complete)
-        self._save_waits = False
-
-    def _checkpoint_is_complete(self) -> bool:
-        """Poll the checkpoint that is being written; returns whether none is any more."""
-        self._calls.queue(self._checkpoints.poll())
-        self._complete_checkpoint()
-        return not self._checkpoints.under_way
+    def _is_saved(self) -> bool:
+        """Take a turn of saving; returns whether nothing is left to save."""
+        self._save()
+        return not self._saving.holds_up
 
     @property
     def _can_be_saved(self) -> bool:
@@ -270,17 +286,25 @@ class Run:
 
     def _leave(self) -> NoReturn:
         """Save the run, record what it is through with, and end the process."""
-        self._checkpoints.saved_step = -1  # there may be one of this step, with fewer rows in the buffer
-        self._save_to_the_end()
-        self._until(self._all_recorded)
-        self._disk.write(self._directory.flush)
-        self._history.progress.left(self._checkpoints.folder)
+        self._save_as_it_stands()
+        self._history.progress.left(self._saving.folder.path)
         raise SystemExit(0)
 
+    def _refuse(self) -> NoReturn:
+        """Save the run, if it makes checkpoints, and end it, because it learns nothing."""
+        self._save_as_it_stands()
+        raise NoSignalError(self._closing.without_signal, self._history.progress.latest_sample)
+
+    def _save_as_it_stands(self) -> None:
+        if self._spec.checkpoint.writes:
+            self._save_to_the_end(anew=True)  # there may be one of this step, with fewer rows in the buffer
+        self._until(self._all_recorded)
+        self._disk.write(self._directory.flush)
+
     def _all_recorded(self) -> bool:
-        """Have the recorder write what is left; returns whether nothing is."""
+        """Have the recorder write the remaining samples; returns whether none remain."""
         self._dispatcher.record(hurry=True)
-        return not any(run.ledger.groups_behind for run in self.graph_runs)
+        return not any(run.ledger.live.groups_behind for run in self.graph_runs)
 
     # From outside the loop
 
@@ -288,11 +312,11 @@ class Run:
         """Call a method of a group and wait; returns each rank's result. Not from within the loop."""
         ended: list[Call] = []
 
-        def end(call: Call) -> list[Request]:
+        def end(call: Call) -> list[CallRequest]:
             ended.append(call)
             return []
 
-        self._calls.queue([Request(group, method, arguments, then=end, on_device=True)])
+        self._calls.queue([CallRequest(group, method, arguments, then=end, on_device=True)])
         self._until(lambda: bool(ended))
         return ended[0].results
 
@@ -308,7 +332,7 @@ class Run:
         """End every process of the run, and close its buffer."""
         self.closed = True
         try:
-            self._checkpoints.close()
+            self._saving.close()
         finally:
             try:
                 self._backend.close()

@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 
 from ..dataflow.buffer.disk import PARTIAL, Disk, is_full, make_folder, set_aside
 from ..dataflow.buffer.finished_leases import samples_by_step
+from ..dataflow.buffer.folder import BUFFER, LOG, SEGMENTS
 from ..dataflow.buffer.log import Position, last_epoch
 from ..dataflow.buffer.run_tables import (
     CALLS,
@@ -36,9 +37,8 @@ from ..dataflow.buffer.run_tables import (
     values_from,
     values_of,
 )
-from ..dataflow.buffer.sample_buffer import BUFFER, LOG, SEGMENTS
 from ..dataflow.buffer.samples import FOLDER as SAMPLES
-from ..dataflow.buffer.samples import parts, unfinished_parts
+from ..dataflow.buffer.samples import sample_files, unfinished_files
 from ..dataflow.config import Config
 from ..dataflow.errors import UserError
 from .run_lock import FOLDER as LOCK
@@ -47,8 +47,8 @@ from .run_lock import RunLock, epochs
 TABLES = tuple(name + ending for name in (METRICS, TIMELINE) for ending in (PARQUET, STREAM))
 CONFIG = "config.json"
 FILES = (CONFIG, "graph.mmd", *TABLES)
-"""What a run leaves behind for people. None of it is needed to go on."""
-FOLDERS = (BUFFER, "checkpoints", "logs", SAMPLES, "skipped")
+"""Files of a run that are meant for people. A run can be resumed without them."""
+FOLDERS = (BUFFER, f"{BUFFER}/{SEGMENTS}", "checkpoints", "logs", SAMPLES, "skipped")
 MAX_NAME_BYTES = 200
 """File systems allow 255, and something is appended to a name."""
 RECENT = 64
@@ -59,16 +59,16 @@ class RunDirectory:
     """`config.json`, `graph.mmd`, metrics and timeline (`dataflow/buffer/run_tables.py`), `samples/`, `logs/`, `checkpoints/`."""
 
     flush_interval_s = 5.0
-    """How old metrics and timeline on disk may be while a run goes on."""
+    """Longest delay, in seconds, before new metrics and timeline entries are on disk."""
 
     def __init__(self, path: Path, lock: RunLock | None = None, *, origin: str = "begins with step 1") -> None:
         self.path = path
         self.lock = lock
         """The process that writes into a run holds its lock."""
         self.notes: list[str] = []
-        """What is said at the start: why the run begins or goes on there, and what was damaged and set aside."""
+        """Lines to print at the start: why the run starts or resumes at this step, and which damaged files were set aside."""
         self.origin = origin
-        """Where the run begins or goes on, and why there."""
+        """The step at which the run starts or resumes, and the reason."""
         self._disk = Disk()
         self._metrics = TableStream(path / f"{METRICS}{STREAM}", VALUES, disk=self._disk)
         self._timeline = TableStream(path / f"{TIMELINE}{STREAM}", CALLS, disk=self._disk)
@@ -145,12 +145,12 @@ class RunDirectory:
         self.notes.append(self.origin)
 
     def _set_aside_what_is_no_file(self) -> None:
-        """Each name must be of its kind: a file, or a folder. (A link counts as what it points to.)"""
+        """Each name must be of its kind: a file, or a folder. (A link counts as what it points to, if there is such a thing.)"""
         for name in (*FILES, *(name + PARTIAL for name in FILES)):
-            if (self.path / name).exists() and not (self.path / name).is_file():
+            if os.path.lexists(self.path / name) and not (self.path / name).is_file():
                 self._set_aside(name, "it is not a file")
         for name in FOLDERS:
-            if (self.path / name).exists() and not (self.path / name).is_dir():
+            if os.path.lexists(self.path / name) and not (self.path / name).is_dir():
                 self._set_aside(name, "it is not a folder")
 
     def _set_aside(self, name: str, why: object) -> None:
@@ -191,15 +191,27 @@ class RunDirectory:
             return None
 
     def forget_samples(self, is_void: Callable[[str, int], bool]) -> None:
-        """Remove samples that were written under leases (graph, number) which are void since the run was taken back, and files
-        that were never finished."""
-        for part in parts(self.path):
+        """Remove samples of void leases, and files that were never finished.
+
+        Args:
+            is_void: whether a lease (its graph and number) no longer counts, because the run was restored to an earlier step.
+        """
+        for part in sample_files(self.path):
             if is_void(part.graph, part.lease):
                 part.path.unlink()
-        for path in unfinished_parts(self.path):
+        for path in unfinished_files(self.path):
             path.unlink(missing_ok=True)
 
     def write_config(self, config: Mapping[str, Any], drawing: str) -> None:
+        """Write `config.json` and `graph.mmd`.
+
+        Args:
+            config: the resolved configuration; values that JSON lacks are written as text.
+            drawing: of the training graph, in Mermaid.
+
+        Raises:
+            TakenOverError: another driver goes on with the run.
+        """
         self.check()
         described = (
             json.dumps({**config, "starts": self.starts, "origin": self.origin}, indent=2, default=_plain) + "\n"
@@ -208,7 +220,14 @@ class RunDirectory:
         self._disk.write_whole(self.path / "graph.mmd", drawing.encode())
 
     def add_metrics(self, row: Mapping[str, float]) -> Mapping[str, float]:
-        """Note metrics of the step that `row` names, further ones where some were noted before; returns all of that step."""
+        """Note metrics of a step. They reach the disk with the next `flush`.
+
+        Args:
+            row: metrics by name, with the number of the step under "step".
+
+        Returns:
+            All metrics of that step, those that were noted before among them.
+        """
         for value in values_from(row):
             self._metrics.add(**value)
         known = self._recent.setdefault(row["step"], {})
@@ -218,6 +237,7 @@ class RunDirectory:
         return known
 
     def add_call(self, **entry: Any) -> None:
+        """Note a call that has ended in the timeline; `entry` has the columns of `run_tables.CALLS`."""
         self._timeline.add(**entry)
 
     @property
@@ -245,6 +265,10 @@ class RunDirectory:
 
         Args:
             when_due: only if what is on the disk is older than `flush_interval_s`.
+
+        Raises:
+            TakenOverError: another driver goes on with the run.
+            OSError: the disk is full, say. To flush again is allowed.
         """
         if when_due and time.monotonic() - self._flushed <= self.flush_interval_s:
             return
@@ -262,10 +286,11 @@ class RunDirectory:
 
 
 def check_name(name: object, what: str) -> None:
-    """The name of a run, a worker group or an evaluation is part of paths, and must not lead elsewhere.
+    """Refuse a name that is part of paths (of a run, a worker group, an evaluation) and leads elsewhere.
 
     Args:
-        what: it is the name of, as the user said it.
+        name: as the user gave it.
+        what: the argument that it was given as, for the message.
 
     Raises:
         UserError: the rule, and the nearest name that is right.
@@ -283,10 +308,13 @@ def check_name(name: object, what: str) -> None:
 
 
 def check_rights(run: Path) -> None:
-    """Whoever goes on with a run, or moves it aside, reads and writes its folders.
+    """Refuse a run whose folders this user may not read and write.
+
+    Args:
+        run: its directory, which need not be there.
 
     Raises:
-        UserError: naming the first that this user may not.
+        UserError: naming the first such folder.
     """
     for folder in (run, *(run / name for name in (LOCK, *FOLDERS))):
         if folder.is_dir() and not os.access(
@@ -296,7 +324,13 @@ def check_rights(run: Path) -> None:
 
 
 def hold(run: Path) -> RunLock:
-    """Hold a run that is there; its epoch is larger than all before, also when the folder of the lock was removed.
+    """Take the lock of a run that is there.
+
+    Args:
+        run: its directory.
+
+    Returns:
+        The lock. Its epoch is larger than all before, also when the folder of the lock was removed.
 
     Raises:
         UserError: somebody else holds it.
@@ -328,10 +362,15 @@ def _unused(root: Path) -> Path:
 
 
 def require_folder(path: Path, what: str, *, private: bool = True) -> None:
-    """Make a folder, and those above it. Nobody else may look into a private one.
+    """Make a folder, and those above it.
+
+    Args:
+        path: of the folder, which may be there already.
+        what: names it in messages, as the user gave it.
+        private: other users may not look into it.
 
     Raises:
-        UserError: it cannot be made; `what` the user said names it.
+        UserError: it cannot be made.
     """
     try:
         if private:

@@ -1,19 +1,19 @@
-"""RunLock: a run has one writer. Whoever holds a run is named in its directory, and each start of it has an epoch of its own.
+"""RunLock: a run has one writer. A file in the run directory names the holder, and each start of the run has its own epoch.
 
     runs/NAME/lock/epoch_000003    {"epoch": 3, "host": "node-7", "pid": 4711, "since": "2026-11-22 04:20:15 UTC", ...}
                                    {"ended": "2026-11-22 09:02:51 UTC"}
 
 A driver takes a run by linking its file to the next number, which fails where the name is taken: of two that try, one succeeds, also
-on NFS. It is the holder when it finds nobody else beside it; then it removes the files before its own. What is said of a holder:
+on NFS. It is the holder when it finds no other holder; then it removes the older files. A holder is in one of three states:
 
-- ended: its file says so in a second line. Anybody may take the run.
+- ended: a second line in its file says so. Any driver may take the run.
 - alive: its process lives, on this machine; or, on another one, its file was touched within DEAD_AFTER_S. Others are refused.
 - dead: its process is gone, which is known at once on the same machine (pid and start time); or its file was not touched for
-  DEAD_AFTER_S by the clock of the file system, to which all machines compare. Anybody may take the run.
+  DEAD_AFTER_S by the clock of the file system, which all machines share. Any driver may take the run.
 
 A holder that was taken for dead may live: it was suspended, or cut off from the file system. Its file is gone. It looks for its
-file before each commit of the log and whenever it writes into the run, and ends with a `TakenOverError`. What it wrote in between went
-into files of its own (see `dataflow/buffer/log.py`).
+file before it acts on what it has logged and whenever it writes into the run, and ends with a `TakenOverError`. What it wrote in
+between went into files of its own (see `dataflow/buffer/log.py`).
 
 On NFS a machine may remember the attributes of a file for up to 60 s (`acregmax`), which is less than DEAD_AFTER_S. The heartbeat opens
 the file, whereupon the client asks the server.
@@ -46,7 +46,7 @@ BEAT_S = 10.0
 DEAD_AFTER_S = 90.0
 """Seconds without a sign of life after which a holder on another machine is taken for dead."""
 TRY_S = 1.0
-"""How long a driver tries to take a run while others take it, too."""
+"""Seconds that a driver tries to take a run while other drivers do the same."""
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 """A file system without hard links says one of these."""
 _NAME = re.compile(r"epoch_(\d+)")
@@ -62,7 +62,7 @@ class Holder:
     """The boot of the kernel and the namespace of process ids: where these are the same, a pid means the same process."""
     pid: int
     started: str
-    """When the process was started, in the kernel's words: a pid is used again."""
+    """Start time of the process as the kernel reports it. It tells apart two processes with the same pid."""
     since: str
 
     @classmethod
@@ -86,7 +86,7 @@ class Holder:
 
 
 class RunLock:
-    """A run that this process holds, until `release`, or until nobody refers to it any more."""
+    """A run that this process holds, until `release` or until this object is garbage-collected."""
 
     def __init__(self, run: Path, claim: _Claim) -> None:
         self.run = run
@@ -127,7 +127,7 @@ class RunLock:
         return self._claim.holder.epoch
 
     def record(self) -> Record:
-        """What the log says of this epoch."""
+        """The record of this epoch in the log."""
         holder = self._claim.holder
         return {"do": "epoch", "epoch": holder.epoch, "host": holder.host, "pid": holder.pid, "since": holder.since}
 

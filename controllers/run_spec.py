@@ -14,11 +14,12 @@ from ..dataflow.handle import Handle
 from ..dataflow.node import ParameterEdge
 from .backends.backend import Backend
 from .placement import Place
-from .progress import Progress
 from .recovery.checkpoints import CheckpointConfig
 from .recovery.failures import FailureCounts
+from .recovery.full_disk import FullDisk
 from .schedule import Training
 from .symptoms import Watch
+from .telling.progress import Progress
 
 
 @names_arguments
@@ -60,6 +61,8 @@ class RunSpec:
     buffer: BufferConfig
     checkpoint: CheckpointConfig
     stop: Callable[[Mapping[str, float]], bool] | None
+    stop_without_signal: bool
+    """A run whose first steps have no signal ends with an error."""
 
     @cached_property
     def follows(self) -> tuple[ParameterEdge, ...]:
@@ -72,5 +75,6 @@ class RunHistory:
     """What a run shows and has counted over all of its starts."""
 
     progress: Progress
+    disk: FullDisk
     watch: Watch = field(default_factory=Watch)
     failures: FailureCounts = field(default_factory=FailureCounts)

@@ -29,7 +29,7 @@ class Share:
 
 
 class Stepwise(Config):
-    """What all schedules of training have in common: steps of so many groups."""
+    """Settings that all training schedules share: the number of steps, and the groups in each."""
 
     steps: int = Field(default=100, ge=1)
     """Updates to make."""
@@ -49,21 +49,25 @@ class Stepwise(Config):
         """Groups that are wanted now: a batch for a new step, later as many as filters dropped. The buffer may have less capacity."""
         if not train.open:
             return self.prompts_per_step
-        arrived = all(train.ledger.settled(n) or train.ledger.exhausted(n) for n in train.updates)
+        arrived = all(train.ledger.readiness.settled(n) or train.ledger.readiness.exhausted(n) for n in train.updates)
         return self.lacks(train) if arrived else 0
 
     def lacks(self, train: TrainingRun) -> int:
         """Groups that an update lacks to complete its batch of the step."""
-        reached = (train.ledger.ready_groups(n) + train.taken[n.name] for n in train.updates)
+        reached = (train.ledger.readiness.ready_groups(n) + train.taken[n.name] for n in train.updates)
         return max(0, self.prompts_per_step - min(reached, default=self.prompts_per_step))
 
     def over(self, train: TrainingRun) -> bool:
         """Whether the step that was begun is done."""
-        return train.open and not train.ledger.groups_at_work and not self.lacks(train)
+        return train.open and not train.ledger.live.groups_at_work and not self.lacks(train)
 
     def _when_settled(self, train: TrainingRun, node: Node) -> Share | None:
         """Everything of the step at once; an update waits until its batch is complete."""
-        return Share() if train.ledger.settled(node) and not (node.operation.updates and self.lacks(train)) else None
+        return (
+            Share()
+            if train.ledger.readiness.settled(node) and not (node.operation.updates and self.lacks(train))
+            else None
+        )
 
     def _when_ready(self, train: TrainingRun, node: Node, part: int, reserved: int = 0) -> Share | None:
         """What is ready; an update takes at least `part` groups, or the rest of its batch.
@@ -72,12 +76,14 @@ class Stepwise(Config):
             reserved: groups of the batch that are kept for rows which are not ready yet.
         """
         if train.observes(node):
-            enough = train.ledger.ready_groups(node) >= self.prompts_per_step or train.ledger.settled(node)
+            enough = train.ledger.readiness.ready_groups(
+                node
+            ) >= self.prompts_per_step or train.ledger.readiness.settled(node)
             return Share() if enough else None
         if not node.operation.updates:
-            return Share() if train.ledger.ready(node) else None
+            return Share() if train.ledger.readiness.ready(node) else None
         left = self.prompts_per_step - train.taken[node.name]
-        number = min(train.ledger.ready_groups(node), left - reserved)
+        number = min(train.ledger.readiness.ready_groups(node), left - reserved)
         complete = number == left > 0
         if complete or (node.operation.accumulates and number >= min(part, left)):
             return Share(number, last=complete) if number else None
@@ -135,7 +141,7 @@ class Asynchronous(Stepwise):
         if not self.overlaps:
             return super().admit(train)
         # As many as the rest of the run needs: the buffer's capacity says how many of them now.
-        still = (train.taken[n.name] + train.ledger.unclaimed(n) for n in train.updates)
+        still = (train.taken[n.name] + train.ledger.readiness.unclaimed(n) for n in train.updates)
         return max(0, (self.steps - train.step) * self.prompts_per_step - min(still, default=0))
 
     def share(self, train: TrainingRun, node: Node, version: int) -> Share | None:
@@ -145,7 +151,7 @@ class Asynchronous(Stepwise):
         if node.operation.updates:
             # Whatever is taken now, each later batch must have places left for the groups that are due by then.
             for later in range(self.max_staleness + 1):
-                due, ready = train.ledger.groups_until(node, version - self.max_staleness + later)
+                due, ready = train.ledger.readiness.groups_until(node, version - self.max_staleness + later)
                 reserved = max(reserved, due - ready - later * self.prompts_per_step)
         return self._when_ready(train, node, self.groups_per_part, reserved)
 
@@ -169,10 +175,10 @@ class OnePass(Config):
     def share(self, evaluation: EvaluationRun, node: Node) -> Share | None:
         """What a node may claim now; None: nothing. All rows of a call belong to the evaluation of one step."""
         if not self.overlaps:
-            return Share() if evaluation.ledger.settled(node) else None
-        step, number = evaluation.ledger.ready_in_round(node)
+            return Share() if evaluation.ledger.readiness.settled(node) else None
+        step, number = evaluation.ledger.live.ready_in_step(node)
         takes_groups = node.operation.takes_groups
-        partial = evaluation.observes(node) and takes_groups and number != evaluation.ledger.rounds[step]
+        partial = evaluation.observes(node) and takes_groups and number != evaluation.ledger.live.groups_of_step[step]
         if not number or partial:
             return None
         return Share(max_groups=number) if takes_groups else Share(max_rows=number)

@@ -1,7 +1,8 @@
 """Signals that end a run: SIGTERM from a batch system, SIGHUP from a terminal that is closed, SIGINT from the keyboard.
 
-While a cluster starts, an interruption would leave half of its processes behind, and libraries install handlers of their own. There a
-signal is deferred until the cluster is up.
+A handler only asks the run of its process to end (`ask_to_end`). The run saves itself when its loop comes to it. While a cluster starts,
+an interruption would leave half of its processes behind, and libraries install handlers of their own: a signal is deferred until the
+cluster is up.
 """
 
 from __future__ import annotations
@@ -15,6 +16,38 @@ from types import FrameType
 
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 STREAMS = (0, 1, 2)
+
+
+class _Ending:
+    """What lies between a signal and the runs of this process."""
+
+    runs = 0
+    """Runs that can save themselves."""
+    asked = False
+
+
+def ask_to_end() -> bool:
+    """Have the run that goes on write a checkpoint and end; False when no run could, or it was asked already."""
+    if _Ending.asked or not _Ending.runs:
+        return False
+    _Ending.asked = True
+    return True
+
+
+def asked_to_end() -> bool:
+    """Whether the run that goes on was asked to end."""
+    return _Ending.asked
+
+
+@contextmanager
+def can_be_ended(able: bool) -> Iterator[None]:
+    """While a run goes on, it can be asked to end, if it is `able` to save itself."""
+    _Ending.runs += able
+    try:
+        yield
+    finally:
+        _Ending.runs -= able
+        _Ending.asked = False
 
 
 def say(line: str) -> None:

@@ -18,7 +18,6 @@ from .backends.backend import Files, Setup, this_node
 from .cursor import CURSOR, Cursor, positions
 from .graph_run import TRAIN, EvaluationRun, GraphRuns, TrainingRun
 from .recording import with_recording
-from .recovery.full_disk import FullDisk
 from .recovery.resume import ResumePoint, open_buffer
 from .row_io import num_tokens
 from .run import Run
@@ -42,18 +41,18 @@ def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: Re
     for note in directory.notes:
         progress.say(note)
     progress.starting(spec.handles, repr(backend))
-    progress.left_out([graph.source for graph in spec.graphs.values()])
+    progress.noted(note for handle in spec.handles.values() for note in getattr(handle.config, "notes", ()))
+    progress.data([graph.source for graph in spec.graphs.values()], in_full=point is None)
     graphs = {name: with_recording(graph) for name, graph in spec.graphs.items()}
-    disk = FullDisk(directory.path, progress)
     with ExitStack() as undo:
         undo.callback(backend.close)
-        buffer = disk.write(  # what is kept of the log is copied
+        buffer = history.disk.write(  # what is kept of the log is copied
             lambda: open_buffer(directory, point, graphs, config=config, clock=backend.clock)
         )
         undo.callback(partial(buffer.close, going_on=True))
         if point is not None:
             ledgers = buffer.ledgers
-            directory.forget_samples(lambda graph, lease: graph in ledgers and ledgers[graph].is_void(lease))
+            directory.forget_samples(lambda graph, lease: graph in ledgers and ledgers[graph].leases.is_void(lease))
             progress.resumed(point.path, point.state.step, [*point.damage, *buffer.damage])
         buffer.note("record_every", spec.record_every)
         buffer.store.delete_remote = backend.delete
@@ -105,7 +104,7 @@ def _training_run(
     train = TrainingRun(TRAIN, graph, ledger, rest, _num_tokens(graph, source), steps=steps, start=cursor)
     if point is not None:
         train.step, train.begun = point.state.step, True
-        train.stopped, train.open = point.state.stopped, ledger.groups_at_work > 0
+        train.stopped, train.open = point.state.stopped, ledger.live.groups_at_work > 0
     return train
 
 
@@ -117,9 +116,9 @@ def _evaluation_run(name: str, graph: Graph, ledger: Ledger, source: Batch) -> E
 def _give_up(run: EvaluationRun, history: RunHistory) -> None:
     """Give up evaluations that were under way at a checkpoint, since the weights of their step are gone. That of the present step
     is made again."""
-    for step in sorted(run.ledger.rounds):
+    for step in sorted(run.ledger.live.groups_of_step):
         history.progress.given_up(run.name, step)
-    for group in run.ledger.ids_at_work:
+    for group in run.ledger.live.ids_at_work:
         run.ledger.lose(group, "the run was started again, and its evaluation is given up", issue_again=False)
 
 

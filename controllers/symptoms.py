@@ -1,4 +1,4 @@
-"""Symptoms: signs that a run cannot learn. Each is said once, in words, with what to try.
+"""Symptoms: signs that a run cannot learn. Each is reported once, with advice.
 
 A `Mistake` shows in the graph before anything starts, a `Symptom` in the metrics of a step. A rule is a value: a new one is a line of
 `MISTAKES` or `SYMPTOMS`.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ..algorithms.advantages import group_advantages
@@ -22,6 +22,10 @@ Row = Mapping[str, float]
 
 FIRST = 3
 """Steps from the first in which nothing has to show before a run is said to be without it."""
+FIRST_WITHOUT_SIGNAL = 2
+"""The same of signal: without it nothing at all is learned."""
+LAST_JUDGED = 10
+"""Last step after which a run can be said to have had no signal from the start."""
 LARGE_RATE = 0.1
 """AdamW moves each weight by about the learning rate a step; weights are smaller than this."""
 LARGE_NORM = 1e4
@@ -97,11 +101,43 @@ MISTAKES = (
 )
 
 
+def _has_signal(row: Row) -> bool | None:
+    """Whether rewards differ within any group; None: it was not measured."""
+    known = [value for _, value in _training(row, "groups_without_signal") if not math.isnan(value)]
+    return any(value != 1 for value in known) if known else None
+
+
 def _no_signal(row: Row) -> str:
-    known = dict(_training(row, "groups_without_signal"))
-    if known and all(value == 1 for value in known.values()):
-        return "the rewards within every group are equal, so that all advantages are 0 and nothing is learned"
-    return ""
+    if _has_signal(row) is not False:
+        return ""
+    values = {name: value for name, value in _training(row, "std") if value == 0}
+    all_are = [f"all are {row[mean]:g}" for name in values if (mean := name.removesuffix("std") + "mean") in row]
+    which = f" ({all_are[0]})" if all_are else ""
+    return f"the rewards within every group are equal{which}, so that all advantages are 0 and nothing is learned"
+
+
+def all_filtered(row: Row, groups: int) -> str:
+    """What is to be said of a first step that cannot end, because a filter drops groups of equal rewards and all are; empty: there is
+    nothing to be said yet.
+
+    Args:
+        row: the metrics of the step so far.
+        groups: dropped groups from which on it is said, if no other has passed.
+
+    >>> all_filtered({"functions/zero_variance_groups": 3.0, "reward/mean": 0.0}, 4)
+    ''
+    >>> all_filtered({"functions/zero_variance_groups": 4.0, "reward/mean": 0.0}, 4)[:64]
+    'the rewards within each of the first 4 groups are equal (mean 0)'
+    """
+    dropped = sum(value for _, value in _training(row, "zero_variance_groups"))
+    if dropped < groups or _has_signal(row) is not None:
+        return ""
+    means = [f"{name.partition('/')[2]} {value:g}" for name, value in row.items() if name.startswith("reward/")]
+    shown = f" ({', '.join(means)})" if means else ""
+    return (
+        f"the rewards within each of the first {dropped:g} groups are equal{shown}, and a filter drops such groups, so that no step "
+        f"is ever over. {SYMPTOMS[0].advice}; Driver(stop_without_signal=False) lets the run go on"
+    )
 
 
 def _all_cut_off(row: Row) -> str:
@@ -134,7 +170,7 @@ SYMPTOMS = (
         _no_signal,
         "Look at the rewards in samples/. Try a reward that tells answers apart, easier prompts, more responses to each (n), or a "
         "model that succeeds now and then",
-        first=FIRST,
+        first=FIRST_WITHOUT_SIGNAL,
     ),
     Symptom(
         _all_cut_off,
@@ -149,19 +185,21 @@ SYMPTOMS = (
 
 
 def mistakes(graph: Graph, handles: Mapping[str, Handle]) -> list[str]:
-    """What stands against learning before the run starts."""
+    """The settings that prevent learning, found before the run starts: a line of advice for each."""
     return [f"{where}; {rule.advice}" for rule in MISTAKES for where in rule.found(graph, handles)]
 
 
 class Watch:
-    """Looks at each step of a run, and says of each symptom once that it shows."""
+    """Looks at each step of a run, and reports each symptom once."""
 
     def __init__(self) -> None:
         self._said: set[int] = set()
         self._in_a_row: Counter[int] = Counter()
+        self._signal: dict[int, bool] = {}
+        """Step -> whether it had signal, where that was measured."""
 
     def see(self, row: Row) -> list[str]:
-        """What is to be said of a step that is over."""
+        """New symptoms of a finished step, a line for each."""
         step, new = int(row["step"]), []
         for number, symptom in enumerate(SYMPTOMS):
             seen = symptom.shows(row)
@@ -176,3 +214,21 @@ class Watch:
                 continue
             self._said.add(number)
         return new
+
+    def remember(self, rows: Iterable[Row]) -> None:
+        """Note whether there was signal in steps that are over."""
+        for row in rows:
+            if row["step"] and (has := _has_signal(row)) is not None:
+                self._signal[int(row["step"])] = has
+
+    def without_signal(self, row: Row) -> str:
+        """What is to be said of a run that has had no signal in any step so far, when a step is over; empty: it has had some, or it is
+        too early to say, or too late to say it of the start."""
+        step = int(row["step"])
+        if not step or step > LAST_JUDGED:
+            return ""
+        self.remember([row])
+        seen, steps = _no_signal(row), len(self._signal)
+        if not seen or any(self._signal.values()) or steps < FIRST_WITHOUT_SIGNAL:
+            return ""
+        return f"in each of the first {steps} steps {seen}. {SYMPTOMS[0].advice}; Driver(stop_without_signal=False) lets the run go on"

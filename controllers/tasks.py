@@ -1,15 +1,17 @@
-"""What travels between the driver and a rank: a task there, replies back. None of them holds the columns of a row."""
+"""Messages between the driver and a rank: a task there, replies back. No message holds the columns of a row."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 import numpy as np
 
-from ..dataflow.buffer.rows import Piece, Published
+from ..dataflow.buffer.leases import Published
+from ..dataflow.buffer.pieces import Piece
 from ..dataflow.buffer.segments import Segment
 from ..dataflow.metrics import Metrics
 from ..dataflow.operation import Operation
@@ -71,7 +73,7 @@ class Reply:
     """Where the columns of the published rows lie; None: nothing was written."""
     metrics: Metrics = field(default_factory=dict)
     value: Any = None
-    """What a method without rows returned."""
+    """The result of a method without rows."""
     done: bool = False
     seconds: float = 0.0
     """Time spent in the worker; set in the last reply."""
@@ -93,19 +95,29 @@ def _reply(plain: bytes, metrics: Metrics, value: Any, failure: Failure | None, 
     return Reply(published, segment, metrics, value, done, seconds, failure, paused)
 
 
+class FailureKind(Enum):
+    """What has failed; it decides what can be done about it."""
+
+    EXCEPTION = auto()
+    """The worker raised an exception."""
+    USER_ERROR = auto()
+    """The worker raised an exception that the user can mend."""
+    DISK_FULL = auto()
+    """The worker found no room on a disk."""
+    UNREADABLE = auto()
+    """The rows of the call could not be read: their node may be gone."""
+    DIED = auto()
+    """The process is gone."""
+
+
 @dataclass(frozen=True)
 class Failure:
-    """An exception in a worker, as text, because not every exception survives a pickle."""
+    """What went wrong in a worker, as text, because not every exception survives a pickle."""
 
     message: str
-    traceback: str
-    user_error: bool
+    traceback: str = ""
+    kind: FailureKind = FailureKind.EXCEPTION
     sample_ids: tuple[int, ...] = ()
     """The samples at fault, where the worker knows them."""
     sample: str = ""
     """The first of them in words (its prompt and response, say), where the worker knows it."""
-    died: bool = False
-    """It was no exception: the process is gone."""
-    disk_full: bool = False
-    unreadable: bool = False
-    """The rows of the call could not be read: their node may be gone."""

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from ..dataflow.errors import WeightSyncError
 from ..dataflow.node import ParameterEdge
 from .group import Call, WorkerGroup
-from .request import Request
+from .request import CallRequest
 
 
 class WeightSync:
@@ -61,7 +61,7 @@ class WeightSync:
         return max(behind, default=0)
 
     def coming(self, followers: Collection[str]) -> dict[str, int]:
-        """Those of these groups that follow another -> the version that they hold when its present weights have arrived."""
+        """Each of these groups that follows another -> the version that it will hold once the leader's present weights have arrived."""
         wanted: dict[str, int] = {}
         for edge in self._edges:
             if edge.follower in followers:
@@ -78,7 +78,7 @@ class WeightSync:
         """Whether a group may begin nothing new because weights wait for it to finish."""
         return group.name in self._waiting
 
-    def publish(self, leader: str) -> list[Request]:
+    def publish(self, leader: str) -> list[CallRequest]:
         """Send the present weights of a group to its followers that are due, now or when those of an earlier version have arrived."""
         group = self._groups[leader]
         edges = [e for e in self._edges if e.leader == leader and self._is_due(e, group.version)]
@@ -86,15 +86,15 @@ class WeightSync:
             return []
         self._owing[leader] = {e.follower for e in edges}
         then = partial(self._published, edges=edges)
-        return [Request(group, "publish_weights", {"version": group.version}, then=then, on_device=True)]
+        return [CallRequest(group, "publish_weights", {"version": group.version}, then=then, on_device=True)]
 
-    def publish_all(self) -> list[Request]:
+    def publish_all(self) -> list[CallRequest]:
         """Send the present weights of every leader."""
         return [request for leader in dict.fromkeys(e.leader for e in self._edges) for request in self.publish(leader)]
 
-    def resend(self, follower: WorkerGroup, rank: int) -> list[Request]:
+    def resend(self, follower: WorkerGroup, rank: int) -> list[CallRequest]:
         """A rank was replaced. If its group follows another, it gets no rows before it has received the present weights."""
-        requests: list[Request] = []
+        requests: list[CallRequest] = []
         for edge in self._edges:
             if edge.follower == follower.name:
                 follower.lacking.add(rank)
@@ -106,14 +106,14 @@ class WeightSync:
         """Whether an `every`-th version has come since the follower last received one."""
         return version // edge.every > self._sent.get(edge.follower, -1) // edge.every
 
-    def receive_when_idle(self) -> list[Request]:
+    def receive_when_idle(self) -> list[CallRequest]:
         """Have followers receive the weights that waited for them to finish their responses."""
         idle = [name for name in self._waiting if not self._groups[name].at_work]
         return [self._receive(self._groups[name], self._waiting.pop(name)) for name in idle]
 
-    def _published(self, call: Call, edges: Sequence[ParameterEdge]) -> Iterable[Request]:
+    def _published(self, call: Call, edges: Sequence[ParameterEdge]) -> Iterable[CallRequest]:
         weights = next(w for w in call.results if w is not None)
-        requests: list[Request] = []
+        requests: list[CallRequest] = []
         for edge in edges:
             follower = self._groups[edge.follower]
             ranks = self._receivers(follower, weights)
@@ -130,7 +130,7 @@ class WeightSync:
     def _requeue(self, call: Call) -> None:
         """End a call that generates; the rows that it has not finished go back."""
         assert call.ledger is not None and call.lease is not None
-        if call.ledger.holds(call.lease):
+        if call.ledger.leases.holds(call.lease):
             call.ledger.release(call.lease, "new weights came, and what was unfinished is requeued")
             self._cancel(call)
 
@@ -140,19 +140,19 @@ class WeightSync:
             return set(follower.lacking)
         return {rank for rank in range(len(follower.mesh)) if rank not in follower.starting}
 
-    def _receive(self, follower: WorkerGroup, weights: Any) -> Request:
+    def _receive(self, follower: WorkerGroup, weights: Any) -> CallRequest:
         ranks = sorted(self._receivers(follower, weights))
         then = partial(self._received, weights=weights)
-        return Request(follower, "receive_weights", {"weights": weights}, ranks, then, on_device=True)
+        return CallRequest(follower, "receive_weights", {"weights": weights}, ranks, then, on_device=True)
 
-    def _received(self, call: Call, weights: Any) -> Iterable[Request]:
+    def _received(self, call: Call, weights: Any) -> Iterable[CallRequest]:
         for rank, checksum in sorted(call.values.items()):
             if rank not in call.lost and checksum != weights.checksum:
                 raise WeightSyncError(
                     f"weights of version {weights.version} arrived at {call.group.name}[{rank}] with checksum {checksum}, "
                     f"but {weights.checksum} was published"
                 )
-        group, requests = call.group, list[Request]()
+        group, requests = call.group, list[CallRequest]()
         group.version = self._sent[group.name] = weights.version
         group.lacking -= set(call.ranks) - call.lost
         if group.lacking:  # ranks that came up meanwhile

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from ..dataflow.buffer import run_tables
-from ..dataflow.buffer.text_table import as_text
+from ..dataflow.buffer.text_table import render_table
 from ..dataflow.errors import UserError, nearest
 from .curve import FAINT, INK
 
@@ -307,7 +307,7 @@ def summary(timeline: Timeline) -> str:
             }
         )
     nodes.sort(key=lambda row: -float(row["seconds"]))
-    tables = [as_text(pa.Table.from_pylist(rows), limit=1000, width=100) for rows in (groups, nodes) if rows]
+    tables = [render_table(pa.Table.from_pylist(rows), limit=1000, width=100) for rows in (groups, nodes) if rows]
     return "\n\n".join([timeline.title, *tables])
 
 

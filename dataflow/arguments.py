@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from .errors import UserError, nearest
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def parameter_names(function: Callable[..., Any], skip: int = 0) -> list[str]:
-    """Names of the parameters that can be given by name, without the first `skip`; `*args` and `**kwargs` have none.
+    """Names of the parameters after the first `skip`, without `*args` and `**kwargs`.
 
     >>> parameter_names(lambda rows, n, *rest, by="reward", **more: None, skip=1)
     ['n', 'by']
@@ -23,16 +23,16 @@ def parameter_names(function: Callable[..., Any], skip: int = 0) -> list[str]:
 
 
 def bind(function: Callable[..., Any], skip: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a traced call by name, defaults filled in.
+    """Arguments of a traced call by name, with defaults.
 
     Args:
-        function: what is called.
-        skip: leading parameters that are left out (self, the rows).
+        function: the function that is called.
+        skip: number of leading parameters that are left out (self, the rows).
         args: arguments given by position.
         kwargs: arguments given by name.
 
     Raises:
-        UserError: for an argument that the function does not take, with the nearest one that it does.
+        UserError: the function does not take an argument; the message offers the nearest one that it takes.
     """
     bound = bind_signature(function, skip, args, kwargs)
     arguments: dict[str, Any] = {}
@@ -58,14 +58,14 @@ def bind_signature(
     """`inspect.Signature.bind` with defaults filled in and errors that name the nearest right argument.
 
     Args:
-        function: what is called.
-        skip: leading parameters that are left out.
+        function: the function that is called.
+        skip: number of leading parameters that are left out.
         args: arguments given by position.
         kwargs: arguments given by name.
-        name: what a message calls the function; None: its own name.
+        name: the function's name in messages; None: its own name.
 
     Raises:
-        UserError: for an argument that is unknown, missing, given twice or one too many.
+        UserError: an argument is unknown, missing, given twice, or one too many.
     """
     who = name or function.__qualname__
     parameters = list(inspect.signature(function).parameters.values())[skip:]
@@ -84,7 +84,7 @@ def bind_signature(
 
 
 def names_arguments(cls: type[T]) -> type[T]:
-    """A class whose constructor refuses wrong arguments in the words of `bind_signature`.
+    """Make a class refuse wrong arguments of its constructor with the messages of `bind_signature`.
 
     >>> @names_arguments
     ... class Point:
@@ -105,3 +105,31 @@ def names_arguments(cls: type[T]) -> type[T]:
 
     cls.__init__ = check_and_construct
     return cls
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def names_parameters(name: str) -> Callable[[F], F]:
+    """Make a function refuse wrong arguments with the messages of `bind_signature`.
+
+    Args:
+        name: the function's name in messages.
+
+    >>> @names_parameters("measure")
+    ... def measure(*, height: int) -> int:
+    ...     return height
+    >>> measure(hieght=1)
+    Traceback (most recent call last):
+    weft.dataflow.errors.UserError: measure takes no argument 'hieght' (value 1); did you mean 'height'?
+    """
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def check_and_call(*args: Any, **kwargs: Any) -> Any:
+            bind_signature(function, 0, args, kwargs, name=name)
+            return function(*args, **kwargs)
+
+        return cast(F, check_and_call)
+
+    return decorate

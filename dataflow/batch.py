@@ -39,7 +39,7 @@ class Batch:
         self.record = record
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As one Arrow IPC message: Arrow's own pickles of a slice carry every row of the batch that it was cut from.
+        # As one Arrow IPC message: Arrow's own pickle of a slice contains every row of the batch that it was cut from.
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, self.record.schema) as writer:
             writer.write_batch(self.record)
@@ -47,9 +47,11 @@ class Batch:
 
     @classmethod
     def of(cls, /, **columns: Any) -> Batch:
-        """A batch from columns given as Arrow arrays, numpy arrays, tensors, lists, or `(values, cu_seqlens)` pairs.
+        """A batch of these columns.
 
-        Columns that Weft declares (`dataflow/column.py`) get their declared type; others keep the type found.
+        Args:
+            columns: by name, one value per row: Arrow arrays, numpy arrays, tensors, lists, or pairs of values `[T]` and cu_seqlens
+                `[rows + 1]`. Columns that Weft declares (`dataflow/column.py`) get their declared type; others keep their own.
         """
         return cls(
             pa.RecordBatch.from_arrays([_array(name, data) for name, data in columns.items()], names=list(columns))
@@ -62,12 +64,14 @@ class Batch:
 
     @classmethod
     def of_table(cls, table: pa.Table, *, max_bytes: int = MAX_OFFSET) -> Batch:
-        """All rows of a table; a column that stands in one chunk is not copied.
+        """All rows of a table; a column of one chunk is not copied.
 
-        A column of several chunks with more than `max_bytes` gets 64-bit offsets (`large_string`, `large_list`).
+        Args:
+            table: the rows.
+            max_bytes: a column of several chunks with more bytes than this gets 64-bit offsets (`large_string`, `large_list`).
 
         Raises:
-            UserError: there are no such offsets for the type of a column that needs them.
+            UserError: the type of a column that needs 64-bit offsets has none.
 
         >>> text = pa.chunked_array([["a", "b"], ["c"]])
         >>> Batch.of_table(pa.table({"text": text}), max_bytes=10)
@@ -80,9 +84,14 @@ class Batch:
 
     @classmethod
     def concat(cls, batches: Iterable[Batch]) -> Batch:
-        """The rows of all batches, in order; every batch must have the same columns.
+        """The rows of all batches, in order.
 
-        Types may differ as far as one holds the other: a list column that is empty in one batch, integers among floats.
+        Args:
+            batches: batches with the same columns. The types of a column may differ if one can hold the other, such as integers and
+                floats, or a list column that is empty in one batch.
+
+        Raises:
+            UserError: there is no batch, or columns or types differ.
         """
         records = [b.record for b in batches]
         if not records:
@@ -106,7 +115,14 @@ class Batch:
         return str(column) in self.record.schema.names
 
     def __getitem__(self, column: object) -> pa.Array:
-        """One column as an Arrow array; `column` is a name or a `Column`."""
+        """One column as an Arrow array.
+
+        Args:
+            column: a name or a `Column`.
+
+        Raises:
+            UserError: the batch has no such column; the message offers the nearest one.
+        """
         name = str(column)
         if name not in self.record.schema.names:
             hint = nearest(name, self.columns) or f"; it has {', '.join(self.columns)}"
@@ -133,12 +149,16 @@ class Batch:
     # Reading columns
 
     def numpy(self, column: object) -> np.ndarray:
-        """A fixed-width column, `[rows]`, without a copy (read-only); strings as an object array."""
+        """A column as a numpy array `[rows]`: fixed-width columns without a copy and read-only, strings as objects."""
         array = self[column]
         return array.to_numpy(zero_copy_only=_has_fixed_width(array.type) and array.null_count == 0)
 
     def tensor(self, column: object) -> Tensor:
-        """A fixed-width column as a torch tensor `[rows]`, without a copy. Do not write to it."""
+        """A fixed-width column as a torch tensor `[rows]`, without a copy (booleans are copied). It must not be written to.
+
+        Raises:
+            UserError: the column does not hold one number per row.
+        """
         array = self[column]
         if pa.types.is_boolean(array.type):  # one bit each in Arrow
             return torch.from_numpy(array.to_numpy(zero_copy_only=False))
@@ -148,15 +168,20 @@ class Batch:
         return _tensor(array)
 
     def ragged(self, column: object) -> tuple[Tensor, Tensor]:
-        """A ragged column as `(values [T], cu_seqlens [rows + 1] int32)` torch tensors, without a copy.
+        """A ragged column as torch tensors, without a copy. They must not be written to.
 
-        Row i is `values[cu_seqlens[i]:cu_seqlens[i + 1]]`. Do not write to either.
+        Returns:
+            values `[T]` and cu_seqlens `[rows + 1]`, int32 (int64 for more than 2**31 - 1 values). Row i is
+            `values[cu_seqlens[i]:cu_seqlens[i + 1]]`.
+
+        Raises:
+            UserError: the column is not ragged.
         """
         values, offsets = self._lists(column)
         return _tensor(values), _tensor(offsets)
 
     def ragged_numpy(self, column: object) -> tuple[np.ndarray, np.ndarray]:
-        """The same as `ragged`, as numpy arrays (and without importing torch)."""
+        """The same as `ragged`, as numpy arrays, without importing torch."""
         values, offsets = self._lists(column)
         return values.to_numpy(), offsets.to_numpy()
 
@@ -165,7 +190,16 @@ class Batch:
         return np.diff(self._lists(column)[1].to_numpy())
 
     def padded(self, column: object, *, fill: float = 0, left: bool = False) -> Tensor:
-        """A ragged column as a rectangle `[rows, longest]`, filled at the right (or left). Copies."""
+        """A ragged column as a padded copy.
+
+        Args:
+            column: a ragged column.
+            fill: value of the padding.
+            left: pad at the left, not at the right.
+
+        Returns:
+            `[rows, longest]`, in the dtype of the column.
+        """
         values, cu_seqlens = self.ragged(column)
         lengths = cu_seqlens.diff()
         longest = int(lengths.max()) if len(lengths) else 0
@@ -176,7 +210,7 @@ class Batch:
         return out
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Every row as a dictionary of Python values: for people and reward functions, not for speed."""
+        """The rows as dictionaries of Python values. This is slow; it is meant for reward functions and for inspection."""
         return self.record.to_pylist()
 
     # Making other batches
@@ -195,11 +229,18 @@ class Batch:
         return Batch(self.record.take(pa.array(np.asarray(rows, dtype=np.int64))))
 
     def slice(self, start: int, length: int) -> Batch:
-        """`length` rows from `start`, without a copy."""
+        """`length` rows beginning with row `start`, without a copy."""
         return Batch(self.record.slice(start, length))
 
     def split(self, sizes: Sequence[int]) -> list[Batch]:
-        """Consecutive parts with these numbers of rows, without a copy; the sizes must add up."""
+        """Consecutive parts of the batch, without a copy.
+
+        Args:
+            sizes: number of rows of each part.
+
+        Raises:
+            UserError: the sizes do not add up to the number of rows.
+        """
         if sum(sizes) != len(self):
             raise UserError(
                 f"split sizes {list(sizes)} add up to {sum(sizes)}, not to the {len(self)} rows of the batch"
@@ -208,7 +249,14 @@ class Batch:
         return [self.slice(int(start), size) for start, size in zip(starts, sizes, strict=False)]
 
     def with_columns(self, /, **columns: Any) -> Batch:
-        """This batch with columns added (or replaced); values as for `of`, one per row."""
+        """This batch with columns added or replaced.
+
+        Args:
+            columns: as for `of`.
+
+        Raises:
+            UserError: a column does not have one value per row.
+        """
         merged: dict[str, Any] = {name: self.record.column(name) for name in self.columns}
         for name, data in columns.items():
             merged[name] = _array(name, data)
@@ -217,9 +265,13 @@ class Batch:
         return Batch(pa.RecordBatch.from_arrays(list(merged.values()), names=list(merged)))
 
     def groups(self, by: object = "group_id") -> tuple[np.ndarray, np.ndarray]:
-        """Groups by value: `(keys [groups], index [rows])`, row i belonging to group `keys[index[i]]`.
+        """Group the rows by the values of a column. The rows of a group need not be adjacent.
 
-        Keys are in ascending order; rows of a group need not stand side by side.
+        Args:
+            by: a column with one value per row.
+
+        Returns:
+            keys `[groups]`, in ascending order, and index `[rows]`: row i belongs to group `keys[index[i]]`.
         """
         keys, index = np.unique(self.numpy(by), return_inverse=True)
         return keys, index
@@ -243,18 +295,28 @@ def _from_message(message: pa.Buffer) -> Batch:
 
 
 def ragged_array(values: np.ndarray, offsets: np.ndarray, item: pa.DataType | None = None) -> pa.Array:
-    """A list array of values `[T]` and offsets `[rows + 1]`; the offsets have 64 bits where they must."""
+    """A list array.
+
+    Args:
+        values: `[T]` the items of all rows.
+        offsets: `[rows + 1]` integers; row i is `values[offsets[i]:offsets[i + 1]]`.
+        item: type of the items; None: that of `values`.
+
+    Returns:
+        An array with 32-bit offsets, or 64-bit ones if there are more than `MAX_OFFSET` items.
+    """
     if offsets[-1] > MAX_OFFSET:
         return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), pa.array(values, type=item))
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32, copy=False)), pa.array(values, type=item))
 
 
 def is_ragged(type: pa.DataType) -> bool:
+    """Whether a column of this type holds a list per row."""
     return pa.types.is_list(type) or pa.types.is_large_list(type)
 
 
 def _joined(name: str, column: pa.ChunkedArray, max_bytes: int) -> pa.Array:
-    """A column in one piece, all of it. (`Table.combine_chunks` leaves text of over 2 GiB in several.)"""
+    """A column as one array. (`Table.combine_chunks` leaves text of over 2 GiB in several chunks.)"""
     if column.num_chunks == 1:
         return column.chunk(0)
     if column.nbytes > max_bytes:

@@ -28,7 +28,7 @@ class Column:
     type: pa.DataType
     doc: str
     made: str = ""
-    """How a graph comes to have the column: a message says so where a node reads it and none writes it."""
+    """How a graph gets the column, for the message when a node reads it and none writes it."""
 
     def __str__(self) -> str:
         return self.name
@@ -37,18 +37,18 @@ class Column:
 int32, int64, float32, string = pa.int32(), pa.int64(), pa.float32(), pa.string()
 
 # Identity: every row has these. DRAW_PATH and MADE_BEFORE are given to the operations that name them.
-SAMPLE_ID = Column("sample_id", int64, "unique for ever, over all rows of a run")
+SAMPLE_ID = Column("sample_id", int64, "unique over all rows of a run")
 GROUP_ID = Column("group_id", int64, "the rows of one prompt instance share it")
 PARENT_ID = Column("parent_id", int64, "sample_id of the row that this one was made from; its own for rows of a source")
 DRAW_PATH = Column(
     "draw_path",
     ragged(int32),
-    "what a seed must know beside the group: the expansion, and the row that it is of (`Row.draw`)",
+    "what a seed depends on besides the group: the expansion, and the row that it expands (`Row.draw`)",
 )
 MADE_BEFORE = Column(
     "made_before",
     ragged(int32),
-    "numbers of the rows that an earlier worker made of this one and published; absent: none was made of any",
+    "numbers of the rows that an earlier worker made from this one and published; absent: there are none",
 )
 IDENTITY = (SAMPLE_ID, GROUP_ID, PARENT_ID, DRAW_PATH, MADE_BEFORE)
 
@@ -65,7 +65,8 @@ TEMPERATURE = Column("temperature", float32, "temperature that the response was 
 FINISH_REASON = Column("finish_reason", string, "'stop' (a stop token came) or 'length' (the limit was reached)")
 
 # What training reads.
-REWARD = Column("reward", float32, "scalar reward of the whole response")
+REWARD = Column("reward", float32, "scalar reward of the complete response")
+REWARD_PARTS = Column("reward_parts", string, "JSON object: name -> number, the parts that the reward was made from")
 BASELINE_REWARD = Column(
     "baseline_reward",
     float32,
@@ -97,10 +98,12 @@ REFERENCE_LOGPROBS = Column(
 
 # Reward models.
 TOKEN_SCORES = Column(
-    "token_scores", ragged(float32), "[L] what a reward model says of the response up to each token, with it"
+    "token_scores", ragged(float32), "[L] a reward model's score of the response up to and including each token"
 )
 STEP_LABELS = Column(
-    "step_labels", ragged(float32), "[L] 0 to 1: how right the step is that ends with this token; nan: none ends"
+    "step_labels",
+    ragged(float32),
+    "[L] 0 to 1: how correct the step is that ends with this token; nan: no step ends here",
 )
 
 # Preferences.
@@ -109,7 +112,7 @@ REJECTED_IDS = Column("rejected_ids", ragged(int32), "[L] tokens of the other re
 PREFERRED = Column(
     "preferred", pa.uint8(), "1: the response is the better one of its pair, or good by itself; 0: it is not"
 )
-REFERENCE_POINT = Column("reference_point", float32, "nats; KTO's z0: the divergence that a response is held against")
+REFERENCE_POINT = Column("reference_point", float32, "nats; KTO's z0: the divergence that a response is compared with")
 MISMATCHED_IDS = Column("mismatched_ids", ragged(int32), "[L] tokens of the response to another prompt")
 MISMATCHED_MASK = Column("mismatched_mask", ragged(pa.uint8()), "[L] 1 where a token of mismatched_ids counts")
 MISMATCHED_LOGPROBS = Column("mismatched_logprobs", ragged(float32), "[L] nats, of mismatched_ids under the actor")
@@ -125,3 +128,12 @@ REJECTED_REFERENCE_LOGPROBS = Column(
 
 KNOWN = {c.name: c for c in list(globals().values()) if isinstance(c, Column)}
 """Every column that Weft itself declares, by name; users' own columns need no declaration."""
+
+
+def is_of_reward(column: str) -> bool:
+    """Whether a column is the reward, one of the rewards that it is the sum of, or its parts.
+
+    >>> is_of_reward("reward/format"), is_of_reward("baseline_reward")
+    (True, False)
+    """
+    return column in (str(REWARD), str(REWARD_PARTS)) or column.startswith(f"{REWARD}/")

@@ -9,7 +9,7 @@ from .operation import Operation, Shape
 from .source import Source
 
 
-def as_text(
+def graph_text(
     name: str, source: Source, nodes: Sequence[Node], edges: Sequence[ParameterEdge], levels: Mapping[int, str]
 ) -> str:
     """A line for the source and each edge, two or three for each node."""

@@ -1,9 +1,10 @@
 """Every exception of Weft, in one tree. Each says what went wrong, and what the user can do about it.
 
     WeftError
-     ├─ UserError (ValueError)                 the user can mend it: settings, graph, data, placement; exit code 2
+     ├─ UserError (ValueError)                 the user can fix it: settings, graph, data, placement; exit code 2
      │   ├─ GraphError                         the graph breaks a rule
      │   ├─ NoSuchNodeError (AttributeError)   a worker class has no such node
+     │   ├─ NoSignalError                      the first steps of a run have nothing to learn from
      │   └─ SampleError                        a mistake that shows on particular samples
      ├─ RunError (RuntimeError)                the run cannot go on; exit code 1
      │   ├─ StalledError                       rows are in flight, and nothing can move
@@ -13,12 +14,12 @@
      │   ├─ RecoveryError                      the log of a run cannot be replayed
      │   │   └─ FormatError                    another version of Weft wrote it
      │   ├─ DamagedSegment                     columns of rows cannot be read any more
-     │   ├─ LeaseError                         rows were handled that are somebody else's
+     │   ├─ LeaseError                         rows were handled that belong to another lease
      │   ├─ DivergedError                      too many bad optimizer steps in a row
      │   ├─ GenerationError                    the engine that samples tokens failed
      │   └─ WorkerError                        a call on a worker failed
      │       └─ WorkerDied                     the process of a worker is gone
-     │           └─ DeadlineError (TimeoutError)   nobody answered in time
+     │           └─ DeadlineError (TimeoutError)   a call was not answered in time
      └─ BrokenRule                             an event of a log breaks the law of rows; `weft buffer check` reports it
 
     SystemExit
@@ -37,10 +38,10 @@ from typing import ClassVar, Protocol
 
 
 class WeftError(Exception):
-    """The root of the tree: `except WeftError` catches whatever Weft raises by itself, and nothing else."""
+    """The root of the tree: `except WeftError` catches every exception that Weft raises itself, and no other."""
 
     advice: ClassVar[str] = ""
-    """What the user can do, where the message does not say it already."""
+    """What the user can do, unless the message already says it."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
@@ -57,12 +58,12 @@ class Ended(SystemExit):
     """A signal ended the process, wherever it was: in a worker under `Local`, too, whose own `sys.exit` ends nothing."""
 
 
-# What the user can mend
+# What the user can fix
 
 
 class UserError(WeftError, ValueError):
     """A mistake in what the user wrote (settings, graph, data, placement). The message says the place, the rule, the value and
-    the nearest right name: mend it there. The command line ends with exit code 2."""
+    the nearest right name: fix it there. The command line ends with exit code 2."""
 
 
 class GraphError(UserError):
@@ -70,8 +71,8 @@ class GraphError(UserError):
 
 
 class NoSuchNodeError(UserError, AttributeError):
-    """A handle was asked for what its worker class cannot do. The message offers the nearest node; `hasattr(actor, "logprobs")`
-    may ask first."""
+    """A worker class has no such node. The message offers the nearest node; `hasattr(actor, "logprobs")` tests for
+    one."""
 
 
 class SampleError(UserError):
@@ -82,22 +83,32 @@ class SampleError(UserError):
         self.sample_ids = tuple(sample_ids)
 
 
+class NoSignalError(UserError):
+    """The rewards within every group of a run's first steps are equal: all advantages are 0, and nothing is learned. The message has a
+    sample with its reward. A run that makes checkpoints has made one, and goes on from there with `resume="latest"`."""
+
+    def __init__(self, message: str, sample: object = None) -> None:
+        super().__init__(f"{message}\n{sample}" if sample else message)
+        self.sample = sample
+        """One of the last samples that were recorded; None: there are none."""
+
+
 # What ends a run
 
 
 class RunError(WeftError, RuntimeError):
-    """A run cannot go on. The message says all that there is to say; a traceback of the driver would not help. A run that makes
+    """A run cannot go on. The message is complete; a traceback of the driver would not help. A run that makes
     checkpoints goes on from the last of them with `resume="latest"`. The command line ends with exit code 1."""
 
 
 class StalledError(RunError):
     """Rows are in flight, nothing can run, and nothing is under way. The message says what they wait for."""
 
-    advice = "`weft buffer why RUN GROUP` says of every group what it waits for, or what became of it."
+    advice = "`weft buffer why RUN GROUP` shows what a group waits for, or what became of it."
 
 
 class StalenessError(RunError):
-    """Rows are older than the schedule allows: a weight update did not reach whoever generated them."""
+    """Rows are older than the schedule allows: a weight update did not reach the group that generated them."""
 
     advice = "Check that each generating group follows the group that is trained: rollout.follows(actor)."
 
@@ -109,10 +120,10 @@ class WeightSyncError(RunError):
 
 
 class TakenOverError(RunError):
-    """Another driver goes on with the run: this one was taken for dead, and writes no more. The message says who."""
+    """Another driver goes on with the run: this one was considered dead, and writes no more. The message names the other driver."""
 
     advice = (
-        "Where another driver has the run, nothing is to be done: it goes on from the last checkpoint. Where the run's folder was moved, "
+        "If another driver has the run, there is nothing to do: it goes on from the last checkpoint. If the run's folder was moved, "
         "go on there with resume=PATH."
     )
 
@@ -133,7 +144,7 @@ class FormatError(RecoveryError):
 
 
 class MessageReference(Protocol):
-    """What an error says of a message in a segment (a `Segment`)."""
+    """The place of a message in a segment, for an error (a `Segment` has it)."""
 
     @property
     def node(self) -> str: ...
@@ -149,7 +160,7 @@ class DamagedSegment(RunError):
     advice = "Go on with resume='latest': prompts whose rows are damaged are issued again."
 
     def __init__(self, segment: MessageReference, path: object, problem: str) -> None:
-        super().__init__(segment, str(path), problem)  # what a pickle makes it from again
+        super().__init__(segment, str(path), problem)  # the arguments from which a pickle makes it again
         self.segment = segment
 
     def __str__(self) -> str:
@@ -162,7 +173,7 @@ class DamagedSegment(RunError):
 class LeaseError(RunError):
     """A lease was used after it was released or finished, or for rows that are not its own."""
 
-    advice = "A backend or a worker group handled rows that were not given to it. `weft buffer check RUN` says whether the log is sound."
+    advice = "A backend or a worker group handled rows that were not given to it. `weft buffer check RUN` checks whether the log is sound."
 
 
 class DivergedError(RunError):
@@ -173,17 +184,17 @@ class DivergedError(RunError):
     def __init__(self, message: str, sample_ids: Iterable[int] = ()) -> None:
         super().__init__(message)
         self.sample_ids = tuple(sample_ids)
-        """Those of the last step, on this rank, whose own loss is not finite."""
+        """Samples of the last step, on this rank, whose loss is not finite."""
 
 
 class GenerationError(RunError):
-    """An engine failed; the message is plain text, so that it survives the way to the driver."""
+    """An inference engine failed. The message is plain text, so that it can be sent to the driver."""
 
     advice = "The engine's own log is in the run's logs/; engine='transformers' generates without vLLM, slowly."
 
 
 class WorkerError(RunError):
-    """A call on a worker failed. The message says who, in which node, on which sample, and has the worker's own traceback."""
+    """A call on a worker failed. The message names the worker, the node and the sample, and has the worker's own traceback."""
 
     advice = "To step through it under a debugger, run the same script with backend=weft.Local()."
 
@@ -196,16 +207,16 @@ class WorkerDied(WorkerError):
 
 
 class DeadlineError(WorkerDied, TimeoutError):
-    """Nobody answered in time; the message says who was waited for."""
+    """A call was not answered in time; the message names what was waited for."""
 
-    advice = "If the call needs that long, raise Driver(call_timeout_s=...); else the log of who was waited for is in the run's logs/."
+    advice = "If the call needs that long, raise Driver(call_timeout_s=...); otherwise see the process's log in the run's logs/."
 
 
-# What the checker of logs finds
+# What the checker finds
 
 
 class BrokenRule(WeftError):
-    """An event of a log breaks a rule, and nothing more can be said of it. `weft buffer check` lists it."""
+    """An event of a log breaks a rule, and the checker ignores the event. `weft buffer check` lists it."""
 
     def __init__(self, message: str, rule: enum.Enum | None = None) -> None:
         super().__init__(message)
@@ -219,6 +230,9 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
     "; did you mean 'advantages'?"
     >>> nearest("xyz", ["advantages"])
     ''
+    >>> nearest("gpro", ["gspo", "grpo"])  # two letters exchanged are nearer than another letter
+    "; did you mean 'grpo'?"
     """
-    close = difflib.get_close_matches(str(name), [str(c) for c in candidates], n=1, cutoff=0.6)
+    close = difflib.get_close_matches(str(name), [str(c) for c in candidates], n=3, cutoff=0.6)
+    close.sort(key=lambda near: sorted(near) != sorted(str(name)))
     return f"; did you mean {close[0]!r}?" if close else ""

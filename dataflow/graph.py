@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from .drawing import as_mermaid, as_text
+from .drawing import as_mermaid, graph_text
 from .errors import UserError, nearest
 from .handle import Handle
 from .node import SOURCE, Node, ParameterEdge
@@ -72,7 +72,7 @@ class Graph:
             also: the other graphs of the run, whose updates this one may follow.
 
         Raises:
-            GraphError: naming for each broken rule the node, the column and the nearest one that exists.
+            GraphError: the graph breaks rules. The message names, for each, the node, the column and the nearest column that exists.
         """
         updated = [n.group for g in (self, *also) for n in g.nodes if n.operation.updates]
         edges = self.follows
@@ -80,14 +80,14 @@ class Graph:
         return self
 
     def __str__(self) -> str:
-        return as_text(self.name, self.source, self.nodes, self.follows, self.levels)
+        return graph_text(self.name, self.source, self.nodes, self.follows, self.levels)
 
     def mermaid(self) -> str:
         """The graph as a Mermaid flowchart."""
         return as_mermaid(self.source, self.nodes, self.follows)
 
     def outline(self) -> dict[str, Any]:
-        """What a ledger needs of the graph, as values of JSON: with it a run can be inspected without the user's code."""
+        """What a ledger needs to know about the graph, as JSON values. With it, a run can be inspected without the user's code."""
         return {
             "name": self.name,
             "source": self.source.name,
@@ -113,7 +113,11 @@ class Graph:
 
     @classmethod
     def from_outline(cls, outline: Mapping[str, Any]) -> Graph:
-        """A graph that a ledger can walk and nobody can run; its source has no rows."""
+        """The graph of an outline. A ledger can walk it, but it cannot be run, and its source has no rows.
+
+        Args:
+            outline: what `outline()` returned.
+        """
         nodes: list[Node] = []
         for fields in outline["nodes"]:
             operation = dict(fields["operation"])

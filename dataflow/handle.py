@@ -1,4 +1,4 @@
-"""Handle: a worker group as a script names it, before (and without) any process behind it."""
+"""Handle: a worker group in a script, before its processes are started."""
 
 from __future__ import annotations
 
@@ -23,28 +23,32 @@ class Handle:
         self.config = config
         self.name = name
         self.leader: Handle | None = None
-        """The group whose weights it takes over."""
+        """The group whose weights it loads."""
         self.follows_every = 1
-        """Updates of the leader from one taking over to the next."""
+        """Number of updates of the leader between two loads of its weights."""
 
     @property
     def called(self) -> str:
-        """Its name, or as long as no graph has given it one, that of its class: "actor" for `ActorWorker`."""
+        """Its name; until a graph gives it one, that of its class: "actor" for `ActorWorker`."""
         return self.name or self.worker_class.__name__.removesuffix("Worker").lower()
 
     def __repr__(self) -> str:
         return f"<handle {self.name or '(unnamed)'}: {self.worker_class.__name__}>"
 
     def follows(self, leader: object, *, every: int = 1) -> None:
-        """Take over `leader`'s weights after each `every`-th update of it.
+        """Load the weights of `leader` after every `every`-th update of it.
+
+        Args:
+            leader: the handle of the group that publishes weights.
+            every: number of updates between two loads.
 
         Raises:
-            UserError: when `leader` is no handle or has no weights to publish, or this group cannot receive any.
+            UserError: `leader` is not a handle or has no weights to publish, or this group cannot receive any.
         """
         if not isinstance(leader, Handle):
             raise UserError(f"{self.name or self.worker_class.__name__}.follows() takes a handle, not {leader!r}")
         if not isinstance(every, int) or every < 1:
-            raise UserError(f"{self!r}.follows(every={every!r}): every must be a whole number of at least 1")
+            raise UserError(f"{self!r}.follows(every={every!r}): every must be an integer of at least 1")
         for handle, method in ((leader, "publish_weights"), (self, "receive_weights")):
             if not hasattr(handle.worker_class, method):
                 raise UserError(f"{self!r} cannot follow {leader!r}: {handle.worker_class.__name__} has no {method}()")
@@ -86,7 +90,19 @@ def declared(worker_class: type, method: str) -> Declaration | None:
 def group(worker_class: type[W], *, name: str | None = None, **settings: Any) -> W:
     """A handle on a worker group of this class, configured by keyword (checked here, against `worker_class.Config`).
 
-    Without a `name` it takes that of the parameter under which it is first passed to a graph.
+    Args:
+        worker_class: the class of the workers.
+        name: name of the group; None: the name of the parameter under which it is first passed to a graph.
+        settings: fields of `worker_class.Config`.
+
+    Raises:
+        UserError: a setting is wrong, or the class has no `Config`.
     """
-    config = cast(Any, worker_class).Config(**settings)
+    made_of = getattr(worker_class, "Config", None)
+    if not isinstance(made_of, type):
+        raise UserError(
+            f"weft.group({getattr(worker_class, '__name__', repr(worker_class))}): a worker class names the class of its settings; "
+            "derive it from weft.Worker, with `Config = MyConfig` in it, where MyConfig is a weft.Config"
+        )
+    config = cast(Any, made_of)(**settings)
     return cast(W, Handle(worker_class, config, name))

@@ -1,4 +1,4 @@
-"""torch, imported when it is first used: a graph is traced and checked in milliseconds, without it.
+"""torch, imported when it is first used. Without it, a graph is traced and checked in milliseconds.
 
 from ..dataflow.lazy import torch
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 
 class LazyModule:
-    """Stands for a module until one of its attributes is wanted.
+    """A module that is imported when one of its attributes is used.
 
     >>> LazyModule("math").sqrt(9.0)
     3.0

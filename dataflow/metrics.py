@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isnan
+from math import isnan, sqrt
 from typing import TypeAlias
 
 from .errors import UserError
@@ -49,18 +49,53 @@ class Sum:
         return Sum(self.value + other.value)
 
 
-Metric: TypeAlias = Mean | Max | Sum
+@dataclass(frozen=True)
+class Std:
+    """The standard deviation of all values, kept as number, mean and sum of squared differences from it, so that merging is exact
+    (Chan, Golub and LeVeque, 1979).
+
+    >>> (Std.of([0.0, 2.0]) + Std.of([4.0])).value == Std.of([0.0, 2.0, 4.0]).value
+    True
+    """
+
+    number: float
+    mean: float
+    squares: float
+    """Sum of squared differences from the mean."""
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Std:
+        """The deviation of these values, each with weight 1."""
+        number = len(values)
+        mean = sum(values) / number if number else 0.0
+        return cls(float(number), mean, sum((value - mean) ** 2 for value in values))
+
+    def __add__(self, other: Std) -> Std:
+        number = self.number + other.number
+        if not number:
+            return self
+        apart, share = other.mean - self.mean, other.number / number
+        squares = self.squares + other.squares + apart**2 * self.number * share
+        return Std(number, self.mean + apart * share, squares)
+
+    @property
+    def value(self) -> float:
+        """The deviation of these values themselves (divided by their number, not by one less); NaN if there are none."""
+        return sqrt(self.squares / self.number) if self.number else float("nan")
+
+
+Metric: TypeAlias = Mean | Max | Sum | Std
 Metrics: TypeAlias = Mapping[str, Metric]
 
 
 def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
-    """All parts as one: means by weight, maxima, sums.
+    """Merge the metrics of all parts: means by weight, maxima, sums.
 
     >>> merge([{"rows": Sum(2)}, {"rows": Sum(3), "gap": Max(0.5)}])
     {'rows': Sum(value=5), 'gap': Max(value=0.5)}
 
     Raises:
-        UserError: for a name that is a Mean in one part and a Max in another, say.
+        UserError: a metric has different types in two parts, such as Mean and Max.
     """
     merged: dict[str, Metric] = {}
     for part in parts:

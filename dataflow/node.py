@@ -23,9 +23,9 @@ class Node:
     function: Callable[..., Any]
     arguments: Mapping[str, Any]
     reads: tuple[str, ...]
-    """Columns that it is given: those it must have and those it may use and that are there."""
+    """Columns that it is given: all that it requires, and those it may use that exist."""
     missing: tuple[str, ...]
-    """Columns that it must have and that do not reach it (an error)."""
+    """Columns that it requires and that do not reach it (an error)."""
     writes: tuple[str, ...]
     level: int
     """Level of the rows that it takes."""
@@ -34,14 +34,14 @@ class Node:
     writers: Mapping[str, str]
     """For each of `reads`, the node that wrote it ("" for the source)."""
     after: tuple[str, ...]
-    """Nodes that must have finished a row (or its ancestor) before this one sees it."""
+    """Nodes that must be done with a row (or its ancestor) before this node sees it."""
     path: tuple[str, ...] = ()
-    """Names of the nested graphs that it stands in."""
+    """Names of the nested graphs that contain it."""
 
 
 @dataclass(frozen=True)
 class ParameterEdge:
-    """`follower` takes over `leader`'s weights after each `every`-th update of it."""
+    """`follower` loads the weights of `leader` after every `every`-th update of it."""
 
     follower: str
     leader: str

@@ -1,4 +1,4 @@
-"""Operation: what a node does to rows. A declaration says it beside the code; a call in a graph makes an operation of it."""
+"""Operation: what a node does to rows. A declaration stands beside the code; a call in a graph makes an operation from it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Columns: TypeAlias = tuple[str | Column, ...] | Callable[..., Iterable[str | Column]]
-"""Columns of a declaration: those of every call, or a function of the call's arguments that returns them."""
+"""Columns of a declaration: a tuple, or a function of the call's arguments that returns them."""
 
 ALL_COLUMNS = "*"
-"""Among what an operation may read: every column that its rows have."""
+"""In `may_read`: every column that the rows have."""
 CONFIG = "config"
 """The parameter by which a function in a declaration gets the configuration of the worker group."""
 
@@ -46,9 +46,9 @@ class Operation:
     name: str
     shape: Shape = Shape.MAP
     reads: tuple[str, ...] = ()
-    """Columns that it cannot do without."""
+    """Columns that it requires."""
     may_read: tuple[str, ...] = ()
-    """Columns that it uses where there are any; "*" is all of them."""
+    """Columns that it uses if they exist; "*" is all of them."""
     writes: tuple[str, ...] = ()
     takes: Takes = ROWS
     interruptible: bool = False
@@ -56,32 +56,32 @@ class Operation:
 
     @property
     def takes_groups(self) -> bool:
-        """It claims groups, not single rows."""
+        """Whether it claims groups, not single rows."""
         return self.takes is not ROWS
 
     @property
     def whole_groups(self) -> bool:
-        """All rows of a group are in one call, on one rank."""
+        """Whether all rows of a group are in one call, on one rank."""
         return self.takes.whole_groups if isinstance(self.takes, TrainingBatch) else self.takes is not ROWS
 
     @property
     def updates(self) -> bool:
-        """It makes a new version of its worker group's parameters."""
+        """Whether it makes a new version of its worker group's parameters."""
         return isinstance(self.takes, TrainingBatch)
 
     @property
     def accumulates(self) -> bool:
-        """It is an update whose rows may come in several calls."""
+        """Whether it is an update whose rows may come in several calls."""
         return isinstance(self.takes, TrainingBatch) and self.takes.accumulates
 
     @property
     def behind(self) -> bool:
-        """It follows behind the run, which waits for it nowhere."""
+        """Whether it follows behind the run, which never waits for it."""
         return self.takes is FINISHED_GROUPS
 
     @property
     def quorum(self) -> Quorum | None:
-        """The quorum that it takes, if it takes one."""
+        """The quorum that it takes; None if it takes none."""
         return self.takes if isinstance(self.takes, Quorum) else None
 
 
@@ -116,7 +116,7 @@ class Declaration:
         """The operation of one call.
 
         Raises:
-            UserError: a function of the declaration cannot work with these arguments, or what it returns breaks a rule.
+            UserError: a function of the declaration fails with these arguments, or its result breaks a rule.
         """
         return Operation(
             self.name,
@@ -129,11 +129,11 @@ class Declaration:
         )
 
     def check(self, function: Callable[..., Any], skip: int) -> Declaration:
-        """This declaration of a function, if it breaks no rule.
+        """This declaration, if it breaks no rule.
 
         Args:
-            function: what is declared.
-            skip: its leading parameters that are no arguments of a call: the rows (1), or self and the rows (2).
+            function: the declared function.
+            skip: number of its leading parameters that are not arguments of a call: the rows (1), or self and the rows (2).
 
         Raises:
             UserError: naming the part of the declaration, with the nearest argument that there is.
@@ -180,7 +180,7 @@ class Declaration:
         if not isinstance(takes, Takes):
             raise UserError(f"{self.name}: takes is {takes!r}; it must be ROWS, GROUPS, a Quorum or a TrainingBatch")
         if self.shape is Shape.MAP and takes is GROUPS:
-            raise UserError(f"{self.name}: a map that sees whole groups is declared with shape=Shape.GROUP")
+            raise UserError(f"{self.name}: a map that sees complete groups is declared with shape=Shape.GROUP")
         if self.shape is Shape.GROUP and takes not in (GROUPS, FINISHED_GROUPS):
             raise UserError(f"{self.name}: a node of shape GROUP takes groups, not {takes}")
         if isinstance(takes, Quorum) and self.shape is not Shape.FILTER:
@@ -212,15 +212,15 @@ def node(
 
     Args:
         shape: what comes out of the node.
-        reads: columns that it cannot do without, or a function of the call's arguments that returns them: `lambda by: (by,)`.
-        may_read: columns that it uses where there are any.
+        reads: columns that it requires, or a function of the call's arguments that returns them: `lambda by: (by,)`.
+        may_read: columns that it uses if they exist.
         writes: columns that it adds.
-        takes: what it is given at once; None: groups for a GROUP, rows for all others.
-        measure: called with the rows and arguments of each call in a run; what it returns is among the metrics of the step. A function
-            whose metrics need what it has worked out returns them itself, as a pair with the rows.
+        takes: what it is given in one call; None: groups for a GROUP, rows for all others.
+        measure: called with the rows and arguments of each call in a run; its result becomes metrics of the step. A function whose
+            metrics need its intermediate results returns them itself, as a pair with the rows.
 
     Raises:
-        UserError: when the function is declared and `reads`, say, depends on an argument that it does not have.
+        UserError: the declaration breaks a rule, for example `reads` depends on an argument that the function does not have.
 
     >>> @node(reads=lambda of: (of,), writes=("doubled",))
     ... def double(batch, *, of="reward"):

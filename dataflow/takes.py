@@ -1,4 +1,4 @@
-"""What an operation takes at once: rows, groups, a quorum of a group, or a training batch."""
+"""What an operation takes in one call: rows, groups, a quorum of a group, or a training batch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, TypeAlias
 
 
 class Unit(enum.Enum):
-    """What an operation takes where nothing more needs to be said."""
+    """What an operation takes when it has no parameters."""
 
     ROWS = "rows"
     """Rows as they become ready, of any number of groups."""
     GROUPS = "groups"
     """All rows of a group together."""
     FINISHED_GROUPS = "finished groups"
-    """Groups with which nothing else is left to do. Nothing waits for the node: neither the end of a step nor the next prompts."""
+    """Groups that all other nodes are done with. Nothing waits for this node: neither the end of a step nor the next prompts."""
 
 
 ROWS, GROUPS, FINISHED_GROUPS = Unit
@@ -27,9 +27,9 @@ class Quorum:
     """The first rows of a group that are ready; the others are cancelled. For a filter."""
 
     n: int
-    """Rows of a group that are enough."""
+    """Number of rows of a group that suffice."""
     deadline_s: float | None = None
-    """Seconds after the first row when the rows that are ready go on without the others; None: wait for `n`."""
+    """Seconds after the first row is ready until the ready rows go on without the others; None: wait for `n`."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ _RECORDS: Mapping[str, type[Quorum] | type[TrainingBatch]] = {"quorum": Quorum, 
 
 
 def takes_as_json(takes: Takes) -> dict[str, Any]:
-    """Values of JSON from which `takes_from_json` makes an equal value.
+    """The value as JSON, for `takes_from_json`.
 
     >>> takes_as_json(Quorum(2))
     {'kind': 'quorum', 'n': 2, 'deadline_s': None}

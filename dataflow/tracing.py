@@ -21,14 +21,14 @@ from .validation import refuse, rows_problems
 
 @dataclass(frozen=True)
 class SymbolicRows:
-    """What flows between nodes while a graph is traced. It has no values: nothing in a graph depends on them."""
+    """The rows between nodes while a graph is traced. They have no values: a graph cannot depend on values."""
 
     trace: Trace
     level: int
     writers: Mapping[str, str]
     """Column -> the node that wrote it ("" for the source)."""
     filters: tuple[str, ...] = ()
-    """Filters that these rows passed."""
+    """Names of the filters that these rows passed."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ class SymbolicRows:
 
 
 class Trace:
-    """A graph while its function runs."""
+    """The graph that is recorded while its function runs."""
 
     def __init__(self, name: str, source: Source) -> None:
         self.name = name
@@ -69,7 +69,7 @@ class Trace:
         self.num_levels = 1
 
     def name_handle(self, handle: Handle, parameter: str | None) -> str:
-        """The group's name; a handle without one takes that of the parameter that it came in."""
+        """The group's name; a handle without a name gets that of its parameter."""
         if handle.name is None:
             handle.name = parameter or handle.called
         other = self.handles.setdefault(handle.name, handle)
@@ -94,9 +94,9 @@ class Trace:
             rows: the rows that the node is called with.
             handle: the worker group whose method is called; None: a pure function.
             function: the method or function.
-            declaration: what is declared beside it.
-            args: arguments of the call after the rows.
-            kwargs: the same, by name.
+            declaration: its declaration.
+            args: positional arguments of the call after the rows.
+            kwargs: keyword arguments of the call.
 
         Returns:
             The rows that come out of the node.
@@ -134,8 +134,8 @@ class Trace:
         )
 
     def _after(self, rows: SymbolicRows, reads: tuple[str, ...], updated: str | None) -> tuple[str, ...]:
-        """Nodes that a node which reads these columns of the rows waits for. One that updates a group also waits for the other
-        calls on this group, which use the weights before the update."""
+        """The nodes that a reader of these columns waits for. A node that updates a group also waits for the other calls on the group,
+        which use the weights before the update."""
         makers = [n.name for n in self.nodes if n.makes_level == rows.level]
         users = [
             n.name
@@ -149,9 +149,9 @@ class Trace:
 
 
 def graph(function: Callable[..., Any]) -> Callable[..., Graph]:
-    """Make a function of rows and handles into one that returns a `Graph` when it is called with a source and handles.
+    """Turn a function of rows and handles into one that returns a `Graph` when it is called with a source and handles.
 
-    Called with the rows of a graph that is being traced, its nodes become part of that graph (graphs nest).
+    When it is called with the rows of another graph that is being traced, its nodes become part of that graph.
 
     Raises:
         UserError: the function has no parameter for rows, or is called with wrong arguments.

@@ -17,16 +17,16 @@ def refuse(problems: Sequence[str]) -> None:
 
 
 def rows_problems(source: Source, nodes: Sequence[Node], edges: Sequence[ParameterEdge]) -> list[str]:
-    """Broken rules that show in a graph by itself: columns, groups and cycles."""
+    """Problems of a graph by itself: columns, groups and cycles."""
     return [*_column_problems(source, nodes), *_group_problems(source, nodes), *_cycle_problems(nodes, edges)]
 
 
 def following_problems(edges: Sequence[ParameterEdge], updated: Sequence[str | None]) -> Iterable[str]:
-    """Followers of groups that nothing updates.
+    """Problems of followers whose leader no node updates.
 
     Args:
         edges: the parameter edges of a graph.
-        updated: groups that are updated in any graph of the run.
+        updated: names of the groups that any graph of the run updates.
     """
     followers = {e.follower for e in edges}
     for edge in edges:
@@ -69,7 +69,7 @@ def _why_missing(column: str, position: int, source: Source, nodes: Sequence[Nod
 
 
 def _how_to_have(column: str, reader: Node, source: Source, nodes: Sequence[Node]) -> str:
-    """What makes a column that no node writes; where nothing is known to, the column that may be meant."""
+    """How to get a column that no node writes; if that is not known, the column with the nearest name."""
     if column in KNOWN and KNOWN[column].made:
         return f"; {KNOWN[column].made}"
     known = [*source.columns, *(c for n in nodes for c in n.writes)]
@@ -81,12 +81,12 @@ def _group_problems(source: Source, nodes: Sequence[Node]) -> Iterable[str]:
     for node in nodes:
         if node.operation.whole_groups and node.level == SOURCE:
             yield (
-                f"node {node.name!r} sees whole groups, but each row of the source {source.name!r} is a group of its own; "
+                f"node {node.name!r} sees complete groups, but each row of the source {source.name!r} is a group of its own; "
                 "put it after a node that expands rows (such as generate)"
             )
         n = node.operation.quorum.n if node.operation.quorum else 1
         if not isinstance(n, int) or n < 1:  # pyright: ignore[reportUnnecessaryIsInstance]  a user's argument
-            yield f"node {node.name!r} takes the first n={n!r} rows of a group; n must be a whole number of at least 1"
+            yield f"node {node.name!r} takes the first n={n!r} rows of a group; n must be an integer of at least 1"
 
 
 def _cycle_problems(nodes: Sequence[Node], edges: Sequence[ParameterEdge]) -> Iterable[str]:

@@ -108,7 +108,7 @@ def make_data(folder: Path, seed: int) -> None:
     (folder / "supervised.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def make_model(folder: str | Path, seed: int, hidden_size: int = 64) -> None:
+def make_model(folder: str | Path, seed: int, hidden_size: int = 64, layers: int = 2) -> None:
     """A Qwen2-architecture model with random weights and a tokenizer of one token per character."""
     import torch
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
@@ -128,7 +128,7 @@ def make_model(folder: str | Path, seed: int, hidden_size: int = 64) -> None:
         vocab_size=len(SYMBOLS),
         hidden_size=hidden_size,
         intermediate_size=4 * hidden_size,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=hidden_size // 32,
         num_key_value_heads=hidden_size // 32,
         max_position_embeddings=64,
@@ -140,29 +140,37 @@ def make_model(folder: str | Path, seed: int, hidden_size: int = 64) -> None:
     Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
-def warm_start(folder: Path, seed: int, steps: int = 1000) -> None:
-    """Train on right answers until a little of the held-out sums come out right: the same driver, another graph."""
-    model = folder / "untrained"
-    make_model(model, seed)
+def warm_start(
+    folder: Path, seed: int, steps: int = 1000, *, name: str = "model", layers: int = 2, accuracy: float = WARM_ACCURACY
+) -> None:
+    """Train on right answers until that share of the held-out sums comes out right: the same driver, another graph.
+
+    Args:
+        folder: with the data; the trained model becomes the folder `name` in it.
+        steps: updates at most.
+        layers: of the model.
+    """
+    model = folder / f"untrained_{name}"
+    make_model(model, seed, layers=layers)
     answers = weft.Prompts.read(folder / "supervised.jsonl", model)
     held_out = weft.Prompts.read(folder / "held_out.parquet", model)
     actor = weft.group(weft.ActorWorker, model=str(model), learning_rate=3e-3, warmup_steps=20)
     rollout = weft.group(weft.RolloutWorker, model=str(model), engine="transformers")
     reward = weft.group(weft.RewardWorker, function=exact_match, tokenizer=str(model))
     rollout.follows(actor)
-    accuracy = evaluate(held_out, rollout=rollout, reward=reward, sampling=weft.Sampling(temperature=0, max_tokens=4))
+    greedy = weft.Sampling(temperature=0, max_tokens=4)
     with weft.Driver(
         supervised(answers, actor=actor),
         schedule=weft.Synchronous(steps=steps, prompts_per_step=256),
-        evaluations=[weft.Evaluation(accuracy, every=4)],
-        stop=lambda metrics: metrics.get("eval/reward/mean", 0.0) >= WARM_ACCURACY,
+        evaluations=[weft.Evaluation(evaluate(held_out, rollout=rollout, reward=reward, sampling=greedy), every=4)],
+        stop=lambda metrics: metrics.get("eval/reward/mean", 0.0) >= accuracy,
         root=folder,
-        name="warm_start",
+        name=f"warm_start_{name}",
         record_every=0,
         seed=seed,
     ) as driver:
         driver.run()
-        driver.call(actor, "save", path=folder / "model")
+        driver.call(actor, "save", path=folder / name)
 
 
 def prepare(root: Path, seed: int, small: bool = False) -> Path:

@@ -15,8 +15,8 @@ import pytest
 
 from weft.__main__ import main
 from weft.controllers.run_directory import RunDirectory
+from weft.dataflow.buffer.leases import Published
 from weft.dataflow.buffer.log import Log, LogReader
-from weft.dataflow.buffer.rows import Published
 from weft.dataflow.buffer.sample_buffer import SampleBuffer
 from weft.dataflow.operation import node
 from weft.dataflow.source import TableSource
@@ -41,7 +41,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     recorded = train(TableSource("prompts", pa.table({"prompt": ["a", "b", "c"]})))
     buffer = SampleBuffer.create(tmp_path / "runs" / "tiny" / "buffer", {"train": recorded})
     ledger = buffer.ledgers["train"]
-    ledger.issue([0, 1, 2], [1, 1, 1], round=0)
+    ledger.issue([0, 1, 2], [1, 1, 1], step=0)
     for _ in range(2):
         lease = ledger.claim(ledger.graph["measure"], max_rows=1, holder="rank 0")
         assert lease is not None
@@ -100,7 +100,7 @@ def test_check_ends_with_one_when_the_log_is_refuted(runs: Path, capsys: pytest.
         r"which it holds already \(lease 2\)",
         said[-3],
     )
-    assert said[-2].startswith("broken rule: a node consumes a row once")
+    assert said[-2].startswith("broken rule: a node consumes a row at most once")
     assert said[-1].startswith("NOT OK: 1 violation")
 
 
@@ -140,7 +140,7 @@ def test_what_the_user_can_mend_ends_with_two(runs: Path, capsys: pytest.Capture
 def test_why_says_what_became_of_a_group(runs: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["buffer", "why", "tiny", "0"]) == main(["buffer", "why", "tiny", "1"]) == 0
     finished, flying, waits = capsys.readouterr().out.splitlines()
-    assert finished.startswith("group 0 of graph 'train' (row 0 of the source, round 0) was finished at byte")
+    assert finished.startswith("group 0 of graph 'train' (row 0 of the source, step 0) was finished at byte")
     assert flying.endswith("is in flight") and waits == "measure: 1 of 1 rows to do; 1 leased"
 
 

@@ -22,11 +22,6 @@ MAY_IMPORT = {
 EVERYBODY_MAY_IMPORT = {"weft.dataflow.lazy", "weft.dataflow.errors"}
 """torch on demand, and the tree of exceptions: neither knows anything of dataflow, so they make nobody depend on it."""
 
-KNOWN_CIRCLES = {
-    "weft.dataflow.buffer.flight weft.dataflow.buffer.segments",
-}
-"""Circles of imports that are still to be dissolved. One that is gone must leave this list."""
-
 NO_NAMES = {"util", "utils", "common", "helper", "helpers", "misc", "base", "impl", "manager"}
 
 
@@ -206,8 +201,7 @@ def test_imports_run_one_way_among_modules_and_folders():
     modules = imports_among_modules()
     found = circles(modules) | circles(imports_among_benchmarks())
     found |= circles(with_folders_as_modules(modules, 2)) | circles(with_folders_as_modules(modules, 3))
-    assert not found - KNOWN_CIRCLES, f"these import each other in a circle: {sorted(found - KNOWN_CIRCLES)}"
-    assert not KNOWN_CIRCLES - found, f"dissolved, so take them off KNOWN_CIRCLES: {sorted(KNOWN_CIRCLES - found)}"
+    assert not found, f"these import each other in a circle: {sorted(found)}"
 
 
 def test_the_library_imports_no_example_test_or_benchmark():

@@ -68,7 +68,8 @@ def run(*command: str | Path, **options) -> str:
 
 
 def test_importing_weft_loads_no_torch_ray_or_vllm():
-    code = "import sys, weft; print(sorted({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)))"
+    loaded = "print(sorted({'torch', 'ray', 'vllm', 'transformers', 'rich.console'} & set(sys.modules)))"
+    code = f"import sys, weft; weft.train, weft.Driver; {loaded}"
     assert run(sys.executable, "-c", code) == "[]\n"
 
 
@@ -118,13 +119,14 @@ def locked_versions() -> dict[str, str]:
 
 def test_the_lock_satisfies_pyproject():
     extras = PYPROJECT["project"]["optional-dependencies"]
-    assert set(extras) == {"cpu", "cuda", "dev", "inspect"}
+    assert set(extras) == {"cpu", "cuda", "datasets", "dev", "inspect"}
     locked = locked_versions()
     for needed in (
         PYPROJECT["project"]["dependencies"]
         + extras["cpu"]
         + extras["dev"]
         + extras["inspect"]
+        + extras["datasets"]
         + PYPROJECT["build-system"]["requires"]
     ):
         requirement = Requirement(needed)

@@ -41,7 +41,7 @@ class ActorConfig(TrainedConfig):
 
 
 def _may_read(loss: Loss) -> tuple[str, ...]:
-    """What an update uses where it is there: beside the loss's columns, what its metrics compare."""
+    """Columns that an update uses if they exist: optional columns of the loss, and those that its metrics compare."""
     return (*loss_may_read(loss), *map(str, (TEMPERATURE, RESPONSE_LOGPROBS, RESPONSE_VERSIONS)))
 
 

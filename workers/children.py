@@ -22,4 +22,4 @@ class Children:
     numbers: np.ndarray
     """[rows] int64 number of each row among those of its parent, from 0."""
     finished: np.ndarray
-    """int64 sample ids of the parents of which no more rows come."""
+    """int64 sample ids of the parents that get no more rows."""

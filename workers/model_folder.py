@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..dataflow.errors import UserError, nearest
+from ..dataflow.model_location import find_cached, find_model_folder, folders_near
 
 CONFIG_FILE = "config.json"
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
@@ -41,52 +42,10 @@ def read_model_config(model: str | Path) -> dict[str, Any]:
 
 def find_model_config(model: str | Path) -> Path:
     """The file `config.json` of a model's folder or cached Hugging Face id; raises `UserError` as above."""
-    folder = Path(model).expanduser()
-    if (folder / CONFIG_FILE).is_file():
-        return folder / CONFIG_FILE
-    if folder.is_dir():
-        raise UserError(f"model {str(model)!r}: the folder has no {CONFIG_FILE}{_models_near(folder, '')}")
-    if folder.is_file():
-        raise UserError(f"model {str(model)!r} is a file; give the folder that holds its {CONFIG_FILE}")
-    cached = _cached(str(model))
-    if cached is not None:
-        return cached
-    if _is_hub_id(str(model)) and not folder.parent.is_dir():
-        raise UserError(
-            f"model {str(model)!r}: no such folder, and no model of that name in the local Hugging Face cache; "
-            f"`hf download {model}` puts it there"
-        )
-    raise UserError(f"model {str(model)!r}: no such folder{_models_near(folder.parent, folder.name)}")
-
-
-def _is_hub_id(model: str) -> bool:
-    """Whether this could be a Hugging Face id: NAME or OWNER/NAME."""
-    return 0 < len(model.split("/")) <= 2 and not model.startswith((".", "/", "~")) and not model.endswith("/")
-
-
-def _cached(model: str, name: str = CONFIG_FILE) -> Path | None:
-    if not _is_hub_id(model):
-        return None
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        file = try_to_load_from_cache(model, name)
-    except HFValidationError:
-        return None
-    return Path(file) if isinstance(file, str) else None
-
-
-def _models_near(folder: Path, name: str) -> str:
-    """The tail of an error message: the nearest model folder under `folder`, or all of them when none is near."""
-    try:
-        models = sorted(p.parent.name for p in folder.glob(f"*/{CONFIG_FILE}"))
-    except OSError:
-        return ""
-    hint = nearest(name, models)
-    if hint or not models:
-        return hint
-    return f"; model folders in {folder} are: {', '.join(models[:8])}{', …' if len(models) > 8 else ''}"
+    folder = find_model_folder(model, CONFIG_FILE)
+    if not (folder / CONFIG_FILE).is_file():
+        raise UserError(f"model {str(model)!r}: the folder has no {CONFIG_FILE}{folders_near(model, CONFIG_FILE)}")
+    return folder / CONFIG_FILE
 
 
 def read_layer_names(model: str | Path) -> list[str]:
@@ -109,7 +68,7 @@ def read_stop_tokens(model: str | Path) -> tuple[int, ...]:
     """
     file = find_model_config(model).with_name("generation_config.json")
     if not file.is_file() and not Path(model).expanduser().is_dir():
-        file = _cached(str(model), file.name) or file
+        file = find_cached(model, file.name) or file
     settings = json.loads(file.read_text()) if file.is_file() else {}
     found = settings.get("eos_token_id")
     if found is None:
@@ -174,7 +133,7 @@ def _first(settings: Mapping[str, Any], names: Iterable[str]) -> int | None:
 
 @contextmanager
 def refusals_named(model: str | Path, cannot: str) -> Iterator[None]:
-    """Where `transformers` refuses a model, a UserError names it and what it cannot be used for.
+    """Turn a refusal by `transformers` into a UserError that names the model and what it cannot be used for.
 
     >>> with refusals_named("gpt-9", "cannot be trained"):
     ...     raise KeyError("gpt9")

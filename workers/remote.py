@@ -31,7 +31,7 @@ def remote(
     Args:
         dispatch: how rows are distributed over the ranks, and whose results are kept.
         shape: what comes out of the method.
-        reads: columns that it cannot do without, or a function of the call's arguments and of the group's `config` that returns
+        reads: columns that it requires, or a function of the call's arguments and of the group's `config` that returns
             them: `lambda loss: (RESPONSE_IDS, *loss.reads)`.
         may_read: columns that it uses where there are any.
         writes: columns that it adds.

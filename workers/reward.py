@@ -1,29 +1,31 @@
-"""RewardWorker: scores samples with a Python function that takes columns by name."""
+"""RewardWorker: scores samples with Python functions, of Weft's own form or another library's."""
 
 from __future__ import annotations
 
-import functools
-import inspect
-import math
-import time
-from bdb import BdbQuit
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import json
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pydantic
 
 from ..dataflow.batch import Batch
-from ..dataflow.column import IDENTITY, PROMPT, PROMPT_IDS, RESPONSE, RESPONSE_IDS, REWARD
+from ..dataflow.column import PROMPT, PROMPT_IDS, RESPONSE, RESPONSE_IDS, REWARD
 from ..dataflow.config import Config
-from ..dataflow.errors import Ended, SampleError, nearest
-from ..dataflow.metrics import Max, Mean, Metrics
-from ..dataflow.operation import ALL_COLUMNS
+from ..dataflow.errors import UserError
+from ..dataflow.metrics import Max, Mean, Metric, Metrics, Std, Sum, merge
 from ..dataflow.prompts.tokenizer import Tokenizer
-from .deadline import deadline
 from .dispatch import Dispatch
 from .remote import remote
+from .rewards.calls import AsyncCalls
+from .rewards.function import Reward
+from .rewards.judge import Judge
+from .rewards.samples import ANSWERS, Samples
+from .rewards.scoring import PART_S, Outcome, Scoring
 from .worker import MAX_FAILED, Context, Worker
 
 if TYPE_CHECKING:
@@ -31,86 +33,90 @@ if TYPE_CHECKING:
     from ..dataflow.source import Source
 
 
-PART_S = 1.0
-"""How long rewards are kept before they are given on."""
 LONGEST_TEXT = 400
 """Characters of a prompt or response that a message shows."""
+_LIBRARY = str(Path(__file__).parent.parent / "workers")
 
 
 class RewardConfig(Config):
-    function: Callable[..., float]
-    """Called once per sample with the columns that its parameters name, e.g. `def score(response, answer) -> float`.
-    `response` is the text of the response; every column of the data and of earlier nodes can be asked for. A parameter with a default
-    gets the column of its name where there is one, and `**columns` gets all that are left. What `functools.partial` has set stays."""
+    function: Callable[..., Any] | Reward | tuple[Callable[..., Any] | Reward, ...]
+    """What scores a sample: a function, or several, whose weighted sum is the reward. Weft's own form takes the columns that its
+    parameters name, e.g. `def score(response, answer) -> float`: `response` is the text of the response; every column of the data and
+    of earlier nodes can be asked for. A parameter with a default gets the column of its name where there is one, and `**columns` gets
+    all that are left. What `functools.partial` has set stays. Functions written for TRL, verl, OpenRLHF, slime and verifiers are
+    recognised by their parameters and called as there. `Reward(function, name=..., weight=...)` says more."""
     tokenizer: str | Path
     """Model folder (or Hugging Face id) whose tokenizer turns response tokens into text."""
 
     deadline_s: float | None = pydantic.Field(default=None, gt=0)
-    """Seconds that a sample may take; then what was not scored is requeued, and a sample that takes longer for the third time is
-    dropped. Under Ray the process is ended and replaced; under `Local` the function is interrupted, where it runs Python and no debugger.
-    None: the driver's `call_timeout_s`."""
+    """Seconds that a sample may take (a call, of a function that is called with a batch); then what was not scored is requeued, and a
+    sample that takes longer for the third time is dropped. Under Ray the process is ended and replaced; under `Local` the function is
+    interrupted, where it runs Python and no debugger. An asynchronous call is cancelled. None: the driver's `call_timeout_s`."""
     max_failed: float = pydantic.Field(default=MAX_FAILED, ge=0, le=1)
     """Share of the samples that may fail three times each, and are dropped and counted (`failed_rows`); more of them end the run. It is of
     100 samples at least; 0: the first ends the run."""
 
-    @pydantic.field_validator("function")
+    @pydantic.field_validator("function", mode="before")
     @classmethod
-    def _takes_a_response(cls, function: Callable[..., float]) -> Callable[..., float]:
-        takes = f"{_name(function)}{inspect.signature(function)}"
-        parameters = inspect.signature(function).parameters.values()
-        if any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in parameters):
-            raise ValueError(f"reward function {takes} must name its parameters: each is a column")
-        names = [p.name for p in parameters]
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        if not takes_all and not {str(RESPONSE), str(RESPONSE_IDS)} & set(names):
-            hint = next(
-                (f"; did you mean 'response' for {n!r}?" for n in names if nearest(n, ["response", "responses"])), ""
+    def _can_be_called(cls, function: Any) -> Any:
+        function = tuple(function) if isinstance(function, list) else function
+        for each in function if isinstance(function, tuple) else (function,):
+            if not isinstance(each, Reward) and not callable(each):
+                raise ValueError(f"input should be callable, not {each!r}")
+        titles = [reward.title for reward in _rewards(function)]
+        if not titles:
+            raise ValueError("there is no reward function")
+        twice = next((title for title in titles if titles.count(title) > 1), None)
+        if twice is not None:
+            raise ValueError(
+                f"two reward functions are called {twice!r}; give one a name: Reward(function=..., name='...')"
             )
-            raise ValueError(f"reward function {takes} takes neither 'response' nor 'response_ids'{hint}")
         return function
+
+    @cached_property
+    def rewards(self) -> tuple[Reward, ...]:
+        """The functions, each with its name and weight."""
+        return _rewards(self.function)
 
     @property
     def silence_s(self) -> float | None:
-        """How long a process that works may say nothing."""
+        """Longest silence of a process that is at work, in seconds."""
         return None if self.deadline_s is None else self.deadline_s + PART_S
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Columns that the function cannot do without."""
-        return tuple(p.name for p in self._parameters if p.default is p.empty and p.name != str(RESPONSE))
+        """Columns that the functions require."""
+        return tuple(dict.fromkeys(name for reward in self.rewards for name in reward.reads))
 
     @property
     def may_read(self) -> tuple[str, ...]:
-        """Columns that it gets where there are any."""
-        if self.takes_all:
-            return (ALL_COLUMNS,)
-        return tuple(p.name for p in self._parameters if p.default is not p.empty and p.name != str(RESPONSE))
-
-    @property
-    def takes_all(self) -> bool:
-        """Whether it has `**columns`."""
-        return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(self.function).parameters.values())
+        """Columns that they get where there are any."""
+        return tuple(dict.fromkeys(name for reward in self.rewards for name in reward.may_read))
 
     @property
     def takes_text(self) -> bool:
-        return self.takes_all or any(p.name == str(RESPONSE) for p in self._parameters)
+        return any(reward.takes_text for reward in self.rewards)
 
-    def columns(self, there: Iterable[str]) -> tuple[str, ...]:
-        """Those of the columns of some rows that the function is called with."""
-        named = {p.name for p in self._parameters}
-        rest = set(self._set) | {str(RESPONSE), *map(str, IDENTITY)}
-        return tuple(c for c in there if c != str(RESPONSE) and (c in named or (self.takes_all and c not in rest)))
-
-    @property
-    def _parameters(self) -> list[inspect.Parameter]:
-        """Those that are left to be given."""
-        parameters = inspect.signature(self.function).parameters.values()
-        return [p for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in self._set]
+    def columns(self, into: str) -> tuple[str, ...]:
+        """Columns that are written: the reward, each function's own where there are several, and the parts that functions return."""
+        named = tuple(f"{into}/{reward.title}" for reward in self.rewards) if len(self.rewards) > 1 else ()
+        return (into, *named, *((f"{into}_parts",) if self.has_parts else ()))
 
     @property
-    def _set(self) -> Mapping[str, object]:
-        """Keywords that `functools.partial` gives."""
-        return self.function.keywords if isinstance(self.function, functools.partial) else {}
+    def has_parts(self) -> bool:
+        """Whether a function may return a dictionary, by its library or its annotation."""
+        return any(reward.may_return_parts for reward in self.rewards)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the terminal says at the start of a run: functions that have another library's signature."""
+        found = ((reward, reward.signature) for reward in self.rewards)
+        return tuple(f"reward function {r.title} ({r.place}) has {signature}" for r, signature in found if signature)
+
+
+def _rewards(function: Any) -> tuple[Reward, ...]:
+    each = function if isinstance(function, tuple) else (function,)
+    return tuple(f if isinstance(f, Reward) else f.reward if isinstance(f, Judge) else Reward(function=f) for f in each)
 
 
 def _reads(config: RewardConfig) -> tuple[str, ...]:
@@ -130,86 +136,97 @@ class RewardWorker(Worker):
     @classmethod
     def check(cls, config: RewardConfig, nodes: Sequence[Node], source: Source) -> None:
         Tokenizer.load(config.tokenizer)
+        for reward in config.rewards:
+            if reward.lacks and not {*ANSWERS} & {*source.columns}:
+                raise UserError(
+                    f"reward function {reward.title} takes {reward.lacks[0]!r}, and {source.name!r} has no ground truth: "
+                    f"no column {', '.join(sorted(ANSWERS))}; it has {', '.join(source.columns)}"
+                )
+            if isinstance(reward.function, Judge):
+                reward.function.check()
 
     def __init__(self, config: RewardConfig, context: Context = Context()) -> None:
         super().__init__(config, context)
+        self._calls = AsyncCalls()
         if config.takes_text:
             _ = self._tokenizer  # to load it is no part of scoring a sample
+        for reward in config.rewards:
+            if (prepare := getattr(reward.function, "prepare", None)) is not None:
+                prepare()
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         return Tokenizer.load(self.config.tokenizer)
 
+    def close(self) -> None:
+        self._calls.close()
+
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
         reads=_reads,
         may_read=_may_read,
-        writes=lambda into: (into,),
+        writes=lambda config, into: config.columns(into),
     )
     def score(self, samples: Batch, *, into: str = str(REWARD)) -> Iterator[tuple[Batch, Metrics]]:
-        """Call the function on each sample; of a slow one the rewards come in parts, so that nobody waits for all of them. A sample
-        at which it fails holds back no other: what it raised comes after all rewards.
+        """Call the functions on each sample; of slow ones the rewards come in parts, so that nobody waits for all of them. A sample
+        at which one fails holds back no other: what it raised comes after all rewards.
 
         Raises:
-            SampleError: when the function returns no finite number.
-            Exception: the first that the function raised. Like a `SampleError` it has `sample_ids`, of all samples that failed,
-                and `sample`, the prompt and response of the first.
+            SampleError: when a function returns no finite number, or none of them applies to a sample.
+            Exception: the first that a function raised. Like a `SampleError` it has `sample_ids`, of all samples that failed,
+                and `sample`: the prompt and response of the first, and the line that raised.
         """
-        values = {name: samples[name].to_pylist() for name in self.config.columns(samples.columns)}
-        if self.config.takes_text:
-            values[str(RESPONSE)] = self._tokenizer.decode(samples[RESPONSE_IDS].to_pylist())
-        limit = None if self.context.watched else self.config.deadline_s
-        rewards: dict[int, float] = {}
-        failed: dict[int, Exception | SystemExit] = {}
-        said = time.monotonic()
-        for k, sample_id in enumerate(samples["sample_id"].to_pylist()):
-            if rewards and time.monotonic() - said > PART_S:
-                yield self._part(samples.take([*rewards]), [*rewards.values()], into)
-                rewards, said = {}, time.monotonic()
-            self.context.at(sample_id)
-            try:
-                with deadline(limit, f"reward function {_name(self.config.function)}"):
-                    reward = self.config.function(**{name: column[k] for name, column in values.items()})
-                rewards[k] = self._checked(reward)
-            except (BdbQuit, Ended):  # somebody has left the debugger, or ended the run
-                raise
-            except (Exception, SystemExit) as error:
-                failed[k] = error
-            finally:
-                self.context.at(None)
-                self.context.advance()
-        yield self._part(
-            samples.take([*rewards]) if failed or len(rewards) < len(samples) else samples, [*rewards.values()], into
+        decode = self._tokenizer.decode if self.config.takes_text else lambda ids: [""] * len(ids)
+        scoring = Scoring(
+            self.config.rewards, Samples(samples, decode), self.context, self._calls, self.config.deadline_s
         )
-        if failed:
-            raise self._blamed(samples, failed)
+        for done in scoring.run():
+            rows = samples if len(done) == len(samples) else samples.take([*done])
+            yield self._written(rows, [*done.values()], into), self._metrics([*done.values()], scoring.logged, into)
+        if scoring.failed:
+            raise self._blamed(samples, scoring.failed)
+
+    def _written(self, rows: Batch, outcomes: Sequence[Outcome], into: str) -> Batch:
+        """The rows with the columns that `RewardConfig.columns` names."""
+        rewards = self.config.rewards
+        columns: dict[str, Any] = {into: [outcome.reward for outcome in outcomes]}
+        if len(rewards) > 1:
+            for f, reward in enumerate(rewards):
+                values = [outcome.scores[f].value for outcome in outcomes]
+                columns[f"{into}/{reward.title}"] = pa.array(values, pa.float32())
+        if self.config.has_parts:
+            columns[f"{into}_parts"] = pa.array([json.dumps(o.parts(rewards)) for o in outcomes], pa.string())
+        return rows.with_columns(**columns)
+
+    def _metrics(self, outcomes: Sequence[Outcome], logged: Metrics, into: str) -> Metrics:
+        parts = merge(
+            {name: Mean(value) for name, value in outcome.parts(self.config.rewards).items()} for outcome in outcomes
+        )
+        return of_column(into, {**logged, **parts, **reward_metrics([outcome.reward for outcome in outcomes])})
 
     def _blamed(self, samples: Batch, failed: Mapping[int, Exception | SystemExit]) -> Exception | SystemExit:
-        """The first failure, with all samples that failed, and the texts of its own."""
+        """The first failure, with the ids of all samples that failed, and prompt and response of the first."""
         first, error = next(iter(failed.items()))
         ids = samples["sample_id"].to_pylist()
         texts = {str(PROMPT): samples[PROMPT][first].as_py()} if PROMPT in samples else {}
         for text, tokens in ((PROMPT, PROMPT_IDS), (RESPONSE, RESPONSE_IDS)):
             if str(text) not in texts and tokens in samples:
                 texts[str(text)] = self._tokenizer.decode([samples[tokens][first].as_py()])[0]
+        said = [f"{name} {_short(text)}" for name, text in texts.items()]
+        place = _raised_at(error) or next((r.place for r in self.config.rewards if len(self.config.rewards) == 1), "")
         error.sample_ids = tuple(ids[k] for k in failed)  # pyright: ignore[reportAttributeAccessIssue]
-        error.sample = ", ".join(f"{name} {_short(text)}" for name, text in texts.items())  # pyright: ignore[reportAttributeAccessIssue]
+        error.sample = ", ".join([*said, f"at {place}"] if place else said)  # pyright: ignore[reportAttributeAccessIssue]
         return error
 
-    def _part(self, samples: Batch, rewards: list[float], into: str) -> tuple[Batch, Metrics]:
-        metrics = {"mean": Mean(sum(rewards), len(rewards))} | ({"max": Max(max(rewards))} if rewards else {})
-        return samples.with_columns(**{into: rewards}), of_column(into, metrics)
 
-    def _checked(self, reward: object) -> float:
-        try:
-            value = math.nan if isinstance(reward, str | bytes) else float(reward)  # pyright: ignore[reportArgumentType]
-        except (TypeError, ValueError):
-            value = math.nan
-        if not math.isfinite(value):
-            raise SampleError(
-                f"reward function {_name(self.config.function)} returned {reward!r}; a reward is a finite number"
-            )
-        return value
+def reward_metrics(rewards: Sequence[float]) -> dict[str, Metric]:
+    """Metrics of rewards: mean, standard deviation (`std`), number (`scored`) and, unless there are none, the largest."""
+    metrics: dict[str, Metric] = {
+        "mean": Mean(sum(rewards), len(rewards)),
+        "std": Std.of(rewards),
+        "scored": Sum(float(len(rewards))),
+    }
+    return metrics | ({"max": Max(max(rewards))} if rewards else {})
 
 
 def of_column(column: str, metrics: Metrics) -> Metrics:
@@ -221,12 +238,13 @@ def of_column(column: str, metrics: Metrics) -> Metrics:
     return metrics if column == str(REWARD) else {f"{column}_{name}": metric for name, metric in metrics.items()}
 
 
+def _raised_at(error: BaseException) -> str:
+    """File and line of the user's code that raised, or called what did: the last that is neither ours nor a package's."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_LIBRARY, "<"))]
+    own = [f for f in frames if "site-packages" not in f.filename and f"{os.sep}lib{os.sep}python" not in f.filename]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
 def _short(text: str) -> str:
     """A text as a message shows it: how it begins and how it ends."""
     return repr(text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT // 2]} ... {text[-LONGEST_TEXT // 2 :]}")
-
-
-def _name(function: Any) -> str:
-    """What a person calls it: a function's name, that of a partial's function, else the class of the callable object."""
-    inner = getattr(function, "func", function)
-    return getattr(inner, "__qualname__", type(inner).__name__)

@@ -1,4 +1,4 @@
-"""RewardModelWorker: scores samples with a trained reward model, which stands still."""
+"""RewardModelWorker: scores samples with a trained reward model, whose weights are frozen."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 from ..dataflow.batch import Batch
 from ..dataflow.column import PROMPT_IDS, RESPONSE_IDS, REWARD, TOKEN_SCORES
 from ..dataflow.errors import UserError
-from ..dataflow.metrics import Max, Mean, Metric, Metrics
+from ..dataflow.metrics import Metrics
 from .critic import last_of_rows
 from .dispatch import Coordinates, Dispatch
 from .engine_worker import EngineWorker
 from .model_folder import find_tensor
 from .remote import remote
-from .reward import of_column
+from .reward import of_column, reward_metrics
 from .training.engine import SCALAR_HEAD, ModelConfig, TrainingEngine
 from .worker import Context
 
@@ -31,7 +31,7 @@ class RewardModelConfig(ModelConfig):
 
 
 class RewardModelWorker(EngineWorker):
-    """Rewards of responses by a model. Each rank has all of it: one that dies is replaced, and the others go on."""
+    """Scores responses with a model. Each rank has the complete model: a rank that dies is replaced, and the others go on."""
 
     Config = RewardModelConfig
     replaceable = True
@@ -78,12 +78,9 @@ class RewardModelWorker(EngineWorker):
             raise UserError(
                 f"{self.config.model} gives sample {row} the reward {rewards[wrong[0]]}; a reward is a finite number"
             )
-        metrics: dict[str, Metric] = {"mean": Mean(float(rewards.sum()), len(rewards))}
-        if len(rewards):
-            metrics["max"] = Max(float(rewards.max()))
-        return samples.with_columns(**{into: rewards}), of_column(into, metrics)
+        return samples.with_columns(**{into: rewards}), of_column(into, reward_metrics(rewards.tolist()))
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=lambda into: (into,))
     def token_scores(self, samples: Batch, *, into: str = str(TOKEN_SCORES)) -> Batch:
-        """What the head says at each response token; of a process reward model, at the ends of steps, logits of these being right."""
+        """The head's output at each response token. At the end of a step, a process reward model gives the logit that the step is right."""
         return samples.with_columns(**{into: self.engine.values(samples)})

@@ -29,7 +29,7 @@ from ..dataflow.metrics import Mean, Metrics, Sum
 from ..dataflow.operation import Shape
 from .children import Children
 from .dispatch import Dispatch
-from .generation.engine import GenerationEngine, Request, Response
+from .generation.engine import GenerationEngine, GenerationRequest, Response
 from .generation.transformers_engine import TransformersEngine
 from .generation.vllm_engine import VllmEngine
 from .remote import remote
@@ -81,7 +81,7 @@ class RolloutWorker(Worker):
     ) -> Generator[tuple[Children, Metrics] | None, Collection[int] | None, None]:
         """Sample `n` responses to each prompt. Yields responses as they finish, those of one engine step together, and None
         after a step in which none did: another call on this worker may have its turn then. It may be sent sample ids of prompts whose
-        other responses nobody wants any more.
+        other responses are no longer wanted.
 
         Args:
             prompts: columns `sample_id`, `group_id`, `prompt_ids` ([P] int32) and, in later expansions of a graph, `draw_path`; and
@@ -107,7 +107,7 @@ class RolloutWorker(Worker):
         draws = prompts[DRAW_PATH].to_pylist() if DRAW_PATH in prompts else [[]] * len(prompts)
         made = prompts[MADE_BEFORE].to_pylist() if MADE_BEFORE in prompts else [[]] * len(prompts)
         requests = [
-            Request(row * n + index, ids, self._seed(int(group_ids[row]), draws[row], ids, index))
+            GenerationRequest(row * n + index, ids, self._seed(int(group_ids[row]), draws[row], ids, index))
             for row, ids in enumerate(prompt_ids)
             for index in range(n)
             if index not in made[row]
@@ -181,7 +181,7 @@ class RolloutWorker(Worker):
 def _children(
     responses: Sequence[Response], sample_ids: np.ndarray, left: Mapping[int, int], n: int, sampling: Sampling
 ) -> Children:
-    """Responses as rows of their prompts, of which so many are `left` by row of the call."""
+    """Responses as rows of their prompts. `left` maps each row of the call to its number of unfinished responses."""
     rows, numbers = np.divmod(np.array([response.request_id for response in responses], np.int64), n)
     finished = [row for row in dict.fromkeys(rows.tolist()) if not left[row]]
     return Children(_batch(sample_ids[rows], responses, sampling), numbers, sample_ids[finished])

@@ -175,7 +175,7 @@ def _check_prompts(
         fix = (
             f"lower max_tokens to {left}"
             if left > 0
-            else f"drop prompts above {max_context - sampling.max_tokens} tokens"
+            else f"drop prompts above {max_context - sampling.max_tokens} tokens (too_long='drop' where they are read)"
         )
         raise UserError(
             f"node {node!r}: row {row} of {source.name} has {longest} prompt tokens and max_tokens={sampling.max_tokens}, "

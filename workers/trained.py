@@ -34,7 +34,7 @@ class TrainedConfig(ModelConfig, OptimizerConfig):
 
 
 def loss_reads(loss: Loss) -> tuple[str, ...]:
-    """Columns that an update with this loss cannot do without."""
+    """Columns that an update with this loss requires."""
     return (str(PROMPT_IDS), str(RESPONSE_IDS), *loss.reads)
 
 
@@ -129,7 +129,7 @@ def check_updates(nodes: Iterable[Node]) -> None:
         for name in ("epochs", "minibatches"):
             value = node.arguments.get(name, 1)
             if not isinstance(value, int) or value < 1:
-                raise UserError(f"node {node.name!r}: {name} must be a whole number of at least 1, not {value!r}")
+                raise UserError(f"node {node.name!r}: {name} must be an integer of at least 1, not {value!r}")
         _check_old_policy(node, loss)
 
 

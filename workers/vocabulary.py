@@ -100,7 +100,7 @@ def _of_rows(source: Source) -> Iterator[tuple[str, int]]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """What a file of JSON holds; nothing where it is missing or is none, which is for those to say who need it."""
+    """The content of a JSON file; empty if the file is missing or not JSON, which is reported where the content is needed."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -32,7 +32,7 @@ class Context:
     run_dir: Path | None = None
     seed: int = 0
     watched: bool = False
-    """Whether somebody ends and replaces this process when it is silent for too long; otherwise a worker keeps its own deadlines."""
+    """Whether the driver replaces this process when it is silent for too long; otherwise a worker keeps its own deadlines."""
     at: Callable[[int | None], None] = lambda sample_id: None
     """A worker calls this with the sample that it works on (None: none) where a sample may hang or end the process: then that sample is
     blamed, and not all that the call has not finished."""

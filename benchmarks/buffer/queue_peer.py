@@ -3,16 +3,16 @@
     system = System(HERE / "queue_peer.py", log=log, python=PEERS)      # turns.py
     [answer] = system.run(1, work="ragged_put", rows=512, groups_per_put=8)
 
-Further settings are `units` (storage units), `in_flight` (puts), `poll_ms` and `prefetch` (of the trainer of `stream`). Setting up, making
-rows and verifying are not timed. The defaults are the fastest that were found, on 2 shared cores and rows of 2,000 tokens (28.7 kB):
+Further settings are `units` (storage units) and `in_flight` (puts). Setting up, making rows and verifying are not timed. The defaults are
+the fastest that were found, on 2 shared cores and rows of 2,000 tokens (28.7 kB):
 
 - Ragged columns are *strided* nested tensors, twice as fast as the jagged ones of its documentation.
 - Several calls are in flight through its asynchronous methods, as `PUT_SETTINGS` says: up to twice as fast as one call after another.
 - One storage unit is best for puts of few groups and for the rectangle, in rows of 2 MiB; two for puts of 32 groups and for gets.
-- The trainer of `stream` claims one microbatch ahead; without that it is idle for 8 to 12 % of its time.
+- The trainer of `stream` claims one microbatch ahead; without that it was idle for 8 to 12 % of its time.
 - `TQ_NUM_THREADS=1`: its 8 are more than there are cores, which it says in each call. Serialization without copies is always on.
 - `polling_mode`: without it the controller, one thread for all, *sleeps 5 s* when a consumer asks for more rows than are ready. For the
-  same reason `stream` does not use its `StreamingDataLoader`, which sleeps whole seconds; consumers ask each `poll_ms`.
+  same reason `stream` does not use its `StreamingDataLoader`, which sleeps whole seconds; consumers ask each 2 ms.
 
 Rows count as consumed when they are claimed, so the rows of a consumer that dies never come back, and `GRPOGroupNSampler` takes any n
 consecutive ready rows for a group. Row numbers are used again after a `clear_partition`, and rows are handed out by number: they may
@@ -35,63 +35,64 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import rows as rows_module
 from rows import (
+    CLAIMED,
     DTYPES,
     GENERATED,
-    Batch,
-    Ragged,
+    GROUP,
+    REWARDED,
+    TrainerClock,
+    claim_times,
     content_hash,
     dense,
+    hashes,
     joined,
+    numpy_of,
+    of_lists,
     ragged,
-    reward_of,
+    rewarded,
+    rewards_of,
     settings,
     short,
+    sleep_until,
+    throughput,
     touch,
 )
 from turns import Turns
 
+ALL = tuple(DTYPES)
 PUT_SETTINGS = {1: (1, 8), 8: (1, 4), 32: (2, 2)}
 """Groups in a put: storage units, and puts in flight."""
-STREAM = {"poll_ms": 2.0, "prefetch": 1}
+POLL_S = 0.002
+"""Between two claims of a consumer that found too few rows."""
 
 
-def tensors(batch: Batch, names: Iterable[str] = tuple(DTYPES)) -> Any:
+def tensors(batch: pa.RecordBatch) -> Any:
     """A batch in the form that is fastest to put."""
     import torch
     from tensordict import TensorDict  # pyright: ignore[reportMissingImports]
 
     columns: dict[str, Any] = {}
-    for name in names:
-        if name in batch.ragged:
-            rows = torch.from_numpy(batch[name].values).split(batch[name].lengths.tolist())
+    for name in batch.schema.names:
+        values, offsets = numpy_of(batch[name])
+        columns[name] = torch.from_numpy(values.copy())
+        if pa.types.is_list(batch[name].type):
+            rows = columns[name].split(np.diff(offsets).tolist())
             columns[name] = torch.nested.as_nested_tensor(list(rows), layout=torch.strided)
-        else:
-            columns[name] = torch.from_numpy(batch.scalars[name])
     return TensorDict(columns, batch_size=batch.num_rows)
 
 
-def arrays(data: Any) -> Batch:
+def arrays(data: Any) -> pa.RecordBatch:
     """What a get returned, as arrays over the same memory."""
-    columns, scalars = {}, {}
+    columns: dict[str, pa.Array] = {}
     for name, column in data.items():
         if column.is_nested:
-            columns[name] = Ragged(column.values().numpy(), column.offsets().numpy())
+            columns[name] = of_lists(column.values().numpy(), column.offsets().diff().numpy())
         else:
-            scalars[name] = column.numpy()
-    return Batch(columns, scalars)
-
-
-def same_rows(put: Sequence[Batch], got: Sequence[Batch], names: Sequence[str] = tuple(DTYPES)) -> bool:
-    """Whether each row came back once, in whichever order, with the same bytes."""
-
-    def hashes(batches: Sequence[Batch]) -> list[str]:
-        return sorted(
-            content_hash({name: row[name] for name in names}) for batch in batches for row in batch.rows(names)
-        )
-
-    return hashes(put) == hashes(got)
+            columns[name] = pa.array(column.numpy())
+    return pa.RecordBatch.from_pydict(columns)
 
 
 class Bound:
@@ -205,78 +206,56 @@ class Node:
     def ready(self) -> None: ...
 
     def generate(self, partition: str, groups: int, start: float, group_s: float) -> None:
-        batches = [tensors(batch, GENERATED) for batch in ragged(groups * 8)]
+        batches = [tensors(batch.select(GENERATED)) for batch in ragged(groups * GROUP)]
         for number, batch in enumerate(batches):
             sleep_until(start + (number + 1) * group_s)
             self._client.put(data=batch, partition_id=partition)
 
-    def reward(self, partition: str, groups: int, poll_s: float) -> None:
+    def reward(self, partition: str, groups: int) -> None:
         import torch
         from tensordict import TensorDict  # pyright: ignore[reportMissingImports]
 
         for _ in range(groups):
-            metadata = self._wait(partition, "reward", ["response_ids"], 8, poll_s)
-            responses = arrays(self._client.get_data(metadata))["response_ids"]
-            rewards = torch.tensor([reward_of(responses[row]) for row in range(8)], dtype=torch.float32)
-            self._client.put(data=TensorDict({"reward": rewards}, batch_size=8), metadata=metadata)
+            metadata = self._wait(partition, "reward", ["response_ids"], GROUP)
+            rewards = torch.from_numpy(rewards_of(arrays(self._client.get_data(metadata))["response_ids"]))
+            self._client.put(data=TensorDict({"reward": rewards}, batch_size=GROUP), metadata=metadata)
 
-    def train(
-        self, partition: str, microbatches: int, rows: int, start: float, train_s: float, poll_s: float, prefetch: int
-    ) -> dict[str, Any]:
-        names = [*GENERATED, "reward"]
-        batches: list[Batch] = []
+    def train(self, partition: str, microbatches: int, rows: int, start: float, train_s: float) -> dict[str, Any]:
+        batches: list[pa.RecordBatch] = []
+        clock = TrainerClock()
 
-        def get() -> Batch:
-            metadata = self._wait(partition, "update", names, rows, poll_s)
+        def fetch() -> pa.RecordBatch:
+            metadata = self._wait(partition, "update", list(REWARDED), rows)
             return arrays(self._client.get_data(metadata))
 
-        first = idle_since = idle = 0.0
         with ThreadPoolExecutor(1) as thread:
-            ahead = deque(thread.submit(get) for _ in range(min(1 + prefetch, microbatches)))
+            ahead = deque(thread.submit(fetch) for _ in range(min(2, microbatches)))
             for number in range(microbatches):
                 batches.append(ahead.popleft().result())
-                touch(batches[-1])
-                now = time.monotonic()
-                if number:
-                    idle += now - idle_since
-                else:
-                    first = now
-                if prefetch and number + 1 + prefetch < microbatches:
-                    ahead.append(thread.submit(get))
+                touch(batches[-1], REWARDED)
+                clock.begin()
+                if number + 2 < microbatches:
+                    ahead.append(thread.submit(fetch))
                 time.sleep(train_s)
-                idle_since = time.monotonic()
-                if not prefetch and number + 1 < microbatches:
-                    ahead.append(thread.submit(get))
-        made = ragged(microbatches * rows)
-        for batch in made:
-            rewards = [reward_of(batch["response_ids"][row]) for row in range(8)]
-            batch.scalars["reward"][:] = rewards  # pyright: ignore[reportIndexIssue]
-        return {
-            "first_s": first - start,
-            "idle_share": idle / (idle_since - first),
-            "total_s": idle_since - start,
-            "verified": same_rows(made, batches, names),
-        }
+                clock.end()
+        verified = hashes(rewarded(microbatches * rows), REWARDED) == hashes(batches, REWARDED)
+        return {**clock.figures(start), "verified": verified}
 
-    def _wait(self, partition: str, task: str, names: list[str], rows: int, poll_s: float) -> Any:
+    def _wait(self, partition: str, task: str, names: list[str], rows: int) -> Any:
         while True:
             metadata = self._client.get_meta(data_fields=names, batch_size=rows, partition_id=partition, task_name=task)
             if metadata.size:
                 return metadata
-            time.sleep(poll_s)
+            time.sleep(POLL_S)
 
 
-def sleep_until(moment: float) -> None:
-    time.sleep(max(0.0, moment - time.monotonic()))
-
-
-def get_all(queue: Queue, partition: str, rows: int, claim: int, in_flight: int) -> list[Batch]:
-    async def get(client: Any) -> Batch:
+def get_all(queue: Queue, partition: str, rows: int, claim: int, in_flight: int) -> list[pa.RecordBatch]:
+    async def get(client: Any) -> pa.RecordBatch:
         metadata = await client.async_get_meta(
-            data_fields=list(DTYPES), batch_size=claim, partition_id=partition, task_name="update"
+            data_fields=list(ALL), batch_size=claim, partition_id=partition, task_name="update"
         )
         batch = arrays(await client.async_get_data(metadata))
-        touch(batch)
+        touch(batch, ALL)
         return batch
 
     return queue.in_flight([get] * (rows // claim), in_flight)
@@ -289,21 +268,15 @@ def put_all(queue: Queue, partition: str, batches: Sequence[Any], in_flight: int
     queue.in_flight(map(put, batches), in_flight)
 
 
-def throughput(batches: Sequence[Batch], seconds: float) -> dict[str, float]:
-    rows, num_bytes = sum(b.num_rows for b in batches), sum(b.num_bytes for b in batches)
-    return {"seconds": seconds, "rows_per_s": rows / seconds, "gb_per_s": num_bytes / seconds / 1e9}
-
-
 def ragged_put(queue: Queue, *, rows: int, groups_per_put: int, in_flight: int) -> dict[str, Any]:
     partition, groups = queue.partition(), ragged(rows)
-    batches = [joined(groups[i : i + groups_per_put]) for i in range(0, len(groups), groups_per_put)]
-    ready = [tensors(batch) for batch in batches]
+    ready = [tensors(batch) for batch in joined(groups, groups_per_put)]
     start = time.perf_counter()
     put_all(queue, partition, ready, in_flight)
     seconds = time.perf_counter() - start
-    verified = same_rows(groups, get_all(queue, partition, rows, 8, 1))
+    verified = hashes(groups) == hashes(get_all(queue, partition, rows, GROUP, 1))
     queue.client.clear_partition(partition)
-    return {**throughput(batches, seconds), "verified": verified}
+    return {**throughput(groups, seconds), "verified": verified}
 
 
 def ragged_get(queue: Queue, *, rows: int, claim: int, in_flight: int) -> dict[str, Any]:
@@ -314,9 +287,8 @@ def ragged_get(queue: Queue, *, rows: int, claim: int, in_flight: int) -> dict[s
     start = time.perf_counter()
     got = get_all(queue, partition, rows, claim, in_flight)
     seconds = time.perf_counter() - start
-    verified = same_rows(groups, got)
     queue.client.clear_partition(partition)
-    return {**throughput(got, seconds), "verified": verified}
+    return {**throughput(groups, seconds), "verified": hashes(groups) == hashes(got)}
 
 
 def rectangle(queue: Queue, *, bytes: int, rows: int) -> dict[str, Any]:
@@ -336,58 +308,49 @@ def rectangle(queue: Queue, *, bytes: int, rows: int) -> dict[str, Any]:
     np.sum(got)
     end = time.perf_counter()
     queue.client.clear_partition(partition)
-    wanted, got = numbers.reshape(rows, -1), got.reshape(rows, -1)
-
-    def hashes(rectangle: Any) -> list[str]:
-        return sorted(content_hash({"numbers": row}) for row in rectangle)
-
+    put, back = (sorted(content_hash({"numbers": row}) for row in each.reshape(rows, -1)) for each in (numbers, got))
     return {
         "put_gb_per_s": bytes / (middle - start) / 1e9,
         "get_gb_per_s": bytes / (end - middle) / 1e9,
-        "verified": hashes(wanted) == hashes(got),
+        "verified": put == back,
     }
 
 
 def claim(queue: Queue, *, held: int, claims: int) -> dict[str, Any]:
-    partition, batch = queue.partition(), short(held)
+    partition, claims = queue.partition(), min(claims, 50)
     # In pieces: one message of everything would hold the controller up for seconds.
     put_all(queue, partition, [tensors(short(min(2000, held - i), i)) for i in range(0, held, 2000)], 1)
-    answer: dict[str, Any] = {}
+    seconds: dict[int, list[float]] = {rows: [] for rows in CLAIMED}
     claimed = set()
-    for rows in (8, 64):
-        seconds = []
+    for rows in CLAIMED:
         for _ in range(min(claims, held // rows)):
             start = time.perf_counter()
             metadata = queue.client.get_meta(
-                data_fields=list(DTYPES), batch_size=rows, partition_id=partition, task_name=f"update_{rows}"
+                data_fields=list(ALL), batch_size=rows, partition_id=partition, task_name=f"update_{rows}"
             )
-            seconds.append(time.perf_counter() - start)
+            seconds[rows].append(time.perf_counter() - start)
             claimed.update((rows, index) for index in metadata.global_indexes)
-        answer[f"claim_{rows}_p50_ms"] = 1e3 * float(np.percentile(seconds, 50))
-        answer[f"claim_{rows}_p99_ms"] = 1e3 * float(np.percentile(seconds, 99))
     queue.client.clear_partition(partition)
-    wanted = sum(rows * min(claims, held // rows) for rows in (8, 64))
-    return {**answer, "verified": len(claimed) == wanted and batch.num_rows == held}
+    wanted = sum(rows * min(claims, held // rows) for rows in CLAIMED)
+    return {**claim_times(seconds), "verified": len(claimed) == wanted}
 
 
-def stream(
-    queue: Queue, *, groups: int, group_ms: float, microbatch: int, train_ms: float, poll_ms: float, prefetch: int
-) -> dict[str, Any]:
+def stream(queue: Queue, *, groups: int, group_ms: float, microbatch: int, train_ms: float) -> dict[str, Any]:
     import ray
 
-    if groups * 8 % microbatch:
-        raise ValueError(f"{groups} groups of 8 are not complete microbatches of {microbatch}")
-    partition, microbatches, poll_s = queue.partition(), groups * 8 // microbatch, poll_ms / 1e3
+    if groups * GROUP % microbatch:
+        raise ValueError(f"{groups} groups of {GROUP} are not complete microbatches of {microbatch}")
+    partition, microbatches = queue.partition(), groups * GROUP // microbatch
     if not queue.has_node("trainer"):
         for name in ("producer", "reward", "trainer"):
             queue.node(name)
-        stream(queue, groups=8, group_ms=5, microbatch=32, train_ms=5, poll_ms=poll_ms, prefetch=0)  # not counted
+        stream(queue, groups=8, group_ms=5, microbatch=32, train_ms=5)  # not counted
     producer, reward, trainer = (queue.node(name) for name in ("producer", "reward", "trainer"))
     start = time.monotonic() + 0.5  # by then all three are waiting
     ends = [
         producer.generate.remote(partition, groups, start, group_ms / 1e3),
-        reward.reward.remote(partition, groups, poll_s),
-        trainer.train.remote(partition, microbatches, microbatch, start, train_ms / 1e3, poll_s, prefetch),
+        reward.reward.remote(partition, groups),
+        trainer.train.remote(partition, microbatches, microbatch, start, train_ms / 1e3),
     ]
     answer = ray.get(ends)[2]
     queue.client.clear_partition(partition)
@@ -410,10 +373,6 @@ def full_settings(command: Mapping[str, Any], small: bool) -> tuple[str, dict[st
     if work == "ragged_put":
         units, in_flight = PUT_SETTINGS[max(known for known in PUT_SETTINGS if known <= asked["groups_per_put"])]
         own = {"units": units, "in_flight": in_flight}
-    elif work == "stream":
-        own |= STREAM
-    elif work == "claim":
-        asked["claims"] = min(asked["claims"], 50)
     return work, {**own, **asked}
 
 

@@ -1,36 +1,33 @@
-"""What the sample buffers of `buffer.py` work on: groups of rows of uneven length, one big rectangle, and the works themselves.
+"""The same rows and works for every sample buffer of `buffer.py`: groups of rows of uneven length, and one big rectangle.
 
 | work | settings | answer |
 |---|---|---|
 | `ragged_put` | `rows`, `groups_per_put` | `rows_per_s`, `gb_per_s`, `seconds` |
-| `ragged_get` | `rows`, `claim`, `in_flight` | the same: rows are claimed, fetched and summed up by the consumer |
+| `ragged_get` | `rows`, `claim`, `in_flight` | the same: the consumer claims, fetches and sums up the rows |
 | `dense` | `bytes`, `rows` | `put_gb_per_s`, `get_gb_per_s`; Weft's also `memcpy_gb_per_s` of the same bytes |
 | `claim` | `held`, `claims` | `claim_8_p50_ms`, `claim_8_p99_ms`, `claim_64_p50_ms`, `claim_64_p99_ms` |
 | `stream` | `groups`, `group_ms`, `microbatch`, `train_ms` | `first_s`, `idle_share`, `total_s`, `microbatches` |
 
-`stream` is generate -> reward -> update: the producer makes a group of 8 each `group_ms` on a fixed timetable, the reward node puts the
-column `reward` beside it, and the trainer takes `microbatch` rows with all columns, sums them up and sleeps `train_ms`. `first_s` is from
+`stream` is generate -> reward -> update: the producer makes a group of 8 each `group_ms` on a fixed timetable, the reward node adds the
+column `reward`, and the trainer takes `microbatch` rows with all columns, sums them up and sleeps `train_ms`. `first_s` is from
 the start of the timetable to the first microbatch in the trainer; `idle_share` is the trainer's time without one, from there on.
 All answers have `work`, and `verified`: what came back has the content (`content_hash`) of what was put.
 
-Rows are pure functions of a seed, made with numpy and pyarrow alone, for processes of Weft and of a peer in another environment.
+Rows are pure functions of a seed, made with numpy and pyarrow alone, because the peer runs in another environment than Weft.
 Any process can make any group again and check what arrived:
 
     >>> batch = group(seed=0, number=3)
-    >>> batch.num_rows, batch["response_ids"].lengths.tolist() == batch["advantages"].lengths.tolist()
+    >>> batch.num_rows, batch["response_ids"].offsets == batch["advantages"].offsets
     (8, True)
-    >>> rows = list(batch.rows())
-    >>> content_hash(rows[0]) == content_hash(next(group(seed=0, number=3).rows()))
-    True
-    >>> content_hash(rows[0]) == content_hash(rows[1])
-    False
+    >>> len({*hashes([batch]), *hashes([group(seed=0, number=3)])})
+    8
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,9 +49,10 @@ DTYPES = {
     "reward": np.dtype(np.float32),
 }
 """The columns of a row; `reward` is one number, the others are as long as the prompt or as the response."""
-SCALARS = ("reward",)
 GENERATED = ("prompt_ids", "response_ids", "response_logprobs", "response_versions")
 """What the producer of `stream` puts."""
+REWARDED = (*GENERATED, "reward")
+"""What its trainer reads."""
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "ragged_put": {"rows": 512, "groups_per_put": 8},
@@ -70,6 +68,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "claim": {"held": 256, "claims": 2},
     "stream": {"groups": 8, "group_ms": 10.0, "train_ms": 10.0},
 }
+CLAIMED = (8, 64)
+"""Rows of a claim that is timed by the work `claim`."""
 
 
 def settings(command: Mapping[str, Any], small: bool) -> tuple[str, dict[str, Any]]:
@@ -83,62 +83,24 @@ def settings(command: Mapping[str, Any], small: bool) -> tuple[str, dict[str, An
     return work, {**DEFAULTS[work], **(SMALL[work] if small else {}), **asked}
 
 
-@dataclass(frozen=True)
-class Ragged:
-    """A column of rows of uneven length, end to end in one array."""
-
-    values: NDArray[np.generic]
-    offsets: NDArray[np.int32]
-    """[rows + 1] where each row starts, and where the last ends."""
-
-    @property
-    def lengths(self) -> NDArray[np.int32]:
-        return np.diff(self.offsets)
-
-    def __getitem__(self, row: int) -> NDArray[np.generic]:
-        return self.values[self.offsets[row] : self.offsets[row + 1]]
+# Rows
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Rows as columns, from which each system makes its own batches without a copy."""
-
-    ragged: Mapping[str, Ragged]
-    scalars: Mapping[str, NDArray[np.generic]]
-
-    def __getitem__(self, name: str) -> Ragged:
-        return self.ragged[name]
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.scalars["reward"])
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(c.values.nbytes for c in self.ragged.values()) + sum(c.nbytes for c in self.scalars.values())
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self["prompt_ids"].values) + len(self["response_ids"].values)
-
-    def rows(self, names: Sequence[str] = tuple(DTYPES)) -> Iterator[dict[str, NDArray[np.generic]]]:
-        """Row by row, each column an array of its own (a number has one element)."""
-        for row in range(self.num_rows):
-            yield {n: self.ragged[n][row] if n in self.ragged else self.scalars[n][row : row + 1] for n in names}
-
-    def to_arrow(self) -> pa.RecordBatch:
-        """The same memory as an Arrow record batch: list columns, and `reward` as a plain one."""
-        arrays: list[pa.Array] = []
-        for name in DTYPES:
-            if name in self.ragged:
-                column = self.ragged[name]
-                arrays.append(pa.ListArray.from_arrays(pa.array(column.offsets), pa.array(column.values)))
-            else:
-                arrays.append(pa.array(self.scalars[name]))
-        return pa.RecordBatch.from_arrays(arrays, names=list(DTYPES))
+def of_lists(values: NDArray[Any], lengths: Sequence[int] | NDArray[Any]) -> pa.ListArray:
+    """A ragged column: the values of all rows end to end, and the length of each row."""
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
 
 
-def group(seed: int, number: int) -> Batch:
+def numpy_of(column: pa.Array) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Values of a column, end to end, and the offsets [rows + 1] at which its rows start; a number is a row of length 1."""
+    if not pa.types.is_list(column.type):
+        return column.to_numpy(), np.arange(len(column) + 1)
+    offsets = column.offsets.to_numpy()
+    return column.flatten().to_numpy(), offsets - offsets[0]
+
+
+def group(seed: int, number: int) -> pa.RecordBatch:
     """The rows of one prompt; every process makes the same ones of a seed and a number."""
     random = np.random.default_rng([seed, number])
     prompt = np.full(GROUP, max(1, random.poisson(MEAN_PROMPT)))
@@ -146,57 +108,37 @@ def group(seed: int, number: int) -> Batch:
     sigma = 0.6
     lengths = random.lognormal(np.log(MEAN_RESPONSE) - sigma**2 / 2, sigma, GROUP)
     response = np.clip(lengths.astype(np.int64), 1, MAX_RESPONSE)
-    prompts, responses = (np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in (prompt, response))
     one_prompt = random.integers(0, VOCABULARY, prompt[0], dtype=np.int32)
-    tokens = int(responses[-1])
+    tokens = int(response.sum())
     reward = random.random(GROUP, dtype=np.float32)
-    ragged = {
-        "prompt_ids": Ragged(np.tile(one_prompt, GROUP), prompts),
-        "response_ids": Ragged(random.integers(0, VOCABULARY, tokens, dtype=np.int32), responses),
-        "response_logprobs": Ragged(-random.random(tokens, dtype=np.float32), responses),
-        "response_versions": Ragged(np.full(tokens, number // 16, np.int32), responses),
-        "advantages": Ragged(np.repeat(reward - reward.mean(), response), responses),
+    columns = {
+        "prompt_ids": of_lists(np.tile(one_prompt, GROUP), prompt),
+        "response_ids": of_lists(random.integers(0, VOCABULARY, tokens, dtype=np.int32), response),
+        "response_logprobs": of_lists(-random.random(tokens, dtype=np.float32), response),
+        "response_versions": of_lists(np.full(tokens, number // 16, np.int32), response),
+        "advantages": of_lists(np.repeat(reward - reward.mean(), response), response),
+        "reward": pa.array(reward),
     }
-    return Batch(ragged, {"reward": reward})
+    return pa.RecordBatch.from_pydict(columns)
 
 
-def ragged(rows: int, seed: int = 0) -> list[Batch]:
+def ragged(rows: int, seed: int = 0) -> list[pa.RecordBatch]:
     """The groups 0, 1, ..., `rows` rows in all."""
     if rows % GROUP:
         raise ValueError(f"{rows} rows are not complete groups of {GROUP}")
     return [group(seed, number) for number in range(rows // GROUP)]
 
 
-def short(rows: int, seed: int = 0) -> Batch:
-    """Rows of the same columns with a few tokens each, for works in which only their number matters."""
-    random = np.random.default_rng(seed)
-    prompts = np.arange(0, 2 * rows + 1, 2, dtype=np.int32)
-    responses = np.concatenate([[0], np.cumsum(random.integers(1, 8, rows))]).astype(np.int32)
-    tokens = int(responses[-1])
-    ragged = {
-        name: Ragged(
-            np.zeros(2 * rows if name == "prompt_ids" else tokens, dtype),
-            prompts if name == "prompt_ids" else responses,
-        )
-        for name, dtype in DTYPES.items()
-        if name not in SCALARS
-    }
-    return Batch(ragged, {"reward": random.random(rows, dtype=np.float32)})
+def joined(batches: Sequence[pa.RecordBatch], each: int) -> list[pa.RecordBatch]:
+    """So many batches at a time as one."""
+    return [pa.concat_batches(batches[i : i + each]) for i in range(0, len(batches), each)]
 
 
-def joined(batches: Sequence[Batch]) -> Batch:
-    """Several groups as one batch."""
-
-    def join(name: str) -> Ragged:
-        parts = [batch[name] for batch in batches]
-        lengths = np.concatenate([part.lengths for part in parts])
-        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        return Ragged(np.concatenate([part.values for part in parts]), offsets)
-
-    return Batch(
-        {name: join(name) for name in batches[0].ragged},
-        {name: np.concatenate([batch.scalars[name] for batch in batches]) for name in batches[0].scalars},
-    )
+def short(rows: int, seed: int = 0) -> pa.RecordBatch:
+    """Rows of the same columns with a token each, for works in which only their number matters."""
+    columns = {name: of_lists(np.zeros(rows, dtype), [1] * rows) for name, dtype in DTYPES.items() if name != "reward"}
+    reward = np.random.default_rng(seed).random(rows, dtype=np.float32)
+    return pa.RecordBatch.from_pydict({**columns, "reward": pa.array(reward)})
 
 
 def dense(num_bytes: int = 128 << 20, seed: int = 0) -> NDArray[np.float32]:
@@ -207,13 +149,27 @@ def dense(num_bytes: int = 128 << 20, seed: int = 0) -> NDArray[np.float32]:
     return np.random.default_rng(seed).random((num_bytes // (4 * columns), columns), dtype=np.float32)
 
 
-def touch(batch: Batch) -> float:
-    """Read every byte of a batch, as a consumer does."""
-    columns = [*(column.values for column in batch.ragged.values()), *batch.scalars.values()]
-    return sum(float(np.sum(column)) for column in columns)
+def rewards_of(responses: pa.Array) -> NDArray[np.float32]:
+    """What the reward node of `stream` computes: cheap, from every token."""
+    values, offsets = numpy_of(responses)
+    return (np.add.reduceat(values & 1, offsets[:-1]) / np.diff(offsets)).astype(np.float32)
 
 
-def content_hash(row: Mapping[str, NDArray[np.generic]]) -> str:
+def rewarded(rows: int) -> list[pa.RecordBatch]:
+    """What the trainer of `stream` is to read."""
+    batches = (batch.select(GENERATED) for batch in ragged(rows))
+    return [batch.append_column("reward", pa.array(rewards_of(batch["response_ids"]))) for batch in batches]
+
+
+# Reading, verifying and timing them
+
+
+def touch(batch: pa.RecordBatch, names: Iterable[str]) -> float:
+    """Read every byte of these columns, as a consumer does."""
+    return sum(float(np.sum(numpy_of(batch[name])[0])) for name in names)
+
+
+def content_hash(row: Mapping[str, NDArray[Any]]) -> str:
     """A hash of one row's columns: their names, types and bytes. Rows with the same hash are the same."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(row):
@@ -223,6 +179,54 @@ def content_hash(row: Mapping[str, NDArray[np.generic]]) -> str:
     return digest.hexdigest()
 
 
-def reward_of(response_ids: NDArray[np.generic]) -> np.float32:
-    """What the reward node of `stream` computes: cheap, from every token."""
-    return np.float32(np.mean(np.bitwise_and(response_ids.view(np.int32), 1)))
+def rows_of(batch: pa.RecordBatch, names: Iterable[str]) -> Iterator[dict[str, NDArray[Any]]]:
+    """Row by row, each column an array of its own (a number has one element)."""
+    columns = {name: numpy_of(batch[name]) for name in names}
+    for row in range(batch.num_rows):
+        yield {name: values[offsets[row] : offsets[row + 1]] for name, (values, offsets) in columns.items()}
+
+
+def hashes(batches: Iterable[pa.RecordBatch], names: Sequence[str] = tuple(DTYPES)) -> list[str]:
+    """The hash of each row, in the order of the hashes: the same rows have the same list, in whichever order they came."""
+    return sorted(content_hash(row) for batch in batches for row in rows_of(batch, names))
+
+
+def throughput(batches: Sequence[pa.RecordBatch], seconds: float) -> dict[str, float]:
+    rows, num_bytes = sum(b.num_rows for b in batches), sum(b.nbytes for b in batches)
+    return {"seconds": seconds, "rows_per_s": rows / seconds, "gb_per_s": num_bytes / seconds / 1e9}
+
+
+def claim_times(seconds: Mapping[int, Sequence[float]]) -> dict[str, float]:
+    """Percentiles of the seconds of claims, by the rows of a claim."""
+    return {
+        f"claim_{rows}_p{share}_ms": 1e3 * float(np.percentile(times, share))
+        for rows, times in seconds.items()
+        for share in (50, 99)
+    }
+
+
+class TrainerClock:
+    """When the trainer of `stream` has a microbatch, and when it waits for one."""
+
+    def __init__(self) -> None:
+        self._first = self._since = self._idle = 0.0
+
+    def begin(self) -> None:
+        now = time.monotonic()
+        if self._first:
+            self._idle += now - self._since
+        else:
+            self._first = now
+
+    def end(self) -> None:
+        self._since = time.monotonic()
+
+    def figures(self, start: float) -> dict[str, float]:
+        """The answer of `stream`, whose timetable began at `start` (seconds of the monotonic clock)."""
+        share = self._idle / (self._since - self._first)
+        return {"first_s": self._first - start, "idle_share": share, "total_s": self._since - start}
+
+
+def sleep_until(moment: float) -> None:
+    """Sleep until a moment of the monotonic clock."""
+    time.sleep(max(0.0, moment - time.monotonic()))

@@ -1,4 +1,7 @@
-"""The inputs that `parity.py` gives to Weft and to its peers, and how functions are evaluated on them: values and gradients."""
+"""The inputs that `parity.py` gives to Weft and to its peers, and how functions are evaluated on them: values and gradients.
+
+Both sides draw the inputs from the same seed.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ GROUP_SIZES = (1, 1, 2, 3, 7, 10)
 MAX_TOKENS, VOCABULARY = 48, 17
 BOUNDS = (0.7, 1.6)
 """Bounds of ratios that are kept. Neither is one over the other, so that it shows which ratio is bounded."""
-LEAVES = ("logprobs", "new_values", "entropy", "logits")
+PAIRS = 64
+LEAVES = ("logprobs", "new_values", "entropy", "logits", "scores")
 """Inputs with respect to which a function is differentiated, where its value depends on them."""
 
 
@@ -57,6 +61,28 @@ def draw(seed: int) -> dict[str, np.ndarray]:
     }
 
 
+def draw_pairs(seed: int) -> dict[str, np.ndarray]:
+    """Random pairs of responses: first all chosen rows, then all rejected ones; [T] for tokens end to end, [rows] for rows."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 40, 2 * PAIRS)
+    tokens = int(lengths.sum())
+
+    def near(values: np.ndarray) -> np.ndarray:
+        return (values + 0.3 * rng.normal(size=len(values))).astype(np.float32)
+
+    logprobs = -rng.exponential(1.5, tokens).astype(np.float32) - np.float32(0.01)
+    others = -rng.exponential(1.5, tokens).astype(np.float32)
+    return {
+        "lengths": lengths,
+        "logprobs": logprobs,
+        "reference_logprobs": near(logprobs),
+        "mismatched_logprobs": others,
+        "mismatched_reference_logprobs": near(others) - np.float32(0.02),
+        "scores": rng.normal(size=2 * PAIRS).astype(np.float32),
+        "margins": rng.random(PAIRS).astype(np.float32),
+    }
+
+
 Function = Callable[[SimpleNamespace], Any]
 """Inputs as tensors -> a scalar, [B] or [B, L]; entries outside the mask are ignored."""
 
@@ -91,21 +117,17 @@ def evaluate(functions: Mapping[str, Function], inputs: Mapping[str, np.ndarray]
     A value with several entries is summed with fixed random weights before it is differentiated.
     """
     out: dict[str, np.ndarray] = {}
+    leaves = [leaf for leaf in LEAVES if leaf in inputs]
     for name, function in functions.items():
         given = SimpleNamespace(**{key: torch.from_numpy(np.array(value)) for key, value in inputs.items()})
-        for leaf in LEAVES:
-            getattr(given, leaf).requires_grad_()
+        tensors = [getattr(given, leaf).requires_grad_() for leaf in leaves]
         value = torch.as_tensor(function(given))
-        if value.shape == given.mask.shape:
+        if "mask" in inputs and value.shape == given.mask.shape:
             value = torch.where(given.mask > 0, value, 0.0)
         out[f"{name}/value"] = value.detach().numpy()
         if value.requires_grad:
             weights = given.cotangents if value.ndim == 2 else torch.ones(())
-            tensors = [getattr(given, leaf) for leaf in LEAVES]
             gradients = torch.autograd.grad((value * weights).sum(), tensors, allow_unused=True)
-            out |= {
-                f"{name}/{leaf}": gradient.numpy()
-                for leaf, gradient in zip(LEAVES, gradients, strict=True)
-                if gradient is not None
-            }
+            found = zip(leaves, gradients, strict=True)
+            out |= {f"{name}/{leaf}": gradient.numpy() for leaf, gradient in found if gradient is not None}
     return out

@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,8 +27,9 @@ import numpy as np
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from inputs import BOUNDS, MAX_TOKENS, Function, alone, among_several, draw, evaluate
-from peer_process import outputs_of
+from inputs import BOUNDS, MAX_TOKENS, Function, alone, among_several, draw, draw_pairs, evaluate
+from machine import PEERS
+from preferences import COMPARED_OTHERWISE, PREFERENCES
 
 from weft.algorithms import advantages as estimators
 from weft.algorithms.aggregation import Aggregation, FixedLength, sequence_mean, token_mean
@@ -267,13 +271,27 @@ WEFT: dict[str, Function] = {
 """The peer's function -> Weft's."""
 
 
+def outputs_of_peers(seed: int) -> dict[str, np.ndarray]:
+    """What the peers' functions return. The program ends where the peers are not installed or fail."""
+    if not PEERS.exists():
+        sys.exit("the peers are not installed: `make bench-peers` makes .venv-peers")
+    with tempfile.TemporaryDirectory(prefix="weft-parity-") as folder:
+        made = Path(folder) / "outputs.npz"
+        command = [str(PEERS), str(Path(__file__).with_name("peers.py")), str(seed), str(made)]
+        environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(f"peers.py failed:\n{done.stderr[-4000:]}")
+        with np.load(made) as outputs:
+            return dict(outputs)
+
+
 def differences(seed: int) -> dict[str, dict[str, float]]:
     """Function -> value or leaf -> largest absolute difference."""
-    inputs = draw(seed)
-    ours, theirs = evaluate(WEFT, inputs), outputs_of("peers.py", inputs)
+    ours, theirs = evaluate(WEFT, draw(seed)) | evaluate(PREFERENCES, draw_pairs(seed)), outputs_of_peers(seed)
     if ours.keys() != theirs.keys():
         sys.exit(f"not in both: {sorted(ours.keys() ^ theirs.keys())}")
-    found: dict[str, dict[str, float]] = {name: {} for name in WEFT}
+    found: dict[str, dict[str, float]] = {name: {} for name in WEFT | PREFERENCES}
     for key, expected in theirs.items():
         name, part = key.rsplit("/", 1)
         if not np.isfinite(expected).all() or expected.shape != ours[key].shape:
@@ -283,21 +301,30 @@ def differences(seed: int) -> dict[str, dict[str, float]]:
 
 
 def run(seeds: int) -> dict[str, Any]:
-    """`functions` counts the peers' functions that agree, `cases` counts each setting of a function."""
-    largest: dict[str, dict[str, float]] = {name: {} for name in WEFT}
+    largest: dict[str, dict[str, float]] = {name: {} for name in WEFT | PREFERENCES}
     for seed in range(seeds):
         for name, parts in differences(seed).items():
             largest[name] |= {part: max(value, largest[name].get(part, 0.0)) for part, value in parts.items()}
     for name, parts in largest.items():
         shown = ", ".join(f"{part} {value:.1e}" for part, value in parts.items())
         print(f"  {name:44} {shown}{'  on purpose: ' + ON_PURPOSE[name] if name in ON_PURPOSE else ''}", flush=True)
-    agreeing = {name: parts for name, parts in largest.items() if name not in ON_PURPOSE}
+    reasons = ON_PURPOSE | COMPARED_OTHERWISE
     return {
-        "functions": len({name.split(",")[0] for name in agreeing}),
-        "cases": len(agreeing),
-        "cases_with_gradients": sum(len(parts) > 1 for parts in agreeing.values()),
-        "largest_difference": max(max(parts.values()) for parts in agreeing.values()),
-        "on_purpose": [f"{name}: {why}" for name, why in ON_PURPOSE.items()],
+        **agreement({name: parts for name, parts in largest.items() if name in WEFT and name not in ON_PURPOSE}),
+        "preferences": agreement({name: parts for name, parts in largest.items() if name in PREFERENCES}),
+        "on_purpose": [f"{name}: {why}" for name, why in reasons.items()],
+    }
+
+
+def agreement(found: dict[str, dict[str, float]]) -> dict[str, float]:
+    """`functions` counts the peers' functions, `cases` each setting of a function."""
+    gradients = [value for parts in found.values() for part, value in parts.items() if part != "value"]
+    return {
+        "functions": len({name.split(",")[0] for name in found}),
+        "cases": len(found),
+        "cases_with_gradients": sum(len(parts) > 1 for parts in found.values()),
+        "largest_difference": max(max(parts.values()) for parts in found.values()),
+        "largest_gradient_difference": max(gradients),
     }
 
 

@@ -1,6 +1,6 @@
-"""The functions of TRL and verl that `parity.py` compares with, on inputs from a file. Runs in .venv-peers.
+"""The functions of TRL and verl that `parity.py` compares with. Runs in .venv-peers.
 
-    python benchmarks/parity/peers.py INPUTS.npz OUTPUTS.npz
+    python benchmarks/parity/peers.py SEED OUTPUTS.npz
 
 TRL's losses are methods of its trainers; they are called on a stand-in for the trainer that holds the settings.
 """
@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from inputs import BOUNDS, MAX_TOKENS, Function, alone, among_several, evaluate
+from inputs import BOUNDS, MAX_TOKENS, Function, alone, among_several, draw, draw_pairs, evaluate
+from trl_preferences import preferences_of_trl
 
 
 def module(name: str) -> Any:
@@ -249,6 +250,7 @@ def of_trl() -> dict[str, Function]:
 
 
 if __name__ == "__main__":
-    given = np.load(sys.argv[1])
     torch.set_num_threads(1)
-    np.savez(sys.argv[2], **evaluate(of_verl() | of_trl(), given))  # pyright: ignore[reportArgumentType]
+    seed, outputs = int(sys.argv[1]), sys.argv[2]
+    found = evaluate(of_verl() | of_trl(), draw(seed)) | evaluate(preferences_of_trl(), draw_pairs(seed))
+    np.savez(outputs, **found)  # pyright: ignore[reportArgumentType]

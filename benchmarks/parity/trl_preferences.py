@@ -1,19 +1,17 @@
-"""TRL's preference losses on given inputs: values and gradients. Runs in .venv-peers, never in Weft's environment.
-
-    python benchmarks/parity/trl_preferences.py INPUTS.npz OUTPUTS.npz
+"""TRL's preference losses, as functions of the inputs of `parity.py`. Imported by `peers.py` alone, in .venv-peers.
 
 TRL's losses are part of its trainers' steps. The steps are called as they are, with a model that answers with given log-probabilities.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
+from inputs import PAIRS, Function
 
 DPO: dict[str, dict[str, Any]] = {
     "dpo": {"loss_types": ["sigmoid"], "beta": 0.1},
@@ -36,54 +34,37 @@ class Identity:
     gather_for_metrics = gather
 
 
-def main(inputs: str, outputs: str) -> None:
-    given = {name: torch.tensor(values) for name, values in np.load(inputs).items()}
-    lengths, number = given["lengths"], len(given["lengths"]) // 2  # rows: all chosen ones, then all rejected ones
-    found: dict[str, np.ndarray] = {}
+def preferences_of_trl() -> dict[str, Function]:
+    smoothed = {"loss_type": "sigmoid", "beta": 0.1, "simpo_gamma": 0.0, "label_smoothing": 0.1}
+    return {
+        **{f"trl {name}": partial(dpo, settings) for name, settings in DPO.items()},
+        "trl cdpo": lambda x: cpo(x.logprobs - x.reference_logprobs, x.lengths, smoothed),
+        "trl simpo": simpo,
+        "trl orpo, odds ratio": orpo,
+        "trl kto": kto,
+        "trl bradley-terry": lambda x: bradley_terry(x.scores, None),
+        "trl bradley-terry with margin": lambda x: bradley_terry(x.scores, x.margins),
+    }
 
-    def keep(name: str, value: torch.Tensor, *wanted: torch.Tensor) -> None:
-        gradients = torch.autograd.grad(value, wanted)
-        found[f"{name}/value"] = value.detach().numpy()
-        found[f"{name}/gradient"] = torch.cat([g.flatten() for g in gradients]).numpy()
 
-    def tokens() -> torch.Tensor:
-        return given["logprobs"].clone().requires_grad_()
+def cpo(scores: torch.Tensor, lengths: torch.Tensor, settings: dict[str, Any], *, per_token: bool = False) -> Any:
+    from trl.experimental.cpo import CPOTrainer  # pyright: ignore[reportMissingImports]
 
-    for name, settings in DPO.items():
-        logprobs = tokens()
-        losses = []
-        for pair in range(number):  # one at a time: TRL's means over the tokens of a batch are then means over a pair's
-            rows = torch.tensor([pair, number + pair])
-            losses.append(dpo(settings, logprobs, given["reference_logprobs"], lengths, rows))
-        keep(name, torch.stack(losses).mean(), logprobs)
-    for name, settings in {
-        "simpo": {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.0, "label_smoothing": 0.0},
-        "cdpo": {"loss_type": "sigmoid", "beta": 0.1, "simpo_gamma": 0.0, "label_smoothing": 0.1},
-    }.items():
-        from trl.experimental.cpo import CPOTrainer  # pyright: ignore[reportMissingImports]
+    scores = of_rows(scores, lengths) / (lengths if per_token else 1)
+    trainer = SimpleNamespace(alpha=0.0, accelerator=Identity(), **settings)
+    return CPOTrainer.cpo_loss(trainer, scores[:PAIRS], scores[PAIRS:])[0].mean()
 
-        logprobs = tokens()
-        scores = of_rows(logprobs - (0 if name == "simpo" else given["reference_logprobs"]), lengths)
-        if name == "simpo":
-            scores = scores / lengths
-        trainer = SimpleNamespace(alpha=0.0, accelerator=Identity(), **settings)
-        losses, *_ = CPOTrainer.cpo_loss(trainer, scores[:number], scores[number:])
-        keep(name, losses.mean(), logprobs)
+
+def simpo(x: SimpleNamespace) -> Any:
+    settings = {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.0, "label_smoothing": 0.0}
+    return cpo(x.logprobs, x.lengths, settings, per_token=True)
+
+
+def orpo(x: SimpleNamespace) -> Any:
     from trl.experimental.orpo import ORPOTrainer  # pyright: ignore[reportMissingImports]
 
-    logprobs = tokens()
-    scores = of_rows(logprobs, lengths) / lengths
-    odds, *_ = ORPOTrainer.odds_ratio_loss(
-        SimpleNamespace(beta=0.1, accelerator=Identity()), scores[:number], scores[number:]
-    )
-    keep("orpo, odds ratio", -odds.mean(), logprobs)
-    logprobs = tokens()
-    keep("kto", kto(logprobs, given, lengths, number), logprobs)
-    rewards = given["rewards"].clone().requires_grad_()
-    keep("bradley-terry", bradley_terry(rewards, None), rewards)
-    rewards = given["rewards"].clone().requires_grad_()
-    keep("bradley-terry with margin", bradley_terry(rewards, given["margins"]), rewards)
-    np.savez(outputs, **found)  # pyright: ignore[reportArgumentType]
+    scores, trainer = of_rows(x.logprobs, x.lengths) / x.lengths, SimpleNamespace(beta=0.1, accelerator=Identity())
+    return -ORPOTrainer.odds_ratio_loss(trainer, scores[:PAIRS], scores[PAIRS:])[0].mean()
 
 
 def of_rows(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -131,23 +112,27 @@ def batch_of(lengths: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"input_ids": completion, "attention_mask": torch.ones_like(completion), "completion_mask": completion}
 
 
-def dpo(
-    settings: dict[str, Any], logprobs: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor
-) -> torch.Tensor:
+def dpo(settings: dict[str, Any], x: SimpleNamespace) -> Any:
+    """The mean over pairs, one at a time: TRL's means over the tokens of a batch are then means over a pair's."""
     from trl import DPOTrainer  # pyright: ignore[reportMissingImports]
 
-    loss_types = settings["loss_types"]
-    trainer = of_trainer(**{**settings, "loss_weights": [1.0] * len(loss_types)}, model=SimpleNamespace(training=True))
-    chosen, rejected = padded(reference, lengths, rows).sum(1).chunk(2)
-    batch = batch_of(lengths[rows]) | {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
-    return DPOTrainer._compute_loss(trainer, model_of(padded(logprobs, lengths, rows)), batch, False)
+    weights = [1.0] * len(settings["loss_types"])
+    losses: list[torch.Tensor] = []
+    for pair in range(PAIRS):
+        rows = torch.tensor([pair, PAIRS + pair])
+        trainer = of_trainer(**settings, loss_weights=weights, model=SimpleNamespace(training=True))
+        chosen, rejected = padded(x.reference_logprobs, x.lengths, rows).sum(1).chunk(2)
+        batch = batch_of(x.lengths[rows]) | {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+        model = model_of(padded(x.logprobs, x.lengths, rows))
+        losses.append(DPOTrainer._compute_loss(trainer, model, batch, False))
+    return torch.stack(losses).mean()
 
 
-def kto(logprobs: torch.Tensor, given: dict[str, torch.Tensor], lengths: torch.Tensor, number: int) -> torch.Tensor:
+def kto(x: SimpleNamespace) -> Any:
     """With the divergence that TRL takes: the mean over mismatched responses, not below 0."""
     from trl import KTOTrainer  # pyright: ignore[reportMissingImports]
 
-    rows = torch.arange(2 * number)
+    rows = torch.arange(2 * PAIRS)
     trainer = of_trainer(
         model=SimpleNamespace(training=True),
         loss_type="kto",
@@ -155,14 +140,14 @@ def kto(logprobs: torch.Tensor, given: dict[str, torch.Tensor], lengths: torch.T
         desirable_weight=1.5,
         undesirable_weight=1.0,
         calculate_KL=True,
-        _compute_kl_logps=lambda model, batch: of_rows(given["mismatched_logprobs"], lengths),
+        _compute_kl_logps=lambda model, batch: of_rows(x.mismatched_logprobs, x.lengths),
     )
-    batch = batch_of(lengths) | {
-        "label": rows < number,
-        "ref_logps": of_rows(given["reference_logprobs"], lengths),
-        "ref_KL_logps": of_rows(given["mismatched_reference_logprobs"], lengths),
+    batch = batch_of(x.lengths) | {
+        "label": rows < PAIRS,
+        "ref_logps": of_rows(x.reference_logprobs, x.lengths),
+        "ref_KL_logps": of_rows(x.mismatched_reference_logprobs, x.lengths),
     }
-    return KTOTrainer._compute_loss(trainer, model_of(padded(logprobs, lengths, rows)), batch, False)
+    return KTOTrainer._compute_loss(trainer, model_of(padded(x.logprobs, x.lengths, rows)), batch, False)
 
 
 def bradley_terry(rewards: torch.Tensor, margins: torch.Tensor | None) -> torch.Tensor:
@@ -175,7 +160,3 @@ def bradley_terry(rewards: torch.Tensor, margins: torch.Tensor | None) -> torch.
     if margins is not None:
         inputs["margin"] = margins
     return RewardTrainer.compute_loss(of_trainer(model=SimpleNamespace(training=True)), model, inputs)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

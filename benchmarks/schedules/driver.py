@@ -179,7 +179,7 @@ def measure(rows: int, replicas: int, profile: cProfile.Profile | None = None) -
     def look(metrics: Any) -> bool:
         nonlocal most
         assert driver.buffer is not None
-        most = max(most, driver.buffer.ledgers["train"].rows_in_flight)
+        most = max(most, len(driver.buffer.ledgers["train"].live.rows))
         if metrics["step"] == warm_up and profile is not None:
             profile.enable()
         marks.append((time.process_time(), backend.own_s, backend.calls))

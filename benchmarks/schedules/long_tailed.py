@@ -21,7 +21,7 @@ from weft.algorithms.grpo import grpo
 from weft.algorithms.sampling import Sampling
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.dispatch import Dispatch
-from weft.workers.generation.engine import Request
+from weft.workers.generation.engine import GenerationRequest
 from weft.workers.generation.vllm_engine import VllmEngine
 from weft.workers.generation.vllm_settings import VllmSettings
 from weft.workers.remote import remote
@@ -55,7 +55,7 @@ class LongTailedEngine(VllmEngine):
         self._ended: float | None = None
         self._slots = config.vllm.max_num_seqs
 
-    def _add(self, request: Request, sampling: Sampling) -> str:
+    def _add(self, request: GenerationRequest, sampling: Sampling) -> str:
         assert request.seed is not None
         length = response_length(request.seed, *self._lengths, sampling.max_tokens)
         return super()._add(request, sampling.model_copy(update={"max_tokens": length}))

@@ -123,7 +123,7 @@ def summarize(measured: Measured) -> dict[str, Any]:
     """Medians over the runs of a schedule, of the mean seconds of its counted steps: all have the same work to do in them.
 
     >>> def facts(*steps, rollout=1.0, actor=1.0):
-    ...     return {"step_s": steps, "busy_s": {"rollout": rollout, "actor": actor}, "stale_rows": 0, "violations": [],
+    ...     return {"step_s": steps, "busy_s": {"rollout": rollout, "actor": actor}, "staleness_violations": 0, "violations": [],
     ...             "idle": {"actor": {"idle_s": 1.0}}, "machine_busy": 1.0,
     ...             "core_s": {"driver": 0.1, "rollout": 1.0, "actor": 1.0}}
     >>> runs = {"synchronous": [facts(2.0, 4.0, rollout=1.4, actor=1.5)], "asynchronous_1": [facts(1.5, 1.9)]}
@@ -156,7 +156,7 @@ def summarize(measured: Measured) -> dict[str, Any]:
         "async_2_speedup": ratio(sync, seconds.get("asynchronous_2")),
         "share_of_bound": ratio(bound, async_s),
         "async_over_colocated": ratio(seconds.get("colocated"), async_s),
-        "staleness_violations": sum(facts["stale_rows"] for facts in runs),
+        "staleness_violations": sum(facts["staleness_violations"] for facts in runs),
         "log_violations": sum(len(facts["violations"]) for facts in runs),
         **{f"{name}_s": round(s, 4) for name, s in seconds.items()},
         **{f"{stage}_alone_s": s and round(s, 4) for stage, s in alone.items()},

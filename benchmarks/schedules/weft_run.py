@@ -16,12 +16,13 @@ from typing import Any
 
 from long_tailed import graph_of, groups, schedule_of
 from machine import cpu_s, machine_cpu_s
-from records import busy_s, idle, lane, rows_too_old
+from records import busy_s, idle, lane
 from turns import Turns
 from work import APART, SCHEDULES, Work
 
 import weft
 from weft.dataflow.buffer.check import check_log
+from weft.dataflow.buffer.rules import Rule
 
 
 def main(work: Work, name: str, folder: Path) -> None:
@@ -53,6 +54,8 @@ def main(work: Work, name: str, folder: Path) -> None:
     closed = [row["time_s"] for row in metrics]
     window = closed[start], closed[end]
     staleness = [row.get("actor/max_staleness", 0.0) for row in metrics]
+    violations = check_log(buffer).violations
+    too_old = [each for each in violations if each.rule is Rule.STALENESS]
     lanes = {group: lane(timeline, window, group=group) for group in APART}
     turns.say(
         schedule=name,
@@ -63,8 +66,8 @@ def main(work: Work, name: str, folder: Path) -> None:
         all_tokens=sum(row.get("actor/tokens", 0.0) for row in metrics),
         **usage.between(start, end, work.counted),
         max_staleness=max(staleness),
-        violations=[str(violation) for violation in check_log(buffer).violations[:5]],
-        stale_rows=rows_too_old(buffer, setting.max_staleness) + sum(s > setting.max_staleness for s in staleness),
+        violations=[str(violation) for violation in violations[:5]],
+        staleness_violations=len(too_old) + sum(s > setting.max_staleness for s in staleness),
         decode_step_s=steps_s,
         timeline=[c for c in timeline if c["end_s"] >= closed[0]],
         window=window,

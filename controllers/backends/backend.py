@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ...dataflow.buffer.segments import SegmentReader, SegmentWriter
+from ...dataflow.buffer.segment_writer import SegmentWriter
+from ...dataflow.buffer.segments import SegmentReader
 from ...dataflow.handle import Handle
 from ...dataflow.node import ParameterEdge
 from ..group import Call, WorkerGroup
@@ -29,25 +30,26 @@ class Files:
     folder: Path
     """It has a folder for each node."""
     file_bytes: int = 16 << 20
+    """Bytes after which a writer begins another file."""
     memory_bytes: int | None = None
+    """Bytes of the segments of a node that stay in memory; None leaves that to the kernel."""
     start: int = 0
     """How often the run was started again; it is part of the writers' names, which are never used twice."""
 
-    def access(
-        self, node: str, name: str, *, peers: Mapping[str, str] | None = None, token: str | None = None
-    ) -> DataAccess:
+    def access(self, node: str, name: str) -> DataAccess:
         """Open the files of a process.
 
         Args:
-            node: the process's own.
-            name: of the process, unique in the run.
-            peers: name of another node -> where its server of segments listens.
-            token: that lets one in there.
+            node: the node that it runs on.
+            name: its name, unique in the run.
+
+        Returns:
+            A reader of its node's files, which knows no other nodes yet, and a writer.
         """
-        reader = SegmentReader(self.folder / node, node, peers=peers, token=token)
-        return DataAccess(reader, self.writer(node, name))
+        return DataAccess(SegmentReader(self.folder / node, node), self.writer(node, name))
 
     def writer(self, node: str, name: str) -> SegmentWriter:
+        """The writer of a process alone; arguments as for `access`."""
         return SegmentWriter(
             self.folder / node,
             node,
@@ -59,14 +61,18 @@ class Files:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a backend needs to start the groups of a run."""
+    """Settings from which a backend starts the groups of a run."""
 
     handles: Mapping[str, Handle]
+    """Worker groups by name."""
     placement: Mapping[str, Place]
+    """Group -> its pool and ranks."""
     run_dir: Path
+    """The directory of the run, in which each rank has its log."""
     seed: int
     files: Files
     follows: Sequence[ParameterEdge] = ()
+    """Which groups load the weights of others."""
 
 
 def plain_name(name: str) -> str:
@@ -92,29 +98,70 @@ class Backend(Protocol):
     """Starts worker groups, carries calls to them and replies back, and leaves nothing behind."""
 
     def check(self, placement: Mapping[str, Place]) -> None:
-        """Refuse, before anything is started, what can be known to be impossible (UserError)."""
+        """Refuse a placement that cannot be started here, before anything is.
+
+        Args:
+            placement: group -> its pool and ranks.
+
+        Raises:
+            UserError: naming the group or the pool, and what there is.
+        """
         ...
 
-    def start(self, setup: Setup) -> dict[str, WorkerGroup]: ...
+    def start(self, setup: Setup) -> dict[str, WorkerGroup]:
+        """Start every rank of every group, and wait until all are up.
+
+        Args:
+            setup: what is to be started.
+
+        Returns:
+            The worker groups, by name.
+
+        Raises:
+            UserError: a worker cannot be made, and the user can mend it.
+            WorkerError: a rank did not start, or not in time.
+        """
+        ...
 
     def delete(self, node: str, file: str) -> None:
-        """Have the other nodes delete a file that no row lies in any more, or their copies of it; returns at once."""
+        """Have the other nodes delete a segment file; returns at once.
+
+        Args:
+            node: of the process that wrote the file; others may have copies.
+            file: its name. No row lies in it any more.
+        """
         ...
 
     def wait(self, timeout_s: float) -> Sequence[Event]:
-        """The replies that have come; waits for one, and returns none when none came in time."""
+        """Wait for replies.
+
+        Args:
+            timeout_s: seconds to wait for the first.
+
+        Returns:
+            All replies that have come; none if none came in time.
+        """
         ...
 
     def clock(self) -> float:
-        """Seconds since any moment, by which deadlines and timelines go."""
+        """Seconds since some moment. Deadlines and timelines are by this clock."""
         ...
 
     def cancel(self, call: Call) -> None:
-        """End an interruptible call on all of its ranks; its last reply comes all the same."""
+        """End an interruptible call on all of its ranks; its last reply still comes.
+
+        Args:
+            call: one that is under way.
+        """
         ...
 
     def give_up(self, call: Call, sample_ids: Sequence[int]) -> None:
-        """Tell the ranks of a call that nobody wants these of its rows any more, so that they need not be worked on."""
+        """Tell the ranks of a call that some of its rows are no longer wanted.
+
+        Args:
+            call: one that is under way.
+            sample_ids: of these rows.
+        """
         ...
 
     @property
@@ -133,12 +180,19 @@ class Backend(Protocol):
         ...
 
     def replace(self, group: WorkerGroup, rank: int) -> None:
-        """End what is left of a rank's process, and start another in its place; returns at once. What the old one had not
-        answered is never answered; calls on the new one wait until it is up."""
+        """End a rank's process if it still lives, and start another in its place; returns at once. What the old one had not
+        answered is never answered; calls on the new one wait until it is up.
+
+        Args:
+            group: of the rank.
+            rank: in the group.
+        """
         ...
 
     def sample_at(self, group: WorkerGroup, rank: int) -> int | None:
-        """The sample that a rank said it was working on (`Context.at`), also when its process is gone."""
+        """The id of the sample that a rank noted last (`Context.at`), also when its process is gone; None: it noted none."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End every process, and remove what the backend left on any node. To close again is allowed."""
+        ...

@@ -8,8 +8,10 @@ Ray has no deadline of its own for joining a cluster, and a connection that hang
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -60,6 +62,35 @@ joins a cluster by host:port, such as ray-head:6379 (`ray job submit --address h
     if not sound:
         raise UserError(f'{where} is no address of a Ray cluster: that is host:port, such as {EXAMPLE}, or "auto"')
     return address
+
+
+def may_be_same(address: str, joined: str) -> bool:
+    """Whether an address may be that of the cluster that this process has joined.
+
+    >>> may_be_same("auto", "10.0.0.1:6379"), may_be_same("127.0.0.1:6379", "10.0.0.1:6379")
+    (True, True)
+    >>> may_be_same("10.0.0.2:6379", "10.0.0.1:6379"), may_be_same("127.0.0.1:6380", "10.0.0.1:6379")
+    (False, False)
+
+    Args:
+        address: `host:port`, or "auto".
+        joined: `host:port` of that cluster.
+    """
+    if address in ("auto", joined):
+        return True
+    (host, _, port), (joined_host, _, joined_port) = address.rpartition(":"), joined.rpartition(":")
+    if port != joined_port:
+        return False
+    ours, theirs = _addresses(host), _addresses(joined_host)
+    return not (ours and theirs) or any(one.is_loopback for one in ours | theirs) or bool(ours & theirs)
+
+
+def _addresses(host: str) -> set[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """The addresses of a host; none if it is not known."""
+    try:
+        return {ipaddress.ip_address(found[4][0]) for found in socket.getaddrinfo(host.strip("[]"), None)}
+    except (OSError, ValueError):
+        return set()
 
 
 def nodes_of(address: str) -> list[Mapping[str, float]]:

@@ -26,7 +26,7 @@ class ReservedPool:
     gpus: Sequence[str]
     """Its devices, as `CUDA_VISIBLE_DEVICES` names them on its node."""
     cpus: int
-    """What Ray counts as taken by it; 0: its groups are guests on another pool's node."""
+    """CPUs that Ray counts as taken by the pool; 0 if its groups are guests on another pool's node."""
 
 
 class Reservations:
@@ -86,7 +86,7 @@ class Reservations:
             self._groups.append(group)
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
             gpus: list[str] = []
-            if pools[name].gpus:  # only a process that holds them is told which ones they are
+            if pools[name].gpus:  # only a process that holds the GPUs can tell which they are
                 held = ray.remote(_gpu_ids).options(num_gpus=pools[name].gpus, num_cpus=0, scheduling_strategy=strategy)
                 gpus = ray.get(held.remote(), timeout=START_TIMEOUT_S)
             self._pools[name] = ReservedPool(strategy, gpus, pools[name].cpus)

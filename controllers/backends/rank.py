@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...dataflow.buffer.disk import make_folder
 from ...dataflow.handle import Handle
@@ -20,7 +20,10 @@ from .backend import Files
 from .network_interface import network_environment
 from .pools import ReservedPool
 from .sample_note import SampleNote
-from .segment_servers import Peers
+
+if TYPE_CHECKING:
+    from ...dataflow.buffer.peers import Peers
+
 
 MAX_CALLS = 64
 """Calls with rows on one rank that may be under way. Each has a thread there, and all but one of them wait for their turn."""
@@ -74,9 +77,7 @@ class Rank:
 
     def connect(self, peers: Peers) -> None:
         """Tell it where the servers of the other nodes are."""
-        reader = self._data.reader
-        reader.peers = {node: location for node, location in peers.locations.items() if node != self._node}
-        reader.token, reader.certificates = peers.token, peers.certificates
+        self._data.reader.fetch = peers.fetch
 
     def call(self, task: Task) -> Iterator[Reply]:
         yield from self._thread.call(task)

@@ -20,7 +20,7 @@ from ...workers.dispatch import Coordinates
 from ...workers.worker import Context
 from ..group import Call, WorkerGroup
 from ..placement import Place
-from ..tasks import Failure, Reply, Task
+from ..tasks import Failure, FailureKind, Reply, Task
 from .backend import START_TIMEOUT_S, Event, Setup, this_node
 from .out_of_memory import kills, why_ended
 from .pools import Reservations
@@ -145,7 +145,7 @@ class RayBackend:
                 except RayError as error:
                     raise WorkerError(self._died(who, error)) from None
                 if isinstance(standing, Failure):
-                    if standing.user_error:
+                    if standing.kind is FailureKind.USER_ERROR:
                         raise UserError(f"worker {who}: {standing.message}")
                     raise WorkerError(f"worker {who} could not start: {standing.message}\n{standing.traceback}")
                 meshes[who] = standing
@@ -213,14 +213,14 @@ class RayBackend:
                 reply: Any = ray.get(next(stream), timeout=START_TIMEOUT_S)
             except (RayError, StopIteration) as error:
                 message = self._died(f"{call.group.name}[{rank}]", error)
-                reply = Reply(failure=Failure(message, "", user_error=False, died=True))
+                reply = Reply(failure=Failure(message, kind=FailureKind.DIED))
             if reply.is_last:
                 del self._streams[stream]
             events.append(Event(call, rank, reply))
         return events
 
     def _died(self, who: str, error: BaseException) -> str:
-        """What is known of a process that is gone: the end of its own log says more than Ray does."""
+        """Description of a process that died. It quotes the end of the process's own log, which says more than Ray does."""
         log = self._run_dir / "logs" / f"{who.replace('[', '_').rstrip(']')}.log"
         tail = log.read_text(errors="replace")[-2000:] if log.exists() else str(error)
         before, self._kills = self._kills, kills()

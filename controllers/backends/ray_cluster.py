@@ -19,7 +19,7 @@ from typing import Any
 from ...dataflow.errors import UserError
 from ..placement import Place, machine_cpus, machine_gpus, require_nodes
 from ..signals import signals_deferred
-from .cluster import address_of, nodes_of, sizes
+from .cluster import address_of, may_be_same, nodes_of, sizes
 
 CLOSE_TIMEOUT_S = 5.0
 """Longest wait for the reaper to end."""
@@ -47,9 +47,10 @@ class RayCluster:
         """Refuse a placement that the cluster cannot hold.
 
         Raises:
-            UserError: naming the pool; or the cluster is not there, or does not let us in.
+            UserError: naming the pool; or the cluster is not there, or does not let us in, or this process has joined another one.
         """
         if self.address:
+            _check_joined(self.address)
             require_nodes(placement, self._node_sizes(self.address), f"the cluster at {self.address}")
         else:
             require_nodes(placement, [(machine_cpus(), machine_gpus())], "this machine")
@@ -72,6 +73,7 @@ class RayCluster:
         from ray._private import utils
 
         if self.address:
+            _check_joined(self.address)
             self._node_sizes(self.address)  # asks, unless `check` has just done so
             self._sizes = None
         if ray.is_initialized():
@@ -154,6 +156,17 @@ class RayCluster:
             _temp_dir=f"{self.folder}/r",  # which Ray opens to everybody; nobody else comes through the folder above it
             namespace="weft",
             **QUIET,
+        )
+
+
+def _check_joined(address: str) -> None:
+    """Refuse an address when this process has joined another cluster: it can be in one only."""
+    ray = sys.modules.get("ray")
+    joined: str = ray.get_runtime_context().gcs_address if ray is not None and ray.is_initialized() else address
+    if not may_be_same(address, joined):
+        raise UserError(
+            f"RayBackend({address!r}): this process has joined the Ray cluster at {joined} already, and can be in one only; "
+            "leave it first with ray.shutdown(), or give its address"
         )
 
 

@@ -5,25 +5,14 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .backend import START_TIMEOUT_S, plain_name, this_node
 
 if TYPE_CHECKING:
-    from ...dataflow.buffer.flight import Deletions
-
-
-@dataclass(frozen=True)
-class Peers:
-    """What every rank is told of the servers."""
-
-    locations: Mapping[str, str]
-    """Name of a node -> where its server listens."""
-    token: str
-    certificates: Mapping[str, bytes]
-    """Location -> certificate, of those that encrypt."""
+    from ...dataflow.buffer.deletions import Deletions
+    from ...dataflow.buffer.peers import Peers
 
 
 class SegmentHost:
@@ -34,7 +23,7 @@ class SegmentHost:
         from ...dataflow.buffer.flight import SegmentServer
 
         own = make_certificate() if encrypted else None
-        self.server = SegmentServer(folder, host=host, token=token, node=node, certificate=own)
+        self.server = SegmentServer(folder, node, host=host, token=token, certificate=own)
         self._certificate = own.certificate if own else None
 
     def location(self) -> tuple[str, bytes | None]:
@@ -58,12 +47,13 @@ class SegmentServers:
             names: Ray's id of a node -> its name in references.
 
         Returns:
-            What the ranks are to be told.
+            The addresses of the servers, for the ranks.
         """
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        from ...dataflow.buffer.flight import Deletions
+        from ...dataflow.buffer.deletions import Deletions
+        from ...dataflow.buffer.peers import Peers
 
         token = secrets.token_hex(32)
         addresses = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
@@ -76,8 +66,8 @@ class SegmentServers:
         standing = ray.get([server.location.remote() for server in self._actors], timeout=START_TIMEOUT_S)
         locations = {name: location for name, (location, _) in zip(names.values(), standing, strict=True)}
         certificates = {location: certificate for location, certificate in standing if certificate}
-        self._deletions = Deletions(locations, token, certificates=certificates)
         self.peers = Peers(locations, token, certificates)
+        self._deletions = Deletions(self.peers)
         return self.peers
 
     def delete(self, node: str, file: str) -> None:

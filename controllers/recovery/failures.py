@@ -18,10 +18,11 @@ from ...dataflow.errors import DeadlineError, UserError, WorkerError
 from ...workers.worker import MAX_FAILED
 from ..backends.backend import START_TIMEOUT_S, Backend, Event
 from ..group import REGISTER, Call, WorkerGroup, publishes_as_it_goes
-from ..progress import Progress
-from ..request import Request
-from ..tasks import Failure
+from ..request import CallRequest
+from ..tasks import Failure, FailureKind
+from ..telling.progress import Progress
 from ..weight_sync import WeightSync
+from .full_disk import FullDisk
 
 MAX_FAILURES = 3
 """Failures at the same sample after which it is dropped, or of the same call beside the graph after which the run ends."""
@@ -56,9 +57,9 @@ class FailureCounts:
 
 @dataclass(frozen=True)
 class Remedy:
-    """What is to be done about a failure whose rows have gone back."""
+    """The actions that follow from a failure, after its rows were released."""
 
-    requests: Sequence[Request] = ()
+    requests: Sequence[CallRequest] = ()
     full_disk: str = ""
     """Why the run has to wait for capacity on a disk; empty when it has not."""
 
@@ -68,16 +69,24 @@ class Failures:
 
     Args:
         weights: sends the present weights to a process that is new.
+        disk: may have paused the run; then nobody was silent.
         counts: what failed so far, also in earlier starts of the run.
         call_timeout_s: how long a rank that was called may be silent.
     """
 
     def __init__(
-        self, backend: Backend, weights: WeightSync, progress: Progress, counts: FailureCounts, call_timeout_s: float
+        self,
+        backend: Backend,
+        weights: WeightSync,
+        progress: Progress,
+        disk: FullDisk,
+        counts: FailureCounts,
+        call_timeout_s: float,
     ) -> None:
         self._backend = backend
         self._weights = weights
         self._progress = progress
+        self._disk = disk
         self._counts = counts
         self._call_timeout_s = call_timeout_s
         self._returned: Counter[Call] = Counter()
@@ -85,7 +94,7 @@ class Failures:
         self._heard: dict[tuple[str, int], float] = {}
         """Group and rank -> when it replied last, or was called while it had nothing to do."""
         self._all_heard = -math.inf
-        """When all ranks were taken to have replied."""
+        """Time at which all ranks were taken to have replied."""
         self._called: dict[tuple[str, int], dict[Call, None]] = {}
         """Group and rank -> its calls that are under way."""
         self._looked = -math.inf
@@ -101,11 +110,7 @@ class Failures:
                 self._heard[call.group.name, rank] = now
             others[call] = None
 
-    def forgive(self) -> None:
-        """The run was paused: nobody was silent until now."""
-        self._all_heard = self._backend.clock()
-
-    def listen(self, events: Sequence[Event], under_way: Iterable[Call]) -> list[Request]:
+    def listen(self, events: Sequence[Event], under_way: Iterable[Call]) -> list[CallRequest]:
         """Note who has replied; once a second, replace ranks that have been silent for too long.
 
         Raises:
@@ -114,7 +119,8 @@ class Failures:
         now = self._backend.clock()
         for event in events:
             self._heard[event.call.group.name, event.rank] = now
-        if events and not self._backend.has_processes:  # groups take turns: the others had none
+        paused = self._disk.take_paused()  # nobody was asked for anything meanwhile
+        if paused or (events and not self._backend.has_processes):  # groups take turns: the others had none
             self._all_heard = now
         if now - self._looked < LOOK_S:
             return []
@@ -123,7 +129,7 @@ class Failures:
         for call in under_way:
             for rank in call.waiting:
                 waiting.setdefault((call.group.name, rank), []).append(call)
-        requests: list[Request] = []
+        requests: list[CallRequest] = []
         for (name, rank), calls in waiting.items():
             limit, group = self._limit(rank, calls), calls[0].group
             if now - max(self._heard[name, rank], self._all_heard) <= limit:
@@ -156,21 +162,24 @@ class Failures:
             )
 
     def remedy(self, event: Event) -> Remedy | None:
-        """Give the rows of a call that failed back, and say what else is to be done; None: the run has to end, or start again.
+        """Release the rows of a failed call, and return what else is to be done; None: the run has to end or restart.
 
         Raises:
             WorkerError (or UserError, when the user can mend it): more samples than may failed MAX_FAILURES times each.
         """
         call, failure = event.call, event.reply.failure
         assert failure is not None
-        if not call.group.handle.worker_class.replaceable or (failure.user_error and not failure.sample_ids):
+        kind = failure.kind
+        if not call.group.handle.worker_class.replaceable:
             return None
-        if (failure.died or failure.unreadable) and self._backend.has_lost_node():
+        if kind is FailureKind.USER_ERROR and not failure.sample_ids:
             return None
-        if failure.died:
+        if kind in (FailureKind.DIED, FailureKind.UNREADABLE) and self._backend.has_lost_node():
+            return None
+        if kind is FailureKind.DIED:
             return Remedy(self.replace(call.group, event.rank, failure.message))
         who = call.describe(event.rank)
-        if call.lease is not None and failure.disk_full:
+        if call.lease is not None and kind is FailureKind.DISK_FULL:
             self._give_back(call, event.rank, f"{who} found the disk full")
             return Remedy(full_disk=failure.message)
         if call.node is None or call.node.group is None or call.lease is None:
@@ -185,7 +194,7 @@ class Failures:
         self._do_without(call, hopeless, f"{who} failed", replace(failure, message=said))
         return Remedy()
 
-    def replace(self, group: WorkerGroup, rank: int, why: str) -> list[Request]:
+    def replace(self, group: WorkerGroup, rank: int, why: str) -> list[CallRequest]:
         """A rank is gone, or silent: its rows go back, and another process takes its place, while the other ranks go on.
 
         Raises:
@@ -208,11 +217,11 @@ class Failures:
         group.starting.add(rank)
         group.lacking.discard(rank)
         for call, samples in hopeless.items():
-            self._do_without(call, samples, f"{call.describe(rank)} was lost", Failure(why, "", user_error=False))
+            self._do_without(call, samples, f"{call.describe(rank)} was lost", Failure(why))
         then = partial(self._registered, rank=rank, why=why, rows=rows, began=began)
-        return [Request(group, REGISTER, ranks=(rank,), then=then)]
+        return [CallRequest(group, REGISTER, ranks=(rank,), then=then)]
 
-    def _registered(self, call: Call, rank: int, why: str, rows: int, began: float) -> list[Request]:
+    def _registered(self, call: Call, rank: int, why: str, rows: int, began: float) -> list[CallRequest]:
         if rank in call.lost:  # it ended before it was up, and was replaced in turn
             return []
         group = call.group
@@ -229,7 +238,7 @@ class Failures:
         can be published without this rank's."""
         own = call.held_by(rank)
         call.lose(rank)
-        if call.ledger is None or call.lease is None or not call.ledger.holds(call.lease):
+        if call.ledger is None or call.lease is None or not call.ledger.leases.holds(call.lease):
             return 0
         shared = any(own.intersection(call.shares.get(other, ())) for other in call.waiting)
         if publishes_as_it_goes(call.lease.node) and not shared:
@@ -278,8 +287,7 @@ class Failures:
         failed = self._counts.dropped[key] + len(samples)
         seen = self._counts.seen[key] + failed  # those that were dropped have not come through
         if node.operation.quorum or failed > share * max(seen, FEWEST_ROWS):
-            kind = UserError if failure.user_error else WorkerError
-            raise kind(
+            raise (UserError if failure.kind is FailureKind.USER_ERROR else WorkerError)(
                 f"{what} {MAX_FAILURES} times at {at}. So did {failed} of {seen} rows so far, which is more than max_failed={share} "
                 "allows. To replay it under a debugger: the same run with backend=weft.Local() (and resume='latest', if it makes "
                 f"checkpoints). {failure.message}"

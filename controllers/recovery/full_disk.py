@@ -1,4 +1,7 @@
-"""FullDisk: a full disk pauses a run instead of ending it. What was to be written is written when there is free space again."""
+"""FullDisk: a full disk pauses a run instead of ending it. What was to be written is written when there is free space again.
+
+A run has one for all of its starts, so a pause is reported once even if several ranks wait.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ from typing import TypeVar
 
 from ...dataflow.buffer.disk import MAX_PAUSE_S, PAUSE_S, is_full
 from ...dataflow.errors import RunError
-from ..progress import Progress
-from .ending import asked_to_end
+from ..signals import asked_to_end
+from ..telling.progress import Progress
 
 T = TypeVar("T")
 
 SAY_AGAIN_S = 60.0
-"""Seconds after which a pause is said again."""
+"""Seconds after which a pause is reported again."""
 TRY_AGAIN_S = 60.0
 """Longest wait before a write that did not fit is tried again."""
 SOME_BYTES = 1 << 20
@@ -25,23 +28,24 @@ SOME_BYTES = 1 << 20
 
 
 class FullDisk:
-    """Waits for free space, and says so.
+    """Waits for free space on the disk of a run, and tells the user.
 
     Args:
         folder: of the run.
-        over: called after a pause.
+        progress: tells the user about a pause.
     """
 
-    def __init__(self, folder: Path, progress: Progress, over: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, folder: Path, progress: Progress) -> None:
         self._folder = folder
         self._progress = progress
-        self._over = over
+        self._paused = False
+        """Whether the run was paused since the last call of `take_paused`."""
         self._said = self._waited = -math.inf
         self._since = 0.0
         """When the present pause began."""
 
     def say(self, why: str) -> None:
-        """Say, at most once in SAY_AGAIN_S, that somebody waits for free space."""
+        """Report, at most once in SAY_AGAIN_S, that the run waits for free space."""
         if time.monotonic() - self._said >= SAY_AGAIN_S:
             self._said = time.monotonic()
             self._progress.paused(why)
@@ -61,8 +65,7 @@ class FullDisk:
                     raise
                 self._wait(str(error))
             else:
-                if time.monotonic() - began > PAUSE_S:
-                    self._over()
+                self._paused |= time.monotonic() - began > PAUSE_S
                 return result
 
     def wait_for_more(self, why: str) -> None:
@@ -74,7 +77,12 @@ class FullDisk:
         began, before = time.monotonic(), self._free
         while self._free < before + SOME_BYTES and time.monotonic() - began < TRY_AGAIN_S:
             self._wait(why)
-        self._over()
+        self._paused = True
+
+    def take_paused(self) -> bool:
+        """Whether the run was paused; False when that was taken before."""
+        paused, self._paused = self._paused, False
+        return paused
 
     @property
     def _free(self) -> int:

@@ -6,17 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ...dataflow.buffer.folder import BUFFER, LOG
 from ...dataflow.buffer.log import LogReader, Position
-from ...dataflow.buffer.manifest import verify
+from ...dataflow.buffer.manifest import verify_manifest
+from ...dataflow.buffer.restored import restore
 from ...dataflow.buffer.rows import Ids
-from ...dataflow.buffer.sample_buffer import BUFFER, LOG, BufferConfig, SampleBuffer, restore
+from ...dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
 from ...dataflow.errors import UserError, nearest
 from ...dataflow.graph import Graph
 from ..backends.backend import this_node
 from ..cursor import CURSOR
 from ..run_directory import RunDirectory, check_name, check_rights, hold, is_used
 from ..run_lock import RunLock
-from .run_state import BEFORE, FOLDER, RunState, checkpoints, step_of
+from .checkpoints import FOLDER, complete_checkpoints, has_checkpoints, restore_replaced, step_of
+from .run_state import RunState
 
 WITHOUT_ROWS = "resume='weights' goes on from models, optimizers and the place in the data, without the rows in flight"
 
@@ -28,7 +31,7 @@ class ResumePoint:
     path: Path
     state: RunState
     damage: Sequence[str] = ()
-    """What is wrong with later checkpoints."""
+    """Why later checkpoints could not be used, a line for each."""
     with_rows: bool = True
     """Whether the run goes on with the rows that were in flight, or only with the weights and the place in the data."""
 
@@ -49,7 +52,7 @@ class ResumePoint:
 
     @property
     def given_up(self) -> str:
-        """What the run goes on without, when it goes on without its rows in flight."""
+        """Description of what is lost when the run resumes without its rows in flight."""
         again = len(self.state.cursor.again)
         return (
             f"the log is given up, and what was generated for the {again} prompts in flight, which are issued again; "
@@ -63,7 +66,7 @@ class ResumePoint:
 
 
 def find_checkpoint(run: Path, *, with_rows: bool = True) -> ResumePoint | None:
-    """The latest checkpoint of a run whose files are all as they were written, and whose position is in the log; None: there is none.
+    """The latest intact checkpoint of a run whose position is in the log; None if there is no checkpoint.
 
     Args:
         with_rows: False does not look at the log.
@@ -71,13 +74,10 @@ def find_checkpoint(run: Path, *, with_rows: bool = True) -> ResumePoint | None:
     Raises:
         UserError: there are checkpoints, and none is sound.
     """
-    for before in (run / FOLDER).glob(f"{BEFORE}*"):  # the run was ended while this one was replaced
-        path = before.with_name(before.name.removeprefix(BEFORE))
-        if not path.exists():
-            before.rename(path)
+    restore_replaced(run / FOLDER)
     damage: list[str] = []
     weights_are_sound = False
-    for path in checkpoints(run / FOLDER):
+    for path in complete_checkpoints(run / FOLDER):
         wrong = _damaged_files(path)
         weights_are_sound |= not wrong
         if wrong := wrong or (_lost_rows(path) if with_rows else ""):
@@ -94,7 +94,7 @@ def find_checkpoint(run: Path, *, with_rows: bool = True) -> ResumePoint | None:
 
 
 def _damaged_files(path: Path) -> str:
-    return ", ".join(str(one) for one in verify(path))
+    return ", ".join(str(one) for one in verify_manifest(path))
 
 
 def _lost_rows(path: Path) -> str:
@@ -111,7 +111,7 @@ def _lost_rows(path: Path) -> str:
 
 
 def _wrong_before(position: Position, log: Path) -> list[str]:
-    """What is wrong with a log before a position at which the rows can be restored all the same, from a snapshot of the ledgers."""
+    """Damage to the log before a position. The rows can still be restored there, from a snapshot of the ledgers."""
     reader = LogReader(log)
     for _ in reader:
         if reader.end.offset >= position.offset:
@@ -193,7 +193,12 @@ def _where(resume: str | Path, root: Path, name: str | None) -> tuple[Path | Non
         if run is None and resume == "weights":
             raise UserError(looked)
         return run, looked
-    path = Path(resume).resolve()
+    try:
+        path = Path(resume).resolve()
+    except RuntimeError as loop:  # of links
+        raise UserError(f"resume={str(resume)!r} cannot be followed: {loop}") from None
+    if path.parent.name == FOLDER:
+        check_rights(path.parent.parent)
     run = path.parent.parent if is_checkpoint(path) else path
     if not has_checkpoints(run):
         there = _checkpointed(run.parent)
@@ -213,7 +218,7 @@ def _latest_run(root: Path, name: str | None, resume: str) -> tuple[Path | None,
     run = root / name
     if has_checkpoints(run):
         return run, ""
-    others = ", ".join(f"{p.name!r} (step {step_of(checkpoints(p / FOLDER)[0])})" for p in there[:5])
+    others = ", ".join(f"{p.name!r} (step {step_of(complete_checkpoints(p / FOLDER)[0])})" for p in there[:5])
     known = f"; checkpoints are in {others}" if others else "; no run there has one"
     if (run / FOLDER).exists() and not (run / FOLDER).is_dir():
         return (
@@ -222,10 +227,6 @@ def _latest_run(root: Path, name: str | None, resume: str) -> tuple[Path | None,
         )
     what = "there is no checkpoint of run" if is_used(run) else "there is no run"
     return None, f"resume={resume!r}: {what} {name!r} in {root}{nearest(name, [p.name for p in there])}{known}"
-
-
-def has_checkpoints(run: Path) -> bool:
-    return bool(checkpoints(run / FOLDER)) or any((run / FOLDER).glob(f"{BEFORE}*"))
 
 
 def _checkpointed(root: Path) -> list[Path]:

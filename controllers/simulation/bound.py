@@ -50,7 +50,7 @@ def bound(
         graph: that is run.
         placement: of its groups.
         prompts_per_step: as the schedule has it.
-        steps: rows of the first so many steps are counted.
+        steps: number of steps whose rows are counted, from the first.
         seed: of the driver, for the order of the prompts.
         shuffle: as the schedule has it.
 

@@ -39,20 +39,11 @@ def calibrate(
         Costs by node, those that are known among them.
 
     Raises:
-        UserError: there is no timeline, or it lacks a column.
+        UserError: there is no timeline, it cannot be read, or it lacks a column; or the `config.json` of the run is damaged.
     """
-    counts: dict[str, int] = {}
-    if isinstance(timeline, Path):
-        if timeline.is_dir():
-            counts = _ranks(timeline / "config.json")
-            table = read_timeline(timeline)
-        else:
-            table = pq.read_table(timeline)
-        if table is None:
-            raise UserError(f"{timeline} has no timeline: nothing was called yet, or it is not the directory of a run")
-    else:
-        table = timeline
+    counts = _ranks(timeline / "config.json") if isinstance(timeline, Path) and timeline.is_dir() else {}
     counts |= dict(replicas or {})
+    table = _read(timeline) if isinstance(timeline, Path) else timeline
     for column in ("group", "node", "worker_s", "rows", "tokens"):
         if column not in table.column_names:
             raise UserError(
@@ -72,12 +63,27 @@ def calibrate(
     return CostModel(nodes={**fitted, **(nodes or {})}, **others)
 
 
+def _read(timeline: Path) -> pa.Table:
+    try:
+        table = read_timeline(timeline) if timeline.is_dir() else pq.read_table(timeline)
+    except (OSError, ValueError) as error:  # pyarrow's errors are among them
+        raise UserError(f"the timeline of {timeline} cannot be read: {error}") from None
+    if table is None:
+        raise UserError(f"{timeline} has no timeline: nothing was called yet, or it is not the directory of a run")
+    return table
+
+
 def _ranks(config: Path) -> dict[str, int]:
     """Ranks of each group of a run; in one process, one."""
-    described = json.loads(config.read_text())
-    if described.get("backend") == "Local()":
-        return {}
-    return {name: place["ranks"] for name, place in described["placement"].items() if isinstance(place, dict)}
+    try:
+        described = json.loads(config.read_text())
+        if described["backend"] == "Local()":
+            return {}
+        return {name: int(place["ranks"]) for name, place in described["placement"].items() if isinstance(place, dict)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{config} does not say how many ranks each group had ({error!r}); give the run's timeline.parquet and replicas={{...}}"
+        ) from None
 
 
 def _fit(calls: np.ndarray) -> LinearCost:

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...dataflow.buffer.rows import Published
+from ...dataflow.buffer.leases import Published
 from ...dataflow.buffer.segments import Segment
 from ...dataflow.column import RESPONSE_VERSIONS
 from ...dataflow.metrics import Mean, Metrics, Sum
+from ..call_order import CallOrder
 from ..group import Call
 from ..tasks import Reply, RowTask, Task
-from ..turns import Turns
 from .costs import Generation
 
 BYTES_PER_TOKEN = 12
@@ -26,7 +26,7 @@ BYTES_PER_TOKEN = 12
 EPSILON = 1e-9
 """Decode steps that rounding may take for begun."""
 OnReply = Callable[[float, Call, int, Reply], None]
-"""Told when, of which call, from which rank a reply comes."""
+"""Called with the time, the call, the rank and the reply."""
 
 
 @dataclass(eq=False)
@@ -85,15 +85,15 @@ class Generating:
 class Replica:
     """One replica, or all ranks of a group that does not generate.
 
-    Calls take turns as on a real rank (`../turns.py`). All calls that generate have their turn together: they share the batch, and a turn
-    is a decode step. Other calls run to their end between two decode steps. While no response ends or joins, all advance alike, so that a
-    stretch of decode steps is one event.
+    Calls take turns as on a real rank (`../call_order.py`). All calls that generate have their turn together: they share the batch, and
+    a turn is a decode step. Other calls run to their end between two decode steps. While no response ends or joins, all advance alike,
+    so that a stretch of decode steps is one event.
 
     `at` is the latest boundary between two steps (or the end of a call) that was looked at; it may lie ahead of the clock.
 
     Args:
         cost: None: it does not generate.
-        invent: makes a reference to so many bytes.
+        invent: makes a reference to a number of bytes.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Replica:
         self._seconds_by_batch = cost.seconds_by_batch.tolist() if cost else []
         self._on_reply = on_reply
         self._invent = invent
-        self._turns: Turns[Work | Generating] = Turns()
+        self._calls: CallOrder[Work | Generating] = CallOrder()
         self._steps = 0
         """Decode steps made until `at`."""
         self._running: list[tuple[int, int, int, Generating, int, int]] = []
@@ -118,7 +118,7 @@ class Replica:
     @property
     def next_s(self) -> float:
         """When something happens next, if nobody calls."""
-        current = self._turns.next
+        current = self._calls.next
         if isinstance(current, Work):
             return self.at + current.seconds
         if self._running:
@@ -128,7 +128,7 @@ class Replica:
     def run(self, until: float) -> None:
         """Do what is due until then."""
         while self.next_s <= until:
-            current = self._turns.next
+            current = self._calls.next
             if isinstance(current, Work):
                 self._end_work(current)
             else:
@@ -137,7 +137,7 @@ class Replica:
     def add(self, call: Work | Generating, at: float) -> None:
         """Take a call in; it has a turn when the decode step that is under way ends."""
         self._reach_boundary(at)
-        self._turns.add(call)
+        self._calls.add(call)
         if isinstance(call, Generating):
             self._waiting.extend((call, k, i) for k, own in enumerate(call.to_make) for i in own)
             if not call.open:
@@ -146,7 +146,7 @@ class Replica:
 
     def cancel(self, number: int, at: float, parents: Container[int] | None = None) -> None:
         """End a call that generates, or what it has still to make of some parents; nothing happens when it has ended already."""
-        call = self._turns.find(number)
+        call = self._calls.find(number)
         if not isinstance(call, Generating):
             return
         self._reach_boundary(at)
@@ -164,7 +164,7 @@ class Replica:
         self._admit()
 
     def _reach_boundary(self, at: float) -> None:
-        if isinstance(self._turns.next, Work):
+        if isinstance(self._calls.next, Work):
             return
         if not self._running:
             self.at = max(self.at, at)
@@ -173,7 +173,7 @@ class Replica:
             self._decode(min(steps, self._running[0][0] - self._steps))
 
     def _decode(self, steps: int) -> None:
-        """Make so many decode steps, in which no response ends before the last."""
+        """Make this many decode steps; responses may end only in the last."""
         self.at += steps * self._seconds_by_batch[len(self._running)]
         self._steps += steps
         ended: dict[Generating, list[tuple[int, int]]] = {}
@@ -188,7 +188,7 @@ class Replica:
 
     def _admit(self) -> None:
         """Let responses that wait join the batch, unless another call has its turn."""
-        if isinstance(self._turns.next, Work) or self.cost is None:
+        if isinstance(self._calls.next, Work) or self.cost is None:
             return
         while self._waiting and len(self._running) < self.cost.max_num_seqs:
             call, k, index = self._waiting.popleft()
@@ -219,12 +219,12 @@ class Replica:
             self._finish(call, self.at)
 
     def _finish(self, call: Generating, at: float) -> None:
-        self._turns.finish(call)
+        self._calls.finish(call)
         for rank, _ in call.tasks:
             self._on_reply(at, call.call, rank, Reply(done=True, seconds=at - call.started))
 
     def _end_work(self, work: Work) -> None:
-        self._turns.finish(work)
+        self._calls.finish(work)
         self.at += work.seconds
         if work.version is not None:
             self._changes.append(self._steps)

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from ...dataflow.buffer.rows import Published, Row
+from ...dataflow.buffer.leases import Published
+from ...dataflow.buffer.rows import Row
 from ...dataflow.buffer.segments import Segment
 from ...dataflow.column import RESPONSE_VERSIONS
 from ...dataflow.errors import UserError, nearest
@@ -40,7 +41,7 @@ NODE = "simulated"
 
 @dataclass(frozen=True)
 class SimulatedWeights:
-    """What a simulated leader publishes."""
+    """The weights that a simulated leader publishes: a version without tensors."""
 
     version: int
 
@@ -219,7 +220,7 @@ class Simulated:
         )
 
     def _published(self, call: Call, task: Task, rows: Mapping[int, Row], cost: LinearCost) -> Published | None:
-        """What the ledger is told of rows that a node was called on."""
+        """The report of a simulated call to the ledger."""
         share = task.rows
         assert share is not None
         operation, ids = share.operation, share.ids
@@ -263,13 +264,13 @@ class Simulated:
         heapq.heappush(self._replies, (time, next(self._order), Event(call, rank, reply)))
 
     def _invent(self, num_bytes: int) -> Segment:
-        """A reference to columns that nobody wrote."""
+        """A reference to columns that do not exist."""
         self._offset += num_bytes
         return Segment(NODE, f"{NODE}.0.000001.arrows", self._offset, num_bytes, 0)
 
 
 def _value(task: Task, rank: int) -> Any:
-    """What a method beside the graph returns."""
+    """The result of a method that belongs to no node."""
     if task.method == "publish_weights":
         return SimulatedWeights(task.arguments["version"]) if rank == 0 else None
     if task.method == "receive_weights":
@@ -278,7 +279,7 @@ def _value(task: Task, rank: int) -> Any:
 
 
 def _trained(call: Call, rows: Sequence[Row]) -> Metrics:
-    """How far the rows of an update lag its weights."""
+    """Staleness metrics of an update: its largest and mean lag in versions."""
     assert call.node is not None
     lags = [call.group.version - r.version for r in rows if r.version is not None and r.version >= 0]
     if not call.node.operation.updates or not lags:

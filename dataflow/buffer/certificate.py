@@ -1,4 +1,4 @@
-"""A certificate made for one server of one run. Its key never leaves the process; who is to trust it is given the certificate."""
+"""A certificate for one server of one run. Its key never leaves the process; clients get the certificate itself to trust."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import datetime
 from dataclasses import dataclass
 
 NAME = "weft"
-"""What every certificate is made out to: who connects trusts this very certificate, not a name."""
+"""The name in every certificate. Clients trust the certificate itself, not the name."""
 VALID = datetime.timedelta(days=3650)
+"""How long a certificate is valid."""
 EARLIER = datetime.timedelta(days=1)
-"""Clocks of nodes may differ."""
+"""A certificate is valid from this long before it was made, because the clocks of nodes may differ."""
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """Both as PEM."""
+    """A certificate and its private key, both in PEM form."""
 
     certificate: bytes
     key: bytes
@@ -24,7 +25,7 @@ class Certificate:
 
 
 def make_certificate() -> Certificate:
-    """A new key (P-256), and a certificate that it has signed itself."""
+    """Make a P-256 key and a certificate that is signed with it."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec

@@ -1,4 +1,4 @@
-"""Checker: says which rule of the law of rows an event of a log breaks. It shares nothing with the ledger but the form of the records.
+"""Checker: finds which rules of the law of rows the events of a log break. It shares only the format of the records with the ledger.
 
     checker = Checker()
     for record in LogReader(path):
@@ -12,7 +12,7 @@
 2. compare the event that can break it with the rows in flight: in the method of that event here (`_claim`, `_publish`, ...);
 3. add a log that breaks it to `WRONG` in `tests/dataflow/buffer/test_checker.py`.
 
-What is known of the rows are sets (`checker_rows.py`), and what events do to them stands in `rows_in_flight.py`.
+The states of rows are sets (`checked_graph.py`), which events change (`checked_rows.py`).
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from typing import Any
 
 from ..errors import BrokenRule, nearest
 from ..operation import Shape
-from .checker_rows import GraphRows, Group, NodeRows, Row
+from .checked_graph import CheckedGraph, CheckedGroup, CheckedNode, CheckedRow
+from .checked_rows import CheckedLease, CheckedRows
 from .log import Record, described_graph
-from .rows_in_flight import CheckedLease, RowsInFlight
 from .rules import Rule, Violation
 
 RESTARTED = "the run was started again"
-"""Why recovery releases the leases of workers that are gone."""
+"""The reason that recovery gives when it releases the leases of lost workers."""
 
 
 class Checker:
-    """Compares each event with the rows in flight of all graphs of a run, and believes none."""
+    """Checks each event against the rows in flight of all graphs of a run."""
 
     def __init__(
         self,
         *,
-        on_finished: Callable[[Group, Mapping[int, Row]], None] | None = None,
+        on_finished: Callable[[CheckedGroup, Mapping[int, CheckedRow]], None] | None = None,
         on_recorded: Callable[[str, int, Mapping[int, int]], None] | None = None,
         keep_parts: bool = False,
     ) -> None:
         """
         Args:
-            on_finished: told of each group, and of the rows in flight by id, when nothing is left to do with the group.
-            on_recorded: told, for each lease of a recorder that is finished, its graph, its number, and sample id -> step of the rows
+            on_finished: called with each finished group and the rows in flight by sample id.
+            on_recorded: called for each finished lease of a recorder, with its graph, its number, and sample id -> step of the rows
                 that must be among the samples.
-            keep_parts: remember where the columns of rows in flight lie.
+            keep_parts: keep the segments that hold the columns of rows in flight.
         """
-        self.graphs: dict[str, GraphRows] = {}
-        self.flight = RowsInFlight(on_finished, keep_parts=keep_parts)
+        self.graphs: dict[str, CheckedGraph] = {}
+        self.rows = CheckedRows(on_finished, keep_parts=keep_parts)
         self.notes: dict[str, Any] = {}
         self.sources: dict[str, Sequence[Any]] = {}
         """Graph -> the segment with the rows of its source."""
@@ -62,14 +62,18 @@ class Checker:
         self._restarting = False
         self._epoch = 0
         self.at = 0
-        """Byte of the log at which the event that is taken in begins."""
+        """Byte of the log at which the current event begins."""
         self._violations: list[Violation] = []
 
     def feed(self, record: Record, at: int = 0) -> list[Violation]:
-        """Take in the next event; returns the rules that it breaks.
+        """Process the next event.
 
         Args:
-            at: byte of the log at which its record begins, for messages.
+            record: the event.
+            at: byte of the log at which the record begins, for messages.
+
+        Returns:
+            The rules that it breaks.
         """
         self.at, self._violations = at, []
         try:
@@ -82,21 +86,21 @@ class Checker:
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             what = f"the record lacks what it needs ({type(error).__name__}: {error})"
             self._break(Rule.KNOWN_RECORD, f"{record.get('do')}: {what}")
-        self.flight.forget_finished_groups()
+        self.rows.forget_finished_groups()
         return self._violations
 
     def end(self) -> list[Violation]:
-        """Nothing more comes: what the events break together."""
+        """Process the end of the log. Returns the rules that the events break together."""
         self._violations = []
         if self._restarting:
             self._end_restart()
-        for name, counts in self.flight.counts().items():
+        for name, counts in self.rows.counts().items():
             graph = self.graphs[name]
             total = counts.waiting + counts.leased + counts.done + counts.dropped.total()
             if total != counts.issued:
                 problem = f"graph {name!r}: {counts.issued} rows were issued, {total} are accounted for"
                 self._violations.append(Violation(Rule.ACCOUNTED, problem))
-            for row in (row for row in self.flight.rows.values() if row.group.graph is graph):
+            for row in (row for row in self.rows.in_flight.values() if row.group.graph is graph):
                 for node in graph.on_level[row.level]:
                     if sum(row.id in ids for ids in (node.waiting, node.leased, node.done, node.dropped)) != 1:
                         problem = f"graph {name!r}: row {row.id} is in no state, or in two, at node {node.name!r}"
@@ -153,28 +157,28 @@ class Checker:
 
     def _end_restart(self) -> None:
         self._restarting = False
-        for (graph, number), lease in self.flight.leases.items():
+        for (graph, number), lease in self.rows.leases.items():
             who = f"lease {number} of node {lease.node.name!r} in graph {graph!r}, claimed at byte {lease.at},"
             self._break(Rule.ONE_WRITER, f"the run was started again, but {who} was not released")
 
     def _begin_ids(self, record: Record) -> None:
-        if self.flight.next_id or self.flight.next_group:
+        if self.rows.next_id or self.rows.next_group:
             raise BrokenRule("a log may begin with other ids than 0, but this one has given out some", Rule.NEW_ID)
-        self.flight.next_id, self.flight.next_group = record["next_id"], record["next_group"]
+        self.rows.next_id, self.rows.next_group = record["next_id"], record["next_group"]
 
     def _graph(self, record: Record) -> None:
         name = record["graph"]
         if name not in self.graphs:
-            self.graphs[name] = graph = GraphRows(name, described_graph(record))
-            self.flight.begin(graph)
+            self.graphs[name] = graph = CheckedGraph(name, described_graph(record))
+            self.rows.begin(graph)
 
-    def _graph_of(self, record: Record) -> GraphRows:
+    def _graph_of(self, record: Record) -> CheckedGraph:
         graph = self.graphs.get(record["graph"])
         if graph is None:
             raise BrokenRule(f"graph {record['graph']!r} was not recorded", Rule.KNOWN_RECORD)
         return graph
 
-    def _node_of(self, record: Record) -> NodeRows:
+    def _node_of(self, record: Record) -> CheckedNode:
         graph, name = self._graph_of(record), record["node"]
         if name not in graph.by_name:
             problem = f"graph {graph.name!r} has no node {name!r}{nearest(name, graph.by_name)}"
@@ -183,14 +187,14 @@ class Checker:
 
     def _lease_of(self, record: Record) -> CheckedLease:
         key = self._graph_of(record).name, record["lease"]
-        lease = self.flight.leases.get(key)
+        lease = self.rows.leases.get(key)
         if lease is None:
             ended = self._ended.get(key, "was never granted")
             raise BrokenRule(f"lease {key[1]} of graph {key[0]!r} {ended}", Rule.LEASE)
         return lease
 
-    def _group_of(self, record: Record) -> Group:
-        group = self.flight.groups.get(record["group"])
+    def _group_of(self, record: Record) -> CheckedGroup:
+        group = self.rows.groups.get(record["group"])
         if group is None or group.graph is not self._graph_of(record):
             problem = f"group {record['group']} of graph {record['graph']!r} is not in flight"
             raise BrokenRule(problem, Rule.KNOWN_RECORD)
@@ -204,24 +208,24 @@ class Checker:
     def _issue(self, record: Record) -> None:
         graph = self._graph_of(record)
         first, group, positions, tokens = record["first"], record["group"], record["positions"], record["tokens"]
-        if first < self.flight.next_id:
-            problem = f"issue: row {first} is issued, but ids below {self.flight.next_id} were given out before"
+        if first < self.rows.next_id:
+            problem = f"issue: row {first} is issued, but ids below {self.rows.next_id} were given out before"
             self._break(Rule.NEW_ID, problem)
-        elif first > self.flight.next_id:
+        elif first > self.rows.next_id:
             self._break(
-                Rule.NEW_ID, f"issue: row {first} is issued, but {self.flight.next_id} is next: a record is missing"
+                Rule.NEW_ID, f"issue: row {first} is issued, but {self.rows.next_id} is next: a record is missing"
             )
-        if group != self.flight.next_group:
-            self._break(Rule.NEW_ID, f"issue: group {group} is issued, but {self.flight.next_group} is next")
+        if group != self.rows.next_group:
+            self._break(Rule.NEW_ID, f"issue: group {group} is issued, but {self.rows.next_group} is next")
         if len(positions) != len(tokens):
             problem = f"{len(positions)} rows have {len(tokens)} numbers of tokens"
             raise BrokenRule(problem, Rule.KNOWN_RECORD)
-        self.flight.next_id, self.flight.next_group = (
-            max(self.flight.next_id, first),
-            max(self.flight.next_group, group),
+        self.rows.next_id, self.rows.next_group = (
+            max(self.rows.next_id, first),
+            max(self.rows.next_group, group),
         )
         for position, number in zip(positions, tokens, strict=True):
-            self.flight.issue_row(graph, record["round"], position, number)
+            self.rows.issue_row(graph, record["step"], position, number)
 
     # Rows are claimed
 
@@ -237,39 +241,39 @@ class Checker:
         if node.takes_groups:
             self._check_groups(node, taken, f"claim: {who} takes")
         if stale:
-            self._check_age(node, taken, stale, who)
+            self._check_age(taken, stale, who)
             for group in too_old if stale[2] != "mask" else ():  # a masked one is among the rows, or was left
-                self.flight.reject(group, node, stale[2])
+                self.rows.reject(group, node, stale[2])
         if not ids:
             if not stale:
                 raise BrokenRule(f"{who} takes no rows", Rule.KNOWN_RECORD)
             return
-        self.flight.lease(graph, number, node, [id for id in ids if id in taken], self.at)
+        self.rows.lease(graph, number, node, [id for id in ids if id in taken], self.at)
         self.lease_counts["granted"] += 1
 
-    def _ready(self, graph: GraphRows, node: NodeRows, ids: Sequence[int], what: str) -> set[int]:
-        """Those of the rows that a node may take now; what stands against the others is a violation."""
+    def _ready(self, graph: CheckedGraph, node: CheckedNode, ids: Sequence[int], what: str) -> set[int]:
+        """The rows among these that a node may take now. Each other row is a violation."""
         taken = set(ids)
-        if len(taken) == len(ids) and taken <= node.waiting and node.is_ready(taken, self.flight.rows):
+        if len(taken) == len(ids) and taken <= node.waiting and node.is_ready(taken, self.rows.in_flight):
             return taken
         taken = set[int]()
         for id in ids:
             if id in taken:
                 self._break(Rule.ONCE, f"{what} row {id}, which it holds already (lease of this claim)")
-            elif id in node.waiting and node.is_ready({id}, self.flight.rows):
+            elif id in node.waiting and node.is_ready({id}, self.rows.in_flight):
                 taken.add(id)
             else:
                 rule, problem = self._why_not(graph, node, id)
                 self._break(rule, f"{what} row {id}, {problem}")
         return taken
 
-    def _why_not(self, graph: GraphRows, node: NodeRows, id: int) -> tuple[Rule, str]:
-        """What stands against a node taking a row."""
-        row = self.flight.rows.get(id)
+    def _why_not(self, graph: CheckedGraph, node: CheckedNode, id: int) -> tuple[Rule, str]:
+        """Why a node may not take a row."""
+        row = self.rows.in_flight.get(id)
         if row is None:
             return (
                 Rule.ONCE,
-                "which is finished, or was never made" if id < self.flight.next_id else "which was never made",
+                "which is finished, or was never made" if id < self.rows.next_id else "which was never made",
             )
         of = f"of group {row.group.id}, "
         if row.group.graph is not graph:
@@ -278,7 +282,7 @@ class Checker:
             names = graph.level_names
             return Rule.READY, f"{of}which is of level {names[row.level]!r}, not {names[node.level]!r}"
         if id in node.leased:
-            numbers = (n for (_, n), lease in self.flight.leases.items() if lease.node is node and id in lease.ids)
+            numbers = (n for (_, n), lease in self.rows.leases.items() if lease.node is node and id in lease.ids)
             return Rule.ONCE, f"{of}which it holds already (lease {next(numbers, '?')})"
         if id in node.done:
             return Rule.ONCE, f"{of}which it has consumed before"
@@ -287,8 +291,8 @@ class Checker:
         missing = [name for name in node.node.after if not graph.has_passed(row, graph.by_name[name])]
         return Rule.READY, f"{of}with which {', '.join(missing)} is not done"
 
-    def _check_groups(self, node: NodeRows, ids: Iterable[int], what: str) -> None:
-        for group, taken in self.flight.by_group(ids).items():
+    def _check_groups(self, node: CheckedNode, ids: Iterable[int], what: str) -> None:
+        for group, taken in self.rows.by_group(ids).items():
             rule, problem = Rule.COMPLETE_GROUP, _incomplete(group, node, taken)
             if node.quorum:
                 rule, problem = Rule.QUORUM, _not_the_first(group, node, taken)
@@ -296,37 +300,37 @@ class Checker:
                 self._break(rule, f"{what} {len(taken)} rows of group {group.id}: {problem}")
             node.held_back.discard(group.id)
             if node.quorum and node not in group.chosen:
-                self.flight.choose(group, node, taken)
+                self.rows.choose(group, node, taken)
 
     # Rows are too old
 
     def _too_old(
-        self, graph: GraphRows, node: NodeRows, ids: Sequence[int], limit: int | None, stale: Sequence[Any]
-    ) -> list[Group]:
-        """Groups that this claim found too old: ready ones, looked at by age until it had enough."""
+        self, graph: CheckedGraph, node: CheckedNode, ids: Sequence[int], limit: int | None, stale: Sequence[Any]
+    ) -> list[CheckedGroup]:
+        """Ready groups that this claim passed over because they are too old."""
         version, bound, _ = stale
-        taken = {row.group.id for id in ids if (row := self.flight.rows.get(id))}
-        last = max(taken, default=-1) if limit is not None and len(taken) >= limit else self.flight.next_group
-        node.held_back = {id for id in node.held_back if self._is_too_old(self.flight.groups[id], node, version, bound)}
-        found: list[Group] = []
-        for group in self.flight.groups.values():
+        taken = {row.group.id for id in ids if (row := self.rows.in_flight.get(id))}
+        last = max(taken, default=-1) if limit is not None and len(taken) >= limit else self.rows.next_group
+        node.held_back = {id for id in node.held_back if self._is_too_old(self.rows.groups[id], node, version, bound)}
+        found: list[CheckedGroup] = []
+        for group in self.rows.groups.values():
             if group.id > last:
                 break
             if group.graph is graph and group.id not in taken and group.id not in node.held_back:
                 rows = group.levels[node.level] & node.waiting
                 old = rows and self._is_too_old(group, node, version, bound)
-                if old and graph.is_complete(group, node) and node.is_ready(rows, self.flight.rows):
+                if old and graph.is_complete(group, node) and node.is_ready(rows, self.rows.in_flight):
                     found.append(group)
         return found
 
-    def _is_too_old(self, group: Group, node: NodeRows, version: int, bound: int) -> bool:
-        return any(self.flight.rows[id].age(version) > bound for id in group.levels[node.level] - node.dropped)
+    def _is_too_old(self, group: CheckedGroup, node: CheckedNode, version: int, bound: int) -> bool:
+        return any(self.rows.in_flight[id].age(version) > bound for id in group.levels[node.level] - node.dropped)
 
-    def _check_age(self, node: NodeRows, ids: Iterable[int], stale: Sequence[Any], who: str) -> None:
+    def _check_age(self, ids: Iterable[int], stale: Sequence[Any], who: str) -> None:
         version, bound, fate = stale
-        old = [row for id in sorted(ids) if (row := self.flight.rows[id]).age(version) > bound]
+        old = [row for id in sorted(ids) if (row := self.rows.in_flight[id]).age(version) > bound]
         if old and fate == "mask":
-            self.flight.count_stale(old[0].group.graph, fate, len({row.group for row in old}))
+            self.rows.count_stale(old[0].group.graph, fate, len({row.group for row in old}))
         elif old:
             row = old[0]
             age = f"row {row.id} of group {row.group.id}, of version {row.version}"
@@ -364,14 +368,14 @@ class Checker:
         if node.takes_groups:
             lease.staged.append((record, finished))
         else:
-            self.flight.accept(node, record, finished)
+            self.rows.accept(node, record, finished)
 
     def _check_children(self, lease: CheckedLease, ids: Sequence[int], parents: Sequence[int], what: str) -> None:
         level = lease.node.node.makes_level
         assert level is not None
         for id, parent in ((i, p) for i, p in zip(ids, parents, strict=True) if p in lease.open):
-            aside = self.flight.rows[parent].group.ids_aside[parent, level]
-            if id in lease.made or id in self.flight.rows:
+            aside = self.rows.in_flight[parent].group.ids_aside[parent, level]
+            if id in lease.made or id in self.rows.in_flight:
                 self._break(Rule.NEW_ID, f"{what} row {id}, which was made before")
             elif id not in aside:
                 those = f"ids {aside.start} to {aside.stop - 1} are set aside for it"
@@ -388,7 +392,7 @@ class Checker:
         if node.node.operation.behind:
             self._say_recorded(lease, record)
         for published, finished in lease.staged:
-            self.flight.accept(node, published, finished)
+            self.rows.accept(node, published, finished)
         left = lease.open
         shape = node.node.operation.shape
         if left and shape in (Shape.MAP, Shape.GROUP):
@@ -396,8 +400,8 @@ class Checker:
             self._break(Rule.NOTHING_LEFT_OUT, problem)
         if shape is Shape.FILTER:
             for id in sorted(left):
-                self.flight.drop_below(self.flight.rows[id], node, node.name)
-        self.flight.done(node, left)
+                self.rows.drop_below(self.rows.in_flight[id], node, node.name)
+        self.rows.done(node, left)
         self._end_lease(record, "finished", "was finished")
 
     def _train(self, lease: CheckedLease, step: int, who: str) -> None:
@@ -405,7 +409,7 @@ class Checker:
         if step != under_way:
             self._break(Rule.STEP, f"finish: {who} is of step {step}, but step {under_way} was under way")
         for id in lease.ids:
-            self.flight.rows[id].group.step = step
+            self.rows.in_flight[id].group.trained_in = step
 
     def _say_recorded(self, lease: CheckedLease, record: Record) -> None:
         every = self.notes.get("record_every", 0)
@@ -413,8 +417,8 @@ class Checker:
             return
         kept: dict[int, int] = {}
         for id in lease.ids:
-            group = self.flight.rows[id].group
-            step = group.step if group.graph.updates else group.round
+            group = self.rows.in_flight[id].group
+            step = group.trained_in if group.graph.updates else group.issued_in
             if step is not None and step % every == 0:
                 kept[id] = step
         self._on_recorded(record["graph"], record["lease"], kept)
@@ -427,11 +431,11 @@ class Checker:
         if why == RESTARTED:
             self.restarts += not self._restarting
             self._restarting = True
-        self.flight.give_back(lease.node, lease.ids if lease.node.takes_groups else lease.open)
+        self.rows.give_back(lease.node, lease.ids if lease.node.takes_groups else lease.open)
         self._end_lease(record, "released", f"was released ({why})")
 
     def _release_some(self, lease: CheckedLease, record: Record) -> None:
-        """Rows go back that were not published, and the lease holds the others."""
+        """Unpublished rows go back; the lease holds the others."""
         who, ids = f"lease {record['lease']} of node {lease.node.name!r}", set[int](record["ids"])
         if lease.node.takes_groups:
             raise BrokenRule(
@@ -442,29 +446,29 @@ class Checker:
         ids &= lease.open
         lease.open -= ids
         lease.ids -= ids
-        self.flight.give_back(lease.node, ids)
+        self.rows.give_back(lease.node, ids)
 
     def _end_lease(self, record: Record, end: str, said: str) -> None:
         key = record["graph"], record["lease"]
-        del self.flight.leases[key]
+        del self.rows.leases[key]
         self._ended[key] = f"{said} at byte {self.at}"
         self.lease_counts[end] += 1
 
     # Rows go
 
     def _drop(self, record: Record) -> None:
-        """A node that failed at rows again and again does without them."""
+        """A node that failed at rows repeatedly goes on without them."""
         graph, node = self._graph_of(record), self._node_of(record)
         what = f"drop: node {node.name!r} does without"
         taken = self._ready(graph, node, record["ids"], what)
-        for group, ids in self.flight.by_group(taken).items() if node.takes_groups else ():
+        for group, ids in self.rows.by_group(taken).items() if node.takes_groups else ():
             if problem := _incomplete(group, node, ids):
                 self._break(Rule.COMPLETE_GROUP, f"{what} {len(ids)} rows of group {group.id}: {problem}")
         for id in sorted(taken):
-            self.flight.drop_from(self.flight.rows[id], node, f"failed at {node.name}")
+            self.rows.drop_from(self.rows.in_flight[id], node, f"failed at {node.name}")
 
     def _offer(self, record: Record) -> None:
-        """A quorum may take what there is of a group."""
+        """A quorum may take the rows of a group that are ready, though they are too few."""
         node, group = self._node_of(record), self._group_of(record)
         who = f"group {group.id} is offered short to node {node.name!r}"
         if not node.quorum or not group.arrived.get(node):
@@ -474,16 +478,16 @@ class Checker:
         group.offered_short.add(node)
 
     def _lose(self, record: Record) -> None:
-        """Columns of a group cannot be read any more."""
+        """The columns of a group cannot be read any more."""
         group, again = self._group_of(record), record.get("again", True)
         for node in group.graph.nodes:
             if held := group.levels[node.level] & node.leased:
                 raise BrokenRule(f"group {group.id} is lost while row {min(held)} is leased", Rule.ONCE)
-        self.flight.lose(group, again=again)
+        self.rows.lose(group, again=again)
 
 
-def _incomplete(group: Group, node: NodeRows, taken: set[int]) -> str:
-    """What a claim of these rows lacks of a complete group; empty when it lacks nothing."""
+def _incomplete(group: CheckedGroup, node: CheckedNode, taken: set[int]) -> str:
+    """What is missing in these rows of a complete group; empty if nothing is."""
     if left_out := group.levels[node.level] - taken - node.dropped:
         return f"row {min(left_out)} of the group is left out"
     if not group.graph.is_complete(group, node):
@@ -491,8 +495,8 @@ def _incomplete(group: Group, node: NodeRows, taken: set[int]) -> str:
     return ""
 
 
-def _not_the_first(group: Group, quorum: NodeRows, taken: set[int]) -> str:
-    """Why these rows are not those that a quorum must take; empty when they are."""
+def _not_the_first(group: CheckedGroup, quorum: CheckedNode, taken: set[int]) -> str:
+    """Why these rows are not the ones that a quorum must take; empty if they are."""
     if quorum in group.chosen:
         return "" if taken == group.chosen[quorum] else "its quorum was chosen before, and was another"
     arrived, short = group.arrived.get(quorum, {}), quorum in group.offered_short

@@ -1,4 +1,4 @@
-"""Disk: the few operations on files that durability rests on, in one place, so that a test can fail each of them."""
+"""Disk: the few file operations that durability depends on, in one place, so that a test can make each of them fail."""
 
 from __future__ import annotations
 
@@ -11,39 +11,43 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PAUSE_S = 1.0
-"""Seconds between two tries of what did not fit on a disk."""
+"""Seconds between two attempts to write to a full disk."""
 MAX_PAUSE_S = 3600.0
-"""Longest wait for room on a disk."""
+"""Longest wait for space on a disk, in seconds."""
 PARTIAL = ".partial"
-"""What the name of a file that is being written ends in."""
+"""Suffix of the name of a file that is being written."""
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether it was for want of room on a disk."""
+    """Whether an error means that a disk or a quota is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder of a run, and those above it that are missing: nobody else may look into them. A folder that exists stays as it is."""
+    """Make a folder of a run, and missing folders above it, which only the owner may read. An existing folder is not changed."""
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(mode=0o700, exist_ok=True)
 
 
 def make_file(path: Path) -> None:
-    """Make an empty file that nobody else may read; whoever writes it opens it by its name."""
+    """Make an empty file that only the owner may read, for a writer that opens it by its name."""
     remove(path)
     path.touch(mode=0o600)
 
 
 def make_private(path: Path) -> None:
-    """Take all rights from others, of what a library has made."""
-    with suppress(PermissionError):  # it is somebody else's, who has given this process a right to it
+    """Take all rights of other users to a file or folder that a library has made."""
+    with suppress(PermissionError):  # another user owns it, and has given this process access
         path.chmod(0o700 if path.is_dir() else 0o600)
 
 
 def set_aside(path: Path, why: str) -> Path:
-    """Rename what stands in the way, of whatever kind, to `NAME.WHY-1` (or -2, ...) beside it; returns its new path."""
+    """Rename a file, folder or link that is in the way to `NAME.WHY-1` (or -2, ...) in the same folder.
+
+    Returns:
+        Its new path.
+    """
     numbered = (path.with_name(f"{path.name}.{why}-{number}") for number in itertools.count(1))
     aside = next(other for other in numbered if not other.is_symlink() and not other.exists())
     path.rename(aside)
@@ -52,8 +56,8 @@ def set_aside(path: Path, why: str) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A private file for a library to write by its name. In the end it is synced and takes the place of `path`, so that a reader, and a
-    power loss, find a whole file or the one before; where the writing fails, it is removed."""
+    """Give a library a private file to write by its name. Afterwards the file is synced and replaces `path`, so that a reader finds a
+    complete file or the previous one, also after a power loss. When the writing fails, the file is removed."""
     partial, disk = path.with_name(path.name + PARTIAL), Disk()
     make_file(partial)
     try:
@@ -67,7 +71,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove what has this name, of whatever kind it is; nothing may be there."""
+    """Remove a file, folder or link, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -78,28 +82,29 @@ class Disk:
     """The real disk. A test passes one that stops, or forgets what was not synced, after any of its operations."""
 
     def open(self, path: Path) -> int:
-        """A descriptor that appends; the file is made when it is not there."""
+        """A descriptor that appends to a file, which is created if it does not exist."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
 
     def write(self, descriptor: int, data: bytes) -> None:
-        """All of the data, at the end of the file: it survives the death of this process."""
+        """Append all of the data to the file. It survives the death of this process."""
         view = memoryview(data)
         while view:
             view = view[os.write(descriptor, view) :]
 
     def sync(self, descriptor: int) -> None:
-        """What was written survives the loss of power."""
+        """Make what was written survive a power loss."""
         os.fdatasync(descriptor)
 
     def truncate(self, descriptor: int, size: int) -> None:
+        """Cut a file to this many bytes."""
         os.ftruncate(descriptor, size)
 
     def rename(self, source: Path, target: Path) -> None:
-        """`target` is the old file or the new one at every moment, whole."""
+        """Replace `target` by `source` atomically."""
         os.replace(source, target)
 
     def sync_folder(self, folder: Path) -> None:
-        """Names given in the folder survive the loss of power."""
+        """Make the names in a folder survive a power loss."""
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -110,10 +115,10 @@ class Disk:
         os.close(descriptor)
 
     def write_whole(self, path: Path, data: bytes) -> None:
-        """Give a file its contents, synced: at every moment it is whole, or what it was before.
+        """Replace the contents of a file atomically, and sync them.
 
         Raises:
-            OSError: the disk is full, say; the file is what it was before.
+            OSError: for example, the disk is full. The file then keeps its previous contents.
         """
         partial = path.with_name(path.name + PARTIAL)
         remove(partial)

@@ -1,4 +1,4 @@
-"""Events: what happens to the rows of a graph. A ledger notes each in the log before it takes effect, and `Ledger.apply` does it again.
+"""Events: what happens to the rows of a graph. A ledger notes each in the log before it takes effect; `replay.py` does it again.
 
 Issue ── rows come in                    Claim ── a node leases rows
 SetSource ── where they lie              Publish ── some of them are done, and what was written of them
@@ -21,7 +21,7 @@ class Issue:
 
     first: int
     group: int
-    round: int
+    step: int
     positions: list[int]
     tokens: list[int]
 
@@ -68,7 +68,7 @@ class Finish:
 
     lease: int
     step: int | None = None
-    """Of an update: the step that it is part of."""
+    """For an update: the step that it belongs to."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Drop:
 
 @dataclass(frozen=True)
 class Lose:
-    """The columns of a group are gone, or nobody wants them; its prompt is issued `again`, or not."""
+    """The columns of a group are lost or no longer wanted. `again` says whether its prompt is issued again."""
 
     group: int
     why: str

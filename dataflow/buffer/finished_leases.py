@@ -1,4 +1,4 @@
-"""Finished leases: what nodes of one kind are done with, as the log of a run tells it."""
+"""Finished leases: the work that some nodes of a run have completed, according to its log."""
 
 from __future__ import annotations
 
@@ -20,19 +20,23 @@ class FinishedLease:
     node: str
     number: int
     rows: int
-    """How many."""
+    """Number of rows."""
     step: int | None
-    """Of an update: the step that it is part of."""
+    """The step that an update is part of; None for other nodes."""
 
 
 def finished_leases(
     log: Path, of: Callable[[Node], bool], *, end: Position | None = None
 ) -> list[FinishedLease] | None:
-    """The finished leases of some nodes, in order; None where no graph has such a node.
+    """The finished leases of some nodes, in the order of the log.
 
     Args:
-        of: which nodes.
-        end: the log is read up to here; None: as far as it is sound.
+        log: path of the log.
+        of: selects the nodes.
+        end: position up to which the log is read; None reads all that is sound.
+
+    Returns:
+        The leases; None if no graph of the run has such a node.
 
     Raises:
         FormatError: another version of Weft wrote the log.
@@ -58,14 +62,22 @@ def finished_leases(
 
 
 def samples_by_step(log: Path, last: int, end: Position) -> list[dict[str, float]]:
-    """What the log up to `end` still says of the steps 0 to `last` when their metrics are lost: how many samples each trained on.
-    Where the log cannot be read, a row says its step alone."""
+    """Metrics of the steps 0 to `last` that can be recovered from the log when the metrics are lost: how many samples each trained on.
+
+    Args:
+        log: path of the log.
+        last: the last step.
+        end: position up to which the log is read.
+
+    Returns:
+        One row per step, with `step` and, where the log has it, `samples`.
+    """
     trained: dict[int, Counter[str]] = {}
     try:
         for lease in finished_leases(log, lambda node: node.operation.updates, end=end) or ():
             if lease.step is not None:
                 trained.setdefault(lease.step, Counter())[lease.node] += lease.rows
-    except (OSError, LookupError, TypeError, FormatError):  # without it
+    except (OSError, LookupError, TypeError, FormatError):  # the rows then have only their steps
         pass
     rows: list[dict[str, float]] = []
     for step in range(last + 1):

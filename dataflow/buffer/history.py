@@ -13,11 +13,13 @@ from typing import Any
 import pyarrow as pa
 
 from ..errors import UserError, nearest
-from . import ledger_view
 from .check import read_log
+from .checked_graph import CheckedGroup, CheckedRow
 from .checker import Checker
-from .checker_rows import Group, Row
-from .sample_buffer import BUFFER, LOG, restore
+from .folder import BUFFER, LOG
+from .ledger import Ledger
+from .restored import restore
+from .rows import RowState
 
 _PART = pa.struct(
     [
@@ -37,7 +39,7 @@ HISTORY = pa.schema(
         ("group_id", pa.int64()),
         ("parent_id", pa.int64()),  # its own id where it was issued
         ("level", pa.string()),  # the source, or the node that made it
-        ("round", pa.int64()),
+        ("step", pa.int64()),
         ("position", pa.int64()),  # of the source's row that it comes from
         ("tokens", pa.int64()),
         ("version", pa.int64()),  # oldest policy version in it
@@ -71,7 +73,7 @@ def history(folder: Path) -> pa.Table:
     listing = _Listing()
     checker = Checker(on_finished=listing.add_finished, keep_parts=True)
     read_log(folder, checker)
-    for row in checker.flight.rows.values():
+    for row in checker.rows.in_flight.values():
         listing.add(row, row.group.graph.state(row))
     return pa.table(listing.columns, schema=HISTORY).sort_by("sample_id")
 
@@ -82,12 +84,12 @@ class _Listing:
     def __init__(self) -> None:
         self.columns: dict[str, list[Any]] = {name: [] for name in HISTORY.names}
 
-    def add_finished(self, group: Group, rows: Mapping[int, Row]) -> None:
+    def add_finished(self, group: CheckedGroup, rows: Mapping[int, CheckedRow]) -> None:
         dropped = group.graph.dropped_of(group)
         for id in set[int]().union(*group.levels):
             self.add(rows[id], "dropped" if id in dropped else "done")
 
-    def add(self, row: Row, state: str) -> None:
+    def add(self, row: CheckedRow, state: str) -> None:
         group, graph = row.group, row.group.graph
         nodes = graph.on_level[row.level]
         in_flight = state in ("waiting", "leased")
@@ -97,7 +99,7 @@ class _Listing:
             group.id,
             row.parent.id if row.parent else row.id,
             graph.level_names[row.level],
-            group.round,
+            group.issued_in,
             group.position,
             row.tokens,
             row.version,
@@ -122,7 +124,7 @@ def why(folder: Path, group_id: int, graph: str | None = None) -> str:
     """
     ended: list[tuple[str, str]] = []
 
-    def note_end(group: Group, rows: Mapping[int, Row]) -> None:
+    def note_end(group: CheckedGroup, rows: Mapping[int, CheckedRow]) -> None:
         if group.id == group_id:
             ended.append((group.graph.name, f"{_place(group)}) {_end(group, rows, checker)}"))
 
@@ -131,24 +133,24 @@ def why(folder: Path, group_id: int, graph: str | None = None) -> str:
     if graph is not None and graph not in checker.graphs:
         there = nearest(graph, checker.graphs) or f"; there are {', '.join(checker.graphs) or 'none'}"
         raise UserError(f"the run has no graph {graph!r}{there}")
-    group = checker.flight.groups.get(group_id)
+    group = checker.rows.groups.get(group_id)
     if group is None and not ended:
-        number = checker.flight.next_group
+        number = checker.rows.next_group
         return f"group {group_id} was never issued; {f'groups 0 to {number - 1} were' if number else 'none was'}"
     of = group.graph.name if group is not None else ended[0][0]
     if graph not in (None, of):
         raise UserError(f"group {group_id} is of graph {of!r}, not {graph!r}")
     if group is None:
         return ended[0][1]
-    waits = ledger_view.why(restore(folder).ledgers[of], group_id)
+    waits = waits_for(restore(folder).ledgers[of], group_id)
     return f"{_place(group)}, {sum(map(len, group.levels))} rows) is in flight\n{waits}"
 
 
-def _place(group: Group) -> str:
-    return f"group {group.id} of graph {group.graph.name!r} (row {group.position} of the source, round {group.round}"
+def _place(group: CheckedGroup) -> str:
+    return f"group {group.id} of graph {group.graph.name!r} (row {group.position} of the source, step {group.issued_in}"
 
 
-def _end(group: Group, rows: Mapping[int, Row], checker: Checker) -> str:
+def _end(group: CheckedGroup, rows: Mapping[int, CheckedRow], checker: Checker) -> str:
     """When a group was finished, and what became of its rows."""
     step, dropped = checker.notes.get("step"), group.graph.dropped_of(group)
     after = f", after step {step}" if step is not None else ""
@@ -156,3 +158,30 @@ def _end(group: Group, rows: Mapping[int, Row], checker: Checker) -> str:
     fates = Counter(f"dropped: {group.lost or rows[id].reason}" if id in dropped else "done" for id in ids)
     became = ", ".join(f"{number} {fate}" for fate, number in fates.items())
     return f"was finished at byte {checker.at} of the log{after}: of {len(ids)} rows {became}"
+
+
+def waits_for(ledger: Ledger, group_id: int) -> str:
+    """What a group waits for, a line per node that has not finished with it."""
+    group = ledger.live.groups.get(group_id)
+    if group is None:
+        return f"group {group_id} is not in flight: it is finished, or it was never issued"
+    lines: list[str] = []
+    for i, node in enumerate(ledger.graph.nodes):
+        rows = group.levels[node.level]
+        left = [r for r in rows if r.state(i) not in (RowState.DONE, RowState.DROPPED)]
+        if not left and group.complete[node.level]:
+            continue
+        leased = sum(1 for r in left if r.state(i) is RowState.LEASED)
+        missing = sorted({a for r in left for a in node.after if not ledger.live.wiring.has_passed(r, a)})
+        if not group.complete[node.level]:
+            maker = ledger.graph.levels[node.level]
+            missing.append(f"the rest of the group from {maker!r}")
+        oldest = min((r.version for r in left if r.version is not None and r.version >= 0), default=None)
+        if node.operation.behind and not group.rested:
+            missing.append("all else to be done with the group")
+        too_old = group.held >> i & 1 and f"too old, of version {oldest}; waits for a larger bound"
+        state = too_old or (
+            f"{leased} leased" if leased else f"waits for {', '.join(missing)}" if missing else "ready, not claimed"
+        )
+        lines.append(f"{node.name}: {len(left)} of {len(rows)} rows to do; {state}")
+    return "\n".join(lines)

@@ -11,46 +11,42 @@ The law of rows:
 - A claim is a lease, and only the holder of its token may publish. What a node that takes groups publishes counts when its lease is
   finished: a lease that is released before that gives complete groups back.
 
-A lease:    claim ──> open ──finish──> finished
-                       └──release, or its deadline passes──> void: its rows are ready again, and whoever holds it is refused
+Each event (`events.py`) is noted in the log before it takes effect, and the ledger is what its events make of it: `replay` (`replay.py`)
+does them again. `ledger_state.py` saves and loads the same state, so that a log need not be read from its beginning.
 
-Each event (`events.py`) is noted in the log before it takes effect, and the ledger is what its events make of it: `replay` them, and it
-stands where it stood. `ledger_state.py` saves and loads the same state, so that a log need not be read from its beginning.
+Its parts own the state: rows and groups (`live`), what is ready of them (`readiness`), where their columns lie (`parts`), who holds
+them (`leases`), and how a claim chooses among them (`claims`).
 """
 
 from __future__ import annotations
 
 import heapq
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
-
-import numpy as np
 
 from ..errors import LeaseError
 from ..graph import Graph
 from ..node import SOURCE, Node
 from ..operation import Shape
-from .events import Claim, Drop, Event, Finish, Issue, Lose, Offer, Publish, Release, SetSource, from_record, to_record
+from .claims import Claims
+from .events import Claim, Drop, Event, Finish, Issue, Lose, Offer, Publish, Release, SetSource, to_record
+from .leases import Lease, Leases, Published, Staleness
 from .live_rows import LiveRows
-from .log import Log, Record
-from .rows import MAX_CHILDREN, Group, Ids, Lease, Part, Piece, Published, Row, Staleness
+from .log import Log
+from .readiness import Readiness
+from .rows import Group, GroupState, Ids, Part, Row, RowState
 from .segments import Segment
 
-REMEMBERED_LEASES = 1000
-"""How many voided leases are remembered, to tell a late holder what became of its own."""
 
-
-class Ledger(LiveRows):
+class Ledger:
     """Rows of one graph of a run, from issue to retirement.
 
     >>> import pyarrow as pa
     >>> from weft.dataflow.graph import Graph
     >>> from weft.dataflow.source import TableSource
     >>> ledger = Ledger(Graph("empty", TableSource("prompts", pa.table({"prompt_ids": [[1]]})), ()))
-    >>> ledger.issue([0], [1], round=0)
-    >>> ledger.counts()
+    >>> ledger.issue([0], [1], step=0)
+    >>> ledger.live.counts()
     {'issued': 1, 'waiting': 0, 'leased': 0, 'done': 1, 'dropped': 0}
     """
 
@@ -72,83 +68,29 @@ class Ledger(LiveRows):
             log: where every event is noted before it takes effect; None keeps no log.
             clock: seconds, for deadlines.
         """
-        super().__init__(graph, ids or Ids(), clock)
+        self.graph = graph
         self.name = name or graph.name
         self.source = source
         self.log = log
-        self._leases: dict[int, Lease] = {}
-        self._next_token = 1
-        self._leased_groups = [0] * len(graph.nodes)
-        self._void: dict[int, str] = {}
-        self._given_up: list[tuple[int, int]] = []
-        """(token, parent) of what a quorum finished while it was leased, until `take_given_up`."""
-        self.cut_short: Counter[str] = Counter()
-        """Parents that a quorum finished without the rest of their rows, by the node that was making these."""
         self.prompts_issued = 0
         """Rows of the source that `issue` was called with so far: the place in the source."""
-        self.stale: Counter[str] = Counter()
-        """Groups that were too old when an update claimed them, by their fate."""
-        self.late = 0
-        """Refused uses of leases that were void."""
+        self.ids = ids or Ids()
+        self.live = LiveRows(graph, self.ids, clock)
+        self.parts = self.live.parts
+        self.leases = Leases()
+        self.claims = Claims(self.live, self.leases, self.ids)
+        self._index = self.live.wiring.index
+        self._takes_groups = self.live.wiring.takes_groups
+        self._clock = clock
 
-    # The log
+    @property
+    def readiness(self) -> Readiness:
+        """What the nodes can claim now."""
+        return self.live.readiness
 
     def _note(self, event: Event) -> None:
         if self.log is not None:
             self.log.append(to_record(event, self.name))
-
-    def replay(self, record: Record) -> None:
-        """Do again what a record says.
-
-        Raises:
-            ValueError: when this ledger is not where it was when the record was written.
-        """
-        log, self.log = self.log, None
-        try:
-            self.apply(from_record(record))
-        finally:
-            self.log = log
-
-    def apply(self, event: Event) -> None:
-        """Do what an event says, by the verb that noted it."""
-        match event:
-            case Issue():
-                if (event.first, event.group) != (self._ids.next_id, self._ids.next_group):
-                    raise ValueError(f"rows were issued from id {event.first}, but {self._ids.next_id} is next")
-                self.issue(event.positions, event.tokens, round=event.round)
-            case SetSource():
-                self.set_source(Segment.from_json(event.segment))
-            case Claim():
-                self._claim_again(event)
-            case Publish():
-                arrays = (event.ids, event.tokens, event.versions, event.parents, event.finished)
-                segment = Segment.from_json(event.segment) if event.segment else None
-                self.publish(self._leases[event.lease], Published(*map(int64_array, arrays)), segment)
-            case Finish():
-                self.finish(self._leases[event.lease], step=event.step)
-            case Release():
-                self.release(self._leases[event.lease], event.why, ids=event.ids)
-            case Drop():
-                self.drop(self.graph[event.node], event.ids, event.why)
-            case Lose():
-                self.lose(event.group, event.why, issue_again=event.again)
-            case Offer():
-                self._offer_short(self._index[event.node], self._groups[event.group])
-
-    def _claim_again(self, event: Claim) -> None:
-        self._next_token = event.lease
-        lease = self.claim(
-            self.graph[event.node],
-            max_rows=event.rows,
-            max_groups=event.groups,
-            holder=event.holder,
-            staleness=Staleness(*event.stale) if event.stale else None,
-            version=event.version,
-        )
-        if (lease.ids.tolist() if lease else []) != event.ids:
-            raise ValueError(
-                f"lease {event.lease} of node {event.node!r} has rows {event.ids[:3]}..., which are not those that are ready"
-            )
 
     # Rows come in
 
@@ -157,29 +99,23 @@ class Ledger(LiveRows):
         self._note(SetSource(segment.to_json()))
         self.source = segment
 
-    def issue(self, positions: Sequence[int], num_tokens: Sequence[int], *, round: int) -> None:
-        """New rows from these rows of the source; each is the root of a group of its own."""
+    def issue(self, positions: Sequence[int], num_tokens: Sequence[int], *, step: int) -> None:
+        """New rows from these rows of the source; each is the root of a group of its own.
+
+        Args:
+            positions: rows of the source.
+            num_tokens: tokens of each.
+            step: the step that they are issued for.
+        """
         positions, num_tokens = [int(p) for p in positions], [int(t) for t in num_tokens]
         if len(positions) != len(num_tokens):
             raise ValueError(f"{len(positions)} rows were issued with the tokens of {len(num_tokens)}")
-        self._note(Issue(self._ids.next_id, self._ids.next_group, round, positions, num_tokens))
+        self._note(Issue(self.ids.next_id, self.ids.next_group, step, positions, num_tokens))
         self.prompts_issued += len(positions)
         for position, tokens in zip(positions, num_tokens, strict=True):
-            self._issue(position, tokens, round)
+            self.live.issue(position, tokens, step)
 
-    # Readiness
-
-    def _offer_short(self, i: int, group: Group) -> None:
-        """A group whose quorum did not come in time is offered with the rows that did."""
-        if not (group.offered | group.closed) >> i & 1:
-            self._note(Offer(self.graph.nodes[i].name, group.id))
-            self.readiness.offer_group(group, i)
-
-    def leased_groups(self, node: Node) -> int:
-        """Groups that this node (which takes groups or batches) has claimed and not finished."""
-        return self._leased_groups[self._index[node.name]]
-
-    # Rows are worked on
+    # Rows are claimed
 
     def claim(
         self,
@@ -195,25 +131,21 @@ class Ledger(LiveRows):
         """Lease ready rows to this node, in order of group and sample id; None when there are none.
 
         Args:
-            max_rows: where the node takes rows; of a node that takes groups, `max_groups`.
+            max_rows: most rows, of a node that takes rows.
+            max_groups: most groups, of a node that takes groups.
+            holder: who works on them, for messages.
             deadline_s: seconds from now after which the rows go back (see `expire`).
-            version: of a node that generates: of its weights now, which the groups are noted to begin with.
             staleness: of an update: which groups are too old, and what becomes of them.
+            version: of a node that generates: of its weights now, which the groups are noted to begin with.
         """
         i = self._index[node.name]
-        token, too_old = self._next_token, self.stale.total()
-        masked: list[int] = []
-        if self._wiring.takes_groups[i]:
-            rows = self._claim_groups(i, max_groups, staleness, masked)
-        else:
-            rows = self.readiness.take_rows(i, max_rows, self._rows)
-        if not rows and self.stale.total() == too_old:
+        too_old = self.claims.stale.total()
+        rows, masked = self.claims.take(i, max_rows, max_groups, staleness)
+        if not rows and self.claims.stale.total() == too_old:
             return None
-        self._next_token += 1
-        lease = Lease(token, node, rows, holder, masked=frozenset(masked))
-        if node.operation.shape is Shape.EXPAND:
-            assert node.makes_level is not None
-            self._set_ids_aside(rows, node.makes_level)
+        token = self.leases.take_token()
+        if node.makes_level is not None:
+            self.claims.set_ids_aside(rows, node.makes_level)
         stale = [staleness.version, staleness.bound, staleness.fate] if staleness else None
         self._note(Claim(token, node.name, [r.id for r in rows], max_rows, max_groups, stale, version, holder))
         if not rows:
@@ -223,156 +155,12 @@ class Ledger(LiveRows):
             row.leased |= bit
             if version is not None and row.group.version is None:
                 self.readiness.set_version(row.group, version)
-        lease.open = {r.id: r for r in rows}
-        if deadline_s is not None:
-            lease.deadline = self._clock() + deadline_s
-            heapq.heappush(self._deadlines, (lease.deadline, -1, token))
-        self._begin(lease)
+        deadline = None if deadline_s is None else self._clock() + deadline_s
+        lease = Lease(token, node, rows, holder, deadline, masked, open={r.id: r for r in rows})
+        self.leases.begin(lease)
         return lease
 
-    def _set_ids_aside(self, rows: Iterable[Row], level: int) -> None:
-        """Sample ids for the rows that will be made of these; a row of which some were made before keeps its own."""
-        new = [row for row in rows if not row.made(level)]
-        first = self._ids.take(len(new) * MAX_CHILDREN)
-        for k, row in enumerate(new):
-            row.first_children = {**(row.first_children or {}), level: first + k * MAX_CHILDREN}
-
-    def _claim_groups(self, i: int, number: int | None, staleness: Staleness | None, masked: list[int]) -> list[Row]:
-        rows: list[Row] = []
-        taken = 0
-        if staleness is not None and self.readiness.held[i]:
-            self._offer_held(i, staleness)
-        queue = self.readiness.group_queues[i]
-        while queue and (number is None or taken < number):
-            group = self._groups.get(heapq.heappop(queue))
-            if group is None:  # it was lost
-                continue
-            own = self._rows_offered(group, i)
-            if not own:  # its rows were dropped
-                continue
-            self.readiness.withdraw_group(group, i)
-            if staleness is not None and not staleness.allows(own):
-                self.stale[staleness.fate] += 1
-                if staleness.fate == "wait":
-                    self.readiness.held[i].append(group.id)
-                    continue
-                if staleness.fate != "mask":
-                    self._drop_stale(group, i, own, issue_again=staleness.fate == "requeue")
-                    continue
-                masked += [r.id for r in own if not staleness.allows((r,))]
-            taken += 1
-            rows += own
-            self.readiness.claim_group(group, i)
-            if self._wiring.quorum[i]:
-                self._close_quorum(group, i, own)
-        return rows
-
-    def _offer_held(self, i: int, staleness: Staleness) -> None:
-        held, self.readiness.held[i] = self.readiness.held[i], []
-        for id in held:
-            group = self._groups[id]
-            if staleness.allows(self._rows_offered(group, i)):
-                self.readiness.offer_group(group, i)
-            else:
-                self.readiness.held[i].append(id)
-
-    def _drop_stale(self, group: Group, i: int, rows: list[Row], *, issue_again: bool) -> None:
-        root = group.levels[SOURCE][0]
-        if issue_again:
-            self._issue(root.position, group.tokens, group.round)
-        for row in rows:
-            self._drop(row, i, f"stale at {self.graph.nodes[i].name}")
-        self._retire_if_finished(group)
-
-    def _close_quorum(self, group: Group, i: int, chosen: list[Row]) -> None:
-        """The first n rows have won; the others of the group are cancelled, and so is work on them alone."""
-        if group.closed >> i & 1:
-            return
-        group.closed |= 1 << i
-        winners = {r.id for r in chosen}
-        for row in list(group.levels[self.graph.nodes[i].level]):
-            if row.id not in winners and not (row.skipped | row.done) >> i & 1:
-                self._cancel(row, i, f"over-issued at {self.graph.nodes[i].name}")
-        maker = self._wiring.makes_for[i]
-        if maker is not None:
-            for parent in group.levels[self.graph.nodes[maker].level]:
-                if not (parent.skipped | parent.done) >> maker & 1:
-                    self._cut_short(parent, maker)
-
-    def _cut_short(self, parent: Row, i: int) -> None:
-        """Node i is done with a parent, though more rows were to come of it: nobody would wait for them."""
-        if parent.leased >> i & 1:
-            node = self.graph.nodes[i]
-            lease = next(lease for lease in self._leases.values() if lease.node is node and parent.id in lease.open)
-            del lease.open[parent.id]
-            lease.given_up.add(parent.id)
-            self._given_up.append((lease.token, parent.id))
-        elif parent.offered >> i & 1:
-            self.readiness.rows[i] -= 1
-        self.cut_short[self.graph.nodes[i].name] += 1
-        parent.group.expanded[i] += 1
-        self._finish(parent, i)
-
-    def take_given_up(self) -> list[tuple[int, int]]:
-        """(token of a lease, parent in it) of what is not wanted any more though its holder works on it, each said once."""
-        given_up, self._given_up = self._given_up, []
-        return given_up
-
-    def lose(self, group_id: int, why: str, *, issue_again: bool = True) -> bool:
-        """Columns of a group cannot be read any more: its rows are dropped, and its prompt is issued again; or nobody wants
-        them any more. Returns whether it is issued again: what waited for its record alone is not.
-
-        Raises:
-            LeaseError: when somebody works on it.
-        """
-        group = self._groups[group_id]
-        issue_again = (
-            issue_again and not group.rested
-        )  # what was trained on is not trained on again: its record is lost
-        rows = [r for level in group.levels for r in level]
-        if any(r.leased for r in rows):
-            raise LeaseError(f"group {group_id} of graph {self.name!r} is lost ({why}) while rows of it are leased")
-        self._note(Lose(group_id, why, issue_again))
-        self.readiness.set_version(group, None)  # what becomes of it below is counted no more
-        for i, node in enumerate(self.graph.nodes):
-            offered = group.offered & ~group.claimed & 1 << i
-            if offered and group_id in self.readiness.held[i]:
-                self.readiness.held[i].remove(group_id)
-            elif offered and group.ready[i]:  # else it was too old, and dropped
-                self.readiness.withdraw_group(group, i)
-            group.offered |= 1 << i  # never again
-            for row in group.levels[node.level]:
-                if not (row.done | row.skipped) >> i & 1:
-                    self._skip(row, i)
-        for level in range(self._wiring.num_levels):
-            self.readiness.unfinished_levels[level] -= not group.complete[level]
-            group.complete[level] = True
-        for row in rows:
-            row.skipped |= 1 << len(self.graph.nodes)  # counted as dropped, whatever was done with it
-        self._dropped["lost" if issue_again else "given up"] += len(rows)
-        if issue_again:
-            self._issue(group.levels[SOURCE][0].position, group.tokens, group.round)
-        self._retire_if_finished(group)
-        return issue_again
-
-    def pieces(self, node: Node, rows: Sequence[Row]) -> list[Piece]:
-        """Where a consumer finds the columns that this node reads of these rows."""
-        by_writer: dict[str, list[str]] = {}
-        for column in node.reads:
-            by_writer.setdefault(node.writers[column], []).append(column)
-        pieces: list[Piece] = []
-        for writer, columns in by_writer.items():
-            if not writer:
-                assert self.source is not None, f"graph {self.name!r} has no segment with the rows of its source"
-                keys = np.fromiter((r.ancestor(SOURCE).position for r in rows), np.int64, len(rows))
-                pieces.append(Piece(tuple(columns), keys, (self.source,), by_position=True))
-                continue
-            level = self.graph.level_of(writer)
-            owners = [r.ancestor(level) for r in rows]
-            keys = np.fromiter((r.id for r in owners), np.int64, len(rows))
-            parts = dict.fromkeys(r.parts[writer] for r in owners)
-            pieces.append(Piece(tuple(columns), keys, tuple(p.segment for p in parts)))
-        return pieces
+    # Rows are worked on
 
     def publish(self, lease: Lease, published: Published, segment: Segment | None) -> None:
         """Rows of a lease that its node has finished, all or some of them, with what it wrote (None: nothing).
@@ -383,29 +171,13 @@ class Ledger(LiveRows):
         Raises:
             LeaseError: for rows (or parents) that are not in the lease, or were published before; nothing is changed then.
         """
-        self._check(lease)
-        node = lease.node
+        self.leases.check(lease)
         if lease.given_up and published.parents is not None:
             published = published.without(lease.given_up)
+        lease.check(published, self.live.rows)
         ids = published.ids.tolist()
-        finished = [] if published.finished is None else published.finished.tolist()
-        held = ids if published.parents is None else published.parents.tolist()
-        wrong = next((id for id in (*held, *finished) if id not in lease.open), None)
-        if wrong is not None:
-            what = (
-                "published row" if published.parents is None else "made a row of" if wrong in held else "finished row"
-            )
-            raise LeaseError(f"node {node.name!r} {what} {wrong}, which is not (or no longer) in lease {lease.token}")
-        lengths = {len(a) for a in (ids, held, published.num_tokens, published.versions) if a is not None}
-        if len(lengths) != 1:
-            raise LeaseError(f"node {node.name!r} published columns of {sorted(lengths)} rows in lease {lease.token}")
-        taken = {id for _, p, _ in lease.staged for id in p.ids.tolist()} if published.parents is not None else ()
-        if (
-            len(set(ids)) != len(ids)
-            or len(set(finished)) != len(finished)
-            or (published.parents is not None and any(id in self._rows or id in taken for id in ids))
-        ):
-            raise LeaseError(f"node {node.name!r} published a row twice in lease {lease.token}")
+        parents = None if published.parents is None else published.parents.tolist()
+        finished = None if parents is None else [] if published.finished is None else published.finished.tolist()
         self._note(
             Publish(
                 lease.token,
@@ -413,18 +185,17 @@ class Ledger(LiveRows):
                 published.num_tokens.tolist(),
                 segment.to_json() if segment is not None else None,
                 published.versions.tolist() if published.versions is not None else None,
-                held if published.parents is not None else None,
-                finished if published.parents is not None else None,
+                parents,
+                finished,
             )
         )
-        through = ids if published.parents is None else finished
-        if self._wiring.takes_groups[self._index[node.name]]:
-            for id in through:
-                del lease.open[id]
+        through = ids if finished is None else finished
+        made_of = {} if parents is None else {id: lease.open[id] for id in parents}
+        rows = [lease.open.pop(id) for id in through]
+        if lease.node.operation.takes_groups:
             lease.staged.append((through, published, segment))
         else:
-            parents = {} if published.parents is None else {id: lease.open[id] for id in held}
-            self._accept(node, [lease.open.pop(id) for id in through], parents, published, segment)
+            self._accept(lease.node, rows, made_of, published, segment)
 
     def _accept(
         self, node: Node, rows: list[Row], parents: dict[int, Row], published: Published, segment: Segment | None
@@ -433,28 +204,20 @@ class Ledger(LiveRows):
         i = self._index[node.name]
         part = None
         if node.writes and segment is not None:
-            part = Part(segment, len(published.ids), len(published.ids))
-            self.num_bytes += segment.num_bytes
-            self.published_bytes += segment.num_bytes
+            part = self.parts.add(segment, len(published.ids))
         elif segment is not None:  # nobody reads what a node wrote without saying so
-            self._freed.append(segment)
+            self.parts.discard(segment)
         if published.parents is not None:
-            self._accept_children(node, parents, published, part)
-            for parent in rows:
-                parent.group.expanded[i] += 1
-                self._finish(parent, i)
+            self._add_children(node, parents, published, part)
         else:
-            if part is not None:  # before any row is finished: a finished row may be the last of its group
-                for row in rows:
-                    row.parts[node.name] = part
             for row, tokens in zip(rows, published.num_tokens.tolist(), strict=True):
                 row.tokens += tokens
-                self._finish(row, i)
-        if part is not None and not part.written:
-            self.finished_bytes += part.segment.num_bytes
-            self._free(part)
+                if part is not None:  # of all rows, before one is finished: it may be the last of its group
+                    row.parts[node.name] = part
+        for row in rows:
+            self.live.finish(row, i)
 
-    def _accept_children(self, node: Node, parents: dict[int, Row], published: Published, part: Part | None) -> None:
+    def _add_children(self, node: Node, parents: dict[int, Row], published: Published, part: Part | None) -> None:
         assert published.parents is not None and node.makes_level is not None
         versions = published.versions.tolist() if published.versions is not None else None
         for k, (id, parent_id, tokens) in enumerate(
@@ -467,7 +230,9 @@ class Ledger(LiveRows):
                 row.parts[node.name] = part
             parent.children = parent.children or []
             parent.children.append(row)
-            self._add(row)
+            self.live.add(row)
+
+    # Leases end
 
     def finish(self, lease: Lease, *, step: int | None = None) -> None:
         """The node is through with the lease. Rows that a FILTER did not publish are dropped; an EXPAND made nothing of
@@ -479,164 +244,155 @@ class Ledger(LiveRows):
         Raises:
             LeaseError: when a map or group left rows out.
         """
-        self._check(lease)
-        shape = lease.node.operation.shape
-        i = self._index[lease.node.name]
+        self.leases.check(lease)
+        node, shape = lease.node, lease.node.operation.shape
+        i = self._index[node.name]
         if lease.open and shape in (Shape.MAP, Shape.GROUP):
             some = list(lease.open)[:3]
             raise LeaseError(
-                f"node {lease.node.name!r} returned no row for {len(lease.open)} of its rows (sample ids {some})"
+                f"node {node.name!r} returned no row for {len(lease.open)} of its rows (sample ids {some})"
             )
         self._note(Finish(lease.token, step))
         if step is not None:
             for row in lease.rows:
-                row.group.step = step
+                row.group.trained_in = step
         by_id = {r.id: r for r in lease.rows} if lease.staged else {}
         for ids, published, segment in lease.staged:
-            self._accept(lease.node, [by_id[id] for id in ids], by_id, published, segment)
+            self._accept(node, [by_id[id] for id in ids], by_id, published, segment)
         for row in lease.open.values():
             if shape is Shape.FILTER:
-                self._drop_downstream(row, i, lease.node.name)
-            else:
-                row.group.expanded[i] += 1
-            self._finish(row, i)
+                self.live.drop_downstream(row, i, node.name)
+            self.live.finish(row, i)
         lease.open = {}
-        self._end(lease)
+        self.leases.finish(lease)
 
     def release(self, lease: Lease, why: str = "given back", *, ids: Collection[int] | None = None) -> None:
         """Give the rows of a lease back that were not published (of a node that takes groups: all of them): they are ready
         again, and the lease is void.
 
         Args:
-            ids: of a node that takes rows: give back these alone, of which none was published; the lease holds the others.
+            ids: unpublished rows to give back, of a node that takes rows; the lease keeps the others. None: all of them.
 
         Raises:
             LeaseError: the lease is void, or some of these rows are not in it.
         """
-        self._check(lease)
+        self.leases.check(lease)
         i = self._index[lease.node.name]
         if ids is not None:
-            self._give_back(lease, i, ids, why)
+            self._release_some(lease, i, ids, why)
             return
         self._note(Release(lease.token, why))
-        for row in lease.rows if self._wiring.takes_groups[i] else lease.open.values():
-            row.leased &= ~(1 << i)
-        if self._wiring.takes_groups[i]:
-            for group in dict.fromkeys(r.group for r in lease.rows):
+        if self._takes_groups[i]:
+            for row in lease.rows:
+                row.leased &= ~(1 << i)
+            for group in dict.fromkeys(row.group for row in lease.rows):
                 self.readiness.unclaim_group(group, i)
             for _, _, segment in lease.staged:
                 if segment is not None:
-                    self._freed.append(segment)
+                    self.parts.discard(segment)
         else:
             for row in lease.open.values():
-                self._offer_again(row, i)
-        self._end(lease)
-        self._void[lease.token] = why
-        if len(self._void) > REMEMBERED_LEASES:
-            del self._void[next(iter(self._void))]
+                self._give_back(row, i)
+        self.leases.release(lease, why)
 
-    def _give_back(self, lease: Lease, i: int, ids: Collection[int], why: str) -> None:
+    def _release_some(self, lease: Lease, i: int, ids: Collection[int], why: str) -> None:
         wrong = next((id for id in ids if id not in lease.open), None)
-        if wrong is not None or self._wiring.takes_groups[i]:
-            what = "whole groups" if wrong is None else f"not row {wrong}"
-            raise LeaseError(f"rows of lease {lease.token} are given back, but node {lease.node.name!r} has {what}")
+        if wrong is not None or self._takes_groups[i]:
+            what = "takes complete groups" if wrong is None else f"does not hold row {wrong}"
+            raise LeaseError(f"rows of lease {lease.token} are released, but node {lease.node.name!r} {what}")
         self._note(Release(lease.token, why, list(ids)))
         for id in ids:
-            row = lease.open.pop(id)
-            row.leased &= ~(1 << i)
-            self._offer_again(row, i)
+            self._give_back(lease.open.pop(id), i)
 
-    def _offer_again(self, row: Row, i: int) -> None:
+    def _give_back(self, row: Row, i: int) -> None:
         """A row that node i had claimed is ready for it as before."""
+        row.leased &= ~(1 << i)
         if self.graph.nodes[i].makes_level is not None and row.level == SOURCE and not any(row.group.levels[1:]):
             self.readiness.set_version(row.group, None)  # its generation begins again
         self.readiness.offer_row(row, i)
-        if row.cancelled & self._wiring.serves[i]:  # meanwhile
-            self._skip(row, i)
-            self._retire_if_finished(row.group)
+        if row.cancelled & self.live.wiring.serves[i]:  # meanwhile
+            self.live.skip(row, i)
+            self.live.retire_if_finished(row.group)
+
+    # Rows go
 
     def drop(self, node: Node, ids: Iterable[int], why: str) -> int:
-        """Rows that are ready for a node which cannot do them are dropped before it, and what comes after it goes on with the
-        rest of their groups; a node that takes groups loses the whole of these. Returns how many rows.
+        """Drop rows that are ready for a node but that it fails at. The nodes after it go on with the rest of their groups. A node that
+        takes groups loses all rows of these groups.
+
+        Returns:
+            The number of rows that were dropped.
 
         Raises:
             LeaseError: one of them is not ready for the node, or is claimed; nothing is changed then.
         """
         i = self._index[node.name]
-        if self._wiring.quorum[i]:
+        if self.live.wiring.quorum[i]:
             raise LeaseError(f"node {node.name!r} has a quorum: it takes what comes, and no row of it is dropped")
-        rows = [row for id in ids if (row := self._rows.get(id)) is not None]
+        rows = [row for id in ids if (row := self.live.rows.get(id)) is not None]
         groups = list(dict.fromkeys(row.group for row in rows))
-        if self._wiring.takes_groups[i]:
-            rows = [row for group in groups for row in self._rows_offered(group, i)]
         for row in rows:
-            offers = row.group.offered if self._wiring.takes_groups[i] else row.offered
-            on_offer = offers >> i & 1 and row.group.id not in self.readiness.held[i]
-            if not on_offer or (row.leased | row.done | row.skipped) >> i & 1:
-                raise LeaseError(
-                    f"row {row.id} is dropped at node {node.name!r}, for which it is not ready, or which has it"
-                )
+            ready = row.state(i) is RowState.READY
+            if not ready or (self._takes_groups[i] and row.group.state(i) is not GroupState.READY):
+                who = f"row {row.id} is dropped at node {node.name!r}"
+                raise LeaseError(f"{who}, for which it is not ready, or which has it")
+        if self._takes_groups[i]:
+            rows = [row for group in groups for row in self.readiness.offered_rows(group, i)]
         self._note(Drop(node.name, [row.id for row in rows], why))
-        for group in groups if self._wiring.takes_groups[i] else ():
-            self.readiness.withdraw_group(group, i)  # its entry among the offers has no rows any more
+        for group in groups if self._takes_groups[i] else ():
+            self.readiness.withdraw_group(group, i)
         for row in rows:
-            self._drop(row, i, f"failed at {node.name}")
+            self.live.drop(row, i, f"failed at {node.name}")
         for group in groups:
-            self._retire_if_finished(group)
+            self.live.retire_if_finished(group)
         return len(rows)
+
+    def lose(self, group_id: int, why: str, *, issue_again: bool = True) -> bool:
+        """Columns of a group cannot be read any more: its rows are dropped, and its prompt is issued again; or nobody wants
+        them any more. Returns whether it is issued again: what waited for its record alone is not.
+
+        Raises:
+            LeaseError: when somebody works on it.
+        """
+        group = self.live.groups[group_id]
+        issue_again = issue_again and not group.rested  # what was trained on is not trained on again
+        if any(row.leased for level in group.levels for row in level):
+            raise LeaseError(f"group {group_id} of graph {self.name!r} is lost ({why}) while rows of it are leased")
+        self._note(Lose(group_id, why, issue_again))
+        self.live.lose(group, "lost" if issue_again else "given up")
+        if issue_again:
+            self.live.issue_again(group)
+        self.live.retire_if_finished(group)
+        return issue_again
+
+    # Time passes
+
+    def offer(self, node: Node, group: Group) -> None:
+        """A group whose quorum did not come in time is offered with the rows that did."""
+        i = self._index[node.name]
+        if group.state(i) is GroupState.GATHERING:
+            self._note(Offer(node.name, group.id))
+            self.readiness.offer_group(group, i)
 
     def expire(self) -> list[Lease]:
         """What is due by the clock: leases past their deadline are released (and returned), and groups whose quorum did
         not come in time are offered as they are."""
-        now, released = self._clock(), []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, i, id = heapq.heappop(self._deadlines)
-            if i < 0:
-                lease = self._leases.get(id)
-                if lease is not None:
-                    self.release(lease, f"{lease.holder or 'its holder'} did not finish by its deadline")
-                    released.append(lease)
-            elif id in self._groups and self._groups[id].ready[i]:
-                self._offer_short(i, self._groups[id])
+        now, quorums = self._clock(), self.live.quorum_deadlines
+        while quorums and quorums[0][0] <= now:
+            _, i, id = heapq.heappop(quorums)
+            group = self.live.groups.get(id)
+            if group is not None and group.ready[i]:
+                self.offer(self.graph.nodes[i], group)
+        released = self.leases.take_overdue(now)
+        for lease in released:
+            self.release(lease, f"{lease.holder or 'its holder'} did not finish by its deadline")
         return released
 
     @property
     def next_deadline(self) -> float | None:
         """When `expire` has something to look at, in seconds of the clock."""
-        return self._deadlines[0][0] if self._deadlines else None
-
-    def _begin(self, lease: Lease) -> None:
-        """A lease is open from here on."""
-        self._leases[lease.token] = lease
-        i = self._index[lease.node.name]
-        self._leased_groups[i] += lease.num_groups if self._wiring.takes_groups[i] else 0
-
-    def _end(self, lease: Lease) -> None:
-        del self._leases[lease.token]
-        i = self._index[lease.node.name]
-        self._leased_groups[i] -= lease.num_groups if self._wiring.takes_groups[i] else 0
-
-    def holds(self, lease: Lease) -> bool:
-        """Whether the lease is neither finished nor released."""
-        return self._leases.get(lease.token) is lease
-
-    def is_void(self, token: int) -> bool:
-        """Whether a lease of this number was released, or is not granted yet (it was in a future that was given up)."""
-        return token in self._void or token >= self._next_token
-
-    @property
-    def leases(self) -> list[Lease]:
-        """Leases that are neither finished nor released, oldest first."""
-        return list(self._leases.values())
-
-    def _check(self, lease: Lease) -> None:
-        if not self.holds(lease):
-            self.late += 1
-            why = self._void.get(lease.token)
-            raise LeaseError(
-                f"lease {lease.token} of node {lease.node.name!r} was released or finished before{f' ({why})' if why else ''}"
-            )
-
-
-def int64_array(numbers: Sequence[int] | None) -> Any:
-    return None if numbers is None else np.array(numbers, np.int64)
+        quorums = self.live.quorum_deadlines
+        due = [quorums[0][0]] if quorums else []
+        if self.leases.next_deadline is not None:
+            due.append(self.leases.next_deadline)
+        return min(due, default=None)

@@ -2,12 +2,12 @@
 
     1f0c5a33 {"do":"claim","graph":"train","lease":7,"node":"reward.score","ids":[4096,4097]}
 
-The checksum is the CRC-32 of this record, started from that of the record before: a torn, changed, missing or repeated
-line shows, and what stands before it is still proven. Records are written together (group commit): `append` costs no
-system call, `commit` one. A position in the log is a number of bytes; a checkpoint names one.
+The checksum is the CRC-32 of this record, started from the checksum of the record before. A torn, changed, missing or repeated
+line is detected, and the lines before it are known to be sound. Records are written together (group commit): `append` makes no
+system call, `commit` makes one. A position in the log is a number of bytes; a checkpoint names one.
 
-A log has one writer. Whoever goes on with it copies what it keeps into a new file, and gives that the name of the old one: a
-writer that was taken for dead and still lives appends to a file without a name. A `Fence` tells it so before each commit.
+A log has one writer. A new writer copies what it keeps into a new file, which replaces the old one. A previous writer that is still
+alive then appends to a file without a name; a `Fence` tells it that it was replaced before it acts on its records.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from ..graph import Graph
 from .disk import PARTIAL, Disk, remove
 
 Record = Mapping[str, Any]
-"""What happened: `do` says what, the rest depends on it. Values are those of JSON."""
+"""An event: `do` names its kind, and the other fields depend on the kind. Values are those of JSON."""
 
-FORMAT = 2
-"""Of the records of a log and of the graphs described in it. In format 1, all rows made of a parent came together."""
+FORMAT = 3
+"""Format of the records of a log and of the graphs described in it. In format 1, all rows made of a parent came together. In format 2,
+rows were issued in a `round`, which is a `step` now."""
 
 _CHUNK_BYTES = 4 << 20
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -45,14 +46,18 @@ class Position:
 
 
 class Fence(Protocol):
-    """What keeps a run to one writer."""
+    """Ensures that a run has only one writer."""
 
     def check(self) -> None:
-        """See that this process may write; raises TakenOverError when another one does."""
+        """Check that this process may write.
+
+        Raises:
+            TakenOverError: another process has taken the run over.
+        """
         ...
 
     def record(self) -> Record:
-        """What the log says of the writer that begins here: `do` is "epoch", and `epoch` is larger than all before it."""
+        """The first record of this writer: `do` is "epoch", and `epoch` is larger than all earlier ones."""
         ...
 
 
@@ -69,23 +74,27 @@ class Log:
         clock: Callable[[], float] = time.monotonic,
         fence: Fence | None = None,
     ) -> None:
-        """Whatever stands behind `at` is cut off, and kept beside the log as `NAME.cut-OFFSET`.
+        """Records after `at` are cut off, and kept beside the log as `NAME.cut-OFFSET`.
 
         Args:
-            sync_interval_s: how much of the log the loss of power may cost at most; the death of a process costs nothing
+            path: the file of the log.
+            at: where the log goes on.
+            sync_interval_s: at most this many seconds of the log are lost in a power loss. The death of a process loses nothing
                 that was committed.
-            fence: asked before each commit; its record is the first that this writer appends.
+            disk: the disk that the log is written to; None: the real one.
+            clock: seconds, for `sync_interval_s`.
+            fence: checked by `commit`; its record is the first that this writer appends.
         """
         self.path = path
         self._disk = disk or Disk()
         self._clock = clock
         self._sync_interval_s = sync_interval_s
         self._pending: tuple[int, list[bytes]] = at.offset, []
-        """What is not written yet, and where it goes: one value, so that an interrupt (Ctrl-C) finds it whole."""
+        """The lines that are not written yet, and where they go: one value, so that an interrupt (Ctrl-C) cannot separate them."""
         self._torn = False
-        """Something may stand behind the place where what is pending goes."""
+        """Part of a failed write may stand where the pending lines go."""
         self.position = at
-        """The end of what was appended, committed or not."""
+        """The end of the appended records, committed or not."""
         self._unsynced = False
         self._fence = fence
         if path.exists():
@@ -96,7 +105,7 @@ class Log:
             self.append(fence.record())
 
     def _begin_file(self, size: int) -> int:
-        """A file of this writer's own in the place of the log, with so much of what is there; whole at every moment."""
+        """Replace the log, atomically, by a file of this writer that holds this many bytes of it."""
         unnamed = self.path.with_name(self.path.name + PARTIAL)
         remove(unnamed)
         descriptor = self._disk.open(unnamed)
@@ -127,18 +136,25 @@ class Log:
             self._disk.write_whole(kept, cut)
 
     def append(self, record: Record) -> None:
-        """Note what happened; it is on disk after the next `commit`."""
+        """Add a record, which the next `commit` writes."""
         line = _line(record, self.position.checksum)
         self._pending[1].append(line)
         self.position = Position(self.position.offset + len(line), int(line[:8], 16))
 
-    def commit(self, *, sync: bool = False) -> None:
-        """Write what was appended, all at once; `sync` it, or when the last time is longer ago than the interval.
+    def commit(self, *, sync: bool = False, fenced: bool = True) -> None:
+        """Write the appended records with one system call.
+
+        Args:
+            sync: sync the file as well; it is also synced when the last sync is longer ago than the interval.
+            fenced: check first that this process still owns the log. Without it, nothing may act on the records before the next fenced
+                commit: a writer that was taken over appends them to a file without a name.
 
         Raises:
-            TakenOverError: another process writes the log by now.
+            TakenOverError: another process has taken the log over.
+            OSError: the disk is full, for example. The records are written by the next commit.
         """
-        self._check()
+        if fenced:
+            self._check()
         offset, lines = self._pending
         if self._torn:
             self._disk.truncate(self._descriptor, offset)
@@ -149,7 +165,7 @@ class Log:
             try:
                 self._disk.write(self._descriptor, data)
                 self._pending = offset + len(data), []
-            except OSError:  # the disk is full, say: what was written of it goes, and is written again next time
+            except OSError:  # for example, the disk is full: the next commit writes all of it again
                 self._disk.truncate(self._descriptor, offset)
                 raise
             self._torn = False
@@ -159,7 +175,7 @@ class Log:
             self._unsynced = False
 
     def _check(self) -> None:
-        if self._descriptor < 0:  # closed: there is nothing to write
+        if self._descriptor < 0:  # closed: nothing is pending
             return
         if self._fence is not None:
             self._fence.check()
@@ -169,11 +185,11 @@ class Log:
             own = False
         if not own:
             raise TakenOverError(
-                f"{self.path} is not the file any more that this process writes: another one goes on with it"
+                f"{self.path} is not the file that this process writes any more: another process goes on with it"
             )
 
     def close(self) -> None:
-        """Commit, sync, and let go of the file."""
+        """Commit, sync, and close the file."""
         if self._descriptor >= 0:
             try:
                 self.commit(sync=True)
@@ -183,9 +199,9 @@ class Log:
 
 
 class LogReader:
-    """The records of a log, in order, as far as they are sound; safe to use on a log that is being written.
+    """The sound records of a log, in order. The log may be written at the same time.
 
-    After the iteration, `end` is the position behind the last sound record, and `damage` says what is wrong there.
+    After the iteration, `end` is the position after the last sound record, and `damage` describes what is wrong there.
     """
 
     def __init__(self, path: Path, start: Position = Position()) -> None:
@@ -217,12 +233,12 @@ class LogReader:
 
 
 def graph_record(name: str, outline: Record) -> Record:
-    """The record with which a log describes a graph of its run, and says of which format it is."""
+    """The record that describes a graph of the run and gives the format of the log."""
     return {"do": "graph", "graph": name, "format": FORMAT, "outline": outline}
 
 
 def described_graph(record: Record) -> Graph:
-    """The graph that a record describes: a checker or a ledger can walk it, and nobody can run it.
+    """The graph that a record describes. A checker or a ledger can walk it, but it cannot be run.
 
     Raises:
         FormatError: another version of Weft wrote the log.
@@ -236,7 +252,7 @@ def described_graph(record: Record) -> Graph:
 
 
 def has_position(path: Path, position: Position) -> bool:
-    """Whether a record of the log ends there, with this checksum: a log that was cut and went on otherwise has another."""
+    """Whether a record of the log ends at this position, with this checksum. The checksum differs if the log was cut and then went on."""
     if not position.offset:
         return not position.checksum
     with path.open("rb") as file:
@@ -252,7 +268,7 @@ def has_position(path: Path, position: Position) -> bool:
 
 
 def last_epoch(path: Path) -> int:
-    """The largest epoch that a log knows of; 0 without any."""
+    """The largest epoch in a log; 0 if it has none."""
     try:
         return max((r["epoch"] for r in LogReader(path) if r.get("do") == "epoch"), default=0)
     except OSError:
@@ -260,8 +276,17 @@ def last_epoch(path: Path) -> int:
 
 
 def find_fork(path: Path, damage: Position, *, look_back: int = 1000) -> int | None:
-    """Where the record that cannot follow at `damage` goes on from: the place of an earlier record, if it was written by somebody who
-    did not know of what stands between."""
+    """Find out whether two writers appended to a log.
+
+    Args:
+        path: the log.
+        damage: the end of its sound records.
+        look_back: how many of the last sound records are tried.
+
+    Returns:
+        Byte at which the earlier record ends that the damaged one follows, written by a process that did not know the records in
+        between; None if there is none.
+    """
     reader = LogReader(path)
     places = deque([reader.end], look_back)
     for _ in reader:
@@ -274,9 +299,9 @@ def find_fork(path: Path, damage: Position, *, look_back: int = 1000) -> int | N
 
 
 def write_checkpoint(path: Path, position: Position, records: Iterable[Record], *, disk: Disk | None = None) -> None:
-    """Write a state as records, atomically: `path` is whole or what it was before, at every moment.
+    """Write a state as records; `path` is replaced atomically.
 
-    The first line names the position in the log that the state belongs to, the last one counts the records.
+    The first line names the position in the log that the state belongs to, and the last one the number of records.
     """
     checksum, lines = 0, []
     start = {"do": "checkpoint", "offset": position.offset, "checksum": position.checksum}
@@ -291,7 +316,7 @@ def read_checkpoint(path: Path) -> tuple[Position, list[dict[str, Any]]]:
     """The position and the records of a checkpoint.
 
     Raises:
-        ValueError: naming the file, the place and what is wrong there.
+        ValueError: the checkpoint is damaged; the message names the file and the place.
     """
     reader = LogReader(path)
     records = list(reader)

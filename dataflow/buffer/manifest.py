@@ -1,8 +1,8 @@
-"""Manifest: what every file below a folder must be, so that a checkpoint is known to be whole before it is read.
+"""Manifest: the size and checksum of every file below a folder, so that a checkpoint is known to be complete before it is read.
 
     {"files": {"actor/rank_0.json": {"bytes": 8112, "xxh3_64": "0f3c…"}, …}, "xxh3_64": "77ab…"}
 
-The checksum at the end is that of the list of files, and the text has one form only: any changed byte of the manifest shows.
+The checksum at the end covers the list of files, and the text has only one form: a change of any byte of the manifest is detected.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ MANIFEST = "manifest.json"
 _PARTIAL = MANIFEST + PARTIAL
 _CHUNK_BYTES = 4 << 20
 _THREADS = 4
-"""Files that are read at once: reading and hashing both leave other threads alone."""
+"""Files that are read at the same time. Reading and hashing both release the interpreter's lock."""
 
 _Entry = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Damage:
-    """What is wrong with one file of a folder."""
+    """A problem with one file of a folder."""
 
     file: str
-    """Below the folder, with `/` between the parts."""
+    """Path below the folder, with `/` between its parts."""
     problem: str
 
     def __str__(self) -> str:
@@ -41,11 +41,16 @@ class Damage:
 
 
 def write_manifest(folder: Path, *, disk: Disk | None = None, advance: Callable[[], None] = lambda: None) -> None:
-    """Sync every file below the folder, then write what each of them is; the manifest itself comes last, atomically. Nobody
-    else may read any of it. `advance` is called now and then while files are read.
+    """Sync every file below a folder and make it private, then write their sizes and checksums. The manifest is written last,
+    atomically.
+
+    Args:
+        folder: the folder of the files; an earlier manifest in it is removed first.
+        disk: the disk that syncs and writes; None: the real one.
+        advance: called after each chunk that is read, from several threads.
 
     Raises:
-        OSError: a file cannot be read, or the disk is full; there is no manifest then.
+        OSError: a file cannot be read, or the disk is full. There is then no manifest.
     """
     disk = disk or Disk()
     (folder / MANIFEST).unlink(missing_ok=True)
@@ -60,11 +65,12 @@ def write_manifest(folder: Path, *, disk: Disk | None = None, advance: Callable[
     disk.write_whole(folder / MANIFEST, _render(files))
 
 
-def verify(folder: Path) -> list[Damage]:
-    """Everything that is wrong below the folder, by file; empty when all of it is as it was written.
+def verify_manifest(folder: Path) -> list[Damage]:
+    """Compare the files below a folder with its manifest.
 
-    Files that are missing, of another size, changed, unreadable, or not in the manifest are each named. When the manifest
-    itself is damaged, that is all that is said: nothing else is known.
+    Returns:
+        The damage, sorted by file; empty when every file is as it was written. A file is named when it is missing, changed,
+        unreadable, of another size, or not in the manifest. When the manifest itself is damaged, only that is named.
     """
     try:
         written = (folder / MANIFEST).read_bytes()
@@ -74,7 +80,7 @@ def verify(folder: Path) -> list[Damage]:
         return [Damage(MANIFEST, f"cannot be read: {error.strerror}")]
     files = _parse(written)
     if files is None:
-        return [Damage(MANIFEST, f"is damaged: its {len(written)} bytes do not have the checksum that they name")]
+        return [Damage(MANIFEST, f"is damaged: its {len(written)} bytes do not have the checksum that it names")]
     found = set(_files(folder))
     strange = [Damage(name, "is not in the manifest") for name in found - files.keys()]
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -84,7 +90,7 @@ def verify(folder: Path) -> list[Damage]:
 
 
 def _check(folder: Path, name: str, entry: _Entry) -> str:
-    """What is wrong with a file, or nothing."""
+    """The problem with a file; empty when there is none."""
     try:
         size = (folder / name).stat().st_size
         if size != entry["bytes"]:
@@ -112,7 +118,7 @@ def _describe(path: Path, sync: Disk | None = None, advance: Callable[[], None] 
 
 
 def _files(folder: Path) -> list[str]:
-    """Every file below the folder but its manifest; a link is taken for what it points to."""
+    """Every file below the folder except its manifest. Links are followed."""
     found: Iterable[Path] = (path for path in folder.rglob("*") if not path.is_dir())
     return sorted(name for path in found if (name := path.relative_to(folder).as_posix()) != MANIFEST)
 

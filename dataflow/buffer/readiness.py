@@ -1,36 +1,39 @@
 """Readiness: what the nodes of a graph can claim now, and what is left for them to do.
 
-    a row at a node that takes rows          blocked ──offer_row──> ready ──take_rows──> leased ──> done
-    a group at a node that takes groups      gathering ──offer_group──> ready ──claim_group──> claimed
-                                                           ^              │ └──hold──> held (too old for the bound) ──offer_group──> ready
-                                                           └─unclaim_group┘
+    a row at a node that takes rows        RowState:    blocked ──offer_row──> ready ──take_rows──> leased ──> done
+    a group at a node that takes groups    GroupState:  gathering ──offer_group──> ready ──next_group, claim_group──> claimed
+                                                                        held <──hold_group──┘
 
-Everything here follows from the rows and groups in flight: a ledger that is loaded from them has the same (`==`).
+Invariant: all of it follows from the groups in flight. What `Readiness.of` makes of them is what was kept event by event.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from .rows import Group, Row
+from ..node import Node
+from .rows import Group, GroupState, Row, RowState
 from .wiring import Wiring
 
 
 def row_order(row: Row) -> tuple[int, int]:
-    """The smallest is the first of the rows that a node claims: those of the oldest group come first, in order of their sample ids."""
+    """Sort key of the rows that a node claims: the oldest group comes first, and its rows in order of their sample ids."""
     return row.group.id, row.id
 
 
 def group_order(group: Group) -> int:
-    """The smallest is the first of the groups that a node claims: the oldest. The checker's rules and the replay of a log rely on it."""
+    """Sort key of the groups that a node claims: the oldest comes first. The checker's rules and the replay of a log rely on it."""
     return group.id
 
 
 class Readiness:
-    """Counts and queues by node, kept at each event. An entry of a queue whose row or group was taken away stays until it comes up."""
+    """Counts and queues by node, kept at each event.
+
+    An entry of a queue whose row or group was taken away stays until it comes up, and counts for nothing.
+    """
 
     def __init__(self, wiring: Wiring) -> None:
         number = len(wiring.graph.nodes)
@@ -39,29 +42,49 @@ class Readiness:
         """Heaps of `row_order`."""
         self.group_queues: list[list[int]] = [[] for _ in range(number)]
         """Heaps of `group_order`."""
-        self.rows = [0] * number
+        self.num_rows = [0] * number
         """Rows that are ready; of a node that takes groups, those of groups that are ready."""
-        self.groups = [0] * number
+        self.num_groups = [0] * number
         """Groups that are ready."""
-        self.held: list[list[int]] = [[] for _ in range(number)]
-        """Groups that are too old and wait for a larger bound."""
-        self.unclaimed = [0] * number
+        self.num_unclaimed = [0] * number
         """Groups in flight that a node which takes groups has not claimed."""
+        self.held_groups: list[set[int]] = [set() for _ in range(number)]
+        """Groups that are too old and wait for a larger bound."""
         self.unclaimed_of: list[Counter[int]] = [Counter() for _ in range(number)]
         """Of an update: unclaimed groups by the version at which their generation began."""
         self.offered_of: list[Counter[int]] = [Counter() for _ in range(number)]
-        """Those of them that were offered."""
+        """The groups among these that were offered."""
         self.todo = [0] * number
-        """Rows in flight that a node is not done with, and will see."""
+        """Rows in flight that a node has still to finish."""
         self.unfinished_levels = [0] * wiring.num_levels
-        """Groups of which more rows of a level can come."""
+        """Number of groups in which more rows of a level can come."""
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Readiness) and self.counts() == other.counts()
+    @classmethod
+    def of(cls, wiring: Wiring, groups: Iterable[Group]) -> Readiness:
+        """The readiness of these groups, computed from the states of their rows."""
+        readiness = cls(wiring)
+        for group in groups:
+            readiness._add(group)
+        return readiness
 
-    def counts(self) -> Mapping[str, Any]:
-        """All but the queues, in which entries may be left over."""
-        return {name: value for name, value in vars(self).items() if not name.endswith("_queues") and name != "_wiring"}
+    def _add(self, group: Group) -> None:
+        self.tally(group, 1)
+        for level, complete in enumerate(group.complete):
+            self.unfinished_levels[level] += not complete
+        for i, node in enumerate(self._wiring.graph.nodes):
+            rows = group.levels[node.level]
+            self.todo[i] += sum(row.awaits(i) for row in rows)
+            if not self._wiring.takes_groups[i]:
+                for row in rows:
+                    if row.state(i) is RowState.READY:
+                        self.offer_row(row, i)
+                continue
+            state = group.state(i)
+            self.num_unclaimed[i] += state is not GroupState.CLAIMED
+            if state is GroupState.HELD:
+                self.held_groups[i].add(group.id)
+            elif state is GroupState.READY:
+                self._enqueue(group, i)
 
     # Groups and rows come and go
 
@@ -69,12 +92,12 @@ class Readiness:
         for level in range(1, len(self.unfinished_levels)):
             self.unfinished_levels[level] += 1
         for i, takes_groups in enumerate(self._wiring.takes_groups):
-            self.unclaimed[i] += takes_groups
+            self.num_unclaimed[i] += takes_groups
 
     def close_group(self, group: Group) -> None:
         self.tally(group, -1)
         for i, takes_groups in enumerate(self._wiring.takes_groups):
-            self.unclaimed[i] -= takes_groups and not group.claimed >> i & 1
+            self.num_unclaimed[i] -= takes_groups and not group.claimed >> i & 1
 
     def set_version(self, group: Group, version: int | None) -> None:
         """The generation of a group begins under the weights of this version; None: it has not begun."""
@@ -98,7 +121,7 @@ class Readiness:
     def offer_row(self, row: Row, i: int) -> None:
         """A row is ready for node i."""
         heapq.heappush(self.row_queues[i], row_order(row))
-        self.rows[i] += 1
+        self.num_rows[i] += 1
 
     def take_rows(self, i: int, number: int | None, known: Mapping[int, Row]) -> list[Row]:
         """At most so many of the rows in flight that are ready for node i, in `row_order`."""
@@ -113,40 +136,71 @@ class Readiness:
                 rows.append(row)
                 if len(rows) == number:
                     break
-        self.rows[i] -= len(rows)
+        self.num_rows[i] -= len(rows)
         return rows
 
     # Groups
 
-    def rows_of(self, group: Group, i: int) -> int:
-        """Rows of a group that are ready for node i, to which it is offered."""
-        if self._wiring.quorum[i]:
-            return min(group.ready[i], self._wiring.quorum[i])
-        return len(group.levels[self._wiring.graph.nodes[i].level]) - group.skipped[i]
+    def offered_rows(self, group: Group, i: int) -> list[Row]:
+        """The rows of a group that node i, to which it is offered, gets; in order of their sample ids."""
+        quorum = self._wiring.quorum[i]
+        if quorum:
+            return sorted((group.order or {})[i][:quorum], key=_id)
+        return sorted((r for r in group.levels[self._wiring.level[i]] if not r.skipped >> i & 1), key=_id)
+
+    def num_offered(self, group: Group, i: int) -> int:
+        """How many these are."""
+        quorum = self._wiring.quorum[i]
+        if quorum:
+            return min(group.ready[i], quorum)
+        return len(group.levels[self._wiring.level[i]]) - group.skipped[i]
 
     def offer_group(self, group: Group, i: int) -> None:
         """A group is ready for node i."""
         self.tally(group, -1)
         group.offered |= 1 << i
         self.tally(group, 1)
+        self._enqueue(group, i)
+
+    def _enqueue(self, group: Group, i: int) -> None:
         heapq.heappush(self.group_queues[i], group_order(group))
-        self.groups[i] += 1
-        self.rows[i] += self.rows_of(group, i)
+        self.num_groups[i] += 1
+        self.num_rows[i] += self.num_offered(group, i)
+
+    def next_group(self, i: int, known: Mapping[int, Group]) -> Group | None:
+        """The first of the groups in flight that are ready for node i, in `group_order`; it is withdrawn."""
+        queue = self.group_queues[i]
+        while queue:
+            group = known.get(heapq.heappop(queue))
+            if group is not None and group.state(i) is GroupState.READY:
+                self.withdraw_group(group, i)
+                return group
+        return None
 
     def withdraw_group(self, group: Group, i: int) -> None:
         """A group is not ready for node i any more."""
-        self.rows[i] -= self.rows_of(group, i)
-        self.groups[i] -= 1
+        self.num_rows[i] -= self.num_offered(group, i)
+        self.num_groups[i] -= 1
+
+    def hold_group(self, group: Group, i: int) -> None:
+        """A group that was withdrawn is too old for node i, and waits for a larger bound."""
+        group.held |= 1 << i
+        self.held_groups[i].add(group.id)
+
+    def unhold_group(self, group: Group, i: int) -> None:
+        """A group waits no longer for a larger bound of node i."""
+        group.held &= ~(1 << i)
+        self.held_groups[i].remove(group.id)
 
     def claim_group(self, group: Group, i: int) -> None:
         """Node i has a group that was withdrawn."""
         self._set_claimed(group, group.claimed | 1 << i)
-        self.unclaimed[i] -= 1
+        self.num_unclaimed[i] -= 1
 
     def unclaim_group(self, group: Group, i: int) -> None:
         """Node i gives a group back, which is ready for it again."""
         self._set_claimed(group, group.claimed & ~(1 << i))
-        self.unclaimed[i] += 1
+        self.num_unclaimed[i] += 1
         self.offer_group(group, i)
 
     def _set_claimed(self, group: Group, mask: int) -> None:
@@ -156,30 +210,46 @@ class Readiness:
 
     # What may be asked
 
-    def is_settled(self, i: int) -> bool:
-        """Everything issued so far that will reach node i is ready for it, and none of it is leased."""
+    def ready(self, node: Node) -> int:
+        """Rows that a claim on this node could get now."""
+        return self.num_rows[self._wiring.index[node.name]]
+
+    def ready_groups(self, node: Node) -> int:
+        """Groups that a claim on this node could get now (nodes that take groups or batches)."""
+        return self.num_groups[self._wiring.index[node.name]]
+
+    def unclaimed(self, node: Node) -> int:
+        """Groups in flight that this node (which takes groups or batches) has not claimed."""
+        return self.num_unclaimed[self._wiring.index[node.name]]
+
+    def held(self, node: Node) -> int:
+        """Groups that are too old for this node and wait for a larger bound."""
+        return len(self.held_groups[self._wiring.index[node.name]])
+
+    def settled(self, node: Node) -> bool:
+        """Everything issued so far that will reach this node is ready for it, and none of it is leased."""
+        i = self._wiring.index[node.name]
         if self._wiring.quorum[i]:
-            return self.groups[i] == self.unclaimed[i] > 0
-        return self.todo[i] > 0 and self._no_more_rows(i) and self.rows[i] == self.todo[i]
+            return self.num_groups[i] == self.num_unclaimed[i] > 0
+        return self.todo[i] > 0 and self.unfinished_levels[node.level] == 0 and self.num_rows[i] == self.todo[i]
 
-    def is_exhausted(self, i: int) -> bool:
-        """Nothing issued so far is left for node i to do."""
-        return self.todo[i] == 0 and self._no_more_rows(i)
+    def exhausted(self, node: Node) -> bool:
+        """Nothing issued so far is left for this node to do."""
+        return self.todo[self._wiring.index[node.name]] == 0 and self.unfinished_levels[node.level] == 0
 
-    def _no_more_rows(self, i: int) -> bool:
-        return self.unfinished_levels[self._wiring.graph.nodes[i].level] == 0
-
-    def groups_until(self, i: int, version: int) -> tuple[int, int]:
-        """Unclaimed groups whose generation began at this version or before, and how many of them were offered to node i."""
+    def groups_until(self, node: Node, version: int) -> tuple[int, int]:
+        """Groups whose generation began at this version or before and that this node (which updates) has not claimed:
+        how many, and how many of them were offered to it."""
+        i = self._wiring.index[node.name]
         unclaimed, offered = self.unclaimed_of[i], self.offered_of[i]
         return sum(unclaimed[v] for v in unclaimed if v <= version), sum(offered[v] for v in offered if v <= version)
-
-    def is_empty(self, but: Collection[str] = ()) -> bool:
-        """Nothing of any row is left, in the queues neither."""
-        return not any(any(value) for name, value in vars(self).items() if name not in ("_wiring", *but))
 
 
 def _popped(heap: list[Any]) -> Iterator[Any]:
     """The entries of a heap, smallest first, each taken off when it is asked for."""
     while heap:
         yield heapq.heappop(heap)
+
+
+def _id(row: Row) -> int:
+    return row.id

@@ -1,24 +1,13 @@
-"""Rows: what the ledger keeps of each row and group, what it lends out, and what it is told. No token is among it."""
+"""Rows: what the ledger keeps of each row and group. No token is among it."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Literal
 
-import numpy as np
-
-from ..node import Node
 from .segments import Segment
 
 MAX_CHILDREN = 4096
 """Most rows that one row may be expanded into: sample ids are set aside before it is known."""
-
-Fate = Literal["wait", "mask", "requeue", "drop"]
-"""What becomes of a group that is too old when an update claims it. It waits for a larger bound; is trained on with every
-token masked (it still counts in its group's statistics); is dropped, and its prompt issued again; or is dropped."""
 
 
 class Ids:
@@ -61,8 +50,31 @@ class RowState(enum.Enum):
     """The node never sees it: a filter left it out, a quorum did without it, it was too old, or it was lost."""
 
 
+class GroupState(enum.Enum):
+    """Where a group stands at a node that takes groups or batches.
+
+    GATHERING ──offer──> READY ──claim──> CLAIMED
+                         │ ^ │ ^──release───┘
+               too old, ─┘ │ └─all its rows are dropped──> DROPPED
+               it waits    │
+                 HELD ─────┘ a later claim allows its age
+    """
+
+    GATHERING = "gathering"
+    """More of its rows may become ready."""
+    READY = "ready"
+    """Complete, or its quorum is reached, and a claim gets it."""
+    HELD = "held"
+    """Too old for the bound of the claims so far, and waiting for a larger one."""
+    CLAIMED = "claimed"
+    """Leased, or done."""
+    DROPPED = "dropped"
+    """It was offered, and none of its rows is left."""
+
+
 class Part:
-    """A segment, how many rows were written into it, and how many of them are in flight."""
+    """What one call of a node wrote, as the ledger keeps it: the segment, how many rows it has, and how many of them are in flight.
+    All rows of the call share it; when the last of them is finished, the segment is freed."""
 
     __slots__ = ("rows", "segment", "written")
 
@@ -84,6 +96,7 @@ class Row:
         "id",
         "leased",
         "level",
+        "made_under",
         "offered",
         "parent",
         "parts",
@@ -113,6 +126,9 @@ class Row:
         self.first_children: dict[int, int] | None = None
         """Level -> where the MAX_CHILDREN sample ids begin that are set aside for the rows of this level made of this row."""
 
+        self.made_under: dict[int, int] | None = None
+        """Level -> token of the latest lease under which rows of this level are made of it."""
+
     def state(self, i: int) -> RowState:
         """Its state at node i, which is of its level."""
         if self.done >> i & 1:
@@ -122,6 +138,10 @@ class Row:
         if self.skipped >> i & 1:
             return RowState.DROPPED
         return RowState.READY if self.offered >> i & 1 else RowState.BLOCKED
+
+    def awaits(self, i: int) -> bool:
+        """Whether node i has still to finish it: it is blocked, ready or leased there."""
+        return not (self.done | self.skipped) >> i & 1
 
     def ancestor(self, level: int) -> Row:
         """The row of a level that this one comes from, or itself."""
@@ -163,40 +183,43 @@ class Group:
         "closed",
         "complete",
         "expanded",
+        "held",
         "id",
+        "issued_in",
         "levels",
         "offered",
         "open",
         "order",
         "ready",
         "rested",
-        "round",
         "skipped",
-        "step",
         "tokens",
+        "trained_in",
         "version",
     )
 
-    def __init__(self, id: int, round: int, tokens: int, num_levels: int, num_nodes: int) -> None:
+    def __init__(self, id: int, step: int, tokens: int, num_levels: int, num_nodes: int) -> None:
         self.id = id
-        self.round = round
+        self.issued_in = step
+        """The step in which it was issued."""
+        self.trained_in: int | None = None
+        """The step whose update trained it, the last one if several did."""
         self.tokens = tokens
-        """Of the row that was issued, as it was issued."""
+        """Tokens of the issued row when it was issued."""
         self.version: int | None = None
         """Policy version of the weights when its generation began."""
         self.levels: list[list[Row]] = [[] for _ in range(num_levels)]
         self.complete = [False] * num_levels
         """No more rows of this level can come."""
-        self.offered = self.claimed = self.closed = 0
-        """Masks of the nodes that it was offered to, that have claimed it, and that have chosen their quorum of it."""
+        self.offered = self.held = self.claimed = self.closed = 0
+        """Masks of the nodes that it was offered to, for which it is too old and waits, that have claimed it, and that have chosen
+        their quorum of it."""
         self.open = 0
         """(row, node) pairs not yet done or skipped."""
         self.behind = 0
-        """Those of them whose node follows behind."""
+        """The pairs among them whose node follows behind."""
         self.rested = False
         """Nothing is left to do with it but what follows behind."""
-        self.step: int | None = None
-        """The step whose update trained it, the last one if several did."""
         self.ready = [0] * num_nodes
         """Rows offered to each node."""
         self.skipped = [0] * num_nodes
@@ -206,112 +229,12 @@ class Group:
         self.order: dict[int, list[Row]] | None = None
         """Node with a quorum -> its rows in the order in which they became ready."""
 
-
-@dataclass
-class Lease:
-    """Rows claimed by one node. `token` fences: whoever holds an old one is refused."""
-
-    token: int
-    node: Node
-    rows: list[Row]
-    holder: str = ""
-    """Who works on them, for messages."""
-    deadline: float | None = None
-    """When the rows go back, in seconds of the ledger's clock."""
-    masked: frozenset[int] = frozenset()
-    """Rows that are too old to be trained on, and are to be masked."""
-    open: dict[int, Row] = field(default_factory=dict)
-    """Rows not yet published, by sample id; of an EXPAND, the parents that are not finished."""
-    given_up: set[int] = field(default_factory=set)
-    """Parents that a quorum finished without the rest of their rows: what is still made of them is let go."""
-    staged: list[tuple[list[int], Published, Segment | None]] = field(default_factory=list)
-    """What was published of it and does not count yet (nodes that take groups): rows (parents of an EXPAND) and data."""
-
-    @property
-    def first_children(self) -> np.ndarray:
-        """[rows] int64 where the MAX_CHILDREN sample ids begin that are set aside for the rows made of each (EXPAND only)."""
-        level = self.node.makes_level
-        return np.array([row.first_children[level] for row in self.rows if row.first_children and level], np.int64)
-
-    @property
-    def round(self) -> int:
-        """The round in which its first row was issued."""
-        return self.rows[0].group.round
-
-    @cached_property
-    def num_groups(self) -> int:
-        return len({r.group.id for r in self.rows})
-
-    @property
-    def ids(self) -> np.ndarray:
-        return np.fromiter((r.id for r in self.rows), np.int64, len(self.rows))
-
-    @property
-    def group_ids(self) -> np.ndarray:
-        return np.fromiter((r.group.id for r in self.rows), np.int64, len(self.rows))
-
-    @property
-    def parent_ids(self) -> np.ndarray:
-        return np.fromiter((r.parent.id if r.parent else r.id for r in self.rows), np.int64, len(self.rows))
-
-    @property
-    def num_tokens(self) -> np.ndarray:
-        return np.fromiter((r.tokens for r in self.rows), np.int64, len(self.rows))
-
-    @property
-    def versions(self) -> np.ndarray:
-        """[rows] int64 oldest policy version of each row; -1 where no policy made it."""
-        return np.fromiter((-1 if r.version is None else r.version for r in self.rows), np.int64, len(self.rows))
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Where a consumer finds some columns of its rows: by `keys` (one per row, in order) among the segments.
-
-    `keys` are sample ids, or, when `by_position`, row numbers of the one segment that holds the source.
-    """
-
-    columns: tuple[str, ...]
-    keys: np.ndarray
-    segments: tuple[Segment, ...]
-    by_position: bool = False
-
-
-@dataclass(frozen=True)
-class Published:
-    """What the ledger must be told of rows that a node has finished; `ids` names them in a map or a filter."""
-
-    ids: np.ndarray
-    """[rows] int64 sample ids."""
-    num_tokens: np.ndarray
-    """[rows] int64 tokens that these columns add to each row."""
-    versions: np.ndarray | None = None
-    """[rows] int64 oldest policy version in each row, when the node generated it."""
-    parents: np.ndarray | None = None
-    """[rows] int64 sample ids of the rows that these were made from (EXPAND only)."""
-    finished: np.ndarray | None = None
-    """int64 sample ids of the parents of which no more rows come (EXPAND only); None: of none."""
-    newest: int = -1
-    """Newest policy version of any token, when the node generated them; the log does without it."""
-
-    def without(self, parents: Container[int]) -> Published:
-        """The same but for what was made of these parents."""
-        assert self.parents is not None
-        kept = np.array([parent not in parents for parent in self.parents.tolist()], bool)
-        finished = None if self.finished is None else self.finished[[p not in parents for p in self.finished.tolist()]]
-        versions = None if self.versions is None else self.versions[kept]
-        return Published(self.ids[kept], self.num_tokens[kept], versions, self.parents[kept], finished, self.newest)
-
-
-@dataclass(frozen=True)
-class Staleness:
-    """How old the rows of an update may be, checked when they are claimed."""
-
-    version: int
-    """Of the weights that they are to train."""
-    bound: int
-    """Largest `version` minus that of a row's oldest token."""
-    fate: Fate = "wait"
-
-    def allows(self, rows: Sequence[Row]) -> bool:
-        return all(r.version is None or r.version < 0 or self.version - r.version <= self.bound for r in rows)
+    def state(self, i: int) -> GroupState:
+        """Its state at node i, which takes groups."""
+        if self.claimed >> i & 1:
+            return GroupState.CLAIMED
+        if self.held >> i & 1:
+            return GroupState.HELD
+        if not self.offered >> i & 1:
+            return GroupState.GATHERING
+        return GroupState.READY if self.ready[i] else GroupState.DROPPED

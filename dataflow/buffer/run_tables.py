@@ -24,9 +24,9 @@ from .disk import Disk, replacing
 
 STREAM, PARQUET = ".arrows", ".parquet"
 ROW_GROUP = 1 << 16
-"""Rows of the timeline that are held at once when it becomes a Parquet file."""
+"""Rows of the timeline in one row group of its Parquet file."""
 METRICS, TIMELINE = "metrics", "timeline"
-"""Names of the files without their endings."""
+"""Names of the files without their suffixes."""
 
 VALUES = pa.schema([("step", pa.float64()), ("name", pa.string()), ("value", pa.float64())])
 """Metrics as they are noted. Steps differ in what they measure, and some values of a step are measured after its end."""
@@ -42,7 +42,7 @@ CALLS = pa.schema(
         ("worker_s", pa.float64()),  # what the slowest rank itself took
         ("rows", pa.int64()),
         ("tokens", pa.int64()),
-        ("last", pa.bool_()),  # of an update that comes in parts: its batch is whole with this one
+        ("last", pa.bool_()),  # of an update in several calls: this one completes its batch
     ]
 )
 """The timeline: a row per call, in the order in which they ended."""
@@ -64,7 +64,11 @@ class TableStream:
         self._pending.append(row)
 
     def flush(self) -> None:
-        """Append what was added. If the disk is full, what was written of it is cut off, and the next flush tries again."""
+        """Append the added rows to the file.
+
+        Raises:
+            OSError: for example, the disk is full. A partly written message is cut off, and the next flush tries again.
+        """
         if not self._pending:
             return
         number = len(self._pending)
@@ -82,7 +86,7 @@ class TableStream:
         del self._pending[:number]
 
     def read(self) -> pa.Table:
-        """All rows so far, written or not. Another thread may add and flush meanwhile."""
+        """All rows so far, written or not. Another thread may add rows and flush at the same time."""
         pending = pa.Table.from_pylist(
             [dict(row) for row in self._pending], self.schema
         )  # first: a flush moves them to the file
@@ -99,7 +103,7 @@ class TableStream:
 
 
 def batches(path: Path) -> Iterator[pa.RecordBatch]:
-    """The complete messages of a stream; none where there is no file."""
+    """The complete messages of a stream; none if the file does not exist."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -113,7 +117,7 @@ def batches(path: Path) -> Iterator[pa.RecordBatch]:
 
 
 def by_step(table: pa.Table) -> list[dict[str, float]]:
-    """Rows of `VALUES` as a mapping for each step. A value that is noted again replaces the earlier one.
+    """Rows of `VALUES` as one mapping per step. A later value of a metric replaces an earlier one.
 
     >>> table = pa.Table.from_pylist([{"step": s, "name": n, "value": v} for s, n, v in [(0, "a", 1), (1, "a", 2), (0, "b", 3)]], VALUES)
     >>> by_step(table)
@@ -166,7 +170,7 @@ def _streamed(path: Path, schema: pa.Schema) -> pa.Table:
 
 
 def read_parquet(path: Path) -> pa.Table | None:
-    """The table of a file; None where there is none."""
+    """The table in a Parquet file; None if the file does not exist."""
     return pq.read_table(path) if path.is_file() else None
 
 
@@ -174,7 +178,7 @@ def read_parquet(path: Path) -> pa.Table | None:
 
 
 def to_parquet(run: Path) -> None:
-    """Turn the streams of a run that is over into Parquet files. At every moment, one of the two is there and complete."""
+    """Turn the streams of a finished run into Parquet files. At any moment, a complete table exists in one of the two forms."""
     _replace(run, METRICS, lambda: (t for t in [read_metrics(run)] if t is not None))
     _replace(run, TIMELINE, lambda: _row_groups(batches(run / f"{TIMELINE}{STREAM}")))
 
@@ -206,7 +210,13 @@ def _replace(run: Path, name: str, read: Callable[[], Iterable[pa.Table]]) -> No
 
 
 def begin_again(run: Path, name: str, table: pa.Table) -> None:
-    """Replace a table of a run that goes on by this one."""
+    """Replace a table of a run that goes on.
+
+    Args:
+        run: the folder of the run.
+        name: `METRICS` or `TIMELINE`.
+        table: the rows to keep, in the schema of the stream.
+    """
     stream = run / f"{name}{STREAM}"
     if len(table):
         parts = [table.schema, *table.combine_chunks().to_batches()]

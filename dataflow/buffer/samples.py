@@ -2,8 +2,8 @@
 
     runs/NAME/samples/train_000012.57.0.arrow     rows of the graph train and of step 12, written under lease 57 by rank 0
 
-A part is written under a lease of the recorder. The log says which leases were finished; a part of any other was being written when
-the run was killed, or is of a future that was given up when the run went back, and no reader takes it. So each row is there once.
+Each file is written under a lease of the recorder. The log tells which leases were finished. Readers skip the files of other leases: they
+were being written when the run was killed, or the run went back to a point before them. So each row appears once.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ import pyarrow.parquet as pq
 from ..errors import UserError
 from .disk import PARTIAL, replacing
 from .finished_leases import finished_leases
-from .sample_buffer import BUFFER, LOG
+from .folder import BUFFER, LOG
 
 FOLDER = "samples"
 NAME = re.compile(r"(?P<graph>.+)_(?P<step>\d+)\.(?P<lease>\d+)\.(?P<rank>\d+)\.arrow")
 
 
-def part_name(graph: str, step: int, lease: int, rank: int) -> str:
+def sample_file_name(graph: str, step: int, lease: int, rank: int) -> str:
     """The name of a file of samples.
 
-    >>> part_name("train", 12, lease=57, rank=0)
+    >>> sample_file_name("train", 12, lease=57, rank=0)
     'train_000012.57.0.arrow'
     """
     return f"{graph}_{step:06d}.{lease}.{rank}.arrow"
 
 
 @dataclass(frozen=True)
-class Part:
+class SampleFile:
     """A file of samples."""
 
     path: Path
@@ -44,42 +44,42 @@ class Part:
     lease: int
 
     def read(self) -> pa.Table:
-        """Its rows, with their graph and step.
+        """The rows of the file, with their graph and step.
 
         Raises:
-            OSError, pyarrow.ArrowException: it is damaged.
+            OSError, pyarrow.ArrowException: the file is damaged.
         """
         with pa.memory_map(str(self.path)) as file:
             table = pa.ipc.open_file(file).read_all()
-        table.validate(full=True)  # else whoever reads the values of a damaged one may go beyond them
+        table.validate(full=True)  # else reading the values of a damaged file may go out of bounds
         graph, step = pa.array([self.graph] * len(table), pa.string()), pa.array([self.step] * len(table), pa.int64())
         return table.add_column(0, "graph", graph).add_column(1, "step", step)
 
 
-def parts(run: Path) -> list[Part]:
-    """The files of samples of a run, whatever the log says of them; by graph and step."""
-    found: list[Part] = []
+def sample_files(run: Path) -> list[SampleFile]:
+    """All files of samples of a run, of finished leases and of others, sorted by graph and step."""
+    found: list[SampleFile] = []
     for path in (run / FOLDER).glob("*.arrow"):
         name = NAME.fullmatch(path.name)
         if name is not None and path.is_file():
-            found.append(Part(path, name["graph"], int(name["step"]), int(name["lease"])))
+            found.append(SampleFile(path, name["graph"], int(name["step"]), int(name["lease"])))
     return sorted(found, key=lambda part: (part.graph, part.step, part.lease, part.path.name))
 
 
-def unfinished_parts(run: Path) -> list[Path]:
-    """Files of parts that are being written, or were when their writer ended."""
+def unfinished_files(run: Path) -> list[Path]:
+    """Files that are being written, or that a writer left unfinished."""
     found = (run / FOLDER).glob(f"*{PARTIAL}")
     return [path for path in found if NAME.fullmatch(path.name.removesuffix(PARTIAL)) and path.is_file()]
 
 
-def recorded(run: Path) -> list[Part]:
-    """The files of samples whose leases were finished; all of them where the run has no log any more, or no recorder.
+def recorded(run: Path) -> list[SampleFile]:
+    """The files of samples whose leases were finished; all files if the run has no log any more, or no recorder.
 
     Raises:
         FormatError: another version of Weft wrote the log.
     """
     log = run / BUFFER / LOG
-    everything = parts(run)
+    everything = sample_files(run)
     if not everything or not log.is_file():
         return everything
     leases = finished_leases(log, lambda node: node.operation.behind)
@@ -89,8 +89,8 @@ def recorded(run: Path) -> list[Part]:
     return [part for part in everything if (part.graph, part.lease) in finished]
 
 
-def tables(found: Sequence[Part], notes: list[str]) -> Iterator[pa.Table]:
-    """The rows of each part; one that cannot be read is left out with a note."""
+def tables(found: Sequence[SampleFile], notes: list[str]) -> Iterator[pa.Table]:
+    """The rows of each file. A file that cannot be read is left out, with a line in `notes`."""
     for part in found:
         try:
             yield part.read()
@@ -99,16 +99,27 @@ def tables(found: Sequence[Part], notes: list[str]) -> Iterator[pa.Table]:
 
 
 def samples(run: Path, notes: list[str] | None = None) -> pa.Table | None:
-    """The samples that a run recorded, with the graph and step of each; None where it recorded none."""
+    """The samples that a run recorded, with their graph and step.
+
+    Args:
+        run: the folder of the run.
+        notes: gets a line for each file that could not be read.
+
+    Returns:
+        All samples as one table; None if the run recorded none.
+    """
     found = list(tables(recorded(run), [] if notes is None else notes))
     return pa.concat_tables(found, promote_options="permissive") if found else None
 
 
 def archive(run: Path) -> Path:
-    """All samples of a run as one Parquet file, compressed with zstd, beside their folder (which stays).
+    """Write all samples of a run to one Parquet file, compressed with zstd. The folder of samples stays.
+
+    Returns:
+        The path of the file, `samples.parquet` in the folder of the run.
 
     Raises:
-        UserError: when the run recorded none, or a part of them cannot be read.
+        UserError: the run recorded no samples, or a file of them cannot be read.
     """
     path = run / "samples.parquet"
     wrong: list[str] = []
@@ -121,6 +132,6 @@ def archive(run: Path) -> Path:
     schema = pa.unify_schemas(schemas, promote_options="permissive")
     with replacing(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
         for table in tables(found, wrong):
-            whole = pa.concat_tables([schema.empty_table(), table], promote_options="permissive")
-            writer.write_table(whole.select(schema.names).cast(schema))
+            complete = pa.concat_tables([schema.empty_table(), table], promote_options="permissive")
+            writer.write_table(complete.select(schema.names).cast(schema))
     return path

@@ -1,4 +1,4 @@
-"""The files that segments lie in: made, overwritten, recycled, evicted. `segments.py` says what is in them and why."""
+"""The files that hold segments: how they are made, overwritten, recycled and evicted. `segments.py` says what they contain."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .disk import make_folder
 
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 CHUNK_BYTES = 1 << 20  # hashed and then written while it is in the core's cache
-FETCHED = "fetched"  # the folder, inside a node's own, of the messages that were fetched from other nodes
-FREE = "free"  # the folder, inside a node's own, of the files that nobody needs, for writers to overwrite
-NEW = ".new"  # ends the name of a file that is being made
+FETCHED = "fetched"  # subfolder of a node's folder: messages fetched from other nodes
+FREE = "free"  # subfolder of a node's folder: files without live rows, for writers to overwrite
+NEW = ".new"  # suffix of a file that is being made
 MAX_FREE_BYTES = 4 * (64 << 20)
 MAX_FREE_FILES = 64
 
@@ -40,7 +40,7 @@ class StreamFile:
         self.message(pa.RecordBatch.from_pylist([], schema=schema))  # Arrow writes the schema with the first message
 
     def message(self, record: pa.RecordBatch) -> list[Any]:
-        """The message in pieces: its columns' own buffers, not copied, between small pieces of metadata and padding."""
+        """The pieces of a message: the buffers of its columns, not copied, between small pieces of metadata and padding."""
         self._writer.write_batch(record)
         return self._pieces.take()
 
@@ -73,23 +73,23 @@ class _Pieces:
 
 
 def chunks(pieces: Iterable[Any]) -> Iterator[list[Any]]:
-    """The pieces in order, cut and gathered to at most `CHUNK_BYTES` and 512 pieces for one call of the kernel."""
-    chunk, room = [], CHUNK_BYTES
+    """The pieces in order, in chunks for one system call each: at most `CHUNK_BYTES` bytes and 512 pieces."""
+    chunk, left = [], CHUNK_BYTES
     for piece in pieces:
         start, size = 0, len(piece)
         while start < size:
-            part = piece if start == 0 and size <= room else memoryview(piece)[start : start + room]
+            part = piece if start == 0 and size <= left else memoryview(piece)[start : start + left]
             chunk.append(part)
-            start, room = start + len(part), room - len(part)
-            if not room or len(chunk) == 512:
+            start, left = start + len(part), left - len(part)
+            if not left or len(chunk) == 512:
                 yield chunk
-                chunk, room = [], CHUNK_BYTES
+                chunk, left = [], CHUNK_BYTES
     if chunk:
         yield chunk
 
 
 def write_all(descriptor: int, chunk: list[Any], position: int) -> int:
-    """Write at `position`; returns where it ends. (`pwritev` may write less than it was given.)"""
+    """Write a chunk at `position`; returns the position behind it. (`pwritev` may write less than it was given.)"""
     end = position + sum(map(len, chunk))
     while (position := position + os.pwritev(descriptor, chunk, position)) < end:
         chunk = [memoryview(b"".join(chunk))[position - end :]]
@@ -97,9 +97,20 @@ def write_all(descriptor: int, chunk: list[Any], position: int) -> int:
 
 
 def new_file(path: Path, capacity: int, start: bytes) -> int:
-    """Open a file of this size that begins with `start`: a free one when there is one that nobody maps, or a fresh one.
+    """Open a file of this size that begins with `start`: a free file that no process maps, or a fresh one.
 
-    It comes to its name when its start is written: at no moment does a reader find a file of another meaning there.
+    It gets its name after its start was written, so a reader never finds the contents of another file under the name.
+
+    Args:
+        path: its name.
+        capacity: its size in bytes.
+        start: the bytes of the schema and the marker that ends the stream.
+
+    Returns:
+        An open descriptor, which holds a shared lock.
+
+    Raises:
+        OSError: the disk is full.
     """
     make_folder(path.parent / FREE)
     for _, _, free in sorted(_free_files(path.parent), key=lambda f: abs(f[1] - capacity)):
@@ -113,7 +124,7 @@ def new_file(path: Path, capacity: int, start: bytes) -> int:
                 os.ftruncate(descriptor, capacity)
                 write_all(descriptor, [start], 0)
                 os.rename(free, path)
-                fcntl.flock(descriptor, fcntl.LOCK_SH)  # as long as this writer may write, nobody takes it over
+                fcntl.flock(descriptor, fcntl.LOCK_SH)  # while this writer may write, no other takes it over
                 return descriptor
         except (BlockingIOError, FileNotFoundError):
             pass
@@ -136,8 +147,8 @@ def new_file(path: Path, capacity: int, start: bytes) -> int:
 
 
 @contextmanager
-def room_named(folder: Path, who: str, num_bytes: int) -> Iterator[None]:
-    """An `OSError` for want of room says who needed how much, and where."""
+def full_disk_named(folder: Path, who: str, num_bytes: int) -> Iterator[None]:
+    """Make the `OSError` of a full disk say who needed how many bytes, and where."""
     try:
         yield
     except OSError as error:
@@ -151,7 +162,7 @@ def room_named(folder: Path, who: str, num_bytes: int) -> Iterator[None]:
 
 
 def recycle(path: Path, max_free_bytes: int) -> None:
-    """Leave a file to whoever needs one next, and delete the oldest free files beyond the bounds."""
+    """Move a file to the free ones, and delete the oldest free files beyond `max_free_bytes` and `MAX_FREE_FILES`."""
     try:
         make_folder(path.parent / FREE)
         os.rename(path, path.parent / FREE / path.name)
@@ -167,11 +178,12 @@ def recycle(path: Path, max_free_bytes: int) -> None:
 
 
 def spill(folder: Path, memory_bytes: int) -> int:
-    """Evict the oldest files of a node's folder from memory, until the others fit `memory_bytes`; they stay readable.
+    """Evict the oldest files of a node's folder from memory until the others fit `memory_bytes`. All stay readable.
 
-    Pages that a process maps at the moment stay. A file in memory (tmpfs) cannot be evicted.
+    Pages that a process maps at the moment stay in memory, and so do files on tmpfs.
 
-    Returns: bytes of the files evicted; 0 when nothing had to go.
+    Returns:
+        Bytes of the files evicted; 0 when all fit.
     """
     resident = []
     for path in [*folder.glob("*.arrows"), *(folder / FETCHED).glob("*/*/*")]:
@@ -188,7 +200,7 @@ def spill(folder: Path, memory_bytes: int) -> int:
 
 
 def _free_files(folder: Path) -> list[tuple[int, int, Path]]:
-    """When each free file of a node's folder was last written to, its size, its path."""
+    """The free files of a node's folder: last written (ns), size (bytes), path."""
     found = []
     with os.scandir(folder / FREE) as entries:
         for entry in entries:
@@ -200,7 +212,7 @@ def _free_files(folder: Path) -> list[tuple[int, int, Path]]:
 
 
 def with_file(path: Path, do: Callable[[int], Any]) -> Any:
-    """`do(descriptor)`, or None when the file is gone, which means that nobody needs it."""
+    """`do(descriptor)`, or None when the file is gone: then nothing refers to it."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -212,13 +224,13 @@ def with_file(path: Path, do: Callable[[int], Any]) -> Any:
 
 
 def _resident_since(descriptor: int) -> tuple[int, int] | None:
-    """When a file that is in memory was last written to, and the bytes of it that are not holes."""
+    """When a file was last written (ns), and its bytes without holes; None when it is not in memory."""
     status = os.fstat(descriptor)
     return (status.st_mtime_ns, min(status.st_size, status.st_blocks * 512)) if is_resident(descriptor) else None
 
 
 def is_resident(descriptor: int) -> bool:
-    """Whether the first page of a file, which every reader needs, is in memory. (`RWF_NOWAIT` would bring it in.)"""
+    """Whether the first page of a file, which every reader needs, is in memory. (`RWF_NOWAIT` would load it.)"""
     if not os.fstat(descriptor).st_size:
         return False
     with mmap.mmap(descriptor, 1, access=mmap.ACCESS_READ) as page:

@@ -1,4 +1,4 @@
-"""SQL: questions about a run, answered by DuckDB over the tables that the run leaves behind.
+"""SQL: queries over the tables of a run, answered by DuckDB.
 
 This is `weft buffer sql`. It reads only, also while the run goes on.
 """
@@ -15,18 +15,18 @@ import pyarrow as pa
 
 from ..errors import DamagedSegment, UserError
 from .check import read_log
+from .checked_graph import CheckedRow
 from .checker import Checker
-from .checker_rows import Row
+from .folder import BUFFER, SEGMENTS
 from .history import buffer_folder, history
 from .run_tables import read_metrics, read_parquet, read_timeline
-from .sample_buffer import BUFFER, SEGMENTS
-from .samples import samples as samples_of
+from .samples import samples as recorded_samples
 from .segments import Segment, SegmentReader
 
 MAX_ROWS = 100_000
 TIMEOUT_S = 60.0
 _LOCKED = (
-    "python_enable_replacements = false",  # else a name in the question may be a variable of this program
+    "python_enable_replacements = false",  # else a name in the query may be a variable of this program
     "enable_external_access = false",  # files, other databases, extensions
     "lock_configuration = true",
 )
@@ -35,19 +35,24 @@ _LOCKED = (
 def query(
     run: Path, sql: str, notes: list[str] | None = None, *, max_rows: int = MAX_ROWS, timeout_s: float = TIMEOUT_S
 ) -> pa.Table:
-    """The answer of DuckDB to a question about a run.
+    """Answer a query over the tables of a run with DuckDB.
 
-    Its tables are `rows` (see `HISTORY`), `columns` (of rows in flight: what nodes wrote of them), `samples`, `metrics` and
-    `timeline`, each where the run has it. DuckDB sees nothing else: it can neither read nor write a file, nor load an extension, nor
-    be told otherwise by the question.
+    The tables are `rows` (see `HISTORY`), `columns` (what nodes wrote for the rows in flight), `samples`, `metrics` and `timeline`,
+    as far as the run has them. DuckDB has access to nothing else: it can neither read nor write files, nor load extensions, and the
+    query cannot change that.
 
     Args:
+        run: the folder of the run, or of its buffer.
+        sql: the query.
         notes: gets a line for each part that could not be read, and one when the answer is cut.
-        max_rows: the answer is cut after so many rows.
-        timeout_s: the question is given up after so many seconds.
+        max_rows: the answer is cut after this many rows.
+        timeout_s: the query is stopped after this many seconds.
+
+    Returns:
+        The answer; an empty table for a statement without one.
 
     Raises:
-        UserError: when DuckDB is missing, cannot answer, or takes too long.
+        UserError: DuckDB is not installed, cannot answer, or takes too long.
     """
     try:
         import duckdb
@@ -59,7 +64,7 @@ def query(
     tables: dict[str, Callable[[], pa.Table | None]] = {
         "rows": lambda: history(folder),
         "columns": lambda: columns(folder, notes),
-        "samples": lambda: samples(run, notes),
+        "samples": lambda: recorded_or_archived(run, notes),
         "metrics": lambda: _readable(run / "metrics.parquet", lambda path: read_metrics(path.parent), notes),
         "timeline": lambda: _readable(run / "timeline.parquet", lambda path: read_timeline(path.parent), notes),
     }
@@ -75,7 +80,7 @@ def query(
         clock.start()
         try:
             answer = connection.sql(sql)
-            if answer is None:  # it was no question
+            if answer is None:  # a statement without an answer
                 return pa.table({})
             table = answer.limit(max_rows + 1).to_arrow_table()
             if len(table) > max_rows:
@@ -83,7 +88,7 @@ def query(
             return table.slice(0, max_rows)
         except duckdb.InterruptException:
             raise UserError(
-                f"the question was given up after {timeout_s:g} s; ask for less (where ..., limit ...), or allow more time"
+                f"the query was stopped after {timeout_s:g} s; ask for less (where ..., limit ...), or allow more time"
             ) from None
         except duckdb.Error as error:
             there = f"; a run's tables are {', '.join(tables)}"
@@ -95,12 +100,17 @@ def query(
 
 
 def columns(folder: Path, notes: list[str] | None = None) -> pa.Table:
-    """What nodes (and the source) wrote of the rows in flight: graph, sample_id, and every column that can be read."""
+    """The columns of the rows in flight, written by nodes and by the source: graph, sample_id, and every column that can be read.
+
+    Args:
+        folder: the folder of the buffer.
+        notes: gets a line for each segment that could not be read.
+    """
     notes = [] if notes is None else notes
     checker = Checker(keep_parts=True)
     read_log(folder, checker)
-    by_level: dict[tuple[str, int], list[Row]] = {}
-    for row in checker.flight.rows.values():
+    by_level: dict[tuple[str, int], list[CheckedRow]] = {}
+    for row in checker.rows.in_flight.values():
         by_level.setdefault((row.group.graph.name, row.level), []).append(row)
     reader = _Reader(folder, notes)
     made = [
@@ -113,14 +123,14 @@ def columns(folder: Path, notes: list[str] | None = None) -> pa.Table:
 
 
 class _Reader:
-    """Segments as tables, wherever on this machine they lie."""
+    """Reads segments as tables, wherever they are on this machine."""
 
     def __init__(self, folder: Path, notes: list[str]) -> None:
         self._folder, self._notes = folder / SEGMENTS, notes
         self._readers: dict[str, SegmentReader] = {}
 
-    def table(self, graph: str, rows: Sequence[Row], source: Sequence[Any] | None) -> pa.Table:
-        """The columns of rows of one level, in their order; null where a node has not written yet."""
+    def table(self, graph: str, rows: Sequence[CheckedRow], source: Sequence[Any] | None) -> pa.Table:
+        """The columns of these rows of one level, in this order; null where a node has not written yet."""
         ids = [row.id for row in rows]
         table = pa.table({"graph": pa.array([graph] * len(ids)), "sample_id": pa.array(ids, pa.int64())})
         if source is not None and (found := self._read(Segment.from_json(source))) is not None:
@@ -157,10 +167,10 @@ def _with_columns(table: pa.Table, other: pa.Table) -> pa.Table:
     return table
 
 
-def samples(run: Path, notes: list[str] | None = None) -> pa.Table | None:
-    """The samples that a run recorded, with the graph and step of each, or its archive; None where it recorded none."""
+def recorded_or_archived(run: Path, notes: list[str] | None = None) -> pa.Table | None:
+    """The samples that a run recorded, with their graph and step, or those of its archive; None if there are neither."""
     notes = [] if notes is None else notes
-    found = samples_of(run, notes)
+    found = recorded_samples(run, notes)
     return _readable(run / "samples.parquet", read_parquet, notes) if found is None else found
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pyarrow as pa
 
 
-def as_text(table: pa.Table, *, limit: int = 20, width: int = 32) -> str:
+def render_table(table: pa.Table, *, limit: int = 20, width: int = 32) -> str:
     """The first rows of a table for a terminal, long values cut.
 
-    >>> print(as_text(pa.table({"level": ["prompts", "generate"], "tokens": [3, None], "done": [["generate"], []]})))
+    >>> print(render_table(pa.table({"level": ["prompts", "generate"], "tokens": [3, None], "done": [["generate"], []]})))
     level     tokens  done
     prompts        3  generate
     generate       -

@@ -11,12 +11,13 @@ from .rows import Row
 
 
 class Wiring:
-    """What follows from a graph alone. Lists are indexed by node or by level; bit i of a mask is node i."""
+    """What the structure of a graph implies. Lists are indexed by node or by level; bit i of a mask is node i."""
 
     def __init__(self, graph: Graph) -> None:
         nodes = graph.nodes
         self.graph = graph
         self.index = {n.name: i for i, n in enumerate(nodes)}
+        self.level = [n.level for n in nodes]
         self.num_levels = max([SOURCE, *(n.makes_level for n in nodes if n.makes_level is not None)]) + 1
         self.maker = {n.makes_level: i for i, n in enumerate(nodes) if n.makes_level is not None}
         """Level -> the node that makes its rows."""
@@ -24,25 +25,25 @@ class Wiring:
         self.takes_groups = [n.operation.takes_groups for n in nodes]
         self.behind = [n.operation.behind for n in nodes]
         self.quorum = [n.operation.quorum.n if n.operation.quorum else 0 for n in nodes]
-        """Rows of a group that each node's quorum has; 0: it has none."""
+        """Number of rows in each node's quorum; 0 for a node without one."""
         self.updates = [i for i, n in enumerate(nodes) if n.operation.updates]
         self._parent_level = {lv: graph.parent_level(lv) for lv in range(1, self.num_levels)}
         self.needs = [self._needs(n) for n in nodes]
-        """(level, mask of nodes of that level) that must be done before a row is ready for each node."""
+        """For each node, (level, mask of nodes of that level) that must be done with a row before the row is ready."""
         self.then = [[j for j, m in enumerate(nodes) if n.name in m.after and n.makes_level != m.level] for n in nodes]
-        """Nodes to look at again when each node has finished a row: on the row's own level, and on deeper ones."""
+        """For each node, the nodes that a row may become ready for when it is done: on the row's level, and on deeper ones."""
         self.downstream = [self._downstream(n) for n in nodes]
-        """Nodes that see only what each node lets through: its dependents, and theirs. What sees the rows that it makes is not
-        among them: those that are there go on when it makes no more."""
+        """For each node, the nodes that see only the rows that it lets through: its dependents, and theirs. The nodes that see the rows it
+        makes are not included: existing rows go on when it makes no more."""
         self.upstream_only = [self._upstream_only(i) if self.quorum[i] else [] for i in range(len(nodes))]
-        """Nodes of a quorum's level that work for it, and for what comes after it, alone."""
+        """For each quorum, the nodes of its level whose results are only used by it and by what comes after it."""
         self.serves = [sum(1 << i for i, own in enumerate(self.upstream_only) if j in own) for j in range(len(nodes))]
-        """Mask of the quorums that each node works for alone."""
+        """For each node, the mask of the quorums that it is upstream-only of."""
         self.makes_for = [self._makes_for(i) if self.quorum[i] else None for i in range(len(nodes))]
-        """The node that makes a quorum's rows, if only the quorum, its upstream-only nodes and what comes after it see them."""
+        """For each quorum, the node that makes its rows, if only the quorum, its upstream-only nodes and what comes after it use them."""
 
     def is_ready(self, row: Row, i: int) -> bool:
-        """Whether all that node i waits for is done with a row and its ancestors."""
+        """Whether all nodes that node i waits for are done with a row and its ancestors."""
         return all(row.ancestor(level).done & mask == mask for level, mask in self.needs[i])
 
     def is_cut_off(self, row: Row, i: int) -> bool:
@@ -57,7 +58,7 @@ class Wiring:
         return bool(row.ancestor(node.level).done >> self.index[name] & 1)
 
     def descendants(self, row: Row, level: int) -> Iterable[Row]:
-        """The rows of a level that come from this row: itself, or (grand)children."""
+        """The rows of a level that were made from this row: the row itself, or its descendants."""
         if row.level == level:
             return (row,)
         path = [level]
@@ -66,8 +67,8 @@ class Wiring:
         if path[-1] != row.level:
             return ()
         rows = [row]
-        for step in reversed(path[:-1]):
-            rows = [c for r in rows for c in r.children or () if c.level == step]
+        for below in reversed(path[:-1]):
+            rows = [c for r in rows for c in r.children or () if c.level == below]
         return rows
 
     def _needs(self, node: Node) -> list[tuple[int, int]]:
@@ -81,7 +82,7 @@ class Wiring:
     def _makes_ancestor(self, node: Node, level: int) -> bool:
         while level != SOURCE:
             if node.makes_level == level:
-                return True  # the row's existence is the proof that this node made it
+                return True  # the row exists, so this node made it
             level = self._parent_level[level]
         return False
 

@@ -1,38 +1,28 @@
-"""Files of rows: Parquet and JSONL as Arrow tables, and where in which file each row came from."""
+"""Files of rows as Arrow tables: Parquet, JSONL, JSON, CSV, and data sets that `datasets` saved to disk."""
 
 from __future__ import annotations
 
 import codecs
+import csv
+import gzip
+import io
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from ..errors import UserError, nearest
+from .damage import explain_csv, explain_json, explain_types, short
+from .origin import COMPRESSED, Origin, file_kind, lines
 
-
-@dataclass(frozen=True)
-class Origin:
-    """Where each row of a table came from, for messages: runs of rows, each from one file."""
-
-    runs: tuple[tuple[str, int], ...]  # (file, its first row), in order
-
-    def __call__(self, row: int) -> str:
-        """The place of a row: `train.jsonl, line 7`, or `train.parquet, row 7` (both count from 1)."""
-        file, start = next(run for run in reversed(self.runs) if run[1] <= row)
-        if Path(file).suffix == ".jsonl":
-            for index, (line, _) in enumerate(lines(Path(file))):
-                if index == row - start:
-                    return f"{file}, line {line}"
-        return f"{file}, row {row - start + 1}"
-
-    @property
-    def files(self) -> str:
-        return ", ".join(file for file, _ in self.runs)
+_ONE_BLOCK = 2**28
+"""Bytes up to which a file is parsed as one block. A row must fit into a block: in larger files, one of `_BLOCK` bytes."""
+_BLOCK = 2**26
 
 
 def read_files(paths: Sequence[Path], limit: int | None = None) -> tuple[pa.Table, Origin]:
@@ -43,8 +33,6 @@ def read_files(paths: Sequence[Path], limit: int | None = None) -> tuple[pa.Tabl
     """
     if not paths:
         raise UserError("no prompt file was given: the list of paths is empty")
-    if limit is not None and limit < 1:
-        raise UserError(f"limit={limit}: at least one row must be read")
     for path in paths:
         _check_file(path)
     tables: list[pa.Table] = []
@@ -80,32 +68,43 @@ def table_of(rows: Sequence[Mapping[str, Any]], name: str) -> pa.Table:
     try:
         return pa.table({key: pa.array([row.get(key) for row in rows]) for key in keys})
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        _explain_types(((f"{name}, row {i}", row) for i, row in enumerate(rows, start=1)), "row")
+        explain_types(((f"{name}, row {i}", row) for i, row in enumerate(rows, start=1)), "row")
         raise UserError(f"{name}: {error}") from None
 
 
+def is_readable(path: Path) -> bool:
+    """Whether a file is of a kind that can be read, by its name."""
+    return file_kind(path) in _READERS
+
+
 def _check_file(path: Path) -> None:
-    """Refuses what is not a file of a known kind, before any of the files is read."""
+    """Refuse what is not a file of a known kind, before any of the files is read."""
     if not path.exists():
         folder = path.parent
         if not folder.is_dir():
             raise UserError(f"prompt file {str(path)!r} does not exist: there is no folder {str(folder)!r}")
-        there = sorted(p.name for p in folder.iterdir() if p.suffix in _READERS)
+        there = sorted(p.name for p in folder.iterdir() if is_readable(p))
         hint = nearest(path.name, there) or (f"; {str(folder)!r} has {', '.join(there[:5])}" if there else "")
+        if path.parent == Path() and not path.suffix:
+            hint += "; the id of a data set is OWNER/NAME"
         raise UserError(f"prompt file {str(path)!r} does not exist{hint}")
     if path.is_dir():
-        there = sorted(str(p) for p in path.iterdir() if p.suffix in _READERS)
-        hint = f": {', '.join(there[:5])}" if there else ", and it holds none"
-        raise UserError(f"{str(path)!r} is a folder; give the prompt files in it{hint}")
-    if path.suffix not in _READERS:
-        hint = nearest(path.suffix.lower(), _READERS) or f"; these can be read: {', '.join(_READERS)}"
-        raise UserError(f"{path}: unknown kind of file {path.suffix!r}{hint}")
+        raise UserError(f"{str(path)!r} is a folder; a list of paths names the files in it, a folder is given alone")
+    if not is_readable(path):
+        kind = file_kind(path)
+        hint = nearest(kind.lower(), _READERS) or f"; these can be read: {', '.join(_READERS)}, and with {COMPRESSED}"
+        raise UserError(f"{path}: unknown kind of file {kind!r}{hint}")
     if path.stat().st_size == 0:
         raise UserError(f"{path}: the file is empty")
 
 
 def _read(path: Path, limit: int | None) -> pa.Table:
-    table = _READERS[path.suffix](path, limit)
+    try:
+        table = _READERS[file_kind(path)](path, limit)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: not a gzip file that can be read ({error})") from None
+    except OSError as error:  # no permission, a broken disk
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
     if table.num_rows == 0:
         raise UserError(f"{path}: the file has no rows")
     # What other libraries noted about the columns (pandas' index, datasets' features) is not true of ours.
@@ -129,52 +128,48 @@ def _read_parquet(path: Path, limit: int | None) -> pa.Table:
         raise UserError(f"{path}: not a Parquet file that can be read ({error})") from None
 
 
-def _read_json_lines(path: Path, limit: int | None) -> pa.Table:
-    import pyarrow.json
-
-    if limit is None:
-        data, size = None, path.stat().st_size
-    else:
-        head = [line for _, line in itertools.islice(lines(path), limit)]
-        data = b"".join(head)
-        size = len(data)
-    # A row must fit into a block: files of up to 256 MiB are one block, larger ones have rows of up to 64 MiB.
-    options = pyarrow.json.ReadOptions(block_size=max(size, 1) if size < 2**28 else 2**26)
-
-    def read(schema: pa.Schema | None) -> pa.Table:
-        source = str(path) if data is None else pa.BufferReader(data)
-        return pyarrow.json.read_json(source, options, pyarrow.json.ParseOptions(explicit_schema=schema))
-
+def _read_arrow(path: Path, limit: int | None) -> pa.Table:
+    """An Arrow stream, as `datasets` saves it, or an Arrow file; mapped into memory, not read."""
+    source = pa.memory_map(str(path))
     try:
-        table = read(None)
-        # pyarrow makes timestamps of strings that look like dates; an answer of "2024-01-01" is text.
-        schema = pa.schema([f.with_type(_without_timestamps(f.type)) for f in table.schema])
-        if not schema.equals(table.schema):
-            table = read(schema)
-        table.validate(full=True)  # UTF-8 is not checked by the parser
-        return table
+        try:
+            table = pa.ipc.open_stream(source).read_all()
+        except pa.ArrowInvalid:
+            table = pa.ipc.open_file(source).read_all()
+    except (pa.ArrowInvalid, OSError) as error:
+        raise UserError(f"{path}: not an Arrow file that can be read ({error})") from None
+    return table if limit is None else table.slice(0, limit)
+
+
+def _read_json_lines(path: Path, limit: int | None) -> pa.Table:
+    try:
+        if limit is not None:
+            return _parse_json(b"".join(line for _, line in itertools.islice(lines(path), limit)))
+        if path.suffix == COMPRESSED:
+            return _parse_json(gzip.decompress(path.read_bytes()))
+        return _parse_json(path)
     except (pa.ArrowInvalid, UnicodeDecodeError) as error:
-        _explain_json(path)
+        explain_json(path)
         raise UserError(f"{path}: {error}") from None
 
 
-def _read_json(path: Path, limit: int | None) -> pa.Table:
-    """JSON lines, or one array of objects."""
-    array = next((line.lstrip().startswith(b"[") for _, line in lines(path)), False)
-    if not array:
-        return _read_json_lines(path, limit)
-    try:
-        rows = json.loads(path.read_bytes().removeprefix(codecs.BOM_UTF8))
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error})") from None
-    return table_of(rows[:limit], str(path))
+def _parse_json(source: Path | bytes) -> pa.Table:
+    import pyarrow.json
 
+    size = len(source) if isinstance(source, bytes) else source.stat().st_size
+    options = pyarrow.json.ReadOptions(block_size=max(size, 1) if size < _ONE_BLOCK else _BLOCK)
 
-_READERS: dict[str, Callable[[Path, int | None], pa.Table]] = {
-    ".parquet": _read_parquet,
-    ".jsonl": _read_json_lines,
-    ".json": _read_json,
-}
+    def read(schema: pa.Schema | None) -> pa.Table:
+        data = pa.BufferReader(source) if isinstance(source, bytes) else str(source)
+        return pyarrow.json.read_json(data, options, pyarrow.json.ParseOptions(explicit_schema=schema))
+
+    table = read(None)
+    # pyarrow makes timestamps of strings that look like dates; an answer of "2024-01-01" is text.
+    schema = pa.schema([f.with_type(_without_timestamps(f.type)) for f in table.schema])
+    if not schema.equals(table.schema):
+        table = read(schema)
+    table.validate(full=True)  # UTF-8 is not checked by the parser
+    return table
 
 
 def _without_timestamps(kind: pa.DataType) -> pa.DataType:
@@ -187,85 +182,88 @@ def _without_timestamps(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
-def lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file that are not blank, each with its number, from 1."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            if line.strip():
-                yield number, line
+def _read_json(path: Path, limit: int | None) -> pa.Table:
+    """JSON lines, or one array of objects."""
+    array = next((line.lstrip().startswith(b"[") for _, line in lines(path)), False)
+    if not array:
+        return _read_json_lines(path, limit)
+    try:
+        text = _bytes(path).decode("utf-8-sig")
+        rows = list(itertools.islice(_objects(text), limit))
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON ({error})") from None
+    for number, row in enumerate(rows, start=1):
+        if not row.startswith("{"):
+            raise UserError(f"{path}, row {number}: a row is an object {{...}}, not {short(json.loads(row))}")
+    if not rows:
+        raise UserError(f"{path}: there are no rows")
+    try:
+        return _parse_json("\n".join(rows).encode())
+    except pa.ArrowInvalid as error:
+        explain_types(((f"{path}, row {i}", json.loads(row)) for i, row in enumerate(rows, start=1)), "row")
+        raise UserError(f"{path}: {error}") from None
 
 
-def _explain_json(path: Path) -> None:
-    """Reads line by line what pyarrow could not read, to name the line; slow, but it ends in an error anyway."""
+def _objects(text: str) -> Iterator[str]:
+    """The elements of a JSON array, each on one line: none of them stays a Python object."""
+    decode, blank = json.JSONDecoder().raw_decode, re.compile(r"\s*")
 
-    def parsed() -> Iterator[tuple[str, dict[str, Any]]]:
-        for number, line in lines(path):
-            place = f"{path}, line {number}"
-            text = line.decode(errors="replace").strip()
-            try:
-                line.decode()
-                row = json.loads(text)
-            except UnicodeDecodeError as error:
-                raise UserError(f"{place}: not UTF-8 ({error})") from None
-            except ValueError as error:
-                near = text if len(text) <= 80 else text[:77] + "..."
-                raise UserError(f"{place}: not JSON ({error}): {near}") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{place}: a row is an object {{...}} on one line, not {short(row)}")
-            yield place, row
+    def after_blank(at: int) -> int:
+        return blank.match(text, at).end()  # type: ignore[union-attr]  # it matches no characters, too
 
-    _explain_types(parsed(), "line")
+    at = after_blank(after_blank(0) + 1)
+    while not text.startswith("]", at):
+        _, end = decode(text, at)
+        yield text[at:end].replace("\n", " ").replace("\r", " ")
+        at = after_blank(end)
+        if text.startswith(",", at):
+            at = after_blank(at + 1)
+        elif not text.startswith("]", at):
+            raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
 
 
-def _explain_types(rows: Iterable[tuple[str, Mapping[str, Any]]], unit: str) -> None:
-    """Raises for the first value whose type is not that of the same field in the rows before it."""
-    seen: dict[str, tuple[str, str]] = {}  # field -> (type, where it was first seen)
+def _read_csv(path: Path, limit: int | None, delimiter: str = ",") -> pa.Table:
+    """CSV with a header. It has no types: every column is text."""
+    import pyarrow.csv
 
-    def visit(name: str, value: Any, place: str) -> None:
-        kind = _json_type(value)
-        if kind == "null":
-            return
-        was, where = seen.setdefault(name, (kind, place))
-        if was != kind:
-            where = where.rpartition(f"{unit} ")[2]
-            raise UserError(
-                f"{place}: {name!r} is {kind} ({short(value)}), but {was} in {unit} {where}; one column, one type"
-            )
-        if isinstance(value, Mapping):
-            for key, inner in value.items():
-                visit(f"{name}.{key}", inner, place)
-        elif isinstance(value, list):
-            for inner in value:
-                visit(f"{name}[]", inner, place)
-
-    for place, row in rows:
-        for key, value in row.items():
-            visit(key, value, place)
-
-
-def _json_type(value: Any) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "a boolean"
-        case int() | float():
-            return "a number"
-        case str():
-            return "text"
-        case list() | tuple():
-            return "a list"
-        case Mapping():
-            return "an object"
-        case _:
-            return f"a {type(value).__name__}"
+    data = _bytes(path)
+    head = data[: 2**20].decode("utf-8-sig", errors="replace")
+    header = next(csv.reader(io.StringIO(head, newline=""), delimiter=delimiter), [])
+    twice = next((name for name in header if header.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"{path}: the header has {twice!r} twice ({', '.join(header)})")
+    if len(header) == 1 and ";" in header[0]:
+        raise UserError(f"{path}: the header is {header[0]!r}; fields are parted by {delimiter!r}, not by ';'")
+    try:
+        table = pyarrow.csv.read_csv(
+            pa.BufferReader(data.removeprefix(codecs.BOM_UTF8)),
+            pyarrow.csv.ReadOptions(block_size=max(len(data), 1) if len(data) < _ONE_BLOCK else _BLOCK),
+            pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+            pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(header, pa.string()), strings_can_be_null=False),
+        )
+    except pa.ArrowInvalid as error:
+        explain_csv(path, data, delimiter)
+        raise UserError(f"{path}: {error}") from None
+    return table if limit is None else table.slice(0, limit)
 
 
-def short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _read_tsv(path: Path, limit: int | None) -> pa.Table:
+    return _read_csv(path, limit, "\t")
+
+
+def _bytes(path: Path) -> bytes:
+    data = path.read_bytes()
+    return gzip.decompress(data) if path.suffix == COMPRESSED else data
+
+
+_READERS: dict[str, Callable[[Path, int | None], pa.Table]] = {
+    ".parquet": _read_parquet,
+    ".jsonl": _read_json_lines,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_tsv,
+    ".arrow": _read_arrow,
+}
 
 
 def _concat(tables: Sequence[pa.Table], files: Sequence[str]) -> pa.Table:

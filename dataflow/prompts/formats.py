@@ -1,10 +1,9 @@
-"""Formats: which columns of a file hold prompts, responses and ground truths, in TRL, verl and OpenRLHF."""
+"""Formats: which columns hold prompts and responses in the data of TRL, verl, OpenRLHF, slime and verifiers."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -13,10 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..errors import UserError, nearest
-from .files import Origin
-
-_ANSWERS = ("reward_model.ground_truth", "answer", "solution", "ground_truth", "label")
-"""Where a ground truth is looked for: verl's place, the names of TRL's examples, OpenRLHF's label."""
+from .origin import Origin
 
 
 @dataclass(frozen=True)
@@ -54,19 +50,34 @@ FORMATS = (
     Format("verl supervised", prompt="prompt", response="response"),
     Format("OpenRLHF supervised", prompt="input", response="output"),
     Format("verl prompts", prompt="prompt", marks=("reward_model",)),
+    Format("slime prompts", prompt="prompt", marks=("label",)),
     Format("OpenRLHF prompts with labels", prompt="input", marks=("label",)),
+    Format("verifiers prompts", prompt="prompt", marks=("info",)),
     Format("TRL prompt-only", prompt="prompt"),
+    Format("slime conversations", dialogue="messages", marks=("label",)),
     Format("TRL or verl conversations", dialogue="messages"),
     Format("OpenRLHF prompts", dialogue="input"),
     Format("OpenRLHF prompt-collection", dialogue="context_messages"),
-    Format("GSM8K", prompt="question", marks=("answer",)),
+    Format("GSM8K or verifiers questions", prompt="question", marks=("answer",)),
+    Format("verifiers questions", prompt="question", marks=("info",)),
+    Format("MATH problems", prompt="problem", marks=("solution",)),
+    Format("MATH problems with answers", prompt="problem", marks=("answer",)),
+    Format("questions", prompt="question"),
+    Format("problems", prompt="problem"),
     Format("TRL language modeling", text="text"),
 )
 """Known formats, the most specific first: a file has the first one whose columns it all has."""
 
 
 def find_format(table: pa.Table, origin: Origin, columns: Mapping[str, str | None]) -> Format:
-    """The format that the arguments describe, or else the first known one whose columns the file has."""
+    """The format that the arguments describe, or else the first known one whose columns the file has.
+
+    Args:
+        columns: the columns that the user named, by role: `prompt`, `answer`, `response`.
+
+    Raises:
+        UserError: there is no such column, or no known format has these columns; the message names the nearest.
+    """
     names = table.column_names
     for role, column in columns.items():
         if column is not None:
@@ -95,6 +106,12 @@ def find_format(table: pa.Table, origin: Origin, columns: Mapping[str, str | Non
                 format = Format(f"{format.name}, response={response!r}", prompt=format.prompt, response=response)
             return format
 
+    raise _unknown(table, origin)
+
+
+def _unknown(table: pa.Table, origin: Origin) -> UserError:
+    """No known format has these columns: what was found, and what the nearest format lacks."""
+    names = table.column_names
     best = max(FORMATS, key=lambda format: sum(_likest(column, names)[0] - 0.7 for column in format.columns))
     found = ", ".join(f"{f.name!r} ({type_name(f.type)})" for f in table.schema)
     hint = ""
@@ -102,7 +119,7 @@ def find_format(table: pa.Table, origin: Origin, columns: Mapping[str, str | Non
         if column not in names:
             likeness, likest = _likest(column, names)
             hint += f"; it needs {column!r}" + (f", did you mean {likest!r}?" if likeness >= 0.7 else "")
-    raise UserError(
+    return UserError(
         f"{origin.files}: no known format has these columns: found {found}; the nearest format is {best}{hint}; "
         "rename the column, or say which holds the prompt (prompt='...'); docs/data.md shows all formats"
     )
@@ -136,36 +153,6 @@ def find_column(table: pa.Table, path: str, origin: Origin, role: str) -> pa.Chu
     return column
 
 
-def find_answers(
-    table: pa.Table, format: Format, origin: Origin, answer: str | None
-) -> pa.ChunkedArray | pa.Array | None:
-    """The ground truth of each row as text, or None where the file has none."""
-    if answer is None:
-        used = {format.prompt, format.response, format.dialogue, format.text}
-        for path in _ANSWERS:
-            name, _, inner = path.partition(".")
-            if name not in table.column_names or path in used:
-                continue
-            kind = table.schema.field(name).type
-            if inner and not (pa.types.is_struct(kind) and kind.get_field_index(inner) >= 0):
-                continue
-            if pa.types.is_boolean(kind):  # a label of unpaired preferences: liked or not
-                continue
-            answer = path
-            break
-        else:
-            return None
-    column = find_column(table, answer, origin, "answer")
-    if is_text(column.type):
-        return as_text(column)
-    if pa.types.is_primitive(column.type) or pa.types.is_null(column.type):
-        return column.cast(pa.string())
-    texts = [
-        None if value is None else json.dumps(value, ensure_ascii=False, default=str) for value in column.to_pylist()
-    ]
-    return pa.array(texts, pa.string())
-
-
 def column_kind(kind: pa.DataType, column: str, origin: Origin) -> Literal["text", "messages"]:
     """Whether a column is text or messages; refuses what is neither."""
     if is_text(kind):
@@ -197,6 +184,12 @@ def is_text(kind: pa.DataType) -> bool:
 def as_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """A column of text as plain strings; large ones stay large, they may not fit."""
     return column if pa.types.is_large_string(column.type) else column.cast(pa.string())
+
+
+def count_matches(column: pa.ChunkedArray, pattern: str) -> int:
+    """Texts of a column in which a regular expression (of RE2) is found; asked of Arrow, without a Python string for each row."""
+    found = pc.call_function("match_substring_regex", [column], pc.MatchSubstringOptions(pattern))
+    return pc.call_function("sum", [found]).as_py() or 0
 
 
 def type_name(kind: pa.DataType) -> str:

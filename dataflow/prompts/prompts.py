@@ -1,6 +1,7 @@
-"""Prompts: a source of rows, read from Parquet and JSONL in the column formats of TRL, verl and OpenRLHF.
+"""Prompts: a source of rows, read from files or data sets in the formats of TRL, verl, OpenRLHF, slime and verifiers.
 
     prompts = Prompts.read("gsm8k_train.parquet", "models/qwen2-tiny", max_prompt_tokens=512)
+    print(prompts.understood)
 
 Files are read by pyarrow and tokenised by the `tokenizers` library, so that whatever is wrong with them is known
 before torch is imported. docs/data.md shows every format.
@@ -11,25 +12,32 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Unpack
 
 import numpy as np
 import pyarrow as pa
 
-from ..batch import Batch, ragged_array
-from ..errors import UserError, nearest
-from .files import Origin, read_files, short, table_of
-from .formats import find_answers, find_format, is_text
-from .texts import Texts, texts_of
+from ..batch import Batch
+from ..errors import UserError
+from .answers import Answers, find_answers
+from .files import table_of
+from .formats import find_format, is_text
+from .origin import Origin
+from .rows import HasArrow, Rows, read_rows
+from .settings import ReadArguments, ReadSettings, TooLong
+from .texts import Rendering
 from .tokenizer import Tokenizer
-
-TooLong = Literal["error", "drop"]
+from .tokens import tokenise
+from .understanding import Observer, Understanding
 
 _WRITTEN = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids", "sample_id", "group_id", "parent_id")
 """Columns that Weft makes: a file that has one of its own would be misread, so it is refused."""
 
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """Columns in which TRL, verl and OpenRLHF look for what goes to a model beside the text."""
+
+_PART = 8192
+"""Rows that are text in Python at a time: the others are Arrow's, before and after."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +46,15 @@ class Prompts:
 
     Columns of `table`, each a single chunk (with 64-bit offsets where it has over 2 GiB), in this order:
 
-    - `prompt_ids` (list of int32): the tokens of the prompt. Messages go through the chat template, with the header of
-      the assistant's turn at the end; plain text gets the special tokens that the tokenizer adds by default.
+    - `prompt_ids` (list of int32): the tokens of the prompt. What goes through the chat template has the header of the assistant's
+      turn at its end; plain text gets the special tokens that the tokenizer adds by default.
     - `response_ids`, or `chosen_ids` and `rejected_ids` (lists of int32), where the format has responses: the tokens
       that follow those of `prompt_ids`, with the token that ends a response.
     - `prompt` (string): the text of the prompt, after the chat template.
-    - `answer` (string), where the format has a ground truth; one that is a list or struct is written as JSON.
-    - every other column of the file, as it is. Messages in a column called `prompt` are kept as `prompt_messages`.
+    - `answer` (string), where the format has a ground truth: the final answer, if it is a worked solution; JSON, if it is a list or
+      struct.
+    - every other column of the file, as it is. Messages in a column called `prompt` are kept as `prompt_messages`, worked solutions
+      in a column called `answer` as `full_answer`.
 
     >>> from tokenizers import Tokenizer as Backend, models, pre_tokenizers
     >>> backend = Backend(models.WordLevel({"<unk>": 0, "2": 1, "+": 2}, unk_token="<unk>"))
@@ -61,9 +71,11 @@ class Prompts:
     format: str = ""
     """The format that was found."""
     dropped: int = 0
-    """Rows left out because their prompt was longer than `max_prompt_tokens`, or than whoever answers it can read."""
+    """Rows left out because their prompt was longer than `max_prompt_tokens`, or than the model that answers it can read."""
     too_long: TooLong = field(default="error", repr=False)
     """Whether a prompt that is longer than the model which answers it can read is refused or dropped."""
+    understood: Understanding | None = field(default=None, repr=False)
+    """What was understood of the rows that were read; None: the table was not read here."""
 
     @classmethod
     def read(
@@ -71,28 +83,20 @@ class Prompts:
         path: str | Path | Sequence[str | Path],
         tokenizer: str | Path | Tokenizer,
         *,
-        prompt: str | None = None,
-        answer: str | None = None,
-        response: str | None = None,
-        chat: bool = False,
-        max_prompt_tokens: int | None = None,
-        too_long: TooLong = "error",
-        limit: int | None = None,
+        split: str | None = None,
+        subset: str | None = None,
+        **settings: Unpack[ReadArguments],
     ) -> Prompts:
-        """Reads prompts from one file or several (their rows one after the other).
+        """Read prompts from files, a folder, or a data set of the Hugging Face hub.
 
         Args:
-            path: `.parquet`, `.jsonl` (one object per line) or `.json` (the same, or one array of objects).
+            path: a file, or several (their rows one after the other): `.parquet`, `.jsonl` (one object per line), `.json` (the same, or
+                one array of objects), `.csv`, `.tsv` (with a header), `.arrow`; the text files may be compressed (`.jsonl.gz`). Or a
+                folder of them. Or a Hugging Face id, from the local cache, else the network (the extra `datasets`).
             tokenizer: the model's folder, a Hugging Face hub id, or a loaded `Tokenizer`.
-            prompt: the column to take prompts from, where the file has no known format; `a.b` is a field of a struct.
-            answer: the column to take the ground truth from.
-            response: the column to take responses from, for supervised training.
-            chat: a plain-text prompt is sent as a user's message, through the chat template.
-            max_prompt_tokens: the longest prompt allowed, inclusive.
-            too_long: what a longer prompt is: an `error`, or a row to `drop` (`Prompts.dropped` counts them). It holds as well for prompts
-                that leave no room for an answer in the context of the model that is to answer them; the driver finds these
-                before it starts anything.
-            limit: read no more than this many rows.
+            split: of a folder or data set: `train`, `test`, ...; default: the only one, else `train`.
+            subset: of a folder or data set; default: the only one, else `default` or `main`.
+            settings: the fields of `ReadSettings`.
 
         Raises:
             UserError: with the file, the row, the rule, the value, and the nearest right thing.
@@ -108,106 +112,127 @@ class Prompts:
         >>> Prompts.read(file, byte, max_prompt_tokens=4, too_long="drop").dropped
         1
         """
-        paths = [Path(path)] if isinstance(path, (str, Path)) else [Path(p) for p in path]
-        table, origin = read_files(paths, limit)
-        names = list(dict.fromkeys(file.stem for file in paths))
-        return cls._from_table(
-            "+".join(names) if len(names) <= 3 else f"{names[0]}+{len(names) - 1}",
-            table,
-            origin,
-            tokenizer,
-            columns={"prompt": prompt, "answer": answer, "response": response},
-            chat=chat,
-            max_prompt_tokens=max_prompt_tokens,
-            too_long=too_long,
-        )
+        how = ReadSettings(**settings)
+        return cls._of(read_rows(path, subset, split, how.limit), tokenizer, how)
 
     @classmethod
     def from_rows(
         cls,
-        rows: Sequence[Mapping[str, Any]],
+        rows: Sequence[Mapping[str, Any]] | HasArrow,
         tokenizer: str | Path | Tokenizer,
         *,
         name: str = "rows",
-        prompt: str | None = None,
-        answer: str | None = None,
-        response: str | None = None,
-        chat: bool = False,
-        max_prompt_tokens: int | None = None,
-        too_long: TooLong = "error",
+        **settings: Unpack[ReadArguments],
     ) -> Prompts:
-        """Prompts from Python dictionaries, in any of the formats that files may have. Arguments as for `read`."""
-        return cls._from_table(
-            name,
-            table_of(rows, name),
-            Origin(((name, 0),)),
-            tokenizer,
-            columns={"prompt": prompt, "answer": answer, "response": response},
-            chat=chat,
-            max_prompt_tokens=max_prompt_tokens,
-            too_long=too_long,
+        """Prompts from Python dictionaries or a `datasets.Dataset`, in any of the formats that files may have.
+
+        Args:
+            rows: a mapping each.
+            tokenizer: as for `read`.
+            name: of the source.
+            settings: the fields of `ReadSettings`.
+
+        Raises:
+            UserError: as for `read`.
+        """
+        how = ReadSettings(**settings)
+        table = (
+            rows.with_format("arrow")[: how.limit] if isinstance(rows, HasArrow) else table_of(rows[: how.limit], name)
         )
+        return cls._of(Rows(name, table.replace_schema_metadata(None), Origin(((name, 0),))), tokenizer, how)
 
     @classmethod
-    def _from_table(
-        cls,
-        name: str,
-        table: pa.Table,
-        origin: Origin,
-        tokenizer: str | Path | Tokenizer,
-        *,
-        columns: Mapping[str, str | None],
-        chat: bool,
-        max_prompt_tokens: int | None,
-        too_long: TooLong,
-    ) -> Prompts:
-        if too_long not in get_args(TooLong):
-            hint = nearest(too_long, get_args(TooLong)) or "; it is 'error' or 'drop'"
-            raise UserError(f"too_long={too_long!r}{hint}")
-        if max_prompt_tokens is not None and max_prompt_tokens < 1:
-            raise UserError(f"max_prompt_tokens={max_prompt_tokens}: a prompt has at least one token")
+    def _of(cls, rows: Rows, source: str | Path | Tokenizer, how: ReadSettings) -> Prompts:
+        table, origin = rows.table, rows.origin
         taken = next((column for column in _WRITTEN if column in table.column_names), None)
         if taken:
             raise UserError(f"{origin.files}: column {taken!r} is one that Weft writes; rename it in the file")
         _refuse_media(table, origin)
-        format = find_format(table, origin, columns)
-        loaded = Tokenizer.load(tokenizer)
-        texts = texts_of(table, format, origin, loaded, chat)
-        made: dict[str, Any] = _tokenise(texts, origin, loaded)
-        made["prompt"] = pa.array(texts.prompts, pa.string())
-        truth = find_answers(table, format, origin, columns["answer"])
-        if truth is not None:
-            made["answer"] = truth
-        kept = {column: table.column(column) for column in table.column_names if column not in made}
-        if "prompt" in table.column_names and not is_text(table.schema.field("prompt").type):
-            kept.setdefault("prompt_messages", table.column("prompt"))
-        result = pa.table({**made, **kept})
+        format = find_format(table, origin, {"prompt": how.prompt, "answer": how.answer, "response": how.response})
+        tokenizer = Tokenizer.load(source)
+        rendering = Rendering.of(table, format, origin, tokenizer, how)
+        answers = find_answers(table, format, origin, how.answer, how.extract_answer)
+        observer = Observer(rendering, how)
+        parts: list[pa.Table] = []
+        for start in range(0, len(table), _PART):
+            part, there = table.slice(start, _PART), origin.at(start)
+            texts = rendering.texts(part, there)
+            ids = tokenise(texts, there, tokenizer)
+            observer.see(texts, ids, answers.texts.slice(start, _PART) if answers else None)
+            parts.append(pa.table({**ids, "prompt": pa.array(texts.prompts, pa.string())}))
+        made = pa.concat_tables(parts)
+        lengths = {name: _lengths(made, name) for name in made.column_names if name.endswith("_ids")}
+        understood = observer.understanding(rows, answers, lengths)
+        result = _with_the_rest(made, table, answers)
+        whole = cls(rows.name, result, format.name, 0, how.too_long, understood)
+        return whole._up_to_setting(lengths["prompt_ids"], how, origin)
 
-        dropped = 0
-        if max_prompt_tokens is not None:
-            lengths = np.diff(made["prompt_ids"].offsets.to_numpy())
-            long = np.flatnonzero(lengths > max_prompt_tokens)
-            dropped = len(long)
-            if dropped and (too_long == "error" or dropped == len(lengths)):
-                more = f" ({dropped} of {len(lengths)} rows are longer)"
-                way = "raise max_prompt_tokens" + (", or say too_long='drop'" if dropped < len(lengths) else "")
-                raise UserError(
-                    f"{origin(int(long[0]))}: the prompt has {lengths[long[0]]} tokens, "
-                    f"max_prompt_tokens is {max_prompt_tokens}{more}; {way}"
-                )
-            if dropped:
-                result = result.filter(pa.array(lengths <= max_prompt_tokens))
-        whole = pa.Table.from_batches([Batch.of_table(result).record])
-        return cls(name, whole, format.name, dropped, too_long)
+    def _up_to_setting(self, lengths: np.ndarray, how: ReadSettings, origin: Origin) -> Prompts:
+        """Without the prompts that are longer than `max_prompt_tokens`, or an error about them."""
+        limit = how.max_prompt_tokens
+        if limit is None:
+            return self._compact()
+        long = np.flatnonzero(lengths > limit)
+        if len(long) and (how.too_long == "error" or len(long) == len(lengths)):
+            more = f" ({len(long)} of {len(lengths)} rows are longer)"
+            way = "raise max_prompt_tokens" + (", or say too_long='drop'" if len(long) < len(lengths) else "")
+            raise UserError(
+                f"{origin(int(long[0]))}: the prompt has {lengths[long[0]]} tokens, max_prompt_tokens is {limit}{more}; {way}"
+            )
+        return (
+            self._keeping(lengths <= limit, f"longer than max_prompt_tokens={limit}") if len(long) else self._compact()
+        )
 
     def up_to(self, tokens: int) -> Prompts:
         """Without the prompts that are longer, where these are rows to `drop`; all of them are an error."""
-        lengths = Batch.of_table(self.table.select(["prompt_ids"])).lengths("prompt_ids")
-        table = self.table.filter(pa.array(lengths <= tokens))
-        if self.too_long != "drop" or len(table) in (0, len(self)):
+        kept = _lengths(self.table, "prompt_ids") <= tokens
+        if self.too_long != "drop" or kept.all() or not kept.any():
             return self
-        whole = pa.Table.from_batches([Batch.of_table(table).record])
-        return replace(self, table=whole, dropped=self.dropped + len(self) - len(table))
+        return self._keeping(kept, f"longer than {tokens} tokens, which leaves the model no room for a response")
+
+    def hold_out(self, rows: int, seed: int = 0) -> tuple[Prompts, Prompts]:
+        """Two sources that share no prompt: the rows to train on, and `rows` drawn at random to evaluate on.
+
+        A prompt that stands in the data more than once and is drawn is evaluated on alone.
+
+        Args:
+            rows: held out, at least 1 and fewer than there are.
+            seed: of the draw.
+
+        Raises:
+            UserError: `rows` leaves nothing to train on, or nothing to evaluate on.
+
+        >>> from tokenizers import Tokenizer as Backend, models
+        >>> byte = Tokenizer(Backend(models.BPE({c: i for i, c in enumerate("0123456789+")}, [])))
+        >>> prompts = Prompts.from_rows([{"prompt": f"{i}+1"} for i in range(10)], byte, name="sums")
+        >>> train, held_out = prompts.hold_out(2)
+        >>> train.name, len(train), held_out.name, len(held_out)
+        ('sums', 8, 'sums_held_out', 2)
+        """
+        drawn = np.zeros(len(self), bool)
+        drawn[np.random.default_rng(seed).permutation(len(self))[: max(rows, 0)]] = True
+        held_out = self.table.filter(pa.array(drawn))
+        taken = set(held_out["prompt"].to_pylist())
+        rest = self.table.filter(pa.array([text not in taken for text in self.table["prompt"].to_pylist()], pa.bool_()))
+        if rows < 1 or not len(rest):
+            raise UserError(
+                f"{self.name}: hold_out(rows={rows}) of {len(self)} rows leaves {len(rest)} to train on and {len(held_out)} to "
+                "evaluate on; each needs at least one"
+            )
+        train = replace(self, table=rest)._compact()
+        return train, replace(self, name=f"{self.name}_held_out", table=held_out, dropped=0, understood=None)._compact()
+
+    def _keeping(self, kept: np.ndarray, reason: str) -> Prompts:
+        dropped = int((~kept).sum())
+        understood = self.understood.without(dropped, reason) if self.understood else None
+        rest = replace(
+            self, table=self.table.filter(pa.array(kept)), dropped=self.dropped + dropped, understood=understood
+        )
+        return rest._compact()
+
+    def _compact(self) -> Prompts:
+        """With a single chunk per column."""
+        return replace(self, table=pa.Table.from_batches([Batch.of_table(self.table).record]))
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -215,6 +240,24 @@ class Prompts:
 
     def __len__(self) -> int:
         return self.table.num_rows
+
+
+def _with_the_rest(made: pa.Table, table: pa.Table, answers: Answers | None) -> pa.Table:
+    """The columns that were made, and those of the file that none of them takes the place of."""
+    columns: dict[str, pa.ChunkedArray] = dict(zip(made.column_names, made.columns, strict=True))
+    if answers is not None:
+        columns["answer"] = answers.texts
+    kept = {name: table.column(name) for name in table.column_names if name not in columns}
+    if "prompt" in table.column_names and not is_text(table.schema.field("prompt").type):
+        kept.setdefault("prompt_messages", table.column("prompt"))
+    if answers is not None and answers.shortened and "answer" in table.column_names:
+        kept.setdefault("full_answer", table.column("answer"))
+    return pa.table({**columns, **kept})
+
+
+def _lengths(table: pa.Table, column: str) -> np.ndarray:
+    """[rows] tokens of a column."""
+    return Batch.of_table(table.select([column])).lengths(column)
 
 
 def _refuse_media(table: pa.Table, origin: Origin) -> None:
@@ -227,99 +270,3 @@ def _refuse_media(table: pa.Table, origin: Origin) -> None:
                 f"{origin(row)}: column {column!r} holds what a model would have to see or hear, and Weft gives models text alone; "
                 "leave the column out, or rename it if only a reward function is to have it"
             )
-
-
-def _tokenise(texts: Texts, origin: Origin, tokenizer: Tokenizer) -> dict[str, pa.Array]:
-    """The `*_ids` columns."""
-    special = not texts.chat
-    values, offsets = tokenizer.encode(texts.prompts, add_special_tokens=special)
-    empty = np.flatnonzero(np.diff(offsets) == 0)
-    if len(empty):
-        raise UserError(f"{origin(int(empty[0]))}: the prompt {short(texts.prompts[empty[0]])} has no tokens")
-    if not texts.responses and not texts.whole:
-        return {"prompt_ids": ragged_array(values, offsets, pa.int32())}
-    prompts = np.split(values, offsets[1:-1])
-    # Templates write the token that ends a turn; plain text has none, and a model must learn to stop.
-    stop = tokenizer.token_id("eos_token") if special else None
-    if texts.whole:
-        return _whole(prompts, texts, origin, tokenizer, stop)
-    # Prompt and response are tokenised together, so that the response's first word is split as in running text.
-    wholes = {
-        name: _rows(tokenizer, [prompt + tail for prompt, tail in zip(texts.prompts, tails, strict=True)], special)
-        for name, tails in texts.responses.items()
-    }
-    responses = {
-        name: [whole[len(prompt) :] for whole, prompt in zip(rows, prompts, strict=True)]
-        for name, rows in wholes.items()
-    }
-    for row, prompt in enumerate(prompts):
-        if not all(np.array_equal(rows[row][: len(prompt)], prompt) for rows in wholes.values()):
-            prompts[row], parted = _part(
-                prompt,
-                {name: rows[row] for name, rows in wholes.items()},
-                {name: tails[row] for name, tails in texts.responses.items()},
-                tokenizer,
-            )
-            for name, response in parted.items():
-                responses[name][row] = response
-            if len(prompts[row]) == 0:
-                raise UserError(f"{origin(row)}: prompt and response have no token apart from each other")
-    for name, rows in responses.items():
-        if stop is not None:
-            responses[name] = rows = [_stopped(response, stop) for response in rows]
-        for row, response in enumerate(rows):
-            if len(response) == 0:
-                raise UserError(
-                    f"{origin(row)}: the response {short(texts.responses[name][row])} has no tokens ({name})"
-                )
-    return {"prompt_ids": _lists(prompts), **{name: _lists(rows) for name, rows in responses.items()}}
-
-
-def _part(
-    prompt: np.ndarray, wholes: Mapping[str, np.ndarray], tails: Mapping[str, str], tokenizer: Tokenizer
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Prompt and responses of a row where a token reaches from one into the other.
-
-    The prompt keeps its own tokens, as in generation, and responses are tokenised by themselves. Where that would
-    change the text (some tokenizers begin every text with a space), the token that reaches over goes to the responses.
-    """
-    alone = {name: _rows(tokenizer, [tail], False)[0] for name, tail in tails.items()}
-    decode = tokenizer.backend.decode
-    if all(
-        decode([*prompt, *alone[name]], skip_special_tokens=False) == decode(whole.tolist(), skip_special_tokens=False)
-        for name, whole in wholes.items()
-    ):
-        return prompt, alone
-    same = min(len(prompt), *map(len, wholes.values()))
-    differs = np.any([whole[:same] != prompt[:same] for whole in wholes.values()], axis=0)
-    cut = int(np.argmax(differs)) if differs.any() else same
-    return prompt[:cut], {name: whole[cut:] for name, whole in wholes.items()}
-
-
-def _whole(
-    rows: list[np.ndarray], texts: Texts, origin: Origin, tokenizer: Tokenizer, stop: int | None
-) -> dict[str, pa.Array]:
-    """Language modeling: the first token of a text is its context, all others are predicted."""
-    if stop is not None:
-        rows = [_stopped(row, stop) for row in rows]
-    for index, row in enumerate(rows):
-        if len(row) < 2:
-            raise UserError(f"{origin(index)}: the text {short(texts.prompts[index])} has fewer than two tokens")
-    texts.prompts[:] = tokenizer.backend.decode_batch([row[:1].tolist() for row in rows], skip_special_tokens=False)
-    return {"prompt_ids": _lists([row[:1] for row in rows]), "response_ids": _lists([row[1:] for row in rows])}
-
-
-def _stopped(response: np.ndarray, stop: int) -> np.ndarray:
-    """The response with the token that stops generation at its end."""
-    ended = len(response) > 0 and response[-1] == stop
-    return response if ended else np.concatenate([response, np.array([stop], np.int32)])
-
-
-def _rows(tokenizer: Tokenizer, texts: list[str], add_special_tokens: bool) -> list[np.ndarray]:
-    values, offsets = tokenizer.encode(texts, add_special_tokens=add_special_tokens)
-    return np.split(values, offsets[1:-1])
-
-
-def _lists(rows: Sequence[np.ndarray]) -> pa.Array:
-    """A list<int32> array, one list per row."""
-    return ragged_array(np.concatenate(rows), np.cumsum([0, *map(len, rows)]), pa.int32())

@@ -1,18 +1,14 @@
 """The tokenizer of a model folder, read without `transformers`: prompts are checked before torch is imported.
 
 `AutoTokenizer` needs three seconds and torch; the same `tokenizer.json` through the `tokenizers` library needs
-neither. The ids are those of `AutoTokenizer` and its `apply_chat_template`; tests/dataflow/prompts/test_prompts.py compares.
+neither. The ids are those of `AutoTokenizer` and its `apply_chat_template`; tests/dataflow/prompts/test_tokenizer.py compares.
 """
 
 from __future__ import annotations
 
-import copy
-import datetime
-import difflib
 import functools
 import itertools
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UserError
+from ..model_location import find_model_folder, folders_near
+from .chat_template import ChatTemplate
 
 if TYPE_CHECKING:
-    import jinja2
     import tokenizers
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -69,9 +66,8 @@ class Tokenizer:
         self.backend = backend
         self.name = name
         self.special_tokens = dict(special_tokens or {})
-        self.chat_templates = (
-            {"default": chat_template} if isinstance(chat_template, str) else dict(chat_template or {})
-        )
+        sources = {"default": chat_template} if isinstance(chat_template, str) else dict(chat_template or {})
+        self.chat = ChatTemplate(sources, self.special_tokens, name)
 
     @classmethod
     def load(cls, source: str | Path | Tokenizer) -> Tokenizer:
@@ -84,7 +80,7 @@ class Tokenizer:
             return source
         import tokenizers
 
-        folder = _folder(source)
+        folder = find_model_folder(source, "tokenizer.json", kind="tokenizer", download=_FILES)
         file = folder / "tokenizer.json"
         if not file.is_file():
             slow = any(
@@ -94,7 +90,7 @@ class Tokenizer:
                 f"; write it once with transformers: AutoTokenizer.from_pretrained({str(source)!r})"
                 f".save_pretrained({str(source)!r})"
                 if slow
-                else _nearest_folders(str(source))
+                else folders_near(source, "tokenizer.json")
             )
             raise UserError(f"tokenizer {str(source)!r} has no tokenizer.json{hint}")
         try:
@@ -109,20 +105,10 @@ class Tokenizer:
         _add_missing(backend, config, named)
         backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
 
-        templates = config.get("chat_template") or {}
-        if isinstance(templates, list):
-            templates = {entry["name"]: entry["template"] for entry in templates}
-        elif isinstance(templates, str):
-            templates = {"default": templates}
-        # Template files, where there are any, take the place of the ones in the configuration.
-        files = {"default": folder / "chat_template.jinja"} if (folder / "chat_template.jinja").is_file() else {}
-        files |= {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
-        if files:
-            templates = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
-        return cls(backend, chat_template=templates, special_tokens=named, name=str(source))
+        return cls(backend, chat_template=_chat_templates(folder, config), special_tokens=named, name=str(source))
 
     def __repr__(self) -> str:
-        templates = ", ".join(self.chat_templates) or "no chat template"
+        templates = ", ".join(self.chat.sources) or "no chat template"
         return f"Tokenizer({self.name!r}, {self.backend.get_vocab_size()} tokens, {templates})"
 
     def token_id(self, name: str) -> int | None:
@@ -172,134 +158,17 @@ class Tokenizer:
         cuts = offsets.tolist()
         return self.decode([ids[start:end] for start, end in itertools.pairwise(cuts)])
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = False,
-        continue_last: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
-    ) -> str:
-        """Messages as text, through the chat template; what `apply_chat_template(tokenize=False)` returns.
 
-        Args:
-            messages: `{"role": ..., "content": ...}`, oldest first.
-            add_generation_prompt: end with the header of the assistant's turn.
-            continue_last: end inside the last message, so that generation goes on with it.
-            tools: JSON schemas of functions, for templates that know about tools.
-            variables: further variables of the template (`enable_thinking=False`).
-
-        Raises:
-            UserError: there is no template, or it refuses the messages, or the content of a message is no text.
-
-        >>> import tokenizers
-        >>> template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-        >>> template += "{% if add_generation_prompt %}<assistant>{% endif %}"
-        >>> tokenizer = Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()), chat_template=template)
-        >>> tokenizer.render([{"role": "user", "content": "2 + 2?"}], add_generation_prompt=True)
-        '<user>2 + 2?<assistant>'
-        """
-        messages = list(messages)
-        for message in messages:
-            _check_content(message)
-        mark = "WEFT_CONTINUES_HERE "
-        if continue_last:
-            messages[-1] = _marked(messages[-1], mark)
-        try:
-            text = self._template(bool(tools)).render(
-                messages=messages,
-                tools=tools or None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **{**self.special_tokens, **variables},
-            )
-        except UserError:
-            raise
-        except Exception as error:  # a template can fail in any way that an expression can
-            raise UserError(f"the chat template of {self.name} refused the messages: {error}") from None
-        if not continue_last:
-            return text
-        end = text.rfind(mark.strip())
-        if end < 0:
-            raise UserError(f"the chat template of {self.name} leaves out the last message, which should be continued")
-        # A template that trims the message trimmed the mark's space too: then trim as it would have.
-        return text[:end] if text.startswith(mark, end) else text[:end].rstrip()
-
-    def _template(self, with_tools: bool) -> jinja2.Template:
-        if not self.chat_templates:
-            raise UserError(
-                f"{self.name} has no chat template (no chat_template.jinja, none in tokenizer_config.json), "
-                "and the prompts are messages; add one, or use plain-text prompts"
-            )
-        name = "tool_use" if with_tools and "tool_use" in self.chat_templates else "default"
-        if name not in self.chat_templates:
-            known = ", ".join(sorted(self.chat_templates))
-            raise UserError(f"{self.name} has several chat templates and none is called 'default': {known}")
-        return _compiled(self.chat_templates[name])
-
-
-def _check_content(message: Mapping[str, Any]) -> None:
-    """Refuses content that is no text: most templates would write it down as Python does, and a model be trained on that."""
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return
-    role = message.get("role")
-    if isinstance(content, list):
-        kinds = {str(b.get("type", "text")) if isinstance(b, Mapping) else type(b).__name__ for b in content}
-        raise UserError(
-            f"the content of a message of role {role!r} is a list of content blocks ({', '.join(sorted(kinds))}); Weft takes text "
-            "alone: write the text of the blocks as one string, and leave out rows with images, video or audio"
-        )
-    raise UserError(f"the content of a message of role {role!r} is {content!r}; it must be text")
-
-
-@functools.lru_cache(maxsize=16)
-def _compiled(source: str) -> jinja2.Template:
-    """The template in the environment that chat templates are written for (that of `transformers`), sandboxed."""
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """`{% generation %}` marks what the assistant wrote; here it changes nothing."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> nodes.Node:
-            line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(
-        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-    ) -> str:
-        # Jinja's own filter escapes HTML, which a model should not see.
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment.from_string(source)
-
-
-def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
-    """A copy of the message whose text ends with `mark`; content may be text or a list of typed parts."""
-    message = copy.deepcopy(dict(message))
-    content = message.get("content")
-    if isinstance(content, str):
-        message["content"] = content + mark
-        return message
-    for part in reversed(content or []):
-        if "text" in part:
-            part["text"] += mark
-            return message
-    raise UserError("the last message is the assistant's, to be continued, and has no text")
+def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Jinja source by name. Template files, where there are any, take the place of the ones in the configuration."""
+    files = {"default": folder / "chat_template.jinja"} if (folder / "chat_template.jinja").is_file() else {}
+    files |= {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    if files:
+        return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    templates = config.get("chat_template") or {}
+    if isinstance(templates, list):
+        return {entry["name"]: entry["template"] for entry in templates}
+    return {"default": templates} if isinstance(templates, str) else dict(templates)
 
 
 def _add_missing(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
@@ -336,49 +205,3 @@ def _json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path}: must hold a JSON object, not {type(value).__name__}")
     return value
-
-
-def _folder(source: str | Path) -> Path:
-    """Where the files of `source` are: itself, or the cached snapshot of a hub id."""
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return path
-    name = str(source)
-    if path.is_file():
-        raise UserError(f"tokenizer {name!r} is a file; give the folder that it is in ({str(path.parent)!r})")
-    # `models/qwne` with a folder `models` here is a mistyped path: nothing is asked of the hub for it.
-    is_id = isinstance(source, str) and re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name) is not None
-    if not is_id or ("/" in name and Path(name).parent.is_dir()):
-        raise UserError(f"tokenizer folder {name!r} does not exist{_nearest_folders(name)}")
-
-    import huggingface_hub
-
-    reason: Exception | None = None
-    for offline in (True, False):
-        try:
-            found = Path(huggingface_hub.snapshot_download(name, allow_patterns=list(_FILES), local_files_only=offline))
-        except (OSError, ValueError, RuntimeError) as error:  # not cached; not on the hub; no network
-            reason = error
-            continue
-        if (found / "tokenizer.json").is_file() or not offline:
-            return found
-    why = str(reason).strip().splitlines()[0] if reason else "not in the local cache"
-    raise UserError(
-        f"tokenizer {name!r} is neither a folder here nor a Hugging Face model that can be had ({why})"
-        f"{_nearest_folders(name)}"
-    ) from None
-
-
-def _nearest_folders(name: str) -> str:
-    """The hint for a folder that is not there: the nearest one that holds a tokenizer, else those there are."""
-    parent = Path(name).expanduser().parent
-    roots = [parent] if parent.is_dir() else [Path(".")]
-    folders = sorted(
-        str(file.parent) for root in roots for depth in ("*", "*/*") for file in root.glob(f"{depth}/tokenizer.json")
-    )
-    # Last names are compared: `Qwen2-tiny` should find `models/qwen2-tiny`.
-    by_last = {Path(folder).name: folder for folder in reversed(folders)}
-    close = difflib.get_close_matches(Path(name).name, by_last, n=1, cutoff=0.6)
-    if close:
-        return f"; did you mean {by_last[close[0]]!r}?"
-    return f"; folders with a tokenizer here: {', '.join(map(repr, folders[:5]))}" if folders else ""

@@ -1,18 +1,21 @@
 """Losses: numbers by hand, a plain float64 reference with gradients, and properties that must hold for every variant."""
 
 import itertools
+import math
 from typing import Any
 
 import pytest
 import torch
 
 from weft.algorithms.aggregation import fixed_length, sequence_mean, token_mean
+from weft.algorithms.corrections import Rejection, TruncatedImportance
 from weft.algorithms.kl import KlPenalty, k1, k2, k3
 from weft.algorithms.loss import Loss, PackedRows
 from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
 from weft.algorithms.ratios import sequence_product, sequence_ratio, token_ratio
 from weft.algorithms.surrogates import Clipped
 from weft.dataflow.errors import UserError
+from weft.dataflow.metrics import Mean
 
 LENGTHS = [3, 1, 5, 2, 4]
 VARIANTS = [
@@ -170,6 +173,91 @@ def test_all_masked_is_zero_with_zero_gradient():
         value, _ = loss(logprobs, nothing)
         assert value.item() == 0 and loss.count(nothing) == 0
         assert torch.autograd.grad(value, logprobs)[0].abs().max() == 0
+
+
+def numbers(metrics: Any) -> dict[str, float]:
+    return {name: metric.value for name, metric in metrics.items()}
+
+
+def test_a_loss_and_what_it_watches_by_hand():
+    ln2 = math.log(2)
+    rows = PackedRows.of(
+        [3, 1],
+        advantages=[1.0, -1.0, 9.0, 2.0],
+        response_logprobs=[-1 - ln2, -1.0, -1.0, -1.0],
+        reference_logprobs=[-1.0, -1 - ln2, -1.0, -1.0],
+        entropy=[0.5, 1.5, 9.0, 1.0],
+        response_mask=[1, 1, 0, 1],
+    )
+    logprobs = torch.tensor([-1.0, -1 - ln2, -5.0, -1.0], requires_grad=True)  # ratios 2, 1/2 and 1
+    loss = PolicyLoss(kl=KlPenalty(coefficient=0.1, estimator=k1), entropy_coefficient=0.2)
+    loss_sum, metrics = loss(logprobs, rows)
+    # clipped at 1.2; clipped at 0.8; whole. KL 0, 0, 0.
+    assert loss_sum.item() == pytest.approx((-1.2 + 0.8 - 2.0) - 0.2 * 3.0)
+    assert torch.autograd.grad(loss_sum, logprobs)[0].tolist() == pytest.approx([0.1, 0.1, 0.0, -2.0 + 0.1])
+    k3s = (2 - 1 - ln2) + (0.5 - 1 + ln2)  # of the generator from the policy as it stands
+    assert numbers(metrics) == pytest.approx(
+        {
+            "clip_fraction": 2 / 3,
+            "approx_kl": ((0.5 - 1 + ln2) + (2 - 1 - ln2)) / 3,
+            "kl": 0.0,
+            "entropy": 1.0,
+            "generator_kl_k1": 0.0,
+            "generator_kl_k3": k3s / 3,
+            "mean_generator_ratio": 3.5 / 3,
+            "max_generator_ratio": 2.0,
+        },
+        abs=1e-6,
+    )
+
+
+def test_entropy_is_watched_where_the_rows_have_it_and_counts_only_where_asked_for():
+    rows = PackedRows.of([3], advantages=[1.0] * 3, response_logprobs=[-1.0] * 3, response_mask=[1, 1, 0])
+    with_entropy = PackedRows(rows.cu_seqlens, {**rows.columns, "entropy": torch.tensor([0.25, 0.75, 9.0])})
+    logprobs = torch.full((3,), -1.0)
+    for loss, plain in ((PolicyLoss(), -2.0), (NegativeLogLikelihood(), 2.0)):
+        value, metrics = loss(logprobs, with_entropy)
+        assert value.item() == plain and metrics["entropy"] == Mean(1.0, 2)
+        assert "entropy" not in loss(logprobs, rows)[1] and not loss.needs_entropy
+    paid = PolicyLoss(entropy_coefficient=0.5)
+    assert paid.needs_entropy and paid(logprobs, with_entropy)[0].item() == -2.5
+    with pytest.raises(UserError, match="'entropy'"):
+        paid(logprobs, rows)
+    with pytest.raises(UserError, match="greater than or equal to 0"):
+        PolicyLoss(entropy_coefficient=-0.1)
+
+
+def test_a_ratio_without_bounds_is_held_at_e_to_the_20():
+    rows = PackedRows.of([2], advantages=[-1.0, 1.0], response_logprobs=[-1000.0, -1.0])
+    logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
+    loss_sum, _ = PolicyLoss()(logprobs, rows)  # a negative advantage is not clipped from above
+    assert loss_sum.item() == pytest.approx(math.exp(20) - 1, rel=1e-6)
+    assert torch.autograd.grad(loss_sum, logprobs)[0].tolist() == [0.0, -1.0]
+
+
+def test_weights_and_masks_of_two_corrections_by_hand():
+    ln2 = math.log(2)
+    generator = [-1 - ln2, -1.0, -1 + 3 * ln2, -1.0]  # trainer / generator: 2, 1; 1/8; 1
+    rows = PackedRows.of([2, 1, 1], advantages=[1.0, -2.0, 3.0, 1.0], response_logprobs=generator)
+    logprobs = torch.full((4,), -1.0, requires_grad=True)
+    loss = PolicyLoss(correction=(TruncatedImportance(cap=1.5), Rejection(low=0.5, high=4.0)))
+    loss_sum, metrics = loss(logprobs, rows)
+    assert loss_sum.item() == pytest.approx(-1.5 + 2.0 - 1.0)  # the second row is left out
+    assert torch.autograd.grad(loss_sum, logprobs)[0].tolist() == pytest.approx([-1.5, 2.0, 0.0, -1.0])
+    found = numbers(metrics)
+    assert found["truncated_fraction"] == 1 / 4 and found["masked_fraction"] == 1 / 4
+    assert found["masked_tokens"] == 1 and found["masked_rows"] == 1
+
+
+def test_the_generator_is_compared_with_once():
+    weighing = TruncatedImportance()
+    with pytest.raises(UserError, match="weighed with once"):
+        PolicyLoss(correction=(weighing, TruncatedImportance(cap=3.0)))
+    cases: tuple[dict[str, Any], ...] = ({"correction": weighing}, {"ratio": sequence_ratio})
+    for twice in cases:
+        with pytest.raises(UserError, match="old='old_logprobs'"):
+            PolicyLoss(old="response_logprobs", **twice)
+        assert PolicyLoss(old="old_logprobs", **twice).old == "old_logprobs"
 
 
 def test_what_a_loss_reads_depends_on_its_parts():

@@ -75,7 +75,7 @@ def test_a_reference_that_is_known_is_only_read():
 
 def test_a_loss_on_pairs_needs_groups_and_one_on_tokens_does_not():
     with pytest.raises(
-        UserError, match="sees whole groups, but each row of the source 'labelled' is a group of its own"
+        UserError, match="sees complete groups, but each row of the source 'labelled' is a group of its own"
     ):
         supervised(LABELLED, actor=group(ActorWorker, model="m"), loss=SIMPO)
     assert not PolicyLoss().whole_groups

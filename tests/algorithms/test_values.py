@@ -122,6 +122,14 @@ def test_the_inputs_are_left_as_they_are():
     assert torch.equal(rewards, before[0]) and torch.equal(values, before[1])
 
 
+def test_the_ends_of_the_range_of_a_discount_are_in_it():
+    rewards, values = torch.tensor([1.0, 2.0]), torch.tensor([0.25, 0.5])
+    rows = PackedRows.of([2])
+    assert discounted_returns(rewards, rows, gamma=0.0).tolist() == [1.0, 2.0]
+    assert discounted_returns(rewards, rows, gamma=1.0).tolist() == [3.0, 2.0]
+    assert generalized_advantages(rewards, values, rows, gamma=0.0, lam=0.0)[0].tolist() == [0.75, 1.5]
+
+
 def test_a_discount_outside_its_range_is_named():
     rewards, values, rows = random_rows([3])
     with pytest.raises(UserError, match=r"generalized_advantages: lam must be between 0 and 1, not 1\.5"):

@@ -5,9 +5,6 @@ from typing import Any
 
 import pytest
 
-from weft.dataflow.buffer.log import Log
-from weft.dataflow.buffer.sample_buffer import LOG
-
 
 def test_costs_of_the_simulator_are_those_of_measured_calls(load: Any):
     simulated = load("schedules/simulated")
@@ -42,18 +39,6 @@ def test_no_two_prompts_of_a_run_are_alike(load: Any):
         assert work.tail > max(setting.max_staleness for setting in module.SCHEDULES.values()), "prompts suffice"
 
 
-def test_a_row_that_is_too_old_is_found_in_the_log(load: Any, tmp_path: Path):
-    log = Log(tmp_path / LOG)
-    for record in (
-        {"do": "publish", "lease": 1, "ids": [1, 2, 3], "parents": [0, 0, 0], "versions": [0, 1, 3]},
-        {"do": "claim", "lease": 2, "node": "reward.score", "ids": [1, 2, 3]},
-        {"do": "claim", "lease": 3, "node": "actor.update", "ids": [1, 2, 3], "stale": [3, 1, "wait"]},
-    ):
-        log.append(record)
-    log.close()
-    assert [load("records").rows_too_old(tmp_path, staleness) for staleness in (0, 1, 2, 3)] == [2, 2, 1, 0]
-
-
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.vllm
@@ -64,7 +49,7 @@ def test_schedules_do_the_same_work_on_real_workers(load: Any, tmp_path: Path):
     runs = {name: schedules.run(work, name, folder, name) for name in ("synchronous", "asynchronous_1")}
     for facts in runs.values():
         assert len(facts["step_s"]) == work.counted
-        assert (facts["stale_rows"], facts["violations"]) == (0, [])
+        assert (facts["staleness_violations"], facts["violations"]) == (0, [])
     assert runs["synchronous"]["max_staleness"] == 0 < runs["asynchronous_1"]["max_staleness"] <= 1
     assert runs["synchronous"]["all_tokens"] == runs["asynchronous_1"]["all_tokens"]
 

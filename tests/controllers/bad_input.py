@@ -1,7 +1,15 @@
-"""A script with one mistake, named on the command line, for `test_bad_input.py`. Its last line says what was imported."""
+"""A script with one mistake, named on the command line, for `test_bad_input.py`.
 
-import atexit
+Given command lines on standard input, as JSON, it runs with each of them in turn, and prints for each a line of JSON: its exit code, what
+was said to the user, and which heavy modules were imported by then.
+"""
+
+import contextlib
+import io
+import json
+import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,8 +17,6 @@ import pyarrow as pa
 from toy import ToyActor, ToyRollout, centred
 
 import weft
-
-atexit.register(lambda: print("imported:", *sorted({"torch", "ray", "vllm", "transformers"} & set(sys.modules))))
 
 
 class Settings(weft.Config):
@@ -29,7 +35,7 @@ def nan(response: str, answer: str) -> float:
     return float("nan")
 
 
-def unnamed(completion: str) -> float:
+def unnamed(sentence: str) -> float:
     return 0.0
 
 
@@ -70,5 +76,24 @@ def main(settings: Settings) -> None:
         driver.run()
 
 
+def try_each(command_lines: list[list[str]]) -> None:
+    for arguments in command_lines:
+        os.environ.pop("RAY_ADDRESS", None)
+        if "address" in arguments:
+            os.environ["RAY_ADDRESS"] = "http://ray-head:8265"
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said):
+            try:
+                code = weft.launch(main, arguments)
+            except SystemExit as left:
+                code = left.code
+            except Exception:
+                code = traceback.print_exc()
+        imported = sorted({"torch", "ray", "vllm", "transformers"} & set(sys.modules))
+        print(json.dumps([code, said.getvalue().strip(), imported]))
+
+
 if __name__ == "__main__":
-    raise SystemExit(weft.launch(main))
+    if sys.argv[1:]:
+        raise SystemExit(weft.launch(main))
+    try_each(json.load(sys.stdin))

@@ -9,8 +9,8 @@ from weft.controllers.cursor import positions
 from weft.controllers.graph_run import EvaluationRun, TrainingRun
 from weft.controllers.schedule import Share
 from weft.dataflow.batch import Batch
+from weft.dataflow.buffer.leases import Published
 from weft.dataflow.buffer.ledger import Ledger
-from weft.dataflow.buffer.rows import Published
 from weft.dataflow.graph import Graph
 from weft.dataflow.handle import group
 from weft.dataflow.operation import Shape, node

@@ -14,8 +14,9 @@ from weft.controllers.schedule import Training
 from weft.controllers.simulation.costs import CostModel, FixedLengths, Generation, LinearCost, LogNormal
 from weft.controllers.simulation.simulated import Simulated
 from weft.dataflow.batch import Batch
+from weft.dataflow.buffer.folder import LOG
 from weft.dataflow.buffer.log import LogReader
-from weft.dataflow.buffer.sample_buffer import LOG, BufferConfig
+from weft.dataflow.buffer.sample_buffer import BufferConfig
 from weft.dataflow.handle import group
 from weft.dataflow.metrics import Metrics
 from weft.dataflow.operation import Shape

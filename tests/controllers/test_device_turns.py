@@ -5,16 +5,16 @@ from worker_groups import Asked
 from weft.controllers.device_turns import DeviceTurns, offload_shared
 from weft.controllers.group import Call
 from weft.controllers.placement import ResourcePool
-from weft.controllers.request import Request
+from weft.controllers.request import CallRequest
 
 GPUS = ResourcePool("gpus", gpus=1)
 
 
-def named(requests: list[Request]) -> list[str]:
+def named(requests: list[CallRequest]) -> list[str]:
     return [f"{request.group.name}.{request.method}" for request in requests]
 
 
-def ended(turns: DeviceTurns, request: Request) -> list[Request]:
+def ended(turns: DeviceTurns, request: CallRequest) -> list[CallRequest]:
     """What may be called when a request's call is over."""
     return [ready for after in request.then(Call(request.group, request.method, (0,))) for ready in turns.ask(after)]
 
@@ -22,11 +22,11 @@ def ended(turns: DeviceTurns, request: Request) -> list[Request]:
 def test_the_holder_is_offloaded_before_the_next_is_onloaded():
     asked, turns = Asked(), DeviceTurns()
     a, b = asked.group("a", GPUS), asked.group("b", GPUS)
-    (onload,) = turns.ask(Request(a, "update", on_device=True))
+    (onload,) = turns.ask(CallRequest(a, "update", on_device=True))
     assert named([onload]) == ["a.onload"], "nobody holds the devices"
     assert named(ended(turns, onload)) == ["a.update"]
-    assert named(turns.ask(Request(a, "again", on_device=True))) == ["a.again"], "it holds them"
-    (offload,) = turns.ask(Request(b, "generate", on_device=True))
+    assert named(turns.ask(CallRequest(a, "again", on_device=True))) == ["a.again"], "it holds them"
+    (offload,) = turns.ask(CallRequest(b, "generate", on_device=True))
     assert named([offload]) == ["a.offload"]
     (onload,) = ended(turns, offload)
     assert named([onload]) == ["b.onload"] and named(ended(turns, onload)) == ["b.generate"]
@@ -35,8 +35,10 @@ def test_the_holder_is_offloaded_before_the_next_is_onloaded():
 def test_requests_wait_in_the_order_in_which_they_came_while_devices_change_hands():
     asked, turns = Asked(), DeviceTurns()
     a, b = asked.group("a", GPUS), asked.group("b", GPUS)
-    (onload,) = turns.ask(Request(a, "first", on_device=True))
-    assert not turns.ask(Request(b, "second", on_device=True)) and not turns.ask(Request(a, "third", on_device=True))
+    (onload,) = turns.ask(CallRequest(a, "first", on_device=True))
+    assert not turns.ask(CallRequest(b, "second", on_device=True)) and not turns.ask(
+        CallRequest(a, "third", on_device=True)
+    )
     ready = ended(turns, onload)
     assert named(ready) == ["a.first", "a.offload"], "the second is another group's"
     (onload,) = ended(turns, ready[-1])
@@ -49,9 +51,9 @@ def test_requests_wait_in_the_order_in_which_they_came_while_devices_change_hand
 def test_a_request_that_needs_no_device_waits_for_none():
     asked, turns = Asked(), DeviceTurns()
     a, b, cpu = asked.group("a", GPUS), asked.group("b", GPUS), asked.group("cpu", ResourcePool("cpus"))
-    assert named(turns.ask(Request(a, "update", on_device=True))) == ["a.onload"]
-    assert named(turns.ask(Request(b, "save"))) == ["b.save"]
-    assert named(turns.ask(Request(cpu, "score", on_device=True))) == ["cpu.score"]
+    assert named(turns.ask(CallRequest(a, "update", on_device=True))) == ["a.onload"]
+    assert named(turns.ask(CallRequest(b, "save"))) == ["b.save"]
+    assert named(turns.ask(CallRequest(cpu, "score", on_device=True))) == ["cpu.score"]
 
 
 def test_groups_that_share_devices_begin_with_their_models_in_host_memory():

@@ -10,8 +10,8 @@ import numpy as np
 from toy import ToyConfig
 
 from weft.controllers.backends.backend import Files
-from weft.controllers.executor import Executor
-from weft.controllers.tasks import Reply, RowTask, Task
+from weft.controllers.executor import KEEPALIVE_S, Executor
+from weft.controllers.tasks import FailureKind, Reply, RowTask, Task
 from weft.dataflow.batch import Batch
 from weft.dataflow.operation import Shape, declaration_of
 from weft.workers.dispatch import Dispatch
@@ -86,4 +86,19 @@ def test_a_failure_is_replied_with_the_traceback_of_the_worker_alone(tmp_path: P
     executor.take_turn()
     (reply,) = replies
     assert reply.is_last and not reply.done and reply.failure.message.startswith("TypeError: ")
-    assert not executor.busy and not reply.failure.user_error
+    assert not executor.busy and reply.failure.kind is FailureKind.EXCEPTION
+
+
+def test_a_call_that_makes_steps_says_so_when_it_has_been_silent_for_long(tmp_path: Path):
+    now, replies = [100.0], []
+    executor = Executor(Generator(), Files(tmp_path).access("here", "executor"), clock=lambda: now[0])
+    executor.add(generating(0), replies.append)
+    now[0] += KEEPALIVE_S
+    executor.take_turn()
+    assert not replies
+    now[0] += 0.5
+    executor.take_turn()
+    assert replies == [Reply()], "it goes on"
+    now[0] += KEEPALIVE_S
+    executor.take_turn()
+    assert replies == [Reply()], "it has replied since"

@@ -111,7 +111,7 @@ def test_each_step_has_its_number_of_pairs(tmp_path: Path, schedule: Any):
     ) as driver:
         metrics = driver.run()
         assert driver.buffer is not None
-        dropped = driver.buffer.ledgers["train"].dropped["best_and_worst"]
+        dropped = driver.buffer.ledgers["train"].live.dropped["best_and_worst"]
     assert [row["actor/pairs"] for row in metrics[1:]] == [4, 4, 4] and all(
         row["actor/rows"] == 2 for row in metrics[1:]
     )

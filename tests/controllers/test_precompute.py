@@ -7,6 +7,8 @@ import pyarrow as pa
 import pytest
 from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
 
+from weft.controllers.backends.ray_backend import RayBackend
+from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.precompute import precompute
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
@@ -57,6 +59,14 @@ def test_each_row_gets_its_columns(tmp_path: Path, rows_per_step: int):
     assert made.table["total"].to_pylist() == [10 + 2 * i for i in range(11)]
     assert made.table["reversed_ids"].to_pylist() == [[10 + i, i] for i in range(11)]
     assert [p.name for p in tmp_path.iterdir()] == ["made"], "the files in between are gone"
+
+
+@pytest.mark.ray
+def test_ranks_share_the_rows_and_each_gets_its_columns(tmp_path: Path, cluster: None):
+    two = {"functions": Place(ResourcePool("functions", cpus=2), ranks=2)}
+    made = precompute(both(SOURCE), placement=two, backend=RayBackend(), root=tmp_path, rows_per_step=4, progress=False)
+    assert made.table["total"].to_pylist() == [10 + 2 * i for i in range(11)]
+    assert made.table["reversed_ids"].to_pylist() == [[10 + i, i] for i in range(11)]
 
 
 def test_graphs_that_give_no_constant_column_are_refused(tmp_path: Path):

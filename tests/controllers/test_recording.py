@@ -22,15 +22,19 @@ from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.controllers.schedule import Asynchronous, Synchronous, Training
 from weft.controllers.simulation.costs import CostModel, LinearCost
 from weft.controllers.simulation.simulated import Simulated
+from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.check import check_log
+from weft.dataflow.buffer.folder import LOG
+from weft.dataflow.buffer.leases import Published
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.log import LogReader
-from weft.dataflow.buffer.rows import Published
 from weft.dataflow.buffer.run_tables import read_timeline
-from weft.dataflow.buffer.sample_buffer import LOG
-from weft.dataflow.buffer.samples import archive, parts, recorded
+from weft.dataflow.buffer.samples import archive, recorded, sample_files
 from weft.dataflow.errors import UserError
 from weft.dataflow.handle import group
+from weft.dataflow.metrics import Metrics
+from weft.workers.dispatch import Dispatch
+from weft.workers.remote import remote
 
 
 def filed(run: Path, graph: str = "train") -> list[tuple[int, int]]:
@@ -126,10 +130,10 @@ def with_lists_beyond_its_end(run: Path) -> None:
     [
         (
             lambda run: recorded(run)[-1].path.unlink(),
-            r"samples: lease \d+ .* recorded 6 rows, of which 6 are not there",
+            r"samples: lease \d+ .* recorded 6 rows; 6 are missing",
         ),
-        (doubled, r"samples: lease \d+ of graph 'eval': 2 rows are there that it did not record, or more than once"),
-        (moved, r"samples: lease \d+ of graph 'train': sample \d+ is filed under step 8; it is of step 9"),
+        (doubled, r"samples: lease \d+ of graph 'eval': 2 rows were not recorded by it, or are there more than once"),
+        (moved, r"samples: lease \d+ of graph 'train': sample \d+ is filed under step 8; it belongs to step 9"),
         (lambda run: recorded(run)[-1].path.write_bytes(b"half"), "samples: .* cannot be read"),
         (with_lists_beyond_its_end, "samples: .* cannot be read"),
     ],
@@ -147,10 +151,10 @@ def test_a_part_of_a_lease_that_was_never_finished_counts_for_nothing(tmp_path: 
     before, whole = filed(run), recorded(run)[-1].path
     stray = whole.with_name("train_000009.999.0.arrow")
     stray.write_bytes(whole.read_bytes())
-    assert stray in {part.path for part in parts(run)} and filed(run) == before
+    assert stray in {part.path for part in sample_files(run)} and filed(run) == before
     report = check_log(run / "buffer")
     assert not report.violations and report.damage == [
-        f"{stray} is of a lease that was not finished: no reader takes it"
+        f"{stray} belongs to a lease that was not finished: readers skip it"
     ]
 
 
@@ -212,7 +216,7 @@ def test_a_group_that_was_trained_on_is_not_issued_again_when_its_columns_are_lo
     rollout, actor = group(ToyRollout, name="rollout"), group(ToyActor, name="actor")
     graph = with_recording(toy_grpo(prompts(4), rollout=rollout, reward=group(ToyReward), actor=actor))
     ledger = Ledger(graph, name="train")
-    ledger.issue([0, 1], [1, 1], round=1)
+    ledger.issue([0, 1], [1, 1], step=1)
     for node in graph.nodes[:-1]:
         lease = ledger.claim(node)
         assert lease is not None
@@ -222,6 +226,26 @@ def test_a_group_that_was_trained_on_is_not_issued_again_when_its_columns_are_lo
         else:
             ledger.publish(lease, Published(lease.ids, np.zeros(len(lease.ids), np.int64)), None)
         ledger.finish(lease, step=1 if node.operation.updates else None)
-    assert (ledger.groups_at_work, ledger.groups_behind) == (0, 2)
+    assert (ledger.live.groups_at_work, ledger.live.groups_behind) == (0, 2)
     assert not ledger.lose(0, "its node is gone")
-    assert (ledger.groups_at_work, ledger.groups_behind) == (0, 1) and ledger.prompts_issued == 2
+    assert (ledger.live.groups_at_work, ledger.live.groups_behind) == (0, 1) and ledger.prompts_issued == 2
+
+
+class PartedReward(ToyReward):
+    """A reward that is the sum of two."""
+
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        reads=("response_ids",),
+        writes=("reward", "reward/form", "reward_parts", "other"),
+    )
+    def score(self, samples: Batch) -> tuple[Batch, Metrics]:
+        return samples, {}
+
+
+def test_what_a_reward_is_made_of_is_recorded_with_it():
+    graph = toy_grpo(prompts(2), rollout=group(ToyRollout), reward=group(PartedReward), actor=group(ToyActor))
+    reads = with_recording(graph)["recorder.record"].reads
+    assert (
+        {"reward", "reward/form", "reward_parts"} <= {*reads} and "other" not in reads and len({*reads}) == len(reads)
+    )

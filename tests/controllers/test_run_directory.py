@@ -1,5 +1,6 @@
 """The directory of a run: what in it is damaged, what it may be called."""
 
+import errno
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from saved_runs import Killed, SavingActor, run
 from toy import SlowRollout, ToyReward, prompts, toy_evaluation, toy_grpo
 
 from weft.controllers.driver import Driver, Evaluation
-from weft.controllers.recovery.checkpoints import CheckpointConfig, checkpoints
+from weft.controllers.recovery.checkpoints import CheckpointConfig, complete_checkpoints
 from weft.controllers.run_directory import check_name
 from weft.controllers.schedule import Synchronous
 from weft.dataflow.buffer.run_tables import VALUES, begin_again, present, read_metrics, read_timeline, values_from
@@ -113,7 +114,7 @@ def test_stray_files_stop_no_recovery(run_dir: Path):
     go_on(run_dir)
     assert not unfinished.exists() and not list(run_dir.rglob("*.partial"))
     assert (run_dir / "samples" / "notes.arrow").read_text() == "mine"
-    assert checkpoints(run_dir / "checkpoints")[0].is_dir()
+    assert complete_checkpoints(run_dir / "checkpoints")[0].is_dir()
 
 
 @pytest.mark.parametrize("folder", [".", "lock", "checkpoints", "samples"])
@@ -137,6 +138,42 @@ def test_a_file_in_the_place_of_a_folder_is_set_aside(run_dir: Path, capsys: pyt
     for name in ("samples", "logs", "skipped"):
         assert f"run/{name} (it is not a folder)" in said
         assert (run_dir / f"{name}.damaged-1").read_text() == "no folder"
+
+
+@pytest.mark.parametrize("name", ["samples", "logs", "buffer/segments"])
+def test_a_loop_of_links_in_the_place_of_a_folder_is_set_aside(
+    run_dir: Path, name: str, capsys: pytest.CaptureFixture[str]
+):
+    shutil.rmtree(run_dir / name, ignore_errors=True)
+    (run_dir / name).symlink_to(run_dir / name)
+    go_on(run_dir)
+    assert f"run/{name} (it is not a folder)" in capsys.readouterr().out
+    assert (run_dir / f"{name}.damaged-1").is_symlink() and not (run_dir / name).is_symlink()
+
+
+def test_a_loop_of_links_cannot_be_resumed_from(tmp_path: Path):
+    (tmp_path / "round").symlink_to(tmp_path / "round")
+    with pytest.raises(UserError, match=r"^resume='.*/round' cannot be followed: Symlink loop"):
+        run(tmp_path, SCHEDULE, evaluate=False, resume=tmp_path / "round")
+
+
+def test_a_checkpoint_that_is_closed_to_this_user_is_set_aside_and_an_earlier_one_used(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = run_dir / "checkpoints"
+    closed = folder / "step_000004"
+    closed.mkdir()
+    remove = shutil.rmtree
+
+    def removed(path: Path, *args: Any, **named: Any) -> None:  # nothing is closed to root
+        if path == closed:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        remove(path, *args, **named)
+
+    monkeypatch.setattr(shutil, "rmtree", removed)
+    weights, _ = go_on(run_dir)
+    assert weights and (folder / "step_000004.closed-1").is_dir()
+    assert [path.name for path in complete_checkpoints(folder)] == ["step_000004", "step_000002"]
 
 
 def test_nobody_else_may_look_into_a_run(run_dir: Path):

@@ -19,10 +19,12 @@ from weft.controllers.row_io import gather
 from weft.controllers.schedule import Synchronous
 from weft.controllers.tasks import RowTask
 from weft.dataflow.batch import Batch
+from weft.dataflow.buffer.folder import LOG
 from weft.dataflow.buffer.log import LogReader
-from weft.dataflow.buffer.rows import Piece
-from weft.dataflow.buffer.sample_buffer import LOG, BufferConfig, SampleBuffer
-from weft.dataflow.buffer.segments import SegmentReader, SegmentWriter
+from weft.dataflow.buffer.pieces import Piece, find_pieces
+from weft.dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
+from weft.dataflow.buffer.segment_writer import SegmentWriter
+from weft.dataflow.buffer.segments import SegmentReader
 from weft.dataflow.errors import UserError
 from weft.dataflow.handle import group
 from weft.dataflow.operation import Operation
@@ -59,9 +61,9 @@ def test_rows_that_a_filter_drops_are_counted_and_their_columns_go(tmp_path: Pat
         driver.run()
         assert driver.buffer is not None
         ledger = driver.buffer.ledgers["train"]
-        counts = ledger.counts()
-        assert counts["issued"] == counts["done"] + counts["dropped"] and ledger.dropped["odd_prompts"] > 0
-        assert ledger.num_bytes == 0 and ledger.groups_in_flight == 0
+        counts = ledger.live.counts()
+        assert counts["issued"] == counts["done"] + counts["dropped"] and ledger.live.dropped["odd_prompts"] > 0
+        assert ledger.parts.num_bytes == 0 and len(ledger.live.groups) == 0
 
 
 @weft.graph
@@ -75,14 +77,14 @@ def test_the_first_of_a_group_win_and_the_others_are_counted(tmp_path: Path):
         driver.run()
         assert driver.buffer is not None
         ledger = driver.buffer.ledgers["train"]
-    assert ledger.dropped == {"over-issued at first_of_group": 12}
-    assert ledger.counts() == {"issued": 60, "waiting": 0, "leased": 0, "done": 48, "dropped": 12}
+    assert ledger.live.dropped == {"over-issued at first_of_group": 12}
+    assert ledger.live.counts() == {"issued": 60, "waiting": 0, "leased": 0, "done": 48, "dropped": 12}
     trained = [r["ids"] for r in LogReader(tmp_path / "run" / "buffer" / LOG) if r.get("node") == "actor.update"]
     assert [len(ids) for ids in trained] == [12, 12, 12]
 
 
 def test_a_quorum_of_nobody_is_refused():
-    with pytest.raises(UserError, match="takes the first n=0 rows of a group; n must be a whole number of at least 1"):
+    with pytest.raises(UserError, match="takes the first n=0 rows of a group; n must be an integer of at least 1"):
 
         @weft.graph
         def empty(prompts, *, rollout, reward, actor):
@@ -135,11 +137,11 @@ def test_a_killed_run_can_be_recovered_from_its_log_and_segments(tmp_path: Path)
     ledger = buffer.ledgers["train"]
     assert buffer.damage == [] and buffer.notes["step"] == 1 and buffer.notes["version/actor"] == 1
     score = ledger.graph["reward.score"]
-    assert ledger.ready(score) == 8, "what was leased to the reward worker is ready again"
+    assert ledger.readiness.ready(score) == 8, "what was leased to the reward worker is ready again"
     lease = ledger.claim(score)
     assert lease is not None
     reader = SegmentReader(buffer.segments, node)
-    (answers, responses) = (p for p in ledger.pieces(score, lease.rows))
+    (answers, responses) = find_pieces(ledger.graph, ledger.source, score, lease.rows)
     operation = score.operation
     rows = gather(RowTask(operation, (), lease.ids, lease.group_ids, lease.parent_ids, (answers, responses)), reader)
     assert set(rows["group_id"].to_pylist()) == {4, 5, 6, 7} and rows["response_ids"].null_count == 0

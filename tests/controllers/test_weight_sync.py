@@ -7,7 +7,7 @@ from toy import ToyWeights
 from worker_groups import Asked, answer, rollout_and_actor
 
 from weft.controllers.group import Call, WorkerGroup
-from weft.controllers.request import Request
+from weft.controllers.request import CallRequest
 from weft.controllers.weight_sync import WeightSync
 from weft.dataflow.errors import WeightSyncError
 from weft.dataflow.graph import ParameterEdge
@@ -20,7 +20,7 @@ def synced(every: int = 1, partial: Any = "continue") -> tuple[WeightSync, dict[
     return WeightSync(edges, groups, partial, cancelled.append), groups, cancelled
 
 
-def over(request: Request, value: Any) -> list[Request]:
+def over(request: CallRequest, value: Any) -> list[CallRequest]:
     """What follows when every rank has answered with this value."""
     return list(request.then(answer(request.call(), value)))
 

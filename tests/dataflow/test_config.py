@@ -11,6 +11,7 @@ from pydantic import Field
 
 from weft.dataflow.config import Config
 from weft.dataflow.errors import UserError
+from weft.dataflow.handle import group
 
 
 class Inner(Config):
@@ -69,3 +70,14 @@ def test_a_configuration_is_frozen_and_travels():
 
 def test_the_text_under_a_field_is_its_description():
     assert Outer.model_fields["learning_rate"].description == "Step size."
+
+
+def test_a_worker_class_that_names_no_settings_is_told_how_to():
+    class Bare:
+        pass
+
+    for given, named in ((Bare, "Bare"), (Bare(), "<.*Bare object.*>")):
+        with pytest.raises(
+            UserError, match=rf"weft\.group\({named}\): .* derive it from weft.Worker, with `Config = MyConfig`"
+        ):
+            group(given)  # pyright: ignore[reportArgumentType]

@@ -450,7 +450,7 @@ def test_rows_of_a_source_are_no_groups():
     rewarded = TableSource("rewarded", pa.table({"reward": [1.0], "response_ids": [[1]]}))
     text = mistake(lambda p: centred(p), rewarded)
     assert text.startswith(
-        "node 'centred' sees whole groups, but each row of the source 'rewarded' is a group of its own"
+        "node 'centred' sees complete groups, but each row of the source 'rewarded' is a group of its own"
     )
 
 
@@ -518,7 +518,7 @@ def test_two_groups_cannot_share_a_name():
 def test_follows_is_checked_where_it_is_said():
     a, r = group(ActorWorker, model="m"), rollout()
     for every in (0, -1, 1.5):
-        with pytest.raises(UserError, match=f"every={every}.: every must be a whole number of at least 1"):
+        with pytest.raises(UserError, match=f"every={every}.: every must be an integer of at least 1"):
             r.follows(a, every=every)  # pyright: ignore[reportArgumentType]
     with pytest.raises(UserError, match="takes a handle, not 'actor'"):
         r.follows("actor")  # pyright: ignore[reportArgumentType]

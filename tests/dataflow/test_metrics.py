@@ -1,13 +1,14 @@
 """Metrics merge exactly, in any order."""
 
 import math
+import statistics
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.dataflow.errors import UserError
-from weft.dataflow.metrics import Max, Mean, Sum, merge
+from weft.dataflow.metrics import Max, Mean, Std, Sum, merge
 
 
 def test_a_mean_is_weighted_and_nan_without_weight():
@@ -36,3 +37,11 @@ def test_merging_in_parts_or_at_once_is_the_same(values: list[tuple[int, int]], 
     assert merge([merge(parts[:cut]), merge(parts[cut:])]) == at_once == merge(parts[::-1])
     assert at_once["mean"].value == sum(v for v, _ in values) / sum(w for _, w in values)
     assert at_once["max"].value == max(v for v, _ in values) and at_once["sum"].value == sum(v for v, _ in values)
+
+
+@given(values=st.lists(st.integers(-50, 50), min_size=1), cut=st.integers(0, 20), offset=st.sampled_from([0, 10**8]))
+def test_a_deviation_is_that_of_all_values_however_they_were_cut(values: list[int], cut: int, offset: int):
+    moved = [float(value + offset) for value in values]
+    found = (Std.of(moved[:cut]) + Std.of(moved[cut:])).value
+    assert found == pytest.approx(statistics.pstdev(values), abs=1e-6), "also of values that are far from 0"
+    assert math.isnan(Std.of([]).value) and (Std.of([]) + Std.of([])) == Std.of([])

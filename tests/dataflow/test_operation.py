@@ -109,7 +109,7 @@ def test_a_method_with_rows_is_a_node_and_any_other_is_not():
         ({"takes": True}, "function: takes is True; it must be ROWS, GROUPS, a Quorum or a TrainingBatch"),
         ({"reads": "reward"}, "function: reads must be a tuple of columns, such as ('reward',), not 'reward'"),
         ({"writes": REWARD}, "function: writes must be a tuple of columns, such as ('reward',), not Column"),
-        ({"takes": GROUPS}, "function: a map that sees whole groups is declared with shape=Shape.GROUP"),
+        ({"takes": GROUPS}, "function: a map that sees complete groups is declared with shape=Shape.GROUP"),
         ({"takes": ROWS, "shape": Shape.GROUP}, "function: a node of shape GROUP takes groups, not Unit.ROWS"),
         (
             {"takes": Quorum(2)},

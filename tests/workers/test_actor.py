@@ -199,7 +199,7 @@ def test_mistakes_are_found_before_any_process_starts(tiny_model: Path):
         check(config, loss=PolicyLoss)
     with pytest.raises(UserError, match="loss must be a Loss such as PolicyLoss"):
         check(config, loss="ppo")
-    with pytest.raises(UserError, match="minibatches must be a whole number of at least 1, not 0"):
+    with pytest.raises(UserError, match="minibatches must be an integer of at least 1, not 0"):
         check(config, minibatches=0)
     check(config, loss=PolicyLoss(ratio=sequence_ratio))
     with pytest.raises(

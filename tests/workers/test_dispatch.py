@@ -180,7 +180,7 @@ def lease(method: str, rows: int) -> tuple[Ledger, Any]:
     operation = declaration.called_with({})
     node = Node(f"counters.{method}", "counters", operation, getattr(Counter, method), {}, (), (), (), 0, None, {}, ())
     ledger = Ledger(Graph("g", TableSource("s", None), (node,)))  # pyright: ignore[reportArgumentType]
-    ledger.issue(range(rows), [1] * rows, round=0)
+    ledger.issue(range(rows), [1] * rows, step=0)
     return ledger, ledger.claim(node)
 
 

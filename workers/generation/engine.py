@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerationRequest:
     """A response to be sampled."""
 
     request_id: int
@@ -42,7 +42,7 @@ class Response:
 
 
 Responses = Generator[list[Response], Collection[int] | None, None]
-"""What an engine yields; it may be sent the ids of requests that nobody wants any more."""
+"""Responses as they finish. The engine may be sent the ids of requests that are no longer wanted."""
 
 
 class GenerationEngine(Protocol):
@@ -51,7 +51,7 @@ class GenerationEngine(Protocol):
     version: int
     """Policy version of the weights that the next step samples from; 0: those of the model's folder."""
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Responses:
+    def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Responses:
         """Sample one response to each request.
 
         All requests are admitted before the first step. Closing the generator early aborts the requests that are not finished;

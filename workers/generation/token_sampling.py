@@ -9,7 +9,7 @@ import numpy as np
 
 from ...algorithms.sampling import Sampling
 from ...dataflow.lazy import torch
-from .engine import Request
+from .engine import GenerationRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +57,7 @@ def _truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     return torch.empty_like(logits).scatter_(-1, index, ascending)
 
 
-class Draws:
+class RequestDraws:
     """Uniform numbers by request and position: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) of both.
 
     Args:
@@ -68,8 +68,8 @@ class Draws:
         self._streams = _mix(seeds)
 
     @classmethod
-    def of(cls, requests: Sequence[Request], fallback: np.random.Generator) -> Draws:
-        """Draws by the requests' own seeds; a request without one gets a seed from `fallback`."""
+    def of(cls, requests: Sequence[GenerationRequest], fallback: np.random.Generator) -> RequestDraws:
+        """Numbers by the requests' own seeds; a request without one gets a seed from `fallback`."""
         own = fallback.integers(2**63, size=len(requests)).tolist()
         seeds = [mine if r.seed is None else r.seed for r, mine in zip(requests, own, strict=True)]
         return cls(np.array([seed % 2**64 for seed in seeds], dtype=np.uint64))

@@ -24,8 +24,8 @@ from ...dataflow.lazy import torch
 from ...resharding.weights import Weights
 from ..model_folder import find_model_config, read_stop_tokens, refusals_named
 from .decoding import DecodingBatch, new_cache
-from .engine import Request, Response, Responses
-from .token_sampling import Draws, draw_tokens
+from .engine import GenerationRequest, Response, Responses
+from .token_sampling import RequestDraws, draw_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,7 +86,7 @@ class TransformersEngine:
         self._stop_tokens = np.asarray(read_stop_tokens(model), dtype=np.int64)
         self._seeds = np.random.default_rng(seed)
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Responses:
+    def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Responses:
         """Responses as they finish; see `GenerationEngine`."""
         for request in requests:
             if len(request.prompt_ids) + sampling.max_tokens > self._max_context:
@@ -143,11 +143,11 @@ class TransformersEngine:
         if missing:
             raise WeightSyncError(f"weights version {version} lack what the model needs for: {', '.join(missing)}")
 
-    def _generate(self, requests: Sequence[Request], sampling: Sampling, given_up: set[int]) -> Responses:
+    def _generate(self, requests: Sequence[GenerationRequest], sampling: Sampling, given_up: set[int]) -> Responses:
         """Sample one batch of requests, from the prompts to the last finished response; ids that it is sent are put into `given_up`."""
         request_ids = np.array([request.request_id for request in requests])
         stops = np.empty(0, dtype=np.int64) if sampling.ignore_stop else self._stop_tokens
-        draws = Draws.of(requests, self._seeds)
+        draws = RequestDraws.of(requests, self._seeds)
         shape = (len(requests), sampling.max_tokens)
         token_ids, versions = np.empty(shape, dtype=np.int32), np.empty(shape, dtype=np.int32)
         logprobs = np.empty(shape, dtype=np.float32)
@@ -186,7 +186,7 @@ class TransformersEngine:
                 sampled = sampled[keep]
             logits = self._forward(batch, sampled)
 
-    def _prefill(self, requests: Sequence[Request], max_tokens: int) -> tuple[DecodingBatch, Tensor]:
+    def _prefill(self, requests: Sequence[GenerationRequest], max_tokens: int) -> tuple[DecodingBatch, Tensor]:
         """Run the prompts, each distinct one once; returns the rows, and their logits [B, V] for the first token."""
         distinct: dict[bytes, int] = {}
         prompts: list[np.ndarray] = []

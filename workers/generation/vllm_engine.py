@@ -18,7 +18,7 @@ from ...dataflow.errors import GenerationError, WeightSyncError
 from ...dataflow.lazy import torch
 from ...resharding.weights import Weights
 from ..model_folder import read_stop_tokens
-from .engine import Request, Response, Responses
+from .engine import GenerationRequest, Response, Responses
 from .vllm_settings import VllmSettings
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class VllmEngine:
         if settings.tensor_parallel > 1:
             self._engine.collective_rpc("weft_unlink_shared_memory")
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Responses:
+    def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Responses:
         """Responses as they finish; see `GenerationEngine`. Several generators may be open at once."""
         waiting: set[str] = set()
         try:
@@ -132,7 +132,7 @@ class VllmEngine:
             self._request_ids.pop(key, None)
             self._finished.pop(key, None)
 
-    def _add(self, request: Request, sampling: Sampling) -> str:
+    def _add(self, request: GenerationRequest, sampling: Sampling) -> str:
         key = str(next(self._numbers))
         prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids.tolist()}
         if self._prefix_caching:

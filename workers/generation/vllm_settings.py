@@ -85,7 +85,7 @@ class VllmSettings(Config):
         return on_gpu if self.compile is None else self.compile
 
     def _kv_cache_gib(self, config: Any, dtype: str, context: int) -> float:
-        """What `max_num_seqs` full contexts need on one rank, half-filled blocks included."""
+        """Memory that `max_num_seqs` full contexts need on one rank, half-filled blocks included."""
         settings = config.to_dict()
         heads, size = settings.get("num_key_value_heads") or num_heads(settings), head_dim(settings)
         assert heads is not None and size is not None  # `transformers` filled in what the folder leaves out

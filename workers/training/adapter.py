@@ -2,7 +2,7 @@
 
 The layers stand inside the `transformers` model, which stays what it is. A linear layer NAME becomes
 
-    NAME.base_layer.weight                              W, which stands still, in the dtype that is computed in
+    NAME.base_layer.weight                              W, frozen, in the dtype of computation
     NAME.lora_A.default.weight, NAME.lora_B.default.weight
     NAME.lora_magnitude_vector.default.weight           with DoRA
 
@@ -122,7 +122,7 @@ class Adapter:
         copy_companions(folder, source, disk)
         model = Path(self._causal_lm.name_or_path)  # or the name of one in the Hugging Face cache
         name = str(model.resolve()) if model.is_dir() else self._causal_lm.name_or_path
-        # Not said to `peft` before: it would put a copy of the head beside the head.
+        # Set only now: `peft` would put a copy of the head beside the head.
         settings = {**self._config.to_dict(), "modules_to_save": self._whole or None}
         settings |= {"base_model_name_or_path": name, "inference_mode": True}
         content = json.dumps(settings, indent=2, sort_keys=True, default=sorted)  # its sets have no order
@@ -170,8 +170,8 @@ def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scaling: float, magnitud
 def tensor_parallel_plan(layer: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
     """The plan of a layer of the model, with its LoRA layers split as what they stand for is.
 
-    Of a layer split by columns B is split in the same way, and A is whole on all ranks; of one split by rows it is the other
-    way round. What is whole gets the same gradient on all ranks of a replica.
+    In a layer split by columns, B is split in the same way and every rank has all of A. In a layer split by rows it is the other
+    way round. A matrix that is not split gets the same gradient on all ranks of a replica.
     """
     adapted: dict[str, ParallelStyle] = {}
     for name, style in plan.items():
@@ -186,7 +186,7 @@ def tensor_parallel_plan(layer: nn.Module, plan: Mapping[str, ParallelStyle]) ->
 
 
 def _peft_name(name: str) -> str:
-    """What `peft` calls a parameter in its files.
+    """The name of a parameter in the files of `peft`.
 
     >>> _peft_name("model.q_proj.lora_A.default.weight"), _peft_name("model.q_proj.lora_magnitude_vector.default.weight")
     ('base_model.model.model.q_proj.lora_A.weight', 'base_model.model.model.q_proj.lora_magnitude_vector')

@@ -36,7 +36,7 @@ class BadSteps:
         self._folder = None if context.run_dir is None else context.run_dir / FOLDER / context.name
         self._rows: list[Batch] = []
         self.in_a_row: tuple[str, ...] = ()
-        """What was wrong with each bad step since the last one that was applied; it belongs into a checkpoint."""
+        """The fault of each bad step since the last one that was applied. Checkpoints save it."""
 
     def add(self, rows: Batch) -> None:
         """These belong to the step to come. They are held (in segments of the buffer, not copied) until it is over."""

@@ -1,8 +1,7 @@
-"""Training: what a worker asks of the engine that computes log-probabilities and takes optimizer steps.
+"""TrainingEngine: computes log-probabilities and takes optimizer steps for a worker.
 
-One engine answers: `FsdpEngine` (`fsdp.py`: FSDP2 x tensor parallel on `transformers` models); a user can bring
-another. Here is also what any engine needs and no device: settings, the learning-rate schedule, and how rows are cut into
-microbatches.
+`FsdpEngine` (`fsdp.py`) implements it with FSDP2 and tensor parallelism on `transformers` models; a user can bring another
+engine. The settings of engines and the learning-rate schedule stand here, too; `microbatches.py` cuts rows into microbatches.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ SCALAR_HEAD = "score.weight"
 """The weight of a scalar head, [1, hidden], without a bias."""
 
 TENSOR_PARALLEL_MODELS = ("llama", "mistral", "qwen2")
-"""Model types whose layers have the names and shapes that the plan of `fsdp.py` splits."""
+"""Model types whose layers have the names and shapes that tensor parallelism splits (`sharded_model.py`)."""
 
 
 class OptimizerConfig(Config):
@@ -98,7 +97,7 @@ class OptimizerConfig(Config):
     skip_above_grad_norm: float | None = Field(default=None, gt=0)
     """A step whose gradient has a larger norm (before it is scaled down) is bad; None: only one that is not finite."""
     stop_after_bad_steps: int = Field(default=3, ge=1)
-    """So many bad steps in a row, none of which is applied, end the run."""
+    """Number of bad steps in a row after which the run ends. Bad steps are not applied."""
 
     @model_validator(mode="after")
     def _decay_has_an_end(self) -> OptimizerConfig:
@@ -128,7 +127,7 @@ class OptimizerConfig(Config):
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """What became of an optimizer step: it was applied, or it was bad, or there was no token to train on. The same on all ranks."""
+    """The outcome of an optimizer step, equal on all ranks: applied, bad, or without a token to train on."""
 
     metrics: Metrics
     applied: bool
@@ -141,7 +140,7 @@ class TrainingEngine(Protocol):
 
     @property
     def coordinates(self) -> Coordinates:
-        """Where this rank stands."""
+        """Coordinates of this rank in the mesh of its group."""
         ...
 
     def logprobs(self, batch: Batch, *, adapter: bool = True) -> tuple[np.ndarray, np.ndarray]:
@@ -150,12 +149,12 @@ class TrainingEngine(Protocol):
         ...
 
     def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """What a scalar head says of each response token: `(values [T] float32, cu_seqlens [rows + 1])`."""
+        """The scalar head's output at each response token: `(values [T] float32, cu_seqlens [rows + 1])`."""
         ...
 
     def accumulate(self, batch: Batch, loss: Loss, *, last: bool) -> Metrics:
         """Add the gradient of these rows (of all replicas) to that of the optimizer step to come; `last`: no more rows come.
-        Merged over calls and replicas, the metrics are those of the whole step."""
+        Merged over calls and replicas, the metrics are those of the complete step."""
         ...
 
     def apply(self) -> OptimizerStep:
@@ -183,7 +182,7 @@ class TrainingEngine(Protocol):
         ...
 
     def snapshot(self, folder: Path, notes: Mapping[str, Any] | None = None) -> float:
-        """Copy all that training goes on from, and write it to `folder` in the background (`checkpoint.py` says what).
+        """Copy the state that training resumes from, and write it to `folder` in the background (`snapshot.py` lists it).
 
         Args:
             folder: a new one, the same for all ranks.

@@ -1,6 +1,6 @@
 """LoRA as a program says it: the settings of an adapter, and the reference that is a model with its adapter off.
 
-What is made of them, `adapter.py` does, with `peft`; this file is read without torch.
+`adapter.py` applies them with `peft`. This file imports no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .engine import SCALAR_HEAD
 
 
 class Lora(Config):
-    """Low-rank adaptation (arXiv:2106.09685): W + s B A, of which A [rank, in] and B [out, rank] are trained and W stands still.
+    """Low-rank adaptation (arXiv:2106.09685): W + s B A. A [rank, in] and B [out, rank] are trained; W is frozen.
 
     B begins as 0, so the first policy is the model itself. A is drawn from the seed of the run, the same on any number of ranks.
     """

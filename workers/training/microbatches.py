@@ -35,7 +35,7 @@ class Microbatches:
     scalars: Mapping[str, Tensor]
     """Columns with a value for each row, [rows]."""
     device: torch.device
-    """Where the loss gets its columns."""
+    """Device on which the loss gets its columns."""
     reads_last: bool = False
     """Whether the head reads the position of each response token; otherwise it reads the position before."""
 

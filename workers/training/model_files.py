@@ -33,7 +33,7 @@ def write_model(
     settings = json.loads((source / CONFIG_FILE).read_text())
     settings.pop("torch_dtype", None)  # its name in older versions
     _write_json(folder / CONFIG_FILE, {**settings, **changed}, disk)
-    # Not `save_pretrained`: safetensors holds the interpreter while it writes, and training would stand still.
+    # Not `save_pretrained`: safetensors holds the interpreter while it writes, and training would stop.
     tensors = {n: t for n, t in tensors.items() if n not in (causal_lm._keys_to_ignore_on_save or ())}
     tensors = revert_weight_conversion(causal_lm, tensors)
     split = split_torch_state_dict_into_shards(tensors)

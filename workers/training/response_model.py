@@ -161,7 +161,7 @@ def _find_backbone(causal_lm: Any) -> str:
     """The name of the module that a causal language model puts its head on.
 
     Raises:
-        UserError: there is none, so it is not known what stands before the head.
+        UserError: no such module was found, so the input of the head is unknown.
     """
     for name in (causal_lm.base_model_prefix, "model"):  # Llama 4's text model does not have the one that it names
         if name in causal_lm._modules:

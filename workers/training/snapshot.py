@@ -39,7 +39,7 @@ from .sharding import local_part, offset_of, writes
 MODEL, STATE = "model", "state"
 _FORMAT = 1
 _WRITE_TIMEOUT = timedelta(hours=6)
-"""How long the ranks wait for the slowest of them to write; a rank that dies is noticed at once."""
+"""Longest wait for the slowest rank to write. A rank that dies is noticed at once."""
 
 
 class SnapshotWriter:

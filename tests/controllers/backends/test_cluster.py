@@ -72,3 +72,13 @@ def test_a_cluster_names_the_token_that_it_misses_and_what_no_node_of_it_has(
     monkeypatch.delenv("RAY_AUTH_MODE")
     with pytest.raises(UserError, match="RAY_AUTH_MODE is not set"):
         RayBackend(ray_address).check({})
+
+
+@pytest.mark.ray
+def test_a_process_that_has_joined_a_cluster_is_not_sent_to_another(cluster: None, ray_address: str):
+    RayBackend(ray_address).check({"actor": Place(ResourcePool("pool", cpus=16))})
+    other = f"127.0.0.1:{int(ray_address.rpartition(':')[2]) - 1}"
+    with pytest.raises(
+        UserError, match=f"^RayBackend..{other}..: this process has joined the Ray cluster at {ray_address}"
+    ):
+        RayBackend(other).check({})

@@ -21,12 +21,11 @@ from toy import SlowRollout, ToyReward, prompts, toy_grpo
 
 from weft.controllers.cursor import Cursor, positions
 from weft.controllers.driver import Driver
-from weft.controllers.recovery.checkpoints import CheckpointConfig
-from weft.controllers.recovery.ending import ask_to_end
+from weft.controllers.recovery.checkpoints import CheckpointConfig, complete_checkpoints
 from weft.controllers.recovery.resume import find_checkpoint
-from weft.controllers.recovery.run_state import checkpoints
 from weft.controllers.run import Run
 from weft.controllers.schedule import Asynchronous, Training
+from weft.controllers.signals import ask_to_end
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.log import LogReader
 from weft.dataflow.errors import DeadlineError, UserError, WorkerDied
@@ -119,7 +118,7 @@ def test_an_asynchronous_run_loses_nothing_and_trains_nothing_twice(
 def test_the_latest_checkpoints_are_kept_and_the_best(tmp_path: Path):
     run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig(every=1, keep=2, best="-step_s"))
     folder = tmp_path / "run" / "checkpoints"
-    names = [p.name for p in checkpoints(folder)]
+    names = [p.name for p in complete_checkpoints(folder)]
     assert names[:2] == ["step_000009", "step_000008"] and 2 <= len(names) <= 3
     assert not list(folder.glob(".*")), "nothing unfinished is left"
 
@@ -243,10 +242,10 @@ def test_a_run_that_is_asked_to_end_saves_itself_wherever_it_is(
 def test_a_run_that_was_ended_while_a_checkpoint_took_the_place_of_another_has_that_other_one(tmp_path: Path):
     run(tmp_path, SCHEDULES[0])
     folder = tmp_path / "run" / "checkpoints"
-    latest, earlier = checkpoints(folder)
+    latest, earlier = complete_checkpoints(folder)
     latest.rename(folder / f".before_{latest.name}")
     found = find_checkpoint(tmp_path / "run")
-    assert found is not None and found.path == latest and checkpoints(folder) == [latest, earlier]
+    assert found is not None and found.path == latest and complete_checkpoints(folder) == [latest, earlier]
 
 
 def test_sigterm_has_a_run_save_itself_and_leave_with_0(tmp_path: Path):
@@ -255,7 +254,7 @@ def test_sigterm_has_a_run_save_itself_and_leave_with_0(tmp_path: Path):
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=10)
     assert process.returncode == 0 and "saved in" in said, said
-    (path,) = checkpoints(tmp_path / "run" / "checkpoints")
+    (path,) = complete_checkpoints(tmp_path / "run" / "checkpoints")
     step = json.loads((path / "run.json").read_text())["step"]
     assert step >= 3
     again, _ = begun(tmp_path, "--steps", str(step + 2), "--resume", "latest").communicate(timeout=60)

@@ -13,13 +13,13 @@ from saved_runs import SCHEDULES, SavingActor, trained
 from toy import SlowRollout, ToyReward, prompts, toy_grpo
 
 from weft.controllers.driver import Driver
-from weft.controllers.progress import Progress
-from weft.controllers.recovery.checkpoints import CheckpointConfig
-from weft.controllers.recovery.ending import ask_to_end, can_be_ended
+from weft.controllers.recovery.checkpoints import CheckpointConfig, complete_checkpoints
 from weft.controllers.recovery.full_disk import FullDisk
 from weft.controllers.recovery.resume import find_checkpoint
-from weft.controllers.recovery.run_state import checkpoints
 from weft.controllers.schedule import Training
+from weft.controllers.signals import ask_to_end, can_be_ended
+from weft.controllers.telling.displays import Nothing
+from weft.controllers.telling.progress import Progress
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.disk import is_full
@@ -118,14 +118,14 @@ def test_a_full_disk_pauses_a_run_and_nothing_is_lost(
     assert not check_log(small / "run" / "buffer").violations
     found = find_checkpoint(small / "run")
     assert found is not None and found.state.step == schedule.steps and not found.damage
-    assert len(checkpoints(small / "run" / "checkpoints")) == 2
+    assert len(complete_checkpoints(small / "run" / "checkpoints")) == 2
 
 
 def test_a_pause_ends_when_the_run_is_asked_to_end(tmp_path: Path):
     def write() -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.parquet")
 
-    disk = FullDisk(tmp_path, Progress(1, tmp_path, enabled=False))
+    disk = FullDisk(tmp_path, Progress(1, tmp_path, Nothing()))
     began = time.monotonic()
     with (
         can_be_ended(True),

@@ -11,10 +11,10 @@ from saved_runs import SCHEDULES, run, trained
 
 from weft.__main__ import main
 from weft.dataflow.buffer.check import check_log
-from weft.dataflow.buffer.sample_buffer import restore
+from weft.dataflow.buffer.restored import restore
 from weft.dataflow.errors import FormatError, UserError
 
-OLD = "the log cannot be read: graph 'train' is described in format 1, by an earlier version of Weft; this version reads format 2"
+OLD = "the log cannot be read: graph 'train' is described in format 1, by an earlier version of Weft; this version reads format 3"
 
 
 @pytest.fixture

@@ -23,10 +23,10 @@ from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous
 from weft.controllers.simulation.bound import bound
 from weft.controllers.simulation.costs import CostModel, FixedLengths, Generation, LinearCost, LogNormal
 from weft.controllers.simulation.simulated import Simulated
-from weft.controllers.tasks import Failure, Reply, Task
+from weft.controllers.tasks import Failure, FailureKind, Reply, Task
 from weft.dataflow.buffer.check import check_log
+from weft.dataflow.buffer.folder import LOG
 from weft.dataflow.buffer.log import LogReader
-from weft.dataflow.buffer.sample_buffer import LOG
 from weft.dataflow.errors import DeadlineError, UserError
 from weft.dataflow.handle import group
 
@@ -44,8 +44,9 @@ def test_synchronous_by_hand(tmp_path: Path):
 def test_pipelined_by_hand(tmp_path: Path):
     schedule = Pipelined(steps=1, prompts_per_step=2, shuffle=False)
     driver = run(tmp_path, schedule, Simulated(costs(KNOWN)), number=2)
-    # Responses come at 2.75, 3.75, 5.75 and 7.75, groups with the last two; the fixed part of the update comes with its last rows.
-    scored = np.array([(2.75, 3.75), (3.75, 4.75), (5.75, 6.75), (7.75, 8.75)])
+    # Responses come at 2.75, 3.75, 5.75 and 7.75, groups with the last two: the first two wait a quarter of a second for the others
+    # of their groups. The fixed part of the update comes with its last rows.
+    scored = np.array([(3.0, 4.0), (4.0, 5.0), (5.75, 6.75), (7.75, 8.75)])
     assert calls(driver, "reward.score") == pytest.approx(scored)
     assert calls(driver, "actor.update") == pytest.approx(np.array([(6.75, 7.95), (8.75, 12.25)]))
     assert times(driver) == pytest.approx([13.0])
@@ -319,7 +320,7 @@ class Mortal(Simulated):
         if self.clock() >= self._at and (lost := [c for c in rollout.calls if 1 in c.waiting]):
             self._at = math.inf
             self.told.clear()
-            failure = Failure("its process ended", "", user_error=False, died=True)
+            failure = Failure("its process ended", kind=FailureKind.DIED)
             events.append(Event(lost[0], 1, Reply(failure=failure)))
         return events
 

@@ -1,12 +1,15 @@
-"""Small graphs, and verbs for ledgers of them; what the tests of the ledger begin with."""
+"""Graphs by hand and by chance, and verbs for ledgers of them; what the tests of the ledger begin with."""
 
+import random
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from weft.dataflow.buffer.leases import Lease, Published
 from weft.dataflow.buffer.ledger import Ledger
-from weft.dataflow.buffer.rows import Lease, Published
+from weft.dataflow.buffer.readiness import Readiness
+from weft.dataflow.buffer.rows import GroupState, RowState
 from weft.dataflow.buffer.segments import Segment
 from weft.dataflow.config import Config
 from weft.dataflow.graph import Graph
@@ -14,7 +17,7 @@ from weft.dataflow.handle import Handle
 from weft.dataflow.node import SOURCE, Node
 from weft.dataflow.operation import Declaration, Shape
 from weft.dataflow.source import TableSource
-from weft.dataflow.takes import Quorum, TrainingBatch
+from weft.dataflow.takes import GROUPS, Quorum, TrainingBatch
 from weft.dataflow.tracing import SymbolicRows, Trace
 from weft.workers.worker import Worker
 
@@ -40,8 +43,8 @@ class Trainer(Worker):
 class Drawing:
     """A graph made node by node."""
 
-    def __init__(self) -> None:
-        self.recording = Trace("drawn", PROMPTS)
+    def __init__(self, name: str = "drawn") -> None:
+        self.recording = Trace(name, PROMPTS)
         self.prompts = SymbolicRows(self.recording, SOURCE, {"prompt": ""})
 
     def add(self, rows: SymbolicRows, name: str, shape: Shape = Shape.MAP, **rule: Any) -> SymbolicRows:
@@ -70,12 +73,52 @@ def grpo() -> Graph:
     return draw.graph()
 
 
-def dapo() -> Graph:
+def dapo(*, quorum: int = 0) -> Graph:
+    """generate, score, keep, advantages, update; with a quorum of its samples."""
     draw = Drawing()
     samples = draw.add(draw.prompts, "generate", Shape.EXPAND, reads=("prompt",))
-    kept = draw.add(samples, "keep", Shape.FILTER, reads=("generate_c",))
-    samples = draw.add(kept, "advantages", Shape.GROUP, reads=("generate_c",))
+    samples = draw.add(samples, "score", reads=("generate_c",))
+    if quorum:
+        samples = draw.add(samples, "first", Shape.FILTER, reads=("score_c",), takes=Quorum(quorum, 5.0))
+    samples = draw.add(samples, "keep", Shape.FILTER, reads=("score_c",))
+    samples = draw.add(samples, "advantages", Shape.GROUP, reads=("score_c",))
     draw.add(samples, "update", reads=("advantages_c",), takes=TrainingBatch())
+    return draw.graph()
+
+
+def random_graph(chance: random.Random, name: str = "drawn") -> Graph:
+    """Maps, groups, filters, quorums, expansions and updates on branches that part and join."""
+    draw = Drawing(name)
+    branches = [draw.prompts]
+    if chance.random() < 0.2:  # rows come late for a quorum, and some of them are under way to it
+        turns = draw.add(draw.add(draw.prompts, "dialogues", Shape.EXPAND), "turns", Shape.EXPAND)
+        scored = draw.add(turns, "score", reads=("turns_c",))
+        draw.add(scored, "first", Shape.FILTER, reads=("score_c",), takes=Quorum(chance.randint(1, 3), 1.0))
+        branches = [turns, scored]
+    elif chance.random() < 0.6:
+        branches.append(draw.add(draw.prompts, "samples", Shape.EXPAND))
+    kinds: list[dict[str, Any]] = [
+        {"shape": Shape.MAP},
+        {"shape": Shape.FILTER},
+        {"shape": Shape.FILTER, "takes": GROUPS},
+        {"shape": Shape.FILTER, "takes": Quorum(chance.randint(1, 4), chance.choice([None, 1.0, 5.0]))},
+        {"shape": Shape.EXPAND},
+        {"shape": Shape.EXPAND, "takes": GROUPS},
+        {"shape": Shape.GROUP},
+        {"shape": Shape.MAP, "takes": TrainingBatch()},
+    ]
+    for number in range(chance.randint(1, 7)):
+        rows = chance.choice(branches)
+        if chance.random() < 0.3:
+            rows = rows | chance.choice([b for b in branches if b.level == rows.level])
+        kind, letter = chance.choice(kinds), "abcdefgh"[number]
+        rule: dict[str, Any] = {}
+        if kind["shape"] is Shape.FILTER and chance.random() < 0.3:
+            rule["writes"] = (f"{letter}_c",)
+        reads = tuple(chance.sample(rows.columns, chance.randint(0, len(rows.columns))))
+        made = draw.add(rows, letter, reads=reads, **kind, **rule)
+        if not isinstance(kind.get("takes"), TrainingBatch):
+            branches.append(made)
     return draw.graph()
 
 
@@ -120,7 +163,7 @@ def do(ledger: Ledger, name: str) -> None:
 def generated(graph: Graph, prompts: int = 2, samples: int = 3) -> Ledger:
     """A ledger after generation: samples 1000, 1001, ... in groups 0, 1, ..."""
     ledger = Ledger(graph)
-    ledger.issue(range(prompts), [2] * prompts, round=0)
+    ledger.issue(range(prompts), [2] * prompts, step=0)
     lease = claim(ledger, "generate")
     expand(ledger, lease, samples)
     ledger.finish(lease)
@@ -141,7 +184,7 @@ def first_two(deadline_s: float | None = None, *, dialogues: bool = False) -> Gr
 def aged(versions: list[int]) -> Ledger:
     """A ledger with a group of one row, ready for its update, of each of these versions."""
     ledger = Ledger(grpo())
-    ledger.issue(range(len(versions)), [1] * len(versions), round=0)
+    ledger.issue(range(len(versions)), [1] * len(versions), step=0)
     lease = claim(ledger, "generate")
     expand(ledger, lease, 1, versions=np.array(versions))
     ledger.finish(lease)
@@ -152,4 +195,21 @@ def aged(versions: list[int]) -> Ledger:
 
 def forgotten(ledger: Ledger) -> bool:
     """Nothing of any row is left."""
-    return not (ledger._rows or ledger._groups or ledger._leases) and ledger.readiness.is_empty()
+    nothing = Readiness(ledger.live.wiring)
+    return not (ledger.live.rows or ledger.live.groups or ledger.leases) and vars(ledger.readiness) == vars(nothing)
+
+
+def readiness_state(ledger: Ledger, readiness: Readiness) -> dict[str, Any]:
+    """All that can be asked of what is ready of a ledger's rows; entries of queues that count for nothing are left out."""
+    state = {name: value for name, value in vars(readiness).items() if not name.endswith("_queues")}
+    del state["_wiring"]
+    rows, groups = ledger.live.rows, ledger.live.groups
+    state["queued rows"] = [
+        sorted(id for _, id in queue if id in rows and rows[id].state(i) is RowState.READY)
+        for i, queue in enumerate(readiness.row_queues)
+    ]
+    state["queued groups"] = [
+        sorted(id for id in queue if id in groups and groups[id].state(i) is GroupState.READY)
+        for i, queue in enumerate(readiness.group_queues)
+    ]
+    return state

@@ -1,4 +1,4 @@
-"""Graphs by hand and by chance, and ledgers that are driven over them: true logs for the tests of the checker."""
+"""Ledgers that are driven over graphs: true logs for the tests of the checker."""
 
 import json
 import random
@@ -7,93 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from weft.dataflow.buffer.check import Report, check_log
+from weft.dataflow.buffer.leases import Lease, Published, Staleness
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.log import Log
-from weft.dataflow.buffer.rows import Lease, Published, Staleness
 from weft.dataflow.buffer.sample_buffer import SampleBuffer
 from weft.dataflow.buffer.segments import Segment
-from weft.dataflow.config import Config
 from weft.dataflow.graph import Graph
-from weft.dataflow.handle import Handle
-from weft.dataflow.node import SOURCE
-from weft.dataflow.operation import Declaration, Shape
-from weft.dataflow.source import TableSource
-from weft.dataflow.takes import GROUPS, Quorum, TrainingBatch
-from weft.dataflow.tracing import SymbolicRows, Trace
-from weft.workers.worker import Worker
+from weft.dataflow.operation import Shape
 
-PROMPTS = TableSource("prompts", pa.table({"prompt": ["a"]}))
 DATA = Segment("node", "w.0.000001.arrows", 0, 10, 0)
-
-
-class Trainer(Worker):
-    Config = Config
-
-
-def function(rows: object) -> None: ...
-def method(self: object, rows: object) -> None: ...
-
-
-class Drawing:
-    """A graph made node by node."""
-
-    def __init__(self, name: str) -> None:
-        self.recording = Trace(name, PROMPTS)
-        self.prompts = SymbolicRows(self.recording, SOURCE, {"prompt": ""})
-
-    def add(self, rows: SymbolicRows, name: str, shape: Shape = Shape.MAP, **rule: Any) -> SymbolicRows:
-        updates = isinstance(rule.get("takes"), TrainingBatch)
-        rule.setdefault("writes", () if shape is Shape.FILTER or updates else (f"{name}_c",))
-        handle = Handle(Trainer, Config(), f"{name}r") if updates else None
-        return self.recording.add(
-            rows, handle, method if handle else function, Declaration(name, shape, **rule), (), {}
-        )
-
-    def graph(self) -> Graph:
-        return self.recording.finish()
-
-
-def dapo(*, quorum: int = 0) -> Graph:
-    """generate, score, keep, advantages, update; with a quorum of its samples."""
-    draw = Drawing("dapo")
-    samples = draw.add(draw.prompts, "generate", Shape.EXPAND, reads=("prompt",))
-    samples = draw.add(samples, "score", reads=("generate_c",))
-    if quorum:
-        samples = draw.add(samples, "first", Shape.FILTER, reads=("score_c",), takes=Quorum(quorum, 5.0))
-    samples = draw.add(samples, "keep", Shape.FILTER, reads=("score_c",))
-    samples = draw.add(samples, "advantages", Shape.GROUP, reads=("score_c",))
-    draw.add(samples, "update", reads=("advantages_c",), takes=TrainingBatch())
-    return draw.graph()
-
-
-def random_graph(chance: random.Random, name: str) -> Graph:
-    """Maps, groups, filters, quorums, expansions and updates on branches that part and join."""
-    draw = Drawing(name)
-    branches = [draw.prompts]
-    kinds: list[dict[str, Any]] = [
-        {"shape": Shape.MAP},
-        {"shape": Shape.MAP},
-        {"shape": Shape.FILTER},
-        {"shape": Shape.FILTER, "takes": GROUPS},
-        {"shape": Shape.EXPAND},
-        {"shape": Shape.EXPAND, "takes": GROUPS},
-        {"shape": Shape.GROUP},
-        {"shape": Shape.FILTER, "takes": Quorum(chance.randint(1, 3), chance.choice([None, 3.0]))},
-        {"shape": Shape.MAP, "takes": TrainingBatch()},
-    ]
-    for number in range(chance.randint(2, 8)):
-        rows = chance.choice(branches)
-        if chance.random() < 0.3:
-            rows = rows | chance.choice([b for b in branches if b.level == rows.level])
-        kind = {"shape": Shape.EXPAND} if not number else chance.choice(kinds)
-        reads = tuple(chance.sample(rows.columns, chance.randint(0, len(rows.columns))))
-        made = draw.add(rows, "abcdefgh"[number], reads=reads, **kind)
-        if not isinstance(kind.get("takes"), TrainingBatch):
-            branches.append(made)
-    return draw.graph()
 
 
 def children(ids: Any, versions: Any, parents: Any, finished: Any) -> Published:
@@ -116,7 +40,7 @@ class Play:
 
     def issue(self) -> None:
         number = self.chance.randint(1, 3)
-        self.ledger.issue([self.chance.randrange(9) for _ in range(number)], [2] * number, round=self.version)
+        self.ledger.issue([self.chance.randrange(9) for _ in range(number)], [2] * number, step=self.version)
 
     def claim(self) -> None:
         ledger = self.ledger
@@ -130,7 +54,7 @@ class Play:
     def publish(self, part: float = 0.6) -> None:
         ledger = self.ledger
         if ledger.leases:
-            lease = self.chance.choice(ledger.leases)
+            lease = self.chance.choice(list(ledger.leases))
             self.give(ledger, lease, [i for i in lease.open if self.chance.random() < part])
 
     def give(self, ledger: Ledger, lease: Lease, held: list[int]) -> None:
@@ -151,7 +75,7 @@ class Play:
     def finish(self) -> None:
         ledger = self.ledger
         if ledger.leases:
-            lease = self.chance.choice(ledger.leases)
+            lease = self.chance.choice(list(ledger.leases))
             if lease.open and lease.node.operation.shape in (Shape.MAP, Shape.GROUP):
                 self.give(ledger, lease, list(lease.open))
             ledger.finish(lease)
@@ -159,7 +83,7 @@ class Play:
     def release(self) -> None:
         ledger = self.ledger
         if ledger.leases:
-            ledger.release(self.chance.choice(ledger.leases), "its holder died")
+            ledger.release(self.chance.choice(list(ledger.leases)), "its holder died")
 
     def wait(self) -> None:
         self.now += self.chance.choice([1.0, 4.0])
@@ -185,8 +109,8 @@ class Play:
 
     def lose(self) -> None:
         ledger = self.ledger
-        if ledger.group_ids and not ledger.leases:
-            ledger.lose(self.chance.choice(ledger.group_ids), "its file is gone")
+        if ledger.live.groups and not ledger.leases:
+            ledger.lose(self.chance.choice(list(ledger.live.groups)), "its file is gone")
 
     def checkpoint(self) -> None:
         self.buffer.checkpoint()
@@ -210,7 +134,7 @@ class Play:
     def run_dry(self) -> None:
         self.bounds = [1 << 30]
         for _ in range(20_000):
-            if not any(g.groups_in_flight or g.leases for g in self.buffer.ledgers.values()):
+            if not any(len(g.live.groups) or g.leases for g in self.buffer.ledgers.values()):
                 return
             self.chance.choice([self.claim, self.claim, self.publish, self.finish, self.wait])()
         raise AssertionError("it did not run dry")
@@ -224,9 +148,9 @@ def drive(folder: Path, graph: Graph, *, prompts: int = 2, samples: int = 3) -> 
     """A run of one graph in which everything was done: filters keep the first row of each lease, and a lease was lost."""
     buffer = SampleBuffer.create(folder, {"train": graph}, clock=lambda: 0.0)
     ledger = buffer.ledgers["train"]
-    ledger.issue(range(prompts), [2] * prompts, round=0)
+    ledger.issue(range(prompts), [2] * prompts, step=0)
     ledger.release(lease_of(ledger, "generate"), "its holder died")
-    while ledger.groups_in_flight:
+    while len(ledger.live.groups):
         for node in graph.nodes:
             stale = Staleness(1, 1) if node.operation.updates else None
             while lease := ledger.claim(node, max_rows=2, staleness=stale):

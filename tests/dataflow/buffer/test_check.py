@@ -6,18 +6,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from played_ledgers import at, dapo, drive, publish, report_of
+from ledgers import dapo
+from played_ledgers import at, drive, publish, report_of
 
 from weft.dataflow.buffer.check import check_log
+from weft.dataflow.buffer.folder import LOG
+from weft.dataflow.buffer.history import history
 from weft.dataflow.buffer.log import Log, LogReader, Position, Record, read_checkpoint, write_checkpoint
+from weft.dataflow.buffer.restored import restore
 from weft.dataflow.buffer.sample_buffer import SampleBuffer
-from weft.dataflow.errors import UserError
+from weft.dataflow.errors import FormatError, UserError
 
 
 def test_a_started_run_holds_no_lease_of_the_run_before(tmp_path: Path):
     buffer = SampleBuffer.create(tmp_path / "run", {"train": dapo()}, clock=lambda: 0.0)
     ledger = buffer.ledgers["train"]
-    ledger.issue([0, 1], [2, 2], round=0)
+    ledger.issue([0, 1], [2, 2], step=0)
     for _ in range(2):
         assert ledger.claim(ledger.graph["generate"], max_rows=1)
     buffer.log.close()
@@ -37,14 +41,14 @@ def test_a_started_run_holds_no_lease_of_the_run_before(tmp_path: Path):
 def test_a_checkpoint_that_is_not_what_the_log_says_is_found(tmp_path: Path):
     buffer = SampleBuffer.create(tmp_path / "run", {"train": dapo()}, clock=lambda: 0.0)
     ledger = buffer.ledgers["train"]
-    ledger.issue([0, 1], [2, 2], round=0)
+    ledger.issue([0, 1], [2, 2], step=0)
     position = buffer.checkpoint()
     assert check_log(tmp_path / "run").checkpoints == 1 and not check_log(tmp_path / "run").violations
     [path] = (tmp_path / "run").glob("*.checkpoint")
     _, records = read_checkpoint(path)
     write_checkpoint(path, position, [r for r in records if r.get("id") != 1])
     assert list(map(str, check_log(tmp_path / "run").violations)) == [
-        f"{path.name}: row 1 is in flight, which the checkpoint has not"
+        f"{path.name}: row 1 is in flight, which the checkpoint lacks"
     ]
     for foreign in (Position(position.offset, 1), Position(position.offset - 3, position.checksum)):
         write_checkpoint(path, foreign, records)
@@ -86,7 +90,7 @@ def test_epochs_in_a_log_count_restarts_and_show_two_drivers(tmp_path: Path):
     for number in (2, 5):
         buffer = SampleBuffer.recover(tmp_path, graphs, fence=Epoch(number), check=lambda segment: None)
         if number == 2:
-            buffer.ledgers["train"].issue([0], [2], round=0)
+            buffer.ledgers["train"].issue([0], [2], step=0)
             buffer.ledgers["train"].claim(buffer.ledgers["train"].graph.nodes[0])
         buffer.log.close()
     report = check_log(tmp_path)
@@ -110,7 +114,7 @@ def test_a_log_that_two_drivers_appended_to_is_refuted_with_the_place_where_they
     log = tmp_path / "run" / "ledger.log"
     log.write_bytes(log.read_bytes() + (tmp_path / "other").read_bytes()[place.offset :])
     (violation,) = map(str, check_log(tmp_path / "run").violations)
-    assert f"it goes on from byte {place.offset}: two processes appended to this log at once" in violation
+    assert f"it goes on from byte {place.offset}: two processes appended to this log at the same time" in violation
 
 
 def test_a_folder_without_a_log_is_the_users_mistake(tmp_path: Path):
@@ -123,7 +127,7 @@ def test_a_hundred_thousand_row_events_are_checked_in_a_second_or_so(tmp_path: P
     buffer = SampleBuffer.create(tmp_path / "run", {"train": dapo()}, clock=lambda: 0.0)
     ledger = buffer.ledgers["train"]
     for step in range(10):
-        ledger.issue(range(125), [2] * 125, round=step)
+        ledger.issue(range(125), [2] * 125, step=step)
         for node in ledger.graph.nodes:
             while lease := ledger.claim(node, max_rows=100, max_groups=20):
                 publish(buffer, ledger, lease, 8)
@@ -135,3 +139,17 @@ def test_a_hundred_thousand_row_events_are_checked_in_a_second_or_so(tmp_path: P
     events = 2 * sum(report.graphs["train"].consumed.values())  # each was claimed and published
     assert not report.violations and events > 40_000
     assert took < 4 * events / 100_000, f"{events / took:.0f} row-events a second"
+
+
+@pytest.mark.parametrize(("number", "which"), [(2, "an earlier"), (4, "a later")])
+def test_no_reader_takes_a_log_of_another_format(tmp_path: Path, number: int, which: str):
+    drive(tmp_path / "true", dapo()).log.close()
+    (tmp_path / "run").mkdir()
+    log = Log(tmp_path / "run" / LOG)
+    for record in LogReader(tmp_path / "true" / LOG):
+        log.append(record | {"format": number} if record["do"] == "graph" else record)
+    log.close()
+    said = f"graph 'train' is described in format {number}, by {which} version of Weft; this version reads format 3"
+    for read in (check_log, restore, history):
+        with pytest.raises(FormatError, match=said):
+            read(tmp_path / "run")

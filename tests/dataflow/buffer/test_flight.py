@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,17 +18,22 @@ import pytest
 
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.certificate import make_certificate
-from weft.dataflow.buffer.flight import Deletions, SegmentServer, delete, fetch
-from weft.dataflow.buffer.segments import Segment, SegmentReader, SegmentStore, SegmentWriter, fetched_path
+from weft.dataflow.buffer.deletions import Deletions
+from weft.dataflow.buffer.flight import SegmentClient, SegmentServer
+from weft.dataflow.buffer.peers import Peers
+from weft.dataflow.buffer.segment_store import SegmentStore
+from weft.dataflow.buffer.segment_writer import SegmentWriter
+from weft.dataflow.buffer.segments import Segment, SegmentReader, fetched_path
 from weft.dataflow.errors import DamagedSegment, UserError
 
 TOKEN = "secret"
 READ = """
 import json, sys
 from pathlib import Path
+from weft.dataflow.buffer.peers import Peers
 from weft.dataflow.buffer.segments import Segment, SegmentReader
 folder, location, segment = sys.argv[1:]
-reader = SegmentReader(Path(folder), "n1", peers={"n0": location}, token="secret", timeout_s=8)
+reader = SegmentReader(Path(folder), "n1", fetch=Peers({"n0": location}, "secret", timeout_s=8).fetch)
 print("ready", flush=True)
 sys.stdin.readline()
 print(sum(reader.read(Segment.from_json(json.loads(segment))).numpy("mine")))
@@ -38,10 +44,25 @@ def some(n: int = 1000) -> Batch:
     return Batch.of(mine=list(range(n)))
 
 
+class CountingServer(SegmentServer):
+    """Counts the messages that it sends."""
+
+    num_fetches = 0
+
+    def do_get(self, context: Any, ticket: pf.Ticket) -> pf.FlightDataStream:
+        stream = super().do_get(context, ticket)
+        with COUNTING:
+            self.num_fetches += 1
+        return stream
+
+
+COUNTING = threading.Lock()
+
+
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[SegmentServer]:
+def server(tmp_path: Path) -> Iterator[CountingServer]:
     (tmp_path / "n0").mkdir()
-    server = SegmentServer(tmp_path / "n0", token=TOKEN, node="n0")
+    server = CountingServer(tmp_path / "n0", "n0", token=TOKEN)
     yield server
     server.close()
 
@@ -51,9 +72,15 @@ def segment(server: SegmentServer) -> Segment:
     return SegmentWriter(server.folder, "n0", "w").append(some())
 
 
-def reader_of(server: SegmentServer, tmp_path: Path, node: str = "n1", token: str | None = TOKEN) -> SegmentReader:
+def reader_of(server: SegmentServer, tmp_path: Path, node: str = "n1", token: str = TOKEN) -> SegmentReader:
     (tmp_path / node).mkdir(exist_ok=True)
-    return SegmentReader(tmp_path / node, node, peers={"n0": server.location}, token=token, timeout_s=5)
+    return SegmentReader(tmp_path / node, node, fetch=Peers({"n0": server.location}, token, timeout_s=5).fetch)
+
+
+def client_of(
+    location: str, timeout_s: float = 5, token: str = TOKEN, certificate: bytes | None = None
+) -> SegmentClient:
+    return SegmentClient(location, token, certificate, timeout_s=timeout_s)
 
 
 # Fetching
@@ -126,17 +153,19 @@ def test_what_changes_on_the_way_is_found(server, segment, tmp_path):
     lie = Segment.from_json([*segment.to_json()[:4], segment.checksum ^ 1])
     copy = fetched_path(tmp_path / "n1", lie)
     copy.parent.mkdir(parents=True)
-    copy.write_bytes(fetch(server.location, TOKEN, segment, 5))
+    copy.write_bytes(client_of(server.location).fetch(segment))
     with pytest.raises(DamagedSegment, match="the checksum differs"):
         reader_of(server, tmp_path).read(lie)
 
 
 def test_a_node_that_is_no_peer_is_named_with_the_nearest(tmp_path):
-    reader = SegmentReader(tmp_path, "node-a", peers={"node-b": "grpc://127.0.0.1:1"})
+    reader = SegmentReader(tmp_path, "node-a", fetch=Peers({"node-b": "grpc://127.0.0.1:1"}, TOKEN).fetch)
     with pytest.raises(UserError, match="lies on node 'nodeb', which is not a peer; did you mean 'node-b'"):
         reader.read(Segment("nodeb", "w.0.000000.arrows", 0, 8, 0))
-    with pytest.raises(UserError, match="which is not a peer; there are node-a, node-b"):
+    with pytest.raises(UserError, match="which is not a peer; there are node-b"):
         reader.read(Segment("xyz", "w.0.000000.arrows", 0, 8, 0))
+    with pytest.raises(UserError, match="lies on node 'node-b'; this reader is on 'node-a' and has no peers"):
+        SegmentReader(tmp_path, "node-a").read(Segment("node-b", "w.0.000000.arrows", 0, 8, 0))
 
 
 # Deleting
@@ -147,11 +176,10 @@ def test_deleting_a_file_deletes_the_copies_of_its_messages_on_every_node(server
     segments = [writer.append(some()) for _ in range(4)]
     away = reader_of(server, tmp_path)
     assert [away.read(s) for s in segments] == [some()] * 4
-    other = SegmentServer(tmp_path / "n1", token=TOKEN, node="n1")
+    other = SegmentServer(tmp_path / "n1", "n1", token=TOKEN)
     same_name = SegmentWriter(tmp_path / "n1", "n1", "w").append(some(3))
     try:
-        peers = {"n0": server.location, "n1": other.location}
-        deletions = Deletions(peers, TOKEN)
+        deletions = Deletions(Peers({"n0": server.location, "n1": other.location}, TOKEN))
         store = SegmentStore(server.folder, "n0", deletions)
         for s in segments:
             store.published(s)
@@ -167,7 +195,7 @@ def test_deleting_a_file_deletes_the_copies_of_its_messages_on_every_node(server
 
 
 def test_the_store_of_the_driver_deletes_a_file_on_another_node(server, segment, tmp_path):
-    deletions = Deletions({"n0": server.location}, TOKEN)
+    deletions = Deletions(Peers({"n0": server.location}, TOKEN))
     store = SegmentStore(tmp_path / "driver", "n9", deletions)
     store.published(segment)
     store.freed([segment])
@@ -185,9 +213,9 @@ def silent() -> Iterator[str]:
 
 
 def test_a_peer_that_hangs_or_is_gone_or_refuses_keeps_nobody_from_deleting(server, segment, silent, tmp_path, caplog):
-    other = SegmentServer(tmp_path / "n0", token="another's", node="n0")
+    other = SegmentServer(tmp_path / "n0", "n0", token="another's")
     peers = {"silent": silent, "gone": "grpc://127.0.0.1:1", "refuses": other.location, "n0": server.location}
-    deletions = Deletions(peers, TOKEN, 0.2, pause_s=0.01)
+    deletions = Deletions(Peers(peers, TOKEN), timeout_s=0.2, pause_s=0.01)
     started = time.monotonic()
     deletions("n0", segment.file)
     assert time.monotonic() - started < 0.1, "nobody waits for it"
@@ -213,12 +241,12 @@ class FailsOnce(SegmentServer):
 
 
 def test_a_peer_that_comes_back_is_told_of_everything_in_one_message(tmp_path):
-    server = FailsOnce(tmp_path / "n0", token=TOKEN, node="n0")
+    server = FailsOnce(tmp_path / "n0", "n0", token=TOKEN)
     told = FailsOnce.told = []
     writer = SegmentWriter(server.folder, "n0", "w", file_bytes=10_000)
     segments = [writer.append(some()) for _ in range(50)]
     writer.close()
-    deletions = Deletions({"n0": server.location}, TOKEN, pause_s=0.01)
+    deletions = Deletions(Peers({"n0": server.location}, TOKEN), pause_s=0.01)
     deletions("n0", segments[0].file)
     started = time.monotonic()
     while not told and time.monotonic() - started < 10:
@@ -233,12 +261,12 @@ def test_a_peer_that_comes_back_is_told_of_everything_in_one_message(tmp_path):
 # Strangers
 
 
-@pytest.mark.parametrize("token", ["", "Secret", "secret ", None])
+@pytest.mark.parametrize("token", ["", "Secret", "secret "])
 def test_without_the_token_nothing_is_answered(server, segment, tmp_path, token):
     with pytest.raises(pf.FlightUnauthenticatedError, match="the token is missing, or is not this run's"):
         reader_of(server, tmp_path, token=token).read(segment)
     with pytest.raises(pf.FlightUnauthenticatedError):
-        delete(server.location, token or "", [("n0", segment.file)], 5)
+        client_of(server.location, token=token).delete([("n0", segment.file)])
     with pf.FlightClient(server.location) as client, pytest.raises(pf.FlightUnauthenticatedError):
         client.do_get(pf.Ticket(json.dumps(segment.to_json()).encode())).read_all()
     assert server.num_fetches == 0
@@ -247,7 +275,7 @@ def test_without_the_token_nothing_is_answered(server, segment, tmp_path, token)
 
 def test_a_server_without_a_token_is_refused(tmp_path):
     with pytest.raises(ValueError, match="token must not be empty"):
-        SegmentServer(tmp_path, token="")
+        SegmentServer(tmp_path, "n0", token="")
 
 
 @pytest.mark.parametrize(
@@ -267,9 +295,10 @@ def test_a_server_without_a_token_is_refused(tmp_path):
 def test_nothing_outside_the_folder_is_read_or_deleted(server, segment, tmp_path, node, file):
     outside = tmp_path / "secret.0.000000.arrows"
     outside.write_bytes((server.folder / segment.file).read_bytes())
+    client = client_of(server.location)
     for attempt in (
-        lambda: fetch(server.location, TOKEN, Segment(node, file, *segment.to_json()[2:]), 5),
-        lambda: delete(server.location, TOKEN, [("n0", segment.file), (node, file)], 5),
+        lambda: client.fetch(Segment(node, file, *segment.to_json()[2:])),
+        lambda: client.delete([("n0", segment.file), (node, file)]),
     ):
         with pytest.raises(pf.FlightServerError, match=r"a segment's file is named|a node's name is"):
             attempt()
@@ -278,9 +307,9 @@ def test_nothing_outside_the_folder_is_read_or_deleted(server, segment, tmp_path
 
 
 @pytest.fixture
-def encrypting(tmp_path: Path) -> Iterator[tuple[SegmentServer, bytes]]:
+def encrypting(tmp_path: Path) -> Iterator[tuple[CountingServer, bytes]]:
     own = make_certificate()
-    server = SegmentServer(tmp_path / "n0", token=TOKEN, node="n0", certificate=own)
+    server = CountingServer(tmp_path / "n0", "n0", token=TOKEN, certificate=own)
     yield server, own.certificate
     server.close()
 
@@ -288,11 +317,11 @@ def encrypting(tmp_path: Path) -> Iterator[tuple[SegmentServer, bytes]]:
 def test_between_hosts_messages_travel_encrypted_and_are_read_and_deleted(encrypting, tmp_path):
     server, certificate = encrypting
     segment = SegmentWriter(server.folder, "n0", "w").append(some())
-    peers, certificates = {"n0": server.location}, {server.location: certificate}
+    peers = Peers({"n0": server.location}, TOKEN, {server.location: certificate}, timeout_s=5)
     assert server.location.startswith("grpc+tls://")
-    reader = SegmentReader(tmp_path / "n1", "n1", peers=peers, token=TOKEN, certificates=certificates, timeout_s=5)
+    reader = SegmentReader(tmp_path / "n1", "n1", fetch=peers.fetch)
     assert reader.read(segment) == some()
-    deletions = Deletions(peers, TOKEN, certificates=certificates)
+    deletions = Deletions(peers)
     deletions("n0", segment.file)
     deletions.close(5)
     assert not (server.folder / segment.file).exists()
@@ -302,13 +331,13 @@ def test_whoever_has_another_certificate_or_none_reads_nothing_and_shows_no_toke
     server, _ = encrypting
     segment = SegmentWriter(server.folder, "n0", "w").append(some())
     plain = server.location.replace("grpc+tls", "grpc")
-    for location, certificates in (
-        (server.location, {server.location: make_certificate().certificate}),
-        (server.location, {}),
-        (plain, {}),
+    for location, certificate in (
+        (server.location, make_certificate().certificate),
+        (server.location, None),
+        (plain, None),
     ):
         with pytest.raises((TimeoutError, pf.FlightError)):
-            fetch(location, TOKEN, segment, 2, certificates)
+            client_of(location, 2, certificate=certificate).fetch(segment)
     assert server.num_fetches == 0
 
 
@@ -336,7 +365,7 @@ def test_a_server_that_was_closed_is_named(server, segment, tmp_path):
 def test_a_server_that_never_answers_is_given_up_at_the_deadline(segment, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         location = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
-        reader = SegmentReader(tmp_path, "n1", peers={"n0": location}, token=TOKEN, timeout_s=0.3)
+        reader = SegmentReader(tmp_path, "n1", fetch=Peers({"n0": location}, TOKEN, timeout_s=0.3).fetch)
         started = time.monotonic()
         with pytest.raises(TimeoutError, match=f"from {location}: "):
             reader.read(segment)
@@ -348,7 +377,7 @@ def test_a_server_that_is_killed_is_named_within_the_deadline(segment, server, t
 import sys
 from pathlib import Path
 from weft.dataflow.buffer.flight import SegmentServer
-server = SegmentServer(Path(sys.argv[1]), token="secret", node="n0")
+server = SegmentServer(Path(sys.argv[1]), "n0", token="secret")
 print(server.location, flush=True)
 server.wait()
 """
@@ -356,11 +385,11 @@ server.wait()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         location = process.stdout.readline().strip()
-        assert fetch(location, TOKEN, segment, 5)
+        assert client_of(location).fetch(segment)
         process.kill()
     started = time.monotonic()
     with pytest.raises(TimeoutError, match=location):
-        fetch(location, TOKEN, segment, 2)
+        client_of(location, 2).fetch(segment)
     assert time.monotonic() - started < 5
 
 
@@ -383,10 +412,10 @@ import json, sys
 from pathlib import Path
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.flight import SegmentServer
-from weft.dataflow.buffer.segments import SegmentWriter
+from weft.dataflow.buffer.segment_writer import SegmentWriter
 folder = Path(sys.argv[1])
 segment = SegmentWriter(folder, "n0", "w").append(Batch.of(mine=list(range(1000))))
-server = SegmentServer(folder, host="10.231.7.1", token="secret", node="n0")
+server = SegmentServer(folder, "n0", host="10.231.7.1", token="secret")
 print(json.dumps([server.location, segment.to_json()]), flush=True)
 sys.stdin.readline()
 """

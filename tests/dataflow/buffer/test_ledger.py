@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from ledgers import Clock, Drawing, claim, dapo, do, expand, forgotten, generated, grpo, node, publish, segment
 
+from weft.dataflow.buffer.history import waits_for
+from weft.dataflow.buffer.leases import Published
 from weft.dataflow.buffer.ledger import Ledger
-from weft.dataflow.buffer.ledger_view import table, why
-from weft.dataflow.buffer.rows import Ids, Published
+from weft.dataflow.buffer.pieces import find_pieces
+from weft.dataflow.buffer.rows import Ids
 from weft.dataflow.errors import LeaseError
 from weft.dataflow.operation import Shape
 
@@ -17,10 +19,12 @@ from weft.dataflow.operation import Shape
 
 def test_rows_are_offered_when_what_they_wait_for_is_done():
     ledger = generated(grpo())
-    assert ledger.ready(node(ledger, "score")) == 6 and ledger.ready(node(ledger, "advantages")) == 0
+    assert (
+        ledger.readiness.ready(node(ledger, "score")) == 6 and ledger.readiness.ready(node(ledger, "advantages")) == 0
+    )
     assert ledger.claim(node(ledger, "advantages")) is None
     do(ledger, "score")
-    assert ledger.ready_groups(node(ledger, "advantages")) == 2
+    assert ledger.readiness.ready_groups(node(ledger, "advantages")) == 2
 
 
 def test_a_claim_takes_the_oldest_rows_and_no_row_twice():
@@ -35,7 +39,7 @@ def test_a_claim_can_be_limited_to_a_number_of_groups():
     do(ledger, "score")
     lease = claim(ledger, "advantages", max_groups=1)
     assert lease.ids.tolist() == [1000, 1001, 1002] and set(lease.group_ids.tolist()) == {0}
-    assert ledger.ready_groups(node(ledger, "advantages")) == 1
+    assert ledger.readiness.ready_groups(node(ledger, "advantages")) == 1
 
 
 def test_a_group_is_not_offered_while_one_of_its_rows_is_missing():
@@ -49,22 +53,22 @@ def test_a_group_is_not_offered_while_one_of_its_rows_is_missing():
 
 def test_groups_are_streamed_as_their_parents_finish():
     ledger = Ledger(grpo())
-    ledger.issue([0, 1], [2, 2], round=0)
+    ledger.issue([0, 1], [2, 2], step=0)
     lease = claim(ledger, "generate")
     expand(ledger, lease, 2, only=[1])
     assert claim(ledger, "score").ids.tolist() == [1000, 1001]
-    assert ledger.counts() == {"issued": 4, "waiting": 1, "leased": 3, "done": 0, "dropped": 0}
+    assert ledger.live.counts() == {"issued": 4, "waiting": 1, "leased": 3, "done": 0, "dropped": 0}
 
 
 def test_a_lease_knows_its_rows():
     ledger = Ledger(grpo())
-    ledger.issue([7, 3], [2, 4], round=0)
+    ledger.issue([7, 3], [2, 4], step=0)
     lease = claim(ledger, "generate")
-    assert lease.versions.tolist() == [-1, -1] and lease.parent_ids.tolist() == lease.ids.tolist() == [0, 1]
+    assert lease.parent_ids.tolist() == lease.ids.tolist() == [0, 1]
     expand(ledger, lease, 2, versions=np.array([4, 4, 5, 6]))
     ledger.finish(lease)
     lease = claim(ledger, "score")
-    assert lease.num_tokens.tolist() == [7, 7, 9, 9] and lease.versions.tolist() == [4, 4, 5, 6]
+    assert lease.num_tokens.tolist() == [7, 7, 9, 9] and [row.version for row in lease.rows] == [4, 4, 5, 6]
     assert lease.parent_ids.tolist() == [0, 0, 1, 1] and lease.group_ids.tolist() == [0, 0, 1, 1]
 
 
@@ -106,7 +110,7 @@ def test_only_rows_of_the_lease_can_be_published_and_only_once():
 
 def test_children_need_parents_of_the_lease_and_ids_of_their_own():
     ledger = Ledger(grpo())
-    ledger.issue([0, 1], [2, 2], round=0)
+    ledger.issue([0, 1], [2, 2], step=0)
     lease = claim(ledger, "generate", max_rows=1)
     with pytest.raises(LeaseError, match="node 'generate' made a row of 1, which is not"):
         expand(ledger, lease, 2, only=[1])
@@ -130,16 +134,15 @@ def test_a_map_must_return_every_row():
 def test_a_lease_past_its_deadline_gives_its_rows_back():
     clock = Clock()
     ledger = Ledger(grpo(), clock=clock)
-    ledger.issue([0, 1], [1, 1], round=0)
+    ledger.issue([0, 1], [1, 1], step=0)
     late = claim(ledger, "generate", max_rows=1, deadline_s=3.0, holder="rollout 0")
     claim(ledger, "generate", deadline_s=5.0)
     assert ledger.next_deadline == 3.0 and ledger.expire() == []
     clock.now = 3.0
     assert ledger.expire() == [late] and ledger.next_deadline == 5.0
-    assert ledger.late == 0
     with pytest.raises(LeaseError, match=r"released or finished before \(rollout 0 did not finish by its deadline\)"):
         expand(ledger, late, 2)
-    assert ledger.late == 1 and ledger.ready(node(ledger, "generate")) == 1
+    assert ledger.readiness.ready(node(ledger, "generate")) == 1
 
 
 def test_columns_of_different_lengths_are_refused_before_they_are_noted():
@@ -148,7 +151,7 @@ def test_columns_of_different_lengths_are_refused_before_they_are_noted():
     with pytest.raises(LeaseError, match=r"node 'score' published columns of \[1, 2\] rows"):
         ledger.publish(lease, Published(lease.ids[:2], np.ones(1, np.int64)), None)
     with pytest.raises(ValueError, match="2 rows were issued with the tokens of 1"):
-        ledger.issue([0, 1], [1], round=0)
+        ledger.issue([0, 1], [1], step=0)
     do_again = lease.ids.tolist()
     publish(ledger, lease, do_again)
     ledger.finish(lease)
@@ -166,25 +169,25 @@ def test_a_lost_group_is_issued_again_unless_somebody_works_on_it():
         ledger.lose(0, "its file is gone")
     ledger.release(lease)
     ledger.lose(0, "its file is gone")
-    assert ledger.group_ids == [1, 2] and ledger.dropped == {"lost": 4}
+    assert list(ledger.live.groups) == [1, 2] and ledger.live.dropped == {"lost": 4}
     assert claim(ledger, "generate").rows[0].position == 0
 
 
 def test_a_segment_is_given_free_once_when_its_last_row_retires():
     ledger = generated(grpo())
-    assert ledger.num_bytes == 10 and ledger.take_freed() == []
+    assert ledger.parts.num_bytes == 10 and ledger.parts.take_freed() == []
     for name in ("score", "advantages"):
         do(ledger, name)
     lease = claim(ledger, "update", max_groups=1)
     publish(ledger, lease, into=segment("of nobody"))
     ledger.finish(lease)
-    assert [s.file for s in ledger.take_freed()] == ["of nobody"], "an update writes no columns"
-    assert ledger.groups_in_flight == 1 and ledger.num_bytes == 30
+    assert [s.file for s in ledger.parts.take_freed()] == ["of nobody"], "an update writes no columns"
+    assert len(ledger.live.groups) == 1 and ledger.parts.num_bytes == 30
     do(ledger, "update")
-    assert sorted(s.file for s in ledger.take_freed()) == ["children", "data", "data", "data"]
-    assert ledger.num_bytes == 0 and ledger.take_freed() == []
-    assert ledger.published_bytes == 30 and ledger.largest_group_bytes == 15
-    assert ledger.finished_bytes == pytest.approx(30)
+    assert sorted(s.file for s in ledger.parts.take_freed()) == ["children", "data", "data", "data"]
+    assert ledger.parts.num_bytes == 0 and ledger.parts.take_freed() == []
+    assert ledger.parts.published_bytes == 30 and ledger.parts.largest_group_bytes == 15
+    assert ledger.parts.finished_bytes == pytest.approx(30)
 
 
 # Filters and expansions
@@ -192,16 +195,17 @@ def test_a_segment_is_given_free_once_when_its_last_row_retires():
 
 def test_rows_that_a_filter_leaves_out_are_dropped_and_counted():
     ledger = generated(dapo())
+    do(ledger, "score")
     lease = claim(ledger, "keep")
     publish(ledger, lease, [1000, 1002])
     ledger.finish(lease)
-    assert ledger.dropped == {"keep": 4}
+    assert ledger.live.dropped == {"keep": 4}
     lease = claim(ledger, "advantages")
     assert lease.ids.tolist() == [1000, 1002], "the group is what is left of it"
     publish(ledger, lease)
     ledger.finish(lease)
     do(ledger, "update")
-    assert ledger.counts() == {"issued": 8, "waiting": 0, "leased": 0, "done": 4, "dropped": 4}
+    assert ledger.live.counts() == {"issued": 8, "waiting": 0, "leased": 0, "done": 4, "dropped": 4}
 
 
 def test_rows_that_come_after_what_they_wait_for_was_dropped_are_dropped_too():
@@ -211,43 +215,50 @@ def test_rows_that_come_after_what_they_wait_for_was_dropped_are_dropped_too():
     joined = draw.add(samples, "join", reads=("difficulty_c", "generate_c"))
     draw.add(joined, "after", reads=("join_c",))
     ledger = Ledger(draw.graph())
-    ledger.issue([0, 1], [1, 1], round=0)
+    ledger.issue([0, 1], [1, 1], step=0)
     lease = claim(ledger, "generate")
     assert ledger.drop(node(ledger, "difficulty"), [0], "it fails") == 1
     expand(ledger, lease, 2)
     ledger.finish(lease)
-    assert ledger.group_ids == [1] and ledger.counts()["dropped"] == 3, "the prompt and both samples"
-    assert not ledger.settled(node(ledger, "join")), "the other prompt's difficulty is to come"
+    assert list(ledger.live.groups) == [1] and ledger.live.counts()["dropped"] == 3, "the prompt and both samples"
+    assert not ledger.readiness.settled(node(ledger, "join")), "the other prompt's difficulty is to come"
     for name in ("difficulty", "join", "after"):
         do(ledger, name)
-    assert ledger.groups_in_flight == 0
+    assert len(ledger.live.groups) == 0
 
 
 def test_a_parent_of_which_nothing_was_made_is_done():
     ledger = Ledger(grpo())
-    ledger.issue([0, 1], [2, 2], round=0)
+    ledger.issue([0, 1], [2, 2], step=0)
     lease = claim(ledger, "generate")
     expand(ledger, lease, 2, only=[1])
     ledger.finish(lease)
-    assert ledger.group_ids == [1] and why(ledger, 0).startswith("group 0 is not in flight")
+    assert list(ledger.live.groups) == [1] and waits_for(ledger, 0).startswith("group 0 is not in flight")
 
 
 def test_settled_and_exhausted_say_whether_more_can_come():
     ledger = Ledger(dapo())
     update, keep = node(ledger, "update"), node(ledger, "keep")
-    assert not ledger.settled(update) and ledger.exhausted(update), "nothing was issued"
-    ledger.issue([0], [2], round=0)
-    assert not ledger.settled(update) and not ledger.exhausted(update)
+    assert not ledger.readiness.settled(update) and ledger.readiness.exhausted(update), "nothing was issued"
+    ledger.issue([0], [2], step=0)
+    assert not ledger.readiness.settled(update) and not ledger.readiness.exhausted(update)
     lease = claim(ledger, "generate")
     expand(ledger, lease, 2)
     ledger.finish(lease)
-    assert ledger.settled(keep) and not ledger.settled(update) and not ledger.exhausted(update)
+    do(ledger, "score")
+    assert (
+        ledger.readiness.settled(keep)
+        and not ledger.readiness.settled(update)
+        and not ledger.readiness.exhausted(update)
+    )
     lease = claim(ledger, "keep", max_rows=1)
-    assert not ledger.settled(keep), "a row is under way"
+    assert not ledger.readiness.settled(keep), "a row is under way"
     ledger.finish(lease)
-    assert ledger.settled(keep) and not ledger.exhausted(update)
+    assert ledger.readiness.settled(keep) and not ledger.readiness.exhausted(update)
     ledger.finish(claim(ledger, "keep"))
-    assert ledger.exhausted(keep) and ledger.exhausted(update) and not ledger.settled(update)
+    assert (
+        ledger.readiness.exhausted(keep) and ledger.readiness.exhausted(update) and not ledger.readiness.settled(update)
+    )
 
 
 # Where columns are
@@ -259,7 +270,7 @@ def test_pieces_lead_to_the_ancestor_that_has_the_column():
     samples = draw.add(prompts, "generate", Shape.EXPAND, reads=("prompt",))
     draw.add(samples, "join", reads=("prompt", "difficulty_c", "generate_c"))
     ledger = Ledger(draw.graph(), source=segment("source"))
-    ledger.issue([5, 9], [1, 1], round=0)
+    ledger.issue([5, 9], [1, 1], step=0)
     lease = claim(ledger, "generate")
     for parent, first in ((1, 200), (0, 100)):
         parents = np.full(2, parent)
@@ -268,7 +279,7 @@ def test_pieces_lead_to_the_ancestor_that_has_the_column():
     assert ledger.claim(node(ledger, "join")) is None, "the prompts' difficulty is not known yet"
     do(ledger, "difficulty")
     lease = claim(ledger, "join")
-    found = {p.columns: p for p in ledger.pieces(lease.node, lease.rows[1:])}
+    found = {p.columns: p for p in find_pieces(ledger.graph, ledger.source, lease.node, lease.rows[1:])}
     assert lease.ids.tolist() == [100, 101, 200, 201]
     assert found[("prompt",)].by_position and found[("prompt",)].keys.tolist() == [5, 9, 9]
     assert found[("difficulty_c",)].keys.tolist() == [0, 1, 1]
@@ -281,67 +292,48 @@ def test_pieces_lead_to_the_ancestor_that_has_the_column():
 
 def test_why_names_what_a_group_waits_for():
     ledger = Ledger(grpo())
-    ledger.issue([0], [1], round=0)
-    assert why(ledger, 0).splitlines() == [
+    ledger.issue([0], [1], step=0)
+    assert waits_for(ledger, 0).splitlines() == [
         "generate: 1 of 1 rows to do; ready, not claimed",
         "score: 0 of 0 rows to do; waits for the rest of the group from 'generate'",
         "advantages: 0 of 0 rows to do; waits for the rest of the group from 'generate'",
         "updater.update: 0 of 0 rows to do; waits for the rest of the group from 'generate'",
     ]
     lease = claim(ledger, "generate")
-    assert why(ledger, 0).startswith("generate: 1 of 1 rows to do; 1 leased")
+    assert waits_for(ledger, 0).startswith("generate: 1 of 1 rows to do; 1 leased")
     expand(ledger, lease, 2)
     ledger.finish(lease)
     lease = claim(ledger, "score")
     publish(ledger, lease, [1000])
-    assert why(ledger, 0).splitlines() == [
+    assert waits_for(ledger, 0).splitlines() == [
         "score: 1 of 2 rows to do; 1 leased",
         "advantages: 2 of 2 rows to do; waits for score",
         "updater.update: 2 of 2 rows to do; waits for advantages",
     ]
 
 
-def test_the_table_shows_every_row_in_flight():
-    ledger = generated(grpo(), prompts=1, samples=1)
-    claim(ledger, "score")
-    prompt, sample = table(ledger).to_pylist()
-    assert prompt == {
-        "sample_id": 0,
-        "group_id": 0,
-        "parent_id": 0,
-        "level": "prompts",
-        "round": 0,
-        "tokens": 2,
-        "version": None,
-        "done": ["generate"],
-        "leased": [],
-        "dropped": [],
-    }
-    assert (sample["sample_id"], sample["parent_id"], sample["tokens"], sample["leased"]) == (1000, 0, 7, ["score"])
-
-
 def test_ids_are_shared_by_the_graphs_of_a_run():
     ids = Ids()
     first, second = Ledger(grpo(), ids=ids), Ledger(dapo(), ids=ids)
-    first.issue([0, 1], [1, 1], round=0)
-    second.issue([0], [1], round=0)
-    assert claim(second, "generate").ids.tolist() == [2] and second.group_ids == [2]
+    first.issue([0, 1], [1, 1], step=0)
+    second.issue([0], [1], step=0)
+    assert claim(second, "generate").ids.tolist() == [2] and list(second.live.groups) == [2]
 
 
 def test_a_finished_group_leaves_nothing_behind():
     ledger = generated(grpo())
     for name in ("score", "advantages", "update"):
-        assert ledger.groups_in_flight == 2
+        assert len(ledger.live.groups) == 2
         do(ledger, name)
-    assert forgotten(ledger) and ledger.groups_in_flight == 0
-    assert ledger.counts() == {"issued": 8, "waiting": 0, "leased": 0, "done": 8, "dropped": 0}
+    assert forgotten(ledger) and len(ledger.live.groups) == 0
+    assert ledger.live.counts() == {"issued": 8, "waiting": 0, "leased": 0, "done": 8, "dropped": 0}
 
 
 def test_the_time_of_an_event_does_not_grow_with_the_number_of_rows():
     ledger, took = Ledger(grpo()), {}
     for size in (1_500, 13_500):  # prompts, four samples each
         started = time.process_time()
-        ledger.issue(range(size), [1] * size, round=size)
+        ledger.issue(range(size), [1] * size, step=size)
         children = 10_000_000 * size
         while lease := ledger.claim(node(ledger, "generate"), max_rows=50):
             expand(ledger, lease, 4, first=children)
@@ -351,7 +343,7 @@ def test_the_time_of_an_event_does_not_grow_with_the_number_of_rows():
             while lease := ledger.claim(node(ledger, name), max_rows=100, max_groups=25):
                 publish(ledger, lease)
                 ledger.finish(lease)
-                assert ledger.settled(node(ledger, name)) or ledger.exhausted(node(ledger, name))
+                assert ledger.readiness.settled(node(ledger, name)) or ledger.readiness.exhausted(node(ledger, name))
         assert forgotten(ledger)
         took[size] = (time.process_time() - started) / size
     assert took[13_500] < 4 * took[1_500], took

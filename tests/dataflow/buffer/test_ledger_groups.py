@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from ledgers import Clock, aged, claim, do, expand, first_two, generated, grpo, node, publish
 
+from weft.dataflow.buffer.leases import Published, Staleness
 from weft.dataflow.buffer.ledger import Ledger
-from weft.dataflow.buffer.rows import Published, Staleness
 from weft.dataflow.errors import LeaseError
 
 # Quorum
@@ -15,14 +15,14 @@ def test_the_first_rows_that_are_ready_win_and_the_others_are_cancelled():
     ledger = generated(first_two(), prompts=1, samples=5)
     lease = claim(ledger, "score")
     publish(ledger, lease, [1003])
-    assert ledger.ready_groups(node(ledger, "first")) == 0
+    assert ledger.readiness.ready_groups(node(ledger, "first")) == 0
     publish(ledger, lease, [1004, 1001])
-    assert ledger.ready(node(ledger, "first")) == 2
+    assert ledger.readiness.ready(node(ledger, "first")) == 2
     winners = claim(ledger, "first")
     assert winners.ids.tolist() == [1003, 1004]
     ledger.release(winners)
     assert claim(ledger, "first").ids.tolist() == [1003, 1004], "the choice stands"
-    assert ledger.dropped == {"over-issued at first": 3}
+    assert ledger.live.dropped == {"over-issued at first": 3}
     ledger.release(lease)
     assert ledger.claim(node(ledger, "score")) is None, "nobody works for a row that was cancelled"
 
@@ -30,7 +30,7 @@ def test_the_first_rows_that_are_ready_win_and_the_others_are_cancelled():
 def test_after_the_deadline_a_quorum_takes_what_there_is():
     clock = Clock()
     ledger = Ledger(first_two(5.0), clock=clock)
-    ledger.issue([0], [1], round=0)
+    ledger.issue([0], [1], step=0)
     lease = claim(ledger, "generate")
     expand(ledger, lease, 3)
     ledger.finish(lease)
@@ -44,7 +44,7 @@ def test_after_the_deadline_a_quorum_takes_what_there_is():
 
 def test_rows_that_come_when_the_quorum_is_chosen_are_late():
     ledger = Ledger(first_two(dialogues=True))
-    ledger.issue([0], [1], round=0)
+    ledger.issue([0], [1], step=0)
     lease = claim(ledger, "dialogues")
     expand(ledger, lease, 2)
     ledger.finish(lease)
@@ -53,41 +53,41 @@ def test_rows_that_come_when_the_quorum_is_chosen_are_late():
     do(ledger, "score")
     do(ledger, "first")
     expand(ledger, lease, 3, first=3000, only=[1001])
-    assert ledger.dropped == {"late at first": 3} and ledger.claim(node(ledger, "score")) is None
+    assert ledger.live.dropped == {"late at first": 3} and ledger.claim(node(ledger, "score")) is None
     ledger.finish(lease)
-    assert ledger.groups_in_flight == 1 and not ledger.take_given_up(), "another branch wants them"
+    assert len(ledger.live.groups) == 1 and not ledger.leases.take_given_up(), "another branch wants them"
     do(ledger, "look")
-    assert ledger.groups_in_flight == 0 and ledger.counts()["dropped"] == 3
+    assert len(ledger.live.groups) == 0 and ledger.live.counts()["dropped"] == 3
 
 
 def test_a_quorum_that_is_there_gives_up_what_is_still_to_be_made_for_it_alone():
     ledger = Ledger(first_two())
-    ledger.issue([0, 1], [1, 1], round=0)
+    ledger.issue([0, 1], [1, 1], step=0)
     lease = claim(ledger, "generate")
     expand(ledger, lease, 2, only=[0], finished=[])
-    assert not ledger.settled(node(ledger, "first"))
+    assert not ledger.readiness.settled(node(ledger, "first"))
     do(ledger, "score")
     assert claim(ledger, "first").ids.tolist() == [1000, 1001]
-    assert ledger.take_given_up() == [(lease.token, 0)] and ledger.take_given_up() == []
-    assert ledger.cut_short == {"generate": 1} and list(lease.open) == [1]
+    assert ledger.leases.take_given_up() == [(lease.token, 0)] and ledger.leases.take_given_up() == []
+    assert list(lease.open) == [1]
     expand(ledger, lease, 1, first=3000, only=[0], finished=[0])  # it was under way
     expand(ledger, lease, 1, first=4000, only=[0, 1])
     assert claim(ledger, "score").ids.tolist() == [4001], "what comes all the same is let go"
     ledger.finish(lease)
-    assert ledger.counts() == {"issued": 5, "waiting": 2, "leased": 3, "done": 0, "dropped": 0}
+    assert ledger.live.counts() == {"issued": 5, "waiting": 2, "leased": 3, "done": 0, "dropped": 0}
 
 
 def test_a_parent_that_was_requeued_is_finished_by_a_quorum_too():
     ledger = Ledger(first_two())
-    ledger.issue([0], [1], round=0)
+    ledger.issue([0], [1], step=0)
     lease = claim(ledger, "generate")
     expand(ledger, lease, 2, finished=[])
     ledger.release(lease)
     do(ledger, "score")
-    assert ledger.ready(node(ledger, "generate")) == 1
+    assert ledger.readiness.ready(node(ledger, "generate")) == 1
     do(ledger, "first")
-    assert ledger.ready(node(ledger, "generate")) == 0 and ledger.claim(node(ledger, "generate")) is None
-    assert ledger.take_given_up() == [] and ledger.groups_in_flight == 0
+    assert ledger.readiness.ready(node(ledger, "generate")) == 0 and ledger.claim(node(ledger, "generate")) is None
+    assert ledger.leases.take_given_up() == [] and len(ledger.live.groups) == 0
 
 
 # Children come one by one
@@ -95,14 +95,14 @@ def test_a_parent_that_was_requeued_is_finished_by_a_quorum_too():
 
 def test_children_are_there_before_their_parent_is_finished():
     ledger = Ledger(grpo())
-    ledger.issue([0], [2], round=0)
+    ledger.issue([0], [2], step=0)
     lease = claim(ledger, "generate")
     expand(ledger, lease, 2, finished=[])
     do(ledger, "score")
-    assert ledger.ready_groups(node(ledger, "advantages")) == 0, "more rows of the group can come"
+    assert ledger.readiness.ready_groups(node(ledger, "advantages")) == 0, "more rows of the group can come"
     expand(ledger, lease, 1, first=3000, finished=[])
     do(ledger, "score")
-    assert ledger.ready_groups(node(ledger, "advantages")) == 0
+    assert ledger.readiness.ready_groups(node(ledger, "advantages")) == 0
     none = np.empty(0, np.int64)
     ledger.publish(lease, Published(none, none, None, none, lease.ids), None)
     assert claim(ledger, "advantages").ids.tolist() == [1000, 1001, 3000]
@@ -113,7 +113,7 @@ def test_children_are_there_before_their_parent_is_finished():
 
 def test_the_end_of_a_lease_finishes_its_parents():
     ledger = Ledger(grpo())
-    ledger.issue([0], [2], round=0)
+    ledger.issue([0], [2], step=0)
     lease = claim(ledger, "generate")
     expand(ledger, lease, 2, finished=[])
     ledger.finish(lease)
@@ -123,7 +123,7 @@ def test_the_end_of_a_lease_finishes_its_parents():
 
 def test_a_parent_that_is_requeued_keeps_the_children_that_were_published_and_its_ids():
     ledger = Ledger(grpo())
-    ledger.issue([0, 1], [2, 2], round=0)
+    ledger.issue([0, 1], [2, 2], step=0)
     lease = claim(ledger, "generate", version=3)
     first, second = lease.first_children.tolist()
     expand(ledger, lease, 1, first=first + 1, only=[0], finished=[])
@@ -137,12 +137,12 @@ def test_a_parent_that_is_requeued_keeps_the_children_that_were_published_and_it
     expand(ledger, again, 1, first=first, only=[0])
     do(ledger, "score")
     assert claim(ledger, "advantages").ids.tolist() == [first, first + 1]
-    assert [row.draw(2) for row in ledger.leases[-1].rows] == [[2, 0, 1], [2, 1, 1]]
+    assert [row.draw(2) for row in list(ledger.leases)[-1].rows] == [[2, 0, 1], [2, 1, 1]]
 
 
 def test_a_parent_that_is_given_up_leaves_the_children_that_it_has():
     ledger = Ledger(grpo())
-    ledger.issue([0], [2], round=0)
+    ledger.issue([0], [2], step=0)
     lease = claim(ledger, "generate")
     expand(ledger, lease, 2, finished=[])
     scored = claim(ledger, "score", max_rows=1)
@@ -152,7 +152,7 @@ def test_a_parent_that_is_given_up_leaves_the_children_that_it_has():
     ledger.finish(scored)
     for name in ("score", "advantages", "update"):
         do(ledger, name)
-    assert ledger.counts() == {"issued": 3, "waiting": 0, "leased": 0, "done": 2, "dropped": 1}
+    assert ledger.live.counts() == {"issued": 3, "waiting": 0, "leased": 0, "done": 2, "dropped": 1}
 
 
 # Staleness
@@ -161,30 +161,32 @@ def test_a_parent_that_is_given_up_leaves_the_children_that_it_has():
 def test_a_group_that_is_too_old_waits_for_a_larger_bound():
     ledger = aged([5, 3, 5])
     update = node(ledger, "update")
-    assert ledger.oldest_held(update) is None
+    assert ledger.live.oldest_held(update) is None
     assert claim(ledger, "update", staleness=Staleness(6, 2)).ids.tolist() == [1000, 1002]
-    assert (ledger.held(update), ledger.ready(update), ledger.stale) == (1, 0, {"wait": 1})
-    assert ledger.oldest_held(update) == 3
+    assert (ledger.readiness.held(update), ledger.readiness.ready(update), ledger.claims.stale) == (1, 0, {"wait": 1})
+    assert ledger.live.oldest_held(update) == 3
     assert ledger.claim(update, staleness=Staleness(6, 2)) is None and ledger.claim(update) is None
     assert claim(ledger, "update", staleness=Staleness(6, 3)).ids.tolist() == [1001]
-    assert ledger.stale == {"wait": 1} and ledger.held(update) == 0
+    assert ledger.claims.stale == {"wait": 1} and ledger.readiness.held(update) == 0
 
 
 def test_a_group_that_is_too_old_is_masked():
     ledger = aged([5, 3, 5])
     lease = claim(ledger, "update", staleness=Staleness(6, 2, "mask"))
-    assert lease.ids.tolist() == [1000, 1001, 1002] and lease.masked == {1001} and ledger.stale == {"mask": 1}
+    assert lease.ids.tolist() == [1000, 1001, 1002] and lease.masked == {1001} and ledger.claims.stale == {"mask": 1}
 
 
 def test_the_prompt_of_a_group_that_is_too_old_is_issued_again():
     ledger = aged([5, 3, 5])
     lease = claim(ledger, "update", max_groups=2, staleness=Staleness(6, 2, "requeue"))
-    assert lease.ids.tolist() == [1000, 1002] and ledger.group_ids == [0, 2, 3]
+    assert lease.ids.tolist() == [1000, 1002] and list(ledger.live.groups) == [0, 2, 3]
     assert [r.position for r in claim(ledger, "generate").rows] == [1]
-    assert ledger.stale == {"requeue": 1} and ledger.dropped == {"stale at updater.update": 1}
+    assert ledger.claims.stale == {"requeue": 1} and ledger.live.dropped == {"stale at updater.update": 1}
 
 
 def test_a_group_that_is_too_old_is_dropped():
     ledger = aged([3])
     assert ledger.claim(node(ledger, "update"), staleness=Staleness(6, 2, "drop")) is None
-    assert ledger.group_ids == [] and ledger.stale == {"drop": 1} and ledger.counts()["dropped"] == 1
+    assert (
+        list(ledger.live.groups) == [] and ledger.claims.stale == {"drop": 1} and ledger.live.counts()["dropped"] == 1
+    )

@@ -1,8 +1,10 @@
-"""The ledger against a model that works everything out from scratch, played by chance."""
+"""The ledger, played by chance, against the checker that reads its log and a model of what is ready."""
 
 import json
 import random
 import tempfile
+from collections import Counter
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,19 +13,26 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledger_model import Model, random_graph
-from ledgers import Clock, forgotten, segment
+from ledger_model import Model
+from ledgers import Clock, forgotten, random_graph, readiness_state, segment
 
+from weft.dataflow.buffer.history import waits_for
+from weft.dataflow.buffer.leases import Fate, Lease, Published, Staleness
 from weft.dataflow.buffer.ledger import Ledger
-from weft.dataflow.buffer.ledger_state import load, save
-from weft.dataflow.buffer.ledger_view import table, why
+from weft.dataflow.buffer.ledger_state import count, load, save
 from weft.dataflow.buffer.log import Log, LogReader
-from weft.dataflow.buffer.rows import Fate, Ids, Lease, Published, Staleness
+from weft.dataflow.buffer.pieces import find_pieces
+from weft.dataflow.buffer.readiness import Readiness
+from weft.dataflow.buffer.replay import replay
+from weft.dataflow.buffer.rows import Ids
 from weft.dataflow.buffer.segments import Segment
 from weft.dataflow.errors import LeaseError
 from weft.dataflow.graph import Graph
-from weft.dataflow.node import SOURCE, Node
+from weft.dataflow.node import Node
 from weft.dataflow.operation import Shape
+
+COUNTED = ("open", "behind", "ready", "skipped", "expanded", "claimed", "complete", "rested")
+"""What is counted of a group, and follows from the states of its rows."""
 
 
 @dataclass
@@ -48,25 +57,36 @@ class Play:
     void_files: set[str] = field(default_factory=set)
     """Of what was published and never counted."""
     freed: list[str] = field(default_factory=list)
+    since: dict[tuple[int, str], float] = field(default_factory=dict)
+    """Group and node with a quorum -> when its first row was ready."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Reason -> how often a row was dropped for it."""
     policy: int = 0
-    round: int = 0
+    step: int = 0
 
     def __post_init__(self) -> None:
         self.log = Log(self.folder / "ledger.log", clock=self.clock)
         self.ledger = Ledger(self.graph, source=segment(), log=self.log, clock=self.clock)
-        self.model = Model(self.graph)
+        self.model = Model(self.graph, self.log)
 
     def issue(self) -> None:
-        if self.ledger.groups_in_flight > 4:
+        if len(self.ledger.live.groups) > 4:
             return
         number = self.chance.randint(1, 2)
         positions = [self.chance.randrange(100) for _ in range(number)]
-        self.round += self.chance.random() < 0.3
-        ids = self.ledger._ids.next_id, self.ledger._ids.next_group
-        self.ledger.issue(positions, [1] * number, round=self.round)
-        for k, position in enumerate(positions):
-            self.model.add(ids[0] + k, SOURCE, ids[0] + k, ids[1] + k, position, None, self.round, self.clock.now)
+        self.step += self.chance.random() < 0.3
+        first = self.ledger.ids.next_group
+        self.ledger.issue(positions, [1] * number, step=self.step)
+        self.saw()
+        groups = [self.model.groups.get(first + k) for k in range(number)]  # None: the graph had nothing to do with it
+        assert [(g.position, g.issued_in) for g in groups if g] == [
+            (p, self.step) for p, g in zip(positions, groups, strict=True) if g
+        ]
+
+    def saw(self) -> None:
+        """An operation was done: the checker takes in what the ledger noted of it."""
         self.operations += 1
+        self.model.read()
 
     def claim(self, *, bound: int | None = None) -> None:
         n = self.chance.choice(self.graph.nodes)
@@ -77,80 +97,60 @@ class Play:
         if n.operation.updates and (bound is not None or self.chance.random() < 0.8):
             staleness = Staleness(self.policy, self.chance.randint(0, 3) if bound is None else bound, fate)
         patience = self.chance.choice([None, None, 1.0, 4.0])
-        first, first_group = self.ledger._ids.next_id, self.ledger._ids.next_group
         open_before = {x.token: set(x.open) for x in self.leases}
-        expected, masked = self.expect_claim(n, limit, staleness, first, first_group)
+        expected, masked = self.expect_claim(n, limit, staleness)
         lease = self.ledger.claim(n, **limits, deadline_s=patience, staleness=staleness, holder="somebody")
-        assert (lease.ids.tolist() if lease else []) == expected, n
+        ids = lease.ids.tolist() if lease else []
+        for number, candidates in expected:
+            own, ids = ids[:number], ids[number:]
+            assert len(own) == number and own == sorted(own) and set(own) <= set(candidates), n
+        assert not ids, n
+        if lease is not None:
+            self.check_columns(lease)
+        self.saw()
         given_up = {(x.token, i) for x in self.leases for i in open_before[x.token] - x.open.keys()}
-        assert given_up == set(self.ledger.take_given_up())
-        assert all(x.node.name in self.model.done[i] for x in self.leases for i in x.given_up)
-        self.operations += 1
+        assert given_up == set(self.ledger.leases.take_given_up())
+        rows = self.model.rows
+        assert all(i not in rows or i in self.model.states(x.node).done for x in self.leases for i in x.given_up)
         if lease is None:
             return
         assert lease.masked == masked
-        for id in expected:
-            self.model.leased[id].add(n.name)
-            assert self.model.used[id, n.name] == 0, "consumed twice"
-        self.check_columns(lease)
         self.leases.append(lease)
         self.staged[lease.token] = []
         if patience is not None:
             self.deadlines[lease.token] = self.clock.now + patience
 
     def expect_claim(
-        self, n: Node, limit: int | None, staleness: Staleness | None, next_id: int, next_group: int
-    ) -> tuple[list[int], set[int]]:
-        """The rows of the claim and the masked among them; what becomes of groups that are too old."""
-        model, masked = self.model, set[int]()
+        self, n: Node, limit: int | None, staleness: Staleness | None
+    ) -> tuple[list[tuple[int, list[int]]], set[int]]:
+        """How many rows the claim gets, from which, group by group (row by row of a node that takes rows), and the masked among them."""
+        model, masked, node = self.model, set[int](), self.model.states(n)
+        groups = list(model.groups.values())
         if staleness is not None:
-            for group, _ in [h for h in model.held if h[1] == n.name]:
-                if not model.too_old(model.todo(group, n), staleness):
-                    model.held.remove((group, n.name))
-        ready = [(g, r) for g in model.flying() if (r := model.ready(g, n))]
+            node.held_back -= {g.id for g in groups if not model.too_old(g, n, staleness)}
+        ready = [(group, *found) for group in groups if (found := model.ready(group, n))[0]]
         if not n.operation.takes_groups:
-            return [i for _, r in ready for i in r][:limit], masked
-        rows: list[int] = []
-        for group, own in ready:
-            if limit == 0:
+            return [(1, [i]) for _, _, rows in ready for i in rows][:limit], masked
+        expected: list[tuple[int, list[int]]] = []
+        for group, number, own in ready:
+            if len(expected) == limit:
                 break
-            old = model.too_old(own, staleness) if staleness is not None else []
+            old = model.too_old(group, n, staleness) if staleness is not None else set[int]()
             if staleness is not None and old:
-                model.stale[staleness.fate] += 1
-                if staleness.fate == "wait":
-                    model.held.add((group, n.name))
-                    continue
                 if staleness.fate == "mask":
-                    masked |= set(old)
+                    masked |= old
                 else:
-                    if staleness.fate == "requeue":
-                        position, round = model.position[own[0]], model.round[group]
-                        model.add(next_id, SOURCE, next_id, next_group, position, None, round, self.clock.now)
-                        next_id, next_group = next_id + 1, next_group + 1
-                    for id in own:
-                        model.kept_from[id].add(n.name)
-                    model.dropped[f"stale at {n.name}"] += len(own)
+                    self.dropped[f"stale at {n.name}"] += 0 if staleness.fate == "wait" else len(own)
                     continue
-            limit = None if limit is None else limit - 1
-            rows += own
-            model.claimed.add((group, n.name))
-            if n.operation.quorum and (group, n.name) not in model.chosen:
-                cancelled = [i for i in model.todo(group, n) if i not in own]
-                model.chosen[group, n.name] = set(own)
-                for id in cancelled:
-                    model.kept_from[id].add(n.name)
-                model.dropped[f"over-issued at {n.name}"] += len(cancelled)
-                maker = model.makes_for[n.name]
-                if maker is not None:
-                    for id in model.todo(group, maker):
-                        model.mark(maker, id, self.clock.now)
-                        model.cut_short[maker.name] += 1
-        return rows, masked
+            expected.append((number, own))
+            if n.operation.quorum and node not in group.chosen:
+                self.dropped[f"over-issued at {n.name}"] += len(model.todo(group, n)) - number
+        return expected, masked
 
     def check_columns(self, lease: Lease) -> None:
         model, n = self.model, lease.node
         columns: set[str] = set()
-        for piece in self.ledger.pieces(n, lease.rows):
+        for piece in find_pieces(self.graph, self.ledger.source, n, lease.rows):
             columns |= set(piece.columns)
             store: dict[Any, Any] = {}
             for found in piece.segments:
@@ -159,9 +159,9 @@ class Play:
                 for column in piece.columns:
                     writer = n.writers[column]
                     if not writer:
-                        assert piece.by_position and key == model.position[model.ancestor(id, SOURCE)]
+                        assert piece.by_position and key == model.rows[id].group.position
                     else:
-                        owner = model.ancestor(id, self.graph.level_of(writer))
+                        owner = model.rows[id].ancestor(self.graph.level_of(writer)).id
                         assert store[key][column] == f"{column} of {owner}"
         assert columns == set(n.reads)
 
@@ -184,7 +184,7 @@ class Play:
             )
             ids: list[int] = []
             for parent in children:
-                free = [first[parent] + k for k in range(40) if first[parent] + k not in (*self.model.level, *ids)]
+                free = [first[parent] + k for k in range(40) if first[parent] + k not in (*self.model.rows, *ids)]
                 taken = {i for made, _, _ in self.staged[lease.token] for i in made}
                 ids.append(self.chance.choice([i for i in free if i not in taken][:3]))
             assert level is not None
@@ -203,52 +203,38 @@ class Play:
         self.ledger.publish(
             lease, Published(np.array(ids, np.int64), np.ones(len(ids), np.int64), versions, parents, through), into
         )
-        if versions is not None:
-            self.model.version |= dict(zip(ids, versions.tolist(), strict=True))
-        self.operations += 1
         wanted = [k for k, parent in enumerate(held) if parent not in lease.given_up]  # the others are let go
         ids, held = [ids[k] for k in wanted], [held[k] for k in wanted]
-        done = held if finished is None else [p for p in finished if p not in lease.given_up]
         if n.operation.takes_groups:
             self.staged[lease.token].append((ids, held, into.file))
         else:
-            self.count(n, ids, held, into.file, done)
+            self.count(n, ids, held, into.file)
+        self.saw()
 
-    def count(self, n: Node, ids: list[int], held: list[int], file: str, done: list[int]) -> None:
-        model = self.model
+    def count(self, n: Node, ids: list[int], held: list[int], file: str) -> None:
+        """What was published counts: where it lies, and the rows that come too late for a quorum."""
         if n.writes:
             self.lies_in[file] = ids
         else:
             self.void_files.add(file)
-        if n.makes_level is not None:
-            for id, parent in zip(ids, held, strict=True):
-                group = model.group[parent]
-                position, round = model.position[parent], model.round[group]
-                model.add(id, n.makes_level, parent, group, position, model.version[id], round, self.clock.now)
-        for id in done:
-            model.mark(n, id, self.clock.now)
+        for parent in held if n.makes_level is not None else ():
+            for quorum in self.model.rows[parent].group.chosen:
+                self.dropped[f"late at {quorum.name}"] += quorum.level == n.makes_level
 
     def finish(self) -> None:
         if not self.leases:
             return
         lease = self.chance.choice(self.leases)
-        n = lease.node
-        left = list(lease.open)
+        n, left = lease.node, list(lease.open)
         if left and n.operation.shape in (Shape.MAP, Shape.GROUP):
             with pytest.raises(LeaseError, match="returned no row"):
                 self.ledger.finish(lease)
             self.give(lease, left, left)
-            left = []
         self.ledger.finish(lease)
         for ids, held, file in self.staged[lease.token]:
-            self.count(n, ids, held, file, held if n.makes_level is None else [])
-        if n.operation.takes_groups and n.makes_level is not None:
-            left = lease.ids.tolist()
-        for id in left:
-            if n.operation.shape is Shape.FILTER:
-                self.model.dropped_by[id].add(n.name)
-                self.model.dropped[n.name] += 1
-            self.model.mark(n, id, self.clock.now)
+            self.count(n, ids, held, file)
+        if n.operation.shape is Shape.FILTER:
+            self.dropped[n.name] += len(left)
         self.close(lease)
 
     def release(self) -> None:
@@ -264,38 +250,31 @@ class Play:
             return
         lease = self.chance.choice(leases)
         ids = [i for i in lease.open if self.chance.random() < 0.4]
-        self.operations += 1
         if lease.node.operation.takes_groups:
-            with pytest.raises(LeaseError, match="has whole groups"):
+            with pytest.raises(LeaseError, match="takes complete groups"):
                 self.ledger.release(lease, ids=ids)
-            return
-        self.ledger.release(lease, ids=ids)
-        for id in ids:
-            self.model.leased[id].discard(lease.node.name)
+        else:
+            self.ledger.release(lease, ids=ids)
+        self.saw()
 
     def drop(self) -> None:
         """A node has failed at some rows that are ready for it, and does without them."""
         n = self.chance.choice(self.graph.nodes)
-        ready = [i for g in self.model.flying() for i in self.model.ready(g, n)]
+        found = [(g, *self.model.ready(g, n)) for g in self.model.groups.values()]
+        ready = [(rows, id) for _, _, rows in found for id in rows]
         if not ready or self.chance.random() < 0.6:
             return
-        self.operations += 1
-        id = self.chance.choice(ready)
+        rows, id = self.chance.choice(ready)
         if n.operation.quorum:
             with pytest.raises(LeaseError, match="has a quorum"):
                 self.ledger.drop(n, [id], "it fails")
-            return
-        dropped = self.model.ready(self.model.group[id], n) if n.operation.takes_groups else [id]
-        assert self.ledger.drop(n, [id], "it fails") == len(dropped)
-        for one in dropped:
-            self.model.kept_from[one].add(n.name)
-        self.model.dropped[f"failed at {n.name}"] += len(dropped)
+        else:
+            dropped = len(rows) if n.operation.takes_groups else 1
+            assert self.ledger.drop(n, [id], "it fails") == dropped
+            self.dropped[f"failed at {n.name}"] += dropped
+        self.saw()
 
     def released(self, lease: Lease) -> None:
-        for id in lease.ids.tolist() if lease.node.operation.takes_groups else lease.open:
-            self.model.leased[id].discard(lease.node.name)
-            if lease.node.operation.takes_groups:
-                self.model.claimed.discard((self.model.group[id], lease.node.name))
         self.void_files |= {file for _, _, file in self.staged[lease.token]}
         self.close(lease)
 
@@ -303,42 +282,43 @@ class Play:
         self.leases.remove(lease)
         self.deadlines.pop(lease.token, None)
         self.void.append(lease)
-        self.operations += 1
+        self.saw()
 
     def wait(self) -> None:
         """Time passes, and what is due is done."""
-        model = self.model
+        self.note_arrivals()
         self.clock.now += self.chance.choice([0.5, 1.0, 3.0])
         due = {token for token, deadline in self.deadlines.items() if deadline <= self.clock.now}
         expired = self.ledger.expire()
         assert {x.token for x in expired} == due and len(expired) == len(due)
         for lease in expired:
             self.released(lease)
-        for (group, name), since in model.since.items():
-            quorum = model.node[name].operation.quorum
-            late = quorum and quorum.deadline_s is not None and since + quorum.deadline_s <= self.clock.now
-            if late and (group, name) not in model.chosen and group not in model.lost:
-                model.short.add((group, name))
-        self.operations += 1
+        for (group, name), since in self.since.items():
+            quorum = self.graph[name].operation.quorum
+            assert quorum is not None
+            if quorum.deadline_s is not None and since + quorum.deadline_s <= self.clock.now:
+                self.model.short.add((group, name))
+        self.saw()
+
+    def note_arrivals(self) -> None:
+        """For which quorums the first row of a group has become ready since time passed last."""
+        for group in self.model.groups.values():
+            for quorum, arrived in group.arrived.items():
+                if arrived:
+                    self.since.setdefault((group.id, quorum.name), self.clock.now)
 
     def lose(self) -> None:
-        flying = self.model.flying()
-        if not flying or self.chance.random() < 0.7:
+        if not self.model.groups or self.chance.random() < 0.7:
             return
-        group = self.chance.choice(flying)
-        self.operations += 1
-        if any(self.model.leased[i] for i in self.model.members[group]):
+        group = self.chance.choice(list(self.model.groups.values()))
+        rows = set[int]().union(*group.levels)
+        if any(rows & self.model.states(n).leased for n in self.graph.nodes):
             with pytest.raises(LeaseError, match="is lost"):
-                self.ledger.lose(group, "the disk is gone")
-            return
-        id, new = self.ledger._ids.next_id, self.ledger._ids.next_group
-        self.ledger.lose(group, "the disk is gone")
-        model = self.model
-        model.lost.add(group)
-        model.held = {h for h in model.held if h[0] != group}
-        model.dropped["lost"] += len(model.members[group])
-        position, round = model.position[model.members[group][0]], model.round[group]
-        model.add(id, SOURCE, id, new, position, None, round, self.clock.now)
+                self.ledger.lose(group.id, "the disk is gone")
+        else:
+            self.ledger.lose(group.id, "the disk is gone")
+            self.dropped["lost"] += len(rows)
+        self.saw()
 
     def use_a_void_lease(self) -> None:
         if not self.void:
@@ -349,7 +329,6 @@ class Play:
         for late in (self.ledger.finish, self.ledger.release, lambda x: self.ledger.publish(x, publication, None)):
             with pytest.raises(LeaseError, match="released or finished before"):
                 late(lease)
-            self.model.late += 1
             self.operations += 1
 
     def train(self) -> None:
@@ -362,16 +341,14 @@ class Play:
         replayed = Ledger(self.graph, ids=Ids(), source=segment(), clock=self.clock)
         reader = LogReader(self.log.path)
         for record in reader:
-            replayed.replay(record)
+            replay(replayed, record)
         assert reader.damage is None and reader.end == self.log.position
-        assert [s.file for s in replayed.take_freed()] == self.freed
-        replayed.take_given_up()  # said before
-        replayed.late = self.ledger.late  # refusals are no events
+        assert [s.file for s in replayed.parts.take_freed()] == self.freed
+        replayed.leases.take_given_up()  # said before
         state = json.loads(json.dumps(list(save(self.ledger))))
-        ids = Ids(self.ledger._ids.next_id, self.ledger._ids.next_group)
+        ids = Ids(self.ledger.ids.next_id, self.ledger.ids.next_group)
         loaded = Ledger(self.graph, ids=ids, clock=self.clock)
         load(loaded, state)
-        assert loaded.readiness == self.ledger.readiness, "it follows from the rows and groups in flight"
         for copy in (replayed, loaded):
             self.compare(copy, state)
         self.ledger = self.chance.choice([replayed, loaded])
@@ -380,82 +357,85 @@ class Play:
         assert list(by_token) == sorted(x.token for x in self.leases)
         self.leases = [by_token[x.token] for x in self.leases]
         self.deadlines.clear()
-        for key in self.model.since:
-            self.model.since[key] = self.clock.now
+        self.note_arrivals()
+        self.since = dict.fromkeys(self.since, self.clock.now)
 
     def compare(self, copy: Ledger, state: list[Any]) -> None:
         one = self.ledger
         assert json.loads(json.dumps(list(save(copy)))) == state
-        assert table(copy) == table(one)
-        assert (copy._ids.next_id, copy._ids.next_group) == (one._ids.next_id, one._ids.next_group)
-        of_rows = [Ledger.ready, Ledger.settled, Ledger.exhausted]
-        of_groups = [Ledger.ready_groups, Ledger.unclaimed, Ledger.held]
-        of_groups += [Ledger.oldest_held, Ledger.leased_groups]
-        for n in self.graph.nodes:
-            for ask in [*of_rows, *(of_groups if n.operation.takes_groups else [])]:
-                assert ask(copy, n) == ask(one, n), ask.__name__
-            if n.operation.updates:
-                assert all(copy.groups_until(n, v) == one.groups_until(n, v) for v in range(6))
-        assert copy.counts() == one.counts() and copy.dropped == one.dropped
-        assert copy.num_bytes == one.num_bytes and copy.group_ids == one.group_ids
-        assert [why(copy, g) for g in one.group_ids] == [why(one, g) for g in one.group_ids]
-        assert set(copy.live_segments()) == set(one.live_segments())
-        assert len(copy.live_segments()) == len(one.live_segments())
+        assert (copy.ids.next_id, copy.ids.next_group) == (one.ids.next_id, one.ids.next_group)
+        assert readiness_state(copy, copy.readiness) == readiness_state(one, one.readiness)
+        for n in (n for n in self.graph.nodes if n.operation.takes_groups):
+            assert copy.live.oldest_held(n) == one.live.oldest_held(n)
+            assert copy.leases.num_groups(n) == one.leases.num_groups(n)
+        assert copy.live.counts() == one.live.counts() and copy.live.dropped == one.live.dropped
+        assert copy.parts.num_bytes == one.parts.num_bytes and list(copy.live.groups) == list(one.live.groups)
+        assert [waits_for(copy, g) for g in list(one.live.groups)] == [waits_for(one, g) for g in list(one.live.groups)]
+        assert set(copy.parts.segments) == set(one.parts.segments)
+        assert len(copy.parts.segments) == len(one.parts.segments)
+
+    def check_derived(self) -> None:
+        """The counts of groups, and what is ready, are what the states of the rows make them."""
+        live = self.ledger.live
+        for group in live.groups.values():
+            kept = {name: deepcopy(getattr(group, name)) for name in COUNTED}
+            count(live.wiring, group)
+            assert {name: getattr(group, name) for name in COUNTED} == kept
+        worked_out = Readiness.of(live.wiring, live.groups.values())
+        assert readiness_state(self.ledger, worked_out) == readiness_state(self.ledger, live.readiness)
 
     def take_freed(self) -> None:
-        self.freed += [s.file for s in self.ledger.take_freed()]
+        self.freed += [s.file for s in self.ledger.parts.take_freed()]
 
     def check(self) -> None:
+        self.check_derived()
         ledger, model = self.ledger, self.model
-        flying = model.flying()
-        assert ledger.group_ids == flying
-        rows = {i for g in flying for i in model.members[g]}
-        assert set(ledger._rows) == rows
+        assert list(ledger.live.groups) == list(model.groups)
+        assert set(ledger.live.rows) == set(model.rows)
         for n in ledger.graph.nodes:
-            ready = [r for g in flying if (r := model.ready(g, n))]
-            todo = sum(len(model.todo(g, n)) for g in flying)
-            all_here = all(model.whole(g, n.level) for g in flying)
-            number = sum(map(len, ready))
-            assert ledger.ready(n) == number, n
-            assert ledger.exhausted(n) == (all_here and not todo)
-            settled = all_here and todo > 0 and number == todo
-            if n.operation.takes_groups:
-                unclaimed = sum((g, n.name) not in model.claimed for g in flying)
-                assert ledger.unclaimed(n) == unclaimed
-                assert ledger.ready_groups(n) == len(ready)
-                held = sum(name == n.name for _, name in model.held)
-                assert ledger.held(n) == held
-                leased = {model.group[i] for i in rows if n.name in model.leased[i]}
-                assert ledger.leased_groups(n) == len(leased)
-                settled = len(ready) == unclaimed > 0 if n.operation.quorum else settled
-            if n.operation.updates:
-                i = ledger._index[n.name]
-                groups = [ledger._groups[g] for g in flying if (g, n.name) not in model.claimed]
-                for version in range(-1, 6):
-                    due = [g for g in groups if g.version is not None and g.version <= version]
-                    on_offer = sum(g.offered >> i & 1 for g in due)
-                    assert ledger.groups_until(n, version) == (len(due), on_offer)
-            assert ledger.settled(n) == settled
-        counts = ledger.counts()
-        assert counts["issued"] == len(model.level) == sum(v for k, v in counts.items() if k != "issued")
-        assert counts["leased"] == sum(1 for i in rows if model.leased[i])
-        here = {lv: [n for n in model.nodes if n.level == lv] for lv in self.graph.levels}
-        gone = [i for i in model.level if i not in rows and model.group[i] not in model.lost]
-        assert counts["done"] == sum(1 for i in gone if not any(model.skipped(i, n) for n in here[model.level[i]]))
-        assert ledger.dropped == {k: v for k, v in model.dropped.items() if v}
-        assert ledger.stale == model.stale and ledger.late == model.late
-        assert ledger.cut_short == model.cut_short
-        for group in flying:
-            explained = why(ledger, group)
-            waiting = [n.name for n in ledger.graph.nodes if model.todo(group, n) or not model.whole(group, n.level)]
+            self.check_readiness(n)
+        counts = model.counts
+        known = [counts.issued, counts.waiting, counts.leased, counts.done, counts.dropped.total()]
+        assert list(ledger.live.counts().values()) == known
+        assert ledger.live.dropped == {k: v for k, v in self.dropped.items() if v}
+        assert ledger.claims.stale == counts.stale
+        for group in model.groups.values():
+            explained = waits_for(ledger, group.id)
+            waiting = [n.name for n in self.graph.nodes if model.todo(group, n) or not model.is_complete(group, n)]
             assert [line.split(":")[0] for line in explained.splitlines()] == waiting
         self.take_freed()
-        unused = {f for f, ids in self.lies_in.items() if not rows.intersection(ids)}
+        unused = {f for f, ids in self.lies_in.items() if not model.rows.keys() & set(ids)}
         assert len(self.freed) == len(set(self.freed)), "freed twice"
         assert set(self.freed) == unused | self.void_files
         live = [f for f in self.lies_in if f not in unused]
-        assert ledger.num_bytes == sum(self.segments[f].num_bytes for f in live)
-        assert sorted(s.file for s in ledger.live_segments()) == sorted(live)
+        assert ledger.parts.num_bytes == sum(self.segments[f].num_bytes for f in live)
+        assert sorted(s.file for s in ledger.parts.segments) == sorted(live)
+
+    def check_readiness(self, n: Node) -> None:
+        model, readiness, states = self.model, self.ledger.readiness, self.model.states(n)
+        groups = list(model.groups.values())
+        ready = [number for group in groups if (number := model.ready(group, n)[0])]
+        todo = sum(len(model.todo(group, n)) for group in groups)
+        all_here = all(model.is_complete(group, n) for group in groups)
+        assert readiness.ready(n) == sum(ready), n
+        assert readiness.exhausted(n) == (all_here and not todo)
+        settled = all_here and todo > 0 and sum(ready) == todo
+        unclaimed = [group for group in groups if not model.is_claimed(group, n)]
+        if n.operation.takes_groups:
+            assert readiness.unclaimed(n) == len(unclaimed)
+            assert readiness.ready_groups(n) == len(ready)
+            assert readiness.held(n) == len(states.held_back)
+            leased = [group for group in groups if group.levels[n.level] & states.leased]
+            assert self.ledger.leases.num_groups(n) == len(leased)
+            settled = len(ready) == len(unclaimed) > 0 if n.operation.quorum else settled
+        assert readiness.settled(n) == settled
+        if n.operation.updates:
+            i = self.ledger.live.wiring.index[n.name]
+            live = [self.ledger.live.groups[group.id] for group in unclaimed]
+            for version in range(-1, 6):
+                due = [g for g in live if g.version is not None and g.version <= version]
+                on_offer = sum(g.offered >> i & 1 for g in due)
+                assert readiness.groups_until(n, version) == (len(due), on_offer)
 
 
 def play(seed: int, number: int) -> int:
@@ -479,7 +459,7 @@ def play(seed: int, number: int) -> int:
                 play.restart()
                 play.check()
         for _ in range(10_000):
-            if not play.ledger.groups_in_flight and not play.leases:
+            if not play.ledger.live.groups and not play.leases:
                 break
             chance.choice([lambda: play.claim(bound=1_000_000), play.publish, play.finish, play.wait])()
         play.check()
@@ -487,11 +467,7 @@ def play(seed: int, number: int) -> int:
         play.log.close()
     assert [play.ledger.claim(n) for n in graph.nodes] == [None] * len(graph.nodes)  # offers of rows taken away go
     assert forgotten(play.ledger)
-    model = play.model
-    for id in model.level:
-        for n in graph.nodes:
-            if n.level == model.level[id] and model.group[id] not in model.lost:
-                assert model.used[id, n.name] == (0 if model.skipped(id, n) else 1)
+    assert not play.model.checker.end()
     return play.operations
 
 

@@ -17,8 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.dataflow.batch import Batch
-from weft.dataflow.buffer.segment_files import is_resident
-from weft.dataflow.buffer.segments import Segment, SegmentReader, SegmentStore, SegmentWriter, spill, verify
+from weft.dataflow.buffer.segment_files import is_resident, spill
+from weft.dataflow.buffer.segment_store import SegmentStore
+from weft.dataflow.buffer.segment_writer import SegmentWriter
+from weft.dataflow.buffer.segments import Segment, SegmentReader, verify_segment
 from weft.dataflow.errors import DamagedSegment, UserError
 
 
@@ -147,11 +149,11 @@ def test_a_full_file_is_left_for_the_next_and_a_large_message_has_its_own(tmp_pa
 
 def test_a_writer_name_is_used_once(tmp_path: Path):
     SegmentWriter(tmp_path, "n0", "w").append(numbered(1))
-    with pytest.raises(UserError, match=r"writer 'w' has been here before.*w\.0\.000000\.arrows"):
+    with pytest.raises(UserError, match=r"the name 'w' was used before: .* has w\.0\.000000\.arrows"):
         SegmentWriter(tmp_path, "n0", "w")
     store = SegmentStore(tmp_path, "n0")
     store.writer_ended("w", "n0")
-    with pytest.raises(UserError, match=r"has its w\.0\.000000\.arrows"):
+    with pytest.raises(UserError, match=r"has w\.0\.000000\.arrows of that writer"):
         SegmentWriter(tmp_path, "n0", "w")
     for bad in ("a/b", "a.b", ""):
         with pytest.raises(UserError, match="a writer's name is"):
@@ -163,7 +165,7 @@ def test_what_a_killed_writer_published_is_read(tmp_path: Path):
 import os, signal, sys
 from pathlib import Path
 from weft.dataflow.batch import Batch
-from weft.dataflow.buffer.segments import SegmentWriter
+from weft.dataflow.buffer.segment_writer import SegmentWriter
 import json
 writer = SegmentWriter(Path(sys.argv[1]), "n0", "w")
 print(json.dumps(writer.append(Batch.of(reward=[1.0, 2.0])).to_json()), flush=True)
@@ -172,23 +174,15 @@ os.kill(os.getpid(), signal.SIGKILL)
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == -9, done.stderr
     segment = Segment.from_json(json.loads(done.stdout))
-    verify(tmp_path, segment)
+    verify_segment(tmp_path, segment)
     assert SegmentReader(tmp_path, "n0").read(segment) == Batch.of(reward=[1.0, 2.0])
-
-
-def test_sync_covers_files_that_were_left_and_forgets_those_that_went(tmp_path: Path):
-    writer = SegmentWriter(tmp_path, "n0", "w", file_bytes=1000)
-    first, *_ = [writer.append(numbered(n)) for n in range(3)]
-    (tmp_path / first.file).unlink()
-    writer.sync()
-    writer.sync()
 
 
 # Damage
 
 
 def damaged(folder: Path, segment: Segment, problem: str) -> None:
-    for read in (lambda: SegmentReader(folder, "n0").read(segment), lambda: verify(folder, segment)):
+    for read in (lambda: SegmentReader(folder, "n0").read(segment), lambda: verify_segment(folder, segment)):
         with pytest.raises(DamagedSegment, match=problem) as caught:
             read()
         assert caught.value.segment == segment
@@ -245,13 +239,13 @@ def test_a_file_that_cannot_be_opened_stops_no_recovery(tmp_path: Path):
     (tmp_path / segment.file).unlink()
     (tmp_path / segment.file).symlink_to(segment.file)
     with pytest.raises(DamagedSegment, match="it cannot be opened: "):
-        verify(tmp_path, segment)
+        verify_segment(tmp_path, segment)
 
 
 def test_the_error_and_the_reference_cross_processes(tmp_path: Path):
     segment = Segment("n0", "w.0.000000.arrows", 0, 8, 1)
     with pytest.raises(DamagedSegment) as caught:
-        verify(tmp_path, segment)
+        verify_segment(tmp_path, segment)
     copy = pickle.loads(pickle.dumps(caught.value))
     assert (copy.segment, str(copy)) == (segment, str(caught.value))
 
@@ -276,7 +270,8 @@ def limited_writes(folder: Path, limit: int) -> str:
 import resource, sys
 from pathlib import Path
 from weft.dataflow.batch import Batch
-from weft.dataflow.buffer.segments import SegmentReader, SegmentWriter
+from weft.dataflow.buffer.segment_writer import SegmentWriter
+from weft.dataflow.buffer.segments import SegmentReader
 folder, limit = Path(sys.argv[1]), int(sys.argv[2])
 writer, reader = SegmentWriter(folder, "n0", "w", file_bytes=limit // 2), SegmentReader(folder, "n0")
 first = writer.append(Batch.of(sample_id=[1]))

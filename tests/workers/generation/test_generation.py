@@ -22,7 +22,7 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.errors import GenerationError, WeightSyncError
 from weft.resharding.shared_memory import WeightPublisher
 from weft.resharding.weights import Weights
-from weft.workers.generation.engine import GenerationEngine, Request, Response
+from weft.workers.generation.engine import GenerationEngine, GenerationRequest, Response
 from weft.workers.generation.transformers_engine import TransformersEngine, TransformersSettings
 from weft.workers.generation.vllm_engine import VllmEngine
 from weft.workers.generation.vllm_settings import VllmSettings
@@ -89,7 +89,7 @@ def straight_logprobs(model: Any, prompt: np.ndarray, response: np.ndarray, samp
 
 
 def largest_and_mean_gap(
-    model: Any, requests: Iterable[Request], responses: Iterable[Response], sampling: Sampling
+    model: Any, requests: Iterable[GenerationRequest], responses: Iterable[Response], sampling: Sampling
 ) -> tuple[float, float]:
     """How far the reported log-probabilities of sampled tokens are from those of straight forward passes."""
     prompts = {request.request_id: request.prompt_ids for request in requests}
@@ -150,15 +150,15 @@ def engine(request: pytest.FixtureRequest, folder: Path) -> GenerationEngine:
     return TransformersEngine(str(folder))
 
 
-def requests_of(prompts: list[np.ndarray], *, samples: int = 4) -> list[Request]:
+def requests_of(prompts: list[np.ndarray], *, samples: int = 4) -> list[GenerationRequest]:
     return [
-        Request(row * samples + index, ids, seed=1000 * row + index)
+        GenerationRequest(row * samples + index, ids, seed=1000 * row + index)
         for row, ids in enumerate(prompts)
         for index in range(samples)
     ]
 
 
-def all_of(engine: GenerationEngine, requests: list[Request], sampling: Sampling) -> dict[int, Response]:
+def all_of(engine: GenerationEngine, requests: list[GenerationRequest], sampling: Sampling) -> dict[int, Response]:
     found = [response for step in engine.generate(requests, sampling) for response in step]
     assert sorted(r.request_id for r in found) == sorted(r.request_id for r in requests)
     return {r.request_id: r for r in found}
@@ -213,7 +213,7 @@ def test_a_batch_larger_than_the_limit_is_done_in_parts(folder: Path) -> None:
 
 
 def test_without_seeds_every_response_is_drawn_afresh(engine: GenerationEngine) -> None:
-    requests = [Request(i, prompts_of(1)[0]) for i in range(4)]
+    requests = [GenerationRequest(i, prompts_of(1)[0]) for i in range(4)]
     found = all_of(engine, requests, Sampling(max_tokens=16, ignore_stop=True))
     assert len({tuple(r.token_ids.tolist()) for r in found.values()}) == 4
 
@@ -234,7 +234,7 @@ def test_greedy_is_what_transformers_generates(engine: GenerationEngine, model: 
 )
 def test_tokens_come_with_the_frequency_of_their_probability(folder: Path, model: Any, sampling: Sampling) -> None:
     ids, count = prompts_of(1)[0], 4000
-    found = all_of(TransformersEngine(str(folder)), [Request(i, ids, seed=i) for i in range(count)], sampling)
+    found = all_of(TransformersEngine(str(folder)), [GenerationRequest(i, ids, seed=i) for i in range(count)], sampling)
     drawn = np.bincount([r.token_ids[0] for r in found.values()], minlength=VOCABULARY)
     expected = straight_logprobs(model, ids, np.zeros(1, np.int32), sampling)[0].exp().numpy() * count
     likely = expected >= 5
@@ -364,7 +364,7 @@ def test_two_iterators_may_be_open_at_once(engine: GenerationEngine) -> None:
 
 def test_a_prompt_beyond_the_context_is_refused_in_plain_text(engine: GenerationEngine) -> None:
     with pytest.raises(GenerationError, match="request 7"):
-        list(engine.generate([Request(7, np.ones(CONTEXT + 1, np.int32))], Sampling(max_tokens=64)))
+        list(engine.generate([GenerationRequest(7, np.ones(CONTEXT + 1, np.int32))], Sampling(max_tokens=64)))
     assert len(all_of(engine, requests_of(prompts_of(1)), Sampling(max_tokens=4))) == 4
 
 

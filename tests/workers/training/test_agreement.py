@@ -16,7 +16,7 @@ from weft.algorithms.sampling import Sampling
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig, ActorWorker
-from weft.workers.generation.engine import Request
+from weft.workers.generation.engine import GenerationRequest
 from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.training.agreement import agreeing_model
 
@@ -118,7 +118,7 @@ def test_the_transformers_engine_samples_from_what_training_computes(tmp_path: P
     model = amplify(make_family(name))
     engine = TransformersEngine(str(save(model, tmp_path / "model")))
     prompts = [row.numpy().astype(np.int32) for row in make_rows((9, 3))]
-    requests = [Request(number, prompt, seed=number) for number, prompt in enumerate(prompts)]
+    requests = [GenerationRequest(number, prompt, seed=number) for number, prompt in enumerate(prompts)]
     steps = engine.generate(requests, Sampling(max_tokens=12, ignore_stop=True))
     for response in (one for step in steps for one in step):
         row = torch.from_numpy(np.concatenate([prompts[response.request_id], response.token_ids])).long()

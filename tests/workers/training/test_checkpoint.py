@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.disk import Disk
-from weft.dataflow.buffer.manifest import verify, write_manifest
+from weft.dataflow.buffer.manifest import verify_manifest, write_manifest
 from weft.dataflow.errors import UserError
 
 
@@ -72,7 +72,7 @@ def test_to_go_on_is_to_the_bit_as_if_it_had_never_stopped(
     assert equal(state(again), state(worker))
     assert not equal(state(again), state(actor(tiny_model, dtype=dtype)))
     write_manifest(tmp_path / "step")
-    assert verify(tmp_path / "step") == []
+    assert verify_manifest(tmp_path / "step") == []
 
 
 def test_the_learning_rate_goes_on(tiny_model: Path, steps: list[Batch], tmp_path: Path):

@@ -1,0 +1,113 @@
+"""Methods by name: a graph, and the values that make a method of it. A new method is a line of `METHODS`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..dataflow.column import REFERENCE_LOGPROBS
+from ..dataflow.errors import UserError, nearest
+from ..dataflow.graph import Graph
+from .advantages import (
+    best_of_group,
+    greedy_baseline,
+    group_centred,
+    leave_one_out,
+    length_weighted,
+    valid_groups_centred,
+)
+from .aggregation import FixedLength, sequence_mean
+from .grpo import grpo
+from .policy_loss import PolicyLoss
+from .ppo import ppo
+from .preference import dpo, kto, online_dpo
+from .preference_loss import LogLikelihood, LogOdds, LogRatio, PreferenceLoss, Squared
+from .ratios import sequence_product, sequence_ratio
+from .supervised import supervised
+from .surrogates import Cispo, Clipped, PlainPolicyGradient
+
+
+@dataclass(frozen=True)
+class Method:
+    """A graph as one method uses it."""
+
+    graph: Callable[..., Graph]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the graph that make the method."""
+    learning_rate: float = 1e-6
+    """For all weights of a model of 0.5B to 8B; a tiny model or an adapter wants more."""
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The worker groups that it needs, by the names of the graph's parameters.
+
+        >>> METHODS["grpo"].groups, METHODS["dpo"].groups, METHODS["simpo"].groups
+        (('rollout', 'reward', 'actor'), ('actor', 'reference'), ('actor',))
+        """
+        parameters = inspect.signature(self.graph).parameters
+        needed = [name for name in ("rollout", "reward", "actor", "critic") if name in parameters]
+        loss = self.settings.get("loss", parameters["loss"].default)
+        return (*needed, "reference") if str(REFERENCE_LOGPROBS) in loss.reads else tuple(needed)
+
+    @property
+    def samples(self) -> bool:
+        """Whether it trains on responses that the model gives, which are rewarded."""
+        return "rollout" in self.groups
+
+    @property
+    def compares(self) -> bool:
+        """Whether it trains on pairs of responses."""
+        return not self.samples and self.graph is dpo
+
+
+PAIRED = 5e-7
+"""Learning rate of methods on pairs."""
+
+METHODS: Mapping[str, Method] = {
+    "grpo": Method(grpo),
+    "dr_grpo": Method(grpo, {"advantages": group_centred, "loss": PolicyLoss(aggregation=FixedLength(1024))}),
+    "dapo": Method(grpo, {"loss": PolicyLoss(surrogate=Clipped(high=0.28))}),
+    "gspo": Method(
+        grpo,
+        {"loss": PolicyLoss(surrogate=Clipped(low=3e-4, high=4e-4), ratio=sequence_ratio, aggregation=sequence_mean)},
+    ),
+    "cispo": Method(grpo, {"loss": PolicyLoss(surrogate=Cispo(high=4.0))}),
+    "rloo": Method(
+        grpo,
+        {"advantages": leave_one_out, "loss": PolicyLoss(ratio=sequence_product, aggregation=sequence_mean)},
+    ),
+    "remax": Method(grpo, {"advantages": greedy_baseline, "loss": PolicyLoss(surrogate=PlainPolicyGradient())}),
+    "opo": Method(grpo, {"advantages": length_weighted, "loss": PolicyLoss(surrogate=PlainPolicyGradient())}),
+    "gpg": Method(grpo, {"advantages": valid_groups_centred, "loss": PolicyLoss(surrogate=PlainPolicyGradient())}),
+    "pass_at_k": Method(grpo, {"advantages": best_of_group}),
+    "ppo": Method(ppo),
+    "online_dpo": Method(online_dpo, learning_rate=PAIRED),
+    "dpo": Method(dpo, learning_rate=PAIRED),
+    "rpo": Method(dpo, {"loss": PreferenceLoss(likelihood=1)}, PAIRED),
+    "ipo": Method(
+        dpo, {"loss": PreferenceLoss(beta=1, score=LogRatio(per_token=True), comparison=Squared(tau=0.1))}, PAIRED
+    ),
+    "simpo": Method(dpo, {"loss": PreferenceLoss(beta=2, score=LogLikelihood(per_token=True), margin=1)}, PAIRED),
+    "orpo": Method(dpo, {"loss": PreferenceLoss(beta=1, score=LogOdds(), weight=0.1, likelihood=1)}, PAIRED),
+    "kto": Method(kto, learning_rate=PAIRED),
+    "sft": Method(supervised, learning_rate=1e-5),
+}
+"""Name -> method. docs/algorithms.md and docs/preferences.md have the papers."""
+
+
+def method_of(name: str) -> Method:
+    """A method by its name.
+
+    Raises:
+        UserError: there is none; the nearest is offered.
+
+    >>> method_of("grop")
+    Traceback (most recent call last):
+    weft.dataflow.errors.UserError: method='grop'; did you mean 'grpo'?
+    """
+    if name not in METHODS:
+        known = nearest(name, METHODS) or f"; there are {', '.join(METHODS)}"
+        raise UserError(f"method={name!r}{known}")
+    return METHODS[name]

@@ -1,0 +1,64 @@
+"""What a user with a task of their own meets: data, rewards and graders as they come.
+
+    python benchmarks/tasks.py [--only FIGURE ...] [--gsm8k FILE]
+
+| figure | what it is | wanted |
+|---|---|---|
+| `gsm8k_tiny_s` | seconds of the GSM8K example with a tiny model on a CPU | 150 or fewer |
+| `graded_right` | share of labelled answers (`tasks/graded_answers.jsonl`) that the graders judge rightly | 0.99 |
+| `signatures` | libraries whose reward functions run unmodified | 5/5 |
+| `formats` | trainers' data formats that are read unmodified | 8/8 |
+| `reward_calls_s_ratio` | 64 asynchronous rewards of 100 ms on one rank: one after the other, divided by all in flight | 21 |
+
+Each is a function in a module of its name in `tasks/`. The last line printed is one JSON object; a figure that was not asked for is null.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parent / "tasks"))
+
+
+def _figure(module: str, function: str, *arguments: Any) -> Any:
+    """What a function of a module in `tasks/` measures; imported when it is asked for."""
+    return getattr(importlib.import_module(module), function)(*arguments)
+
+
+def _of_all(counts: tuple[int, int]) -> str:
+    return f"{counts[0]}/{counts[1]}"
+
+
+def _reward_calls(_: object) -> dict[str, float]:
+    together_s, in_turn_s = _figure("reward_calls", "reward_calls")
+    return {"reward_calls_s": round(together_s, 3), "reward_calls_s_ratio": round(in_turn_s / together_s, 1)}
+
+
+FIGURES: dict[str, Callable[[Path | None], dict[str, Any]]] = {
+    "gsm8k_tiny_s": lambda rows: {"gsm8k_tiny_s": round(_figure("gsm8k", "gsm8k_tiny_s", rows), 1)},
+    "graded_right": lambda _: {"graded_right": round(_figure("graded", "graded_right"), 4)},
+    "signatures": lambda _: {"signatures": _of_all(_figure("signatures", "signatures"))},
+    "formats": lambda _: {"formats": _of_all(_figure("formats", "formats"))},
+    "reward_calls_s_ratio": _reward_calls,
+}
+NAMES = ("gsm8k_tiny_s", "graded_right", "signatures", "formats", "reward_calls_s_ratio")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(FIGURES), default=list(FIGURES), metavar="FIGURE")
+    parser.add_argument("--gsm8k", type=Path, metavar="FILE", help="rows of GSM8K for gsm8k_tiny_s; default: made")
+    arguments, figures = parser.parse_args(), dict[str, Any].fromkeys(NAMES)
+    for name in arguments.only:
+        figures |= FIGURES[name](arguments.gsm8k)
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

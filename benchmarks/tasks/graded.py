@@ -1,0 +1,55 @@
+"""Graded answers: how many labelled answers the graders judge rightly.
+
+    python benchmarks/tasks/graded.py [FILE]
+
+A line of the file is a case: the grader's kind (`math`, `gsm8k` or `choice`), the right answer, a response, and whether it is right.
+`source` names the project in whose public tests the case stands; those called "own" were written here.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from weft.algorithms.graders.choice import MultipleChoice
+from weft.algorithms.graders.gsm8k import Gsm8k
+from weft.algorithms.graders.math import Math
+from weft.dataflow.errors import SampleError
+
+FILE = Path(__file__).resolve().parent / "graded_answers.jsonl"
+GRADERS: dict[str, Any] = {"math": Math(deadline_s=30), "gsm8k": Gsm8k(), "choice": MultipleChoice()}
+
+
+def read(file: Path = FILE) -> list[dict[str, Any]]:
+    """The cases of a file."""
+    return [json.loads(line) for line in file.read_text().splitlines() if line]
+
+
+def wrong(cases: list[dict[str, Any]]) -> list[str]:
+    """What was judged wrongly, in words. No verdict is a wrong one."""
+    found: list[str] = []
+    for case in cases:
+        try:
+            said = bool(GRADERS[case["kind"]](case["response"], case["answer"]))
+        except SampleError as error:
+            said = f"no verdict ({error})"
+        if said is not case["right"]:
+            found.append(
+                f"{case['kind']}, {case['source']}: {case['response'][-200:]!r} for {case['answer']!r}: {said}"
+            )
+    return found
+
+
+def graded_right(file: Path = FILE) -> float:
+    """The share of cases that are judged rightly."""
+    cases = read(file)
+    mistakes = wrong(cases)
+    for mistake in mistakes:
+        print(mistake, file=sys.stderr)
+    return 1 - len(mistakes) / len(cases)
+
+
+if __name__ == "__main__":
+    print(json.dumps({"graded_right": graded_right(*map(Path, sys.argv[1:]))}))

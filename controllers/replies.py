@@ -1,0 +1,139 @@
+"""Replies: what becomes of each reply of a rank. Rows are published, failures are seen to, and a call ends with its last reply."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..dataflow.buffer.sample_buffer import SampleBuffer
+from .backends.backend import Backend, Event
+from .calls import Calls
+from .graph_run import GraphRuns
+from .group import UnderWay
+from .recovery.failures import Failures
+from .recovery.full_disk import FullDisk
+from .recovery.saving import Saving
+from .request import CallRequest
+from .tasks import FailureKind
+
+
+class Remedies:
+    """Handles ranks that fail or fall silent: a checkpoint is given up, a full disk pauses the run, or the work is repeated."""
+
+    def __init__(self, failures: Failures, saving: Saving, disk: FullDisk) -> None:
+        self._failures = failures
+        self._saving = saving
+        self._disk = disk
+
+    def hear(self, events: Sequence[Event], under_way: UnderWay) -> list[CallRequest]:
+        """Note who has replied; returns the requests that replace ranks which were silent for too long.
+
+        Raises:
+            DeadlineError: one of them cannot be replaced by itself.
+        """
+        for event in events:
+            if event.reply.paused:
+                self._disk.say(f"{event.call.describe(event.rank)}: {event.reply.paused}")
+        return self._failures.listen(events, under_way)
+
+    def remedy(self, event: Event, *, void: bool) -> Sequence[CallRequest] | None:
+        """See to a rank that failed.
+
+        Args:
+            event: a reply with a failure.
+            void: the rows of the call belong to another lease by now.
+
+        Returns:
+            Requests that mend it; None: the call raises what it failed with, or is too late to matter.
+        """
+        if self._saving.failed(event):
+            return ()
+        failure = event.reply.failure
+        if void and not (failure and failure.kind is FailureKind.DIED):
+            return None
+        remedy = self._failures.remedy(event)
+        if remedy is None:
+            return None
+        if remedy.full_disk:
+            self._disk.wait_for_more(remedy.full_disk)
+        return remedy.requests
+
+
+class Replies:
+    """Takes replies, and tells calls which of their rows they have lost meanwhile."""
+
+    def __init__(
+        self, backend: Backend, buffer: SampleBuffer, graph_runs: GraphRuns, calls: Calls, remedies: Remedies
+    ) -> None:
+        self._backend = backend
+        self._buffer = buffer
+        self._graph_runs = graph_runs
+        self._calls = calls
+        self._remedies = remedies
+
+    def take(self, timeout_s: float) -> set[str]:
+        """Wait for replies and take them.
+
+        Returns:
+            The names of the graphs that got rows, if nothing else came and their parents are not finished; else an empty set.
+
+        Raises:
+            WorkerError, WorkerDied, DeadlineError, UserError: the run cannot go on; the message names the worker.
+        """
+        events = self._backend.wait(timeout_s=timeout_s)
+        alone = all(_is_rows_alone(event) for event in events)
+        if requests := self._remedies.hear(events, self._calls.under_way):
+            self._calls.queue(requests)
+            self._calls.end_lost()
+            alone = False
+        for event in events:
+            if event.rank in event.call.waiting:  # else it was lost, or was cancelled just as it ended
+                self._take(event)
+        return {event.call.ledger.name for event in events if event.call.ledger} if alone else set()
+
+    def cancel_expired(self) -> None:
+        """End generating calls whose leases have expired."""
+        for ledger in self._buffer.ledgers.values():
+            expired = {lease.token for lease in ledger.expire()}
+            for call in list(self._calls.under_way) if expired else ():
+                if call.interruptible and call.ledger is ledger and call.lease and call.lease.token in expired:
+                    self._backend.cancel(call)
+
+    def give_up_rows(self) -> None:
+        """Tell calls which of their rows a quorum does without."""
+        for ledger in self._buffer.ledgers.values():
+            parents: dict[int, list[int]] = {}
+            for token, parent in ledger.leases.take_given_up():
+                parents.setdefault(token, []).append(parent)
+            for call in [c for c in self._calls.under_way if c.ledger is ledger] if parents else ():
+                if call.lease is not None and call.lease.token in parents:
+                    self._backend.give_up(call, parents[call.lease.token])
+                    call.group.weigh(call)
+
+    def _take(self, event: Event) -> None:
+        call, reply = event.call, event.reply
+        void = call.ledger is not None and call.lease is not None and not call.ledger.leases.holds(call.lease)
+        if reply.failure is not None:
+            requests = self._remedies.remedy(event, void=void)
+            if requests is not None:
+                self._calls.queue(requests)
+                self._calls.end_lost()
+                return
+        if void:  # too late: its rows, and what was measured on them, belong to another lease
+            reply = replace(reply, done=reply.is_last, failure=None, metrics={}, published=None)
+        call.take(event.rank, reply)
+        if call.ledger is not None and call.lease is not None and reply.published is not None:
+            self._buffer.publish(call.ledger, call.lease, reply.published, reply.segment)
+            call.group.weigh(call)
+            if reply.published.versions is not None:
+                self._graph_runs[call.ledger.name].generates(call.lease, reply.published)
+        if call.done:
+            self._calls.end(call)
+
+
+def _is_rows_alone(event: Event) -> bool:
+    """Whether a reply brings rows, and neither the call nor any of the rows' parents ends with it."""
+    reply = event.reply
+    if reply.is_last or reply.paused or reply.published is None or reply.published.parents is None:
+        return False
+    return reply.published.finished is None or not len(reply.published.finished)

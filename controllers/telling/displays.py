@@ -1,0 +1,83 @@
+"""Displays: what shows a run, and which one a run gets."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from typing import Literal, Protocol, TypeAlias, get_args
+
+from ...dataflow.errors import UserError, nearest
+from .lines import JsonLines, PlainLines
+from .records import Ending, EvaluationScore, Step
+from .sample import Sample
+
+Form: TypeAlias = Literal["auto", "rich", "plain", "json", "none"]
+"""How a run is shown; auto: rich on a terminal, else plain."""
+
+
+class Display(Protocol):
+    """Shows a run. After an OSError no further method is called."""
+
+    interval_s: float
+    """Shortest time between two steps that are shown; the last one always is."""
+
+    def say(self, text: str, *, warning: bool = False) -> None:
+        """A message."""
+        ...
+
+    def step(self, step: Step) -> None: ...
+    def evaluated(self, score: EvaluationScore) -> None: ...
+    def sample(self, sample: Sample) -> None: ...
+    def ended(self, ending: Ending) -> None: ...
+
+
+class Nothing:
+    """Shows nothing."""
+
+    interval_s = math.inf
+
+    def say(self, text: str, *, warning: bool = False) -> None:
+        pass
+
+    def step(self, step: Step) -> None:
+        pass
+
+    def evaluated(self, score: EvaluationScore) -> None:
+        pass
+
+    def sample(self, sample: Sample) -> None:
+        pass
+
+    def ended(self, ending: Ending) -> None:
+        pass
+
+
+def display_for(form: Form | bool) -> Display:
+    """The display of this form, on standard output.
+
+    Args:
+        form: True is auto, False is none.
+
+    Raises:
+        UserError: there is no such form.
+
+    >>> display_for("plian")
+    Traceback (most recent call last):
+    weft.dataflow.errors.UserError: progress='plian'; did you mean 'plain'? It is one of auto, rich, plain, json, none
+    """
+    if isinstance(form, bool):
+        form = "auto" if form else "none"
+    if form not in get_args(Form):
+        raise UserError(
+            f"progress={form!r}{nearest(form, get_args(Form))}? It is one of {', '.join(get_args(Form))}".replace(
+                "??", "?"
+            )
+        )
+    if form == "auto":
+        form = "rich" if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" else "plain"
+    if form == "rich":
+        from .terminal import Terminal  # rich takes a tenth of a second to import
+
+        return Terminal(sys.stdout)
+    return {"plain": PlainLines, "json": JsonLines}[form](sys.stdout) if form != "none" else Nothing()

@@ -1,0 +1,194 @@
+"""Records that a display shows: a step, an evaluation, the end of a run. Each display decides how they look."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...algorithms.evaluation import interval
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of a step as it is shown."""
+
+    label: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A number that steps may have."""
+
+    label: str
+    metric: str
+    """Its name, or what stands behind the group's name in it."""
+    form: str
+    spread: str = ""
+    """The metric of the same group that is its standard deviation."""
+    instead_of: str = ""
+    """It is shown only where the step has no figure of this label."""
+
+
+KINDS = (
+    Kind("reward", "mean", ".3f", spread="std"),
+    Kind("loss", "loss", ".4f", instead_of="reward"),
+    Kind("pairs right", "preference_accuracy", ".0%"),
+    Kind("no signal", "groups_without_signal", ".0%"),
+    Kind("length", "response_length", ",.1f"),
+    Kind("cut off", "cut_off", ".0%"),
+    Kind("entropy", "entropy", ".2f"),
+    Kind("gap", "mean_logprob_gap", ".0e"),
+    Kind("tokens/s", "tokens_per_s", ",.0f"),
+)
+"""The figures of a step in the order in which they are shown; a figure that the graph does not measure is left out."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that is over."""
+
+    number: int
+    of: int
+    """Steps that the run is to make."""
+    metrics: Mapping[str, float]
+    left_s: float | None = None
+    """Seconds until the last step, at the pace so far."""
+
+    @property
+    def figures(self) -> tuple[Figure, ...]:
+        """The measured figures among `KINDS`; a missing value or NaN is left out.
+
+        >>> Step(1, 9, {"reward/mean": 0.5, "reward/std": 0.25, "rollout/cut_off": 1.0}).figures
+        (Figure(label='reward', text='0.500 ±0.250'), Figure(label='cut off', text='100%'))
+        """
+        found: list[Figure] = []
+        for kind in KINDS:
+            name = metric_of(self.metrics, kind.metric)
+            if name is None or any(figure.label == kind.instead_of for figure in found):
+                continue
+            text = format(self.metrics[name], kind.form)
+            spread = self.metrics.get(f"{name.removesuffix(kind.metric)}{kind.spread}", math.nan)
+            if kind.spread and math.isfinite(spread):
+                text += f" ±{spread:{kind.form}}"
+            found.append(Figure(kind.label, text))
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class EvaluationScore:
+    """The result of one evaluation at a step."""
+
+    evaluation: str
+    step: int
+    value: float
+    interval: tuple[float, float] | None = None
+    """95 %, where it is known how the value scatters."""
+    larger_is_better: bool = True
+
+    @property
+    def text(self) -> str:
+        """
+        >>> EvaluationScore("eval", 10, 0.5, (0.4, 0.6)).text
+        '0.500 (95 %: 0.400 to 0.600)'
+        """
+        between = f" (95 %: {self.interval[0]:.3f} to {self.interval[1]:.3f})" if self.interval else ""
+        return f"{self.value:.3f}{between}"
+
+
+SCORES = ("reward/mean", "/mean", "/preference_accuracy")
+"""Ends of the metrics that an evaluation is judged by, the first one that it has; more is better."""
+
+
+def score_of(evaluation: str, step: int, metrics: Mapping[str, float]) -> EvaluationScore | None:
+    """The score of an evaluation: a metric in `SCORES`, else its first metric, without saying which side is better. None: no metrics.
+
+    Args:
+        metrics: named `EVALUATION/...`; others are passed over.
+    """
+    own = {name: value for name, value in metrics.items() if name.startswith(f"{evaluation}/")}
+    name = next((n for end in SCORES for n in own if n.endswith(end)), None)
+    if name is None:
+        first = next(iter(own.values()), None)
+        return None if first is None else EvaluationScore(evaluation, step, first, larger_is_better=False)
+    of = name.removesuffix("mean")
+    std, number = own.get(f"{of}std"), own.get(f"{of}scored")
+    known = std is not None and number is not None and math.isfinite(own[name])
+    return EvaluationScore(evaluation, step, own[name], interval(own[name], std, number) if known else None)  # pyright: ignore[reportArgumentType]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """A run that is over: its evaluations, and where everything lies."""
+
+    run: str
+    steps: int
+    seconds: float
+    best: tuple[EvaluationScore, ...]
+    """Of each evaluation, as far as it is known which is better."""
+    last: tuple[EvaluationScore, ...]
+    places: Mapping[str, Path]
+    """Name of a result, such as the samples -> its path."""
+
+    @property
+    def lines(self) -> list[tuple[str, str]]:
+        """The lines of the summary: label and text."""
+        several = len({score.evaluation for score in self.last}) > 1
+        named = [("best", score) for score in self.best] + [("last", score) for score in self.last]
+        told = [
+            (f"{word} {score.evaluation if several else 'evaluation'}", f"{score.text} at step {score.step}")
+            for word, score in named
+        ]
+        return told + [(what, str(where)) for what, where in self.places.items()]
+
+
+def ending_of(
+    run: str,
+    rows: Iterable[Mapping[str, float]],
+    evaluations: Iterable[str],
+    seconds: float,
+    places: Mapping[str, Path],
+) -> Ending:
+    """What there is to say at the end of a run.
+
+    Args:
+        run: its name.
+        rows: metrics of each step.
+        evaluations: their names.
+        seconds: that it took, since it was started last.
+        places: what it is -> where it lies.
+    """
+    rows = list(rows)
+    scores = {name: [s for row in rows if (s := score_of(name, int(row["step"]), row))] for name in evaluations}
+    known = [of for of in scores.values() if of]
+    best = (
+        max(of, key=lambda s: -math.inf if math.isnan(s.value) else s.value) for of in known if of[0].larger_is_better
+    )
+    steps = max((int(row["step"]) for row in rows), default=0)
+    return Ending(run, steps, seconds, tuple(best), tuple(of[-1] for of in known), places)
+
+
+def metric_of(row: Mapping[str, float], metric: str) -> str | None:
+    """The name under which a step has a metric of training: its own, or behind a group's; None: it has none.
+
+    >>> metric_of({"eval/reward/mean": 1.0, "judge/mean": 2.0, "reward/mean": 3.0}, "mean")
+    'reward/mean'
+    """
+    names = [
+        n
+        for n, v in row.items()
+        if math.isfinite(v) and (n == metric or (n.count("/") == 1 and n.endswith(f"/{metric}")))
+    ]
+    return f"reward/{metric}" if f"reward/{metric}" in names else next(iter(names), None)
+
+
+def clock(seconds: float) -> str:
+    """
+    >>> clock(75), clock(3725)
+    ('1:15', '1:02:05')
+    """
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

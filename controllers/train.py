@@ -1,0 +1,203 @@
+"""train: a complete run in one call. It makes what a program of twenty lines makes, and prints that program on request."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..algorithms.evaluation import evaluate
+from ..algorithms.methods import Method, method_of
+from ..algorithms.preference import preference_accuracy
+from ..algorithms.sampling import Sampling
+from ..dataflow.arguments import names_parameters
+from ..dataflow.column import CHOSEN_IDS
+from ..dataflow.errors import UserError
+from ..dataflow.graph import Graph
+from ..dataflow.handle import group
+from ..dataflow.prompts.prompts import Prompts
+from ..dataflow.prompts.settings import ReadArguments
+from ..dataflow.source import Source
+from ..workers.actor import ActorWorker
+from ..workers.critic import CriticWorker
+from ..workers.generation.vllm_settings import VllmSettings
+from ..workers.reference import ReferenceWorker
+from ..workers.reward import RewardWorker
+from ..workers.rewards.function import Reward
+from ..workers.rewards.judge import Judge
+from ..workers.rollout import RolloutWorker
+from .backends.local import Local
+from .backends.ray_backend import RayBackend
+from .driver import Driver
+from .placement import Place, ResourcePool, machine_cpus, machine_gpus
+from .program import Program
+from .recovery.checkpoints import CheckpointConfig
+from .run_spec import Evaluation
+from .schedule import Synchronous
+from .telling.displays import Form
+
+Rewards = Callable[..., Any] | Reward | Judge | Sequence[Callable[..., Any] | Reward | Judge]
+"""A function, or several, whose weighted sum is the reward; `RewardConfig.function` says what they take."""
+Data = str | Path | Sequence[str | Path] | Sequence[Mapping[str, Any]]
+"""A file, several files, or rows; docs/data.md has the formats."""
+
+
+@names_parameters("weft.train")
+def train(
+    model: str | Path,
+    data: Data,
+    rewards: Rewards | None = None,
+    *,
+    method: str = "grpo",
+    held_out: Data | None = None,
+    reading: ReadArguments | None = None,
+    steps: int = 100,
+    prompts_per_step: int = 64,
+    n: int | None = None,
+    max_tokens: int = 1024,
+    learning_rate: float | None = None,
+    evaluate_every: int = 10,
+    name: str | None = None,
+    root: str | Path = "runs",
+    seed: int = 0,
+    checkpoint: CheckpointConfig = CheckpointConfig(),
+    resume: str | Path = "none",
+    progress: Form | bool = "auto",
+    explain: bool = False,
+) -> list[dict[str, float]]:
+    """Train a model with a method that has a name; the model is saved in `model/` of the run directory.
+
+    On a machine with GPUs all groups share all of them, under Ray and with vLLM; else everything runs in this process.
+
+    Args:
+        model: folder of the model, or its Hugging Face id.
+        data: prompts, or, for the methods that take them, pairs or responses.
+        rewards: what a `RewardWorker` takes, where the method samples responses.
+        method: a name of `algorithms/methods.py`.
+        held_out: rows that are evaluated before the first step, after each `evaluate_every`-th, and after the last.
+        reading: how `data` and `held_out` are read, such as `{"prompt": "problem_text", "too_long": "drop"}`: fields of `ReadSettings`.
+        steps: updates to make.
+        prompts_per_step: rows of the data in each of them.
+        n: responses to each prompt; None: what the method has.
+        max_tokens: longest response.
+        learning_rate: of the actor (and of a critic); None: the method's, for models of 0.5B to 8B.
+        evaluate_every: see `held_out`.
+        name, root, seed, checkpoint, resume, progress: as for `Driver`.
+        explain: print the program that does the same, and run nothing.
+
+    Returns:
+        The metrics of every step; none with `explain`.
+
+    Raises:
+        UserError: before anything starts, naming the argument and the nearest right value.
+    """
+    chosen = _checked(method_of(method), method, rewards, held_out)
+    program = Program()
+    prompts = _read(program, "prompts", data, model, reading)
+    if chosen.compares and isinstance(prompts, Prompts) and str(CHOSEN_IDS) not in prompts.columns:
+        raise UserError(
+            f"method={method!r} trains on pairs of responses, and the data has none: it was read as {prompts.format}; "
+            "pairs have the columns 'prompt', 'chosen' and 'rejected'; docs/data.md shows all formats"
+        )
+    shared = shared_devices(program, chosen.groups, cpus=machine_cpus(), gpus=machine_gpus())
+    rate = chosen.learning_rate if learning_rate is None else learning_rate
+    workers: Mapping[str, tuple[type, Mapping[str, Any]]] = {
+        "rollout": (RolloutWorker, {"model": model, **shared.rollout}),
+        "reward": (RewardWorker, {"function": rewards, "tokenizer": model}),
+        "actor": (ActorWorker, {"model": model, "learning_rate": rate, **shared.trained}),
+        "critic": (CriticWorker, {"model": model, "learning_rate": rate, **shared.trained}),
+        "reference": (ReferenceWorker, {"model": model, **shared.model}),
+    }
+    groups: dict[str, Any] = {
+        each: program.assign(each, group, workers[each][0], **workers[each][1]) for each in chosen.groups
+    }
+    sampled: dict[str, Any] = {}
+    if chosen.samples:
+        groups["rollout"].follows(groups["actor"])
+        program.add("rollout.follows(actor)")
+        sampled = {"sampling": Sampling(max_tokens=max_tokens)} | ({} if n is None else {"n": n})
+    training = program.assign("training", chosen.graph, prompts, **groups, **sampled, **chosen.settings)
+    evaluations: list[Evaluation] = []
+    if held_out is not None:
+        accuracy = _evaluated(program, chosen, _read(program, "held_out", held_out, model, reading), groups, max_tokens)
+        evaluations.append(Evaluation(accuracy, every=evaluate_every))
+    schedule = Synchronous(steps=steps, prompts_per_step=prompts_per_step)
+    run = {"name": name, "root": root, "seed": seed, "checkpoint": checkpoint, "resume": resume, "progress": progress}
+    settings = {"schedule": schedule, **({"evaluations": evaluations} if evaluations else {}), **shared.run, **run}
+    if explain:
+        defaults = inspect.signature(Driver).parameters
+        given = {key: value for key, value in settings.items() if value != defaults[key].default}
+        program.add(f"with {program.call(Driver, training, **given)} as driver:")
+        program.add(
+            f'    metrics = driver.run()\n    driver.call(actor, "save", path=driver.directory.path / "{MODEL}")'
+        )
+        print(program.text)
+        return []
+    with Driver(training, **settings) as driver:
+        metrics = driver.run()
+        driver.call(groups["actor"], "save", path=driver.directory.path / MODEL)
+    return metrics
+
+
+MODEL = "model"
+"""Folder of the trained model, in the run directory."""
+
+
+def _checked(method: Method, name: str, rewards: object, held_out: object) -> Method:
+    """The method, if it can do something with what is given."""
+    if method.samples and rewards is None:
+        raise UserError(
+            f"method={name!r} trains on responses that are rewarded: give rewards=..., a function of `response`"
+        )
+    if not method.samples and rewards is not None:
+        raise UserError(f"method={name!r} trains on the responses in the data, without rewards; leave rewards out")
+    if held_out is not None and not method.samples and not method.compares:
+        raise UserError(f"method={name!r} has no evaluation; leave held_out out")
+    return method
+
+
+def _read(program: Program, name: str, data: Data, model: str | Path, reading: ReadArguments | None) -> Source:
+    rows = not isinstance(data, str | Path) and all(isinstance(row, Mapping) for row in data)
+    more = {**({"name": name} if rows else {}), **(reading or {})}
+    return program.assign(name, Prompts.from_rows if rows else Prompts.read, data, model, **more)
+
+
+@dataclass(frozen=True)
+class SharedDevices:
+    """Settings with which all groups share the devices of a machine."""
+
+    run: Mapping[str, Any]
+    """Placement and backend of the driver."""
+    rollout: Mapping[str, Any]
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """Of a model that is not trained."""
+    trained: Mapping[str, Any] = field(default_factory=dict)
+
+
+def shared_devices(program: Program, groups: Sequence[str], *, cpus: int, gpus: int) -> SharedDevices:
+    """Settings for a machine with so many devices.
+
+    Groups with a model take turns on all GPUs, in bfloat16; vLLM leaves the others room. The rest run where a CPU is free. Without a
+    GPU everything is in one process.
+    """
+    if not gpus:
+        return SharedDevices({"backend": Local()}, {"engine": "transformers"})
+    pool = program.assign("devices", ResourcePool, "devices", cpus=cpus, gpus=gpus)
+    placement = {name: Place(pool, ranks=gpus) for name in groups if name != "reward"}
+    model = {"dtype": "bfloat16"}
+    return SharedDevices(
+        run={"placement": placement, "backend": RayBackend()},
+        rollout={"engine": "vllm", "vllm": VllmSettings(gpu_memory_utilization=0.6)},
+        model=model,
+        trained={**model, "activation_checkpointing": True},
+    )
+
+
+def _evaluated(program: Program, method: Method, rows: Source, groups: Mapping[str, Any], max_tokens: int) -> Graph:
+    """Greedy responses to held-out prompts; or how often the better response of a pair is the likelier one."""
+    if not method.samples:
+        return program.assign("accuracy", preference_accuracy, rows, actor=groups["actor"])
+    greedy, judges = Sampling(max_tokens=max_tokens, temperature=0), {n: groups[n] for n in ("rollout", "reward")}
+    return program.assign("accuracy", evaluate, rows, **judges, sampling=greedy)

@@ -1,0 +1,287 @@
+"""Rows in flight: what the events of a log do to the rows of all graphs of a run. No rule is checked here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from ..node import SOURCE
+from .checked_graph import CheckedGraph, CheckedGroup, CheckedNode, CheckedRow
+from .log import Record
+from .rows import MAX_CHILDREN
+
+
+@dataclass
+class GraphCounts:
+    """What became of the rows of one graph. `issued` is the sum of `waiting`, `leased`, `done` and `dropped`."""
+
+    issued: int = 0
+    waiting: int = 0
+    leased: int = 0
+    done: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Reason -> rows; a row is counted with the first reason that it was dropped for."""
+    consumed: Counter[str] = field(default_factory=Counter)
+    """Node -> rows that it is done with."""
+    stale: Counter[str] = field(default_factory=Counter)
+    """Fate -> groups that were too old when an update claimed them."""
+
+
+@dataclass(slots=True)
+class CheckedLease:
+    """A lease according to the log."""
+
+    node: CheckedNode
+    ids: set[int]
+    """Rows that were granted and not given back one by one."""
+    open: set[int]
+    """Rows that are not published yet."""
+    at: int
+    made: set[int] = field(default_factory=set)
+    staged: list[tuple[Record, set[int]]] = field(default_factory=list)
+    """What a node that takes groups published, with the rows done: it counts when the lease is finished."""
+
+
+class CheckedRows:
+    """The rows and groups with which something is left to do, and the open leases."""
+
+    def __init__(
+        self, on_finished: Callable[[CheckedGroup, Mapping[int, CheckedRow]], None] | None, *, keep_parts: bool
+    ) -> None:
+        """See `Checker`."""
+        self.in_flight: dict[int, CheckedRow] = {}
+        self.groups: dict[int, CheckedGroup] = {}
+        """Oldest first."""
+        self.leases: dict[tuple[str, int], CheckedLease] = {}
+        """(graph, number) -> leases that are neither finished nor released."""
+        self.next_id = self.next_group = 0
+        self.events = 0
+        self._on_finished, self._keep_parts = on_finished, keep_parts
+        self._counts: dict[str, GraphCounts] = {}
+        """Without `waiting` and `leased`, which `counts` computes."""
+        self._touched: set[CheckedGroup] = set()
+        """Groups that may be finished now."""
+
+    def begin(self, graph: CheckedGraph) -> None:
+        self._counts[graph.name] = GraphCounts(consumed=Counter(dict.fromkeys(graph.by_name, 0)))
+
+    def counts(self) -> dict[str, GraphCounts]:
+        """What became of the rows of each graph so far."""
+        found = {name: replace(c, dropped=c.dropped.copy()) for name, c in self._counts.items()}
+        for row in self.in_flight.values():
+            graph = row.group.graph
+            counts = found[graph.name]
+            match graph.state(row):
+                case "leased":
+                    counts.leased += 1
+                case "waiting":
+                    counts.waiting += 1
+                case _:
+                    counts.dropped[row.group.lost or row.reason] += 1
+        return found
+
+    def issue_row(self, graph: CheckedGraph, step: int, position: int, tokens: int) -> None:
+        levels: list[set[int]] = [set() for _ in graph.on_level]
+        group = CheckedGroup(self.next_group, graph, step, position, tokens, levels)
+        self.groups[group.id] = group
+        self._add([CheckedRow(self.next_id, group, None, SOURCE, tokens, None)])
+        self.next_id += 1
+        self.next_group += 1
+
+    def _add(self, rows: list[CheckedRow]) -> None:
+        """New rows of one level of a graph are there."""
+        first = rows[0]
+        graph, nodes = first.group.graph, first.group.graph.on_level[first.level]
+        new = {row.id: row for row in rows}
+        self.in_flight |= new
+        self._counts[graph.name].issued += len(rows)
+        for node in nodes:
+            node.waiting |= new.keys()
+        above = [node for node in nodes if node.needs_above]
+        for row in rows:
+            group = row.group
+            group.levels[row.level].add(row.id)
+            for quorum in group.chosen:
+                if quorum.level == row.level:
+                    self._cancel(row, quorum, f"late at {quorum.name}")
+            for node in above:
+                if reason := _cut_off(row, node):
+                    self.drop_from(row, node, reason)
+        groups = {row.group for row in rows}
+        self._touched |= groups
+        self._see_arrivals(groups, nodes)
+
+    def by_group(self, ids: Iterable[int]) -> dict[CheckedGroup, set[int]]:
+        found: dict[CheckedGroup, set[int]] = {}
+        for id in ids:
+            found.setdefault(self.in_flight[id].group, set()).add(id)
+        return found
+
+    def accept(self, node: CheckedNode, record: Record, finished: set[int]) -> None:
+        """What was published counts from here on."""
+        segment = record.get("segment") if self._keep_parts and node.node.writes else None
+        made = [] if node.node.makes_level is None else self._children(node, record)
+        if made:
+            self._add(made)
+        if node.node.makes_level is None:
+            for id, tokens in zip(record["ids"], record["tokens"], strict=True):
+                if tokens and id in self.in_flight:
+                    self.in_flight[id].tokens += tokens
+        if segment:
+            for row in made or [self.in_flight[id] for id in finished]:
+                row.parts = {**(row.parts or {}), node.name: segment}
+        self.done(node, finished)
+
+    def _children(self, node: CheckedNode, record: Record) -> list[CheckedRow]:
+        made: list[CheckedRow] = []
+        versions, level = record.get("versions"), node.node.makes_level
+        assert level is not None
+        for k, (id, parent_id) in enumerate(zip(record["ids"], record["parents"], strict=True)):
+            parent = self.in_flight.get(parent_id)
+            if parent is None or id in self.in_flight:
+                continue  # a violation already
+            version = parent.version if versions is None else versions[k]
+            child = CheckedRow(id, parent.group, parent, level, parent.tokens + record["tokens"][k], version)
+            parent.children.append(child)
+            made.append(child)
+        return made
+
+    def done(self, node: CheckedNode, ids: set[int]) -> None:
+        """A node is done with rows."""
+        if not ids:
+            return
+        node.leased -= ids
+        node.done |= ids
+        groups = {self.in_flight[id].group for id in ids}
+        self._touched |= groups
+        self._counts[next(iter(groups)).graph.name].consumed[node.name] += len(ids)
+        self._see_arrivals(groups, node.quorums_after)
+
+    def _see_arrivals(self, groups: Iterable[CheckedGroup], nodes: Iterable[CheckedNode]) -> None:
+        """Note which rows of these groups have become ready with this record, for those of the nodes that have a quorum."""
+        for quorum, group in ((n, g) for n in nodes if n.quorum for g in groups):
+            arrived = group.arrived.setdefault(quorum, {})
+            for id in (group.levels[quorum.level] & quorum.waiting) - arrived.keys():
+                if quorum.is_ready({id}, self.in_flight):
+                    arrived[id] = self.events
+
+    def give_back(self, node: CheckedNode, ids: set[int]) -> None:
+        node.leased -= ids
+        node.waiting |= ids
+        for quorum in node.serves:
+            for id in ids & quorum.cancelled:  # chosen while the row was leased
+                self._skip(self.in_flight[id], node)
+
+    def lease(self, graph: CheckedGraph, number: int, node: CheckedNode, ids: list[int], at: int) -> None:
+        """A node holds rows from here on."""
+        taken = set(ids)
+        node.waiting -= taken
+        node.leased |= taken
+        if (level := node.node.makes_level) is not None:
+            for row in (self.in_flight[id] for id in ids):
+                if not any(child.level == level for child in row.children):  # else it keeps the ids that it has
+                    row.group.ids_aside[row.id, level] = range(self.next_id, self.next_id + MAX_CHILDREN)
+                    self.next_id += MAX_CHILDREN
+        self.leases[graph.name, number] = CheckedLease(node, taken, set(taken), at)
+
+    def choose(self, group: CheckedGroup, quorum: CheckedNode, taken: set[int]) -> None:
+        """A quorum has taken its rows of a group: the others come too late."""
+        group.chosen[quorum] = taken
+        for id in sorted(group.levels[quorum.level] - taken - quorum.dropped - quorum.done):
+            self._cancel(self.in_flight[id], quorum, f"over-issued at {quorum.name}")
+        if quorum.own_maker is not None:
+            self._cut_short(group, quorum.own_maker)
+
+    def lose(self, group: CheckedGroup, *, again: bool) -> None:
+        """The columns of a group cannot be read any more: its row of the source is issued again, or the group is given up."""
+        for node in group.graph.nodes:
+            waiting = group.levels[node.level] & node.waiting
+            node.waiting -= waiting
+            node.dropped |= waiting
+        group.lost = "lost" if again else "given up"
+        if again:
+            self.issue_row(group.graph, group.issued_in, group.position, group.tokens)
+        self._touched.add(group)
+
+    def reject(self, group: CheckedGroup, node: CheckedNode, fate: str) -> None:
+        """A group is too old for an update."""
+        self.count_stale(group.graph, fate, 1)
+        if fate == "wait":
+            node.held_back.add(group.id)
+            return
+        if fate == "requeue":
+            self.issue_row(group.graph, group.issued_in, group.position, group.tokens)
+        for id in sorted(group.levels[node.level] - node.dropped):
+            self.drop_from(self.in_flight[id], node, f"stale at {node.name}")
+
+    def count_stale(self, graph: CheckedGraph, fate: str, groups: int) -> None:
+        self._counts[graph.name].stale[fate] += groups
+
+    def _cancel(self, row: CheckedRow, quorum: CheckedNode, reason: str) -> None:
+        """A quorum was chosen without this row: work on it for the quorum alone is over, too, unless it is under way."""
+        self.drop_from(row, quorum, reason)
+        quorum.cancelled.add(row.id)
+        for node in quorum.upstream_only:
+            self._skip(row, node)
+
+    def _cut_short(self, group: CheckedGroup, maker: CheckedNode) -> None:
+        """A quorum was chosen: what made rows of the group for it alone is done with all that it made them of."""
+        left = group.levels[maker.level] - maker.done - maker.dropped
+        for lease in self.leases.values():
+            if lease.node is maker:
+                lease.open -= left
+        maker.waiting -= left
+        self.done(maker, left)
+
+    def drop_from(self, row: CheckedRow, node: CheckedNode, reason: str) -> None:
+        """A row will reach neither the node nor what comes after it."""
+        row.reason = row.reason or reason
+        self._skip(row, node)
+        self.drop_below(row, node, reason)
+
+    def drop_below(self, row: CheckedRow, node: CheckedNode, reason: str) -> None:
+        """A row, and what was made of it, will not reach what comes after the node."""
+        row.reason = row.reason or reason
+        for below in node.downstream:
+            for other in (row,) if row.level == below.level else row.below(below.level):
+                if other.id not in below.done:
+                    other.reason = other.reason or reason
+                    self._skip(other, below)
+
+    def _skip(self, row: CheckedRow, node: CheckedNode) -> None:
+        if row.id in node.waiting:
+            node.waiting.remove(row.id)
+            node.dropped.add(row.id)
+            self._touched.add(row.group)
+
+    def forget_finished_groups(self) -> None:
+        """After an event: count and forget the groups with which nothing is left to do."""
+        for group in self._touched:
+            if group.id in self.groups and group.graph.is_finished(group):
+                self._forget(group)
+        self._touched.clear()
+        self.events += 1
+
+    def _forget(self, group: CheckedGroup) -> None:
+        counts = self._counts[group.graph.name]
+        if self._on_finished is not None:
+            self._on_finished(group, self.in_flight)
+        dropped = group.graph.dropped_of(group)
+        for id in set[int]().union(*group.levels):
+            row = self.in_flight.pop(id)
+            if id in dropped:
+                counts.dropped[group.lost or row.reason] += 1
+            else:
+                counts.done += 1
+        group.graph.forget(group)
+        del self.groups[group.id]
+
+
+def _cut_off(row: CheckedRow, node: CheckedNode) -> str:
+    """Why a new row will never be ready for a node: an ancestor of it was dropped before it came. Empty when it can be."""
+    for level, before in node.needs_above:
+        ancestor = row.ancestor(level)
+        if any(ancestor.id in other.dropped for other in before):
+            return ancestor.reason
+    return ""

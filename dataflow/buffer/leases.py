@@ -1,0 +1,274 @@
+"""Leases: the rows that nodes hold, the results that they publish, and the holders whose leases are void.
+
+claim ──> open ──finish──> finished
+           └──release, or its deadline passes──> void: its rows are ready again, and its holder is refused
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from ..errors import LeaseError
+from ..node import Node
+from .rows import Row
+from .segments import Segment
+
+REMEMBERED_LEASES = 1000
+"""Number of void leases that are remembered, so that a late holder is told why its lease is void."""
+
+Fate = Literal["wait", "mask", "requeue", "drop"]
+"""What becomes of a group that is too old when an update claims it: it waits for a larger bound; it is trained on with every token
+masked (it still counts in its group's statistics); it is dropped and its prompt is issued again; or it is dropped."""
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """How old the rows of an update may be, checked when they are claimed."""
+
+    version: int
+    """Version of the weights that the rows would train."""
+    bound: int
+    """Largest `version` minus that of a row's oldest token."""
+    fate: Fate = "wait"
+
+    def allows(self, rows: Sequence[Row]) -> bool:
+        """Whether none of these rows is too old."""
+        return all(r.version is None or r.version < 0 or self.version - r.version <= self.bound for r in rows)
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a holder tells the ledger of the rows that it has written. In a map, group or filter, `ids` are rows of the lease that are
+    done; in an EXPAND, they are new rows."""
+
+    ids: np.ndarray
+    """[rows] int64 sample ids."""
+    num_tokens: np.ndarray
+    """[rows] int64 tokens that these columns add to each row."""
+    versions: np.ndarray | None = None
+    """[rows] int64 oldest policy version in each row, when the node generated it."""
+    parents: np.ndarray | None = None
+    """[rows] int64 sample ids of the rows that these were made from (EXPAND only)."""
+    finished: np.ndarray | None = None
+    """int64 sample ids of the parents that get no more rows (EXPAND only); None: no parent is finished."""
+    newest: int = -1
+    """Newest policy version of any token, when the node generated them; the log does without it."""
+
+    @classmethod
+    def of_lists(
+        cls,
+        ids: Sequence[int],
+        num_tokens: Sequence[int],
+        versions: Sequence[int] | None,
+        parents: Sequence[int] | None,
+        finished: Sequence[int] | None,
+    ) -> Published:
+        """Make it from a record of the log or of a checkpoint."""
+        made = [None if numbers is None else np.array(numbers, np.int64) for numbers in (versions, parents, finished)]
+        return cls(np.array(ids, np.int64), np.array(num_tokens, np.int64), made[0], made[1], made[2])
+
+    def to_lists(self) -> list[list[int] | None]:
+        """The arguments of `of_lists`."""
+        arrays = (self.ids, self.num_tokens, self.versions, self.parents, self.finished)
+        return [None if array is None else array.tolist() for array in arrays]
+
+    def without(self, parents: Container[int]) -> Published:
+        """The same without the rows made from these parents."""
+        assert self.parents is not None
+        kept = np.array([parent not in parents for parent in self.parents.tolist()], bool)
+        finished = None if self.finished is None else self.finished[[p not in parents for p in self.finished.tolist()]]
+        versions = None if self.versions is None else self.versions[kept]
+        return Published(self.ids[kept], self.num_tokens[kept], versions, self.parents[kept], finished, self.newest)
+
+
+@dataclass
+class Lease:
+    """Rows claimed by one node. `token` is a fence: the holder of an old token is refused."""
+
+    token: int
+    node: Node
+    rows: list[Row]
+    holder: str = ""
+    """Who works on them, for messages."""
+    deadline: float | None = None
+    """When the rows go back, in seconds of the ledger's clock."""
+    masked: frozenset[int] = frozenset()
+    """Rows that are too old to be trained on and are to be masked."""
+    open: dict[int, Row] = field(default_factory=dict)
+    """Rows not yet published, by sample id; of an EXPAND, the parents that are not finished."""
+    given_up: set[int] = field(default_factory=set)
+    """Parents that a quorum finished without the rest of their rows: what is still made of them is let go."""
+    staged: list[tuple[list[int], Published, Segment | None]] = field(default_factory=list)
+    """What was published of it and does not count yet (nodes that take groups): rows (parents of an EXPAND) and data."""
+
+    @property
+    def first_children(self) -> np.ndarray:
+        """[rows] int64 first of the MAX_CHILDREN sample ids that are set aside for the rows made of each (EXPAND only)."""
+        level = self.node.makes_level
+        return np.array([row.first_children[level] for row in self.rows if row.first_children and level], np.int64)
+
+    @property
+    def step(self) -> int:
+        """The step in which its first row was issued."""
+        return self.rows[0].group.issued_in
+
+    @cached_property
+    def num_groups(self) -> int:
+        return len({r.group.id for r in self.rows})
+
+    @property
+    def ids(self) -> np.ndarray:
+        """[rows] int64 sample ids."""
+        return np.fromiter((r.id for r in self.rows), np.int64, len(self.rows))
+
+    @property
+    def group_ids(self) -> np.ndarray:
+        """[rows] int64 group of each row."""
+        return np.fromiter((r.group.id for r in self.rows), np.int64, len(self.rows))
+
+    @property
+    def parent_ids(self) -> np.ndarray:
+        """[rows] int64 row that each was made of; a row of the source is its own parent."""
+        return np.fromiter((r.parent.id if r.parent else r.id for r in self.rows), np.int64, len(self.rows))
+
+    @property
+    def num_tokens(self) -> np.ndarray:
+        """[rows] int64 tokens of each row."""
+        return np.fromiter((r.tokens for r in self.rows), np.int64, len(self.rows))
+
+    def check(self, published: Published, rows: Mapping[int, Row]) -> None:
+        """Refuse what may not be published under this lease.
+
+        Args:
+            rows: those in flight.
+
+        Raises:
+            LeaseError: rows or parents are not in the lease or were published before, or columns differ in length.
+        """
+        makes = published.parents is not None
+        ids = published.ids.tolist()
+        finished = [] if published.finished is None else published.finished.tolist()
+        held = ids if published.parents is None else published.parents.tolist()
+        who = f"node {self.node.name!r}"
+        wrong = next((id for id in (*held, *finished) if id not in self.open), None)
+        if wrong is not None:
+            what = "published row" if not makes else "made a row of" if wrong in held else "finished row"
+            raise LeaseError(f"{who} {what} {wrong}, which is not (or no longer) in lease {self.token}")
+        lengths = {len(a) for a in (ids, held, published.num_tokens, published.versions) if a is not None}
+        if len(lengths) != 1:
+            raise LeaseError(f"{who} published columns of {sorted(lengths)} rows in lease {self.token}")
+        again = len(set(ids)) != len(ids) or len(set(finished)) != len(finished)
+        if makes and not again:
+            staged = {id for _, before, _ in self.staged for id in before.ids.tolist()}
+            again = any(id in rows or id in staged for id in ids)
+        if again:
+            raise LeaseError(f"{who} published a row twice in lease {self.token}")
+
+
+class Leases:
+    """The leases of one graph that are neither finished nor released, oldest first, and the latest of those that were released."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, Lease] = {}
+        self._void: dict[int, str] = {}
+        """Token of a released lease -> why it was released."""
+        self._deadlines: list[tuple[float, int]] = []
+        """Heap of (when, token)."""
+        self._num_groups: dict[str, int] = {}
+        """Node that takes groups -> how many it has leased."""
+        self._given_up: list[tuple[int, int]] = []
+        self.next_token = 1
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(list(self._open.values()))
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __getitem__(self, token: int) -> Lease:
+        return self._open[token]
+
+    def holds(self, lease: Lease) -> bool:
+        """Whether the lease is neither finished nor released."""
+        return self._open.get(lease.token) is lease
+
+    def is_void(self, token: int) -> bool:
+        """Whether a lease of this number was released, or is not granted yet (it was in a future that was given up)."""
+        return token in self._void or token >= self.next_token
+
+    def check(self, lease: Lease) -> None:
+        """Refuse a lease that is over.
+
+        Raises:
+            LeaseError: it was released or finished.
+        """
+        if not self.holds(lease):
+            why = self._void.get(lease.token)
+            who = f"lease {lease.token} of node {lease.node.name!r}"
+            raise LeaseError(f"{who} was released or finished before{f' ({why})' if why else ''}")
+
+    def num_groups(self, node: Node) -> int:
+        """Groups that this node, which takes groups or batches, has claimed and not finished."""
+        return self._num_groups.get(node.name, 0)
+
+    def begin(self, lease: Lease) -> None:
+        """A lease is open from here on."""
+        self._open[lease.token] = lease
+        if lease.node.operation.takes_groups:
+            self._num_groups[lease.node.name] = self.num_groups(lease.node) + lease.num_groups
+        if lease.deadline is not None:
+            heapq.heappush(self._deadlines, (lease.deadline, lease.token))
+        if lease.node.makes_level is not None:
+            for row in lease.open.values():
+                row.made_under = {**(row.made_under or {}), lease.node.makes_level: lease.token}
+
+    def take_token(self) -> int:
+        """The token of a new lease."""
+        self.next_token += 1
+        return self.next_token - 1
+
+    def finish(self, lease: Lease) -> None:
+        """A lease is over, and its rows are done."""
+        del self._open[lease.token]
+        if lease.node.operation.takes_groups:
+            self._num_groups[lease.node.name] -= lease.num_groups
+
+    def release(self, lease: Lease, why: str) -> None:
+        """A lease is void: its holder is refused, and told why."""
+        self.finish(lease)
+        self._void[lease.token] = why
+        if len(self._void) > REMEMBERED_LEASES:
+            del self._void[next(iter(self._void))]
+
+    def take_overdue(self, now: float) -> list[Lease]:
+        """Open leases whose deadline has passed, each said once."""
+        overdue: list[Lease] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, token = heapq.heappop(self._deadlines)
+            if token in self._open:
+                overdue.append(self._open[token])
+        return overdue
+
+    @property
+    def next_deadline(self) -> float | None:
+        """Time of the next deadline; None: no lease has one."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def give_up(self, parent: Row, level: int) -> None:
+        """Note that a parent needs no more rows of a level, although its holder is still making them."""
+        assert parent.made_under is not None
+        lease = self._open[parent.made_under[level]]
+        del lease.open[parent.id]
+        lease.given_up.add(parent.id)
+        self._given_up.append((lease.token, parent.id))
+
+    def take_given_up(self) -> list[tuple[int, int]]:
+        """(token of a lease, parent in it) of rows that are not wanted any more though their holder works on them, each said once."""
+        given_up, self._given_up = self._given_up, []
+        return given_up

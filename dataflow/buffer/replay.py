@@ -1,0 +1,63 @@
+"""Replay: a ledger does again what the records of a log say, by the verbs that noted them."""
+
+from __future__ import annotations
+
+from .events import Claim, Drop, Event, Finish, Issue, Lose, Offer, Publish, Release, SetSource, from_record
+from .leases import Published, Staleness
+from .ledger import Ledger
+from .log import Record
+from .segments import Segment
+
+
+def replay(ledger: Ledger, record: Record) -> None:
+    """Do again what a record says; nothing is logged.
+
+    Raises:
+        ValueError: when this ledger is not where it was when the record was written.
+    """
+    log, ledger.log = ledger.log, None
+    try:
+        _apply(ledger, from_record(record))
+    finally:
+        ledger.log = log
+
+
+def _apply(ledger: Ledger, event: Event) -> None:
+    match event:
+        case Issue():
+            if (event.first, event.group) != (ledger.ids.next_id, ledger.ids.next_group):
+                raise ValueError(f"rows were issued from id {event.first}, but {ledger.ids.next_id} is next")
+            ledger.issue(event.positions, event.tokens, step=event.step)
+        case SetSource():
+            ledger.set_source(Segment.from_json(event.segment))
+        case Claim():
+            _claim(ledger, event)
+        case Publish():
+            arrays = (event.ids, event.tokens, event.versions, event.parents, event.finished)
+            segment = Segment.from_json(event.segment) if event.segment else None
+            ledger.publish(ledger.leases[event.lease], Published.of_lists(*arrays), segment)
+        case Finish():
+            ledger.finish(ledger.leases[event.lease], step=event.step)
+        case Release():
+            ledger.release(ledger.leases[event.lease], event.why, ids=event.ids)
+        case Drop():
+            ledger.drop(ledger.graph[event.node], event.ids, event.why)
+        case Lose():
+            ledger.lose(event.group, event.why, issue_again=event.again)
+        case Offer():
+            ledger.offer(ledger.graph[event.node], ledger.live.groups[event.group])
+
+
+def _claim(ledger: Ledger, event: Claim) -> None:
+    ledger.leases.next_token = event.lease
+    lease = ledger.claim(
+        ledger.graph[event.node],
+        max_rows=event.rows,
+        max_groups=event.groups,
+        holder=event.holder,
+        staleness=Staleness(*event.stale) if event.stale else None,
+        version=event.version,
+    )
+    if (lease.ids.tolist() if lease else []) != event.ids:
+        what = f"has rows {event.ids[:3]}..., which are not those that are ready"
+        raise ValueError(f"lease {event.lease} of node {event.node!r} {what}")

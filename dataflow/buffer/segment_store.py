@@ -1,0 +1,142 @@
+"""SegmentStore: decides, in the driver, which segment files are no longer needed."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from .segment_files import FETCHED, FREE, MAX_FREE_BYTES, NEW, recycle
+from .segments import FILE, Segment
+
+logger = logging.getLogger(__name__)
+
+
+class SegmentStore:
+    """Counts the live segments of each file, and recycles or deletes complete files that have none.
+
+    The replies of a writer arrive in order, so a segment in file k + 1 of a stream says that file k is complete.
+
+    Args:
+        folder: the folder of the node that this process runs on.
+        node: the name of that node.
+        delete_remote: called as `(node, file)` for each file that is dropped. Other nodes may hold copies of messages
+            of local files, too. `Deletions` is one; None where there is one node.
+        max_free_bytes: bytes of files that are kept for writers to overwrite; beyond, the oldest are deleted.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        node: str,
+        delete_remote: Callable[[str, str], None] | None = None,
+        *,
+        max_free_bytes: int = MAX_FREE_BYTES,
+    ) -> None:
+        self.folder, self.node, self.delete_remote, self.max_free_bytes = folder, node, delete_remote, max_free_bytes
+        self._live: dict[tuple[str, str, int], _LiveFiles] = {}  # by node, writer and number of the stream
+        self._ended: set[tuple[str, str]] = set()
+
+    def published(self, segment: Segment) -> None:
+        """A live row refers to this segment."""
+        stream, sequence = _stream_of(segment)
+        files = self._live.setdefault(stream, _LiveFiles())
+        before, files.latest = files.latest, max(files.latest, sequence)
+        files.offsets.setdefault(sequence, set()).add(segment.offset)
+        if before < files.latest and not files.offsets.get(before, {0}):  # complete now, and empty already
+            self._delete(stream, before)
+
+    def freed(self, segments: Iterable[Segment]) -> None:
+        """No live row refers to these segments any more.
+
+        Raises:
+            ValueError: a segment was never published, or was freed before.
+        """
+        for segment in segments:
+            stream, sequence = _stream_of(segment)
+            files = self._live.get(stream, _LiveFiles())
+            offsets = files.offsets.get(sequence, set())
+            if segment.offset not in offsets:
+                raise ValueError(f"{segment} is freed, but is not live: never published, or freed before")
+            offsets.remove(segment.offset)
+            if not offsets and (sequence < files.latest or stream[:2] in self._ended):
+                self._delete(stream, sequence)
+
+    def writer_ended(self, writer_name: str, node: str) -> None:
+        """This writer appends nothing more, and all its replies were seen: all its files are complete."""
+        self._ended.add((node, writer_name))
+        streams = [s for s in self._live if s[:2] == (node, writer_name)]
+        for stream in streams:
+            for sequence in [k for k, offsets in self._live[stream].offsets.items() if not offsets]:
+                self._delete(stream, sequence)
+        if node == self.node:  # and those in which nothing was published
+            self._sweep(f"{writer_name}.*.arrows")
+
+    def sweep(self) -> int:
+        """Recycle all files of this node without a live segment. For recovery, before any writer starts.
+
+        Returns:
+            How many files.
+        """
+        for unfinished in (self.folder / FREE).glob(f"*{NEW}"):  # its writer died while it made a file
+            unfinished.unlink()
+        return self._sweep("*.arrows")
+
+    def _sweep(self, pattern: str) -> int:
+        live = {_file_name(s, k) for s, files in self._live.items() if s[0] == self.node for k in files.offsets}
+        dead = [p.name for p in self.folder.glob(pattern) if FILE.fullmatch(p.name) and p.name not in live]
+        for file in dead:
+            self._recycle(self.node, file)
+        return len(dead)
+
+    def _delete(self, stream: tuple[str, str, int], sequence: int) -> None:
+        del self._live[stream].offsets[sequence]
+        if not self._live[stream].offsets:
+            del self._live[stream]
+        self._recycle(stream[0], _file_name(stream, sequence))
+
+    def _recycle(self, node: str, file: str) -> None:
+        try:
+            delete_local(self.folder, self.node, node, file, self.max_free_bytes)
+        except OSError as error:  # the file stays and takes space: no reason to end a run
+            logger.warning("file %s of node %r cannot be recycled: %s", file, node, error)
+        if self.delete_remote is not None:
+            self.delete_remote(node, file)
+
+
+class _LiveFiles:
+    """The files of one stream of a writer."""
+
+    def __init__(self) -> None:
+        self.offsets: dict[int, set[int]] = {}
+        """Sequence number of a file -> offsets of the segments in it that a row refers to."""
+        self.latest = -1
+        """The file that may still be appended to: only it can be empty."""
+
+
+def delete_local(folder: Path, here: str, node: str, file: str, max_free_bytes: int = MAX_FREE_BYTES) -> None:
+    """Drop a segment file: recycle it on its own node, and delete the fetched copies of its messages on any other.
+
+    Args:
+        folder: the folder of the node that this process runs on.
+        here: the name of that node.
+        node: the node of the file.
+        file: its name. It need not exist any more.
+        max_free_bytes: bytes of files that are kept for writers to overwrite.
+    """
+    if node != here:
+        shutil.rmtree(folder / FETCHED / node / file, ignore_errors=True)
+        return
+    recycle(folder / file, max_free_bytes)
+
+
+def _stream_of(segment: Segment) -> tuple[tuple[str, str, int], int]:
+    match = FILE.fullmatch(segment.file)
+    if match is None:
+        raise ValueError(f"a segment's file is named writer.stream.sequence.arrows, not {segment.file!r}")
+    return (segment.node, match[1], int(match[2])), int(match[3])
+
+
+def _file_name(stream: tuple[str, str, int], sequence: int) -> str:
+    return f"{stream[1]}.{stream[2]}.{sequence:06d}.arrows"

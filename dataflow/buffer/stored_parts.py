@@ -1,0 +1,70 @@
+"""StoredParts: the segments that rows in flight lie in, their bytes, and those that no row needs any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .rows import Part, Row
+from .segments import Segment
+
+
+class StoredParts:
+    """Counts the rows in flight of each part. A segment is freed with the last of them."""
+
+    def __init__(self) -> None:
+        self._parts: dict[Part, None] = {}
+        self._freed: list[Segment] = []
+        self.num_bytes = 0
+        """Bytes of the segments that rows in flight lie in."""
+        self.published_bytes = 0
+        """Bytes published so far."""
+        self.finished_bytes = 0.0
+        """Those of finished groups: of a segment that several groups share, each has its rows' part."""
+        self.largest_group_bytes = 0
+        """Most bytes that a finished group had."""
+
+    @property
+    def segments(self) -> list[Segment]:
+        """Segments that rows in flight refer to."""
+        return [part.segment for part in self._parts]
+
+    def add(self, segment: Segment, rows: int) -> Part:
+        """A call wrote so many rows into a segment."""
+        self.published_bytes += segment.num_bytes
+        part = Part(segment, rows, rows)
+        self.put(part)
+        if not rows:  # a call may write a segment without rows: nobody will ever need it
+            self.finished_bytes += segment.num_bytes
+            self._free(part)
+        return part
+
+    def put(self, part: Part) -> None:
+        """Rows in flight lie in this part."""
+        self._parts[part] = None
+        self.num_bytes += part.segment.num_bytes
+
+    def discard(self, segment: Segment) -> None:
+        """Note that no node will read a segment any more."""
+        self._freed.append(segment)
+
+    def finish(self, rows: Iterable[Row]) -> None:
+        """All rows of a group are finished."""
+        num_bytes = 0.0
+        for row in rows:
+            for part in row.parts.values():
+                num_bytes += part.segment.num_bytes / part.written
+                part.rows -= 1
+                if not part.rows:
+                    self._free(part)
+        self.finished_bytes += num_bytes
+        self.largest_group_bytes = max(self.largest_group_bytes, round(num_bytes))
+
+    def _free(self, part: Part) -> None:
+        del self._parts[part]
+        self.num_bytes -= part.segment.num_bytes
+        self._freed.append(part.segment)
+
+    def take_freed(self) -> list[Segment]:
+        """Segments that no row in flight refers to any more, each given once."""
+        freed, self._freed = self._freed, []
+        return freed

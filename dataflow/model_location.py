@@ -1,0 +1,91 @@
+"""Finds the files of a model or a tokenizer: in a folder, or in the local cache of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from .errors import UserError
+
+_HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+
+
+def find_model_folder(name: str | Path, file: str, *, kind: str = "model", download: Sequence[str] = ()) -> Path:
+    """The folder of a model: `name` itself, or the cached snapshot of the Hugging Face id `name`.
+
+    Args:
+        name: a folder, or the id of a model on the Hugging Face hub.
+        file: a file that folders of such models hold. A snapshot without it does not count; a folder without it is returned.
+        kind: "model" or "tokenizer", for messages.
+        download: patterns of the files that are downloaded when the cache lacks the model; empty: none are.
+
+    Raises:
+        UserError: there is neither such a folder nor such a model; the message names the nearest folder.
+
+    >>> find_model_folder("/no/such/folder", "config.json")
+    Traceback (most recent call last):
+    weft.dataflow.errors.UserError: model '/no/such/folder': no such folder
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise UserError(f"{kind} {str(name)!r} is a file; give the folder that holds its {file} ({str(path.parent)!r})")
+    cached = find_cached(name, file)
+    if cached is not None:
+        return cached.parent
+    said = f"{kind} {str(name)!r}: no such folder"
+    # `models/qwne` beside a folder `models` is a mistyped path: nothing is asked of the hub for it.
+    if _is_hub_id(name) and not ("/" in str(name) and path.parent.is_dir()):
+        said += ", and no model of that name in the local Hugging Face cache; "
+        if not download:
+            raise UserError(f"{said}`hf download {name}` puts it there{folders_near(name, file)}")
+        import huggingface_hub
+
+        try:
+            return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=list(download)))
+        except (OSError, ValueError, RuntimeError) as error:  # not on the hub; no network
+            said += f"it cannot be downloaded ({str(error).strip().partition(chr(10))[0]})"
+    raise UserError(f"{said}{folders_near(name, file)}") from None
+
+
+def find_cached(name: str | Path, file: str) -> Path | None:
+    """Path of a file of a Hugging Face model in the local cache; None if it is not there, or `name` is not a Hugging Face id."""
+    if not _is_hub_id(name):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(str(name), file)
+    except ValueError:  # the hub allows fewer names than the pattern above
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def folders_near(name: str | Path, file: str) -> str:
+    """The tail of an error message: the nearest folder that holds a file of this name, or all of them when none is near.
+
+    They are looked for in the folder `name`, if there is one, else beside it.
+    """
+    path = Path(name).expanduser()
+    root = path if path.is_dir() else path.parent if path.parent.is_dir() else Path() if _is_hub_id(name) else None
+    if root is None:
+        return ""
+    try:
+        folders = sorted(str(found.parent) for depth in ("*", "*/*") for found in root.glob(f"{depth}/{file}"))
+    except OSError:
+        return ""
+    # Last names are compared: `Qwen2-tiny` finds `models/qwen2-tiny`.
+    by_last = {Path(folder).name: folder for folder in reversed(folders)}
+    close = difflib.get_close_matches(path.name, by_last, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean {by_last[close[0]]!r}?"
+    more = ", ..." if len(folders) > 8 else ""
+    return f"; folders with a {file} here: {', '.join(map(repr, folders[:8]))}{more}" if folders else ""
+
+
+def _is_hub_id(name: str | Path) -> bool:
+    """Whether this could be a Hugging Face id: NAME or OWNER/NAME."""
+    return _HUB_ID.fullmatch(str(name)) is not None

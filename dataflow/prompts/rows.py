@@ -1,0 +1,71 @@
+"""Rows of a source, whatever it is: files, a folder, or a data set by its Hugging Face id."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import pyarrow as pa
+
+from ..errors import UserError
+from .files import read_files
+from .folders import find_part
+from .hub import is_hub_id, read_hub
+from .origin import Origin
+
+
+@runtime_checkable
+class HasArrow(Protocol):
+    """A `datasets.Dataset`: slices of it are Arrow tables when it is asked for that format."""
+
+    def with_format(self, type: str) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows as they were read."""
+
+    name: str
+    """A short name of the source."""
+    table: pa.Table
+    origin: Origin
+    choices: tuple[str, ...] = ()
+    """Defaults that were taken: a subset, a split."""
+
+
+def read_rows(
+    source: str | Path | Sequence[str | Path], subset: str | None, split: str | None, limit: int | None
+) -> Rows:
+    """Read a source.
+
+    Args:
+        source: a file, files (their rows one after the other), a folder, or a Hugging Face id.
+        subset: of a folder or data set.
+        split: of a folder or data set.
+        limit: read no more than this many rows.
+
+    Raises:
+        UserError: with the file or id, the rule, the value and the nearest right name.
+    """
+    alone = isinstance(source, (str, Path))
+    paths = [Path(p).expanduser() for p in ([source] if alone else source)]
+    if alone and paths[0].is_dir():
+        part = find_part(paths[0], subset, split)
+        table, origin = read_files(part.files, limit)
+        name = paths[0].resolve().name
+        return Rows(f"{name}_{part.split}" if part.split else name, table, origin, part.choices)
+    if isinstance(source, str) and is_hub_id(source):
+        found = read_hub(source, subset, split)
+        table = found.table if limit is None else found.table.slice(0, limit)
+        if not len(table):
+            raise UserError(f"{found.name}: there are no rows")
+        name = f"{source.partition('/')[2]}_{found.split}"
+        return Rows(name, table.replace_schema_metadata(None), Origin(((found.name, 0),)), found.choices)
+    for setting, value in (("subset", subset), ("split", split)):
+        if value is not None:
+            raise UserError(f"{setting}={value!r} is for folders and Hugging Face ids, and {str(source)!r} is files")
+    table, origin = read_files(paths, limit)
+    names = list(dict.fromkeys(Path(path.name).stem.split(".")[0] for path in paths))
+    return Rows("+".join(names) if len(names) <= 3 else f"{names[0]}+{len(names) - 1}", table, origin)

@@ -1,0 +1,83 @@
+"""GRPO on GSM8K or MATH with a real model of 0.5B to 8B.
+
+python examples/grpo_gsm8k.py --model Qwen/Qwen3-0.6B --data openai/gsm8k        all GPUs of this machine
+python examples/grpo_gsm8k.py --model models/qwen3 --data train.jsonl --gpus 8
+python examples/grpo_gsm8k.py --tiny                                             a tiny model and problems made here, on a CPU
+"""
+
+import time
+from typing import Any
+
+import tiny_qwen3
+from real_task import SHARED, RealSettings, read_problems, summary
+
+import weft
+from weft.algorithms.advantages import group_advantages
+from weft.algorithms.evaluation import evaluate
+from weft.algorithms.filters import drop_zero_variance
+from weft.algorithms.graders.math import Math
+from weft.algorithms.policy_loss import PolicyLoss
+from weft.algorithms.surrogates import Clipped
+from weft.workers.rewards.function import Reward
+
+ACCURACY = "eval/reward/right"
+"""Share of the held-out problems whose greedy answer is right."""
+SYSTEM = "Reason step by step, and put the final answer into \\boxed{}."
+
+
+def boxed(response: str) -> float:
+    """1 for an answer in its box."""
+    return float("\\boxed{" in response)
+
+
+@weft.graph
+def training(prompts: Any, *, rollout: Any, reward: Any, actor: Any, n: int, sampling: weft.Sampling) -> Any:
+    """GRPO without the groups that teach nothing, because all of their responses have the same reward."""
+    samples: Any = rollout.generate(prompts, n=n, sampling=sampling)
+    samples = reward.score(samples)
+    samples = drop_zero_variance(samples)
+    samples = group_advantages(samples)
+    return actor.update(samples, loss=PolicyLoss(surrogate=Clipped(high=0.28)))
+
+
+def main(settings: RealSettings) -> None:
+    """GRPO on GSM8K or MATH with a real model."""
+    started, tiny = time.monotonic(), settings.tiny
+    data, model = settings.data, settings.model
+    if tiny:
+        data, model = tiny_qwen3.prepare(settings.root, data, SYSTEM, settings.seed)
+    assert data is not None and model is not None
+    train, held_out, context = read_problems(settings, data, model, SYSTEM)
+
+    # Who does the work: training and generation take turns on all devices.
+    actor = weft.group(weft.ActorWorker, model=model, learning_rate=1e-3 if tiny else 1e-6, **settings.training)
+    rollout = weft.group(weft.RolloutWorker, model=model, engine=settings.engine, max_context=context, vllm=SHARED)
+    right, form = Reward(function=Math(), name="right"), Reward(function=boxed, weight=0.1)
+    reward = weft.group(weft.RewardWorker, function=(right, form), tokenizer=model)
+    rollout.follows(actor)
+
+    # What happens, when and where.
+    sampling = weft.Sampling(max_tokens=settings.longest_response)
+    accuracy = evaluate(held_out, rollout=rollout, reward=reward, sampling=sampling.greedy)
+    with weft.Driver(
+        training(train, rollout=rollout, reward=reward, actor=actor, n=8, sampling=sampling),
+        schedule=weft.Synchronous(
+            steps=settings.num_steps, prompts_per_step=settings.prompts_per_step or (8 if tiny else 128)
+        ),
+        evaluations=[weft.Evaluation(accuracy, every=4 if tiny else 10)],
+        placement=settings.places(("actor", "rollout")),
+        backend=settings.new_backend(),
+        checkpoint=weft.CheckpointConfig(every_s=None if tiny else 1800, best=ACCURACY),
+        root=settings.root,
+        name=settings.name,
+        resume=settings.resume,
+        seed=settings.seed,
+        settings=settings,
+    ) as driver:
+        metrics = driver.run()
+        driver.call(actor, "save", path=driver.directory.path / "model")
+    print(summary(metrics, ACCURACY, started))
+
+
+if __name__ == "__main__":
+    raise SystemExit(weft.launch(main))

@@ -1,0 +1,111 @@
+"""Math: a few answers of each kind, and what becomes of a comparison that does not end. The labelled set is a benchmark's."""
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from weft.algorithms.graders.math import Math
+from weft.algorithms.graders.math_process import PROCESS
+from weft.dataflow.errors import SampleError
+
+PATIENT = Math(deadline_s=60)
+SLOW = r"\boxed{\sum_{k=1}^{10^{12}} \frac{1}{k^{3/2}}}"
+"""A sum that sympy adds up term by term."""
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        (r"\frac{3}{4}", [r"So $\boxed{\dfrac34}$.", "The answer is 0.75.", "#### 3/4"], [r"\boxed{\frac43}", ""]),
+        (r"x^2-5x+6", [r"\boxed{(x-2)(x-3)}"], [r"\boxed{(x-2)(x+3)}"]),
+        (r"[-2,7]", [r"\boxed{x \in [-2, 7]}"], [r"\boxed{(-2,7)}"]),
+        (r"\{1,2,3\}", [r"\boxed{3, 2, 1}"], [r"\boxed{1, 2}"]),
+        (r"(3,-1)", [r"\boxed{(3, -1)}"], [r"\boxed{(-1,3)}"]),
+        (r"3\sqrt{13}", [r"\boxed{\sqrt{117}}", "3*sqrt(13)"], [r"\boxed{13\sqrt3}"]),
+        (r"\begin{pmatrix}1\\-2\end{pmatrix}", [r"$\boxed{\begin{bmatrix} 1 \\ -2 \end{bmatrix}}$"], [r"\boxed{1}"]),
+        (
+            r"\text{Evelyn}",
+            ["The answer is Evelyn.", "The winner is Evelyn!"],
+            [r"\boxed{\text{Briana}}", "Evelyn is not."],
+        ),
+        (r"\text{(C)}", [r"\boxed{C}", "The answer is (C)."], [r"\boxed{\text{(D)}}"]),
+        (r"Hence $x = \boxed{12}$.", ["It is 12."], [r"\boxed{21}", "The answer is $x^{12}$.", r"\boxed{9^{9^{9^9}}}"]),
+        (r"\frac{1}{2004!}", [r"\boxed{1/2004!}"], [r"\boxed{\frac{1}{2006!}}", r"\boxed{0}"]),
+        ("42", [r"<think>\boxed{41}</think> \boxed{42}"], [r"\boxed{42", r"\boxed{__import__('os').system('true')}"]),
+    ],
+)
+def test_formulas(answer: str, right: list[str], wrong: list[str]):
+    for response in right:
+        assert PATIENT(response, answer) == 1, response
+    for response in wrong:
+        assert PATIENT(response, answer) == 0, response
+
+
+def test_a_comparison_that_does_not_end_is_no_verdict_and_the_next_one_is_made_by_another_process():
+    assert PATIENT(r"\boxed{1}", "1") == 1
+    before = PROCESS.pid
+    began = time.monotonic()
+    with pytest.raises(SampleError, match=r"the comparison with '2' took longer than 0\.5 s"):
+        Math(deadline_s=0.5)(SLOW, "2")
+    assert time.monotonic() - began < 30 and PROCESS.pid is None
+    assert PATIENT(r"\boxed{x+1}", "1+x") == 1 and PROCESS.pid not in (None, before)
+
+
+def test_a_process_that_dies_is_no_verdict():
+    assert PATIENT("1", "1") == 1 and PROCESS.pid is not None
+    os.kill(PROCESS.pid, 9)
+    with pytest.raises(SampleError, match=r"the process that compares formulas ended \(signal 9\) at '1'"):
+        PATIENT("1", "1")
+
+
+def test_what_cannot_be_compared_is_no_verdict():
+    with pytest.raises(SampleError, match="both answers are too large"):
+        PATIENT(r"\boxed{9^{9^{9^9}}}", "8^{8^{8^8}}")
+    with pytest.raises(SampleError, match="the answer '' is empty"):
+        PATIENT("1", "")
+
+
+def test_threads_ask_one_process_and_each_gets_its_own_reply():
+    found: dict[int, float] = {}
+    threads = [
+        threading.Thread(target=lambda n=n: found.update({n: PATIENT(rf"\boxed{{{n}}}", str(n % 3))})) for n in range(9)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == {n: float(n < 3) for n in range(9)}
+
+
+def test_a_grader_is_a_value_that_imports_nothing_heavy(tmp_path: Path):
+    assert pickle.loads(pickle.dumps(Math())) == Math()
+    code = "import sys, weft.algorithms.graders.math; print({'sympy', 'math_verify', 'torch'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.stdout.strip() == "set()", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "answer", "right"),
+    [
+        ("½", r"\frac12", 1),
+        ("2½", "2.5", 1),
+        ("x²", "x^2", 1),
+        ("10⁻⁶", "10^{-6}", 1),
+        ("3√2", r"\sqrt{18}", 1),
+        ("√(x+1)", r"\sqrt{x+1}", 1),
+        (r"\boldsymbol{42}", "42", 1),
+        (r"\textcolor{red}{42}", "42", 1),
+        (r"\hspace{1mm}42", "42", 1),
+        ("3,4", "4,3", 1),
+        ("3,4", "4,5", 0),
+        ("0", "0.0000001", 0),
+    ],
+)
+def test_ways_in_which_models_write_an_answer(given: str, answer: str, right: int):
+    assert PATIENT(rf"\boxed{{{given}}}", answer) == right

@@ -1,0 +1,58 @@
+"""What the tests of displays have in common: steps of a run that was never made, a file of samples, streams that keep what they get."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+
+from weft.controllers.telling.displays import Display
+from weft.controllers.telling.lines import JsonLines, PlainLines
+from weft.controllers.telling.progress import Progress
+from weft.controllers.telling.records import ending_of
+from weft.controllers.telling.terminal import Terminal
+
+DISPLAYS = {"plain": PlainLines, "json": JsonLines, "rich": Terminal}
+
+ROW = {
+    "reward/mean": 0.5,
+    "reward/std": 0.25,
+    "functions/groups_without_signal": 0.75,
+    "rollout/response_length": 12.0,
+    "rollout/cut_off": 0.5,
+    "actor/entropy": 1.5,
+    "actor/mean_logprob_gap": 0.002,
+    "tokens_per_s": 1234.0,
+}
+
+
+def write_samples(path: Path, **columns: object) -> Path:
+    """A file of samples with one row."""
+    table = pa.table({name: pa.array([value]) for name, value in columns.items()})
+    with pa.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table)
+    return path
+
+
+def run(
+    display: Display, folder: Path, steps: int, then: Callable[[Progress, int], object] = lambda progress, step: None
+) -> None:
+    """Show a run of so many steps, and an evaluation of it."""
+    progress, rows = Progress(steps, folder, display), []
+    for step in range(steps + 1):
+        evaluated = {"eval/reward/mean": step / 10, "eval/reward/std": 0.5, "eval/reward/scored": 101.0}
+        rows.append({"step": float(step), **ROW, **evaluated})
+        progress.stepped(rows[-1])
+        then(progress, step)
+    progress.ended(lambda seconds: ending_of("run", rows, ["eval"], seconds, {"run": folder}))
+
+
+def stream(encoding: str = "utf-8") -> io.TextIOWrapper:
+    """A stream that keeps what is written to it."""
+    return io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
+
+
+def written(to: io.TextIOWrapper) -> str:
+    """What was written to such a stream."""
+    assert isinstance(to.buffer, io.BytesIO)
+    return to.buffer.getvalue().decode(to.encoding)

@@ -1,0 +1,122 @@
+"""What is checked of a run as a whole, before a process is started; test_driver.py has the checks of graphs."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from saved_runs import SavingActor
+from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
+
+from weft.controllers.checks import check_capacity, check_followed, check_kinds, check_resumes
+from weft.controllers.placement import Place, ResourcePool
+from weft.controllers.recovery.checkpoints import CheckpointConfig
+from weft.controllers.recovery.resume import ResumePoint
+from weft.controllers.recovery.run_state import RunState
+from weft.controllers.run_spec import RunSpec
+from weft.controllers.schedule import Asynchronous, Synchronous
+from weft.dataflow.buffer.log import Position
+from weft.dataflow.buffer.sample_buffer import BufferConfig
+from weft.dataflow.errors import UserError
+from weft.dataflow.graph import Graph
+from weft.dataflow.handle import Handle, group
+
+SCHEDULE = Synchronous(steps=1, prompts_per_step=4)
+
+
+def toy_graph(actor_class: Any = ToyActor, every: int = 1) -> tuple[Graph, Mapping[str, Handle]]:
+    rollout, actor = group(ToyRollout, name="rollout"), group(actor_class, name="actor")
+    rollout.follows(actor, every=every)
+    graph = toy_grpo(prompts(4), rollout=rollout, reward=group(ToyReward, name="reward"), actor=actor)
+    return graph, graph.handles
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "wanted"),
+    [
+        ("graph", toy_grpo, "what a @weft.graph function returns when it is called with a source"),
+        ("schedule", Synchronous, "a value such as weft.Synchronous(steps=100)"),
+        ("buffer", {"max_rows": 3}, "a weft.BufferConfig(...)"),
+        ("checkpoint", 3, "a weft.CheckpointConfig(every=...)"),
+        ("placement", {"actor": ResourcePool()}, "a mapping of group names to weft.Place(pool, ranks=...)"),
+        ("backend", "ray", "weft.Local() or weft.RayBackend()"),
+    ],
+)
+def test_an_argument_of_another_kind_is_answered_with_an_example(argument: str, value: Any, wanted: str):
+    right: dict[str, Any] = {
+        "graph": toy_graph()[0],
+        "schedule": SCHEDULE,
+        "buffer": BufferConfig(),
+        "checkpoint": CheckpointConfig(),
+        "placement": {"actor": Place(ResourcePool())},
+        "backend": None,
+    }
+    check_kinds(**right)
+    with pytest.raises(UserError) as caught:
+        check_kinds(**{**right, argument: value})
+    assert str(caught.value).startswith(f"Driver({argument}=...) takes {wanted}")
+    assert str(caught.value).endswith(f"not {value!r}")
+
+
+def test_a_step_that_the_buffer_cannot_hold_is_refused_with_both_numbers():
+    graph, _ = toy_graph()
+    check_capacity(graph, SCHEDULE, BufferConfig(max_rows=12))
+    with pytest.raises(
+        UserError, match=r"has 12 rows in flight at once \(3 a prompt\), but .*max_rows=11\) holds fewer"
+    ):
+        check_capacity(graph, SCHEDULE, BufferConfig(max_rows=11))
+
+
+def test_a_rollout_follows_as_often_as_the_schedule_allows_its_rows_to_lag():
+    graph, _ = toy_graph(every=3)
+    loss = type("Loss", (), {"reads": ("response_logprobs",), "may_read": ()})()
+    nodes = tuple(
+        replace(n, arguments={**n.arguments, "loss": loss}) if n.operation.updates else n for n in graph.nodes
+    )
+    graph = replace(graph, nodes=nodes)
+    check_followed(graph, Asynchronous(steps=1, prompts_per_step=4, max_staleness=2))
+    with pytest.raises(UserError, match=r"every 3 updates, but Asynchronous allows a staleness of 1; take every=2"):
+        check_followed(graph, Asynchronous(steps=1, prompts_per_step=4, max_staleness=1))
+
+
+def spec(graph: Graph, handles: Mapping[str, Handle], every: int = 1, seed: int = 0) -> RunSpec:
+    backend: Any = None
+    return RunSpec(
+        {"train": graph},
+        handles,
+        {},
+        backend,
+        SCHEDULE,
+        {},
+        seed,
+        0,
+        1.0,
+        BufferConfig(),
+        CheckpointConfig(every=every),
+        None,
+        True,
+    )
+
+
+def test_a_run_that_saves_itself_needs_groups_that_can_be_saved():
+    graph, handles = toy_graph()
+    check_resumes(spec(graph, handles, every=0), handles, None)
+    with pytest.raises(
+        UserError, match=r"CheckpointConfig\(every=1\): worker group 'actor' is updated, but ToyActor has no method"
+    ):
+        check_resumes(spec(graph, handles), handles, None)
+    graph, handles = toy_graph(SavingActor)
+    check_resumes(spec(graph, handles), handles, None)
+
+
+def test_a_checkpoint_must_be_of_this_run(tmp_path: Path):
+    graph, handles = toy_graph(SavingActor)
+    point = ResumePoint(tmp_path, RunState(2, 0, 0.0, {}, Position(), "Synchronous"))
+    (tmp_path / "critic").mkdir()
+    with pytest.raises(UserError, match="has nothing of worker group 'actor'; it has critic"):
+        check_resumes(spec(graph, handles), handles, point)
+    (tmp_path / "actor").mkdir()
+    check_resumes(spec(graph, handles), handles, point)
+    with pytest.raises(UserError, match="is of a run with seed=0, not 1"):
+        check_resumes(spec(graph, handles, seed=1), handles, point)

@@ -1,0 +1,174 @@
+"""`weft.train` is the long form: the program that it prints makes the same graph and the same run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+import weft
+from weft.algorithms.methods import METHODS
+from weft.controllers.program import Program
+from weft.controllers.train import shared_devices
+from weft.workers.rewards.function import Reward
+
+REWARDS = """
+def even(response_ids):
+    return sum(token % 2 == 0 for token in response_ids) / len(response_ids)
+"""
+ROWS = [
+    {"prompt": f"{a} {b}", "chosen": f" {a}", "rejected": f" {b}", "label": True} for a in range(4) for b in range(4)
+]
+PROMPTS = [{"prompt": row["prompt"]} for row in ROWS]
+ANSWERED = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in ROWS]
+DATA = {"sft": "answered", "kto": "answered"} | dict.fromkeys(("dpo", "rpo", "ipo", "simpo", "orpo"), "pairs")
+"""Method -> the file that it is tried on; the others take prompts."""
+SAME = ("seed", "settings", "schedule", "buffer", "checkpoint", "placement", "groups", "graphs", "backend")
+TIMES = ("time_s", "step_s", "tokens_per_s")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, data of each kind, and a module with a reward function."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("three-lines")
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 40}
+    Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=1, num_key_value_heads=1)).save_pretrained(
+        folder / "model"
+    )
+    tokenizer = Tokenizer(WordLevel({str(token): token for token in range(40)}, unk_token="0"))
+    tokenizer.pre_tokenizer = Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.save(str(folder / "model" / "tokenizer.json"))
+    for name, rows in {"prompts": PROMPTS, "pairs": ROWS, "answered": ANSWERED}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "my_rewards.py").write_text(REWARDS)
+    return folder
+
+
+@pytest.fixture
+def even(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The reward function, in whose folder the test runs."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    from my_rewards import even  # pyright: ignore[reportMissingImports]
+
+    return even
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: Any, **settings: Any) -> str:
+    """The program that stands for a call."""
+    capsys.readouterr()
+    assert weft.train(*arguments, **settings, explain=True) == []
+    return capsys.readouterr().out
+
+
+def test_the_printed_program_makes_the_same_run(
+    even: Any, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    settings: dict[str, Any] = {"steps": 2, "prompts_per_step": 4, "n": 4, "max_tokens": 6, "learning_rate": 1e-3}
+    settings |= {"method": "rloo", "held_out": "prompts.jsonl", "evaluate_every": 2, "seed": 3, "name": "run"}
+    short = weft.train("model", "prompts.jsonl", even, **settings, root=tmp_path / "short")
+    program = printed(capsys, "model", "prompts.jsonl", even, **settings, root=tmp_path / "long")
+    assert len(program.splitlines()) < 40
+    names: dict[str, Any] = {}
+    exec(compile(program, "program", "exec"), names)
+    runs = [tmp_path / which / "run" for which in ("short", "long")]
+    first, second = (json.loads((run / "config.json").read_text()) for run in runs)
+    assert {key: first[key] for key in SAME} == {key: second[key] for key in SAME}
+    measured = [
+        [{k: v for k, v in row.items() if k not in TIMES} for row in rows] for rows in (short, names["metrics"])
+    ]
+    assert measured[0] == measured[1] and len(short) == 3 and "eval/reward/mean" in short[-1]
+    weights = [(run / "model" / "model.safetensors").read_bytes() for run in runs]
+    assert weights[0] == weights[1] != (folder / "model" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_program_of_each_method_has_its_graph_with_its_settings(
+    method: str, even: Any, capsys: pytest.CaptureFixture[str]
+):
+    chosen, data = METHODS[method], f"{DATA.get(method, 'prompts')}.jsonl"
+    program = printed(capsys, "model", data, *[even] * chosen.samples, method=method, max_tokens=6)
+    names: dict[str, Any] = {}
+    exec(compile(program.split("with weft.Driver(")[0], "program", "exec"), names)
+    graph = names["training"]
+    assert graph.name == chosen.graph.__name__ and {*graph.handles} == {*chosen.groups}
+    assert graph.handles["actor"].config.learning_rate == chosen.learning_rate
+    settings = dict(graph["actor.update"].arguments)
+    if "advantages" in chosen.settings:
+        settings["advantages"] = graph["group_advantages"].arguments["estimator"]
+    assert {name: settings[name] for name in chosen.settings} == dict(chosen.settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"method": "grop"}, "method='grop'; did you mean 'grpo'?"),
+        ({"mehtod": "grpo"}, "weft.train takes no argument 'mehtod' (value 'grpo'); did you mean 'method'?"),
+        ({"rewards": None}, "method='grpo' trains on responses that are rewarded: give rewards=..."),
+        ({"method": "gpro"}, "method='gpro'; did you mean 'grpo'?"),
+        ({"reading": {"promt": "prompt"}}, "no setting 'promt' (value 'prompt'); did you mean 'prompt'?"),
+        ({"method": "ipo", "rewards": None}, "method='ipo' trains on pairs of responses, and the data has none"),
+        ({"method": "dpo"}, "method='dpo' trains on the responses in the data, without rewards; leave rewards out"),
+        ({"method": "sft", "rewards": None, "held_out": "prompts.jsonl"}, "method='sft' has no evaluation"),
+        ({"steps": 0}, "Synchronous.steps: input should be greater than or equal to 1, not 0"),
+        ({"progress": "josn"}, "progress='josn'; did you mean 'json'?"),
+    ],
+)
+def test_what_is_wrong_is_refused_before_anything_starts(
+    settings: dict[str, Any], says: str, even: Any, tmp_path: Path
+):
+    given = {"model": "model", "data": "prompts.jsonl", "rewards": even, "root": tmp_path / "runs", "max_tokens": 6}
+    with pytest.raises(weft.UserError) as refused:
+        weft.train(**{**given, **settings})
+    assert says in str(refused.value) and not (tmp_path / "runs").exists()
+
+
+def test_data_with_names_of_its_own_is_read_as_told(even: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = [{"task": row["prompt"], "gold": "4"} for row in PROMPTS[:1]] + [{"task": "1 " * 50_000, "gold": "4"}]
+    reading: Any = {"prompt": "task", "answer": "gold", "too_long": "drop"}
+    program = printed(capsys, "model", rows[:1], even, reading=reading, held_out=rows[:1], max_tokens=6)
+    assert program.count('too_long="drop"') == program.count('prompt="task"') == 2, "the held-out rows, too"
+    short = {"steps": 1, "prompts_per_step": 1, "n": 2, "max_tokens": 2, "root": tmp_path, "progress": False}
+    assert weft.train("model", rows, even, reading=reading, **short)[-1]["samples"] == 2
+
+
+def test_a_run_that_makes_checkpoints_goes_on(even: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    kept: Any = {"checkpoint": weft.CheckpointConfig(every=1), "resume": "latest", "max_tokens": 2}
+    assert 'checkpoint=weft.CheckpointConfig(every=1), resume="latest"' in " ".join(
+        printed(capsys, "model", "prompts.jsonl", even, **kept).split()
+    )
+    kept |= {"prompts_per_step": 1, "n": 2, "root": tmp_path, "name": "run", "progress": False}
+    weft.train("model", "prompts.jsonl", even, steps=1, **kept)
+    assert [row["step"] for row in weft.train("model", "prompts.jsonl", even, steps=2, **kept)] == [0, 1, 2]
+
+
+def test_a_program_has_functions_of_the_script_and_refuses_what_has_no_name(
+    even: Any, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(weft.UserError, match="has no name that a program could import"):
+        weft.train("model", PROMPTS, lambda response: 0.0, max_tokens=6, explain=True)
+    rows = printed(capsys, "model", PROMPTS[:2], [even, Reward(function=even, name="more", weight=0.5)], max_tokens=6)
+    assert 'weft.Prompts.from_rows([{"prompt": "0 0"}, {"prompt": "0 1"}], "model", name="prompts")' in rows
+    assert "from my_rewards import even" in rows
+    assert "function=[even, " in rows and 'Reward(function=even, name="more", weight=0.5)]' in rows
+
+
+def test_groups_with_a_model_share_the_gpus_that_there_are():
+    program = Program()
+    shared = shared_devices(program, METHODS["grpo"].groups, cpus=16, gpus=8)
+    assert shared.rollout["engine"] == "vllm" and shared.rollout["vllm"].gpu_memory_utilization < 0.9
+    assert shared.trained["dtype"] == shared.model["dtype"] == "bfloat16"
+    assert shared.run["placement"].keys() == {"rollout", "actor"}
+    assert program.call(dict, **shared.run) == (
+        'dict(\n    placement={"rollout": weft.Place(pool=devices, ranks=8), "actor": weft.Place(pool=devices, ranks=8)},\n'
+        "    backend=weft.RayBackend(),\n)"
+    )
+    assert 'devices = weft.ResourcePool("devices", cpus=16, gpus=8)' in program.text
+    assert shared_devices(Program(), ("actor",), cpus=2, gpus=0).rollout == {"engine": "transformers"}

@@ -1,0 +1,55 @@
+"""The graphs of the runs in the tests of the sample buffer."""
+
+import pyarrow as pa
+
+from weft.dataflow.config import Config
+from weft.dataflow.graph import Graph
+from weft.dataflow.handle import Handle
+from weft.dataflow.node import SOURCE
+from weft.dataflow.operation import Declaration, Shape
+from weft.dataflow.source import TableSource
+from weft.dataflow.takes import Quorum, TrainingBatch
+from weft.dataflow.tracing import SymbolicRows, Trace
+from weft.workers.worker import Worker
+
+PROMPTS = TableSource("prompts", pa.table({"prompt": ["a"]}))
+
+
+class Trainer(Worker):
+    Config = Config
+
+
+def function(rows: object) -> None: ...
+def method(self: object, rows: object) -> None: ...
+def samples_of(rows: object, n: int) -> None: ...
+def first_of_each_group(rows: object, n: int, deadline_s: float | None = None) -> None: ...
+
+
+def train_graph(samples: int = 3, *, scorer: str = "score", quorum: bool = True) -> Graph:
+    """generate, score, the first samples of each group, keep, advantages, update."""
+    drawn = Trace("train", PROMPTS)
+    rows = SymbolicRows(drawn, SOURCE, {"prompt": ""})
+    generate = Declaration("generate", Shape.EXPAND, reads=("prompt",), writes=("response",))
+    rows = drawn.add(rows, None, samples_of, generate, (), {"n": samples})
+    rows = drawn.add(rows, None, function, Declaration(scorer, reads=("response",), writes=("reward",)), (), {})
+    if quorum:
+        first = Declaration("first", Shape.FILTER, reads=("reward",), takes=Quorum)
+        rows = drawn.add(rows, None, first_of_each_group, first, (), {"n": 2, "deadline_s": 2.0})
+        rows = drawn.add(rows, None, function, Declaration("keep", Shape.FILTER, reads=("reward",)), (), {})
+    advantages = Declaration("advantages", Shape.GROUP, reads=("reward",), writes=("advantage",))
+    rows = drawn.add(rows, None, function, advantages, (), {})
+    update = Declaration("update", reads=("advantage",), takes=TrainingBatch())
+    drawn.add(rows, Handle(Trainer, Config(), "trainer"), method, update, (), {})
+    return drawn.finish()
+
+
+def eval_graph() -> Graph:
+    drawn = Trace("eval", PROMPTS)
+    rows = SymbolicRows(drawn, SOURCE, {"prompt": ""})
+    generate = Declaration("generate", Shape.EXPAND, reads=("prompt",), writes=("response",))
+    rows = drawn.add(rows, None, samples_of, generate, (), {"n": 1})
+    drawn.add(rows, None, function, Declaration("score", reads=("response",), writes=("reward",)), (), {})
+    return drawn.finish()
+
+
+GRAPHS = {"train": train_graph(), "eval": eval_graph()}

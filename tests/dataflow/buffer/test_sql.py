@@ -1,0 +1,120 @@
+"""SQL over the tables of a run, of one that goes on and of one with damage."""
+
+import builtins
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from recorded_run import Run
+
+from weft.dataflow.buffer.folder import SEGMENTS
+from weft.dataflow.buffer.sql import columns, query
+from weft.dataflow.errors import UserError
+
+
+def test_sql_answers_over_rows_and_what_was_written_of_them(run: Run):
+    run.generate()
+    run.map("score", "reward")
+    count = query(run.path, "select level, count(*) as n from rows group by level order by level")
+    assert count.to_pydict() == {"level": ["generate", "prompts"], "n": [4, 2]}
+    written = query(
+        run.path,
+        "select parent_id, response, reward from columns join rows using (sample_id) where level = 'generate' order by 2",
+    )
+    assert written.to_pydict() == {
+        "parent_id": [0, 0, 1, 1],
+        "response": [f"answer {k}" for k in range(4)],
+        "reward": [0.0, 1.0, 2.0, 3.0],
+    }
+    prompts = query(
+        run.path, "select prompt from columns join rows using (sample_id) where level = 'prompts' order by 1"
+    )
+    assert prompts["prompt"].to_pylist() == ["one", "two"]
+
+
+def test_columns_that_cannot_be_read_are_left_out_with_a_note(run: Run):
+    run.generate()
+    notes: list[str] = []
+    for file in run.buffer.segments.glob("w.*.arrows"):
+        file.write_bytes(file.read_bytes()[:100])
+    table = columns(run.path / "buffer", notes)
+    assert table.column_names == ["graph", "sample_id"] and len(table) == 6
+    assert len(notes) == 2 and all(note.startswith("left out: segment of node 'here' in") for note in notes)
+
+
+def test_segments_need_no_folder_once_the_run_is_over(run: Run):
+    run.generate()
+    run.map("score", "reward")
+    run.keep(4)
+    run.map("advantages", "centred")
+    run.close()
+    assert not (run.path / "buffer" / SEGMENTS).exists()
+    assert len(columns(run.path / "buffer")) == 0
+    assert query(run.path, "select count(*) as n from rows where state = 'done'")["n"].to_pylist() == [6]
+
+
+def test_a_question_that_cannot_be_answered_says_which_tables_there_are(run: Run):
+    with pytest.raises(UserError, match="a run's tables are rows, columns, samples, metrics, timeline"):
+        query(run.path, "select * from row")
+    with pytest.raises(UserError, match="this run has no metrics yet"):
+        query(run.path, "select * from metrics")
+
+
+ELSEWHERE = [
+    "select * from read_text('/etc/hostname')",
+    "select * from glob('/etc/*')",
+    "select * from '{file}'",
+    "copy rows to '{file}.csv'",
+    "attach '{file}.db'",
+    "export database '{file}'",
+    "load httpfs",
+    "set enable_external_access = true",
+    "set lock_configuration = false; select 1",
+    "select * from tables",
+]
+
+
+@pytest.mark.parametrize("sql", ELSEWHERE)
+def test_a_question_reaches_nothing_but_the_tables_of_the_run(run: Run, tmp_path: Path, sql: str):
+    file = tmp_path / "seen.parquet"
+    pq.write_table(pa.table({"secret": [1]}), file)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(UserError, match=r"disabled|configuration|does not exist"):
+        query(run.path, sql.format(file=file))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_long_answer_is_cut_with_a_note(run: Run):
+    notes: list[str] = []
+    answer = query(run.path, "select * from range(100) order by 1 desc", notes, max_rows=3)
+    assert answer.column(0).to_pylist() == [99, 98, 97]
+    assert notes == ["the answer has more than 3 rows; the others are left out"]
+    query(run.path, "select * from range(3)", notes, max_rows=3)
+    assert len(notes) == 1
+
+
+def test_a_question_that_takes_too_long_is_given_up(run: Run):
+    with pytest.raises(UserError, match=r"the query was stopped after 0\.05 s; ask for less"):
+        query(run.path, "select count(*) from range(100000000000)", timeout_s=0.05)
+
+
+def test_sql_without_duckdb_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch):
+    import_module = builtins.__import__
+
+    def without_duckdb(name: str, *rest: object, **more: object):
+        if name == "duckdb":
+            raise ImportError(name)
+        return import_module(name, *rest, **more)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(builtins, "__import__", without_duckdb)
+    with pytest.raises(UserError, match=r"pip install 'weft\[inspect\]'"):
+        query(run.path, "select 1")
+
+
+def test_a_table_that_cannot_be_read_is_left_out_with_a_note(run: Run):
+    (run.path / "metrics.parquet").write_bytes(b"PAR1 and no more")
+    notes: list[str] = []
+    with pytest.raises(UserError, match="this run has no metrics yet"):
+        query(run.path, "select * from metrics", notes)
+    assert len(notes) == 1 and notes[0].startswith(f"left out: {run.path / 'metrics.parquet'}: ")

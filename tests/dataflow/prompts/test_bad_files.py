@@ -1,0 +1,196 @@
+"""Bad input: the message names the file, the row, the rule, the value and the nearest right name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tiny_tokenizers import BLUE, GREEN, USER, complaint, jsonl, parquet
+
+from weft.dataflow.errors import UserError
+from weft.dataflow.prompts.prompts import Prompts
+
+
+def test_a_missing_file_is_answered_with_the_nearest(tmp_path: Path, qwen: Path) -> None:
+    jsonl(tmp_path / "gsm8k_test.jsonl", [{"prompt": "1"}])
+    assert complaint(tmp_path / "gsm8k_tset.jsonl", qwen).endswith("does not exist; did you mean 'gsm8k_test.jsonl'?")
+    assert "has gsm8k_test.jsonl" in complaint(tmp_path / "zz.parquet", qwen)
+    assert complaint(Path("gsm8k"), qwen).endswith("; the id of a data set is OWNER/NAME")
+    assert "there is no folder" in complaint(tmp_path / "datta" / "a.jsonl", qwen)
+    assert "is a folder; a list of paths names the files in it" in complaint([tmp_path], qwen)
+    assert "the list of paths is empty" in complaint([], qwen)
+
+
+def test_unknown_empty_and_broken_files_are_named(tmp_path: Path, qwen: Path) -> None:
+    def file(name: str, content: bytes) -> Path:
+        (tmp_path / name).write_bytes(content)
+        return tmp_path / name
+
+    assert "unknown kind of file '.txt'; these can be read: .parquet, .jsonl, .json, .csv, .tsv, .arrow" in complaint(
+        file("a.txt", b"x"), qwen
+    )
+    assert "did you mean '.parquet'" in complaint(file("a.parq", b"x"), qwen)
+    assert complaint(file("a.jsonl", b""), qwen) == "a.jsonl: the file is empty"
+    assert complaint(file("b.jsonl", b"\n\n"), qwen) == "b.jsonl: the file has no rows"
+    assert complaint(file("b.json", b"[]"), qwen) == "b.json: there are no rows"
+    assert complaint(file("c.jsonl", b'{"prompt": "a"}\n\n{"prompt": \n'), qwen).startswith(
+        'c.jsonl, line 3: not JSON (Expecting value: line 1 column 11 (char 10)): {"prompt":'
+    )
+    assert "d.jsonl, line 2: a row is an object {...} on one line, not [1]" in complaint(
+        file("d.jsonl", b'{"prompt": "a"}\n[1]\n'), qwen
+    )
+    assert "e.jsonl, line 2: not UTF-8" in complaint(file("e.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n'), qwen)
+    assert "row 2: a row is an object" in complaint(file("e.json", b'[{"prompt": "a"}, 3]'), qwen)
+    assert "f.parquet: not a Parquet file" in complaint(file("f.parquet", b"PAR1 is not enough"), qwen)
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "g.parquet")
+    assert complaint(tmp_path / "g.parquet", qwen) == "g.parquet: the file has no rows"
+
+
+def test_mixed_types_are_named_with_both_lines(tmp_path: Path, qwen: Path) -> None:
+    file = jsonl(
+        tmp_path / "m.jsonl", [{"prompt": "1", "a": None}, {"prompt": "1", "a": 5}, {"prompt": "1", "a": "five"}]
+    )
+    assert (
+        complaint(file, qwen) == "m.jsonl, line 3: 'a' is text (\"five\"), but a number in line 2; one column, one type"
+    )
+    jsonl(file, [{"prompt": [USER]}, {"prompt": "1"}])
+    assert "line 2: 'prompt' is text (\"1\"), but a list in line 1" in complaint(file, qwen)
+    jsonl(file, [{"prompt": [USER]}, {"prompt": [{"role": "user", "content": [{"type": "text", "text": "?"}]}]}])
+    assert "line 2: 'prompt[].content' is a list" in complaint(file, qwen)
+    with pytest.raises(UserError, match=r"rows, row 2: 'prompt' is a number \(3\), but text in row 1"):
+        Prompts.from_rows([{"prompt": "x"}, {"prompt": 3}], qwen)
+
+
+def test_a_wrong_layout_is_answered_with_what_was_found_and_the_nearest(tmp_path: Path, qwen: Path) -> None:
+    file = jsonl(tmp_path / "w.jsonl", [{"promt": "2 + 2", "n": 1, "conversation": [{"from": "human", "value": "hi"}]}])
+    assert complaint(file, qwen) == (
+        "w.jsonl: no known format has these columns: "
+        "found 'promt' (text), 'n' (int64), 'conversation' (list of {from, value}); "
+        "the nearest format is TRL prompt-only (prompt); it needs 'prompt', did you mean 'promt'?"
+        "; rename the column, or say which holds the prompt (prompt='...'); docs/data.md shows all formats"
+    )
+    jsonl(file, [{"chosen_response": "a", "rejected_response": "b", "prompts": "c"}])
+    said = complaint(file, qwen)
+    assert "the nearest format is TRL or OpenRLHF preference (prompt, chosen, rejected)" in said
+    assert "it needs 'chosen', did you mean 'chosen_response'?; it needs 'rejected'" in said
+    assert "there is no column 'promts' (prompt='promts'); did you mean 'prompts'?" in complaint(
+        file, qwen, prompt="promts"
+    )
+    assert "did you mean 'chosen_response'" in complaint(file, qwen, prompt="prompts", answer="chosen_respons")
+    jsonl(file, [{"prompt": "a", "reward_model": {"ground_truth": "1"}}])
+    assert "has no field 'groundtruth' (answer='reward_model.groundtruth'); did you mean 'ground_truth'?" in complaint(
+        file, qwen, answer="reward_model.groundtruth"
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": 3}, "column 'prompt' is int64; it must be text, or messages"),
+        ({"prompt": ["a", "b"]}, "column 'prompt' is list of text; it must be text, or messages"),
+        ({"prompt": [{"from": "human", "value": "hi"}]}, "rename 'from' to 'role' and 'value' to 'content'"),
+        ({"prompt": None}, "column 'prompt' is empty (null) in every row"),
+        ({"prompt": []}, "column 'prompt' is list of null; it must be text, or messages"),
+        ({"messages": "hi"}, "say prompt='messages' to use the text as a prompt"),
+        ({"prompt": "a", "prompt_ids": [1]}, "column 'prompt_ids' is one that Weft writes; rename it in the file"),
+        ({"prompt": [{"role": "robot", "content": "a"}]}, "refused the messages: unknown role robot"),
+        ({"prompt": [{"role": None, "content": "a"}, USER]}, "line 1: a message in 'prompt' has no role"),
+        ({"prompt": [USER], "tools": "{"}, "column 'tools' is text that is not JSON"),
+        ({"instruction": "add", "input": "2 2", "output": "4"}, "Alpaca's format) make one prompt together"),
+        ({"messages": [BLUE]}, "line 1: 'messages' holds only a response"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]},
+            "line 1: the content of a message of role 'user' is a list of content blocks (image, text); Weft takes text alone",
+        ),
+        (
+            {"prompt": [USER], "completion": [{"role": "assistant", "content": ["Blue"]}]},
+            "line 1: the content of a message of role 'assistant' is a list of content blocks (str); Weft takes text alone",
+        ),
+        ({"prompt": [{"role": "user", "content": 4}]}, "the content of a message of role 'user' is 4; it must be text"),
+        (
+            {"prompt": "What is it?", "images": ["cat.png"]},
+            "line 1: column 'images' holds what a model would have to see or",
+        ),
+        (
+            {"prompt": "a", "image": {"bytes": None, "path": "cat.png"}},
+            "line 1: column 'image' holds what a model would have",
+        ),
+        ({"chosen": [BLUE], "rejected": [GREEN]}, "line 1: 'chosen' and 'rejected' begin with different messages"),
+        ({"chosen": "Blue it is", "rejected": "Green it is"}, "line 1: 'chosen' and 'rejected' do not begin with"),
+    ],
+)
+def test_columns_of_the_wrong_kind_are_named(row: dict[str, Any], said: str, tmp_path: Path, qwen: Path) -> None:
+    assert said in complaint(jsonl(tmp_path / "k.jsonl", [row]), qwen)
+
+
+def test_a_column_for_images_may_be_empty(tmp_path: Path, qwen: Path) -> None:
+    rows = [{"prompt": "a", "images": [], "video": None}, {"prompt": "b", "images": None, "video": ""}]
+    assert len(Prompts.read(jsonl(tmp_path / "k.jsonl", rows), qwen)) == 2
+
+
+@pytest.mark.parametrize("write", [jsonl, parquet])
+@pytest.mark.parametrize(
+    ("good", "bad", "said"),
+    [
+        ({"prompt": "a"}, {"prompt": ""}, "'prompt' is \"\"; every row needs text there"),
+        ({"prompt": "a"}, {"prompt": " \n"}, "'prompt' is \" \\n\"; every row needs text there"),
+        ({"prompt": "a"}, {"prompt": None}, "'prompt' is null; every row needs text there"),
+        ({"prompt": [USER]}, {"prompt": []}, "'prompt' is []; every row needs at least one message there"),
+        ({"prompt": [USER]}, {"prompt": None}, "'prompt' is null; every row needs at least one message there"),
+        (
+            {"messages": [USER, BLUE]},
+            {"messages": [USER]},
+            "'messages' ends without it (a prompt), but the rows before end",
+        ),
+        ({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}, "'completion' is null"),
+    ],
+)
+def test_a_bad_row_is_named(write: Any, good: Any, bad: Any, said: str, tmp_path: Path, qwen: Path) -> None:
+    other = write(tmp_path / f"a.{write.__name__}", [good])
+    file = write(tmp_path / f"b.{write.__name__}", [good, good, bad, good])
+    place = "b.jsonl, line 3: " if write is jsonl else "b.parquet, row 3: "
+    assert (place + said) in complaint([other, file], qwen)
+
+
+@pytest.mark.parametrize(("good", "bad"), [("a", " "), ([USER], []), ([USER], [{"role": "robot", "content": "a"}])])
+def test_a_bad_row_far_down_is_named(good: Any, bad: Any, tmp_path: Path, qwen: Path) -> None:
+    file = jsonl(tmp_path / "far.jsonl", [{"prompt": good}] * 8500 + [{"prompt": bad}])
+    assert complaint(file, qwen).startswith("far.jsonl, line 8501: ")
+
+
+def test_the_line_is_right_after_blank_lines(tmp_path: Path, qwen: Path) -> None:
+    file = tmp_path / "blank.jsonl"
+    file.write_text('\n{"prompt": "a"}\n\n\n{"prompt": ""}\n')
+    assert complaint(file, qwen).startswith("blank.jsonl, line 5: ")
+
+
+def test_files_with_different_columns_are_refused(tmp_path: Path, qwen: Path) -> None:
+    first = jsonl(tmp_path / "a.jsonl", [{"prompt": "1", "answer": "1"}])
+    second = jsonl(tmp_path / "b.jsonl", [{"prompt": "1", "anser": "1"}])
+    assert (
+        complaint([first, second], qwen) == "b.jsonl: has no column 'answer', which a.jsonl has; did you mean 'anser'?"
+    )
+    jsonl(second, [{"prompt": "1", "answer": 1}])
+    assert complaint([first, second], qwen) == "b.jsonl: column 'answer' is int64, but string in a.jsonl"
+
+
+def test_damaged_csv_is_named_with_its_row_and_line(tmp_path: Path, qwen: Path) -> None:
+    file = tmp_path / "c.csv"
+
+    def said(text: bytes) -> str:
+        file.write_bytes(text)
+        return complaint(file, qwen)
+
+    assert said(b'prompt,answer\n"2 +\n2",4\n3, or 4,5\n') == (
+        "c.csv, row 2 (it ends on line 4): 3 fields, but the header has 2 (prompt, answer); "
+        'quote a field that holds a comma: ["3", " or 4", "5"]'
+    )
+    assert said(b"prompt,answer\n2,4\n\xff,5\n").startswith("c.csv, line 3: not UTF-8")
+    assert said(b"prompt,prompt\n2,4\n") == "c.csv: the header has 'prompt' twice (prompt, prompt)"
+    assert said(b"prompt;answer\n2;4\n") == "c.csv: the header is 'prompt;answer'; fields are parted by ',', not by ';'"
+    assert said(b"promt,answer\n2,4\n").startswith("c.csv: no known format has these columns: found 'promt' (text)")
+    assert said(b"prompt,answer\n") == "c.csv: the file has no rows"
+    assert said(b"prompt,answer\n2,4\n ,5\n") == "c.csv, row 2: 'prompt' is \" \"; every row needs text there"

@@ -1,0 +1,71 @@
+"""What was understood of a data set: a record, and the text that a run prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tiny_tokenizers import BLUE, USER, jsonl, text_of
+
+from weft.dataflow.prompts.prompts import Prompts
+from weft.dataflow.prompts.settings import ReadArguments, ReadSettings
+from weft.dataflow.prompts.understanding import Example, Lengths
+
+
+def test_columns_roles_lengths_and_what_is_left_out_are_said(tmp_path: Path, qwen: Path) -> None:
+    rows = [{"question": "2 + 2?" * (1 + k // 4), "answer": f"so\n#### {k}", "level": k} for k in range(5)]
+    file = jsonl(tmp_path / "sums.jsonl", rows)
+    prompts = Prompts.read(file, qwen, max_prompt_tokens=53, too_long="drop", thinking=False, system="Be brief.")
+    understood = prompts.understood
+    assert understood is not None
+    short = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
+    assert understood.examples[:1] == (Example(short + "<think>\n\n</think>\n\n", None, "0"),)
+    assert len(understood.examples) == 3
+    tokens = len(prompts.table["prompt_ids"][0])
+    assert str(understood).replace(str(tmp_path), "").splitlines()[:6] == [
+        "/sums.jsonl: 5 rows, read as GSM8K or verifiers questions",
+        "  columns   question (text; prompt), answer (text; answer), level (int64)",
+        "  template  applied: the text is sent as a user's message; enable_thinking=False; system prompt 'Be brief.'",
+        "  answers   from 'answer': what follows ####, in 5 of 5 rows",
+        f"  prompts   {tokens} to {understood.prompts.longest} tokens; half up to {tokens}, "
+        f"90 % {understood.prompts.longest}, 99 % {understood.prompts.longest}",
+        "  left out  1 of 5: longer than max_prompt_tokens=53",
+    ]
+    assert "    answer '0'" in str(understood)
+    assert prompts.up_to(tokens) is prompts  # none is longer
+
+
+def test_prompts_that_the_generator_cannot_read_are_added_to_what_is_left_out(base: Path) -> None:
+    rows = [{"prompt": "1" * tokens} for tokens in (3, 5, 7, 9)]
+    prompts = Prompts.from_rows(rows, base, max_prompt_tokens=8, too_long="drop").up_to(4)
+    assert prompts.understood is not None and len(prompts) == 1
+    assert prompts.dropped == sum(prompts.understood.dropped.values()) == 3
+    assert (
+        "  left out  1 of 4: longer than max_prompt_tokens=8; "
+        "2 of 4: longer than 4 tokens, which leaves the model no room for a response"
+    ) in str(prompts.understood)
+
+
+def test_examples_are_what_the_model_sees_not_what_the_file_says(qwen: Path, llama: Path) -> None:
+    prompts = Prompts.from_rows([{"prompt": [USER], "completion": [BLUE]}], llama)
+    assert prompts.understood is not None
+    (example,) = prompts.understood.examples
+    row = prompts.table.to_pylist()[0]
+    assert example == Example(text_of(llama, row["prompt_ids"]), text_of(llama, row["response_ids"]))
+    assert prompts.understood.responses == Lengths(*[len(row["response_ids"])] * 5)
+    assert prompts.understood.roles == {"prompt": "prompt", "response": "completion"}
+    assert "  answers   none" in str(prompts.understood)
+    pair = Prompts.from_rows([{"prompt": [USER], "chosen": [BLUE], "rejected": [BLUE]}], qwen).understood
+    assert pair and pair.roles == {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
+
+
+def test_a_limit_for_the_prompts_comes_from_their_lengths(base: Path) -> None:
+    rows = [{"prompt": "1" * (k + 1)} for k in range(200)]
+    understood = Prompts.from_rows(rows, base).understood
+    assert understood is not None
+    assert understood.prompts == Lengths(1, 101, 181, 199, 200)
+    assert understood.prompts.limit() == 200 and understood.prompts.limit(multiple=1) == 199
+
+
+def test_editors_are_told_of_every_setting() -> None:
+    settings = {name: field.annotation for name, field in ReadSettings.model_fields.items()}
+    assert list(ReadArguments.__annotations__) == list(settings)

@@ -1,0 +1,49 @@
+"""The examples that train real models run on a tiny one of Qwen3's shape, in one process; their benchmark runs them under Ray."""
+
+import json
+from pathlib import Path
+
+import forked
+import pyarrow.parquet as pq
+import pytest
+from small import EXAMPLES, summary
+
+
+def tiny(example: str, root: Path, *arguments: str) -> str:
+    arguments = ("--tiny", "--backend", "local", "--root", str(root), "--name", "tiny", "--steps", "1", *arguments)
+    return forked.program(root / f"{example}.log", EXAMPLES / example, *arguments).finish()
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the first of the examples leaves its tiny model for the others."""
+    return tmp_path_factory.mktemp("tiny")
+
+
+def test_grpo_learns_from_problems_of_a_file(tmp_path: Path):
+    rows = [{"question": f"What is {a} + {a}?", "answer": f"{a} + {a} = {2 * a}\n#### {2 * a}"} for a in range(100)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = tiny("grpo_gsm8k.py", tmp_path, "--data", str(tmp_path / "train.jsonl"))
+    assert summary(said)["steps"] == 1
+    assert "what follows ####, in 100 of 100 rows" in said and "template  applied" in said, "what was understood"
+    rows = pq.read_table(tmp_path / "tiny" / "metrics.parquet").to_pylist()
+    assert rows[1]["actor/grad_norm"] > 0 and rows[1]["actor/mean_logprob_gap"] < 1e-5
+    assert 0 < rows[1]["reward/boxed"] <= 1, "the warm start has taught the form of an answer"
+    assert (tmp_path / "tiny" / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("example", ["ppo_gsm8k.py", "dpo_pairs.py"])
+def test_ppo_and_dpo_take_a_model_and_data_in_the_same_way(made: Path, example: str):
+    root = made / example
+    root.mkdir()
+    assert summary(tiny(example, root, "--prompts-per-step", "6"))["steps"] == 1
+    rows = pq.read_table(root / "tiny" / "metrics.parquet").to_pylist()
+    assert rows[1]["samples"] == 6 * (2 if example == "dpo_pairs.py" else 1)
+    assert rows[1]["actor/loss"] is not None and (root / "tiny" / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("example", ["grpo_gsm8k.py", "ppo_gsm8k.py", "dpo_pairs.py"])
+def test_a_model_and_data_are_asked_for(tmp_path: Path, example: str):
+    program = forked.program(tmp_path / "log", EXAMPLES / example, "--root", str(tmp_path))
+    with pytest.raises(AssertionError, match="give --model PATH"):
+        program.finish()

@@ -1,0 +1,189 @@
+"""Judge: a model at an OpenAI-compatible address that says how good a response is."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from functools import cached_property
+from typing import Any
+from urllib.parse import urlsplit
+
+import pydantic
+
+from ...dataflow.config import Config
+from ...dataflow.errors import UserError
+from .function import Reward
+
+QUESTION = """Grade the response to the task. Think it over briefly, and end with one line "Score: N", where N is a number \
+from {lowest:g} (useless) to {highest:g} (perfect).
+
+<task>
+{prompt}
+</task>
+<reference>
+{answer}
+</reference>
+<response>
+{response}
+</response>"""
+REPEATED = (408, 409, 425, 429, 500, 502, 503, 504)
+"""Statuses of HTTP at which a request is repeated."""
+LONGEST_PAUSE_S = 30.0
+
+
+class Judge(Config):
+    """A reward function that asks a model, and reads the last number of its reply.
+
+    >>> judge = Judge(address="http://127.0.0.1:8000/v1", model="qwen3-8b", per_second=20)
+    >>> judge.read("Sound, but wordy.\\nScore: 8/10")
+    0.8
+    """
+
+    address: str
+    """Up to `/v1`, without a key: `http://127.0.0.1:8000/v1`."""
+    model: str
+    """Name of the model there."""
+    question: str = QUESTION
+    """What is asked. `{prompt}`, `{response}`, `{answer}`, `{lowest}` and `{highest}` stand for what they say."""
+    score: str = r"(?i:score)\W{0,5}(-?\d+(?:\.\d+)?)"
+    """Regular expression whose last match has the score in its group."""
+    lowest: float = 0.0
+    highest: float = 10.0
+    """The scores between which the reward goes from 0 to 1."""
+    key_variable: str = ""
+    """Environment variable that holds the key, on the ranks too. The key itself is never stored. Empty: none is sent."""
+    temperature: float = pydantic.Field(default=0.0, ge=0)
+    max_tokens: int = pydantic.Field(default=512, ge=1)
+    """Tokens of a reply."""
+    deadline_s: float = pydantic.Field(default=60.0, gt=0)
+    """Seconds that a request may take."""
+    retries: int = pydantic.Field(default=3, ge=0)
+    """How often a request is repeated that got no reply, or one that says to come back later."""
+    concurrency: int = pydantic.Field(default=64, ge=1)
+    """Requests that may be in flight on a rank."""
+    per_second: float | None = pydantic.Field(default=None, gt=0)
+    """Requests that may begin in a second on a rank; None: no limit."""
+
+    @pydantic.model_validator(mode="after")
+    def _is_well_formed(self) -> Judge:
+        parts = urlsplit(self.address)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"address={self.address!r} must be like http://host:port/v1")
+        if parts.password or parts.username:
+            raise ValueError(
+                "address must hold no password; name the environment variable with the key: key_variable='...'"
+            )
+        if self.highest <= self.lowest:
+            raise ValueError(f"highest must be more than lowest={self.lowest:g}, not {self.highest:g}")
+        if re.compile(self.score).groups != 1:
+            raise ValueError(f"score={self.score!r} must have one group, which is the number")
+        return self
+
+    @property
+    def reward(self) -> Reward:
+        """Itself as a reward function with its limits, to be given a name or a weight: `judge.reward.model_copy(...)`."""
+        return Reward(function=self, name="judge", concurrency=self.concurrency, per_second=self.per_second)
+
+    def check(self) -> None:
+        """Find out whether the key is there.
+
+        Raises:
+            UserError: naming the variable.
+        """
+        self._headers()
+
+    async def __call__(self, response: str, prompt: str = "", answer: str = "") -> float:
+        """Ask for one response.
+
+        Raises:
+            RuntimeError: no reply, a refusal, or a reply without a score. The message has none of the key.
+        """
+        values = {"prompt": prompt, "answer": answer or "(none)", "response": response}
+        asked = _filled(self.question, values | {"lowest": f"{self.lowest:g}", "highest": f"{self.highest:g}"})
+        return self.read(await self._reply(asked))
+
+    def read(self, reply: str) -> float:
+        """The reward in a reply, 0 to 1.
+
+        Raises:
+            RuntimeError: it has no score.
+        """
+        found = re.findall(self.score, reply)
+        if not found:
+            raise RuntimeError(f"the judge {self.model} gave no score: {reply[-300:]!r}")
+        share = (float(found[-1]) - self.lowest) / (self.highest - self.lowest)
+        return min(max(share, 0.0), 1.0)
+
+    async def _reply(self, asked: str) -> str:
+        import asyncio
+
+        import httpx
+
+        request = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": asked}],
+            "temperature": self.temperature,
+            "max_tokens": self.max_tokens,
+        }
+        address = f"{self.address.rstrip('/')}/chat/completions"
+        failure = ""
+        for attempt in range(self.retries + 1):
+            pause_s = min(0.5 * 2**attempt, LONGEST_PAUSE_S)
+            try:
+                reply = await self._client.post(address, json=request, headers=self._headers(), timeout=self.deadline_s)
+            except httpx.TransportError as error:
+                failure = f"the judge at {self.address} did not answer: {type(error).__name__} {error}"
+            else:
+                if reply.status_code == 200:
+                    return _text_of(reply.json(), self.model)
+                failure = f"the judge at {self.address} answered {reply.status_code}: {reply.text[:300]!r}"
+                if reply.status_code not in REPEATED:
+                    raise RuntimeError(failure)
+                pause_s = _retry_after(reply.headers.get("retry-after"), pause_s)
+            if attempt < self.retries:
+                await asyncio.sleep(pause_s)
+        raise RuntimeError(f"{failure} ({self.retries + 1} times)")
+
+    @cached_property
+    def _client(self) -> Any:
+        import httpx
+
+        return httpx.AsyncClient(limits=httpx.Limits(max_connections=self.concurrency), follow_redirects=False)
+
+    async def aclose(self) -> None:
+        """Close its connections; it can be called again afterwards."""
+        if (client := vars(self).pop("_client", None)) is not None:
+            await client.aclose()
+
+    def _headers(self) -> dict[str, str]:
+        if not self.key_variable:
+            return {}
+        key = os.environ.get(self.key_variable)
+        if not key:
+            raise UserError(f"Judge.key_variable: the environment has no {self.key_variable}")
+        return {"Authorization": f"Bearer {key}"}
+
+    def __getstate__(self) -> dict[Any, Any]:
+        state = super().__getstate__()
+        return {**state, "__dict__": {k: v for k, v in state["__dict__"].items() if k != "_client"}}
+
+
+def _filled(question: str, values: dict[str, str]) -> str:
+    """The question with its values, in one pass: braces in a response stand for nothing."""
+    return re.sub(r"\{(\w+)(?::g)?\}", lambda m: values.get(m[1], m[0]), question)
+
+
+def _text_of(reply: Any, model: str) -> str:
+    try:
+        return str(reply["choices"][0]["message"]["content"] or "")
+    except (KeyError, IndexError, TypeError):
+        raise RuntimeError(f"the judge {model} answered in no OpenAI format: {str(reply)[:300]!r}") from None
+
+
+def _retry_after(header: str | None, otherwise_s: float) -> float:
+    try:
+        seconds = float(header or "nan")
+    except ValueError:
+        return otherwise_s
+    return min(seconds, LONGEST_PAUSE_S) if math.isfinite(seconds) and seconds >= 0 else otherwise_s

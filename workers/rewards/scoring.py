@@ -1,0 +1,245 @@
+"""Scoring: one call of a reward worker, from its samples to the score of each function for each sample.
+
+    sample:  open ──every function has answered──> done ──take──> taken
+               └───────a function has failed─────> failed
+
+- Asynchronous functions are in flight from the start; functions of a batch come next, and functions of one sample last.
+- A batch at which a function fails is tried sample by sample, so that only those at which it fails are blamed.
+"""
+
+from __future__ import annotations
+
+import time
+from bdb import BdbQuit
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ...dataflow.errors import Ended, SampleError
+from ...dataflow.metrics import Mean, Metrics
+from ..deadline import deadline
+from ..worker import Context
+from .calls import AsyncCalls
+from .function import Reward, SampleScore, name_of, results, score
+from .samples import Samples
+
+PART_S = 1.0
+"""Longest time, in seconds, that finished rewards are held back to be yielded together."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a sample that every function has scored."""
+
+    reward: float
+    scores: Sequence[SampleScore]
+    """One score from each function, in the functions' order."""
+
+    def parts(self, rewards: Sequence[Reward]) -> dict[str, float]:
+        """All numbers that make up the reward, by name; one that does not apply is left out."""
+        several = len(rewards) > 1
+        named = {r.title: s.value for r, s in zip(rewards, self.scores, strict=True) if several and s.value is not None}
+        for reward, said in zip(rewards, self.scores, strict=True):
+            named |= {f"{reward.title}/{name}" if several else name: value for name, value in said.parts.items()}
+        return named
+
+
+class Scoring:
+    """The samples of one call.
+
+    Args:
+        calls: keeps the calls of asynchronous functions.
+        deadline_s: seconds that a call of a function may take.
+    """
+
+    def __init__(
+        self,
+        rewards: Sequence[Reward],
+        samples: Samples,
+        context: Context,
+        calls: AsyncCalls,
+        deadline_s: float | None,
+    ) -> None:
+        self.failed: dict[int, Exception | SystemExit] = {}
+        """Sample -> what the first function that failed at it raised."""
+        self._rewards = rewards
+        self._samples = samples
+        self._context = context
+        self._calls = calls
+        self._deadline_s = deadline_s
+        self._scores: list[dict[int, SampleScore]] = [{} for _ in range(len(samples))]
+        self._ids: list[int] = samples.rows["sample_id"].to_pylist()
+        self._logged: dict[str, Mean] = {}
+        self._given: set[int] = set()
+        self._gave_s = time.monotonic()
+
+    def run(self) -> Iterator[dict[int, Outcome]]:
+        """Call all functions on all samples.
+
+        Yields:
+            Samples that are done since the last time, by their place; the last has all that are left.
+        """
+        if len(self._samples):
+            kinds = list(enumerate(self._rewards))
+            pending = [call for f, reward in kinds if reward.is_async for call in self._started(f, reward)]
+            for f, reward in kinds:
+                if reward.is_batch and not reward.is_async:
+                    self._call_batch(f, reward)
+            yield from self._one_by_one([(f, r) for f, r in kinds if not r.is_batch and not r.is_async])
+            yield from self._awaited(pending)
+        yield self._take()
+
+    @property
+    def logged(self) -> Metrics:
+        """Metrics that the functions logged themselves."""
+        return self._logged
+
+    # Functions of one sample, and of all
+
+    def _one_by_one(self, functions: Sequence[tuple[int, Reward]]) -> Iterator[dict[int, Outcome]]:
+        arguments = [(f, reward, reward.arguments(self._samples)) for f, reward in functions]
+        for k, sample_id in enumerate(self._ids if functions else []):
+            if self._is_due and (done := self._take()):
+                yield done
+            self._context.at(sample_id)
+            for f, reward, columns in arguments:
+                with self._blaming(k):
+                    self._put(f, k, score(reward, self._called(reward, {name: v[k] for name, v in columns.items()})))
+            self._context.at(None)
+            self._context.advance()
+
+    def _call_batch(self, f: int, reward: Reward) -> None:
+        try:
+            result = self._called(reward, reward.arguments(self._samples))
+        except (BdbQuit, Ended):
+            raise
+        except (Exception, SystemExit) as error:
+            self._call_parts(f, reward, error)
+        else:
+            self._put_all(f, reward, result)
+        self._context.advance()
+
+    def _call_parts(self, f: int, reward: Reward, error: Exception | SystemExit) -> None:
+        """Find the samples at which a function of a batch fails."""
+        if len(self._samples) == 1:
+            self._fail(0, error)
+            return
+        for k, sample_id in enumerate(self._ids):
+            self._context.at(sample_id)
+            with self._blaming(k):
+                result = self._called(reward, reward.arguments(self._samples.take(k)))
+                self._put(f, k, score(reward, results(reward, result, 1)[0]))
+            self._context.at(None)
+            self._context.advance()
+
+    def _called(self, reward: Reward, arguments: Mapping[str, Any]) -> Any:
+        limit = None if self._context.watched else self._deadline_s
+        with deadline(limit, f"reward function {reward.title}"):
+            return reward.call(arguments, self._callbacks)
+
+    # Asynchronous functions
+
+    def _started(self, f: int, reward: Reward) -> Iterator[tuple[Future[Any], int, int | None]]:
+        """Calls in flight: with the function, and the sample (None: all)."""
+        arguments = reward.arguments(self._samples)
+        if reward.is_batch:
+            yield self._in_flight(reward, arguments), f, None
+            return
+        for k in range(len(self._samples)):
+            yield self._in_flight(reward, {name: values[k] for name, values in arguments.items()}), f, k
+
+    def _in_flight(self, reward: Reward, arguments: Mapping[str, Any]) -> Future[Any]:
+        return self._calls.start(reward, lambda: reward.call(arguments, self._callbacks), self._deadline_s)
+
+    def _awaited(self, calls: Sequence[tuple[Future[Any], int, int | None]]) -> Iterator[dict[int, Outcome]]:
+        pending = {future: (f, k) for future, f, k in calls}
+        try:
+            while pending:
+                finished, _ = wait(pending, timeout=PART_S, return_when=FIRST_COMPLETED)
+                if finished or (self._deadline_s is not None and self._calls.is_alive()):
+                    self._context.advance()
+                for future in finished:
+                    f, k = pending.pop(future)
+                    self._receive(f, k, future)
+                if self._is_due and (done := self._take()):
+                    yield done
+        finally:
+            for future in pending:
+                future.cancel()
+
+    def _receive(self, f: int, k: int | None, future: Future[Any]) -> None:
+        reward = self._rewards[f]
+        if k is not None:
+            with self._blaming(k):
+                self._put(f, k, score(reward, future.result()))
+            return
+        try:
+            result = future.result()
+        except Exception as error:
+            self._fail_all(error)
+        else:
+            self._put_all(f, reward, result)
+
+    # What is known
+
+    @contextmanager
+    def _blaming(self, k: int) -> Iterator[None]:
+        """Record an exception raised inside as the failure of sample `k`, unless it ends the run."""
+        try:
+            yield
+        except (BdbQuit, Ended):  # somebody has left the debugger, or ended the run
+            raise
+        except (Exception, SystemExit) as error:
+            self._fail(k, error)
+
+    def _fail(self, k: int, error: Exception | SystemExit) -> None:
+        self.failed.setdefault(k, error)
+
+    def _fail_all(self, error: Exception) -> None:
+        for k in range(len(self._samples)):
+            self._fail(k, error)
+
+    def _put_all(self, f: int, reward: Reward, result: Any) -> None:
+        try:
+            each = results(reward, result, len(self._samples))
+        except SampleError as error:
+            self._fail_all(error)
+            return
+        for k, said in enumerate(each):
+            with self._blaming(k):
+                self._put(f, k, score(reward, said))
+
+    def _put(self, f: int, k: int, said: SampleScore) -> None:
+        self._scores[k][f] = said
+        if len(self._scores[k]) == len(self._rewards) and all(s.value is None for s in self._scores[k].values()):
+            who = f"each of the reward functions {', '.join(reward.title for reward in self._rewards)}"
+            if len(self._rewards) == 1:
+                who = f"reward function {name_of(self._rewards[0].function)}"
+            self._fail(k, SampleError(f"{who} returned None; each sample needs a finite number"))
+
+    @property
+    def _is_due(self) -> bool:
+        return time.monotonic() - self._gave_s > PART_S
+
+    def _take(self) -> dict[int, Outcome]:
+        """Samples that are done and were not taken before."""
+        done: dict[int, Outcome] = {}
+        for k, found in enumerate(self._scores):
+            if k not in self._given and k not in self.failed and len(found) == len(self._rewards):
+                each = [found[f] for f in range(len(self._rewards))]
+                total = sum(r.weight * s.value for r, s in zip(self._rewards, each, strict=True) if s.value is not None)
+                done[k] = Outcome(total, each)
+        if done:
+            self._gave_s = time.monotonic()
+        self._given |= done.keys()
+        return done
+
+    @property
+    def _callbacks(self) -> Mapping[str, Callable[..., None]]:
+        """The logging callbacks that TRL passes to reward functions."""
+        return {"log_extra": lambda name, values: None, "log_metric": self._log}
+
+    def _log(self, name: str, value: float) -> None:
+        self._logged[name] = self._logged.get(name, Mean(0.0, 0.0)) + Mean(float(value))
