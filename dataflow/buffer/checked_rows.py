@@ -103,7 +103,7 @@ class CheckedRows:
             group = row.group
             group.levels[row.level].add(row.id)
             for quorum in group.chosen:
-                if quorum.level == row.level:
+                if row.id in quorum.waiting:
                     self._cancel(row, quorum, f"late at {quorum.name}")
             for node in above:
                 if reason := _cut_off(row, node):

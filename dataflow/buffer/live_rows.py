@@ -93,7 +93,9 @@ class LiveRows:
             self.readiness.todo[i] += 1
             row.group.behind += self.wiring.behind[i]
         for i in nodes:
-            if row.group.closed >> i & 1:
+            if row.group.closed >> i & 1 and row.awaits(
+                i
+            ):  # a quorum after another one does not see what is late at the first
                 self.cancel(row, i, f"late at {self.graph.nodes[i].name}")
         self._skip_what_is_cut_off(row)
         for i in nodes:

@@ -2,11 +2,14 @@
 
 import numpy as np
 import pytest
-from ledgers import Clock, aged, claim, do, expand, first_two, generated, grpo, node, publish
+from ledgers import Clock, Drawing, aged, claim, do, expand, first_two, forgotten, generated, grpo, node, publish
 
 from weft.dataflow.buffer.leases import Published, Staleness
 from weft.dataflow.buffer.ledger import Ledger
+from weft.dataflow.buffer.readiness import Readiness
 from weft.dataflow.errors import LeaseError
+from weft.dataflow.operation import Shape
+from weft.dataflow.takes import Quorum
 
 # Quorum
 
@@ -58,6 +61,31 @@ def test_rows_that_come_when_the_quorum_is_chosen_are_late():
     assert len(ledger.live.groups) == 1 and not ledger.leases.take_given_up(), "another branch wants them"
     do(ledger, "look")
     assert len(ledger.live.groups) == 0 and ledger.live.counts()["dropped"] == 3
+
+
+def test_a_late_row_of_two_quorums_in_a_row_is_dropped_once():
+    draw = Drawing()
+    samples = draw.add(draw.add(draw.prompts, "dialogues", Shape.EXPAND), "generate", Shape.EXPAND)
+    draw.add(samples, "look", reads=("generate_c",))
+    first = draw.add(samples, "first", Shape.FILTER, reads=("generate_c",), takes=Quorum(2))
+    draw.add(draw.add(first, "second", Shape.FILTER, takes=Quorum(2)), "advantages", Shape.GROUP)
+    ledger = Ledger(draw.graph())
+    ledger.issue([0], [1], step=0)
+    lease = claim(ledger, "dialogues")
+    expand(ledger, lease, 2)
+    ledger.finish(lease)
+    lease = claim(ledger, "generate")
+    expand(ledger, lease, 2, first=2000, only=[1000])
+    do(ledger, "first")
+    do(ledger, "second")
+    expand(ledger, lease, 3, first=3000, only=[1001])
+    live = ledger.live
+    assert ledger.readiness.todo == Readiness.of(live.wiring, live.groups.values()).todo
+    assert live.dropped == {"late at first": 3}
+    for name in ("advantages", "look"):
+        do(ledger, name)
+    ledger.finish(lease)
+    assert forgotten(ledger)
 
 
 def test_a_quorum_that_is_there_gives_up_what_is_still_to_be_made_for_it_alone():

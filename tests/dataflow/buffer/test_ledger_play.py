@@ -218,8 +218,9 @@ class Play:
         else:
             self.void_files.add(file)
         for parent in held if n.makes_level is not None else ():
-            for quorum in self.model.rows[parent].group.chosen:
-                self.dropped[f"late at {quorum.name}"] += quorum.level == n.makes_level
+            chosen = [q for q in self.model.rows[parent].group.chosen if q.level == n.makes_level]
+            for quorum in chosen:
+                self.dropped[f"late at {quorum.name}"] += not any(quorum in other.downstream for other in chosen)
 
     def finish(self) -> None:
         if not self.leases:
