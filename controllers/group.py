@@ -23,7 +23,7 @@ from ..dataflow.operation import Shape
 from ..workers.dispatch import Coordinates, Dispatch, RowSizes
 from ..workers.remote import dispatch_of
 from .placement import Place
-from .tasks import Failure, FailureKind, Reply, RowTask, Task
+from .ranks.tasks import Failure, FailureKind, Reply, RowTask, Task
 
 REGISTER = "register"
 """Method of every worker: it answers where its rank stands in the mesh, when its process is up."""

@@ -21,23 +21,23 @@ from ..dataflow.buffer.log import Position
 from ..dataflow.buffer.sample_buffer import SampleBuffer
 from ..dataflow.buffer.samples import FOLDER as SAMPLES
 from ..dataflow.errors import NoSignalError, StalledError
-from .admission import Admission
-from .calls import Calls, CallTimes
-from .closing import Closing
-from .device_turns import offload_shared
-from .dispatcher import Dispatcher
 from .graph_run import GraphRuns
 from .group import Call, WorkerGroup
-from .recording import Recording
+from .loop.admission import Admission
+from .loop.calls import Calls, CallTimes
+from .loop.closing import Closing
+from .loop.device_turns import offload_shared
+from .loop.dispatcher import Dispatcher
+from .loop.recording import Recording
+from .loop.replies import Remedies, Replies
+from .loop.run_parts import RunParts
 from .recovery.checkpoints import CheckpointFolder, has_state
 from .recovery.failures import Failures
 from .recovery.resume import ResumePoint
 from .recovery.run_state import RunState
 from .recovery.saving import ASK_S, Saving
-from .replies import Remedies, Replies
 from .request import CallRequest
 from .run_directory import RunDirectory
-from .run_parts import RunParts
 from .run_spec import RunHistory, RunSpec
 from .schedule import Asynchronous
 from .signals import asked_to_end

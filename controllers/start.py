@@ -17,9 +17,9 @@ from ..dataflow.node import SOURCE
 from .backends.backend import Files, Setup, this_node
 from .cursor import CURSOR, Cursor, positions
 from .graph_run import TRAIN, EvaluationRun, GraphRuns, TrainingRun
-from .recording import with_recording
+from .loop.recording import with_recording
+from .ranks.row_io import num_tokens
 from .recovery.resume import ResumePoint, open_buffer
-from .row_io import num_tokens
 from .run import Run
 from .run_directory import RunDirectory
 from .run_spec import RunHistory, RunSpec

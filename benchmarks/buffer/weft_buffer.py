@@ -40,7 +40,7 @@ from rows import (
 from turns import Turns
 from weft_nodes import NODE, PROCESSES, Reply, block, get, queue, serve, streaming
 
-from weft.controllers.tasks import RowTask
+from weft.controllers.ranks.tasks import RowTask
 from weft.dataflow.buffer.leases import Lease, Published
 from weft.dataflow.buffer.pieces import find_pieces
 from weft.dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer

@@ -26,8 +26,8 @@ import pyarrow as pa
 import weft
 from weft.controllers.backends.backend import Event
 from weft.controllers.group import Call
+from weft.controllers.ranks.tasks import Task
 from weft.controllers.simulation.costs import CostModel, Generation, LinearCost, LogNormal
-from weft.controllers.tasks import Task
 from weft.dataflow.metrics import Metrics
 from weft.dataflow.takes import TrainingBatch
 from weft.workers.remote import remote

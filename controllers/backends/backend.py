@@ -16,8 +16,8 @@ from ...dataflow.handle import Handle
 from ...dataflow.node import ParameterEdge
 from ..group import Call, WorkerGroup
 from ..placement import Place
-from ..row_io import DataAccess
-from ..tasks import Reply
+from ..ranks.row_io import DataAccess
+from ..ranks.tasks import Reply
 
 START_TIMEOUT_S = 300.0
 """Longest wait for workers to be up: vLLM's imports and a large model's loading are in it."""

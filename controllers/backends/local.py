@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
 from ...workers.worker import Context, Worker
-from ..executor import Executor
 from ..group import Call, WorkerGroup
 from ..placement import Place
-from ..row_io import DataAccess
-from ..tasks import Task
+from ..ranks.executor import Executor
+from ..ranks.row_io import DataAccess
+from ..ranks.tasks import Task
 from .backend import Event, Setup, this_node
 
 

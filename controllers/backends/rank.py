@@ -13,9 +13,9 @@ from ...dataflow.buffer.disk import make_folder
 from ...dataflow.handle import Handle
 from ...workers.dispatch import Coordinates
 from ...workers.worker import Context
-from ..executor_thread import Activity, ExecutorThread
 from ..placement import Place
-from ..tasks import Failure, Reply, Task
+from ..ranks.executor_thread import Activity, ExecutorThread
+from ..ranks.tasks import Failure, Reply, Task
 from .backend import Files
 from .network_interface import network_environment
 from .pools import ReservedPool

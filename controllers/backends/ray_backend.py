@@ -20,7 +20,7 @@ from ...workers.dispatch import Coordinates
 from ...workers.worker import Context
 from ..group import Call, WorkerGroup
 from ..placement import Place
-from ..tasks import Failure, FailureKind, Reply, Task
+from ..ranks.tasks import Failure, FailureKind, Reply, Task
 from .backend import START_TIMEOUT_S, Event, Setup, this_node
 from .out_of_memory import kills, why_ended
 from .pools import Reservations

@@ -18,8 +18,8 @@ from ...dataflow.errors import DeadlineError, UserError, WorkerError
 from ...workers.worker import MAX_FAILED
 from ..backends.backend import START_TIMEOUT_S, Backend, Event
 from ..group import REGISTER, Call, WorkerGroup, publishes_as_it_goes
+from ..ranks.tasks import Failure, FailureKind
 from ..request import CallRequest
-from ..tasks import Failure, FailureKind
 from ..telling.progress import Progress
 from ..weight_sync import WeightSync
 from .full_disk import FullDisk

@@ -23,8 +23,8 @@ from ...dataflow.buffer.log import Position
 from ...dataflow.errors import DeadlineError, RunError
 from ..backends.backend import Event
 from ..group import Call, WorkerGroup
+from ..ranks.tasks import FailureKind
 from ..request import CallRequest
-from ..tasks import FailureKind
 from .checkpoints import CheckpointConfig, CheckpointFolder, Values
 from .run_state import RunState
 

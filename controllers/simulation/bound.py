@@ -15,7 +15,7 @@ from ...dataflow.node import SOURCE
 from ..cursor import positions
 from ..own_groups import FUNCTIONS
 from ..placement import Placement, resolve
-from ..row_io import num_tokens
+from ..ranks.row_io import num_tokens
 from .costs import CostModel, Generation, LinearCost
 from .draws import draw_key
 

@@ -16,9 +16,9 @@ from ...dataflow.buffer.leases import Published
 from ...dataflow.buffer.segments import Segment
 from ...dataflow.column import RESPONSE_VERSIONS
 from ...dataflow.metrics import Mean, Metrics, Sum
-from ..call_order import CallOrder
 from ..group import Call
-from ..tasks import Reply, RowTask, Task
+from ..ranks.call_order import CallOrder
+from ..ranks.tasks import Reply, RowTask, Task
 from .costs import Generation
 
 BYTES_PER_TOKEN = 12

@@ -30,7 +30,7 @@ from ...workers.dispatch import Coordinates
 from ..backends.backend import Event, Setup
 from ..group import Call, WorkerGroup
 from ..placement import Place
-from ..tasks import Reply, Task
+from ..ranks.tasks import Reply, Task
 from .costs import CostModel, Generation, LinearCost
 from .draws import Draws
 from .replica import Generating, Replica, Work

@@ -12,8 +12,8 @@ from toy_runs import drive, handles, training
 
 from weft.controllers.backends.local import Local
 from weft.controllers.group import Call
+from weft.controllers.ranks.tasks import Task
 from weft.controllers.schedule import Share, Synchronous
-from weft.controllers.tasks import Task
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import DeadlineError, StalledError, UserError, WorkerError
 from weft.dataflow.operation import Shape, node

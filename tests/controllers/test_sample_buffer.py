@@ -15,9 +15,9 @@ from toy import ToyActor, ToyReward, ToyRollout, centred, prompts, toy_dapo, toy
 import weft
 from weft.algorithms.filters import first_of_group
 from weft.controllers.driver import Driver
-from weft.controllers.row_io import gather
+from weft.controllers.ranks.row_io import gather
+from weft.controllers.ranks.tasks import RowTask
 from weft.controllers.schedule import Synchronous
-from weft.controllers.tasks import RowTask
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.folder import LOG
 from weft.dataflow.buffer.log import LogReader

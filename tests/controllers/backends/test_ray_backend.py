@@ -31,8 +31,8 @@ from weft.controllers.backends.ray_backend import RayBackend
 from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.group import Call
 from weft.controllers.placement import Place, ResourcePool
+from weft.controllers.ranks.tasks import RowTask, Task
 from weft.controllers.schedule import Synchronous
-from weft.controllers.tasks import RowTask, Task
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.samples import recorded as recorded_parts
 from weft.dataflow.errors import WorkerError

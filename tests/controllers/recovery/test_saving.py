@@ -13,12 +13,12 @@ from worker_groups import Asked, answer
 
 from weft.controllers.backends.backend import Event
 from weft.controllers.placement import ResourcePool
+from weft.controllers.ranks.tasks import Failure, FailureKind, Reply
 from weft.controllers.recovery.checkpoints import CheckpointConfig, CheckpointFolder, Values, complete_checkpoints
 from weft.controllers.recovery.run_state import RunState
 from weft.controllers.recovery.saving import ASK_S, Phase, Progressed, Saving
 from weft.controllers.request import CallRequest
 from weft.controllers.run_directory import RunDirectory
-from weft.controllers.tasks import Failure, FailureKind, Reply
 from weft.dataflow.buffer.log import Position
 from weft.dataflow.errors import DeadlineError, RunError, TakenOverError
 

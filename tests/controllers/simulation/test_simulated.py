@@ -19,11 +19,11 @@ from weft.controllers.backends.local import Local
 from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.group import Call
 from weft.controllers.placement import Place, ResourcePool
+from weft.controllers.ranks.tasks import Failure, FailureKind, Reply, Task
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous
 from weft.controllers.simulation.bound import bound
 from weft.controllers.simulation.costs import CostModel, FixedLengths, Generation, LinearCost, LogNormal
 from weft.controllers.simulation.simulated import Simulated
-from weft.controllers.tasks import Failure, FailureKind, Reply, Task
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.folder import LOG
 from weft.dataflow.buffer.log import LogReader

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..dataflow.buffer.sample_buffer import SampleBuffer
+from ...dataflow.buffer.sample_buffer import SampleBuffer
+from ..graph_run import GraphRuns, TrainingRun
+from ..group import WorkerGroup
+from ..schedule import Training
+from ..weight_sync import WeightSync
 from .calls import Calls
-from .graph_run import GraphRuns, TrainingRun
-from .group import WorkerGroup
 from .recording import Recording
-from .schedule import Training
-from .weight_sync import WeightSync
 
 
 @dataclass(frozen=True)

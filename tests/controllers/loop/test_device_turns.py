@@ -2,8 +2,8 @@
 
 from worker_groups import Asked
 
-from weft.controllers.device_turns import DeviceTurns, offload_shared
 from weft.controllers.group import Call
+from weft.controllers.loop.device_turns import DeviceTurns, offload_shared
 from weft.controllers.placement import ResourcePool
 from weft.controllers.request import CallRequest
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..dataflow.node import Node
-from ..dataflow.operation import Shape
-from .graph_run import GraphRun
-from .group import UnderWay
+from ...dataflow.node import Node
+from ...dataflow.operation import Shape
+from ..graph_run import GraphRun
+from ..group import UnderWay
 
 MAX_WAIT_S = 0.25
 """Longest time for which rows wait for others, by the run's clock."""

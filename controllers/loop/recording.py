@@ -13,9 +13,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ..dataflow.buffer.leases import Lease
-from ..dataflow.buffer.samples import sample_file_name
-from ..dataflow.column import (
+from ...dataflow.buffer.leases import Lease
+from ...dataflow.buffer.samples import sample_file_name
+from ...dataflow.column import (
     ADVANTAGES,
     ANSWER,
     CHOSEN_IDS,
@@ -30,14 +30,14 @@ from ..dataflow.column import (
     REWARD,
     is_of_reward,
 )
-from ..dataflow.graph import Graph
-from ..dataflow.node import Node
-from ..dataflow.operation import declaration_of
-from ..workers.recorder import RecorderWorker
-from .graph_run import EvaluationRun, GraphRun
-from .group import Call, WorkerGroup
-from .own_groups import RECORDER
-from .request import CallRequest, NodeRequest
+from ...dataflow.graph import Graph
+from ...dataflow.node import Node
+from ...dataflow.operation import declaration_of
+from ...workers.recorder import RecorderWorker
+from ..graph_run import EvaluationRun, GraphRun
+from ..group import Call, WorkerGroup
+from ..own_groups import RECORDER
+from ..request import CallRequest, NodeRequest
 
 MAX_BEHIND = 2
 """Steps that recording may be behind training before updates wait for it."""

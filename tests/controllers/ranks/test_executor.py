@@ -10,8 +10,8 @@ import numpy as np
 from toy import ToyConfig
 
 from weft.controllers.backends.backend import Files
-from weft.controllers.executor import KEEPALIVE_S, Executor
-from weft.controllers.tasks import FailureKind, Reply, RowTask, Task
+from weft.controllers.ranks.executor import KEEPALIVE_S, Executor
+from weft.controllers.ranks.tasks import FailureKind, Reply, RowTask, Task
 from weft.dataflow.batch import Batch
 from weft.dataflow.operation import Shape, declaration_of
 from weft.workers.dispatch import Dispatch

@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..dataflow.buffer.disk import is_full
-from ..dataflow.errors import Ended, UserError
-from ..workers.worker import Worker
+from ...dataflow.buffer.disk import is_full
+from ...dataflow.errors import Ended, UserError
+from ...workers.worker import Worker
 from . import row_io
 from .call_order import CallOrder
 from .row_io import DataAccess, Publisher, gather

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from .group import Call, WorkerGroup
-from .request import CallRequest
+from ..group import Call, WorkerGroup
+from ..request import CallRequest
 
 
 @dataclass

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..dataflow.buffer.sample_buffer import SampleBuffer
-from .backends.backend import Backend, Event
+from ...dataflow.buffer.sample_buffer import SampleBuffer
+from ..backends.backend import Backend, Event
+from ..graph_run import GraphRuns
+from ..group import UnderWay
+from ..ranks.tasks import FailureKind
+from ..recovery.failures import Failures
+from ..recovery.full_disk import FullDisk
+from ..recovery.saving import Saving
+from ..request import CallRequest
 from .calls import Calls
-from .graph_run import GraphRuns
-from .group import UnderWay
-from .recovery.failures import Failures
-from .recovery.full_disk import FullDisk
-from .recovery.saving import Saving
-from .request import CallRequest
-from .tasks import FailureKind
 
 
 class Remedies:

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from ..dataflow.buffer.leases import Published
-from ..dataflow.buffer.pieces import Piece
-from ..dataflow.buffer.segments import Segment
-from ..dataflow.metrics import Metrics
-from ..dataflow.operation import Operation
+from ...dataflow.buffer.leases import Published
+from ...dataflow.buffer.pieces import Piece
+from ...dataflow.buffer.segments import Segment
+from ...dataflow.metrics import Metrics
+from ...dataflow.operation import Operation
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from ..dataflow.batch import Batch
-from ..dataflow.buffer.disk import MAX_PAUSE_S, PAUSE_S, is_full
-from ..dataflow.buffer.leases import Published
-from ..dataflow.buffer.rows import MAX_CHILDREN
-from ..dataflow.buffer.segment_writer import SegmentWriter
-from ..dataflow.buffer.segments import SegmentReader
-from ..dataflow.column import (
+from ...dataflow.batch import Batch
+from ...dataflow.buffer.disk import MAX_PAUSE_S, PAUSE_S, is_full
+from ...dataflow.buffer.leases import Published
+from ...dataflow.buffer.rows import MAX_CHILDREN
+from ...dataflow.buffer.segment_writer import SegmentWriter
+from ...dataflow.buffer.segments import SegmentReader
+from ...dataflow.column import (
     CHOSEN_IDS,
     DRAW_PATH,
     GROUP_ID,
@@ -30,10 +30,10 @@ from ..dataflow.column import (
     RESPONSE_VERSIONS,
     SAMPLE_ID,
 )
-from ..dataflow.errors import UserError
-from ..dataflow.metrics import Metric, Metrics
-from ..dataflow.operation import Shape
-from ..workers.children import Children
+from ...dataflow.errors import UserError
+from ...dataflow.metrics import Metric, Metrics
+from ...dataflow.operation import Shape
+from ...workers.children import Children
 from .tasks import Reply, RowTask, Task
 
 TOKEN_COLUMNS = (PROMPT_IDS, RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)

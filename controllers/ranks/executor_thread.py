@@ -8,7 +8,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 
-from ..workers.worker import Worker
+from ...workers.worker import Worker
 from .executor import Executor, failure_of
 from .row_io import DataAccess
 from .tasks import Failure, Reply, Task

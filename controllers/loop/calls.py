@@ -13,12 +13,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from ..graph_run import TrainingRun
+from ..group import Call, UnderWay, WorkerGroup
+from ..recovery.failures import Failures
+from ..request import CallRequest, NodeRequest, Then
+from ..run_directory import RunDirectory
 from .device_turns import DeviceTurns
-from .graph_run import TrainingRun
-from .group import Call, UnderWay, WorkerGroup
-from .recovery.failures import Failures
-from .request import CallRequest, NodeRequest, Then
-from .run_directory import RunDirectory
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..dataflow.buffer.run_tables import METRICS, PARQUET
-from ..dataflow.buffer.samples import FOLDER as SAMPLES
-from .graph_run import EvaluationRun
-from .recovery.checkpoints import FOLDER, complete_checkpoints
-from .recovery.saving import Saving
-from .run_directory import RunDirectory
+from ...dataflow.buffer.run_tables import METRICS, PARQUET
+from ...dataflow.buffer.samples import FOLDER as SAMPLES
+from ..graph_run import EvaluationRun
+from ..recovery.checkpoints import FOLDER, complete_checkpoints
+from ..recovery.saving import Saving
+from ..run_directory import RunDirectory
+from ..run_spec import RunHistory, RunSpec
+from ..symptoms import LAST_JUDGED
+from ..telling.records import Ending, ending_of
 from .run_parts import RunParts
-from .run_spec import RunHistory, RunSpec
-from .symptoms import LAST_JUDGED
-from .telling.records import Ending, ending_of
 
 
 class Closing:

@@ -14,17 +14,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..dataflow.buffer.leases import Staleness
-from ..dataflow.column import RESPONSE_VERSIONS
-from ..dataflow.errors import StalenessError
-from ..dataflow.node import Node
+from ...dataflow.buffer.leases import Staleness
+from ...dataflow.column import RESPONSE_VERSIONS
+from ...dataflow.errors import StalenessError
+from ...dataflow.node import Node
+from ..graph_run import EvaluationRun, GraphRun
+from ..group import Call, WorkerGroup, publishes_as_it_goes
+from ..own_groups import RECORDER, group_of
+from ..request import CallRequest, NodeRequest
+from ..schedule import OnePass, Share
 from .gathering import Gathering, gathers
-from .graph_run import EvaluationRun, GraphRun
-from .group import Call, WorkerGroup, publishes_as_it_goes
-from .own_groups import RECORDER, group_of
-from .request import CallRequest, NodeRequest
 from .run_parts import RunParts
-from .schedule import OnePass, Share
 
 
 class Dispatcher:

@@ -16,8 +16,8 @@ from simulated_runs import KNOWN, apart, calls, costs, run, times
 from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
 
 from weft.controllers.driver import Driver
+from weft.controllers.loop.recording import MAX_BEHIND, with_recording
 from weft.controllers.placement import Place, ResourcePool
-from weft.controllers.recording import MAX_BEHIND, with_recording
 from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.controllers.schedule import Asynchronous, Synchronous, Training
 from weft.controllers.simulation.costs import CostModel, LinearCost

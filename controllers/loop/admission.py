@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..dataflow.buffer.capacity import Capacity
-from ..dataflow.column import RESPONSE_VERSIONS
-from ..dataflow.errors import NoSignalError, StalledError
+from ...dataflow.buffer.capacity import Capacity
+from ...dataflow.column import RESPONSE_VERSIONS
+from ...dataflow.errors import NoSignalError, StalledError
+from ..symptoms import FIRST_WITHOUT_SIGNAL, all_filtered
 from .run_parts import RunParts
-from .symptoms import FIRST_WITHOUT_SIGNAL, all_filtered
 
 
 class Admission:
