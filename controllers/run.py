@@ -33,6 +33,7 @@ from .loop.replies import Remedies, Replies
 from .loop.run_parts import RunParts
 from .recovery.checkpoints import CheckpointFolder, has_state
 from .recovery.failures import Failures
+from .recovery.lost_nodes import LostNodes
 from .recovery.resume import ResumePoint
 from .recovery.run_state import RunState
 from .recovery.saving import ASK_S, Saving
@@ -88,7 +89,8 @@ class Run:
         recording = Recording(spec.record_every, schedule.prompts_per_step, samples, lease_s, told)
         times = CallTimes(directory, graph_runs.train, self._backend.clock, self._started)
         calls = Calls(groups, failures, times, self._commit)
-        remedies = Remedies(failures, self._saving, self._disk)
+        lost_nodes = LostNodes(self._backend, buffer, groups, failures, history.progress)
+        remedies = Remedies(self._backend, failures, lost_nodes, self._saving, self._disk)
         self._replies = Replies(self._backend, buffer, graph_runs, calls, remedies)
         self._weights, self._calls = weights, calls
         parts = RunParts(schedule, buffer, groups, graph_runs, weights, recording, calls)

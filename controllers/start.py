@@ -58,7 +58,7 @@ def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: Re
         buffer.store.delete_remote = backend.delete
         files = Files(buffer.folder / "segments", config.file_bytes, config.memory_bytes, directory.starts)
         groups = backend.start(Setup(spec.handles, spec.placement, directory.path, spec.seed, files, spec.follows))
-        for graph, group in buffer.drop_unreachable(backend.nodes):
+        for graph, group in buffer.drop_unreachable(backend.nodes, live=False):
             progress.say(f"group {group} of graph {graph!r} is issued again: the node that it lay on is gone")
         graph_runs = _graph_runs(spec, history, graphs, buffer, files, point)
         run = Run(spec, history, directory, point, buffer, groups, graph_runs)

@@ -175,8 +175,12 @@ class Backend(Protocol):
         """Names of the nodes on which segments can be read."""
         ...
 
-    def has_lost_node(self) -> bool:
-        """Whether one of them is gone, with its processes and rows."""
+    def lost_nodes(self) -> Collection[str]:
+        """Names of the nodes that are gone, with their processes and rows."""
+        ...
+
+    def node_of(self, group: WorkerGroup, rank: int) -> str:
+        """Name of the node on which a rank stands, or stood until its process ended."""
         ...
 
     def replace(self, group: WorkerGroup, rank: int) -> None:

@@ -75,8 +75,11 @@ class Local:
     def nodes(self) -> Collection[str]:
         return (this_node(),)
 
-    def has_lost_node(self) -> bool:
-        return False
+    def lost_nodes(self) -> Collection[str]:
+        return ()
+
+    def node_of(self, group: WorkerGroup, rank: int) -> str:
+        return this_node()
 
     def replace(self, group: WorkerGroup, rank: int) -> None:
         raise RuntimeError(f"{group.name}[{rank}] has no process that could end")

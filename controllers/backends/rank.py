@@ -45,6 +45,18 @@ class RankFiles:
     """The other nodes, if they are known already."""
 
 
+@dataclass(frozen=True)
+class Standing:
+    """Where a rank stands."""
+
+    at: Coordinates | Failure
+    """In the mesh of its group; or why it could not start."""
+    node: str
+    """Name of its node in references."""
+    node_id: str
+    """Ray's id of the node."""
+
+
 class Rank:
     """One rank of a group in a process of its own, with its log in the run directory.
 
@@ -63,17 +75,18 @@ class Rank:
             _log_to(context.run_dir / "logs" / f"{context.name}_{context.rank}.log")
             self._note = SampleNote(SampleNote.path(context.run_dir, context.name, context.rank))
             context = replace(context, at=self._note)
-        self._node = files.node_names[ray.get_runtime_context().get_node_id()]
+        self._node_id: str = ray.get_runtime_context().get_node_id()
+        self._node = files.node_names.get(self._node_id) or f"node-{self._node_id}"  # it joined the cluster just now
         again = f"-again{files.replaced}" if files.replaced else ""
         self._data = files.files.access(self._node, f"{context.name}-{context.rank}{again}")
         if files.peers is not None:
             self.connect(files.peers)
         self._thread = ExecutorThread(lambda: worker_class(config, context), self._data, activity)
 
-    def standing(self) -> tuple[Coordinates | Failure, str]:
-        """Where it stands in the mesh of its group (or why it could not start), and the name of its node; waits until it is up."""
+    def standing(self) -> Standing:
+        """Where it stands; waits until it is up."""
         worker = self._thread.worker()
-        return worker if isinstance(worker, Failure) else worker.coordinates, self._node
+        return Standing(worker if isinstance(worker, Failure) else worker.coordinates, self._node, self._node_id)
 
     def connect(self, peers: Peers) -> None:
         """Tell it where the servers of the other nodes are."""

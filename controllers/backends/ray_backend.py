@@ -18,13 +18,13 @@ from ...dataflow.arguments import names_arguments
 from ...dataflow.errors import UserError, WorkerError
 from ...workers.dispatch import Coordinates
 from ...workers.worker import Context
-from ..group import Call, WorkerGroup
+from ..group import REGISTER, Call, WorkerGroup
 from ..placement import Place
 from ..ranks.tasks import Failure, FailureKind, Reply, Task
 from .backend import START_TIMEOUT_S, Event, Setup, this_node
 from .out_of_memory import kills, why_ended
 from .pools import Reservations
-from .rank import CONTROL, RankFiles, start_rank
+from .rank import CONTROL, RankFiles, Standing, start_rank
 from .ray_cluster import RayCluster
 from .sample_note import SampleNote
 from .segment_servers import SegmentServers, node_names
@@ -42,6 +42,8 @@ class _Process:
     actor: Any
     replaced: int
     """How often another took the rank's place."""
+    standing: Any
+    """Promise of where it stands."""
 
 
 @names_arguments
@@ -56,8 +58,12 @@ class RayBackend:
         self._is_open = False
         self._node_names: Mapping[str, str] = {}
         """Ray's id -> name in references, of all nodes of the cluster."""
-        self._used_nodes: Mapping[str, str] = {}
-        """The same of those that ranks stand on, and the driver's."""
+        self._used_nodes: dict[str, str] = {}
+        """The same of those that ranks stand on, or stood on, and the driver's."""
+        self._lost_nodes: set[str] = set()
+        """The names of those among them that are gone."""
+        self._stands_on: dict[tuple[str, int], str] = {}
+        """(group, rank) -> name of its node."""
         self._pools = Reservations()
         self._servers = SegmentServers()
         self._processes: dict[tuple[str, int], _Process] = {}
@@ -89,18 +95,28 @@ class RayBackend:
         starting = {self._start_rank(name, r): f"{name}[{r}]" for name, of_group in ranks.items() for r in of_group}
         meshes, nodes = self._wait_until_up(starting)
         _check_weights_stay(setup, nodes)
+        self._stands_on = {(name, r): nodes[f"{name}[{r}]"] for name, of_group in ranks.items() for r in of_group}
         used = {this_node(), *nodes.values()}
         self._used_nodes = {id: name for id, name in self._node_names.items() if name in used}
-        if len(used) > 1:
-            peers = self._servers.start(setup.files.folder, self._used_nodes)
-            told = [process.actor.connect.remote(peers) for process in self._processes.values()]
-            ray.get(told, timeout=START_TIMEOUT_S)
+        self._lost_nodes = set()
+        self._connect_nodes()
         return {
             name: WorkerGroup(
                 name, handle, setup.placement[name], [meshes[f"{name}[{r}]"] for r in ranks[name]], self._submit
             )
             for name, handle in setup.handles.items()
         }
+
+    def _connect_nodes(self) -> None:
+        """Have every node that is used serve its segments, and tell all ranks where, if there are several."""
+        import ray
+
+        nodes = {id: name for id, name in self._used_nodes.items() if name not in self._lost_nodes}
+        if self._setup is None or (len(nodes) == 1 and self._servers.peers is None):
+            return
+        peers = self._servers.start(self._setup.files.folder, nodes)
+        up = [p for at, p in self._processes.items() if self._stands_on.get(at) in nodes.values()]
+        ray.wait([p.actor.connect.remote(peers) for p in up], num_returns=len(up), timeout=START_TIMEOUT_S)
 
     def _start_rank(self, name: str, rank: int, replaced: int = 0) -> Any:
         """Start a process; returns the promise of where it stands."""
@@ -112,8 +128,9 @@ class RayBackend:
         context = Context(name, rank, place.ranks, rendezvous, setup.run_dir, setup.seed, watched=True)
         files = RankFiles(setup.files, self._node_names, replaced, self._servers.peers)
         actor = start_rank(setup.handles[name], place, context, self._pools[place.pool.name], sharing, files)
-        self._processes[name, rank] = _Process(actor, replaced)
-        return actor.standing.remote()
+        standing = actor.standing.remote()
+        self._processes[name, rank] = _Process(actor, replaced, standing)
+        return standing
 
     def _rendezvous(self, setup: Setup, name: str) -> str:
         """Where the ranks of a group meet: a file on the node of its pool; no port is opened for it."""
@@ -141,9 +158,10 @@ class RayBackend:
             for promise in ready:
                 who = starting[promise]
                 try:
-                    standing, nodes[who] = ray.get(promise, timeout=START_TIMEOUT_S)
+                    stands: Standing = ray.get(promise, timeout=START_TIMEOUT_S)
                 except RayError as error:
                     raise WorkerError(self._died(who, error)) from None
+                standing, nodes[who] = stands.at, stands.node
                 if isinstance(standing, Failure):
                     if standing.kind is FailureKind.USER_ERROR:
                         raise UserError(f"worker {who}: {standing.message}")
@@ -160,21 +178,38 @@ class RayBackend:
             del self._streams[stream]
         process = self._processes[group.name, rank]
         ray.kill(process.actor)  # it may hang, or have lost its connection alone
+        here = ray.get_runtime_context().get_node_id()
+        self._node_names = node_names(ray.nodes(), here, self._node_names)
         self._start_rank(group.name, rank, process.replaced + 1)
+
+    def _is_up(self, name: str, rank: int) -> None:
+        """A process that replaced another is up, perhaps on another node."""
+        import ray
+
+        standing: Standing = ray.get(self._processes[name, rank].standing, timeout=START_TIMEOUT_S)
+        self._stands_on[name, rank] = standing.node
+        if standing.node_id not in self._used_nodes:
+            self._used_nodes[standing.node_id] = standing.node
+            self._connect_nodes()
 
     def sample_at(self, group: WorkerGroup, rank: int) -> int | None:
         return SampleNote.read(SampleNote.path(self._run_dir, group.name, rank))
 
     @property
     def nodes(self) -> Collection[str]:
-        return self._used_nodes.values()
+        return [name for name in self._used_nodes.values() if name not in self._lost_nodes]
 
-    def has_lost_node(self) -> bool:
-        if len(self._used_nodes) == 1:
-            return False  # it is the driver's own
-        import ray
+    def lost_nodes(self) -> Collection[str]:
+        if len(self._used_nodes) > 1:  # else it is the driver's own
+            import ray
 
-        return not all(n["Alive"] and _listens(n) for n in ray.nodes() if n["NodeID"] in self._used_nodes)
+            used = [n for n in ray.nodes() if n["NodeID"] in self._used_nodes]
+            gone = [n["NodeID"] for n in used if not (n["Alive"] and _listens(n))]
+            self._lost_nodes |= {self._used_nodes[id] for id in gone}
+        return self._lost_nodes
+
+    def node_of(self, group: WorkerGroup, rank: int) -> str:
+        return self._stands_on[group.name, rank]
 
     def delete(self, node: str, file: str) -> None:
         self._servers.delete(node, file)
@@ -216,6 +251,8 @@ class RayBackend:
                 reply = Reply(failure=Failure(message, kind=FailureKind.DIED))
             if reply.is_last:
                 del self._streams[stream]
+                if call.method == REGISTER and reply.failure is None:
+                    self._is_up(call.group.name, rank)
             events.append(Event(call, rank, reply))
         return events
 

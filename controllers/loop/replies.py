@@ -12,16 +12,22 @@ from ..group import UnderWay
 from ..ranks.tasks import FailureKind
 from ..recovery.failures import Failures
 from ..recovery.full_disk import FullDisk
+from ..recovery.lost_nodes import LostNodes
 from ..recovery.saving import Saving
 from ..request import CallRequest
 from .calls import Calls
 
 
 class Remedies:
-    """Handles ranks that fail or fall silent: a checkpoint is given up, a full disk pauses the run, or the work is repeated."""
+    """Handles ranks that fail or fall silent: a checkpoint is given up, a full disk pauses the run, nodes that are gone are done without,
+    or the work is repeated."""
 
-    def __init__(self, failures: Failures, saving: Saving, disk: FullDisk) -> None:
+    def __init__(
+        self, backend: Backend, failures: Failures, lost_nodes: LostNodes, saving: Saving, disk: FullDisk
+    ) -> None:
+        self._backend = backend
         self._failures = failures
+        self._lost_nodes = lost_nodes
         self._saving = saving
         self._disk = disk
 
@@ -36,11 +42,12 @@ class Remedies:
                 self._disk.say(f"{event.call.describe(event.rank)}: {event.reply.paused}")
         return self._failures.listen(events, under_way)
 
-    def remedy(self, event: Event, *, void: bool) -> Sequence[CallRequest] | None:
+    def remedy(self, event: Event, under_way: UnderWay, *, void: bool) -> Sequence[CallRequest] | None:
         """See to a rank that failed.
 
         Args:
             event: a reply with a failure.
+            under_way: all calls of the run.
             void: the rows of the call belong to another lease by now.
 
         Returns:
@@ -51,12 +58,24 @@ class Remedies:
         failure = event.reply.failure
         if void and not (failure and failure.kind is FailureKind.DIED):
             return None
+        requests: list[CallRequest] = []
+        if (
+            failure
+            and failure.kind in (FailureKind.DIED, FailureKind.UNREADABLE)
+            and (lost := self._backend.lost_nodes())
+        ):
+            without = self._lost_nodes.remedy(lost, under_way)
+            if without is None:
+                return None
+            requests += without
+            if event.rank not in event.call.waiting:
+                return requests
         remedy = self._failures.remedy(event)
         if remedy is None:
             return None
         if remedy.full_disk:
             self._disk.wait_for_more(remedy.full_disk)
-        return remedy.requests
+        return [*requests, *remedy.requests]
 
 
 class Replies:
@@ -114,7 +133,7 @@ class Replies:
         call, reply = event.call, event.reply
         void = call.ledger is not None and call.lease is not None and not call.ledger.leases.holds(call.lease)
         if reply.failure is not None:
-            requests = self._remedies.remedy(event, void=void)
+            requests = self._remedies.remedy(event, self._calls.under_way, void=void)
             if requests is not None:
                 self._calls.queue(requests)
                 self._calls.end_lost()

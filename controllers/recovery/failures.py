@@ -174,13 +174,11 @@ class Failures:
             return None
         if kind is FailureKind.USER_ERROR and not failure.sample_ids:
             return None
-        if kind in (FailureKind.DIED, FailureKind.UNREADABLE) and self._backend.has_lost_node():
-            return None
         if kind is FailureKind.DIED:
             return Remedy(self.replace(call.group, event.rank, failure.message))
         who = call.describe(event.rank)
         if call.lease is not None and kind is FailureKind.DISK_FULL:
-            self._give_back(call, event.rank, f"{who} found the disk full")
+            self.give_back(call, event.rank, f"{who} found the disk full")
             return Remedy(full_disk=failure.message)
         if call.node is None or call.node.group is None or call.lease is None:
             return None  # a graph's own function is a pure one: it would fail again
@@ -188,7 +186,7 @@ class Failures:
         held = call.held_by(event.rank)
         blamed = held.intersection(failure.sample_ids)
         hopeless = self._count(call, event.rank, blamed or held, "failed", said)
-        self._give_back(call, event.rank, f"{who} failed")
+        self.give_back(call, event.rank, f"{who} failed")
         if held - {*hopeless}:
             self._progress.repeated(who, failure.message, sorted(blamed - {*hopeless}))
         self._do_without(call, hopeless, f"{who} failed", replace(failure, message=said))
@@ -208,7 +206,7 @@ class Failures:
             held = call.held_by(rank)
             blamed = {at} if at is not None and at in held else held
             hopeless[call] = self._count(call, rank, blamed, "was lost", why)
-        rows = sum(self._give_back(call, rank, f"the process of {group.name}[{rank}] ended") for call in interrupted)
+        rows = sum(self.give_back(call, rank, f"the process of {group.name}[{rank}] ended") for call in interrupted)
         for call in group.calls:
             if rank in call.ranks:  # its successor knows nothing of what it has answered
                 call.lose(rank)
@@ -233,7 +231,7 @@ class Failures:
         self._progress.replaced(f"{group.name}[{rank}]", why, rows, self._backend.clock() - began)
         return self._weights.resend(group, rank)
 
-    def _give_back(self, call: Call, rank: int, why: str) -> int:
+    def give_back(self, call: Call, rank: int, why: str) -> int:
         """Release what a rank has not finished; returns the number of rows. Rows of other ranks of the call stay theirs, where they
         can be published without this rank's."""
         own = call.held_by(rank)

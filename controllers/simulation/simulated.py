@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,8 +109,11 @@ class Simulated:
     has_processes = False
     nodes = (NODE,)
 
-    def has_lost_node(self) -> bool:
-        return False
+    def lost_nodes(self) -> Collection[str]:
+        return ()
+
+    def node_of(self, group: WorkerGroup, rank: int) -> str:
+        return NODE
 
     def replace(self, group: WorkerGroup, rank: int) -> None:
         raise RuntimeError(f"{group.name}[{rank}] has no process that could end")

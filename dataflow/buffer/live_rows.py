@@ -348,6 +348,11 @@ class LiveRows:
                     found.setdefault(row.group.id, part.segment)
         return list(found.items())
 
+    def is_in_training(self, group_id: int) -> bool:
+        """Whether an update has begun with a group, and something other than what follows behind is still to be done with it."""
+        group = self.groups[group_id]
+        return not group.rested and any(group.claimed >> i & 1 for i in self.wiring.updates)
+
     def counts(self) -> dict[str, int]:
         """The conservation law: every row ever issued is exactly one of waiting, leased, done, or dropped."""
         leased = sum(1 for r in self.rows.values() if r.leased)

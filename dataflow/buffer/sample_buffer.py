@@ -206,22 +206,39 @@ class SampleBuffer:
             became = "is issued again" if again else "is done, but its samples cannot be recorded"
             self.damage.append(f"group {group} of graph {ledger.name!r} {became}: {lost[segment]}")
 
-    def drop_unreachable(self, nodes: Collection[str]) -> list[tuple[str, int]]:
-        """Issue the groups again that have columns on other nodes. For recovery, before any call is made.
+    def unreachable(self, nodes: Collection[str], *, live: bool = True) -> dict[str, dict[int, Segment]]:
+        """The groups in flight that have columns on other nodes than these.
 
         Args:
             nodes: the names of those on which segments can be read.
+            live: the run goes on as it is: a group that an update has begun with stays, since to train on it once more would be wrong.
+                The update has read it, or fails by itself.
+
+        Returns:
+            Graph -> group -> the first of its segments there.
+        """
+        found: dict[str, dict[int, Segment]] = {}
+        for name, ledger in self.ledgers.items():
+            gone = {segment for segment in ledger.parts.segments if segment.node not in nodes}
+            groups = dict(ledger.live.groups_in(gone)) if gone else {}
+            if live:
+                groups = {id: segment for id, segment in groups.items() if not ledger.live.is_in_training(id)}
+            if groups:
+                found[name] = groups
+        return found
+
+    def drop_unreachable(self, nodes: Collection[str], *, live: bool = True) -> list[tuple[str, int]]:
+        """Issue the `unreachable` groups again. Nobody may hold rows of them.
 
         Returns:
             (graph, group) of each group that is issued again.
         """
-        found: list[tuple[str, int]] = []
-        for name, ledger in self.ledgers.items():
-            gone = {segment for segment in ledger.parts.segments if segment.node not in nodes}
-            for group, segment in ledger.live.groups_in(gone):
-                if ledger.lose(group, f"node {segment.node} is gone"):
-                    found.append((name, group))
-        return found
+        return [
+            (name, group)
+            for name, groups in self.unreachable(nodes, live=live).items()
+            for group, segment in groups.items()
+            if self.ledgers[name].lose(group, f"node {segment.node} is gone")
+        ]
 
     def _register_segments(self, pinned: set[Segment]) -> None:
         """Tell the store which segments are needed, by rows or by the latest checkpoint, and recycle all other files."""

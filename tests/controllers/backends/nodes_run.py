@@ -140,6 +140,7 @@ def lost(root: Path, cluster: Cluster) -> dict[str, object]:
         "rows": len(weights),
         "violations": [str(v) for v in check_log(root / "lost" / "buffer").violations],
         "starts": driver.directory.starts,
+        "replaced": metrics[-1].get("replaced_workers", 0),
         "nodes_left": len(cluster.worker_nodes),
     }
 

@@ -37,8 +37,9 @@ def test_groups_on_three_nodes_read_each_others_rows(tmp_path: Path):
     assert result["fetched"][second] > 0 and result["fetched"][third] > 0, "each node that works reads rows of another"
     assert "'rollout' follows 'actor', but they stand on 2 nodes" in result["refused"], "weights do not travel yet"
 
-    assert result["nodes_left"] == 2 and result["starts"] == 1, (
-        "a node was lost, and the run went on from its checkpoint"
+    assert result["nodes_left"] == 2 and result["starts"] == 0, "a node was lost, and the run went on without it"
+    assert result["replaced"] >= 1, (
+        "the reward came up on another node, and so did functions and recorder if they stood there"
     )
     assert result["steps"] == list(range(7)) and not result["violations"]
     assert result["rows"] == 2 * result["trained"] == 2 * 6 * 4, "nothing is lost, and nothing trained on twice"

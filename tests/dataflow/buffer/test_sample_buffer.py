@@ -99,6 +99,24 @@ def test_a_group_whose_columns_are_damaged_or_gone_is_issued_again_and_named(tmp
     run.close()
 
 
+def test_groups_that_lie_on_a_node_that_is_gone_are_issued_again_unless_an_update_has_begun_with_them(tmp_path: Path):
+    run = Columns.start(tmp_path / "run")
+    run.ledger.issue([7, 8, 9], [1, 1, 1], step=0)
+    run.do("generate")
+    run.do("score")
+    run.do("advantages")
+    update = run.ledger.graph.nodes[-1]
+    lease = run.ledger.claim(update, max_groups=1)
+    assert lease is not None and run.buffer.unreachable(["driver"]) == {}
+    live, recovered = run.buffer.unreachable(["another"]), run.buffer.unreachable(["another"], live=False)
+    assert [list(found["train"]) for found in (live, recovered)] == [[1, 2], [0, 1, 2]]
+    assert run.buffer.drop_unreachable(["another"]) == [("train", 1), ("train", 2)]
+    run.buffer.publish(run.ledger, lease, Published(lease.ids, np.zeros(2, np.int64)), None)
+    run.ledger.finish(lease, step=1)
+    assert list(run.ledger.live.groups) == [3, 4] and run.ledger.live.dropped == {"lost": 6}
+    run.close()
+
+
 def test_segments_of_a_checkpoint_outlive_their_rows_as_long_as_it_is_kept(tmp_path: Path):
     run = Columns.start(tmp_path / "run")
     run.ledger.issue([0, 1], [1, 1], step=0)

@@ -1,0 +1,89 @@
+"""Lost nodes: what a run does without when a node of the cluster is gone, with the ranks and the rows on it.
+
+- Ranks of groups that can be replaced come up again on another node; until then the other replicas go on.
+- Groups of rows with columns on the node alone are issued again. Whoever works on them gives back what it holds.
+- A rank that cannot be replaced (an actor's, say) takes the run back to its last checkpoint, as when its process ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from ...dataflow.buffer.sample_buffer import SampleBuffer
+from ..backends.backend import Backend
+from ..group import Call, WorkerGroup
+from ..request import CallRequest
+from ..telling.progress import Progress
+from .failures import Failures
+
+
+class LostNodes:
+    """Takes the ranks and rows of lost nodes out of a run that goes on.
+
+    Args:
+        backend: knows which nodes are gone, and where ranks stand.
+        buffer: the rows of the run.
+        groups: its worker groups, by name.
+        failures: gives rows back and has ranks replaced.
+        progress: what is done is said there.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        buffer: SampleBuffer,
+        groups: Mapping[str, WorkerGroup],
+        failures: Failures,
+        progress: Progress,
+    ) -> None:
+        self._backend = backend
+        self._buffer = buffer
+        self._groups = groups
+        self._failures = failures
+        self._progress = progress
+        self._said: set[str] = set()
+
+    def remedy(self, lost: Collection[str], under_way: Iterable[Call]) -> list[CallRequest] | None:
+        """Go on without some nodes. Rows that are published on one of them later are taken out when this is called again.
+
+        Args:
+            lost: the names of the nodes that are gone.
+            under_way: the calls of the run.
+
+        Returns:
+            Requests that bring the replaced ranks in; None: the run has to go back to its last checkpoint.
+
+        Raises:
+            WorkerError: a sample, or a call beside the graph, failed too often with the ranks that worked on it.
+        """
+        gone = [
+            (group, rank)
+            for group in self._groups.values()
+            for rank in range(len(group.mesh))
+            if rank not in group.starting and self._backend.node_of(group, rank) in lost
+        ]
+        if not all(group.handle.worker_class.replaceable for group, _ in gone):
+            return None
+        requests: list[CallRequest] = []
+        for group, rank in gone:
+            requests += self._failures.replace(group, rank, f"node {self._backend.node_of(group, rank)} is gone")
+        nodes = [node for node in self._backend.nodes if node not in lost]
+        self._give_back(nodes, list(under_way))
+        again = self._buffer.drop_unreachable(nodes)
+        for node in sorted(set(lost) - self._said):
+            self._said.add(node)
+            self._progress.say(f"node {node} is gone, with {len(gone)} ranks; the run goes on with the others")
+        if again:
+            self._progress.say(f"{len(again)} groups whose rows lay there are issued again")
+        return requests
+
+    def _give_back(self, nodes: Collection[str], calls: Iterable[Call]) -> None:
+        """Have every call end that works on rows which cannot be read any more; an update goes on."""
+        unreachable = self._buffer.unreachable(nodes)
+        for call in calls:
+            if call.ledger is None or call.lease is None or call.lease.node.operation.updates:
+                continue
+            groups = unreachable.get(call.ledger.name, {})
+            if any(row.group.id in groups for row in call.lease.rows):
+                for rank in sorted(call.waiting):
+                    self._failures.give_back(call, rank, "rows of it lay on a node that is gone")
