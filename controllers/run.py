@@ -250,7 +250,8 @@ class Run:
             self._disk.wait_for_more(given_up.why)
         if self._saving.may_begin:
             self._disk.write(self._directory.flush)
-            state = self._state(self._disk.write(self.buffer.checkpoint))
+            kept = self._saving.folder.positions
+            state = self._state(self._disk.write(lambda: self.buffer.checkpoint(kept)))
             self._calls.queue(self._disk.write(lambda: self._saving.begin(state)))
 
     def _state(self, position: Position) -> RunState:

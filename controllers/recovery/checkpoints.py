@@ -13,11 +13,13 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import Field
 
 from ...dataflow.buffer.disk import Disk, make_folder, remove, set_aside
+from ...dataflow.buffer.log import Position
 from ...dataflow.buffer.manifest import write_manifest
 from ...dataflow.config import Config
 from ...dataflow.handle import Handle
@@ -133,6 +135,15 @@ class CheckpointFolder:
             return {path: path.stat().st_size for path in self.unfinished(step).rglob("*") if path.is_file()}
         except OSError:
             return {}
+
+    @property
+    def positions(self) -> list[Position]:
+        """Positions in the log of the buffer that complete checkpoints refer to."""
+        found: list[Position] = []
+        for path in complete_checkpoints(self.path):
+            with suppress(OSError, ValueError, LookupError, TypeError):  # damaged: nobody goes back to it
+                found.append(RunState.read(path).position)
+        return found
 
     def forget_after(self, step: int) -> None:
         """Remove the checkpoints of later steps, whose log is gone, and those that were never completed."""

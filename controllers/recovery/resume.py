@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ...dataflow.buffer.folder import BUFFER, LOG
-from ...dataflow.buffer.log import LogReader, Position
+from ...dataflow.buffer.checkpoint_file import is_sound_checkpoint
+from ...dataflow.buffer.folder import BUFFER, LOG, checkpoint_path
+from ...dataflow.buffer.log import Position, damage_before, has_position
 from ...dataflow.buffer.manifest import verify_manifest
 from ...dataflow.buffer.restored import restore
 from ...dataflow.buffer.rows import Ids
@@ -102,6 +103,8 @@ def _lost_rows(path: Path) -> str:
     position = RunState.read(path).position
     buffer = path.parent.parent / BUFFER
     try:
+        if is_sound_checkpoint(checkpoint_path(buffer, position), position) and has_position(buffer / LOG, position):
+            return ""
         history = restore(buffer, at=position)
     except (UserError, RuntimeError, OSError) as error:
         return f"its rows cannot be restored: {error}"
@@ -111,14 +114,10 @@ def _lost_rows(path: Path) -> str:
 
 
 def _wrong_before(position: Position, log: Path) -> list[str]:
-    """Damage to the log before a position. The rows can still be restored there, from a snapshot of the ledgers."""
-    reader = LogReader(log)
-    for _ in reader:
-        if reader.end.offset >= position.offset:
-            return []
-    return [
-        f"{reader.damage}; the rows are known without it, but `weft buffer check` proves nothing of this run any more"
-    ]
+    """Damage to the file of the log before a position. The rows can still be restored there, from a snapshot of the ledgers."""
+    damage = damage_before(log, position)
+    known = "the rows are known without it, but `weft buffer check` proves nothing of this run any more"
+    return [f"{damage}; {known}"] if damage else []
 
 
 def open_run(

@@ -15,8 +15,10 @@ import pyarrow as pa
 from ..errors import UserError
 from .checked_rows import GraphCounts
 from .checker import Checker
+from .checkpoint_file import read_checkpoint
 from .folder import LOG, ledger_checkpoints
-from .log import LogReader, Position, find_fork, read_checkpoint
+from .log import LogReader, Position, find_fork, lines
+from .log_history import raw
 from .rules import Rule, Violation
 from .samples import FOLDER, SampleFile, sample_files
 
@@ -124,14 +126,12 @@ def read(folder: Path, checker: Checker, damage: list[str]) -> Iterator[tuple[Po
 def _behind(log: Path, end: Position) -> str:
     """Describe complete lines after the sound part of a log; empty if there are none. A kill leaves one incomplete line; complete lines
     mean that the log was changed, or that the disk lost a part of it."""
-    with log.open("rb") as file:
-        file.seek(end.offset)
-        lines = sum(1 for line in file if line.endswith(b"\n"))
-    if not lines:
+    behind = sum(1 for line in lines(raw(log, end.offset)) if line.endswith(b"\n"))
+    if not behind:
         return ""
     fork = find_fork(log, end)
     why = "" if fork is None else f"; it goes on from byte {fork}: two processes appended to this log at the same time"
-    return f"{lines} complete lines from there on prove nothing{why}"
+    return f"{behind} complete lines from there on prove nothing{why}"
 
 
 class SavedStates:

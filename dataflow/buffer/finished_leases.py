@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import FormatError
+from ..errors import FormatError, UserError
 from ..node import Node
 from .log import LogReader, Position, described_graph
 
@@ -77,7 +77,7 @@ def samples_by_step(log: Path, last: int, end: Position) -> list[dict[str, float
         for lease in finished_leases(log, lambda node: node.operation.updates, end=end) or ():
             if lease.step is not None:
                 trained.setdefault(lease.step, Counter())[lease.node] += lease.rows
-    except (OSError, LookupError, TypeError, FormatError):  # the rows then have only their steps
+    except (OSError, LookupError, TypeError, FormatError, UserError):  # the rows then have only their steps
         pass
     rows: list[dict[str, float]] = []
     for step in range(last + 1):

@@ -1,6 +1,7 @@
 """Where the sample buffer keeps its files in the directory of a run.
 
-runs/NAME/buffer/ledger.log                       every event, from the first
+runs/NAME/buffer/ledger.log                       every event since the oldest checkpoint that is kept, or an earlier one
+runs/NAME/buffer/history/ledger-*.log.zst         the events before that
 runs/NAME/buffer/ledger-000000123456.checkpoint   the state at that position of the log
 runs/NAME/buffer/segments/NODE/                   the columns of rows in flight, on each node
 """

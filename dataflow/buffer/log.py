@@ -6,6 +6,9 @@ The checksum is the CRC-32 of this record, started from the checksum of the reco
 line is detected, and the lines before it are known to be sound. Records are written together (group commit): `append` makes no
 system call, `commit` makes one. A position in the log is a number of bytes; a checkpoint names one.
 
+The file of a log may begin at a later position, after it was cut (`cut`): what was before lies in an archive (`log_history.py`), and
+`LogReader` reads both.
+
 A log has one writer. A new writer copies what it keeps into a new file, which replaces the old one. A previous writer that is still
 alive then appends to a file without a name; a `Fence` tells it that it was replaced before it acts on its records.
 """
@@ -18,13 +21,26 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import FormatError, TakenOverError
+from ..errors import FormatError, TakenOverError, UserError
 from ..graph import Graph
 from .disk import PARTIAL, Disk, remove
+from .log_history import (
+    FileStart,
+    archive,
+    copy_records,
+    drop_parts_behind,
+    file_start,
+    header,
+    parts,
+    raw,
+    split,
+    start_of,
+)
 
 Record = Mapping[str, Any]
 """An event: `do` names its kind, and the other fields depend on the kind. Values are those of JSON."""
@@ -33,7 +49,9 @@ FORMAT = 3
 """Format of the records of a log and of the graphs described in it. In format 1, all rows made of a parent came together. In format 2,
 rows were issued in a `round`, which is a `step` now."""
 
-_CHUNK_BYTES = 4 << 20
+_CHUNK_BYTES = 1 << 20
+_CUT = ".cutting"
+"""Suffix of the file that a log goes on in after it was cut."""
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -48,8 +66,11 @@ class Position:
 class Fence(Protocol):
     """Ensures that a run has only one writer."""
 
-    def check(self) -> None:
+    def check(self, *, sure: bool = False) -> None:
         """Check that this process may write.
+
+        Args:
+            sure: ask the file server, too; else what this machine remembers of it is enough.
 
         Raises:
             TakenOverError: another process has taken the run over.
@@ -97,23 +118,39 @@ class Log:
         """The end of the appended records, committed or not."""
         self._unsynced = False
         self._fence = fence
+        self._cut: tuple[FileStart, int, int] | None = None
+        """The file that a cut made: where it begins, its descriptor, and up to which byte of the log it holds the records."""
+        remove(path.with_name(path.name + _CUT))
         if path.exists():
             self._keep_what_is_cut(at.offset)
+        self.start = self._start_after(at)
+        """Where the file of the log begins."""
         self._descriptor = self._begin_file(at.offset)
+        drop_parts_behind(path, self.start)
         self._synced = clock()
         if fence is not None:
             self.append(fence.record())
 
-    def _begin_file(self, size: int) -> int:
-        """Replace the log, atomically, by a file of this writer that holds this many bytes of it."""
+    def _start_after(self, at: Position) -> FileStart:
+        """Where the file begins when the log goes on from a position, which may lie before what the file holds now."""
+        start = start_of(self.path)
+        if start.offset <= at.offset:
+            return start
+        with suppress(UserError):  # the part is gone; the run goes on without it
+            split(self.path, at.offset, at.checksum, self._disk)
+        return _file_start(at)
+
+    def _begin_file(self, end: int) -> int:
+        """Replace the log, atomically, by a file of this writer that holds the records up to this byte."""
         unnamed = self.path.with_name(self.path.name + PARTIAL)
         remove(unnamed)
         descriptor = self._disk.open(unnamed)
         try:
-            if size:
+            if self.start.offset:
+                self._disk.write(descriptor, header(self.start.offset, self.start.checksum))
+            if end > self.start.offset:
                 with self.path.open("rb") as before:
-                    for start in range(0, size, _CHUNK_BYTES):
-                        self._disk.write(descriptor, before.read(min(_CHUNK_BYTES, size - start)))
+                    copy_records(before.fileno(), self.start, self.start.offset, end, descriptor, self._disk)
             self._disk.sync(descriptor)
             self._disk.rename(unnamed, self.path)
             self._disk.sync_folder(self.path.parent)
@@ -124,9 +161,10 @@ class Log:
         return descriptor
 
     def _keep_what_is_cut(self, offset: int) -> None:
-        with self.path.open("rb") as file:
-            file.seek(offset)
-            cut = file.read()
+        try:
+            cut = b"".join(raw(self.path, offset))
+        except UserError:  # it lay in the history, which is gone
+            cut = b"".join(raw(self.path, start_of(self.path).offset))
         number, name = 1, f"{self.path.name}.cut-{offset}"
         kept = self.path.with_name(name)
         while kept.exists() and not cut.startswith(kept.read_bytes()):  # of another cut at the same place
@@ -137,7 +175,7 @@ class Log:
 
     def append(self, record: Record) -> None:
         """Add a record, which the next `commit` writes."""
-        line = _line(record, self.position.checksum)
+        line = line_of(record, self.position.checksum)
         self._pending[1].append(line)
         self.position = Position(self.position.offset + len(line), int(line[:8], 16))
 
@@ -157,7 +195,7 @@ class Log:
             self._check()
         offset, lines = self._pending
         if self._torn:
-            self._disk.truncate(self._descriptor, offset)
+            self._disk.truncate(self._descriptor, self.start.place(offset))
             self._torn = False
         if lines:
             data = b"".join(lines)
@@ -166,7 +204,7 @@ class Log:
                 self._disk.write(self._descriptor, data)
                 self._pending = offset + len(data), []
             except OSError:  # for example, the disk is full: the next commit writes all of it again
-                self._disk.truncate(self._descriptor, offset)
+                self._disk.truncate(self._descriptor, self.start.place(offset))
                 raise
             self._torn = False
         if self._unsynced and (sync or self._clock() - self._synced >= self._sync_interval_s):
@@ -174,11 +212,67 @@ class Log:
             self._synced = self._clock()
             self._unsynced = False
 
-    def _check(self) -> None:
+    def prepare_cut(self, at: Position) -> Callable[[], None]:
+        """Prepare to move the records before a position to the archive. Everything before the end must be committed.
+
+        Args:
+            at: between two records that the file holds.
+
+        Returns:
+            The work, for any thread; `cut` follows when it is done. It raises OSError when the disk is full, say, and leaves nothing then.
+        """
+        start, end, descriptor = self.start, self.position.offset, os.dup(self._descriptor)
+        unnamed = self.path.with_name(self.path.name + _CUT)
+
+        def work() -> None:
+            new = -1
+            try:
+                archive(self.path, descriptor, start, at.offset, at.checksum, self._disk)
+                remove(unnamed)
+                new = self._disk.open(unnamed)
+                self._disk.write(new, header(at.offset, at.checksum))
+                copy_records(descriptor, start, at.offset, end, new, self._disk)
+                self._disk.sync(new)
+                self._cut = _file_start(at), new, end
+            except OSError:
+                if new >= 0:
+                    self._disk.close(new)
+                unnamed.unlink(missing_ok=True)
+                raise
+            finally:
+                os.close(descriptor)
+
+        return work
+
+    def cut(self) -> None:
+        """Go on in the file that `prepare_cut` made; nothing happens when there is none. Everything before the end must be committed.
+
+        Raises:
+            TakenOverError: another process has taken the log over.
+            OSError: the disk is full, say. The log goes on as it was.
+        """
+        if self._cut is None:
+            return
+        (start, new, copied), self._cut = self._cut, None
+        unnamed = self.path.with_name(self.path.name + _CUT)
+        try:
+            copy_records(self._descriptor, self.start, copied, self.position.offset, new, self._disk)
+            self._disk.sync(new)
+            self._check(sure=True)
+            self._disk.rename(unnamed, self.path)
+        except (OSError, TakenOverError):
+            self._disk.close(new)
+            unnamed.unlink(missing_ok=True)
+            raise
+        before, self._descriptor, self.start = self._descriptor, new, start
+        self._disk.close(before)
+        self._disk.sync_folder(self.path.parent)
+
+    def _check(self, *, sure: bool = False) -> None:
         if self._descriptor < 0:  # closed: nothing is pending
             return
         if self._fence is not None:
-            self._fence.check()
+            self._fence.check(sure=sure)
         try:
             own = os.path.samestat(os.stat(self.path), os.fstat(self._descriptor))
         except (FileNotFoundError, NotADirectoryError):
@@ -199,9 +293,10 @@ class Log:
 
 
 class LogReader:
-    """The sound records of a log, in order. The log may be written at the same time.
+    """The sound records of a log, in order, those in its archive among them. The log may be written at the same time.
 
-    After the iteration, `end` is the position after the last sound record, and `damage` describes what is wrong there.
+    An iteration raises UserError if a part of the archive is not there. After it, `end` is the position after the last sound record, and
+    `damage` describes what is wrong there.
     """
 
     def __init__(self, path: Path, start: Position = Position()) -> None:
@@ -212,13 +307,23 @@ class LogReader:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.damage = None
         with self.path.open("rb") as file:
-            file.seek(self.end.offset)
-            for line in file:
-                checksum = self._checksum(line)
-                if checksum is None:
+            start = file_start(file)
+            for part in parts(self.path, start, self.end.offset):
+                yield from self._sound(lines(part.chunks(self.end.offset)))
+                if self.damage is None and self.end != Position(*part.end):
+                    self.damage = f"{part.path} ends at byte {self.end.offset}"
+                if self.damage:
                     return
-                self.end = Position(self.end.offset + len(line), checksum)
-                yield json.loads(line[9:])
+            file.seek(start.place(self.end.offset))
+            yield from self._sound(file)
+
+    def _sound(self, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+        for line in lines:
+            checksum = self._checksum(line)
+            if checksum is None:
+                return
+            self.end = Position(self.end.offset + len(line), checksum)
+            yield json.loads(line[9:])
 
     def _checksum(self, line: bytes) -> int | None:
         where = f"{self.path}, byte {self.end.offset}"
@@ -252,19 +357,53 @@ def described_graph(record: Record) -> Graph:
 
 
 def has_position(path: Path, position: Position) -> bool:
-    """Whether a record of the log ends at this position, with this checksum. The checksum differs if the log was cut and then went on."""
-    if not position.offset:
-        return not position.checksum
+    """Whether a record of the log ends at this position, with this checksum. The checksum differs if the log was cut and then went on.
+    Before the beginning of the file, nothing shows the contrary."""
     with path.open("rb") as file:
+        start = file_start(file)
+        if position.offset <= start.offset:
+            return position.offset < start.offset or position.checksum == start.checksum
+        place = start.place(position.offset)
         file.seek(0, 2)
-        if file.tell() < position.offset:
+        if file.tell() < place:
             return False
         size, tail = 1 << 12, b""
-        while tail.count(b"\n", 0, -1) == 0 and len(tail) < position.offset:
-            start = max(0, position.offset - size)
-            file.seek(start)
-            tail, size = file.read(position.offset - start), 4 * size
+        while tail.count(b"\n", 0, -1) == 0 and len(tail) < place:
+            begin = max(0, place - size)
+            file.seek(begin)
+            tail, size = file.read(place - begin), 4 * size
     return tail.endswith(b"\n") and tail[tail.rfind(b"\n", 0, -1) + 1 :].startswith(b"%08x " % position.checksum)
+
+
+def damage_before(path: Path, end: Position) -> str | None:
+    """What is wrong with the records of a log's file before a position that `has_position`; None if nothing is. Its archive is not read.
+
+    Only checksums are computed, of many records at once.
+    """
+    with path.open("rb") as file:
+        start = file_start(file)
+        checksum, rest, place, last = start.checksum, b"", start.header_bytes, start.place(end.offset)
+        while place < last and (data := file.read(min(_CHUNK_BYTES, last - place))):
+            place += len(data)
+            *whole, rest = (rest + data).split(b"\n")
+            checksum = zlib.crc32(b"".join([line[9:] for line in whole]), checksum)
+    if checksum == end.checksum:
+        return None
+    reader = LogReader(path, Position(start.offset, start.checksum))
+    for _ in reader:
+        if reader.end.offset >= end.offset:
+            break
+    return reader.damage
+
+
+def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of a text that comes in chunks, each with its end."""
+    rest = b""
+    for data in chunks:
+        *whole, rest = (rest + data).split(b"\n")
+        yield from (line + b"\n" for line in whole)
+    if rest:
+        yield rest
 
 
 def last_epoch(path: Path) -> int:
@@ -291,45 +430,21 @@ def find_fork(path: Path, damage: Position, *, look_back: int = 1000) -> int | N
     places = deque([reader.end], look_back)
     for _ in reader:
         places.append(reader.end)
-    with path.open("rb") as file:
-        file.seek(damage.offset)
-        line = file.readline()
+    line = next(lines(raw(path, damage.offset)), b"")
     after = (p.offset for p in reversed(places) if line[:9] == b"%08x " % zlib.crc32(line[9:-1], p.checksum))
     return next(after, None)
 
 
-def write_checkpoint(path: Path, position: Position, records: Iterable[Record], *, disk: Disk | None = None) -> None:
-    """Write a state as records; `path` is replaced atomically.
+def _file_start(at: Position) -> FileStart:
+    return FileStart(at.offset, at.checksum, len(header(at.offset, at.checksum))) if at.offset else FileStart()
 
-    The first line names the position in the log that the state belongs to, and the last one the number of records.
+
+def line_of(record: Record, checksum: int) -> bytes:
+    """A record as a line of a log.
+
+    Args:
+        record: the record.
+        checksum: that of the record before.
     """
-    checksum, lines = 0, []
-    start = {"do": "checkpoint", "offset": position.offset, "checksum": position.checksum}
-    for record in [start, *records]:
-        lines.append(_line(record, checksum))
-        checksum = int(lines[-1][:8], 16)
-    lines.append(_line({"do": "end", "records": len(lines) - 1}, checksum))
-    (disk or Disk()).write_whole(path, b"".join(lines))
-
-
-def read_checkpoint(path: Path) -> tuple[Position, list[dict[str, Any]]]:
-    """The position and the records of a checkpoint.
-
-    Raises:
-        ValueError: the checkpoint is damaged; the message names the file and the place.
-    """
-    reader = LogReader(path)
-    records = list(reader)
-    if reader.damage:
-        raise ValueError(reader.damage)
-    if len(records) < 2 or records[0].get("do") != "checkpoint" or records[-1].get("do") != "end":
-        raise ValueError(f"{path}: the checkpoint has no end after {reader.end.offset} bytes")
-    first, *state, last = records
-    if last["records"] != len(state):
-        raise ValueError(f"{path}: the checkpoint has {len(state)} records, not {last['records']}")
-    return Position(first["offset"], first["checksum"]), state
-
-
-def _line(record: Record, checksum: int) -> bytes:
     payload = _encode(record).encode()
     return b"%08x %b\n" % (zlib.crc32(payload, checksum), payload)

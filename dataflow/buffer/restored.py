@@ -11,10 +11,11 @@ from typing import Any
 
 from ..errors import LeaseError, RecoveryError, UserError, nearest
 from ..graph import Graph
+from .checkpoint_file import read_checkpoint
 from .folder import LOG, ledger_checkpoints
 from .ledger import Ledger
 from .ledger_state import load
-from .log import LogReader, Position, Record, described_graph, has_position, read_checkpoint
+from .log import LogReader, Position, Record, described_graph, has_position
 from .replay import replay
 from .rows import Ids
 from .segments import Segment
@@ -68,7 +69,7 @@ def restore(
     restored.pinned = segments_of(restored.ledgers.values())
     begun = bool(state)
     reader = LogReader(folder / LOG, start)
-    for record in reader:
+    for record in reader if start != at else ():  # a checkpoint of this position says everything
         if at is not None and reader.end.offset > at.offset:
             break
         restored.end = reader.end

@@ -10,6 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,14 @@ from ..config import Config
 from ..errors import DamagedSegment, UserError
 from ..graph import Graph
 from .capacity import Capacity, capacity
+from .checkpoint_file import checkpoint_position, write_checkpoint
 from .disk import Disk, is_full, make_folder, remove
 from .folder import LOG, SEGMENTS, checkpoint_path, ledger_checkpoints
 from .leases import Fate, Lease, Published
 from .ledger import Ledger
 from .ledger_state import save
-from .log import Fence, Log, LogReader, Position, Record, graph_record, write_checkpoint
+from .log import Fence, Log, LogReader, Position, Record, graph_record
+from .log_cutting import LogCutting
 from .pins import Pins
 from .restored import restore, segments_of
 from .rows import Ids
@@ -53,7 +56,9 @@ class BufferConfig(Config):
     sync_interval_s: float = Field(default=0.5, ge=0)
     """Seconds of the log that a loss of power may cost. The death of a process costs nothing."""
     keep_checkpoints: int = Field(default=2, ge=1)
-    """How many checkpoints of the ledgers are kept."""
+    """How many checkpoints of the ledgers are kept, beside those that a model's checkpoint needs."""
+    cut_bytes: int = Field(default=16 << 20, ge=1)
+    """When so many bytes of the log lie before all checkpoints that are kept, they are compressed into the folder `history`."""
 
 
 @dataclass
@@ -75,6 +80,7 @@ class SampleBuffer:
 
     def __post_init__(self) -> None:
         self._pins = Pins(self.store)
+        self.cutting = LogCutting(self.log, self.config.cut_bytes)
 
     @property
     def segments(self) -> Path:
@@ -264,7 +270,9 @@ class SampleBuffer:
         try:
             try:
                 self.commit(sync=True)
+                self.cutting.finish(wait=True)
             finally:
+                self.cutting.close()
                 self.log.close()
         except OSError as error:
             if not is_full(error):  # the log is sound as far as it goes, and no more was promised
@@ -308,12 +316,16 @@ class SampleBuffer:
             sync: whether the events must survive a loss of power when this returns.
         """
         self.log.commit(sync=sync)
+        self.cutting.finish()
         self._pins.free(segment for ledger in self.ledgers.values() for segment in ledger.parts.take_freed())
 
-    def checkpoint(self) -> Position:
-        """Save the state of the ledgers, so that recovery starts from here.
+    def checkpoint(self, kept: Collection[Position] = ()) -> Position:
+        """Save the state of the ledgers, so that recovery starts from here. What no checkpoint needs of the log any more is archived.
 
         Everything on this node that the checkpoint refers to is on disk when this returns.
+
+        Args:
+            kept: positions whose checkpoints stay, however old, since those of models refer to them.
 
         Returns:
             The position of the log that it belongs to.
@@ -332,10 +344,14 @@ class SampleBuffer:
         path = checkpoint_path(self.folder, position)
         write_checkpoint(path, position, records, disk=self.disk)
         self._pins.add(path.name, segments_of(self.ledgers.values()))
-        dropped = ledger_checkpoints(self.folder)[self.config.keep_checkpoints :]
+        stay = {checkpoint_path(self.folder, one) for one in kept}
+        present = ledger_checkpoints(self.folder)
+        dropped = [old for old in present[self.config.keep_checkpoints :] if old not in stay]
         for old in dropped:
             remove(old)
         self._pins.drop(*(old.name for old in dropped))
+        with suppress(ValueError, OSError):  # a damaged one: what lies before it stays
+            self.cutting.begin(checkpoint_position(present[: self.config.keep_checkpoints][-1]))
         return position
 
     def drop_checkpoint(self, position: Position) -> None:

@@ -10,9 +10,10 @@ from ledgers import dapo
 from played_ledgers import at, drive, publish, report_of
 
 from weft.dataflow.buffer.check import check_log
+from weft.dataflow.buffer.checkpoint_file import read_checkpoint, write_checkpoint
 from weft.dataflow.buffer.folder import LOG
 from weft.dataflow.buffer.history import history
-from weft.dataflow.buffer.log import Log, LogReader, Position, Record, read_checkpoint, write_checkpoint
+from weft.dataflow.buffer.log import Log, LogReader, Position, Record
 from weft.dataflow.buffer.restored import restore
 from weft.dataflow.buffer.sample_buffer import SampleBuffer
 from weft.dataflow.errors import FormatError, UserError
@@ -78,7 +79,7 @@ class Epoch:
 
     number: int
 
-    def check(self) -> None: ...
+    def check(self, *, sure: bool = False) -> None: ...
 
     def record(self) -> Record:
         return {"do": "epoch", "epoch": self.number, "host": "here", "pid": 7, "since": "2026-11-22 04:20:15 UTC"}

@@ -11,16 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.dataflow.buffer.checkpoint_file import read_checkpoint, write_checkpoint
 from weft.dataflow.buffer.disk import Disk
-from weft.dataflow.buffer.log import (
-    Log,
-    LogReader,
-    Position,
-    find_fork,
-    has_position,
-    read_checkpoint,
-    write_checkpoint,
-)
+from weft.dataflow.buffer.log import Log, LogReader, Position, find_fork, has_position
 from weft.dataflow.errors import TakenOverError
 
 RECORDS = [{"do": "note", "key": f"k{i}", "value": [i] * (i % 4)} for i in range(6)]

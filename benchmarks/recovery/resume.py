@@ -1,0 +1,155 @@
+"""How fast a killed run reads what it needs to go on: its log and the state of its ledgers.
+
+    python benchmarks/recovery/resume.py                 # a minute
+    python benchmarks/recovery/resume.py --steps 50      # to see that it works: not a measurement
+
+A run of GRPO's shape (64 prompts of 8 samples in a step, without workers or columns) is played on a sample buffer and left in the middle. What
+is timed is what a driver does with `resume="latest"` before it starts a worker: find a sound checkpoint, hold the run, open its
+directory, and open its buffer. `resume_mb_s` counts the bytes of the log's file and of the checkpoint of the ledgers; of these, only the
+latter is parsed. The history of the run is not read, nor are weights, of which this run has none. The last line printed is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+import weft
+from weft.controllers.recovery.checkpoints import CheckpointConfig, CheckpointFolder
+from weft.controllers.recovery.resume import find_checkpoint, open_buffer
+from weft.controllers.recovery.run_state import RunState
+from weft.controllers.run_directory import RunDirectory, hold
+from weft.dataflow.buffer.folder import BUFFER, LOG, ledger_checkpoints
+from weft.dataflow.buffer.leases import Published
+from weft.dataflow.buffer.log_history import HISTORY, start_of
+from weft.dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
+from weft.dataflow.graph import Graph
+
+PROMPTS = 64
+"""Of a step."""
+SAMPLES = 8
+"""Of a prompt."""
+EVERY = 25
+"""Steps from one checkpoint to the next."""
+CONFIG = BufferConfig(cut_bytes=2 << 20, keep_checkpoints=3)
+
+
+@weft.node(shape=weft.Shape.EXPAND, reads=("prompt",), writes=("response",))
+def generate(prompts: Any) -> Any: ...
+
+
+@weft.node(reads=("response",), writes=("reward",))
+def score(samples: Any) -> Any: ...
+
+
+@weft.node(shape=weft.Shape.GROUP, reads=("reward",), writes=("advantages",))
+def center(samples: Any) -> Any: ...
+
+
+@weft.node(reads=("advantages",))
+def update(samples: Any) -> Any: ...
+
+
+@weft.graph
+def train(prompts: Any) -> Any:
+    update(center(score(generate(prompts))))
+
+
+def graphs() -> dict[str, Graph]:
+    return {"train": train(weft.TableSource("prompts", pa.table({"prompt": ["2 + 2?"] * PROMPTS})))}
+
+
+def play(buffer: SampleBuffer, step: int, *, until: str | None = None) -> None:
+    """A step: each node claims all rows, publishes and finishes them. `until` leaves what comes after this node undone."""
+    ledger = buffer.ledgers["train"]
+    ledger.issue(list(range(PROMPTS)), [200] * PROMPTS, step=step)
+    for node in ledger.graph.nodes:
+        lease = ledger.claim(node, holder=f"{node.name} 0")
+        assert lease is not None
+        ids, parents, finished = lease.ids, None, None
+        if node.makes_level is not None:
+            parents, finished = np.repeat(lease.ids, SAMPLES), lease.ids
+            ids = (lease.first_children[:, None] + np.arange(SAMPLES)).ravel()
+        tokens = np.full(len(ids), 700)
+        versions = np.full(len(ids), step) if parents is not None else None
+        buffer.publish(ledger, lease, Published(ids, tokens, versions, parents, finished), None)
+        ledger.finish(lease)
+        buffer.commit()
+        if node.name == until:
+            return
+    buffer.note("step", step)
+
+
+def killed_run(root: Path, steps: int) -> Path:
+    """Play a run and leave it, with two steps of samples in flight; returns its directory."""
+    directory = RunDirectory.create(root, "run")
+    folder = CheckpointFolder(directory, CheckpointConfig(every=EVERY))
+    buffer = open_buffer(directory, None, graphs(), config=CONFIG, clock=time.monotonic)
+    for step in range(1, steps + 1):
+        play(buffer, step)
+        if step % EVERY == 0 or step == steps:
+            play(buffer, step, until="generate")
+            play(buffer, step, until="score")
+            state = RunState(step, 0, 0.0, {}, buffer.checkpoint(folder.positions))
+            folder.begin(state)
+            folder.complete(step, lambda _: {}, lambda: None)
+            play(buffer, step, until="center")
+    buffer.close(going_on=True)
+    directory.close()
+    assert directory.lock is not None
+    directory.lock.release()
+    return directory.path
+
+
+def measure(root: Path, steps: int) -> dict[str, Any]:
+    """Kill a run and resume it; returns the figures of the last line."""
+    run = killed_run(root, steps)
+    log, history = run / BUFFER / LOG, run / BUFFER / HISTORY
+    of_log, of_ledgers = log.stat().st_size, ledger_checkpoints(run / BUFFER)[0].stat().st_size
+    archived = start_of(log).offset
+    packed = sum(part.stat().st_size for part in history.iterdir()) if history.exists() else 0
+    began = time.perf_counter()
+    lock = hold(run)
+    point = find_checkpoint(run)
+    assert point is not None
+    directory = point.reopen(lock)
+    buffer = open_buffer(directory, point, graphs(), config=CONFIG, clock=time.monotonic)
+    seconds = time.perf_counter() - began
+    rows = sum(len(ledger.live.rows) for ledger in buffer.ledgers.values())
+    buffer.close()
+    lock.release()
+    return {
+        "resume_mb_s": round((of_log + of_ledgers) / 1e6 / seconds, 1),
+        "resume_s": round(seconds, 4),
+        "log_mb": round(of_log / 1e6, 3),
+        "ledgers_mb": round(of_ledgers / 1e6, 3),
+        "rows_in_flight": rows,
+        "history_mb": round(archived / 1e6, 3),
+        "history_packed_mb": round(packed / 1e6, 3),
+        "steps": steps,
+    }
+
+
+def resume_mb_s() -> float:
+    """Megabytes of log and ledgers' checkpoint a second, from `resume="latest"` to an open buffer."""
+    with tempfile.TemporaryDirectory(prefix="weft-r") as folder:
+        return measure(Path(folder), 300)["resume_mb_s"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300, help="of the run that is killed; default: 300")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="weft-r") as folder:
+        print(json.dumps(measure(Path(folder), arguments.steps)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The file of a checkpoint of the ledgers: a state as records, chained by checksums as those of a log are."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .disk import Disk
+from .log import LogReader, Position, Record, line_of
+
+
+def write_checkpoint(path: Path, position: Position, records: Iterable[Record], *, disk: Disk | None = None) -> None:
+    """Write a state as records; `path` is replaced atomically.
+
+    The first line names the position in the log that the state belongs to, and the last one the number of records.
+    """
+    checksum, lines = 0, []
+    start = {"do": "checkpoint", "offset": position.offset, "checksum": position.checksum}
+    for record in [start, *records]:
+        lines.append(line_of(record, checksum))
+        checksum = int(lines[-1][:8], 16)
+    lines.append(line_of({"do": "end", "records": len(lines) - 1}, checksum))
+    (disk or Disk()).write_whole(path, b"".join(lines))
+
+
+def read_checkpoint(path: Path) -> tuple[Position, list[dict[str, Any]]]:
+    """The position and the records of a checkpoint.
+
+    Raises:
+        ValueError: the checkpoint is damaged; the message names the file and the place.
+    """
+    reader = LogReader(path)
+    records = list(reader)
+    if reader.damage:
+        raise ValueError(reader.damage)
+    if len(records) < 2 or records[0].get("do") != "checkpoint" or records[-1].get("do") != "end":
+        raise ValueError(f"{path}: the checkpoint has no end after {reader.end.offset} bytes")
+    first, *state, last = records
+    if last["records"] != len(state):
+        raise ValueError(f"{path}: the checkpoint has {len(state)} records, not {last['records']}")
+    return Position(first["offset"], first["checksum"]), state
+
+
+def is_sound_checkpoint(path: Path, position: Position) -> bool:
+    """Whether a file is the complete checkpoint of a position. Only its checksums are computed."""
+    first = last = b""
+    checksum, number = 0, 0
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                checksum = zlib.crc32(line[9:-1], checksum)
+                if not line.endswith(b"\n") or line[:9] != b"%08x " % checksum:
+                    return False
+                first, last, number = first or line, line, number + 1
+    except OSError:
+        return False
+    start = {"do": "checkpoint", "offset": position.offset, "checksum": position.checksum}
+    return (
+        number > 1 and json.loads(first[9:]) == start and json.loads(last[9:]) == {"do": "end", "records": number - 2}
+    )
+
+
+def checkpoint_position(path: Path) -> Position:
+    """The position of a checkpoint, of which nothing else is read.
+
+    Raises:
+        ValueError: its first line is damaged.
+    """
+    first = next(iter(LogReader(path)), {})
+    if first.get("do") != "checkpoint":
+        raise ValueError(f"{path} does not begin as a checkpoint does")
+    return Position(first["offset"], first["checksum"])
