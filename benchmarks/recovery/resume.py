@@ -3,7 +3,8 @@
     python benchmarks/recovery/resume.py                 # a minute
     python benchmarks/recovery/resume.py --steps 50      # to see that it works: not a measurement
 
-A run of GRPO's shape (64 prompts of 8 samples in a step, without workers or columns) is played on a sample buffer and left in the middle. What
+A run of GRPO's shape (64 prompts of 8 samples in a step, without workers or columns) is played on a sample buffer and left in the middle.
+What
 is timed is what a driver does with `resume="latest"` before it starts a worker: find a sound checkpoint, hold the run, open its
 directory, and open its buffer. `resume_mb_s` counts the bytes of the log's file and of the checkpoint of the ledgers; of these, only the
 latter is parsed. The history of the run is not read, nor are weights, of which this run has none. The last line printed is one JSON object.
@@ -32,13 +33,15 @@ from weft.dataflow.buffer.log_history import HISTORY, start_of
 from weft.dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
 from weft.dataflow.graph import Graph
 
+STEPS = 600
 PROMPTS = 64
 """Of a step."""
 SAMPLES = 8
 """Of a prompt."""
 EVERY = 25
 """Steps from one checkpoint to the next."""
-CONFIG = BufferConfig(cut_bytes=2 << 20, keep_checkpoints=3)
+CONFIG = BufferConfig(keep_checkpoints=3)
+"""As a driver that keeps two checkpoints has it."""
 
 
 @weft.node(shape=weft.Shape.EXPAND, reads=("prompt",), writes=("response",))
@@ -92,11 +95,14 @@ def killed_run(root: Path, steps: int) -> Path:
     directory = RunDirectory.create(root, "run")
     folder = CheckpointFolder(directory, CheckpointConfig(every=EVERY))
     buffer = open_buffer(directory, None, graphs(), config=CONFIG, clock=time.monotonic)
+    directory.add_metrics({"step": 0})
     for step in range(1, steps + 1):
         play(buffer, step)
+        directory.add_metrics({"step": step, "samples": PROMPTS * SAMPLES})
         if step % EVERY == 0 or step == steps:
             play(buffer, step, until="generate")
             play(buffer, step, until="score")
+            directory.flush()
             state = RunState(step, 0, 0.0, {}, buffer.checkpoint(folder.positions))
             folder.begin(state)
             folder.complete(step, lambda _: {}, lambda: None)
@@ -140,12 +146,12 @@ def measure(root: Path, steps: int) -> dict[str, Any]:
 def resume_mb_s() -> float:
     """Megabytes of log and ledgers' checkpoint a second, from `resume="latest"` to an open buffer."""
     with tempfile.TemporaryDirectory(prefix="weft-r") as folder:
-        return measure(Path(folder), 300)["resume_mb_s"]
+        return measure(Path(folder), STEPS)["resume_mb_s"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300, help="of the run that is killed; default: 300")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of the run that is killed; default: {STEPS}")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="weft-r") as folder:
         print(json.dumps(measure(Path(folder), arguments.steps)))
