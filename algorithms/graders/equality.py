@@ -3,6 +3,7 @@ killed (`math_process.py`); model text is parsed, never evaluated."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import re
@@ -12,7 +13,9 @@ from typing import Any
 from ...dataflow.prompts.answer_marks import after_hashes
 from . import choice, extraction
 from .latex import is_words, key, plain, without_unit
-from .numbers import read, with_decimal_comma
+from .numbers import UNIT_NAMES, read, with_decimal_comma
+
+LOG = logging.getLogger(__name__)
 
 LONGEST_ANSWER = 2000
 """Characters of an answer that is compared as a formula, and 20 more for each of the right one."""
@@ -25,6 +28,11 @@ _FORMULA = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTAL
 _FUNCTIONS = re.compile(
     r"(?<![\\a-zA-Z])(sqrt|pi|infinity|infty|sin|cos|tan|log|ln|exp|alpha|beta|theta|cdot|times|leq|geq|pm|cup)\b"
 )
+_UNIT = re.compile(
+    rf"(?<=\\pi)\s*(?P<unit>(?:(?:square|cubic|sq|cu)\.?\s+)?(?:units?|m|{'|'.join(UNIT_NAMES)})\s*(?:\^\s*\{{?\s*[23]\s*\}}?)?)\s*$"
+)
+"""A unit after a multiple of pi; `numbers.read` knows those of numbers."""
+_MULTIPLE_OF_PI = re.compile(r"([-−]?[\d.,/√()]*\s*π[^.\n]{0,20})\.?\s*$")
 _CALL = re.compile(r"\\(sqrt|exp)\s*\(([^()]*)\)")
 
 
@@ -49,7 +57,9 @@ def is_right(response: str, answer: str) -> bool:
         return bool(text)
     boxed = extraction.last_boxes(text)
     if boxed:
-        return any(are_equal(gold, given) for given in dict.fromkeys((", ".join(boxed), boxed[-1])))
+        said = _said_in_box(boxed[-1])
+        givens = (", ".join(boxed), boxed[-1], *([said] if said else []))
+        return any(are_equal(gold, given) for given in dict.fromkeys(givens))
     if re.fullmatch(r"\(?[A-J]\)?", key(gold)) and (letter := choice.letter_of(text)):
         return letter == key(gold).strip("()")
     if extraction.is_cut_in_box(text):
@@ -77,6 +87,9 @@ def are_equal(gold: str, given: str) -> bool:
         return _same_number(gold, given)
     if is_words(gold) or is_words(given):
         return is_words(gold) and is_words(given) and mine.lower() == theirs.lower()
+    (gold, unit), (given, other) = _without_unit_of_pi(gold), _without_unit_of_pi(given)
+    if unit and other and unit != other:
+        return False
     bases = _in_base(gold), _in_base(given)
     if all(bases):
         return bases[0] == bases[1]
@@ -84,6 +97,28 @@ def are_equal(gold: str, given: str) -> bool:
     if all(sizes):
         raise ValueError("both answers are too large to be compared")
     return not any(sizes) and _verified(_parsed(_formula(gold)), _parsed(_formula(given)))
+
+
+def _said_in_box(box: str) -> str | None:
+    r"""The answer of a sentence in a box.
+
+    >>> _said_in_box(r"\text{The answer is }42"), _said_in_box(r"\text{odd}")
+    ('42', None)
+    """
+    sentence = plain(box)
+    said = extraction.after_phrase(sentence) or sentence
+    return extraction.conclusion(said) or (said if said != sentence else None)
+
+
+def _without_unit_of_pi(text: str) -> tuple[str, str]:
+    r"""A multiple of pi, and its unit.
+
+    >>> _without_unit_of_pi(r"25\pi cm^2"), _without_unit_of_pi(r"25\pi r")
+    (('25\\pi', 'cm^2'), ('25\\pi r', ''))
+    """
+    bare = plain(text)
+    found = _UNIT.search(bare)
+    return (bare[: found.start()].rstrip(), re.sub(r"[\s{}]", "", found["unit"])) if found else (text, "")
 
 
 def _in_base(text: str) -> int | None:
@@ -135,6 +170,8 @@ def _begins_with(gold: str, said: str) -> bool:
     formulas = _formulas(said)
     if any(are_equal(gold, given) for given in dict.fromkeys((", ".join(formulas), *formulas[:1]))):
         return True
+    if not formulas:
+        said = extraction.conclusion(said) or said
     if _is_number(gold) and not any(map(_is_number, formulas)):
         number = extraction.first_number(_FORMULA.sub(" ", said).rpartition("=")[2])
         return number is not None and _same_number(gold, number)
@@ -159,6 +196,10 @@ def _in_prose(gold: str, text: str) -> bool:
     last = next(reversed(_formulas(text)), None)
     if last is not None and are_equal(gold, last):
         return True
+    if re.fullmatch(r"\d+(?::\d+)+", key(gold)) and (ratio := extraction.last_ratio(text)) is not None:
+        return key(ratio) == key(gold)
+    if last is None and (multiple := _MULTIPLE_OF_PI.search(text)) and r"\pi" in key(gold):
+        return are_equal(gold, multiple[1])
     number = extraction.last_number(text)
     if last is None and number is not None and _is_number(gold):
         return _same_number(gold, number)
@@ -187,8 +228,23 @@ def _verified(gold: list[Any], given: list[Any]) -> bool:
         return bool(verify(gold, given, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True))
     except (MemoryError, RecursionError):
         raise
-    except Exception:  # one pair of readings makes no sense; the others may
-        return bool(verify(gold, given, allow_set_relation_comp=True, timeout_seconds=None))
+    except Exception as error:  # one pair of readings makes no sense; the others may
+        right = bool(verify(gold, given, allow_set_relation_comp=True, timeout_seconds=None))
+        if not right:
+            _report_failed(gold, given, error)
+        return right
+
+
+MAX_REPORTS = 10
+"""Comparisons that failed in math-verify and are reported; later ones of the process are not."""
+_reports = itertools.count(1)
+
+
+def _report_failed(gold: list[Any], given: list[Any], error: Exception) -> None:
+    """Report, in the log of the process that grades, that a response counts as wrong because it could not be compared."""
+    if (number := next(_reports)) <= MAX_REPORTS:
+        more = "; further ones are not reported" if number == MAX_REPORTS else ""
+        LOG.warning("%.80r could not be compared with %.80r, and counts as wrong: %r%s", given, gold, error, more)
 
 
 def _are_small_and_differ(gold: list[Any], given: list[Any]) -> bool:

@@ -12,11 +12,12 @@ from itertools import pairwise
 from ...dataflow.prompts.answer_marks import boxes
 
 _PHRASE = re.compile(
-    r"(?:final\s+answer|correct\s+answer|answer)\**\s*(?:(?:is|are|was|=)\b\**\s*:?|:)\**\s*(?P<answer>[^\n]+)",
+    r"(?:(?:final\s+answer|correct\s+answer|answer)\**\s*(?:(?:is|are|was|=)\b\**\s*:?|[:：])"
+    r"|答案\**\s*(?:[是为為]\s*[:：]?|[:：]))\**\s*(?P<answer>[^\n]+)",
     re.IGNORECASE,
 )
 _NUMBER = re.compile(r"(?<![\w.,])[-+−]?\d+(?:,\d+)*(?:\.\d+)?(?:\s?/\s?\d+)?|(?<![\w.])[-+−]?\.\d+")
-_END_OF_SENTENCE = re.compile(r"(?<=[^\d\s])\.\s|\.\s+(?=[A-Z])|\.\s*$")
+_END_OF_SENTENCE = re.compile(r"。|(?<=[^\d\s])\.\s|\.\s+(?=[A-Z])|\.\s*$")
 TAIL = 2000
 """Characters at the end of a response in which an answer without a box is looked for."""
 
@@ -68,6 +69,30 @@ def after_phrase(text: str) -> str | None:
         return None
     sentence = _END_OF_SENTENCE.split(found[-1].strip(), maxsplit=1)[0]
     return sentence.strip().strip("*`\"' ").rstrip(".*") or None
+
+
+_CONCLUSION = re.compile(r"\b(?:so|thus|hence|therefore)\b", re.IGNORECASE)
+_RATIO = re.compile(r"(?<![\w.:])\d+(?:\s*:\s*\d+)+(?![\w:])")
+
+
+def conclusion(text: str) -> str | None:
+    """What follows the last "so", "thus", "hence" or "therefore", if it is a number, and at most a word.
+
+    >>> conclusion("between 7 and 9, so 8"), conclusion("42, so 41 was wrong")
+    (' 8', None)
+    """
+    *before, last = _CONCLUSION.split(text)
+    return last if before and re.fullmatch(r"[\W_]*\d[^\sa-zA-Z]*(?:\s+\w+)?[\s.]*", last) else None
+
+
+def last_ratio(text: str) -> str | None:
+    """The last ratio of a text.
+
+    >>> last_ratio("from 1:2 to 3 : 4.")
+    '3 : 4'
+    """
+    found = _RATIO.findall(text[-TAIL:])
+    return found[-1] if found else None
 
 
 def first_number(text: str) -> str | None:

@@ -66,6 +66,7 @@ def _without_unicode(text: str) -> str:
         return text
     for character, (over, under) in _FRACTIONS.items():
         text = text.replace(character, rf"\frac{{{over}}}{{{under}}}")
+    text = text.replace("π", r"\pi ")
     text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda found: f"^{{{found[0].translate(_RAISED)}}}", text)
     return re.sub(r"√\s*(\w+|\([^()]*\))", lambda found: rf"\sqrt{{{found[1].strip('()')}}}", text)
 

@@ -15,7 +15,8 @@ SMALL = Fraction(1, 10_000)
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?:[ ]\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+"
 _NUMBER = re.compile(
     rf"""(?P<sign>[-+]?)\s*(?:(?:US)?[$€£¥]\s*)?(?P<sign2>-?)\s*(?:
-        (?:(?P<whole>\d+)\s*)?\\frac\{{\s*(?P<over>-?\d+)\s*\}}\{{\s*(?P<under>-?\d+)\s*\}}
+        (?P<once>\d*\.\d*)\\(?:overline|bar|dot)\s*\{{?\s*(?P<again>\d+)\s*\}}?
+        | (?:(?P<whole>\d+)\s*)?\\frac\{{\s*(?P<over>-?\d+)\s*\}}\{{\s*(?P<under>-?\d+)\s*\}}
         | (?:(?P<whole2>\d+)\s+)?(?P<over2>\d+)\s*/\s*(?P<under2>\d+)
         | (?P<top>{_DECIMAL})\s*/\s*(?P<bottom>{_DECIMAL})
         | (?P<decimal>{_DECIMAL})
@@ -48,6 +49,8 @@ _UNITS = (
     ("$", "dollar", "usd"),
 )
 _KNOWN_UNITS = {form: names[0] for names in _UNITS for name in names for form in (name, f"{name}s")}
+UNIT_NAMES = sorted(_KNOWN_UNITS.keys() - {"m", "g", "s", "h", "$", "$s"}, key=len, reverse=True)
+"""Units that are not also the name of a variable, the longest first."""
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _FORMULA = re.compile(r"\b(?:pi|sqrt|sin|cos|tan|log|ln|exp|mod|or|and|to|choose|infinity|inf)\b", re.IGNORECASE)
 """Words after a number with which it is a formula, or one of several answers."""
@@ -90,6 +93,8 @@ def read(text: str) -> Quantity | None:
 
     >>> read("$1,234.50").value, read("1 1/2").value, read("2.5 \\\\times 10^{-3}").value, read("3 x")
     (Fraction(2469, 2), Fraction(3, 2), Fraction(1, 400), None)
+    >>> read("0.1\\\\overline{6}").value
+    Fraction(1, 6)
     """
     found = _NUMBER.fullmatch(plain(text)) if len(text) <= LONGEST else None
     if found is None or (found["sign"] and found["sign2"]):
@@ -139,5 +144,8 @@ def _value(found: re.Match[str]) -> Fraction | None:
         if over in part:
             below = Fraction(part[under])
             return Fraction(part.get(whole, 0)) + Fraction(part[over]) / below if below else None
+    if "again" in part:  # 0.1666... is 0.1, and 6/9 of a tenth
+        tenths = 10 ** len(part["once"].partition(".")[2])
+        return Fraction(f"0{part['once']}0") + Fraction(int(part["again"]), (10 ** len(part["again"]) - 1) * tenths)
     tens = int(part.get("tens") or part.get("tens2") or 0)
     return Fraction(part["decimal"].rstrip(".")) * Fraction(10) ** tens

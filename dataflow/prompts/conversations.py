@@ -68,7 +68,7 @@ class Conversations:
                 return None
             try:
                 return [_without_nulls(_from_json(value)) for value in table.column(name).to_pylist()]
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{origin.files}: column {name!r} is text that is not JSON ({error})") from None
 
         return cls(origin, tokenizer, system, variables, values("tools"), values("chat_template_kwargs"))

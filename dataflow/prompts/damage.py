@@ -6,12 +6,55 @@ import codecs
 import csv
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
 from .origin import lines
+
+MAX_NESTING = 100
+"""Levels of objects and lists in a row; the parsers, which call themselves for each, end the process at some tens of thousands."""
+_STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]', re.DOTALL)
+_LONG_INTEGER = re.compile(r"-?\d{19,}(?![\d.eE])")
+
+
+def refuse_deep(place: str, text: bytes) -> None:
+    """Refuse JSON that is nested too deeply, before it is parsed.
+
+    Raises:
+        UserError: it has more than MAX_NESTING levels.
+    """
+    if text.count(b"[") + text.count(b"{") <= MAX_NESTING:
+        return
+    level = 0
+    for found in _STRING_OR_BRACKET.finditer(text):
+        mark = found[0][:1]
+        level += (mark in b"[{") - (mark in b"]}")
+        if level > MAX_NESTING:
+            raise UserError(f"{place}: objects and lists are nested more than {MAX_NESTING} deep")
+
+
+def refuse_large_integers(place: str, text: str) -> None:
+    """Refuse an integer that would become a floating-point number, and lose its last digits.
+
+    Args:
+        text: a row as JSON.
+
+    Raises:
+        UserError: an integer needs more than 64 bits.
+    """
+
+    def checked(digits: str) -> int:
+        number = int(digits) if len(digits) < 100 else 2**64
+        if not -(2**63) <= number < 2**63:
+            short_digits = digits if len(digits) <= 40 else f"{digits[:37]}..."
+            raise UserError(f"{place}: the integer {short_digits} has more than 64 bits; write it as text, in quotes")
+        return number
+
+    if _LONG_INTEGER.search(text):
+        json.loads(text, parse_int=checked)
 
 
 def explain_json(path: Path) -> None:

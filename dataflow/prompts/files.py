@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from ..errors import UserError, nearest
-from .damage import explain_csv, explain_json, explain_types, short
+from .damage import explain_csv, explain_json, explain_types, refuse_deep, refuse_large_integers, short
 from .origin import COMPRESSED, Origin, file_kind, lines
 
 _ONE_BLOCK = 2**28
@@ -67,7 +67,7 @@ def table_of(rows: Sequence[Mapping[str, Any]], name: str) -> pa.Table:
     keys = list(dict.fromkeys(key for row in rows for key in row))
     try:
         return pa.table({key: pa.array([row.get(key) for row in rows]) for key in keys})
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
         explain_types(((f"{name}, row {i}", row) for i, row in enumerate(rows, start=1)), "row")
         raise UserError(f"{name}: {error}") from None
 
@@ -142,12 +142,19 @@ def _read_arrow(path: Path, limit: int | None) -> pa.Table:
 
 
 def _read_json_lines(path: Path, limit: int | None) -> pa.Table:
+    for number, line in itertools.islice(lines(path), limit):
+        refuse_deep(f"{path}, line {number}", line)
     try:
         if limit is not None:
-            return _parse_json(b"".join(line for _, line in itertools.islice(lines(path), limit)))
-        if path.suffix == COMPRESSED:
-            return _parse_json(gzip.decompress(path.read_bytes()))
-        return _parse_json(path)
+            table = _parse_json(b"".join(line for _, line in itertools.islice(lines(path), limit)))
+        elif path.suffix == COMPRESSED:
+            table = _parse_json(gzip.decompress(path.read_bytes()))
+        else:
+            table = _parse_json(path)
+        if any(_has_floats(column.type) for column in table.schema):
+            for number, line in itertools.islice(lines(path), limit):
+                refuse_large_integers(f"{path}, line {number}", line.decode())
+        return table
     except (pa.ArrowInvalid, UnicodeDecodeError) as error:
         explain_json(path)
         raise UserError(f"{path}: {error}") from None
@@ -172,6 +179,11 @@ def _parse_json(source: Path | bytes) -> pa.Table:
     return table
 
 
+def _has_floats(kind: pa.DataType) -> bool:
+    """Whether a type has a part that is a floating-point number, which is what pyarrow makes of an integer beyond 64 bits."""
+    return pa.types.is_floating(kind) or any(_has_floats(kind.field(i).type) for i in range(kind.num_fields))
+
+
 def _without_timestamps(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_timestamp(kind):
         return pa.string()
@@ -188,7 +200,12 @@ def _read_json(path: Path, limit: int | None) -> pa.Table:
     if not array:
         return _read_json_lines(path, limit)
     try:
-        text = _bytes(path).decode("utf-8-sig")
+        data = _bytes(path)
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not JSON ({error})") from None
+    refuse_deep(str(path), data)
+    try:
         rows = list(itertools.islice(_objects(text), limit))
     except ValueError as error:
         raise UserError(f"{path}: not JSON ({error})") from None
@@ -198,7 +215,11 @@ def _read_json(path: Path, limit: int | None) -> pa.Table:
     if not rows:
         raise UserError(f"{path}: there are no rows")
     try:
-        return _parse_json("\n".join(rows).encode())
+        table = _parse_json("\n".join(rows).encode())
+        if any(_has_floats(column.type) for column in table.schema):
+            for number, row in enumerate(rows, start=1):
+                refuse_large_integers(f"{path}, row {number}", row)
+        return table
     except pa.ArrowInvalid as error:
         explain_types(((f"{path}, row {i}", json.loads(row)) for i, row in enumerate(rows, start=1)), "row")
         raise UserError(f"{path}: {error}") from None
@@ -206,7 +227,7 @@ def _read_json(path: Path, limit: int | None) -> pa.Table:
 
 def _objects(text: str) -> Iterator[str]:
     """The elements of a JSON array, each on one line: none of them stays a Python object."""
-    decode, blank = json.JSONDecoder().raw_decode, re.compile(r"\s*")
+    decode, blank = json.JSONDecoder(parse_int=str).raw_decode, re.compile(r"\s*")
 
     def after_blank(at: int) -> int:
         return blank.match(text, at).end()  # type: ignore[union-attr]  # it matches no characters, too
@@ -220,6 +241,8 @@ def _objects(text: str) -> Iterator[str]:
             at = after_blank(at + 1)
         elif not text.startswith("]", at):
             raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
+    if (end := after_blank(at + 1)) < len(text):
+        raise json.JSONDecodeError("Text after the array", text, end)
 
 
 def _read_csv(path: Path, limit: int | None, delimiter: str = ",") -> pa.Table:

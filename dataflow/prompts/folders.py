@@ -102,12 +102,17 @@ def choose(
     raise UserError(f"{where}: has the {what}s {', '.join(known)}; say which: {what}={known[0]!r}")
 
 
-def _files(folder: Path) -> list[Path]:
-    """Files to read in a folder, and in the folders in it that are named after a split or are called `data`."""
+def _files(folder: Path, above: tuple[Path, ...] = ()) -> list[Path]:
+    """Files to read in a folder, and in the folders in it that are named after a split or are called `data`.
+
+    Args:
+        above: the folders that it lies in, by their real paths; a link that leads back to one of them is not followed.
+    """
+    above = (*above, folder.resolve())
     found = [p for p in folder.iterdir() if p.is_file() and is_readable(p) and p.name not in _OTHER]
-    for inner in (p for p in folder.iterdir() if p.is_dir()):
+    for inner in (p for p in folder.iterdir() if p.is_dir() and p.resolve() not in above):
         if inner.name == "data" or _split_of(Path(inner.name)):
-            found += _files(inner)
+            found += _files(inner, above)
     if not found:
         raise UserError(f"{str(folder)!r} is a folder that holds no file which can be read as prompts")
     return sorted(found)

@@ -123,7 +123,7 @@ class Understanding:
                 lines.append(f"    response {_shown(example.response, _SHOWN // 4)}")
             if example.answer is not None:
                 lines.append(f"    answer {_shown(example.answer, _SHOWN // 4)}")
-        return "\n".join(lines)
+        return "\n".join(map(_printable, lines))
 
     def _column(self, name: str) -> str:
         roles = [role for role, column in self.roles.items() if column == name or column.startswith(f"{name}.")]
@@ -224,6 +224,15 @@ def _extraction(answers: Answers | None, rows: Rows, extract: bool) -> str:
         whole = len(answers.texts) - answers.shortened
         said.append(f"as written in {whole:,}, the first {rows.origin(answers.first_whole)}")
     return "; ".join(said)
+
+
+def _printable(line: str) -> str:
+    """A line whose control characters are written as escapes: a terminal must not obey the name of a column.
+
+    >>> _printable("an" + chr(27) + "[2Jswer")
+    'an\\\\x1b[2Jswer'
+    """
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
 
 def _shown(text: str, characters: int) -> str:

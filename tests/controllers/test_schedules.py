@@ -88,7 +88,7 @@ def test_parts_of_an_update_can_have_a_least_size(tmp_path: Path):
 
 
 @pytest.mark.parametrize("partial_rollouts", ["continue", "finish", "requeue"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(staleness=st.integers(1, 3), size=st.integers(1, 5), slowest=st.integers(1, 60), seed=st.integers(0, 99))
 def test_no_row_is_older_than_the_bound_and_every_prompt_is_trained_once(
     tmp_path_factory: pytest.TempPathFactory, partial_rollouts: Any, staleness: int, size: int, slowest: int, seed: int

@@ -114,7 +114,8 @@ class ToyActor(Worker):
     )
     def update(self, samples: Batch, *, loss: ToyLoss = ToyLoss()) -> Metrics:
         self.seen.append(samples["group_id"].to_pylist())
-        values, _ = samples.ragged_numpy(loss.column)
+        per_token = isinstance(samples[loss.column], pa.ListArray)
+        values = samples.ragged_numpy(loss.column)[0] if per_token else samples.numpy(loss.column)
         prompt_tokens = int(samples.lengths("prompt_ids").sum())
         return {
             "rows": Sum(len(samples)),
@@ -287,6 +288,15 @@ def toy_grpo(prompts, *, rollout, reward, actor, n=2, loss=ToyLoss()):
     samples = reward.score(samples)
     samples = centred(samples)
     return actor.update(samples, loss=loss)
+
+
+@graph
+def toy_reinforce(prompts, *, rollout, actor, reward=None, n=2):
+    """The least that trains. It has no function, so under Ray a run of it takes fewer processes than one of `toy_grpo`."""
+    samples = rollout.generate(prompts, n=n)
+    if reward is None:
+        return actor.update(samples, loss=ToyLoss(column="response_logprobs"))
+    return actor.update(reward.score(samples), loss=ToyLoss(column="reward"))
 
 
 @graph

@@ -1,4 +1,4 @@
-"""The example runs in its small setting: with a reference that is computed beforehand, and without one; and under Ray."""
+"""The example runs in its small setting: with a reference that is computed beforehand, and without one; and, slowly, under Ray."""
 
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ def test_the_example_runs_without_a_reference(simpo: str, root: Path):
     assert "reference_of_pairs" not in simpo
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_the_example_runs_on_two_ranks_under_ray(simpo: str, root: Path):
     said = run("dpo_preferences.py", "simpo-ray", "--method", "simpo", root=root, backend="ray")

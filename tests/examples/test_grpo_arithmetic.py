@@ -1,4 +1,4 @@
-"""The example runs in its small setting, in one process, with either engine; `.ci/run` runs it under Ray."""
+"""The example runs in its small setting, in one process, with either engine; `.ci/run` runs it under Ray with vLLM."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from small import run, summary
 
 
-@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])])
 def test_the_example_runs_in_one_process(root: Path, engine: str):
     steps = ["--steps", "2"] if engine == "transformers" else []
     found = summary(run("grpo_arithmetic.py", f"grpo-{engine}", "--engine", engine, *steps, root=root))

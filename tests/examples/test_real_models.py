@@ -9,8 +9,8 @@ import pytest
 from small import EXAMPLES, summary
 
 
-def tiny(example: str, root: Path, *arguments: str) -> str:
-    arguments = ("--tiny", "--backend", "local", "--root", str(root), "--name", "tiny", "--steps", "1", *arguments)
+def tiny(example: str, root: Path, name: str, *arguments: str) -> str:
+    arguments = ("--tiny", "--backend", "local", "--root", str(root), "--name", name, "--steps", "1", *arguments)
     return forked.program(root / f"{example}.log", EXAMPLES / example, *arguments).finish()
 
 
@@ -23,7 +23,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_grpo_learns_from_problems_of_a_file(tmp_path: Path):
     rows = [{"question": f"What is {a} + {a}?", "answer": f"{a} + {a} = {2 * a}\n#### {2 * a}"} for a in range(100)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    said = tiny("grpo_gsm8k.py", tmp_path, "--data", str(tmp_path / "train.jsonl"))
+    said = tiny("grpo_gsm8k.py", tmp_path, "tiny", "--data", str(tmp_path / "train.jsonl"))
     assert summary(said)["steps"] == 1
     assert "what follows ####, in 100 of 100 rows" in said and "template  applied" in said, "what was understood"
     rows = pq.read_table(tmp_path / "tiny" / "metrics.parquet").to_pylist()
@@ -34,12 +34,11 @@ def test_grpo_learns_from_problems_of_a_file(tmp_path: Path):
 
 @pytest.mark.parametrize("example", ["ppo_gsm8k.py", "dpo_pairs.py"])
 def test_ppo_and_dpo_take_a_model_and_data_in_the_same_way(made: Path, example: str):
-    root = made / example
-    root.mkdir()
-    assert summary(tiny(example, root, "--prompts-per-step", "6"))["steps"] == 1
-    rows = pq.read_table(root / "tiny" / "metrics.parquet").to_pylist()
+    name = Path(example).stem
+    assert summary(tiny(example, made, name, "--prompts-per-step", "6"))["steps"] == 1
+    rows = pq.read_table(made / name / "metrics.parquet").to_pylist()
     assert rows[1]["samples"] == 6 * (2 if example == "dpo_pairs.py" else 1)
-    assert rows[1]["actor/loss"] is not None and (root / "tiny" / "model" / "model.safetensors").exists()
+    assert rows[1]["actor/loss"] is not None and (made / name / "model" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("example", ["grpo_gsm8k.py", "ppo_gsm8k.py", "dpo_pairs.py"])

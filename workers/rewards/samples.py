@@ -87,7 +87,7 @@ def _object(value: Any) -> Any:
     if isinstance(value, str) and value.startswith("{"):
         try:
             read = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return value
         return read if isinstance(read, Mapping) else value
     return value

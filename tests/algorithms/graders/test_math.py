@@ -1,5 +1,6 @@
 """Math: a few answers of each kind, and what becomes of a comparison that does not end. The labelled set is a benchmark's."""
 
+import itertools
 import os
 import pickle
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from weft.algorithms.graders import equality
 from weft.algorithms.graders.math import Math
 from weft.algorithms.graders.math_process import PROCESS
 from weft.dataflow.errors import SampleError
@@ -37,6 +39,18 @@ SLOW = r"\boxed{\sum_{k=1}^{10^{12}} \frac{1}{k^{3/2}}}"
         (r"\text{(C)}", [r"\boxed{C}", "The answer is (C)."], [r"\boxed{\text{(D)}}"]),
         (r"Hence $x = \boxed{12}$.", ["It is 12."], [r"\boxed{21}", "The answer is $x^{12}$.", r"\boxed{9^{9^{9^9}}}"]),
         (r"\frac{1}{2004!}", [r"\boxed{1/2004!}"], [r"\boxed{\frac{1}{2006!}}", r"\boxed{0}"]),
+        (r"\frac{1}{3}", [r"\boxed{0.\overline{3}}", r"The answer is 0.\overline{3}."], [r"\boxed{0.\overline{4}}"]),
+        (r"0.1\overline{6}", [r"\boxed{\frac16}", "1/6"], [r"\boxed{0.1}", r"\boxed{0.16}"]),
+        (
+            r"25\pi",
+            [r"\boxed{25π cm²}", "The area is 25π cm².", r"\boxed{25\pi\text{ cm}^2}"],
+            [r"\boxed{25}", "The area is 5π cm²."],
+        ),
+        (r"25\pi cm", [r"\boxed{25π}"], [r"\boxed{25π m}", "25π cm²"]),
+        ("3:4", ["The ratio is 3:4.", r"\boxed{3 : 4}"], ["The ratio is 4:3.", "It was 3:4, and is 3:5."]),
+        ("8", ["答案：8", "所以答案是 8。", "The answer is between 7 and 9, so 8."], ["答案：9", "答案：8 × 2 = 16"]),
+        ("42", [r"\boxed{\text{The answer is }42}"], [r"\boxed{\text{The answer is }43}"]),
+        ("7", ["The answer is 7, so 8 is wrong."], ["The answer is between 7 and 9, so 8"]),
         ("42", [r"<think>\boxed{41}</think> \boxed{42}"], [r"\boxed{42", r"\boxed{__import__('os').system('true')}"]),
     ],
 )
@@ -109,3 +123,21 @@ def test_a_grader_is_a_value_that_imports_nothing_heavy(tmp_path: Path):
 )
 def test_ways_in_which_models_write_an_answer(given: str, answer: str, right: int):
     assert PATIENT(rf"\boxed{{{given}}}", answer) == right
+
+
+def test_a_comparison_that_fails_in_the_library_is_reported_and_counts_as_wrong(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def verify(gold: object, given: object, *, raise_on_error: bool = False, **settings: object) -> bool:
+        if raise_on_error:
+            raise TypeError("cannot determine truth value")
+        return False
+
+    parse, _ = equality._math_verify()
+    monkeypatch.setattr(equality, "_math_verify", lambda: (parse, verify))
+    monkeypatch.setattr(equality, "_reports", itertools.count(1))
+    for _ in range(15):
+        assert not equality.is_right(r"\boxed{x+2}", "x+1")
+    assert len(caplog.messages) == equality.MAX_REPORTS
+    assert "counts as wrong: TypeError('cannot determine truth value')" in caplog.messages[0]
+    assert caplog.messages[-1].endswith("further ones are not reported")

@@ -18,7 +18,7 @@ os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # a cluster by hand makes 
 import ray
 from ray.cluster_utils import Cluster
 from saved_runs import SavingActor
-from toy import SlowRollout, ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
+from toy import SlowRollout, ToyActor, ToyReward, ToyRollout, prompts, toy_grpo, toy_reinforce
 
 from weft.controllers.backends.ray_backend import RayBackend
 from weft.controllers.driver import Driver
@@ -66,6 +66,7 @@ def run(root: Path, address: str) -> dict[str, object]:
         backend=RayBackend(address),
         root=root,
         name="nodes",
+        record_every=0,
         progress=False,
     )
     with driver:
@@ -78,18 +79,17 @@ def run(root: Path, address: str) -> dict[str, object]:
 
 
 def refused(root: Path, address: str) -> str:
-    made = {"rollout": group(ToyRollout), "reward": group(ToyReward), "actor": group(ToyActor)}
+    made = {"rollout": group(ToyRollout), "actor": group(ToyActor)}
     made["rollout"].follows(made["actor"])
-    graph = toy_grpo(prompts(8), **made)
-    schedule = Synchronous(steps=2, prompts_per_step=4)
     try:
         with Driver(
-            graph,
-            schedule=schedule,
-            placement=pools(),
+            toy_reinforce(prompts(8), **made),
+            schedule=Synchronous(steps=2, prompts_per_step=4),
+            placement={name: Place(ResourcePool(name, cpus=3)) for name in made},
             backend=RayBackend(address),
             root=root,
             name="no",
+            record_every=0,
             progress=False,
         ):
             return "not refused"
@@ -121,13 +121,14 @@ def lost(root: Path, cluster: Cluster) -> dict[str, object]:
         return False
 
     driver = Driver(
-        toy_grpo(prompts(10), rollout=rollout, reward=reward, actor=actor),
+        toy_reinforce(prompts(10), rollout=rollout, reward=reward, actor=actor),
         schedule=Pipelined(steps=6, prompts_per_step=4),
         placement={"rollout": Place(training), "actor": Place(training), "reward": Place(scoring)},
         backend=RayBackend(cluster.address),
         checkpoint=CheckpointConfig(every=2),
         root=root,
         name="lost",
+        record_every=0,
         progress=False,
         stop=lose,
     )

@@ -5,6 +5,8 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +14,18 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from toy import (
-    SlowRollout,
     ToyActor,
     ToyLoss,
     ToyReward,
     ToyRollout,
-    ToyTeacher,
     ToyWeights,
     prompts,
-    toy_distillation,
     toy_evaluation,
     toy_grpo,
+    toy_reinforce,
 )
 
+from weft.controllers.backends.backend import Backend
 from weft.controllers.backends.local import Local
 from weft.controllers.backends.rank import MAX_CALLS
 from weft.controllers.backends.ray_backend import RayBackend
@@ -38,7 +39,7 @@ from weft.dataflow.buffer.samples import recorded as recorded_parts
 from weft.dataflow.errors import WorkerError
 from weft.dataflow.handle import group
 from weft.dataflow.metrics import Metrics
-from weft.dataflow.operation import declaration_of
+from weft.dataflow.operation import Shape, declaration_of
 from weft.dataflow.source import TableSource
 from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
@@ -53,89 +54,14 @@ def handles(**rollout: Any) -> dict[str, Any]:
 
 
 def drive(root: Path, made: dict[str, Any], source: TableSource, **settings: Any) -> Driver:
+    """A run of as few processes as can be: one for each group that is given."""
     schedule = Synchronous(steps=settings.pop("steps", 2), prompts_per_step=4)
-    settings = {"backend": RayBackend(), "root": root, "progress": False, **settings}
-    return Driver(toy_grpo(source, **made), schedule=schedule, **settings)
+    settings = {"backend": RayBackend(), "root": root, "progress": False, "record_every": 0, **settings}
+    return Driver(toy_reinforce(source, **made), schedule=schedule, **settings)
 
 
-def test_the_same_script_gives_the_same_results_with_and_without_ray(tmp_path: Path):
-    results = []
-    for name, backend in (("local", Local()), ("ray", RayBackend())):
-        made = handles()
-        recorded = toy_grpo(prompts(8), **made)
-        held_out = toy_evaluation(prompts(5, "held_out"), rollout=made["rollout"], reward=made["reward"])
-        settings: dict[str, Any] = {
-            "evaluations": [Evaluation(held_out)],
-            "name": name,
-            "root": tmp_path,
-            "progress": False,
-        }
-        schedule = Synchronous(steps=3, prompts_per_step=4)
-        with Driver(recorded, schedule=schedule, backend=backend, **settings) as driver:
-            metrics = driver.run()
-            trained = driver.call(made["actor"], "seen_groups")
-        clocks = ("time_s", "step_s", "tokens_per_s")
-        numbers = [{k: v for k, v in row.items() if k not in clocks} for row in metrics]
-        files = recorded_parts(tmp_path / name)
-        results.append((numbers, trained, [(part.graph, part.step, rows(part.path)) for part in files]))
-        logs = sorted(p.name for p in (tmp_path / name / "logs").iterdir())
-        assert logs == (
-            [f"{n}_0.log" for n in ("actor", "functions", "recorder", "reward", "rollout")] if name == "ray" else []
-        )
-    assert results[0] == results[1]
-
-
-def rows(file: Path) -> list[dict[str, Any]]:
-    """Samples in the order of their prompts; ids differ where calls set numbers aside."""
-    with pa.OSFile(str(file)) as source:
-        table = pa.ipc.open_file(source).read_all()
-    kept = table.drop_columns(["sample_id", "parent_id"]).to_pylist()
-    return sorted(kept, key=lambda row: (row["group_id"], row["response_ids"]))
-
-
-def test_replicas_share_the_rows_and_ranks_of_a_replica_get_equal_copies(tmp_path: Path):
-    actor = group(ToyActor, ranks_per_replica=2)
-    rollout, reward = group(ToyRollout), group(ToyReward)
-    rollout.follows(actor)
-    made = {"rollout": rollout, "reward": reward, "actor": actor}
-    pool = ResourcePool("cores", cpus=2)
-    placement = {"actor": Place(pool, ranks=4), "rollout": Place(pool, ranks=2)}
-    with drive(tmp_path, made, prompts(8), placement=placement, name="replicas") as driver:
-        metrics = driver.run()
-        seen = driver.call(actor, "seen_groups")
-        assert driver.call(actor, "echo", value="a") == [(0, "a"), (1, "a"), (2, "a"), (3, "a")]
-    assert seen[0] == seen[1] and seen[2] == seen[3], "the two ranks of a replica"
-    for step in range(2):
-        assert sorted(seen[0][step] + seen[2][step]) == [g for g in range(4 * step, 4 * step + 4) for _ in range(2)]
-    assert all(row["actor/rows"] == 8 and row["rollout/tokens"] == 12 for row in metrics[1:]), "each row counts once"
-
-
-def test_a_rank_without_rows_takes_part_all_the_same(tmp_path: Path):
-    made = handles() | {"teacher": group(ToyTeacher)}
-    made["teacher"].follows(made["actor"])
-    placement = {n: Place(ResourcePool("cores", cpus=2), ranks=3) for n in ("rollout", "actor", "teacher", "reward")}
-    graph = toy_distillation(prompts(1), **made)
-    schedule = Synchronous(steps=2, prompts_per_step=1)
-    with Driver(
-        graph, schedule=schedule, placement=placement, backend=RayBackend(), root=tmp_path, progress=False
-    ) as driver:
-        metrics = driver.run()
-        seen = driver.call(made["actor"], "seen_groups")
-    assert [row["actor/rows"] for row in metrics[1:]] == [2, 2]
-    assert sorted(map(len, (ranks[0] for ranks in seen))) == [0, 1, 1] and [len(ranks) for ranks in seen] == [2, 2, 2]
-
-
-def test_a_placement_as_large_as_the_cluster_runs(tmp_path: Path):
-    import ray
-
-    made = handles()
-    everything = {
-        "rollout": Place(ResourcePool("generation", cpus=12)),
-        "actor": Place(ResourcePool("training", cpus=4)),
-    }
-    backend = RayBackend(ray.get_runtime_context().gcs_address)
-    with drive(tmp_path, made, prompts(4), placement=everything, backend=backend, name="full") as driver:
-        assert len(driver.run()) == 3, "rewards and functions are computed where others are idle"
+def bare(**rollout: Any) -> dict[str, Any]:
+    return {name: handle for name, handle in handles(**rollout).items() if name != "reward"}
 
 
 class Weighing(RayBackend):
@@ -169,24 +95,245 @@ def weight(message: object) -> int:
     return file.tell()
 
 
-def test_the_drivers_bytes_do_not_grow_with_the_batch(tmp_path: Path):
-    weights = []
-    for length in (10, 100_000):
-        ids = pa.array([[k] * length for k in range(1, 5)], pa.list_(pa.int32()))
-        source = TableSource("long", pa.table({"prompt_ids": ids, "answer": ["x"] * 4}))
-        backend = Weighing()
-        with drive(tmp_path, handles(), source, backend=backend, steps=1, name=f"rows_of_{length}") as driver:
-            assert driver.run()[1]["actor/prompt_tokens"] == 2 * 4 * length
-        weights.append((sum(backend.tasks), sum(backend.replies), len(backend.replies)))
-    (tasks, replies, number), (tasks_long, replies_long, number_long) = weights
-    assert tasks < 30_000 and replies < 30_000
-    assert abs(tasks_long - tasks) < 200, "task sizes differ by a few digits at most"
-    assert number == number_long and abs(replies_long - replies) < 200
+class Patient(ToyRollout):
+    """Generates until new weights come, when it is given no prompts."""
+
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        shape=Shape.EXPAND,
+        interruptible=True,
+        reads=("prompt_ids",),
+        writes=("response_ids", "response_logprobs", "response_versions"),
+    )
+    def generate(self, prompts: Batch, *, n: int = 2) -> Iterator[Any]:
+        before = self.version
+        while not len(prompts) and self.version == before:
+            time.sleep(0.01)
+            yield None
+        yield from super().generate(prompts, n=n)
+
+
+class Looking(ToyReward):
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def process(self) -> int:
+        return os.getpid()
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def environment(self) -> dict[str, str | None]:
+        names = ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP")
+        return {name: os.environ.get(name) for name in names}
+
+
+@dataclass
+class Done:
+    """A run that is over, whose processes are still there."""
+
+    driver: Driver
+    backend: Backend
+    rollout: Any
+    reward: Any
+    actor: Any
+    metrics: list[dict[str, float]]
+    processes: tuple[int, ...] = ()
+    """Of the reward and of the actor."""
+    tasks: tuple[int, ...] = ()
+    replies: tuple[int, ...] = ()
+    """Weights of the messages of the run."""
+
+    @property
+    def results(self) -> Any:
+        """Metrics without the clock, and the rows that were trained on."""
+        clocks = ("time_s", "step_s", "tokens_per_s")
+        numbers = [{k: v for k, v in row.items() if k not in clocks} for row in self.metrics]
+        return numbers, self.driver.call(self.actor, "seen_groups")
+
+    @property
+    def samples(self) -> Any:
+        """Those that were kept, which are all there when the run is closed."""
+        files = recorded_parts(self.driver.directory.path)
+        return [(part.graph, part.step, rows(part.path)) for part in files]
+
+
+@contextmanager
+def whole_run(root: Path, name: str, backend: Backend, length: int | None = None) -> Iterator[Done]:
+    """A script with all that a run has: rewards, a function, an evaluation, samples that are kept.
+
+    Args:
+        length: tokens of each prompt.
+    """
+    made = {
+        "rollout": group(Patient, name="rollout"),
+        "reward": group(Looking, name="reward"),
+        "actor": group(ToyActor),
+    }
+    made["rollout"].follows(made["actor"])
+    source = prompts(8)
+    if length is not None:
+        ids = pa.array([[k] * length for k in range(1, 9)], pa.list_(pa.int32()))
+        source = TableSource("prompts", pa.table({"prompt_ids": ids, "answer": ["x"] * 8}))
+    held_out = toy_evaluation(prompts(5, "held_out"), rollout=made["rollout"], reward=made["reward"])
+    with Driver(
+        toy_grpo(source, **made),
+        schedule=Synchronous(steps=3, prompts_per_step=4),
+        evaluations=[Evaluation(held_out)],
+        backend=backend,
+        root=root,
+        name=name,
+        progress=False,
+        call_timeout_s=10,
+    ) as driver:
+        done = Done(driver, backend, **made, metrics=driver.run())
+        if isinstance(backend, Weighing):
+            done.tasks, done.replies = tuple(backend.tasks), tuple(backend.replies)
+            done.processes = tuple(driver.call(made[name], "process")[0] for name in ("reward", "actor"))
+        yield done
+
+
+@pytest.fixture(scope="module")
+def under_ray(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
+    """What the tests look at until one of them closes it."""
+    with whole_run(tmp_path_factory.mktemp("runs"), "ray", Weighing()) as done:
+        yield done
+
+
+@pytest.fixture(scope="module")
+def in_one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
+    with whole_run(tmp_path_factory.mktemp("runs"), "local", Local()) as done:
+        yield done
+
+
+def test_the_same_script_gives_the_same_results_with_and_without_ray(under_ray: Done, in_one_process: Done):
+    assert in_one_process.results == under_ray.results
+    assert not any((in_one_process.driver.directory.path / "logs").iterdir())
+    logs = sorted(p.name for p in (under_ray.driver.directory.path / "logs").iterdir())
+    assert logs == [f"{n}_0.log" for n in ("actor", "functions", "recorder", "reward", "rollout")]
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    """Samples in the order of their prompts; ids differ where calls set numbers aside."""
+    with pa.OSFile(str(file)) as source:
+        table = pa.ipc.open_file(source).read_all()
+    kept = table.drop_columns(["sample_id", "parent_id"]).to_pylist()
+    return sorted(kept, key=lambda row: (row["group_id"], row["response_ids"]))
+
+
+def test_the_drivers_bytes_do_not_grow_with_the_batch(under_ray: Done, tmp_path: Path):
+    short = under_ray
+    with whole_run(tmp_path, "long", Weighing(), length=100_000) as long:
+        assert long.metrics[1]["actor/prompt_tokens"] == 2 * 4 * 100_000
+    assert sum(short.tasks) < 90_000 and sum(short.replies) < 90_000
+    assert len(short.tasks) == len(long.tasks) and len(short.replies) == len(long.replies)
+    assert abs(sum(long.tasks) - sum(short.tasks)) < 600, "task sizes differ by a few digits at most"
+    assert abs(sum(long.replies) - sum(short.replies)) < 600
+
+
+def test_a_rank_on_a_pool_without_gpus_sees_none_and_talks_over_its_nodes_interface(under_ray: Done):
+    (found,) = under_ray.driver.call(under_ray.reward, "environment")
+    assert found == {
+        "CUDA_VISIBLE_DEVICES": "",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "=lo",
+        "VLLM_HOST_IP": "127.0.0.1",
+    }
+
+
+def test_weights_arrive_at_a_rank_however_many_calls_it_has_open(under_ray: Done):
+    driver, backend = under_ray.driver, under_ray.backend
+    assert isinstance(backend, RayBackend)
+    declaration = declaration_of(Patient.generate) or declaration_of(ToyRollout.generate)
+    assert declaration is not None
+    nobody = np.zeros(0, np.int64)
+    rows = RowTask(declaration.called_with({}), (), nobody, nobody, nobody)
+    calls = [Task("generate", rows=rows, number=-number) for number in range(1, MAX_CALLS + 8)]
+    rank = backend._processes["rollout", 0].actor
+    streams = [rank.call.options(num_returns="streaming").remote(task) for task in calls]
+    (checksum,) = driver.call(under_ray.rollout, "receive_weights", weights=ToyWeights(99))
+    assert checksum == ToyWeights(99).checksum
+    del streams
+
+
+def test_a_killed_worker_is_reported_by_name_in_bounded_time(under_ray: Done):
+    assert os.getpid() not in under_ray.processes
+    os.kill(under_ray.processes[-1], signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match=r"worker actor\[0\], call 'seen_groups': its process ended"):
+        under_ray.driver.call(under_ray.actor, "seen_groups")
+    assert time.monotonic() - started < 60, "long before anybody's deadline"
+
+
+def test_a_closed_run_leaves_no_process(under_ray: Done):
+    under_ray.driver.close()
+    left = [Path(f"/proc/{pid}") for pid in under_ray.processes]
+    deadline = time.monotonic() + 10
+    while any(process.exists() for process in left) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(process.exists() for process in left)
+
+
+def test_the_samples_that_are_kept_are_the_same(under_ray: Done, in_one_process: Done):
+    for done in (under_ray, in_one_process):
+        done.driver.close()
+    assert in_one_process.samples == under_ray.samples
+
+
+def test_replicas_share_the_rows_and_ranks_of_a_replica_get_equal_copies(tmp_path: Path):
+    actor = group(ToyActor, ranks_per_replica=2)
+    rollout = group(ToyRollout)
+    rollout.follows(actor)
+    made = {"rollout": rollout, "actor": actor}
+    pool = ResourcePool("cores", cpus=2)
+    placement = {"actor": Place(pool, ranks=4), "rollout": Place(pool, ranks=2)}
+    with drive(tmp_path, made, prompts(8), placement=placement, name="replicas") as driver:
+        metrics = driver.run()
+        seen = driver.call(actor, "seen_groups")
+        assert driver.call(actor, "echo", value="a") == [(0, "a"), (1, "a"), (2, "a"), (3, "a")]
+    assert seen[0] == seen[1] and seen[2] == seen[3], "the two ranks of a replica"
+    for step in range(2):
+        assert sorted(seen[0][step] + seen[2][step]) == [g for g in range(4 * step, 4 * step + 4) for _ in range(2)]
+    assert all(row["actor/rows"] == 8 and row["rollout/tokens"] == 12 for row in metrics[1:]), "each row counts once"
+
+
+def test_a_rank_without_rows_takes_part_all_the_same(tmp_path: Path):
+    made = handles()
+    pool = ResourcePool("cores", cpus=2)
+    placement = {name: Place(pool, ranks=ranks) for name, ranks in (("rollout", 2), ("reward", 3), ("actor", 3))}
+    with Driver(
+        toy_reinforce(prompts(1), **made),
+        schedule=Synchronous(steps=2, prompts_per_step=1),
+        placement=placement,
+        backend=RayBackend(),
+        root=tmp_path,
+        record_every=0,
+        progress=False,
+    ) as driver:
+        metrics = driver.run()
+        seen = driver.call(made["actor"], "seen_groups")
+    assert [row["actor/rows"] for row in metrics[1:]] == [2, 2]
+    assert sorted(map(len, (ranks[0] for ranks in seen))) == [0, 1, 1] and [len(ranks) for ranks in seen] == [2, 2, 2]
+
+
+def test_a_placement_as_large_as_the_cluster_runs(tmp_path: Path):
+    import ray
+
+    everything = {
+        "rollout": Place(ResourcePool("generation", cpus=12)),
+        "actor": Place(ResourcePool("training", cpus=4)),
+    }
+    with Driver(
+        toy_grpo(prompts(4), **handles()),
+        schedule=Synchronous(steps=2, prompts_per_step=4),
+        placement=everything,
+        backend=RayBackend(ray.get_runtime_context().gcs_address),
+        root=tmp_path,
+        record_every=0,
+        progress=False,
+    ) as driver:
+        assert len(driver.run()) == 3, "rewards and functions are computed where others are idle"
 
 
 def test_a_failing_worker_is_named_without_a_frame_of_ray(tmp_path: Path):
     with (
-        drive(tmp_path, handles(fail_on=31), prompts(4), name="failing") as driver,
+        drive(tmp_path, bare(fail_on=31), prompts(4), name="failing") as driver,
         pytest.raises(WorkerError) as caught,
     ):
         driver.run()
@@ -199,85 +346,19 @@ def test_a_failing_worker_is_named_without_a_frame_of_ray(tmp_path: Path):
     )
 
 
-def test_a_killed_worker_is_reported_by_name_in_bounded_time(tmp_path: Path):
-    made = handles()
-    with drive(tmp_path, made, prompts(4), name="killed") as driver:
-        driver.run()
-        (pid,) = driver.call(made["actor"], "process")
-        assert pid != os.getpid()
-        os.kill(pid, signal.SIGKILL)
-        started = time.monotonic()
-        with pytest.raises(WorkerError, match=r"worker actor\[0\], call 'seen_groups': its process ended"):
-            driver.call(made["actor"], "seen_groups")
-        assert time.monotonic() - started < 60, "long before anybody's deadline"
-
-
-class Looking(ToyReward):
-    @remote(dispatch=Dispatch.ONE_TO_ALL)
-    def environment(self) -> dict[str, str | None]:
-        names = ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP")
-        return {name: os.environ.get(name) for name in names}
-
-
-def test_a_rank_on_a_pool_without_gpus_sees_none_and_talks_over_its_nodes_interface(tmp_path: Path):
-    made = handles() | {"reward": group(Looking)}
-    with drive(tmp_path, made, prompts(4), name="looking") as driver:
-        (found,) = driver.call(made["reward"], "environment")
-    assert found == {
-        "CUDA_VISIBLE_DEVICES": "",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "=lo",
-        "VLLM_HOST_IP": "127.0.0.1",
-    }
-
-
-class Unwilling(ToyReward):
+class Unwilling(ToyActor):
     def __init__(self, *args: Any) -> None:
         raise FileNotFoundError("/no/such/model")
 
 
 def test_a_worker_that_cannot_start_says_why(tmp_path: Path):
-    made = handles() | {"reward": group(Unwilling)}
-    with pytest.raises(WorkerError) as caught, drive(tmp_path, made, prompts(4), name="unwilling"):
+    actor, rollout = group(Unwilling, name="actor"), group(ToyRollout)
+    rollout.follows(actor)
+    with pytest.raises(WorkerError) as caught, drive(tmp_path, {"rollout": rollout, "actor": actor}, prompts(4)):
         pass
     text = str(caught.value)
-    assert text.startswith("worker reward[0] could not start: FileNotFoundError: /no/such/model\n")
+    assert text.startswith("worker actor[0] could not start: FileNotFoundError: /no/such/model\n")
     assert "test_ray_backend.py" in text and "/ray/" not in text
-
-
-def test_a_closed_run_leaves_no_process(tmp_path: Path):
-    made = handles()
-    with drive(tmp_path, made, prompts(4), name="closed") as driver:
-        driver.run()
-        (pid,) = driver.call(made["actor"], "process")
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-        os.sched_yield()
-    assert not Path(f"/proc/{pid}").exists()
-
-
-class EndlessRollout(SlowRollout):
-    """Generates until new weights come."""
-
-    def generate(self, prompts: Batch, *, n: int = 2) -> Iterator[Any]:
-        while not self.version:
-            yield None
-
-
-def test_weights_arrive_at_a_rank_however_many_calls_it_has_open(tmp_path: Path):
-    made = handles() | {"rollout": group(EndlessRollout, name="rollout")}
-    backend = RayBackend()
-    declaration = declaration_of(EndlessRollout.generate) or declaration_of(SlowRollout.generate)
-    assert declaration is not None
-    nobody = np.zeros(0, np.int64)
-    with drive(tmp_path, made, prompts(8), backend=backend, call_timeout_s=10) as driver:
-        rows = RowTask(declaration.called_with({}), (), nobody, nobody, nobody)
-        calls = [Task("generate", rows=rows, number=-number) for number in range(1, MAX_CALLS + 8)]
-        rank = backend._processes["rollout", 0].actor
-        streams = [rank.call.options(num_returns="streaming").remote(task) for task in calls]
-        (checksum,) = driver.call(made["rollout"], "receive_weights", weights=ToyWeights(1))
-        assert checksum == ToyWeights(1).checksum
-        del streams
 
 
 class SlowActor(ToyActor):
@@ -292,7 +373,7 @@ class SlowActor(ToyActor):
 
 @pytest.mark.slow
 def test_an_update_may_take_longer_than_a_rank_may_be_silent(tmp_path: Path):
-    made = {"rollout": group(ToyRollout), "reward": group(ToyReward), "actor": group(SlowActor)}
+    made = {"rollout": group(ToyRollout), "actor": group(SlowActor)}
     made["rollout"].follows(made["actor"])
     with drive(tmp_path, made, prompts(8), call_timeout_s=2, steps=1) as driver:
         assert driver.run()[-1]["step"] == 1

@@ -83,7 +83,7 @@ def test_an_evaluation_that_was_under_way_at_a_checkpoint_is_given_up_and_that_o
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES[:2], ids=lambda s: type(s).__name__)
-@pytest.mark.parametrize("kill_at", [1, 2, 3, 6, 8])
+@pytest.mark.parametrize("kill_at", [1, 3, *(pytest.param(step, marks=pytest.mark.slow) for step in (2, 6, 8))])
 def test_a_synchronous_run_goes_on_as_if_it_had_never_been_ended(tmp_path: Path, schedule: Training, kill_at: int):
     expected, metrics = run(tmp_path / "whole", schedule)
     with pytest.raises(Killed):
@@ -99,7 +99,9 @@ def test_a_synchronous_run_goes_on_as_if_it_had_never_been_ended(tmp_path: Path,
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES[2:], ids=lambda s: s.partial_rollouts)
-@pytest.mark.parametrize("kills", [(1,), (3,), (5, 7), (4, 4, 8)])
+@pytest.mark.parametrize(
+    "kills", [(1,), (4, 4, 8), *(pytest.param(at, marks=pytest.mark.slow) for at in ((3,), (5, 7)))]
+)
 def test_an_asynchronous_run_loses_nothing_and_trains_nothing_twice(
     tmp_path: Path, schedule: Asynchronous, kills: tuple[int, ...]
 ):

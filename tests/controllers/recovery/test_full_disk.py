@@ -13,6 +13,8 @@ from saved_runs import SCHEDULES, SavingActor, trained
 from toy import SlowRollout, ToyReward, prompts, toy_grpo
 
 from weft.controllers.driver import Driver
+from weft.controllers.ranks import row_io
+from weft.controllers.recovery import full_disk
 from weft.controllers.recovery.checkpoints import CheckpointConfig, complete_checkpoints
 from weft.controllers.recovery.full_disk import FullDisk
 from weft.controllers.recovery.resume import find_checkpoint
@@ -30,8 +32,10 @@ from weft.dataflow.metrics import Metrics
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB."""
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file system of 4 MiB, where a write that did not fit is soon tried again."""
+    for module in (full_disk, row_io):
+        monkeypatch.setattr(module, "PAUSE_S", 0.05)
     folder = tmp_path / "small"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=4m", "weft", str(folder)]
@@ -53,7 +57,7 @@ def fill(folder: Path) -> None:
                     pass
             except OSError as error:
                 assert is_full(error)
-    threading.Timer(1.5, ballast.unlink).start()
+    threading.Timer(0.25, ballast.unlink).start()
 
 
 class FillingReward(ToyReward):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from saved_runs import SavingActor, trained
-from toy import SlowConfig, SlowRollout, ToyConfig, ToyReward, centred, prompts, toy_grpo
+from toy import SlowConfig, SlowRollout, ToyConfig, ToyReward, centred, prompts, toy_grpo, toy_reinforce
 
 from weft.controllers.backends.backend import Backend
 from weft.controllers.backends.local import Local
@@ -78,15 +78,26 @@ class DyingReward(ToyReward):
         return super().score(samples)
 
 
-def run(tmp_path: Path, schedule: Training, rollout: dict[str, Any], reward: dict[str, Any] | None = None) -> Any:
+def run(
+    tmp_path: Path,
+    schedule: Training,
+    rollout: dict[str, Any],
+    reward: dict[str, Any] | None = None,
+    *,
+    whole: bool = False,
+) -> Any:
+    """A run with two ranks that generate; with a reward, and with a function that sees whole groups, where the test needs them."""
     folder = tmp_path / "deaths"
     folder.mkdir()
-    generating = group(DyingRollout, name="rollout", folder=folder, **rollout)
-    scoring = group(DyingReward, name="reward", folder=folder, **(reward or {}))
-    actor = group(SavingActor, name="actor")
-    generating.follows(actor)
+    made = {
+        "rollout": group(DyingRollout, name="rollout", folder=folder, **rollout),
+        "actor": group(SavingActor, name="actor"),
+    }
+    if reward is not None or whole:
+        made["reward"] = group(DyingReward, name="reward", folder=folder, **(reward or {}))
+    made["rollout"].follows(actor := made["actor"])
     with Driver(
-        toy_grpo(prompts(10), rollout=generating, reward=scoring, actor=actor),
+        (toy_grpo if whole else toy_reinforce)(prompts(10), **made),
         schedule=schedule,
         placement={
             "rollout": Place(ResourcePool("generating", cpus=1), ranks=2),
@@ -95,6 +106,7 @@ def run(tmp_path: Path, schedule: Training, rollout: dict[str, Any], reward: dic
         backend=RayBackend(),
         root=tmp_path,
         name="run",
+        record_every=0,
         progress=False,
     ) as driver:
         metrics = driver.run()
@@ -115,7 +127,7 @@ both = pytest.mark.parametrize(
 
 @both
 def test_a_rollout_that_dies_while_it_generates(tmp_path: Path, schedule: Training):
-    metrics = run(tmp_path, schedule, {"dies_at": 31, "deaths": 2})
+    metrics = run(tmp_path, schedule, {"dies_at": 31, "deaths": 2}, whole=True)
     assert all(row.get("actor/lag", 0) <= (schedule.max_staleness or 0) for row in metrics)
 
 
@@ -154,15 +166,15 @@ def mortal(tmp_path: Path, schedule: Training, actor_class: type[MortalActor] = 
     rollout = group(SlowRollout, name="rollout")
     actor = group(actor_class, name="actor", folder=tmp_path / "deaths", deaths=settings.pop("deaths", 1))
     rollout.follows(actor)
-    graph = toy_grpo(prompts(10), rollout=rollout, reward=group(ToyReward, name="reward"), actor=actor)
     places = {name: Place(ResourcePool(name, cpus=1)) for name in ("rollout", "actor")}
     return Driver(
-        graph,
+        toy_reinforce(prompts(10), rollout=rollout, actor=actor),
         schedule=schedule,
         placement=places,
         backend=RayBackend(),
         root=tmp_path,
         name="run",
+        record_every=0,
         progress=False,
         **settings,
     )
@@ -235,9 +247,11 @@ def scored(
     function = flaky(folder, at="3", times=times, how=how)
     reward = group(RewardWorker, name="reward", function=function, tokenizer=words, **settings)
     rollout.follows(actor)
-    graph = toy_grpo(prompts(10), rollout=rollout, reward=reward, actor=actor)
+    graph = toy_reinforce(prompts(10), rollout=rollout, reward=reward, actor=actor)
     schedule = Synchronous(steps=4, prompts_per_step=4)
-    with Driver(graph, schedule=schedule, backend=backend, root=tmp_path, name="run", progress=False) as driver:
+    with Driver(
+        graph, schedule=schedule, backend=backend, root=tmp_path, name="run", record_every=0, progress=False
+    ) as driver:
         metrics = driver.run()
         weights = driver.call(actor, "weights")[0]
     assert not check_log(tmp_path / "run" / "buffer").violations

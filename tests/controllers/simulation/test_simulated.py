@@ -273,7 +273,8 @@ def test_costs_that_fit_nothing_are_refused(tmp_path: Path):
         Generation(lengths=KNOWN, decode_step_s=((4, 1.0), (1, 1.0)))
 
 
-def test_256_devices_and_20_steps_take_seconds(tmp_path: Path):
+@pytest.mark.parametrize("steps", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_256_devices_take_seconds(tmp_path: Path, steps: int):
     cost = CostModel(
         nodes={
             "rollout.generate": Generation(
@@ -282,11 +283,11 @@ def test_256_devices_and_20_steps_take_seconds(tmp_path: Path):
             "actor.update": LinearCost(fixed_s=1.0, per_token_s=1e-3),
         }
     )
-    schedule = Asynchronous(steps=20, prompts_per_step=256, groups_per_part=256)
+    schedule = Asynchronous(steps=steps, prompts_per_step=256, groups_per_part=256)
     began = time.process_time()
     driver = run(tmp_path, schedule, Simulated(cost), apart(128, 128), number=1000, n=8)
-    assert len(times(driver)) == 20
-    assert time.process_time() - began < 40
+    assert len(times(driver)) == steps
+    assert time.process_time() - began < 8 + 1.6 * steps
 
 
 class Replaceable(Rollout):

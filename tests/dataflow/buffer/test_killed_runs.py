@@ -97,8 +97,13 @@ def recovered(folder: Path, disk: Disk | None = None, name: str = "second") -> D
     return driver
 
 
-def test_a_run_that_is_killed_at_any_moment_goes_on(tmp_path: Path, reference: Reference):
-    for k, (number, when) in enumerate(reference.points(random.Random(1))):
+every_moment = pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+"""Every so many moments. A moment in five is before, in the middle of, or after each kind of operation many times."""
+
+
+@every_moment
+def test_a_run_that_is_killed_at_any_moment_goes_on(tmp_path: Path, reference: Reference, every: int):
+    for k, (number, when) in enumerate(list(reference.points(random.Random(1)))[::every]):
         folder = tmp_path / str(k)
         disk, committed = reference.crash(folder, number, when)
         disk.bury()
@@ -107,9 +112,10 @@ def test_a_run_that_is_killed_at_any_moment_goes_on(tmp_path: Path, reference: R
         shutil.rmtree(folder)
 
 
-def test_a_run_that_loses_power_at_any_moment_goes_on(tmp_path: Path, reference: Reference):
+@every_moment
+def test_a_run_that_loses_power_at_any_moment_goes_on(tmp_path: Path, reference: Reference, every: int):
     chance = random.Random(2)
-    for k, (number, when) in enumerate(reference.points(chance)):
+    for k, (number, when) in enumerate(list(reference.points(chance))[::every]):
         folder = tmp_path / str(k)
         disk, _ = reference.crash(folder, number, when)
         safe = disk.synced.get(folder / LOG, 0)
@@ -120,7 +126,7 @@ def test_a_run_that_loses_power_at_any_moment_goes_on(tmp_path: Path, reference:
 
 
 @pytest.mark.parametrize("power", [False, True])
-@pytest.mark.parametrize("every", [39, pytest.param(13, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [79, pytest.param(13, marks=pytest.mark.slow)])
 def test_a_run_that_ends_again_while_it_is_recovered_goes_on(
     tmp_path: Path, reference: Reference, every: int, power: bool
 ):

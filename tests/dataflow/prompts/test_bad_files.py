@@ -194,3 +194,57 @@ def test_damaged_csv_is_named_with_its_row_and_line(tmp_path: Path, qwen: Path) 
     assert said(b"promt,answer\n2,4\n").startswith("c.csv: no known format has these columns: found 'promt' (text)")
     assert said(b"prompt,answer\n") == "c.csv: the file has no rows"
     assert said(b"prompt,answer\n2,4\n ,5\n") == "c.csv, row 2: 'prompt' is \" \"; every row needs text there"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place"),
+    [
+        ("a.jsonl", '{"prompt": "1"}\n{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}\n", "a.jsonl, line 2"),
+        ("b.jsonl", '{"prompt": "1", "x": ' + '{"x":' * 100_000 + "1" + "}" * 100_001 + "\n", "b.jsonl, line 1"),
+        ("c.json", '[{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}]", "c.json"),
+    ],
+    ids=["lists in a line", "objects in a line", "an array"],
+)
+@pytest.mark.parametrize("limit", [None, 5])
+def test_deep_nesting_is_refused_before_a_parser_ends_the_process(
+    tmp_path: Path, qwen: Path, name: str, content: str, place: str, limit: int | None
+) -> None:
+    (tmp_path / name).write_text(content)
+    said = complaint(tmp_path / name, qwen, limit=limit)
+    assert said == f"{place}: objects and lists are nested more than 100 deep"
+
+
+def test_brackets_in_text_are_no_nesting(tmp_path: Path, qwen: Path) -> None:
+    text = "[" * 1000 + '\\" {'
+    for name in ("a.jsonl", "a.json"):
+        file = jsonl(tmp_path / name, [{"prompt": text}])
+        assert Prompts.read(file, qwen, chat=False).table["prompt"].to_pylist() == [text]
+
+
+@pytest.mark.parametrize("digits", [str(2**63), str(-(2**63) - 1), str(10**30), "1" + "0" * 5000], ids=len)
+def test_an_integer_beyond_64_bits_is_named_and_no_number_nearby_is_taken(
+    tmp_path: Path, qwen: Path, digits: str
+) -> None:
+    row = f'{{"prompt": "a", "answer": {digits}}}'
+    (tmp_path / "a.jsonl").write_text(f'{{"prompt": "a", "answer": 1}}\n{row}\n')
+    (tmp_path / "a.json").write_text(f"[{row}]")
+    assert complaint(tmp_path / "a.jsonl", qwen).startswith(f"a.jsonl, line 2: the integer {digits[:37]}")
+    assert complaint(tmp_path / "a.json", qwen).startswith(f"a.json, row 1: the integer {digits[:37]}")
+
+
+def test_so_it_is_in_rows_of_a_program(qwen: Path) -> None:
+    with pytest.raises(UserError, match=r"^rows"):
+        Prompts.from_rows([{"prompt": "a", "answer": 2**70}], qwen, name="rows")
+
+
+def test_what_only_looks_like_a_large_integer_is_read(tmp_path: Path, qwen: Path) -> None:
+    rows = [{"prompt": "n: 12345678901234567890, or not", "answer": "98765432109876543210", "x": 1e30}]
+    rows.append({"prompt": "b", "answer": "1", "x": 9223372036854775807 / 2**64})
+    assert len(Prompts.read(jsonl(tmp_path / "a.jsonl", rows), qwen)) == 2
+
+
+def test_text_after_an_array_is_refused(tmp_path: Path, qwen: Path) -> None:
+    (tmp_path / "a.json").write_text('[{"prompt": "a"}]\n[{"prompt": "b"}]\n')
+    assert complaint(tmp_path / "a.json", qwen) == "a.json: not JSON (Text after the array: line 2 column 1 (char 18))"
+    (tmp_path / "a.json").write_text('[{"prompt": "a"}]\n \n')
+    assert len(Prompts.read(tmp_path / "a.json", qwen)) == 1

@@ -69,3 +69,10 @@ def test_splits_and_subsets_that_are_not_there_are_refused(tmp_path: Path, base:
     assert "split='train' is for folders and Hugging Face ids" in complaint(folder / "a.jsonl", base, split="train")
     (tmp_path / "empty").mkdir()
     assert "holds no file which can be read as prompts" in complaint(tmp_path / "empty", base)
+
+
+def test_a_link_that_leads_back_is_not_followed(tmp_path: Path, base: Path) -> None:
+    folder = data(tmp_path / "sums", "train/a.jsonl")
+    (folder / "train" / "train").symlink_to(folder / "train")
+    (folder / "train" / "data").symlink_to(folder)
+    assert read(folder, base) == ["train/a.jsonl"]

@@ -69,3 +69,9 @@ def test_a_limit_for_the_prompts_comes_from_their_lengths(base: Path) -> None:
 def test_editors_are_told_of_every_setting() -> None:
     settings = {name: field.annotation for name, field in ReadSettings.model_fields.items()}
     assert list(ReadArguments.__annotations__) == list(settings)
+
+
+def test_control_characters_of_a_columns_name_do_not_reach_the_terminal(tmp_path: Path, base: Path) -> None:
+    prompts = Prompts.from_rows([{"prompt": "1", "a\x1b[2Jb": {"c\nd": 1}}], base, name="ro\rws")
+    assert all(c.isprintable() or c == "\n" for c in str(prompts.understood))
+    assert "a\\x1b[2Jb" in str(prompts.understood)
