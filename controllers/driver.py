@@ -246,6 +246,14 @@ class Driver:
         self._write_config()
         self._start()
 
+    def say(self, text: str) -> None:
+        """Show a line where the run is shown.
+
+        Args:
+            text: of the line.
+        """
+        self._history.progress.say(text)
+
     def call(self, handle: object, method: str, **arguments: Any) -> list[Any]:
         """Call a method of a group between runs (to save a model, say) and wait; returns each rank's result.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -67,6 +67,35 @@ def redirect_to_null(streams: list[int]) -> None:
     for stream in streams:
         os.dup2(nowhere, stream)
     os.close(nowhere)
+
+
+@contextmanager
+def interrupt_noted(said: str) -> Iterator[Callable[[], bool]]:
+    """Note the first Ctrl-C, and answer it with a line; a second one interrupts, as does the first where Python's own handler is not set.
+
+    Args:
+        said: the line.
+
+    Returns:
+        Says whether one was noted.
+    """
+    noted: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if noted:
+            raise KeyboardInterrupt
+        noted.append(number)
+        say(said)
+
+    before = signal.getsignal(signal.SIGINT)
+    heeded = threading.current_thread() is threading.main_thread() and before is signal.default_int_handler
+    if heeded:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(noted)
+    finally:
+        if heeded:
+            signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

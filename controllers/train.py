@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from ..algorithms.preference import preference_accuracy
 from ..algorithms.sampling import Sampling
 from ..dataflow.arguments import names_parameters
 from ..dataflow.column import CHOSEN_IDS
-from ..dataflow.errors import UserError
+from ..dataflow.errors import Ended, UserError
 from ..dataflow.graph import Graph
 from ..dataflow.handle import group
 from ..dataflow.prompts.prompts import Prompts
@@ -31,11 +32,13 @@ from ..workers.rollout import RolloutWorker
 from .backends.local import Local
 from .backends.ray_backend import RayBackend
 from .driver import Driver
+from .launch import short_errors
 from .placement import Place, ResourcePool, machine_cpus, machine_gpus
 from .program import Program
 from .recovery.checkpoints import CheckpointConfig
 from .run_spec import Evaluation
 from .schedule import Synchronous
+from .signals import interrupt_noted, say
 from .telling.displays import Form
 
 Rewards = Callable[..., Any] | Reward | Judge | Sequence[Callable[..., Any] | Reward | Judge]
@@ -44,6 +47,7 @@ Data = str | Path | Sequence[str | Path] | Sequence[Mapping[str, Any]]
 """A file, several files, or rows; docs/data.md has the formats."""
 
 
+@short_errors
 @names_parameters("weft.train")
 def train(
     model: str | Path,
@@ -69,7 +73,9 @@ def train(
 ) -> list[dict[str, float]]:
     """Train a model with a method that has a name; the model is saved in `model/` of the run directory.
 
-    On a machine with GPUs all groups share all of them, under Ray and with vLLM; else everything runs in this process.
+    On a machine with GPUs all groups share all of them, under Ray and with vLLM; else everything runs in this process. Ctrl-C ends the
+    run after its step, and the model is saved; a second Ctrl-C ends it at once. A script that does not catch a `UserError` ends with
+    its message alone, without a traceback.
 
     Args:
         model: folder of the model, or its Hugging Face id.
@@ -96,28 +102,11 @@ def train(
     chosen = _checked(method_of(method), method, rewards, held_out)
     program = Program()
     prompts = _read(program, "prompts", data, model, reading)
-    if chosen.compares and isinstance(prompts, Prompts) and str(CHOSEN_IDS) not in prompts.columns:
-        raise UserError(
-            f"method={method!r} trains on pairs of responses, and the data has none: it was read as {prompts.format}; "
-            "pairs have the columns 'prompt', 'chosen' and 'rejected'; docs/data.md shows all formats"
-        )
+    _check_pairs(chosen, method, prompts)
     shared = shared_devices(program, chosen.groups, cpus=machine_cpus(), gpus=machine_gpus())
     rate = chosen.learning_rate if learning_rate is None else learning_rate
-    workers: Mapping[str, tuple[type, Mapping[str, Any]]] = {
-        "rollout": (RolloutWorker, {"model": model, **shared.rollout}),
-        "reward": (RewardWorker, {"function": rewards, "tokenizer": model}),
-        "actor": (ActorWorker, {"model": model, "learning_rate": rate, **shared.trained}),
-        "critic": (CriticWorker, {"model": model, "learning_rate": rate, **shared.trained}),
-        "reference": (ReferenceWorker, {"model": model, **shared.model}),
-    }
-    groups: dict[str, Any] = {
-        each: program.assign(each, group, workers[each][0], **workers[each][1]) for each in chosen.groups
-    }
-    sampled: dict[str, Any] = {}
-    if chosen.samples:
-        groups["rollout"].follows(groups["actor"])
-        program.add("rollout.follows(actor)")
-        sampled = {"sampling": Sampling(max_tokens=max_tokens)} | ({} if n is None else {"n": n})
+    groups = _groups(program, chosen, shared, model=model, rewards=rewards, learning_rate=rate)
+    sampled = {"sampling": Sampling(max_tokens=max_tokens)} | ({} if n is None else {"n": n}) if chosen.samples else {}
     training = program.assign("training", chosen.graph, prompts, **groups, **sampled, **chosen.settings)
     evaluations: list[Evaluation] = []
     if held_out is not None:
@@ -127,18 +116,9 @@ def train(
     run = {"name": name, "root": root, "seed": seed, "checkpoint": checkpoint, "resume": resume, "progress": progress}
     settings = {"schedule": schedule, **({"evaluations": evaluations} if evaluations else {}), **shared.run, **run}
     if explain:
-        defaults = inspect.signature(Driver).parameters
-        given = {key: value for key, value in settings.items() if value != defaults[key].default}
-        program.add(f"with {program.call(Driver, training, **given)} as driver:")
-        program.add(
-            f'    metrics = driver.run()\n    driver.call(actor, "save", path=driver.directory.path / "{MODEL}")'
-        )
-        print(program.text)
+        _explain(program, training, settings)
         return []
-    with Driver(training, **settings) as driver:
-        metrics = driver.run()
-        driver.call(groups["actor"], "save", path=driver.directory.path / MODEL)
-    return metrics
+    return _run(training, groups["actor"], settings)
 
 
 MODEL = "model"
@@ -156,6 +136,73 @@ def _checked(method: Method, name: str, rewards: object, held_out: object) -> Me
     if held_out is not None and not method.samples and not method.compares:
         raise UserError(f"method={name!r} has no evaluation; leave held_out out")
     return method
+
+
+def _check_pairs(method: Method, name: str, prompts: Source) -> None:
+    """Check that a method that compares responses has pairs of them."""
+    if method.compares and isinstance(prompts, Prompts) and str(CHOSEN_IDS) not in prompts.columns:
+        raise UserError(
+            f"method={name!r} trains on pairs of responses, and the data has none: it was read as {prompts.format}; "
+            "pairs have the columns 'prompt', 'chosen' and 'rejected'; docs/data.md shows all formats"
+        )
+
+
+def _groups(
+    program: Program,
+    method: Method,
+    shared: SharedDevices,
+    *,
+    model: str | Path,
+    rewards: Rewards | None,
+    learning_rate: float,
+) -> dict[str, Any]:
+    """The worker groups of a method, by name."""
+    trained = {"model": model, "learning_rate": learning_rate, **shared.trained}
+    workers: Mapping[str, tuple[type, Mapping[str, Any]]] = {
+        "rollout": (RolloutWorker, {"model": model, **shared.rollout}),
+        "reward": (RewardWorker, {"function": rewards, "tokenizer": model}),
+        "actor": (ActorWorker, trained),
+        "critic": (CriticWorker, trained),
+        "reference": (ReferenceWorker, {"model": model, **shared.model}),
+    }
+    groups: dict[str, Any] = {
+        each: program.assign(each, group, workers[each][0], **workers[each][1]) for each in method.groups
+    }
+    if method.samples:
+        groups["rollout"].follows(groups["actor"])
+        program.add("rollout.follows(actor)")
+    return groups
+
+
+def _explain(program: Program, training: Graph, settings: Mapping[str, Any]) -> None:
+    """Print the program."""
+    defaults = inspect.signature(Driver).parameters
+    given = {key: value for key, value in settings.items() if value != defaults[key].default}
+    program.add(f"with {program.call(Driver, training, **given)} as driver:")
+    program.add(f'    metrics = driver.run()\n    driver.call(actor, "save", path=driver.directory.path / "{MODEL}")')
+    print(program.text)
+
+
+def _run(training: Graph, actor: Any, settings: Mapping[str, Any]) -> list[dict[str, float]]:
+    """Run to the end, or to that of the step in which Ctrl-C was pressed, and save the model."""
+    said = (
+        "Ctrl-C: the run ends after this step, and saves its model; a second Ctrl-C ends it at once, and saves nothing"
+    )
+    with (
+        interrupt_noted(said) as interrupted,
+        Driver(training, stop=lambda metrics: interrupted(), **settings) as driver,
+    ):
+        path = driver.directory.path / MODEL
+        try:
+            metrics = driver.run()
+            driver.call(actor, "save", path=path)
+        except KeyboardInterrupt:
+            say(f"interrupted: the model was not saved in {path}")
+            raise
+        driver.say(f"the model is saved in {path}")
+    if interrupted():
+        raise Ended(128 + signal.SIGINT)
+    return metrics
 
 
 def _read(program: Program, name: str, data: Data, model: str | Path, reading: ReadArguments | None) -> Source:

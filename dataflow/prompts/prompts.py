@@ -200,7 +200,7 @@ class Prompts:
             seed: of the draw.
 
         Raises:
-            UserError: `rows` leaves nothing to train on, or nothing to evaluate on.
+            UserError: `rows` is no integer, or leaves nothing to train on, or nothing to evaluate on.
 
         >>> from tokenizers import Tokenizer as Backend, models
         >>> byte = Tokenizer(Backend(models.BPE({c: i for i, c in enumerate("0123456789+")}, [])))
@@ -209,6 +209,10 @@ class Prompts:
         >>> train.name, len(train), held_out.name, len(held_out)
         ('sums', 8, 'sums_held_out', 2)
         """
+        if not isinstance(rows, int | np.integer):
+            raise UserError(
+                f"{self.name}: hold_out(rows={rows!r}): a number of rows is an integer, such as {len(self) // 10 or 1}"
+            )
         drawn = np.zeros(len(self), bool)
         drawn[np.random.default_rng(seed).permutation(len(self))[: max(rows, 0)]] = True
         held_out = self.table.filter(pa.array(drawn))

@@ -1,6 +1,9 @@
 """`weft.train` is the long form: the program that it prints makes the same graph and the same run."""
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +175,64 @@ def test_groups_with_a_model_share_the_gpus_that_there_are():
     )
     assert 'devices = weft.ResourcePool("devices", cpus=16, gpus=8)' in program.text
     assert shared_devices(Program(), ("actor",), cpus=2, gpus=0).rollout == {"engine": "transformers"}
+
+
+def test_ctrl_c_ends_a_run_after_its_step_and_saves_the_model(
+    even: Any, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    def impatient(response_ids: list[int]) -> float:
+        calls.append(1)
+        if len(calls) == 20:  # in the second step of 16 responses
+            signal.raise_signal(signal.SIGINT)
+        return even(response_ids)
+
+    calls: list[int] = []
+    tiny: dict[str, Any] = {"prompts_per_step": 4, "n": 4, "max_tokens": 6, "method": "rloo", "root": tmp_path}
+    with pytest.raises(SystemExit) as left:
+        weft.train("model", "prompts.jsonl", impatient, steps=500, name="run", **tiny)
+    said, errors = capfd.readouterr()
+    assert left.value.code == 130
+    assert "the run ends after this step, and saves its model; a second Ctrl-C ends it at once" in errors
+    assert f"the model is saved in {tmp_path / 'run' / 'model'}" in said
+    assert "run run: 2 steps" in said and (tmp_path / "run" / "model" / "model.safetensors").exists()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_ends_it_at_once_and_says_that_nothing_is_saved(
+    even: Any, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    def impatient(response_ids: list[int]) -> float:
+        signal.raise_signal(signal.SIGINT)
+        return even(response_ids)
+
+    tiny: dict[str, Any] = {"prompts_per_step": 4, "n": 4, "max_tokens": 6, "method": "rloo", "root": tmp_path}
+    with pytest.raises(KeyboardInterrupt):
+        weft.train("model", "prompts.jsonl", impatient, steps=2, name="run", **tiny)
+    assert f"interrupted: the model was not saved in {tmp_path / 'run' / 'model'}" in capfd.readouterr().err
+    assert not (tmp_path / "run" / "model").exists()
+
+
+MISTAKEN = """
+import sys
+import weft
+
+try:
+    weft.train("model", "prompts.jsonl", method="gpro")
+except weft.UserError:
+    print("caught")
+if len(sys.argv) > 1:
+    weft.train("model", "prompts.jsonl", method="gpro")
+raise ValueError("of the script's own")
+"""
+
+
+def test_a_mistake_that_a_script_does_not_catch_ends_it_with_its_message_alone(folder: Path):
+    def run(*arguments: str) -> list[str]:
+        command = [sys.executable, "-c", MISTAKEN, *arguments]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1 and done.stdout == "caught\n"
+        return done.stderr.splitlines()
+
+    assert run("again") == ["error: method='gpro'; did you mean 'grpo'?"]
+    said = run()
+    assert said[0].startswith("Traceback") and said[-1] == "ValueError: of the script's own"

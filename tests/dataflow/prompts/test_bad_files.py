@@ -248,3 +248,10 @@ def test_text_after_an_array_is_refused(tmp_path: Path, qwen: Path) -> None:
     assert complaint(tmp_path / "a.json", qwen) == "a.json: not JSON (Text after the array: line 2 column 1 (char 18))"
     (tmp_path / "a.json").write_text('[{"prompt": "a"}]\n \n')
     assert len(Prompts.read(tmp_path / "a.json", qwen)) == 1
+
+
+@pytest.mark.parametrize("rows", [2.5, "2", None])
+def test_a_number_of_rows_to_hold_out_is_an_integer(qwen: Path, rows: Any) -> None:
+    prompts = Prompts.from_rows([{"prompt": str(k)} for k in range(20)], qwen, name="sums")
+    with pytest.raises(UserError, match=r"sums: hold_out\(rows=.*\): a number of rows is an integer, such as 2"):
+        prompts.hold_out(rows)
