@@ -11,6 +11,7 @@ import numpy as np
 from ..dataflow.batch import Batch
 from ..dataflow.buffer.ledger import Ledger
 from ..dataflow.buffer.sample_buffer import SampleBuffer
+from ..dataflow.buffer.scratch import notes
 from ..dataflow.column import PROMPT_IDS
 from ..dataflow.graph import Graph
 from ..dataflow.node import SOURCE
@@ -47,7 +48,9 @@ def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: Re
     with ExitStack() as undo:
         undo.callback(backend.close)
         buffer = history.disk.write(  # what is kept of the log is copied
-            lambda: open_buffer(directory, point, graphs, config=config, clock=backend.clock)
+            lambda: open_buffer(
+                directory, point, graphs, config=config, clock=backend.clock, spans_machines=backend.spans_machines
+            )
         )
         undo.callback(partial(buffer.close, going_on=True))
         if point is not None:
@@ -56,10 +59,15 @@ def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: Re
             progress.resumed(point.path, point.state.step, [*point.damage, *buffer.damage])
         buffer.note("record_every", spec.record_every)
         buffer.store.delete_remote = backend.delete
-        files = Files(buffer.folder / "segments", config.file_bytes, config.memory_bytes, directory.starts)
+        segments, scratch = buffer.segments.parent, buffer.scratch
+        files = Files(segments, config.file_bytes, config.memory_bytes, scratch, directory.starts)
+        for note in notes(segments, config.max_bytes):
+            progress.warn(note)
         groups = backend.start(Setup(spec.handles, spec.placement, directory.path, spec.seed, files, spec.follows))
         for graph, group in buffer.drop_unreachable(backend.nodes, live=False):
             progress.say(f"group {group} of graph {graph!r} is issued again: the node that it lay on is gone")
+        for said in buffer.drop_lost(backend.unreadable(buffer.elsewhere())):
+            progress.say(said)
         graph_runs = _graph_runs(spec, history, graphs, buffer, files, point)
         run = Run(spec, history, directory, point, buffer, groups, graph_runs)
         undo.pop_all()

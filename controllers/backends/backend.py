@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from ...dataflow.buffer.scratch import Scratch
 from ...dataflow.buffer.segment_writer import SegmentWriter
-from ...dataflow.buffer.segments import SegmentReader
+from ...dataflow.buffer.segments import Segment, SegmentReader
 from ...dataflow.handle import Handle
 from ...dataflow.node import ParameterEdge
 from ..group import Call, WorkerGroup
@@ -21,6 +22,8 @@ from ..ranks.tasks import Reply
 
 START_TIMEOUT_S = 300.0
 """Longest wait for workers to be up: vLLM's imports and a large model's loading are in it."""
+RETRY_S = 20.0
+"""Seconds for which a rank asks for rows of a node whose server of segments does not answer; it may be started again."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +31,19 @@ class Files:
     """Where the processes of a run keep the columns of rows."""
 
     folder: Path
-    """It has a folder for each node."""
+    """It has a folder for each node, unless they lie in `scratch`."""
     file_bytes: int = 16 << 20
     """Bytes after which a writer begins another file."""
     memory_bytes: int | None = None
     """Bytes of the segments of a node that stay in memory; None leaves that to the kernel."""
+    scratch: Scratch | None = None
+    """The folder of each machine that has one for each node on it; None: they all see `folder`."""
     start: int = 0
     """How often the run was started again; it is part of the writers' names, which are never used twice."""
+
+    def of_node(self, node: str) -> Path:
+        """The folder of a node's files, for a process on its machine, which then holds it."""
+        return (self.folder if self.scratch is None else self.scratch.hold()) / node
 
     def access(self, node: str, name: str) -> DataAccess:
         """Open the files of a process.
@@ -46,12 +55,12 @@ class Files:
         Returns:
             A reader of its node's files, which knows no other nodes yet, and a writer.
         """
-        return DataAccess(SegmentReader(self.folder / node, node), self.writer(node, name))
+        return DataAccess(SegmentReader(self.of_node(node), node, retry_s=RETRY_S), self.writer(node, name))
 
     def writer(self, node: str, name: str) -> SegmentWriter:
         """The writer of a process alone; arguments as for `access`."""
         return SegmentWriter(
-            self.folder / node,
+            self.of_node(node),
             node,
             f"{plain_name(name)}-{self.start}",
             file_bytes=self.file_bytes,
@@ -171,8 +180,17 @@ class Backend(Protocol):
         ...
 
     @property
+    def spans_machines(self) -> bool:
+        """Whether its processes may stand on other machines than this one."""
+        ...
+
+    @property
     def nodes(self) -> Collection[str]:
         """Names of the nodes on which segments can be read."""
+        ...
+
+    def unreadable(self, segments: Collection[Segment]) -> Mapping[Segment, str]:
+        """Those of the segments on other nodes that cannot be read there, and why."""
         ...
 
     def lost_nodes(self) -> Collection[str]:

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
+from ...dataflow.buffer.segments import Segment
 from ...workers.worker import Context, Worker
 from ..group import Call, WorkerGroup
 from ..placement import Place
@@ -70,6 +71,11 @@ class Local:
         return events
 
     has_processes = False
+    spans_machines = False
+
+    def unreadable(self, segments: Collection[Segment]) -> Mapping[Segment, str]:
+        """There is one node, and the buffer looks at its files itself."""
+        return {}
 
     @property
     def nodes(self) -> Collection[str]:

@@ -10,11 +10,13 @@ import socket
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...dataflow.arguments import names_arguments
+from ...dataflow.buffer.segments import Segment
 from ...dataflow.errors import UserError, WorkerError
 from ...workers.dispatch import Coordinates
 from ...workers.worker import Context
@@ -114,7 +116,7 @@ class RayBackend:
         nodes = {id: name for id, name in self._used_nodes.items() if name not in self._lost_nodes}
         if self._setup is None or (len(nodes) == 1 and self._servers.peers is None):
             return
-        peers = self._servers.start(self._setup.files.folder, nodes)
+        peers = self._servers.start(self._setup.files, nodes)
         up = [p for at, p in self._processes.items() if self._stands_on.get(at) in nodes.values()]
         ray.wait([p.actor.connect.remote(peers) for p in up], num_returns=len(up), timeout=START_TIMEOUT_S)
 
@@ -170,6 +172,13 @@ class RayBackend:
         return meshes, nodes
 
     has_processes = True
+
+    @property
+    def spans_machines(self) -> bool:
+        return self.address is not None
+
+    def unreadable(self, segments: Collection[Segment]) -> Mapping[Segment, str]:
+        return self._servers.unreadable(segments)
 
     def replace(self, group: WorkerGroup, rank: int) -> None:
         import ray
@@ -236,6 +245,10 @@ class RayBackend:
         import ray
         from ray.exceptions import RayError
 
+        if self._servers.take_ended():
+            self.lost_nodes()  # else a server would be started on a node that is gone, too
+            with suppress(RayError):  # this one has ended, too: it is looked again
+                self._connect_nodes()
         streams = list(self._streams)
         ready: Any
         ready, _ = ray.wait(streams, num_returns=1, timeout=timeout_s, fetch_local=False)

@@ -3,32 +3,46 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+import threading
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .backend import START_TIMEOUT_S, plain_name, this_node
+from ...dataflow.buffer.scratch import notes
+from ...dataflow.buffer.segments import Segment
+from .backend import START_TIMEOUT_S, Files, plain_name, this_node
 
 if TYPE_CHECKING:
     from ...dataflow.buffer.deletions import Deletions
     from ...dataflow.buffer.peers import Peers
 
+LOOK_S = 1.0
+"""Seconds between two looks whether the servers live."""
+logger = logging.getLogger(__name__)
+
 
 class SegmentHost:
     """The server of one node's segments, in its Ray actor process."""
 
-    def __init__(self, folder: Path, node: str, host: str, token: str, *, encrypted: bool) -> None:
+    def __init__(self, files: Files, node: str, host: str, token: str, *, encrypted: bool) -> None:
         from ...dataflow.buffer.certificate import make_certificate
         from ...dataflow.buffer.flight import SegmentServer
 
         own = make_certificate() if encrypted else None
+        folder = files.of_node(node)
         self.server = SegmentServer(folder, node, host=host, token=token, certificate=own)
         self._certificate = own.certificate if own else None
+        self._notes = [f"node {node!r}: {note}" for note in notes(folder)]
 
-    def location(self) -> tuple[str, bytes | None]:
-        """Where it listens, and its certificate, if it encrypts."""
-        return self.server.location, self._certificate
+    def location(self) -> tuple[str, bytes | None, list[str]]:
+        """Where it listens, its certificate, if it encrypts, and what speaks against its folder."""
+        return self.server.location, self._certificate, self._notes
+
+    def last(self) -> None:
+        """Never returns: who waits for it learns that the process has ended."""
+        threading.Event().wait()
 
 
 class SegmentServers:
@@ -38,16 +52,21 @@ class SegmentServers:
         self.peers: Peers | None = None
         self._actors: dict[str, Any] = {}
         """Name of a node -> its server."""
+        self._lives: dict[Any, str] = {}
+        """Promise that is broken when a server ends -> name of its node."""
+        self._looked = 0.0
+        """When it was last looked whether they live."""
+        self._noted: set[str] = set()
         self._deletions: Deletions | None = None
         self._token = secrets.token_hex(32)
         self._loopback = True
         """All nodes are this machine."""
 
-    def start(self, folder: Path, names: Mapping[str, str]) -> Peers:
+    def start(self, files: Files, names: Mapping[str, str]) -> Peers:
         """Start a server on each node that has none; others go on.
 
         Args:
-            folder: it has a folder for each node.
+            files: where the nodes keep segments.
             names: Ray's id of a node -> its name in references, of all nodes that are there.
 
         Returns:
@@ -65,25 +84,58 @@ class SegmentServers:
         self._loopback = loopback
         for id, name in names.items():
             if name not in self._actors:
-                self._actors[name] = self._start(folder / name, id, name, "127.0.0.1" if loopback else addresses[id])
+                self._actors[name] = self._start(files, id, name, "127.0.0.1" if loopback else addresses[id])
         for name in self._actors.keys() - set(names.values()):  # of nodes that are gone
             del self._actors[name]
+        self._lives = {life: name for life, name in self._lives.items() if name in self._actors}
         promises = [server.location.remote() for server in self._actors.values()]
         standing = ray.get(promises, timeout=START_TIMEOUT_S)
-        locations = {name: location for name, (location, _) in zip(self._actors, standing, strict=True)}
-        certificates = {location: certificate for location, certificate in standing if certificate}
+        locations = {name: location for name, (location, *_) in zip(self._actors, standing, strict=True)}
+        certificates = {location: certificate for location, certificate, _ in standing if certificate}
+        self._warn(note for _, _, found in standing for note in found)
         self.tell_deletions()
         self.peers = Peers(locations, self._token, certificates)
         self._deletions = Deletions(self.peers)
         return self.peers
 
-    def _start(self, folder: Path, id: str, name: str, host: str) -> Any:
+    def _warn(self, found: Iterable[str]) -> None:
+        for note in found:
+            if note not in self._noted:
+                logger.warning("%s", note)
+            self._noted.add(note)
+
+    def _start(self, files: Files, id: str, name: str, host: str) -> Any:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         strategy = NodeAffinitySchedulingStrategy(id, soft=False)
-        server = ray.remote(SegmentHost).options(num_cpus=0, scheduling_strategy=strategy)
-        return server.remote(folder, name, host, self._token, encrypted=not self._loopback)
+        remote: Any = ray.remote
+        server = remote(SegmentHost).options(num_cpus=0, scheduling_strategy=strategy, max_concurrency=2)
+        actor = server.remote(files, name, host, self._token, encrypted=not self._loopback)
+        self._lives[actor.last.remote()] = name
+        return actor
+
+    def take_ended(self) -> bool:
+        """Forget the servers whose processes have ended, so that `start` starts others; looks every LOOK_S.
+
+        Returns:
+            Whether one has.
+        """
+        if not self._lives or time.monotonic() - self._looked < LOOK_S:
+            return False
+        import ray
+
+        self._looked = time.monotonic()
+        ended, _ = ray.wait(list(self._lives), num_returns=len(self._lives), timeout=0)
+        for life in ended:
+            name = self._lives.pop(life)
+            if self._actors.pop(name, None) is not None:
+                logger.warning("the server of segments on node %r has ended, and is started again", name)
+        return bool(ended)
+
+    def unreadable(self, segments: Collection[Segment]) -> Mapping[Segment, str]:
+        """Those of the segments that cannot be read on their nodes, and why."""
+        return self.peers.unreadable(segments) if self.peers is not None else {}
 
     def delete(self, node: str, file: str) -> None:
         """Have all nodes let go of a file; returns at once."""
@@ -101,6 +153,7 @@ class SegmentServers:
         for actor in self._actors.values():
             ray.kill(actor)
         self._actors.clear()
+        self._lives.clear()
 
 
 def node_names(nodes: Sequence[Mapping[str, Any]], here: str, known: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -13,6 +13,7 @@ from ...dataflow.buffer.manifest import verify_manifest
 from ...dataflow.buffer.restored import restore
 from ...dataflow.buffer.rows import Ids
 from ...dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
+from ...dataflow.buffer.scratch import Scratch
 from ...dataflow.errors import UserError, nearest
 from ...dataflow.graph import Graph
 from ..backends.backend import this_node
@@ -163,15 +164,27 @@ def open_buffer(
     *,
     config: BufferConfig,
     clock: Callable[[], float],
+    spans_machines: bool = False,
 ) -> SampleBuffer:
     """The sample buffer of a run: a new one, or one as it was at a checkpoint. With weights alone it begins at the checkpoint's place
-    in the data."""
+    in the data.
+
+    Args:
+        spans_machines: whether processes of the run may stand on other machines. Then segments lie on each machine's own disk.
+    """
     folder = run.path / BUFFER
+    scratch = Scratch.of(folder, config.scratch) if spans_machines or config.scratch else None
+    if scratch is not None:
+        scratch.remove_earlier(run.path)
     if point is not None and point.with_rows:
         at = point.state.position
-        return SampleBuffer.recover(folder, graphs, config=config, node=this_node(), at=at, clock=clock, fence=run.lock)
+        return SampleBuffer.recover(
+            folder, graphs, config=config, node=this_node(), at=at, clock=clock, fence=run.lock, scratch=scratch
+        )
     ids = None if point is None else Ids(point.state.next_id, point.state.next_group)
-    buffer = SampleBuffer.create(folder, graphs, config=config, node=this_node(), clock=clock, fence=run.lock, ids=ids)
+    buffer = SampleBuffer.create(
+        folder, graphs, config=config, node=this_node(), clock=clock, fence=run.lock, ids=ids, scratch=scratch
+    )
     if point is not None:
         buffer.note(CURSOR, asdict(point.state.cursor))
         buffer.note("step", point.state.step)

@@ -107,7 +107,12 @@ class Simulated:
         """There is no file."""
 
     has_processes = False
+    spans_machines = False
     nodes = (NODE,)
+
+    def unreadable(self, segments: Collection[Segment]) -> Mapping[Segment, str]:
+        """There is none."""
+        return {}
 
     def lost_nodes(self) -> Collection[str]:
         return ()

@@ -22,7 +22,7 @@ from ..errors import DamagedSegment
 from .certificate import NAME, Certificate
 from .segment_files import END_OF_STREAM
 from .segment_store import delete_local
-from .segments import FILE, Segment, SegmentReader
+from .segments import FILE, Segment, SegmentReader, verify_segment
 
 PIECE_BYTES = 16 << 20
 PIECES = pa.schema([("bytes", pa.large_binary())])
@@ -72,9 +72,28 @@ class SegmentServer(pf.FlightServerBase):
         return pf.GeneratorStream(PIECES, map(_row, pieces))
 
     def do_action(self, context: Any, action: pf.Action) -> list[bytes]:
-        if action.type != "delete":
-            raise pf.FlightServerError(f"a segment server knows the action 'delete', not {action.type!r}")
-        files = json.loads(action.body.to_pybytes())
+        match action.type:
+            case "delete":
+                return self._delete(json.loads(action.body.to_pybytes()))
+            case "verify":
+                return self._verify(json.loads(action.body.to_pybytes()))
+            case _:
+                known = "the actions 'delete' and 'verify'"
+                raise pf.FlightServerError(f"a segment server knows {known}, not {action.type!r}")
+
+    def _verify(self, listed: Sequence[Sequence[Any]]) -> list[bytes]:
+        """For each of these segments what is wrong with it; empty where nothing is."""
+        problems: list[bytes] = []
+        for segment in map(Segment.from_json, listed):
+            _check(segment.node, segment.file)
+            try:
+                verify_segment(self.folder, segment)
+                problems.append(b"")
+            except DamagedSegment as error:
+                problems.append(str(error).encode())
+        return problems
+
+    def _delete(self, files: Sequence[tuple[str, str]]) -> list[bytes]:
         for node, file in files:
             _check(node, file)
         failed: OSError | None = None
@@ -154,6 +173,23 @@ class SegmentClient:
         (node, file), more = files[0], f" and {len(files) - 1} more" if len(files) > 1 else ""
         with self._deadline(f"deleting file {file} of node {node!r}{more} at {self._location}"):
             list(self._client.do_action(pf.Action("delete", json.dumps(files).encode()), self._options()))
+
+    def verify(self, segments: Sequence[Segment]) -> list[str]:
+        """Have the server read messages of its node.
+
+        Args:
+            segments: at least one.
+
+        Returns:
+            For each what is wrong with it; empty where nothing is.
+
+        Raises:
+            TimeoutError: the server cannot be reached, or did not answer in time.
+        """
+        asked = json.dumps([segment.to_json() for segment in segments]).encode()
+        with self._deadline(f"verifying {len(segments)} messages of node {segments[0].node!r} at {self._location}"):
+            results = self._client.do_action(pf.Action("verify", asked), self._options())
+            return [result.body.to_pybytes().decode() for result in results]
 
     def close(self) -> None:
         self._client.close()

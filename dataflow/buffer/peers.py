@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -15,6 +16,9 @@ from .disk import make_folder
 from .flight import SegmentClient
 from .segment_files import full_disk_named, write_all
 from .segments import Segment
+
+VERIFIED_AT_ONCE = 64
+"""Segments that a server is asked for in one call."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,21 @@ class Peers:
     def client(self, location: str, timeout_s: float) -> SegmentClient:
         """A channel to one of the servers."""
         return SegmentClient(location, self.token, self.certificates.get(location), timeout_s=timeout_s)
+
+    def unreadable(self, segments: Iterable[Segment]) -> dict[Segment, str]:
+        """Those of the segments that cannot be read on their nodes, and why. Nodes that are no peers are passed over."""
+        found: dict[Segment, str] = {}
+        for node, own in itertools.groupby(sorted(segments, key=_place), key=lambda segment: segment.node):
+            if (location := self.locations.get(node)) is None:
+                continue
+            with self.client(location, self.timeout_s) as client:
+                while some := list(itertools.islice(own, VERIFIED_AT_ONCE)):
+                    try:
+                        problems = client.verify(some)
+                    except TimeoutError as error:
+                        problems = [str(error)] * len(some)
+                    found |= {segment: problem for segment, problem in zip(some, problems, strict=True) if problem}
+        return found
 
     def fetch(self, segment: Segment, path: Path) -> None:
         """Fetch a message to a file, unless it exists: of the processes of a node that want a message, one fetches it.
@@ -74,3 +93,7 @@ class Peers:
                         f"{what}: another process of this node has been fetching it for {self.timeout_s} s"
                     ) from None
                 time.sleep(min(0.002, left))
+
+
+def _place(segment: Segment) -> tuple[str, str, int]:
+    return segment.node, segment.file, segment.offset

@@ -32,6 +32,7 @@ from .log_cutting import LogCutting
 from .pins import Pins
 from .restored import restore, segments_of
 from .rows import Ids
+from .scratch import Scratch
 from .segment_files import with_file
 from .segment_store import SegmentStore
 from .segments import Segment, verify_segment
@@ -51,6 +52,10 @@ class BufferConfig(Config):
     memory_bytes: int | None = Field(default=None, ge=1)
     """Bytes of segments that stay in memory on a node. Older ones are written to disk and read back when they are needed.
     None leaves that to the kernel."""
+    scratch: Path | None = None
+    """A folder that is local to each node. The segments of a run lie in a folder of its own there, which is removed when the run is over
+    or was killed. None: where all processes are on one machine, segments lie in the directory of the run; on a cluster, among the
+    temporary files of each node (`TMPDIR`)."""
     file_bytes: int = Field(default=16 << 20, ge=1 << 10)
     """Bytes of a segment file. It is recycled when no row in flight lies in it any more."""
     sync_interval_s: float = Field(default=0.5, ge=0)
@@ -77,6 +82,8 @@ class SampleBuffer:
     damage: list[str] = field(default_factory=list)
     """What was found damaged at recovery, and what was done about it."""
     disk: Disk = field(default_factory=Disk)
+    scratch: Scratch | None = None
+    """Where segments lie, if not in the folder of the buffer."""
 
     def __post_init__(self) -> None:
         self._pins = Pins(self.store)
@@ -85,7 +92,7 @@ class SampleBuffer:
     @property
     def segments(self) -> Path:
         """The folder of this node's segments."""
-        return self.folder / SEGMENTS / self.node
+        return _root(self.folder, self.scratch) / self.node
 
     # Life
 
@@ -101,6 +108,7 @@ class SampleBuffer:
         clock: Callable[[], float] = time.monotonic,
         fence: Fence | None = None,
         ids: Ids | None = None,
+        scratch: Scratch | None = None,
     ) -> SampleBuffer:
         """A new buffer in a folder that has none.
 
@@ -113,13 +121,15 @@ class SampleBuffer:
             clock: seconds since any moment, for deadlines.
             fence: keeps the log to one writer.
             ids: the first ids to give out, where an earlier log gave out those before.
+            scratch: where segments lie; None: in the folder of the buffer.
 
         Raises:
             UserError: the folder has a log already.
         """
         if (folder / LOG).exists() and any(True for _ in LogReader(folder / LOG)):
             raise UserError(f"{folder} holds the buffer of a run already; SampleBuffer.recover() goes on with it")
-        _make_folders(folder, node)
+        root = _root(folder, scratch) if scratch is None else scratch.hold()
+        _make_folders(folder, root, node)
         disk = disk or Disk()
         log = Log(folder / LOG, sync_interval_s=config.sync_interval_s, disk=disk, clock=clock, fence=fence)
         ids = ids or Ids()
@@ -129,7 +139,8 @@ class SampleBuffer:
         for name, graph in graphs.items():
             log.append(graph_record(name, graph.outline()))
         log.commit(sync=True)
-        return cls(folder, node, config, ledgers, ids, log, SegmentStore(folder / SEGMENTS / node, node), disk=disk)
+        store = SegmentStore(root / node, node)
+        return cls(folder, node, config, ledgers, ids, log, store, disk=disk, scratch=scratch)
 
     @classmethod
     def recover(
@@ -144,6 +155,7 @@ class SampleBuffer:
         disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
         fence: Fence | None = None,
+        scratch: Scratch | None = None,
     ) -> SampleBuffer:
         """The buffer of a run that ended, in the state that its log describes. Leases are released: their holders are gone.
 
@@ -153,9 +165,10 @@ class SampleBuffer:
         Args:
             folder: the folder of the buffer.
             graphs: the graphs of the run; None takes their outlines from the log, for looking only.
-            config, node, disk, clock: as in `create`.
+            config, node, disk, clock, scratch: as in `create`.
             at: the position to go back to, of a checkpoint that belongs to a saved model; None: the end.
-            check: raises DamagedSegment for columns that cannot be read; None reads the folders of all nodes here.
+            check: raises DamagedSegment for columns that cannot be read; None reads the folders of all nodes that can be here. Of other
+                nodes, `drop_lost` is told later.
             fence: keeps the log to one writer.
 
         Raises:
@@ -164,7 +177,8 @@ class SampleBuffer:
         """
         if not (folder / LOG).exists():
             raise UserError(f"{folder} holds no log of a run ({LOG})")
-        _make_folders(folder, node)
+        root = _root(folder, scratch) if scratch is None else scratch.hold()
+        _make_folders(folder, root, node)
         disk = disk or Disk()
         restored = restore(folder, graphs, at=at, clock=clock)
         log = Log(
@@ -182,21 +196,50 @@ class SampleBuffer:
             restored.ledgers,
             restored.ids,
             log,
-            SegmentStore(folder / SEGMENTS / node, node),
+            SegmentStore(root / node, node),
             restored.notes,
             restored.damage,
             disk,
+            scratch,
         )
         for ledger in buffer.ledgers.values():
             ledger.log = log
             for lease in ledger.leases:
                 ledger.release(lease, "the run was started again")
-            buffer._drop_damaged(
-                ledger, check or (lambda segment: verify_segment(folder / SEGMENTS / segment.node, segment))
-            )
+            buffer._drop_damaged(ledger, check or buffer._verify)
         buffer._register_segments(restored.pinned)
         buffer.commit(sync=True)
         return buffer
+
+    def _verify(self, segment: Segment) -> None:
+        folder = self.segments.parent / segment.node
+        if self.scratch is None or segment.node == self.node or folder.is_dir():
+            verify_segment(folder, segment)
+
+    def elsewhere(self) -> list[Segment]:
+        """The segments of rows in flight that recovery could not look at, since they lie on other machines."""
+        if self.scratch is None:
+            return []
+        root, here = self.segments.parent, self.node
+        all_parts = (segment for ledger in self.ledgers.values() for segment in ledger.parts.segments)
+        return [segment for segment in all_parts if segment.node != here and not (root / segment.node).is_dir()]
+
+    def drop_lost(self, lost: Mapping[Segment, str]) -> list[str]:
+        """Issue the groups again that have columns in these segments. For recovery, before any call is made.
+
+        Args:
+            lost: segment -> why it cannot be read.
+
+        Returns:
+            What became of each group, a line each.
+        """
+        said: list[str] = []
+        for ledger in self.ledgers.values():
+            for group, segment in ledger.live.groups_in({s: lost[s] for s in ledger.parts.segments if s in lost}):
+                again = ledger.lose(group, lost[segment])
+                became = "is issued again" if again else "is done, but its samples cannot be recorded"
+                said.append(f"group {group} of graph {ledger.name!r} {became}: {lost[segment]}")
+        return said
 
     def _drop_damaged(self, ledger: Ledger, check: Callable[[Segment], None]) -> None:
         lost: dict[Segment, str] = {}
@@ -207,10 +250,7 @@ class SampleBuffer:
                 lost[segment] = str(error)
         if ledger.source in lost:  # the driver, which has the graphs, writes it again
             ledger.source = None
-        for group, segment in ledger.live.groups_in(lost):
-            again = ledger.lose(group, lost[segment])
-            became = "is issued again" if again else "is done, but its samples cannot be recorded"
-            self.damage.append(f"group {group} of graph {ledger.name!r} {became}: {lost[segment]}")
+        self.damage += self.drop_lost(lost)
 
     def unreachable(self, nodes: Collection[str], *, live: bool = True) -> dict[str, dict[int, Segment]]:
         """The groups in flight that have columns on other nodes than these.
@@ -277,6 +317,9 @@ class SampleBuffer:
         except OSError as error:
             if not is_full(error):  # the log is sound as far as it goes, and no more was promised
                 raise
+        if self.scratch is not None:
+            self.scratch.release(over=not going_on)
+            return
         pinned = self._pins.segments - {ledger.source for ledger in self.ledgers.values()} if going_on else ()
         if not pinned and not any(ledger.live.groups for ledger in self.ledgers.values()):
             shutil.rmtree(self.folder / SEGMENTS, ignore_errors=True)
@@ -375,6 +418,11 @@ class SampleBuffer:
         )
 
 
-def _make_folders(folder: Path, node: str) -> None:
-    for made in (folder, folder / SEGMENTS, folder / SEGMENTS / node):
+def _root(folder: Path, scratch: Scratch | None) -> Path:
+    """The folder that has a folder for the segments of each node."""
+    return folder / SEGMENTS if scratch is None else scratch.path
+
+
+def _make_folders(folder: Path, root: Path, node: str) -> None:
+    for made in (folder, root, root / node):
         make_folder(made)

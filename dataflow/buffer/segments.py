@@ -19,6 +19,7 @@ import mmap
 import os
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ class Segment:
         return cls(*fields)
 
 
+RETRY_PAUSE_S = 0.5
+"""Seconds between two attempts to fetch a message from a node that does not answer."""
 Fetch = Callable[[Segment, Path], None]
 """Copies a message of another node to a file, as an Arrow IPC stream, unless the file exists; `Peers.fetch` does it."""
 
@@ -70,12 +73,14 @@ class SegmentReader:
         folder: the folder of the node that this process runs on.
         node: the name of that node.
         fetch: fetches messages from other nodes. None: there is one node, or the others are not known yet.
+        retry_s: for so long a message is asked for again whose node does not answer, since its server may be started again. `fetch` may
+            be replaced meanwhile.
     """
 
     MAX_MAPPINGS = 64
 
-    def __init__(self, folder: Path, node: str, *, fetch: Fetch | None = None) -> None:
-        self.folder, self.node, self.fetch = folder, node, fetch
+    def __init__(self, folder: Path, node: str, *, fetch: Fetch | None = None, retry_s: float = 0.0) -> None:
+        self.folder, self.node, self.fetch, self.retry_s = folder, node, fetch, retry_s
         self._mappings: OrderedDict[Path, _Mapping] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -103,7 +108,7 @@ class SegmentReader:
         path = fetched_path(self.folder, segment)
         for attempt in (1, 2):
             if path not in self._mappings and not path.exists():
-                self.fetch(segment, path)
+                self._fetch(segment, path)
             try:
                 mapping = self._mapping(path, segment)
                 return mapping.message(segment, mapping.start), mapping.schema
@@ -114,6 +119,18 @@ class SegmentReader:
                     self._mappings.pop(path, None)
                 path.unlink(missing_ok=True)
         raise AssertionError
+
+    def _fetch(self, segment: Segment, path: Path) -> None:
+        deadline = time.monotonic() + self.retry_s
+        while True:
+            try:
+                assert self.fetch is not None
+                self.fetch(segment, path)
+                return
+            except TimeoutError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(min(RETRY_PAUSE_S, self.retry_s))
 
     def close(self) -> None:
         """Drop the mappings; each lives on as long as an array into it does."""

@@ -21,6 +21,7 @@ from .folder import BUFFER, SEGMENTS
 from .history import buffer_folder, history
 from .run_tables import read_metrics, read_parquet, read_timeline
 from .samples import samples as recorded_samples
+from .scratch import noted_folder
 from .segments import Segment, SegmentReader
 
 MAX_ROWS = 100_000
@@ -126,7 +127,7 @@ class _Reader:
     """Reads segments as tables, wherever they are on this machine."""
 
     def __init__(self, folder: Path, notes: list[str]) -> None:
-        self._folder, self._notes = folder / SEGMENTS, notes
+        self._folder, self._notes = noted_folder(folder) or folder / SEGMENTS, notes
         self._readers: dict[str, SegmentReader] = {}
 
     def table(self, graph: str, rows: Sequence[CheckedRow], source: Sequence[Any] | None) -> pa.Table:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import secrets
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.controllers.schedule import Pipelined, Synchronous
 from weft.dataflow.buffer.check import check_log
+from weft.dataflow.buffer.sample_buffer import BufferConfig
 from weft.dataflow.errors import UserError
 from weft.dataflow.handle import group
 from weft.workers.dispatch import Dispatch
@@ -59,6 +61,16 @@ def run(root: Path, address: str) -> dict[str, object]:
     made = {"rollout": group(ToyRollout), "reward": group(ToyReward), "actor": group(ToyActor)}
     graph = toy_grpo(prompts(8), **made)
     schedule = Synchronous(steps=2, prompts_per_step=4)
+    killed: list[int] = []
+
+    def kill_servers(metrics: Mapping[str, float]) -> bool:
+        """Once, between two steps: those who read the rows of other nodes wait until there are others."""
+        if metrics["step"] == 1:
+            killed.extend(segment_servers())
+            for process in killed:
+                os.kill(process, signal.SIGKILL)
+        return False
+
     driver = Driver(
         graph,
         schedule=schedule,
@@ -68,14 +80,29 @@ def run(root: Path, address: str) -> dict[str, object]:
         name="nodes",
         record_every=0,
         progress=False,
+        buffer=BufferConfig(scratch=root / "scratch"),
+        stop=kill_servers,
     )
     with driver:
         metrics = driver.run()
         seen = driver.call(made["actor"], "seen_groups")
-        folders = sorted(p for p in (root / "nodes" / "buffer" / "segments").iterdir())
+        [scratch] = (root / "scratch").iterdir()
+        folders = sorted(p for p in scratch.iterdir() if p.is_dir())
         wrote = {p.name: sorted({f.name.split(".")[0] for f in p.glob("*.arrows")}) for p in folders}
         fetched = {p.name: len(list(p.glob("fetched/*/*.arrows/*"))) for p in folders}
-    return {"rewards": [row.get("reward/mean") for row in metrics], "seen": seen, "wrote": wrote, "fetched": fetched}
+    return {
+        "rewards": [row.get("reward/mean") for row in metrics],
+        "seen": seen,
+        "wrote": wrote,
+        "fetched": fetched,
+        "killed": len(killed),
+    }
+
+
+def segment_servers() -> list[int]:
+    """Processes of the servers of segments."""
+    commands = {int(p.parent.name): p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline")}
+    return [process for process, command in commands.items() if command.startswith(b"ray::SegmentHost")]
 
 
 def refused(root: Path, address: str) -> str:
@@ -88,6 +115,7 @@ def refused(root: Path, address: str) -> str:
             placement={name: Place(ResourcePool(name, cpus=3)) for name in made},
             backend=RayBackend(address),
             root=root,
+            buffer=BufferConfig(scratch=root / "scratch"),
             name="no",
             record_every=0,
             progress=False,
@@ -127,6 +155,7 @@ def lost(root: Path, cluster: Cluster) -> dict[str, object]:
         backend=RayBackend(cluster.address),
         checkpoint=CheckpointConfig(every=2),
         root=root,
+        buffer=BufferConfig(scratch=root / "scratch"),
         name="lost",
         record_every=0,
         progress=False,

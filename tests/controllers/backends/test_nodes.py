@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,14 @@ from weft.controllers.schedule import Synchronous
 from weft.dataflow.handle import group
 
 pytestmark = pytest.mark.ray
+
+
+def until_empty(folder: Path) -> None:
+    """Wait until nothing is left in a folder: the last processes of a run may still be ending."""
+    deadline = time.monotonic() + 60
+    while list(folder.iterdir()):
+        assert time.monotonic() < deadline, list(folder.iterdir())
+        time.sleep(0.2)
 
 
 def test_groups_on_three_nodes_read_each_others_rows(tmp_path: Path):
@@ -35,6 +44,8 @@ def test_groups_on_three_nodes_read_each_others_rows(tmp_path: Path):
         "the functions stand wherever a CPU is free"
     )
     assert result["fetched"][second] > 0 and result["fetched"][third] > 0, "each node that works reads rows of another"
+    assert result["killed"] == 3, "the servers of segments were killed between two steps"
+    until_empty(tmp_path / "scratch")
     assert "'rollout' follows 'actor', but they stand on 2 nodes" in result["refused"], "weights do not travel yet"
 
     assert result["nodes_left"] == 2 and result["starts"] == 0, "a node was lost, and the run went on without it"

@@ -1,0 +1,225 @@
+"""Scratch: the folder of a run on a node's own disk, in which its segments lie when the run may stand on several machines.
+
+    SCRATCH/weft-NAME-1f0c5a33-9d2e71b0/           the run's name, its directory (as a checksum), and one of its beginnings
+    SCRATCH/weft-NAME-1f0c5a33-9d2e71b0/in_use     every process of the run on this machine holds a lock on it for as long as it lives
+    SCRATCH/weft-NAME-1f0c5a33-9d2e71b0/NODE/      the segments of a node
+
+A small program (`scratch_watch.py`) removes the folder when no process has held it for a while, so that nothing stays behind, however
+the run ended. A run that is started again within that time finds its rows. The rows of others are made again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import UserError
+from .disk import Disk, make_folder
+
+NOTE = "scratch.json"
+"""The file in the buffer's folder that says what the scratch folder of the run is called."""
+IN_USE = "in_use"
+OVER = "over"
+"""A file that says that the run is over: nobody will come back."""
+GRACE_S = 30.0
+"""Seconds for which the folder of a run stays that no process holds."""
+HOLD_S = 10.0
+"""Longest wait for a folder that is being removed."""
+LEAST_BYTES = 1 << 30
+"""Free space below which the user is told."""
+MOUNTS = Path("/proc/self/mounts")
+NETWORK = frozenset(
+    """9p afs beegfs ceph cifs coda gfs2 glusterfs gpfs lustre ncpfs nfs nfs4 ocfs2 orangefs pvfs2 smb3 smbfs virtiofs
+    wekafs""".split()  # noqa: SIM905
+)
+"""Kinds of file systems that other machines serve. Those of `fuse.` do, too, but for the layers of a container."""
+LOCAL_FUSE = ("fuse.fuse-overlayfs", "fuse.lxcfs", "fuse.overlayfs")
+
+_held: dict[Path, int] = {}
+"""Folder -> descriptor whose lock this process holds."""
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Names the folder of a run on every machine."""
+
+    name: str
+    parent: Path | None = None
+    """Where it lies; None: among the temporary files of the machine (`TMPDIR`)."""
+    grace_s: float = GRACE_S
+
+    @classmethod
+    def of(cls, buffer: Path, parent: Path | None) -> Scratch:
+        """That of a run, which is noted in the folder of its buffer: the same at each start.
+
+        Args:
+            buffer: the folder, in the directory of the run.
+            parent: the folder that the user chose; None: the machine's own for temporary files.
+        """
+        noted = buffer / NOTE
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            name = json.loads(noted.read_text())["name"]
+            if re.fullmatch(r"weft-\w+-[0-9a-f]{8}-[0-9a-f]{8}", name):
+                return cls(name, parent)
+        made = cls(f"{_prefix(buffer.parent)}{secrets.token_hex(4)}", parent)
+        make_folder(buffer)
+        Disk().write_whole(noted, json.dumps({"name": made.name, "path": str(made.path)}).encode() + b"\n")
+        return made
+
+    @property
+    def path(self) -> Path:
+        """The folder on this machine."""
+        return (self.parent or Path(tempfile.gettempdir())).absolute() / self.name
+
+    def hold(self) -> Path:
+        """Make the folder, and hold it until this process ends or releases it.
+
+        Returns:
+            The folder.
+
+        Raises:
+            UserError: it cannot be made, or belongs to somebody else.
+        """
+        path, deadline = self.path, time.monotonic() + HOLD_S
+        while path not in _held:
+            try:
+                make_folder(path)
+                if path.stat().st_uid != os.geteuid() or path.is_symlink():
+                    raise UserError(
+                        f"the scratch folder {path} belongs to another user; choose another place: {_SETTING}"
+                    )
+                descriptor = os.open(path / IN_USE, os.O_RDWR | os.O_CREAT, 0o600)
+            except OSError as error:
+                raise UserError(f"the scratch folder {path} cannot be used ({error.strerror}); {_SETTING}") from None
+            if _lock(descriptor, path / IN_USE):
+                _held[path] = descriptor
+                _watch(path, self.grace_s)
+                break
+            os.close(descriptor)
+            if time.monotonic() > deadline:
+                raise UserError(f"the scratch folder {path} has been in the process of removal for {HOLD_S:.0f} s")
+            time.sleep(0.01)
+        return path
+
+    def release(self, *, over: bool) -> None:
+        """Hold the folder no more.
+
+        Args:
+            over: the run does not go on: the folder is removed when the last of its processes on this machine is gone.
+        """
+        if (descriptor := _held.pop(self.path, None)) is None:
+            return
+        if over and self.path.is_dir():
+            (self.path / OVER).touch(mode=0o600)
+        os.close(descriptor)
+
+    def remove_earlier(self, run: Path) -> None:
+        """Remove the folders of earlier beginnings of a run on this machine that no process holds."""
+        for path in self.path.parent.glob(f"{_prefix(run)}*"):
+            if path == self.path or path in _held or not path.is_dir() or path.stat().st_uid != os.geteuid():
+                continue
+            descriptor = (
+                os.open(path, os.O_RDONLY) if not (path / IN_USE).exists() else os.open(path / IN_USE, os.O_RDWR)
+            )
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            except BlockingIOError:
+                pass
+            finally:
+                os.close(descriptor)
+
+
+def noted_folder(buffer: Path) -> Path | None:
+    """Where the segments of a run lie on the machine on which it was begun, if not in the folder of its buffer."""
+    try:
+        return Path(json.loads((buffer / NOTE).read_text())["path"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def notes(folder: Path, needed_bytes: int | None = None) -> list[str]:
+    """What speaks against a folder for segments, a line each: it lies on a network file system, or has little room.
+
+    Args:
+        folder: it need not exist yet.
+        needed_bytes: how much may lie there; None: unknown.
+    """
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    lines: list[str] = []
+    kind = file_system(there)
+    if is_network(kind):
+        served = f"which is on a network file system ({kind}): each column is written and read through it"
+        lines.append(f"segments lie in {folder}, {served}; {_SETTING}")
+    free, needed = shutil.disk_usage(there).free, needed_bytes or LEAST_BYTES
+    if free < needed:
+        room = f"where {free / 1e9:.1f} GB are free, of {needed / 1e9:.1f} GB that may be needed"
+        lines.append(f"segments lie in {folder}, {room}; {_SETTING}")
+    return lines
+
+
+def file_system(path: Path, mounts: Path = MOUNTS) -> str:
+    """The kind of the file system that a path lies on, such as "ext4" or "nfs4"; empty where nobody says.
+
+    Args:
+        path: an existing path.
+        mounts: the list of what is mounted.
+    """
+    try:
+        lines = mounts.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    path, best = path.resolve(), ("", "")
+    for line in lines:
+        _, at, kind, *_ = line.split(" ")
+        at = at.encode().decode("unicode_escape")  # a space is \040
+        if path.is_relative_to(at) and len(at) >= len(best[0]):  # of two mounts at one place the later one is seen
+            best = at, kind
+    return best[1]
+
+
+def is_network(kind: str) -> bool:
+    """Whether other machines serve file systems of this kind.
+
+    >>> [is_network(kind) for kind in ("ext4", "nfs4", "fuse.sshfs", "fuse.fuse-overlayfs")]
+    [False, True, True, False]
+    """
+    return kind in NETWORK or (kind.startswith("fuse.") and kind not in LOCAL_FUSE)
+
+
+_SETTING = "BufferConfig(scratch=...) names another place on each node"
+
+
+def _prefix(run: Path) -> str:
+    name = "".join(c if c.isalnum() and c.isascii() else "_" for c in run.name)[:40]
+    return f"weft-{name}-{zlib.crc32(os.fsencode(run.resolve())):08x}-"
+
+
+def _lock(descriptor: int, path: Path) -> bool:
+    """Take a shared lock on a file; False when the file is being removed, or was."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except (BlockingIOError, FileNotFoundError):
+        return False
+
+
+def _watch(path: Path, grace_s: float) -> None:
+    """Start the program that removes the folder; of several, all but one end at once. It outlives this process."""
+    program = Path(__file__).with_name("scratch_watch.py")
+    command: Sequence[str] = [sys.executable, "-I", "-S", str(program), str(path), str(grace_s)]
+    quiet = subprocess.DEVNULL
+    subprocess.run(command, stdin=quiet, stdout=quiet, stderr=quiet, cwd="/", env={}, check=False, timeout=60)

@@ -1,0 +1,46 @@
+"""Removes the scratch folder of a run when no process has held it for a while: `scratch_watch.py FOLDER GRACE_S`.
+
+A program that imports nothing of Weft. It goes on in a process of its own, which belongs to no session and no parent, and ends with the
+folder. What it must see is a lock, which the kernel takes from a process however that ends.
+"""
+
+import fcntl
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+POLL_S = 0.5
+
+
+def main(folder: Path, grace_s: float) -> None:
+    """Wait until the folder is free and stays so, and remove it."""
+    try:
+        own = os.open(folder / "watched", os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        in_use = os.open(folder / "in_use", os.O_RDWR)
+    except OSError:  # another one watches it, or it is gone
+        return
+    free_since: float | None = None
+    while folder.exists():
+        time.sleep(POLL_S)
+        try:
+            fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            free_since = None
+            continue
+        free_since = free_since or time.monotonic()
+        if (folder / "over").exists() or time.monotonic() - free_since >= grace_s:
+            shutil.rmtree(folder, ignore_errors=True)
+            return
+        fcntl.flock(in_use, fcntl.LOCK_UN)
+
+
+if __name__ == "__main__":
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            main(Path(sys.argv[1]), float(sys.argv[2]))
+        os._exit(0)
+    os.wait()
