@@ -7,6 +7,9 @@ from typing import Any
 import torch
 import transformers
 
+from weft.workers.training.agreement import find_agreement
+from weft.workers.training.response_model import ResponseModel
+
 VOCABULARY = 97
 _SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -133,4 +136,11 @@ def amplify(model: Any) -> Any:
     """Far enough from uniform for a mistake to show."""
     for parameter in model.parameters():
         parameter.data.mul_(3.0)
+    return model
+
+
+def agreeing_model(causal_lm: Any) -> ResponseModel:
+    """The response model of a causal language model, set to the fastest way that agrees with `transformers`."""
+    model = ResponseModel(causal_lm)
+    find_agreement(model).put_on(model)
     return model

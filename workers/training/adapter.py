@@ -39,10 +39,14 @@ class Adapter:
     """LoRA layers in place of linear layers of a model.
 
     Args:
-        causal_lm: a `transformers` model in float32, changed in place: its parameters are frozen, and rounded to `dtype`; all but
-            those of a scalar head.
+        causal_lm: a `transformers` model in float32 on the meta device, changed in place: its parameters are frozen, and of `dtype`; all
+            but those of a scalar head.
         seed: what A is drawn from.
     """
+
+    made: dict[str, Tensor]
+    """What its parameters begin as, on the host in float32, by name; the lengths of DoRA as zeros (see `measured_weight`). It is emptied
+    when the model has taken them over."""
 
     def __init__(self, causal_lm: Any, lora: Lora, dtype: torch.dtype, seed: int) -> None:
         self._causal_lm = causal_lm
@@ -57,10 +61,6 @@ class Adapter:
         targets = tuple(linear) if lora.targets == "all-linear" else lora.targets
         check_targets(targets, linear, f"the backbone of {type(causal_lm).__name__}")
         chosen = [name for name in linear if any(f".{name}".endswith(f".{target}") for target in targets)]
-        causal_lm.requires_grad_(False)
-        for name, parameter in causal_lm.named_parameters():  # before DoRA measures them
-            if not is_trained(name):
-                parameter.copy_(parameter.to(dtype))
         self._config = LoraConfig(
             r=lora.rank,
             lora_alpha=lora.alpha,
@@ -69,12 +69,17 @@ class Adapter:
             use_dora=lora.dora,
             task_type="SEQ_CLS" if self._whole else "CAUSAL_LM",
         )
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), _hollow([causal_lm.get_submodule(name) for name in chosen]):
             torch.manual_seed(seed)
             inject_adapter_in_model(self._config, causal_lm, _NAME)
+        self.made = {name: p.detach() for name, p in causal_lm.named_parameters() if is_adapter(name)}
+        for module in causal_lm.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.device.type != "meta":
+                    module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"))
         for name, parameter in causal_lm.named_parameters():
             parameter.requires_grad_(is_trained(name))
-            if not parameter.requires_grad:
+            if not parameter.requires_grad and parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
 
     @contextmanager
@@ -131,6 +136,19 @@ class Adapter:
         write_tensors(folder / "adapter_model.safetensors", named, {"format": "pt"}, disk)
 
 
+@contextmanager
+def _hollow(layers: list[Any]) -> Iterator[None]:
+    """Give layers on the meta device weights of zeros on the host, which take no memory: `peft` draws parameters where it finds those."""
+    weights = [layer.weight for layer in layers]
+    for layer, weight in zip(layers, weights, strict=True):
+        layer.weight = nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape), requires_grad=False)
+    try:
+        yield
+    finally:
+        for layer, weight in zip(layers, weights, strict=True):
+            layer.weight = weight
+
+
 def is_adapter(name: str) -> bool:
     """Whether a parameter of the model belongs to the adapter.
 
@@ -147,6 +165,16 @@ def is_trained(name: str) -> bool:
     (True, True, False)
     """
     return is_adapter(name) or name == SCALAR_HEAD
+
+
+def measured_weight(name: str) -> str | None:
+    """The weight whose rows' lengths a parameter of DoRA begins as, by name; None: it is no such parameter.
+
+    >>> measured_weight("layers.0.q_proj.lora_magnitude_vector.default.weight")
+    'layers.0.q_proj.base_layer.weight'
+    """
+    path, found, _ = name.rpartition(".lora_magnitude_vector.")
+    return f"{path}.base_layer.weight" if found else None
 
 
 def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None = None) -> Tensor:

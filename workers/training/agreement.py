@@ -8,11 +8,14 @@ compared with the calls of training, in the mode of training. These ways are tri
     padded, eager    a rectangle of rows, with the attention of the reference
 
 A model that agrees in none of them is refused: it would learn from wrong log-probabilities, and nothing would show it.
+
+No rank gathers a complete model for it. What is tried is the model as `transformers` made it, without weights; those of the model that is
+trained are lent to it (`lent_weights.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...dataflow.errors import UserError
+from .lent_weights import LentWeights, lend_weights
 from .packed_attention import NAME as PACKED
 from .packed_attention import PackedSequences, may_pack, windows_reached_attention
 from .response_model import ResponseModel
@@ -60,34 +64,57 @@ class _Probe:
     """Standard deviation of the logits of a token."""
 
 
-def agreeing_model(causal_lm: Any, *, scalar: bool = False) -> ResponseModel:
-    """The response model of a causal language model, set to the fastest way that agrees with `transformers`.
+@dataclass(frozen=True)
+class Agreement:
+    """The fastest way in which rows share a forward pass of a model."""
+
+    packs: bool
+    """Rows stand one behind the other; otherwise they are padded."""
+    attention: str
+    """Name of its attention in `transformers`."""
+    logit_factor: float | None
+    """See `ResponseModel.logit_factor`."""
+
+    def put_on(self, model: ResponseModel) -> None:
+        """Set a model to it; the rope of the model sees one row at a time where it follows the length of a sequence."""
+        put_rope_by_row(model.causal_lm)
+        with _quiet_transformers():
+            _set_attention(model.causal_lm, self.attention)
+        model.packs, model.logit_factor = self.packs, self.logit_factor
+
+
+def find_agreement(
+    model: ResponseModel, full: Callable[[str], Tensor] | None = None, *, by_layer: bool = False
+) -> Agreement:
+    """The fastest way that agrees with `transformers`.
 
     It takes forward passes of about ten tokens: one of each row alone, and two of each way that is tried.
 
     Args:
-        causal_lm: changed in place: its attention, and its rope where that follows the length of a sequence.
-        scalar: it has a scalar head.
+        model: changed in place: its attention, and its rope where that follows the length of a sequence.
+        full: the full tensor of each name in `model.causal_lm`, in which it has no values; all ranks call it in the same order.
+            None: it has values.
+        by_layer: the full tensors of a layer are there only while it runs.
 
     Raises:
         UserError: no way agrees with the model itself.
     """
-    model = ResponseModel(causal_lm, scalar=scalar)
+    causal_lm = model.causal_lm
     loaded_with = causal_lm.config.get_text_config()._attn_implementation
     off = torch.inf
     with torch.no_grad(), _quiet_transformers():
         _set_attention(causal_lm, "eager")
-        with _amplified(model) as probe:
+        with lend_weights(model, full, by_layer=by_layer) as lent:
+            probe = _amplified_probe(model, lent)
             put_rope_by_row(causal_lm)
-            if not model.scalar:
-                model.logit_factor = _logit_factor(model, probe)
+            model.logit_factor = None if model.scalar else _logit_factor(model, probe)
             ways = [(True, PACKED)] if may_pack(causal_lm) else []
             for packs, attention in (*ways, *((False, name) for name in dict.fromkeys((loaded_with, "eager")))):
                 model.packs = packs
                 _set_attention(causal_lm, attention)
                 off = _difference(model, probe)
                 if off <= _TOLERANCE:
-                    return model
+                    return Agreement(packs, attention, model.logit_factor)
     raise UserError(
         f"model {causal_lm.name_or_path!r} ({type(causal_lm).__name__}) cannot be trained: for rows that share a forward "
         f"pass its results are {off:.2g} off from those of transformers for each row alone, and rounding is at most {_TOLERANCE:g}"
@@ -121,7 +148,8 @@ def _probe(model: ResponseModel) -> _Probe:
     if follows_length(causal_lm):
         lengths.append(_LENGTHS[-1])
         first.append(2 * settings.max_position_embeddings)  # stands for the end of a much longer row
-    ids = (torch.arange(sum(lengths), device=causal_lm.device) + _FIRST_ID) % settings.vocab_size
+    device = causal_lm.get_input_embeddings().weight.device
+    ids = (torch.arange(sum(lengths), device=device) + _FIRST_ID) % settings.vocab_size
     alone = [_run_alone(model, row, start) for row, start in zip(ids.split(lengths), first, strict=True)]
     hidden = torch.cat([outputs.last_hidden_state[0] for outputs, _ in alone])
     rows = PackedSequences(
@@ -172,24 +200,13 @@ def _logit_factor(model: ResponseModel, probe: _Probe) -> float | None:
     return 1.0 if abs(factor - 1) < 1e-6 else factor
 
 
-@contextmanager
-def _amplified(model: ResponseModel) -> Iterator[_Probe]:
-    """The reference, with parameters multiplied by a power of two if the logits of the model hardly differ; restored to the bit."""
-    factor, probe = 1, _probe(model)
-    try:
-        while probe.spread < _SPREAD and factor < _LARGEST_FACTOR:
-            factor *= 2
-            _multiply(model, 2)
-            probe = _probe(model)
-        yield probe
-    finally:
-        _multiply(model, 1 / factor)
-
-
-def _multiply(model: ResponseModel, factor: float) -> None:
-    for parameter in model.parameters() if factor != 1 else ():
-        if parameter.is_floating_point():
-            parameter.mul_(factor)
+def _amplified_probe(model: ResponseModel, lent: LentWeights) -> _Probe:
+    """The reference, with parameters multiplied by a power of two if the logits of the model hardly differ."""
+    probe = _probe(model)
+    while probe.spread < _SPREAD and lent.factor < _LARGEST_FACTOR:
+        lent.multiply(2)
+        probe = _probe(model)
+    return probe
 
 
 def _set_attention(causal_lm: Any, name: str) -> None:

@@ -1,21 +1,43 @@
-"""Causal language models of `transformers`, loaded for training: in float32, and without anything random."""
+"""Causal language models of `transformers` without weights: the modules and their computed buffers, and nothing random.
+
+Parameters and saved buffers are on the meta device: `stored_weights.py` knows their values, and `sharded_model.py` gives each rank its own.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...dataflow.errors import UserError
 from ..model_folder import refusals_named
-from .engine import Head
-from .scalar_head import put_scalar_head
+from .engine import SCALAR_HEAD, Head
+from .scalar_head import new_scalar_head, put_scalar_head
 
 
-def load_causal_lm(model: str, head: Head, seed: int, *, activation_checkpointing: bool = False) -> Any:
-    """The model in float32 on the host, in evaluation mode.
+@dataclass(frozen=True)
+class Skeleton:
+    """A model without weights."""
+
+    causal_lm: Any
+    """In evaluation mode; parameters in float32 on the meta device, buffers that no file holds on the host."""
+    made: Mapping[str, Tensor]
+    """Tensors that are not read by the name that they have in the model: the scalar head."""
+    dropped: frozenset[str]
+    """Names of tensors that the files of a language model hold, and this model does not: those of its own head."""
+
+
+def build_causal_lm(
+    model: str | Path, folder: Path, head: Head, seed: int, *, activation_checkpointing: bool = False
+) -> Skeleton:
+    """The model of a folder, without weights.
 
     Args:
+        model: what the user calls it.
         head: with "values" or "rewards" a scalar head takes the place of the model's own.
         seed: of a scalar head that the folder does not have.
         activation_checkpointing: compute the activations of each layer a second time in the backward pass.
@@ -23,29 +45,85 @@ def load_causal_lm(model: str, head: Head, seed: int, *, activation_checkpointin
     Raises:
         UserError: `transformers` refuses the model, or to checkpoint its activations.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    settings = training_settings(model, folder)
+    with refusals_named(model, "cannot be trained"), torch.device("meta"):
+        causal_lm = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation="sdpa")
+    causal_lm.eval()
+    _compute_buffers(causal_lm)
+    made: dict[str, Tensor] = {}
+    dropped: frozenset[str] = frozenset()
+    if head != "logprobs":
+        dropped = put_scalar_head(causal_lm)
+        hidden = causal_lm.get_input_embeddings().weight.shape[1]
+        made[SCALAR_HEAD] = new_scalar_head(folder, hidden, seed)
+    if activation_checkpointing:
+        _checkpoint_activations(causal_lm)
+    return Skeleton(causal_lm, made, dropped)
+
+
+def move_buffers(causal_lm: Any, device: torch.device) -> None:
+    """Move the buffers that have values to the device where those without values will be."""
+    for module in causal_lm.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
+
+
+def load_complete(model: str | Path, folder: Path) -> Any:
+    """The model with all of its weights in float32 on the host, as `from_pretrained` loads it.
+
+    Raises:
+        UserError: `transformers` refuses the model.
+    """
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # one per rank would garble the terminal
     verbosity = logging.get_verbosity()
-    if (
-        head != "logprobs"
-    ):  # transformers would warn that it has no weight for one head, and does not use that of the other
-        logging.set_verbosity_error()
+    logging.set_verbosity_error()  # it reports what it does not use, which `stored_weights.py` judges
     try:
         with refusals_named(model, "cannot be trained"):
-            settings = AutoConfig.from_pretrained(model, local_files_only=True)
-            _switch_off_dropout(settings)
-            causal_lm = AutoModelForCausalLM.from_pretrained(
-                model, config=settings, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+            return AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=training_settings(model, folder),
+                dtype=torch.float32,
+                attn_implementation="sdpa",
+                local_files_only=True,
             )
     finally:
         logging.set_verbosity(verbosity)
-    if head != "logprobs":
-        put_scalar_head(causal_lm, model, seed)
-    if activation_checkpointing:
-        _checkpoint_activations(causal_lm)
-    return causal_lm
+
+
+def training_settings(model: str | Path, folder: Path) -> Any:
+    """The settings of a model, without dropout.
+
+    Raises:
+        UserError: `transformers` does not know the model.
+    """
+    from transformers import AutoConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # one per rank would garble the terminal
+    with refusals_named(model, "cannot be trained"):
+        settings = AutoConfig.from_pretrained(folder, local_files_only=True)
+    settings.name_or_path = str(model)
+    _switch_off_dropout(settings)
+    return settings
+
+
+def _compute_buffers(causal_lm: Any) -> None:
+    """Give buffers that no file holds (frequencies of rope, masks) the values that `from_pretrained` gives them.
+
+    On the meta device a constructor computes nothing. The initialization of `transformers` computes these buffers anew, and passes over
+    tensors that are marked as loaded.
+    """
+    for tensor in (*causal_lm.parameters(), *causal_lm.buffers()):
+        tensor._is_hf_initialized = True
+    for name, buffer in list(causal_lm.named_non_persistent_buffers()):
+        path, _, last = name.rpartition(".")
+        causal_lm.get_submodule(path)._buffers[last] = torch.empty_like(buffer, device="cpu")
+    causal_lm.initialize_weights()
 
 
 def _switch_off_dropout(settings: Any) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,17 +25,20 @@ from ...dataflow.buffer.disk import Disk
 from ...dataflow.column import GROUP_ID
 from ...dataflow.metrics import Mean, Metric, Metrics, Sum, merge
 from ..dispatch import Coordinates
+from ..node_folder import node_folder
 from ..worker import Context
 from .adapter import Adapter, is_trained
-from .agreement import agreeing_model
-from .causal_lm import load_causal_lm
+from .agreement import find_agreement
+from .causal_lm import build_causal_lm, move_buffers
 from .engine import Head, ModelConfig, OptimizerConfig, OptimizerStep
 from .lora import Lora
 from .microbatches import Microbatches, tokens_of
 from .replicated import check_alike
+from .response_model import ResponseModel
 from .sharded_model import ShardedModel
 from .sharding import gradient_norm, join_mesh, local_part
 from .snapshot import Snapshot, SnapshotWriter, set_random_states
+from .stored_weights import open_weights
 
 
 class FsdpEngine:
@@ -67,22 +71,15 @@ class FsdpEngine:
         self.config, self.context, self.schedule = config, context, optimizer
         self.steps = 0
         """Optimizer steps applied."""
+        self.bytes_read = 0
+        """What this rank read of the model's files."""
         on_gpu = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self.mesh = join_mesh(context, config.tensor_parallel, self.device)
         self.microbatch_tokens = config.microbatch_tokens or (16384 if on_gpu else 1280)
         self.head: Head = head
-        causal_lm = load_causal_lm(
-            str(config.model), head, context.seed, activation_checkpointing=activation_checkpointing
-        )
-        self.model = agreeing_model(causal_lm, scalar=head != "logprobs")
-        self.vocabulary = causal_lm.get_input_embeddings().weight.shape[0]
-        self.model.requires_grad_(optimizer is not None)
-        adapter = None
-        if lora is not None:
-            with torch.no_grad():
-                adapter = Adapter(causal_lm, lora, getattr(torch, config.dtype), context.seed)
-        self._sharded = ShardedModel(config, self.model, self.mesh, self.device, adapter)
+        self.model, self._sharded = self._load(optimizer is not None, lora, activation_checkpointing)
+        self.vocabulary = self.model.causal_lm.get_input_embeddings().weight.shape[0]
         self.optimizer = None if optimizer is None else self._make_optimizer(optimizer)
         self._disk = disk or Disk()
         self._snapshots: SnapshotWriter | None = None
@@ -90,6 +87,28 @@ class FsdpEngine:
             self._snapshots = SnapshotWriter(context, self.device, self._write_stored, self._disk)
         self._count = self._loss_total = 0.0
         """Of the rows whose gradients have been accumulated since the last step: what the sum is divided by, and the sum."""
+
+    def _load(self, trained: bool, lora: Lora | None, again: bool) -> tuple[ResponseModel, ShardedModel]:
+        """The model, sharded before it has values: this rank reads only what it holds."""
+        model, context, scalar = self.config.model, self.context, self.head != "logprobs"
+        folder = node_folder(model)
+        build = partial(build_causal_lm, model, folder, self.head, context.seed, activation_checkpointing=again)
+        plain, skeleton = build(), build()
+        weights = open_weights(model, folder, plain, share=(context.rank, context.world_size))
+        response = ResponseModel(skeleton.causal_lm, scalar=scalar)
+        response.requires_grad_(trained)
+        made, adapter = dict(skeleton.made), None
+        if lora is not None:
+            adapter = Adapter(skeleton.causal_lm, lora, getattr(torch, self.config.dtype), context.seed)
+            made |= adapter.made
+            adapter.made.clear()
+        sharded = ShardedModel(self.config, response, self.mesh, self.device, adapter)
+        sharded.fill(weights, made)
+        self.bytes_read = weights.bytes_read
+        move_buffers(plain.causal_lm, self.device)
+        tried = ResponseModel(plain.causal_lm, scalar=scalar)
+        find_agreement(tried, sharded.full_base_tensor, by_layer=self.mesh is not None).put_on(response)
+        return response, sharded
 
     def _make_optimizer(self, config: OptimizerConfig) -> torch.optim.AdamW:
         groups: dict[object, list[nn.Parameter]] = {}

@@ -19,9 +19,9 @@ def follows_length(model: nn.Module) -> bool:
 
 
 def put_rope_by_row(model: nn.Module) -> None:
-    """Change such a model in place: its rope sees one row at a time, padded rows `[B, L]` or packed ones `[1, T]`."""
+    """Change such a model in place, once: its rope sees one row at a time, padded rows `[B, L]` or packed ones `[1, T]`."""
     for module in model.modules():
-        if _follows_length(module):
+        if _follows_length(module) and "forward" not in vars(module):
             module.forward = _by_row(module.forward)
 
 

@@ -1,14 +1,17 @@
-"""Safetensors files: tensors written from host memory as they lie there, and mapped back without a copy.
+"""Safetensors files: tensors written from host memory as they lie there, mapped back without a copy, and read box by box.
 
 Weft writes these files itself because the `safetensors` package holds the interpreter while it writes, and training would stand still.
+It reads boxes itself because the package reads complete rows: a rank that holds some columns would read them all.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -79,24 +82,86 @@ def write_file(path: Path, contents: Iterable[bytes | memoryview], disk: Disk) -
         disk.close(descriptor)
 
 
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file; nothing but the header has been read."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    _bytes: Tensor
+    """[bytes] uint8, mapped from the file."""
+
+    @property
+    def nbytes(self) -> int:
+        return self._bytes.numel()
+
+    def read(self, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """A box of the tensor on the host, in the dtype of the file; no other byte of it is read.
+
+        Args:
+            start: where the box begins, for each dimension.
+            shape: its size, for each dimension.
+        """
+        if not self.shape:
+            return self._bytes.clone().view(self.dtype)[0]
+        size = self.dtype.itemsize
+        # As bytes, because not every writer places a tensor at a multiple of the size of its elements.
+        box = self._bytes.view(*self.shape[:-1], self.shape[-1] * size) if math.prod(self.shape) else None
+        if box is None or not math.prod(shape):
+            return torch.empty(tuple(shape), dtype=self.dtype)
+        for dimension, (first, length) in enumerate(zip(start, shape, strict=True)):
+            unit = size if dimension == len(shape) - 1 else 1
+            box = box.narrow(dimension, first * unit, length * unit)
+        return box.clone(memory_format=torch.contiguous_format).view(self.dtype)
+
+
+def open_tensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file by name, mapped.
+
+    Raises:
+        ValueError: the file is damaged, or holds a dtype that is not trained.
+    """
+    data, start, header = _map(path)
+    header.pop("__metadata__", None)
+    stored: dict[str, StoredTensor] = {}
+    for name, entry in header.items():
+        if entry["dtype"] not in _DTYPES:
+            raise ValueError(f"{path}: {name!r} has the dtype {entry['dtype']}; known are {', '.join(_DTYPES)}")
+        first, last = entry["data_offsets"]
+        stored[name] = StoredTensor(
+            path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), data[start + first : start + last]
+        )
+    return stored
+
+
 def map_tensors(path: Path) -> Iterator[tuple[str, Sequence[int], Tensor]]:
     """Name, offset in the full tensor, and content of each tensor in a file that `write_tensors` wrote.
 
     Raises:
         ValueError: the file is damaged.
     """
+    data, start, header = _map(path)
+    try:
+        sharding = json.loads(header.pop("__metadata__")[SHARDING])
+    except (ValueError, KeyError):
+        raise ValueError(f"{path}: the header is damaged") from None
+    for name, entry in header.items():
+        first, last = entry["data_offsets"]
+        part = data[start + first : start + last].view(_DTYPES[entry["dtype"]])
+        yield name, sharding[name]["saved_offsets"], part.view(entry["shape"])
+
+
+def _map(path: Path) -> tuple[Tensor, int, dict[str, Any]]:
+    """(the file's bytes, mapped; where its data begins; its header)"""
     size = path.stat().st_size
     data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     start = 8 + int(data[:8].view(torch.int64)) if size >= 8 else size
     try:
         header = json.loads(data[8:start].numpy().tobytes())
-        sharding = json.loads(header.pop("__metadata__")[SHARDING])
-        ends = [entry["data_offsets"][1] for entry in header.values()]
-    except (ValueError, KeyError):
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{path}: the header is damaged") from None
     if start + max(ends, default=0) != size:
         raise ValueError(f"{path} is {size} bytes, not {start + max(ends, default=0)}")
-    for name, entry in header.items():
-        first, last = entry["data_offsets"]
-        part = data[start + first : start + last].view(_DTYPES[entry["dtype"]])
-        yield name, sharding[name]["saved_offsets"], part.view(entry["shape"])
+    return data, start, header

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from ...dataflow.errors import UserError
 from ..model_folder import find_tensor
@@ -24,32 +24,42 @@ _DEVIATION = 0.1
 """Approximate standard deviation of a new head's outputs: a normalised hidden state has a norm of sqrt(hidden)."""
 
 
-def put_scalar_head(causal_lm: Any, model: str | Path, seed: int) -> None:
-    """Replace the head of a language model by a scalar one: that of the folder, or, where it has none, a new one.
+def put_scalar_head(causal_lm: Any) -> frozenset[str]:
+    """Replace the head of a language model by a scalar one, without a weight.
 
     Args:
-        causal_lm: a `transformers` causal language model on the host; changed in place.
-        model: the folder that it was loaded from.
+        causal_lm: a `transformers` causal language model on the meta device; changed in place.
+
+    Returns:
+        Names of the tensors that the model has no longer.
+    """
+    hidden = causal_lm.get_input_embeddings().weight.shape[1]
+    before = set(causal_lm.state_dict())
+    causal_lm.set_output_embeddings(None)  # [vocabulary, hidden] parameters that nothing would train
+    dropped = frozenset(before - set(causal_lm.state_dict()))
+    causal_lm.add_module(WEIGHT.removesuffix(".weight"), nn.Linear(hidden, 1, bias=False, device="meta"))
+    return dropped
+
+
+def new_scalar_head(model: str | Path, hidden: int, seed: int) -> Tensor:
+    """[1, hidden] weight of a scalar head: that of the folder, or, where it has none, a new one.
+
+    Args:
+        model: the folder of the language model.
         seed: of a new head; on all ranks the same.
 
     Raises:
         UserError: the folder's head gives several numbers.
     """
-    hidden = causal_lm.get_input_embeddings().weight.shape[1]
-    file, stored = find_tensor(model, WEIGHT), None
-    if file is not None:
-        with safe_open(file, "pt") as tensors:
-            stored = tensors.get_tensor(WEIGHT)
-        if stored.shape != (1, hidden):
-            raise UserError(f"{model}: {WEIGHT!r} has shape {list(stored.shape)}; a scalar head has [1, {hidden}]")
-    head = nn.Linear(hidden, 1, bias=False)
-    with torch.no_grad():
-        if stored is None:
-            head.weight.normal_(std=_DEVIATION / math.sqrt(hidden), generator=torch.Generator().manual_seed(seed))
-        else:
-            head.weight.copy_(stored)
-    causal_lm.set_output_embeddings(None)  # [vocabulary, hidden] parameters that nothing would train
-    causal_lm.add_module(WEIGHT.removesuffix(".weight"), head)
+    file = find_tensor(model, WEIGHT)
+    if file is None:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.empty(1, hidden).normal_(std=_DEVIATION / math.sqrt(hidden), generator=generator)
+    with safe_open(file, "pt") as tensors:
+        stored = tensors.get_tensor(WEIGHT)
+    if stored.shape != (1, hidden):
+        raise UserError(f"{model}: {WEIGHT!r} has shape {list(stored.shape)}; a scalar head has [1, {hidden}]")
+    return stored
 
 
 def scalar_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -18,13 +19,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from ...dataflow.buffer.disk import Disk
 from ...dataflow.errors import UserError
 from ..model_folder import find_model_config, read_model_config
-from .adapter import Adapter, is_adapter, is_trained, tensor_parallel_plan
+from .adapter import Adapter, is_adapter, is_trained, measured_weight, tensor_parallel_plan
 from .engine import ModelConfig
 from .model_files import write_model
 from .precision import rounded_parameters
 from .response_model import ResponseModel
 from .scalar_head import scalar_settings
-from .sharding import full_tensor
+from .sharding import box_of, full_tensor, local_part, offset_of
+from .stored_weights import Weights
 
 _ONE_UNIT_PARAMETERS = 16_000_000
 """Below this many parameters the model is gathered as one unit: more and smaller collectives only cost latency."""
@@ -46,7 +48,7 @@ class ShardedModel:
 
     Args:
         config: dtype, and how parameters are gathered.
-        model: on the host; spread over the mesh in place, or moved to the device where there is no mesh.
+        model: on the meta device; spread over the mesh in place. `fill` gives it values.
         adapter: what is trained in the model's place.
     """
 
@@ -65,7 +67,6 @@ class ShardedModel:
     def _distribute(self) -> bool:
         mesh = self.mesh
         if mesh is None:
-            self.model.to(self.device)
             return True
         numel = sum(p.numel() for p in self.model.parameters())
         once = self.config.gather == "once" or (self.config.gather == "auto" and 4 * numel < _GATHER_ONCE_BYTES)
@@ -85,6 +86,47 @@ class ShardedModel:
             fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=not once, mp_policy=precision)
         fully_shard(self.model, mesh=mesh["dp"], reshard_after_forward=False, mp_policy=precision)
         return once
+
+    @torch.no_grad()
+    def fill(self, weights: Weights, made: Mapping[str, Tensor]) -> None:
+        """Give the model its values: each rank allocates, and reads, the parts that it holds.
+
+        Args:
+            weights: of the model without its adapter.
+            made: full tensors on the host, by their names in the model, that are not read.
+        """
+        causal_lm = self.model.causal_lm
+        filled: dict[Tensor, Tensor] = {}
+        for name, tensor in self._empty_tensors().items():
+            part = torch.empty_like(local_part(tensor), device=self.device)
+            offset = offset_of(tensor)
+            if part.numel():
+                full = made.get(name)
+                plain = name.replace(".base_layer.", ".")
+                part.copy_(
+                    weights.read(plain, offset, part.shape) if full is None else box_of(full, offset, part.shape)
+                )
+            filled[tensor] = part
+        for name, parameter in causal_lm.named_parameters():
+            if measured := measured_weight(name):
+                weight = filled[causal_lm.get_parameter(measured)]
+                filled[parameter].copy_(torch.linalg.norm(weight.float(), dim=1))
+        whole = {tensor: _whole(tensor, part) for tensor, part in filled.items()}
+        for module in self.model.modules():
+            held: dict[str, Any]
+            for held in (module._parameters, module._buffers):
+                held |= {key: whole[tensor] for key, tensor in held.items() if tensor in whole}
+        self.model.to(self.device)  # buffers; and FSDP takes note of its parameters
+        causal_lm._weight_conversions = weights.conversions
+
+    def _empty_tensors(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self.own_tensors().items() if local_part(tensor).is_meta}
+
+    def full_base_tensor(self, name: str) -> Tensor:
+        """The full tensor of this name in the model without its adapter; gathered, by all ranks together, where it lies on several."""
+        own = self.own_tensors()
+        path, _, last = name.rpartition(".")
+        return full_tensor(own[name if name in own else f"{path}.base_layer.{last}"])
 
     # Passes
 
@@ -221,3 +263,11 @@ class ShardedModel:
         settings = scalar_settings(read_model_config(self.config.model)) if self.model.scalar else {}
         changed: Mapping[str, object] = {**settings, "dtype": self.config.dtype}
         write_model(folder, self.model.causal_lm, tensors, source, changed, disk)
+
+
+def _whole(tensor: Tensor, part: Tensor) -> Tensor:
+    """A tensor like an empty one, of which this rank holds this part."""
+    if isinstance(tensor, DTensor):
+        spec = tensor.device_mesh, tensor.placements
+        part = DTensor.from_local(part, *spec, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    return nn.Parameter(part, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else part

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from ...dataflow.errors import UserError
 from ..worker import Context
@@ -41,7 +41,11 @@ def join_mesh(context: Context, tensor_parallel: int, device: torch.device) -> D
 def full_tensor(tensor: Tensor) -> Tensor:
     """The full tensor without a gradient; gathered, by all ranks together, where it lies on several."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.device_mesh.ndim > 1:  # first over replicas, as FSDP gathers: torch warns of the other order
+        tensor = tensor.redistribute(placements=[Replicate(), *tensor.placements[1:]])
+    return tensor.full_tensor()
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -54,6 +58,17 @@ def offset_of(tensor: Tensor) -> list[int]:
     if isinstance(tensor, DTensor):
         return list(tensor.__create_chunk_list__()[0].offsets)
     return [0] * tensor.ndim
+
+
+def box_of(tensor: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """A view of a box of a tensor.
+
+    >>> box_of(torch.arange(6).view(2, 3), (0, 1), (2, 2)).tolist()
+    [[1, 2], [4, 5]]
+    """
+    for dimension, (first, length) in enumerate(zip(start, shape, strict=True)):
+        tensor = tensor.narrow(dimension, first, length)
+    return tensor
 
 
 def writes(tensor: Tensor, rank: int) -> bool:

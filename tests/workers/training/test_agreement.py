@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, VOCABULARY, amplify, make, make_family
+from families import FAMILIES, VOCABULARY, agreeing_model, amplify, make, make_family
 
 from weft.algorithms.sampling import Sampling
 from weft.dataflow.batch import Batch
@@ -18,7 +18,6 @@ from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.generation.engine import GenerationRequest
 from weft.workers.generation.transformers_engine import TransformersEngine
-from weft.workers.training.agreement import agreeing_model
 
 LENGTHS = (9, 1, 4, 30, 7)
 """Tokens of the rows: longer than windows, chunks and the original length of ropes, and shorter."""

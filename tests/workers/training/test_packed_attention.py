@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-
-from weft.workers.training.agreement import agreeing_model
+from families import agreeing_model
 
 LENGTHS = [9, 1, 4, 7]
 SMALL = {

@@ -1,0 +1,58 @@
+"""One rank of a group that loads models, one after the other, and compares what it holds with what `transformers` loads."""
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from weft.workers.actor import ActorConfig, ActorWorker
+from weft.workers.training.agreement import find_agreement
+from weft.workers.training.response_model import ResponseModel
+from weft.workers.training.sharding import full_tensor
+from weft.workers.worker import Context
+
+
+def loaded(folder: str) -> Any:
+    """By `transformers`, complete, in float32."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+
+
+def held_bytes(engine: Any) -> int:
+    """What the rank holds of the model, in float32."""
+    tensors = engine.model.causal_lm.parameters()
+    return 4 * sum((t.to_local() if isinstance(t, DTensor) else t).numel() for t in tensors)
+
+
+def check_alike(engine: Any, folder: str) -> None:
+    """The parameters and buffers of an engine are to the bit those that `transformers` loads, and rows share passes as they would."""
+    model, expected = engine.model.causal_lm, loaded(folder)
+    theirs = dict(expected.named_parameters())
+    assert [name for name, _ in model.named_parameters()] == list(theirs)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(full_tensor(parameter), theirs[name]), name
+    buffers = dict(expected.named_buffers())
+    assert buffers.keys() == dict(model.named_buffers()).keys()
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, buffers[name]), name
+    response = engine.model
+    agreement = find_agreement(ResponseModel(expected))
+    assert (response.packs, response.logit_factor) == (agreement.packs, agreement.logit_factor)
+    assert model.config.get_text_config()._attn_implementation == agreement.attention
+
+
+def main(folder: Path, rank: int) -> None:
+    case: dict[str, Any] = json.loads((folder / "case.json").read_text())
+    torch.set_num_threads(1)
+    for number, settings in enumerate(case["models"]):
+        context = Context("actor", rank, case["ranks"], f"file://{folder}/rendezvous{number}")
+        worker = ActorWorker(ActorConfig(**settings), context)
+        engine = cast(Any, worker.engine)
+        check_alike(engine, settings["model"])
+        # A rank reads as many elements as it holds; those of a file may be half as large.
+        stored = torch.finfo(getattr(torch, case["dtypes"][number])).bits // 8
+        read_whole = case["converts"][number]
+        assert read_whole or engine.bytes_read == held_bytes(engine) * stored // 4
+        worker.close()

@@ -1,0 +1,311 @@
+"""Stored weights: the tensors of a model by the names that they have in it, read from its files box by box.
+
+A rank reads the boxes that it holds, and nothing else. The names in files are often not those in the model, and some tensors of the
+model are made of several in the files (fused experts, for one). `transformers` knows which: its renamings are applied to names, and its
+conversions to the tensors of one conversion at a time. Where it makes a tensor that no file holds, and where there are no safetensors
+files, the rank loads the complete model, and says so.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...dataflow.errors import UserError, nearest
+from .causal_lm import Skeleton, load_complete
+from .engine import SCALAR_HEAD
+from .safetensors_files import StoredTensor, open_tensors
+from .sharding import box_of
+
+_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_ALWAYS_UNEXPECTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+"""Buffers that older files hold and that are computed today; `transformers` passes over them, too."""
+
+
+class Weights(Protocol):
+    """Where the values of a model come from."""
+
+    bytes_read: int
+    """Read from files so far."""
+    conversions: list[Any]
+    """Those of `transformers` that were used; they are undone when the model is saved."""
+
+    def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """A box of a tensor on the host.
+
+        Args:
+            name: in the model.
+            start, shape: where the box begins and its size, for each dimension.
+        """
+        ...
+
+
+def open_weights(model: str | Path, folder: Path, skeleton: Skeleton, *, share: tuple[int, int] = (0, 1)) -> Weights:
+    """The weights of a model that was built from the same folder.
+
+    Args:
+        model: what the user calls it.
+        skeleton: conversions change its tensors, and put them back.
+        share: this rank and the number of ranks, among which checks that read are divided; the first says what is unusual.
+
+    Raises:
+        UserError: tensors are missing, unexpected or of another shape, or a file is damaged.
+    """
+    files = _find_files(model, folder)
+    missing: list[str] = []
+    if files:
+        weights = StoredWeights(model, files, skeleton)
+        if not weights.made_anew:
+            weights.check_ties(share)
+            return weights
+        missing = weights.made_anew
+    why = f"transformers makes {missing[0]!r} anew" if missing else "there are no safetensors files"
+    if share[0] == 0:
+        print(f"model {str(model)!r}: each rank loads the complete model, because {why}", file=sys.stderr, flush=True)
+    return CompleteWeights(load_complete(model, folder))
+
+
+class CompleteWeights:
+    """Weights of a model that was loaded as a whole."""
+
+    def __init__(self, causal_lm: Any) -> None:
+        self._tensors: dict[str, Tensor] = causal_lm.state_dict()
+        self.bytes_read = sum(tensor.nbytes for tensor in self._tensors.values())
+        self.conversions: list[Any] = getattr(causal_lm, "_weight_conversions", None) or []
+
+    def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        return box_of(self._tensors[name], start, shape)
+
+
+@dataclass(frozen=True, eq=False)
+class _Conversion:
+    """Tensors of the model that are made together."""
+
+    keys: tuple[tuple[str, ...], ...]
+    """Of the tensors in the files, by the pattern that they match."""
+    stacked: bool
+    """Whether the i-th key of each pattern is all that the i-th slice of the result depends on."""
+
+
+class StoredWeights:
+    """Weights in safetensors files.
+
+    Args:
+        files: all of the model.
+
+    Raises:
+        UserError: tensors are missing, unexpected or of another shape, or a file is damaged.
+    """
+
+    def __init__(self, model: str | Path, files: Iterable[Path], skeleton: Skeleton) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        self._model, self._skeleton = model, skeleton
+        self._causal_lm = skeleton.causal_lm
+        self._tensors: dict[str, Tensor] = self._causal_lm.state_dict(keep_vars=True)
+        """Of the model, without values."""
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        try:
+            self._stored = {key: stored for file in files for key, stored in open_tensors(file).items()}
+        except ValueError as error:
+            raise UserError(f"model {str(model)!r}: {error}") from None
+        self.bytes_read = 0
+        self._mapping: list[Any] = get_model_conversion_mapping(self._causal_lm)
+        self._keys: dict[str, str] = {}
+        """The key in the files of each tensor of the model that is stored as it is."""
+        self._converted: dict[str, _Conversion] = {}
+        self._last: tuple[_Conversion, dict[str, Tensor]] | None = None
+        """What the last conversion made: several tensors are often made together, and read one after the other."""
+        unexpected = self._match()
+        self.conversions = [conversion for conversion in self._mapping if conversion.was_used()]
+        self._names = self._names_in_files()
+        self._refuse_unexpected(unexpected)
+        self.made_anew = self._missing()
+        """Tensors that the files lack, and that `transformers` expects them to lack."""
+
+    def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """See `Weights.read`; in the dtype of the file, or, converted, in float32."""
+        name = self._names[name]
+        if name in self._keys:
+            return self._fetch(self._stored[self._keys[name]], start, shape)
+        conversion, full = self._converted[name], self._shapes[name]
+        if conversion.stacked and tuple(shape[1:]) == full[1:]:
+            chosen = [keys[start[0] : start[0] + shape[0]] for keys in conversion.keys]
+            return self._convert([key for keys in chosen for key in keys], {name: tuple(shape)})[name]
+        if self._last is None or self._last[0] is not conversion:
+            self._last = None  # before the next one is made
+            self._last = conversion, self._convert([key for keys in conversion.keys for key in keys])
+        return box_of(self._last[1][name], start, shape)
+
+    def check_ties(self, share: tuple[int, int]) -> None:
+        """See that tensors which are one in the model are equal where the files hold each.
+
+        Args:
+            share: each of so many ranks compares a part.
+
+        Raises:
+            UserError: they are not.
+        """
+        for tied, source in self._causal_lm.all_tied_weights_keys.items():
+            if tied not in self._keys or source not in self._keys:
+                continue
+            one, other = self._stored[self._keys[tied]], self._stored[self._keys[source]]
+            rank, ranks = share
+            first, last = (one.shape[0] * end // ranks for end in (rank, rank + 1))
+            box = (first, *(0 for _ in one.shape[1:])), (last - first, *one.shape[1:])
+            if one.shape != other.shape or not torch.equal(one.read(*box), other.read(*box)):
+                raise UserError(
+                    f"model {str(self._model)!r}: config.json says that {tied!r} and {source!r} are one tensor (tie_word_embeddings), "
+                    "and the files hold two that differ; set it to false, or remove one of them"
+                )
+
+    def _match(self) -> list[str]:
+        """Find where each tensor of the model is stored; returns names of the model's kind for what it does not have."""
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+        renamings = [entry for entry in self._mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in self._mapping if isinstance(entry, WeightConverter)]
+        of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        tensors, prefix = self._tensors, self._causal_lm.base_model_prefix
+        unexpected: list[str] = []
+        groups: dict[str, dict[str | None, list[str]]] = {}
+        for key in sorted(self._stored, key=dot_natural_key):
+            name, pattern = rename_source_key(key, renamings, converters, prefix, tensors)
+            if name not in tensors and key in tensors:
+                name, pattern = rename_source_key(key, [], [], prefix, tensors)
+            if name in tensors:
+                groups.setdefault(name, {}).setdefault(pattern, []).append(key)
+            else:
+                unexpected.append(name)
+        for name, group in groups.items():
+            if list(group) == [None] and len(group[None]) == 1:
+                self._keys[name] = group[None][0]
+                self._check_shape(name, self._stored[self._keys[name]].shape)
+                continue
+            conversion = _Conversion(
+                tuple(tuple(keys) for keys in group.values()),
+                all(pattern is not None and _stacks(of_pattern[pattern].operations) for pattern in group),
+            )
+            made = self._convert([key for keys in conversion.keys for key in keys], device="meta")
+            self._converted |= dict.fromkeys(made, conversion)
+        return unexpected
+
+    def _convert(
+        self, keys: Iterable[str], shapes: dict[str, tuple[int, ...]] | None = None, *, device: str = "cpu"
+    ) -> dict[str, Tensor]:
+        """The tensors of the model that `transformers` makes of these; on the meta device nothing is read.
+
+        Args:
+            shapes: of tensors that are made in part.
+        """
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        sources = {key: self._stored[key] for key in keys}
+        given = {
+            key: torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+            if device == "meta"
+            else self._fetch(stored, [0 for _ in stored.shape], stored.shape)
+            for key, stored in sources.items()
+        }
+        self._place({name: torch.empty(shape, device="meta") for name, shape in (shapes or {}).items()})
+        config = LoadStateDictConfig(dtype=torch.float32, device_map={"": device}, weight_mapping=self._mapping)
+        found, _ = convert_and_load_state_dict_in_model(self._causal_lm, given, config)
+        wrong = [
+            f"{name!r} would have shape {list(made)}, not {list(own)}" for name, made, own in found.mismatched_keys
+        ]
+        wrong += [f"{name!r} cannot be made" for name in found.conversion_errors]
+        if wrong:
+            raise UserError(f"model {str(self._model)!r}: of {', '.join(map(repr, sources))}: {'; '.join(wrong)}")
+        names = self._shapes.keys() - found.missing_keys
+        return {name: tensor.detach() for name, tensor in self._place({n: self._tensors[n] for n in names}).items()}
+
+    def _place(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Put tensors into the model; returns those that were there."""
+        before: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            path, _, last = name.rpartition(".")
+            module = self._causal_lm.get_submodule(path)
+            held: dict[str, Any] = module._parameters if last in module._parameters else module._buffers
+            before[name] = held[last]
+            wrap = held is module._parameters and not isinstance(tensor, torch.nn.Parameter)
+            held[last] = torch.nn.Parameter(tensor, requires_grad=False) if wrap else tensor
+        return before
+
+    def _names_in_files(self) -> dict[str, str]:
+        """For each name of a tensor in the model, the one of its names that the files know."""
+        known = self._keys.keys() | self._converted.keys()
+        aliases: dict[int, list[str]] = {}
+        for name, tensor in self._tensors.items():
+            aliases.setdefault(id(tensor), []).append(name)
+        stored = {name: [n for n in names if n in known] for names in aliases.values() for name in names}
+        return {name: name if name in names else names[0] for name, names in stored.items() if names}
+
+    def _fetch(self, stored: StoredTensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        box = stored.read(start, shape)
+        self.bytes_read += box.nbytes
+        return box
+
+    # Refusals
+
+    def _missing(self) -> list[str]:
+        lacking = [n for n in self._shapes if n not in self._names and n not in self._skeleton.made]
+        expected = self._causal_lm._keys_to_ignore_on_load_missing or ()
+        refused = [name for name in lacking if not any(re.search(pattern, name) for pattern in expected)]
+        if refused:
+            raise UserError(f"model {str(self._model)!r}: its files have no {_some(refused)}")
+        return lacking
+
+    def _refuse_unexpected(self, names: Iterable[str]) -> None:
+        patterns = (*(self._causal_lm._keys_to_ignore_on_load_unexpected or ()), *_ALWAYS_UNEXPECTED)
+        known = {*self._skeleton.dropped, *self._skeleton.made}
+        refused = [n for n in names if n not in known and not any(re.search(pattern, n) for pattern in patterns)]
+        if not refused:
+            return
+        hint = nearest(refused[0], sorted(self._shapes.keys() - self._names.keys()))
+        if SCALAR_HEAD in refused:
+            hint = "; that is the head of a reward model or a critic, which is no policy"
+        kind = type(self._causal_lm).__name__
+        raise UserError(
+            f"model {str(self._model)!r}: its files hold {_some(refused)}, which {kind} does not have{hint}"
+        )
+
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        if shape != self._shapes[name]:
+            raise UserError(
+                f"model {str(self._model)!r}: {name!r} has shape {list(shape)} in the files, and {list(self._shapes[name])} by config.json"
+            )
+
+
+def _find_files(model: str | Path, folder: Path) -> list[Path]:
+    """The safetensors files of a model; empty if it has none."""
+    if (folder / _FILE).is_file():
+        return [folder / _FILE]
+    if not (folder / _INDEX).is_file():
+        return []
+    files = [folder / name for name in sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))]
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"model {str(model)!r}: {_INDEX} names {file.name}, which is not there")
+    return files
+
+
+def _stacks(operations: Iterable[Any]) -> bool:
+    """Whether conversions stack tensors, and do nothing across the stack."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    first, *others = operations
+    alike = all(isinstance(operation, Concatenate) and operation.dim > 0 for operation in others)
+    return isinstance(first, MergeModulelist) and first.dim == 0 and alike
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} others" if len(names) > 5 else "")
