@@ -12,11 +12,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 WARM_UP = 2
 """Steps of each system that are not counted."""
@@ -25,7 +25,6 @@ ROUND = 2
 
 Steps = list[dict[str, Any]]
 """What a system reported of each of its steps."""
-T = TypeVar("T")
 
 
 class Turns:
@@ -148,20 +147,6 @@ def take_turns(
             seconds = {name: ", ".join(f"{step['step_s']:.2f}" for step in more) for name, more in made.items()}
             print(f"  {what}: {'  '.join(f'{name} {each}' for name, each in seconds.items())}", flush=True)
         return measured, {name: system.facts for name, system in systems.items()}
-
-
-def fastest(what: str, start: Callable[[T], System], values: Iterable[T]) -> T:
-    """The value with which a system makes the shortest step; a system is started, tried and ended for each value."""
-    seconds: dict[T, float] = {}
-    for value in values:
-        system = start(value)
-        try:
-            system.run(WARM_UP)
-            seconds[value] = median(step["step_s"] for step in system.run(3))
-        finally:
-            system.close()
-        print(f"  {what} {value}: {seconds[value]:.2f} s a step", flush=True)
-    return min(seconds, key=lambda value: seconds[value])
 
 
 def ratio(above: float | None, below: float | None) -> float | None:

@@ -13,6 +13,7 @@ from ..dataflow.buffer.disk import is_full
 from ..dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
 from ..dataflow.errors import RunError, UserError, WorkerDied
 from ..dataflow.graph import Graph
+from ..dataflow.handle import Handle
 from ..dataflow.prompts.prompts import Prompts
 from .backends.backend import Backend
 from .backends.local import Local
@@ -100,51 +101,28 @@ class Driver:
         check_kinds(
             graph=graph, schedule=schedule, buffer=buffer, checkpoint=checkpoint, placement=placement, backend=backend
         )
-        names = check_names(evaluations)
-        graphs = [with_prompts_that_fit(one) for one in (graph, *(e.graph for e in evaluations))]
-        handles = check_graphs(graphs)
-        every_handle = {**handles, **own_groups(graphs, handles, record_every)}
-        places = resolve(placement, {**handles, **RESERVED})
-        # Rows in flight are kept for as many checkpoints as models are, and for the one that is being written.
-        keep = max(buffer.keep_checkpoints, checkpoint.keep + 1)
-        self._spec = spec = RunSpec(
-            graphs=dict(zip(names, graphs, strict=True)),
-            handles=every_handle,
-            placement={name: places[name] for name in every_handle},
-            backend=backend or Local(),
+        self._spec, handles = _checked(
+            graph,
+            evaluations,
+            placement,
             schedule=schedule,
-            evaluations={e.name: e for e in evaluations},
+            backend=backend or Local(),
             seed=seed,
             record_every=record_every,
             call_timeout_s=call_timeout_s,
-            buffer=buffer.model_copy(update={"keep_checkpoints": keep}),
+            buffer=buffer,
             checkpoint=checkpoint,
             stop=stop,
             stop_without_signal=stop_without_signal,
         )
-        spec.backend.check(spec.placement)
-        check_workers(graphs)
-        check_schedule(spec)
 
         def accept(point: ResumePoint | None) -> None:
-            check_resumes(spec, handles, point)
+            check_resumes(self._spec, handles, point)
 
         self.directory, self._point = open_run(resume, Path(root), name, accept)
         shown = Progress(schedule.steps, self.directory.path, display, show_every=show_every)
         self._history = RunHistory(shown, FullDisk(self.directory.path, shown))
-        self._described = {
-            "seed": seed,
-            "settings": settings,
-            "backend": repr(spec.backend),
-            "schedule": {"kind": type(schedule).__name__, **dict(schedule)},
-            "buffer": dict(buffer),
-            "checkpoint": dict(checkpoint),
-            "placement": spec.placement,
-            "groups": {n: {"class": h.worker_class, **dict(h.config)} for n, h in handles.items()},
-            "graphs": {n: str(g).splitlines() for n, g in spec.graphs.items()},
-            "data": {n: g.source.understood for n, g in spec.graphs.items() if isinstance(g.source, Prompts)},
-            "python": platform.python_version(),
-        }
+        self._described = {"settings": settings, "buffer": dict(buffer), **_described(self._spec, handles)}
         self._restarts: Counter[str] = Counter()
         """Checkpoint -> number of automatic restarts from it."""
         self._run: Run | None = None
@@ -276,3 +254,51 @@ class Driver:
         if self._run.failed:
             raise RunError("this run has failed; leave the driver's `with` block and start another")
         return self._run
+
+
+def _checked(
+    graph: Graph, evaluations: Sequence[Evaluation], placement: Placement | None, **settings: Any
+) -> tuple[RunSpec, Mapping[str, Handle]]:
+    """What is to be run, if all of it fits together, and the handles of the graphs.
+
+    Args:
+        settings: other fields of the specification, as the user gave them.
+
+    Raises:
+        UserError: naming the place, the rule, the value and the nearest right name.
+    """
+    names = check_names(evaluations)
+    graphs = [with_prompts_that_fit(one) for one in (graph, *(e.graph for e in evaluations))]
+    handles = check_graphs(graphs)
+    every_handle = {**handles, **own_groups(graphs, handles, settings["record_every"])}
+    places = resolve(placement, {**handles, **RESERVED})
+    # Rows in flight are kept for as many checkpoints as models are, and for the one that is being written.
+    buffer: BufferConfig = settings["buffer"]
+    keep = max(buffer.keep_checkpoints, settings["checkpoint"].keep + 1)
+    settings["buffer"] = buffer.model_copy(update={"keep_checkpoints": keep})
+    spec = RunSpec(
+        graphs=dict(zip(names, graphs, strict=True)),
+        handles=every_handle,
+        placement={name: places[name] for name in every_handle},
+        evaluations={e.name: e for e in evaluations},
+        **settings,
+    )
+    spec.backend.check(spec.placement)
+    check_workers(graphs)
+    check_schedule(spec)
+    return spec, handles
+
+
+def _described(spec: RunSpec, handles: Mapping[str, Handle]) -> dict[str, Any]:
+    """What the run directory says of a run."""
+    return {
+        "seed": spec.seed,
+        "backend": repr(spec.backend),
+        "schedule": {"kind": type(spec.schedule).__name__, **dict(spec.schedule)},
+        "checkpoint": dict(spec.checkpoint),
+        "placement": spec.placement,
+        "groups": {n: {"class": h.worker_class, **dict(h.config)} for n, h in handles.items()},
+        "graphs": {n: str(g).splitlines() for n, g in spec.graphs.items()},
+        "data": {n: g.source.understood for n, g in spec.graphs.items() if isinstance(g.source, Prompts)},
+        "python": platform.python_version(),
+    }

@@ -60,20 +60,7 @@ def precompute(
     """
     if rows_per_step < 1:
         raise UserError(f"precompute(rows_per_step={rows_per_step}): it must be at least 1")
-    updating = next((n.name for n in graph.nodes if n.operation.updates), None)
-    if updating:
-        raise UserError(
-            f"precompute: node {updating!r} of graph {graph.name!r} makes new weights; what they give is not constant"
-        )
-    writers = {
-        column: n.name for n in graph.nodes if n.level == SOURCE and n.makes_level is None for column in n.writes
-    }
-    if not writers:
-        raise UserError(
-            f"precompute: no node of graph {graph.name!r} writes a column for the rows of {graph.source.name!r}"
-        )
-    if ROW_NUMBER in graph.source.columns:
-        raise UserError(f"precompute: source {graph.source.name!r} has a column {ROW_NUMBER!r}; rename it")
+    writers = _writers(graph)
     table, number = graph.source.table, len(graph.source.table)
     steps = max(1, math.ceil(number / rows_per_step))
     require_folder(Path(root), f"root {str(root)!r}")
@@ -92,22 +79,52 @@ def precompute(
             progress=progress,
         ) as driver:
             driver.run()
-        found = _read(folder)
+        found = _in_order(graph, _read(folder))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    places = dict(
-        zip(found[ROW_NUMBER].to_pylist(), range(len(found)), strict=True)
-    )  # a row that came twice counts once
+    for column in writers:
+        table = table.append_column(column, found[column])
+    return TableSource(graph.source.name, table)
+
+
+def _writers(graph: Graph) -> dict[str, str]:
+    """Column of the source's rows -> the node that writes it.
+
+    Raises:
+        UserError: what the graph writes is not constant, or there is nothing that it writes for the rows of its source.
+    """
+    updating = next((n.name for n in graph.nodes if n.operation.updates), None)
+    if updating:
+        raise UserError(
+            f"precompute: node {updating!r} of graph {graph.name!r} makes new weights; what they give is not constant"
+        )
+    writers = {
+        column: n.name for n in graph.nodes if n.level == SOURCE and n.makes_level is None for column in n.writes
+    }
+    if not writers:
+        raise UserError(
+            f"precompute: no node of graph {graph.name!r} writes a column for the rows of {graph.source.name!r}"
+        )
+    if ROW_NUMBER in graph.source.columns:
+        raise UserError(f"precompute: source {graph.source.name!r} has a column {ROW_NUMBER!r}; rename it")
+    return writers
+
+
+def _in_order(graph: Graph, found: pa.Table) -> pa.Table:
+    """The rows in the order of the source; one that came twice counts once.
+
+    Raises:
+        UserError: some are missing.
+    """
+    places = dict(zip(found[ROW_NUMBER].to_pylist(), range(len(found)), strict=True))
+    number = len(graph.source.table)
     if len(places) < number:
         lost = next(row for row in range(number) if row not in places)
         raise UserError(
             f"precompute: graph {graph.name!r} took {number - len(places)} of {number} rows away, such as row {lost}; "
             "filter the source itself"
         )
-    found = found.take([places[row] for row in range(number)])
-    for column in writers:
-        table = table.append_column(column, found[column])
-    return TableSource(graph.source.name, table)
+    return found.take([places[row] for row in range(number)])
 
 
 @node(reads=lambda columns: columns)

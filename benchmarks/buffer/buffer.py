@@ -59,7 +59,7 @@ def main() -> None:
                 (command, measure(systems, work, command, 1 if work in ("claim", "stream") else arguments.rounds))
                 for command in (SMALL if arguments.small else COMMANDS)[work]
             ]
-            print(table(work, answers[work]), flush=True)
+            print(json.dumps({work: answers[work]}), flush=True)
     print(json.dumps(summary(answers)))
 
 
@@ -94,25 +94,6 @@ def measure(systems: Mapping[str, System], work: str, command: dict[str, Any], r
 
 def middle(answers: Sequence[Answer], key: str) -> float:
     return median(a[key] for a in answers) if answers else float("nan")
-
-
-COLUMNS = {
-    "ragged_put": ("rows_per_s", "gb_per_s"),
-    "ragged_get": ("rows_per_s", "gb_per_s"),
-    "dense": ("put_gb_per_s", "get_gb_per_s", "memcpy_gb_per_s"),
-    "claim": ("claim_8_p50_ms", "claim_8_p99_ms", "claim_64_p50_ms", "claim_64_p99_ms"),
-    "stream": ("first_s", "idle_share", "total_s"),
-}
-
-
-def table(work: str, rows: Sequence[tuple[dict[str, Any], dict[str, list[Answer]]]]) -> str:
-    lines = [f"\n{work:<34}" + "".join(f"{c:>17}" for c in COLUMNS[work])]
-    for command, answers in rows:
-        words = " ".join(f"{k}={v}" for k, v in command.items())
-        for name, measured in answers.items():
-            values = [middle([a for a in measured if c in a], c) for c in COLUMNS[work]]
-            lines.append(f"{name:<6}{words:<28}" + "".join(f"{v:>17,.4g}" if v == v else f"{'-':>17}" for v in values))
-    return "\n".join(lines)
 
 
 def summary(answers: Mapping[str, Sequence[tuple[dict[str, Any], dict[str, list[Answer]]]]]) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """One graph under every schedule, on real workers: what overlapping generation and training is worth, and what the driver takes.
 
     python benchmarks/schedules/schedules.py                       # half an hour, on two cores that nobody else uses
-    python benchmarks/schedules/schedules.py --calibrate           # first finds how many responses at once balance the two stages
     python benchmarks/schedules/schedules.py --small               # a minute, to see that it works: not a measurement
 
 docs/benchmarks.md says what is compared and what the keys mean. The last line printed is one JSON object.
@@ -30,8 +29,6 @@ from workloads import prepare
 HERE = Path(__file__).resolve().parent
 DEVICES = (8, 32, 64, 256, 1024)
 """Numbers of them that are simulated."""
-SLOTS = (12, 16, 24, 32, 48)
-"""Responses at once that --calibrate tries."""
 
 
 def main() -> None:
@@ -41,8 +38,6 @@ def main() -> None:
     work = replace(work, counted=arguments.steps or work.counted)
     loads = [load()]
     with tempfile.TemporaryDirectory(prefix="weft-schedules-") as folder:
-        if arguments.calibrate:
-            work = calibrate(work, Path(folder))
         made = prepare(work.workload(), Path(folder) / "work")
         rounds = arguments.rounds or (1 if small else 2)
         measured = measure(work, made, names, rounds, at_once=2 if small else 1)
@@ -52,11 +47,6 @@ def main() -> None:
 
             results |= simulated(work, made, measured, devices=(8,) if small else DEVICES)
     results |= {"load": [*loads, load()], "work": asdict(work)}
-    print(table(results), flush=True)
-    if not arguments.no_dispatch:
-        from dispatch import run as run_dispatch
-
-        results |= run_dispatch(small, not arguments.no_peers)
     print(json.dumps(results))
 
 
@@ -66,30 +56,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--schedules", default=",".join(SCHEDULES), help=f"some of {', '.join(SCHEDULES)}; default: all"
     )
-    parser.add_argument(
-        "--calibrate", action="store_true", help="first find the number of slots that balances the stages"
-    )
     parser.add_argument("--steps", type=int, help="steps counted of each run; default: 6 (--small: 3)")
     parser.add_argument("--no-simulation", action="store_true", help="leave the simulator out")
-    parser.add_argument("--no-dispatch", action="store_true", help="leave dispatch.py out")
-    parser.add_argument("--no-peers", action="store_true", help="leave verl out")
     parser.add_argument("--small", action="store_true", help="tiny: not a measurement")
     arguments = parser.parse_args()
     if unknown := set(arguments.schedules.split(",")) - set(SCHEDULES):
         parser.error(f"no schedule {', '.join(unknown)}; there are {', '.join(SCHEDULES)}")
     return arguments
-
-
-def calibrate(work: Work, folder: Path) -> Work:
-    """The number of slots with which generation and training alone take the same time."""
-    short = replace(work, counted=3, tail=1)
-    made = prepare(short.workload(), folder / "calibration")
-    apart: dict[int, float] = {}
-    for slots in SLOTS:
-        busy = run(replace(short, slots=slots), "synchronous", made, f"slots_{slots}")["busy_s"]
-        apart[slots] = abs(busy["rollout"] - busy["actor"])
-        print(f"  {slots} slots: generation {busy['rollout']:.2f} s, training {busy['actor']:.2f} s a step", flush=True)
-    return replace(work, slots=min(apart, key=lambda slots: apart[slots]))
 
 
 def measure(work: Work, folder: Path, names: Sequence[str], rounds: int, at_once: int) -> Measured:
@@ -165,16 +138,6 @@ def summarize(measured: Measured) -> dict[str, Any]:
         "core_s": middle("core_s", ("driver", *APART)),
         "machine_busy": {name: round(median(f["machine_busy"] for f in each), 3) for name, each in measured.items()},
     }
-
-
-def table(results: Mapping[str, Any]) -> str:
-    """For a person."""
-    lines = [f"  {'schedule':<16}{'s/step':>8}{'rollout':>9}{'actor':>8}   busy seconds of a step"]
-    for name, busy in results["busy_s"].items():
-        lines.append(f"  {name:<16}{results[f'{name}_s']:>8.3f}{busy['rollout']:>9.3f}{busy['actor']:>8.3f}")
-    alone = f"  alone: generation {results['generation_alone_s']} s, training {results['training_alone_s']} s a step"
-    keys = ("pipelined_speedup", "async_speedup", "share_of_bound", "async_over_colocated", "staleness_violations")
-    return "\n".join([*lines, alone, "  " + "  ".join(f"{key} {results[key]}" for key in keys)])
 
 
 if __name__ == "__main__":

@@ -22,12 +22,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from algorithm_workloads import ALGORITHM_WORKLOADS, AlgorithmWorkload, prepare
 from machine import PEERS, cores, describe_machine, has_peers
 from records import outside_workers, shares
-from turns import Steps, System, fastest, take_turns
+from turns import Steps, System, take_turns
 
 HERE = Path(__file__).resolve().parent
-
-MICROBATCHES = (1, 2, 4, 8, 16)
-"""Pairs of a microbatch of TRL that --tune tries."""
 
 
 def main() -> None:
@@ -43,7 +40,7 @@ def main() -> None:
                 number = f"{workload.rows} rows" if algorithm == "ppo" else f"{workload.pairs} pairs"
                 print(f"\n{name}, {algorithm}: {number}", flush=True)
                 results[name][algorithm] = measure(algorithm, workload, prepared, arguments)
-                print(table(results[name][algorithm]), flush=True)
+                print(json.dumps(results[name][algorithm]), flush=True)
     print(json.dumps(results | smallest([results[name] for name in arguments.workloads])))
 
 
@@ -57,7 +54,6 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--no-peers", action="store_true", help="leave TRL out")
     parser.add_argument("--small", action="store_true", help="tiny models: not a measurement")
-    parser.add_argument("--tune", action="store_true", help="first find TRL's best microbatch")
     arguments = parser.parse_args()
     if arguments.steps < 1:
         parser.error(f"--steps {arguments.steps}: it is at least 1")
@@ -74,16 +70,13 @@ def measure(algorithm: str, workload: AlgorithmWorkload, folder: Path, arguments
     def bound() -> System:
         return System(HERE / "algorithm_bound.py", algorithm, folder, log=folder / "bound.log")
 
-    def trl(microbatch: int) -> System:
-        settings = json.dumps({"microbatch": microbatch})
+    def trl() -> System:
+        settings = json.dumps({"microbatch": workload.trl_microbatch})
         return System(HERE / "trl_steps.py", "dpo", folder, settings, log=folder / "trl.log", python=PEERS)
 
     starts: dict[str, Callable[[], System]] = {"weft": weft, "bound": bound}
     if algorithm == "dpo" and has_peers(not arguments.no_peers, "TRL"):
-        microbatch = workload.trl_microbatch
-        if arguments.tune:
-            microbatch = fastest("TRL's microbatch", trl, [size for size in MICROBATCHES if size <= workload.pairs])
-        starts["trl"] = lambda: trl(microbatch)
+        starts["trl"] = trl
     measured, facts = take_turns(starts, arguments.steps)
     return summarize(measured) | {f"{system}_settings": fact for system, fact in facts.items()}
 
@@ -112,17 +105,6 @@ def smallest(results: list[Mapping[str, Any]]) -> dict[str, float | None]:
     keys = (("ppo", "ratio_to_bound"), ("dpo", "ratio_to_bound"), ("dpo", "ratio_to_trl"))
     measured = {key: [r[key[0]][key[1]] for r in results if key[1] in r.get(key[0], {})] for key in keys}
     return {f"{algorithm}_{ratio}": min(each, default=None) for (algorithm, ratio), each in measured.items()}
-
-
-def table(result: Mapping[str, Any]) -> str:
-    """For a person."""
-    lines = [f"  {'system':<10}{'s/step':>10}{'times Weft':>14}"]
-    for name in ("weft", "bound", "trl"):
-        if f"{name}_s" in result:
-            lines.append(f"  {name:<10}{result[f'{name}_s']:>10.3f}{result[f'{name}_s'] / result['weft_s']:>14.2f}")
-    parts = "  ".join(f"{part} {100 * share:.1f} %" for part, share in result["shares"].items() if share >= 0.001)
-    lines.append(f"  Weft: {result['tokens_per_s']} tokens/s of {result['tokens']}; {parts}")
-    return "\n".join([*lines, f"  calls on their way: {100 * result['outside_workers']:.1f} %"])
 
 
 if __name__ == "__main__":

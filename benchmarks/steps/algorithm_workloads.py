@@ -27,7 +27,7 @@ class AlgorithmWorkload:
     rows: int
     """Of a PPO step; a DPO step has half as many pairs."""
     trl_microbatch: int
-    """Pairs; `algorithm_steps.py --tune` looks for it."""
+    """Pairs: the fastest of 1 to 16 with the smaller model."""
 
     @property
     def pairs(self) -> int:

@@ -21,13 +21,11 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from machine import PEERS, cores, describe_machine, has_peers
 from records import outside_workers, shares
-from turns import Steps, System, fastest, ratio, seconds_of, take_turns
+from turns import Steps, System, ratio, seconds_of, take_turns
 from workloads import WORKLOADS, Workload, prepare
 
 HERE = Path(__file__).resolve().parent
 
-MICROBATCHES = (4, 8, 16, 32, 64)
-"""Rows of a microbatch of TRL that --tune tries."""
 PARTS = {
     "actor.update": "update",
     "publish_weights": "weights",
@@ -51,9 +49,9 @@ def main() -> None:
             workload = WORKLOADS[name].small() if arguments.small else WORKLOADS[name]
             print(f"\n{workload.described}", flush=True)
             systems = Systems(workload, prepare(workload, Path(folder) / name), peers)
-            measured, settings = systems.measure(arguments.steps, tune=arguments.tune)
+            measured, settings = systems.measure(arguments.steps)
             results[name] = {**summarize(workload, measured), **settings}
-            print(table(results[name]), flush=True)
+            print(json.dumps(results[name]), flush=True)
     print(json.dumps(results))
 
 
@@ -63,7 +61,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="steps counted, of each system; default: 8 (--small: 2)")
     parser.add_argument("--no-peers", action="store_true", help="leave TRL out")
     parser.add_argument("--small", action="store_true", help="tiny models and few steps: not a measurement")
-    parser.add_argument("--tune", action="store_true", help="first find Weft's best placement, TRL's best microbatch")
     arguments = parser.parse_args()
     arguments.steps = arguments.steps or (2 if arguments.small else 8)
     if arguments.steps < 1:
@@ -102,17 +99,11 @@ class Systems:
         given = json.dumps({"workload": asdict(self._workload), **settings})  # pyright: ignore[reportGeneralTypeIssues]
         return System(HERE / script, *kind, self._folder, given, log=self._folder / f"{log}.log", python=python)
 
-    def measure(self, steps: int, *, tune: bool) -> tuple[dict[str, Steps], dict[str, Any]]:
+    def measure(self, steps: int) -> tuple[dict[str, Steps], dict[str, Any]]:
         """The counted steps of each system, and how the systems were set."""
         actor, rollout = self._workload.placement
         placement = min(actor, cores()), min(rollout, cores())
         microbatch = self._workload.trl_microbatch
-        if tune:
-            ranks = sorted({1, cores()})
-            placement = fastest("placement", self.weft, [(a, r) for a in ranks for r in ranks])
-            if self._peers:
-                sizes = [size for size in MICROBATCHES if size <= self._workload.rows]
-                microbatch = fastest("TRL's microbatch", self.trl, sizes)
         starts: dict[str, Callable[[], System]] = {"weft": lambda: self.weft(placement), "bound": self.bound}
         if self._peers:
             starts |= {"trl": lambda: self.trl(microbatch), "trl_vllm": lambda: self.trl(microbatch, vllm=True)}
@@ -153,21 +144,6 @@ def summarize(workload: Workload, measured: Mapping[str, Steps]) -> dict[str, An
         "tokens_per_step": {n: round(sum(s["tokens"] for s in steps) / len(steps), 1) for n, steps in measured.items()},
         "steps": len(weft),
     }
-
-
-def table(result: Mapping[str, Any]) -> str:
-    """A workload's results for a person."""
-    lines = [f"  {'system':<10}{'s/step':>10}{'tokens/step':>14}{'times Weft':>14}"]
-    for name, seconds in [("weft", result["step_s"]), *((name, result[f"{name}_s"]) for name in SYSTEMS[1:])]:
-        if seconds is not None:
-            tokens, times = result["tokens_per_step"][name], seconds / result["step_s"]
-            lines.append(f"  {name:<10}{seconds:>10.3f}{tokens:>14.0f}{times:>14.2f}")
-    placed = ", ".join(f"{group} x{ranks}" for group, ranks in result["placement"].items())
-    parts = "  ".join(f"{part} {100 * share:.1f} %" for part, share in result["shares"].items())
-    ratios = "  ".join(f"{key} {result[key]}" for key in ("ratio_to_bound", "ratio_to_trl", "ratio_to_trl_per_token"))
-    lines.append(f"  Weft, {placed}: {result['samples_per_s']} samples/s, {result['tokens_per_s']} tokens/s")
-    lines.append(f"  {parts}  (calls on their way: {100 * result['outside_workers']:.1f} %)")
-    return "\n".join([*lines, f"  {ratios}"])
 
 
 if __name__ == "__main__":

@@ -52,12 +52,3 @@ def test_schedules_do_the_same_work_on_real_workers(load: Any, tmp_path: Path):
         assert (facts["staleness_violations"], facts["violations"]) == (0, [])
     assert runs["synchronous"]["max_staleness"] == 0 < runs["asynchronous_1"]["max_staleness"] <= 1
     assert runs["synchronous"]["all_tokens"] == runs["asynchronous_1"]["all_tokens"]
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-def test_a_dispatched_microbatch_is_measured(load: Any):
-    dispatch = load("schedules/dispatch")
-    row = dispatch.measure("copied", 2, dispatch.MIB, steps=3)
-    assert (row["workers"], row["mib"]) == (2, 1.0)
-    assert 0 < row["ms"] < row["wall_ms"] and row["cpu_ms"] > 0
