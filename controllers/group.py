@@ -13,7 +13,7 @@ import numpy as np
 
 from ..dataflow.buffer.leases import Lease
 from ..dataflow.buffer.ledger import Ledger
-from ..dataflow.buffer.pieces import Piece, find_pieces
+from ..dataflow.buffer.pieces import Pieces
 from ..dataflow.column import DRAW_PATH
 from ..dataflow.errors import UserError, WorkerDied, WorkerError, nearest
 from ..dataflow.handle import Handle
@@ -232,6 +232,8 @@ class WorkerGroup:
         for rank, at in enumerate(self.mesh):
             self._ranks_of.setdefault(at.dp, []).append(rank)
         self._replicas = sorted(self._ranks_of)
+        self._alone = {dp: [replace(self.mesh[rank], dp=0) for rank in ranks] for dp, ranks in self._ranks_of.items()}
+        """Replica -> the coordinates of its ranks in a call that goes to it alone."""
         self._loads = Loads(self._replicas)
 
     def __repr__(self) -> str:
@@ -254,7 +256,7 @@ class WorkerGroup:
 
     def weigh(self, call: Call) -> None:
         """Note how many rows the replica of a call has left to do."""
-        if call.replica is not None and call.lease is not None:
+        if call.replica is not None and call.lease is not None and len(call.lease.open) != call.weighs:
             self._loads.add(call.replica, len(call.lease.open) - call.weighs)
             call.weighs = len(call.lease.open)
 
@@ -294,8 +296,9 @@ class WorkerGroup:
             self._dispatch(method)
         call = Call(self, method, tuple(range(len(self.mesh)) if ranks is None else ranks))
         call.waiting = set(call.ranks)
+        task = Task(method, arguments, number=call.number)
         for rank in call.ranks:
-            self._submit(rank, Task(method, arguments, number=call.number), call)
+            self._submit(rank, task, call)
         return call
 
     def least_loaded(self, rows: int) -> dict[int, int]:
@@ -312,7 +315,8 @@ class WorkerGroup:
         node = lease.node
         method = node.operation.name if node.group else "apply"
         dispatch = self._dispatch(method)
-        sizes = RowSizes(lease.num_tokens, lease.group_ids, node.operation.whole_groups)
+        rows = _Rows(ledger, lease)
+        sizes = RowSizes(rows.num_tokens, rows.group_ids, node.operation.whole_groups)
         chosen, mesh = self._part(replica)
         given = dispatch.distribute(sizes, mesh)
         if len(given) != len(mesh):
@@ -329,21 +333,27 @@ class WorkerGroup:
             if node.group
             else {"function": node.function, "arguments": dict(node.arguments)}
         )
-        whole = _Rows(lease, lease.ids, lease.group_ids, lease.parent_ids)
-        tasks: dict[tuple[int, ...], RowTask] = {}
+        tasks: dict[tuple[tuple[int, ...], bool], tuple[Task, tuple[int, ...]]] = {}
         for rank in ranks:
-            share = tuple(shares[rank])
-            if share not in tasks:  # equal copies for the ranks of one replica
-                tasks[share] = whole.task(ledger, share)
-            call.shares[rank] = tuple(tasks[share].ids.tolist())
-            self._submit(rank, Task(method, arguments, tasks[share], keep=rank in keep, number=call.number), call)
+            share, keeps = tuple(shares[rank]), rank in keep
+            if (share, keeps) not in tasks:  # equal copies for the ranks of one replica
+                own = tasks.get((share, not keeps))
+                task = own[0].rows if own else rows.task(share)
+                assert task is not None
+                ids = own[1] if own else tuple(task.ids.tolist())
+                tasks[share, keeps] = Task(method, arguments, task, keep=keeps, number=call.number), ids
+            task, call.shares[rank] = tasks[share, keeps]
+            self._submit(rank, task, call)
         return call
 
     def _part(self, replica: int | None) -> tuple[Sequence[int], Sequence[Coordinates]]:
         """The ranks that a call goes to, and their coordinates with data-parallel replicas numbered from 0."""
         if replica is None and not self.out and self._replicas == list(range(len(self._replicas))):
             return range(len(self.mesh)), self.mesh
-        replicas = {dp: number for number, dp in enumerate(self.replicas if replica is None else [replica])}
+        if replica is not None:
+            chosen = self._ranks_of[replica]
+            return chosen, self._alone[replica]
+        replicas = {dp: number for number, dp in enumerate(self.replicas)}
         chosen = sorted(rank for dp in replicas for rank in self._ranks_of[dp])
         return chosen, [replace(self.mesh[rank], dp=replicas[self.mesh[rank].dp]) for rank in chosen]
 
@@ -366,47 +376,49 @@ class WorkerGroup:
             )
 
 
-@dataclass(frozen=True)
 class _Rows:
     """The rows of a lease, ready to be cut into shares."""
 
-    lease: Lease
-    ids: np.ndarray
-    group_ids: np.ndarray
-    parent_ids: np.ndarray
+    def __init__(self, ledger: Ledger, lease: Lease) -> None:
+        node, self._lease = lease.node, lease
+        self.ids, self.group_ids, self.parent_ids = lease.ids, lease.group_ids, lease.parent_ids
+        self.num_tokens = lease.num_tokens
+        self._expands = node.operation.shape is Shape.EXPAND
+        self._first_children = lease.first_children if self._expands else None
+        self._is_drawn = node.makes_level is not None and str(DRAW_PATH) in (
+            *node.operation.reads,
+            *node.operation.may_read,
+        )
+        self._pieces = Pieces(ledger.graph, ledger.source, node, lease.rows)
 
-    def task(self, ledger: Ledger, share: tuple[int, ...]) -> RowTask:
-        node = self.lease.node
-        index = np.asarray(share, dtype=np.int64)
-        expands = node.operation.shape is Shape.EXPAND
+    def task(self, share: Sequence[int]) -> RowTask:
+        """What a rank is told of its rows.
+
+        Args:
+            share: their indexes.
+        """
+        node, index = self._lease.node, np.array(share, np.int64)
         return RowTask(
             operation=node.operation,
             writes=node.writes,
             ids=self.ids[index],
             group_ids=self.group_ids[index],
             parent_ids=self.parent_ids[index],
-            pieces=self._pieces(ledger, share),
-            first_children=self.lease.first_children[index] if expands else None,
-            masked=self.lease.masked,
+            pieces=self._pieces.of(share),
+            first_children=None if self._first_children is None else self._first_children[index],
+            masked=self._lease.masked,
             draws=self._draws(share),
-            made=self._made(share) if expands else None,
+            made=self._made(share) if self._expands else None,
         )
 
-    def _draws(self, share: tuple[int, ...]) -> Sequence[Sequence[int]] | None:
-        node = self.lease.node
-        if node.makes_level is None or str(DRAW_PATH) not in (*node.operation.reads, *node.operation.may_read):
+    def _draws(self, share: Sequence[int]) -> Sequence[Sequence[int]] | None:
+        level = self._lease.node.makes_level
+        if level is None or not self._is_drawn:
             return None
-        return [self.lease.rows[i].draw(node.makes_level) for i in share]
+        return [self._lease.rows[i].draw(level) for i in share]
 
-    def _made(self, share: tuple[int, ...]) -> Sequence[Sequence[int]] | None:
-        level = self.lease.node.makes_level
+    def _made(self, share: Sequence[int]) -> Sequence[Sequence[int]] | None:
+        level = self._lease.node.makes_level
         assert level is not None
-        made = [[child.number for child in self.lease.rows[i].made(level)] for i in share]
+        made = [[child.number for child in self._lease.rows[i].made(level)] for i in share]
         return made if any(made) else None
-
-    def _pieces(self, ledger: Ledger, share: tuple[int, ...]) -> Sequence[Piece]:
-        if share:
-            return find_pieces(ledger.graph, ledger.source, self.lease.node, [self.lease.rows[i] for i in share])
-        # A rank without rows gets an empty batch; the columns' types are those of some row.
-        nothing = find_pieces(ledger.graph, ledger.source, self.lease.node, self.lease.rows[:1])
-        return [replace(p, keys=p.keys[:0]) for p in nothing]

@@ -26,6 +26,7 @@ from .group import Call, WorkerGroup
 from .loop.admission import Admission
 from .loop.calls import Calls, CallTimes
 from .loop.closing import Closing
+from .loop.collecting import collected_seldom
 from .loop.device_turns import offload_shared
 from .loop.dispatcher import Dispatcher
 from .loop.recording import Recording
@@ -130,6 +131,18 @@ class Run:
         Raises:
             SystemExit: the run was asked to end, and has saved itself.
         """
+        with collected_seldom(not self._backend.in_process):
+            self._walk()
+        if self._closing.without_signal:
+            self._refuse()
+        if self._spec.checkpoint.writes:
+            self._save_to_the_end()
+        self._disk.write(self._directory.flush)
+        self._history.progress.ended(self._closing.ending)
+        self.ended = True
+
+    def _walk(self) -> None:
+        """Take turns until nothing is left to do."""
         self._begin()
         while not self._finished:
             if asked_to_end() and self._can_be_saved:
@@ -141,13 +154,6 @@ class Run:
             self._settle()
             self._close()
             self._save()
-        if self._closing.without_signal:
-            self._refuse()
-        if self._spec.checkpoint.writes:
-            self._save_to_the_end()
-        self._disk.write(self._directory.flush)
-        self._history.progress.ended(self._closing.ending)
-        self.ended = True
 
     def _begin(self) -> None:
         if self._point is None:
@@ -196,6 +202,8 @@ class Run:
             if not (settled and can_wait and patience_s):
                 return
             self._disk.write(lambda: self.buffer.log.commit(fenced=False))
+            if rest_s := min(patience_s, self._calls.rest_s):
+                self._backend.rest(rest_s)
 
     def _close(self) -> None:
         self._disk.write(lambda: self._directory.flush(when_due=True))

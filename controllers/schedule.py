@@ -69,10 +69,11 @@ class Stepwise(Config):
             else None
         )
 
-    def _when_ready(self, train: TrainingRun, node: Node, part: int, reserved: int = 0) -> Share | None:
-        """What is ready; an update takes at least `part` groups, or the rest of its batch.
+    def _when_ready(self, train: TrainingRun, node: Node, part: int, replicas: int, reserved: int = 0) -> Share | None:
+        """What is ready; an update takes at least `part` groups, and one for each replica, or the rest of its batch.
 
         Args:
+            replicas: data-parallel replicas of an update's worker group, none of which is to be without rows.
             reserved: groups of the batch that are kept for rows which are not ready yet.
         """
         if train.observes(node):
@@ -84,10 +85,10 @@ class Stepwise(Config):
             return Share() if train.ledger.readiness.ready(node) else None
         left = self.prompts_per_step - train.taken[node.name]
         number = min(train.ledger.readiness.ready_groups(node), left - reserved)
-        complete = number == left > 0
-        if complete or (node.operation.accumulates and number >= min(part, left)):
-            return Share(number, last=complete) if number else None
-        return None
+        if number == left > 0:
+            return Share(number)
+        number = min(number, left - replicas)  # the last part has rows for every replica, too
+        return Share(number, last=False) if node.operation.accumulates and number >= max(part, replicas) else None
 
 
 class Synchronous(Stepwise):
@@ -97,11 +98,12 @@ class Synchronous(Stepwise):
     def max_staleness(self) -> int:
         return 0
 
-    def share(self, train: TrainingRun, node: Node, version: int) -> Share | None:
+    def share(self, train: TrainingRun, node: Node, version: int, replicas: int = 1) -> Share | None:
         """What a node may claim now; None: nothing.
 
         Args:
             version: policy version of the node's worker group.
+            replicas: data-parallel replicas of that group.
         """
         return self._when_settled(train, node)
 
@@ -111,14 +113,15 @@ class Pipelined(Stepwise):
     advantages while others are still generated, and gradients are accumulated as groups come."""
 
     groups_per_part: int = Field(default=1, ge=1)
-    """Groups that an update waits for before it accumulates their gradient; large models want full microbatches."""
+    """Groups that an update waits for before it accumulates their gradient; large models want full microbatches. It waits for at least one
+    for each data-parallel replica, as long as the batch has so many."""
 
     @property
     def max_staleness(self) -> int:
         return 0
 
-    def share(self, train: TrainingRun, node: Node, version: int) -> Share | None:
-        return self._when_ready(train, node, self.groups_per_part)
+    def share(self, train: TrainingRun, node: Node, version: int, replicas: int = 1) -> Share | None:
+        return self._when_ready(train, node, self.groups_per_part, replicas)
 
 
 class Asynchronous(Stepwise):
@@ -144,16 +147,18 @@ class Asynchronous(Stepwise):
         still = (train.taken[n.name] + train.ledger.readiness.unclaimed(n) for n in train.updates)
         return max(0, (self.steps - train.step) * self.prompts_per_step - min(still, default=0))
 
-    def share(self, train: TrainingRun, node: Node, version: int) -> Share | None:
+    def share(self, train: TrainingRun, node: Node, version: int, replicas: int = 1) -> Share | None:
         if not self.overlaps:
             return self._when_settled(train, node)
         reserved = 0
-        if node.operation.updates:
+        if node.operation.updates and train.ledger.readiness.ready_groups(node):
             # Whatever is taken now, each later batch must have places left for the groups that are due by then.
-            for later in range(self.max_staleness + 1):
-                due, ready = train.ledger.readiness.groups_until(node, version - self.max_staleness + later)
-                reserved = max(reserved, due - ready - later * self.prompts_per_step)
-        return self._when_ready(train, node, self.groups_per_part, reserved)
+            for began, due in train.ledger.readiness.not_offered_until(node):
+                later = max(0, began + self.max_staleness - version)
+                if later > self.max_staleness:
+                    break
+                reserved = max(reserved, due - later * self.prompts_per_step)
+        return self._when_ready(train, node, self.groups_per_part, replicas, reserved)
 
     def over(self, train: TrainingRun) -> bool:
         if not self.overlaps:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from math import isnan, sqrt
-from typing import TypeAlias
+from typing import Any, TypeAlias, cast
 
 from .errors import UserError
 
@@ -97,12 +99,36 @@ def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
     Raises:
         UserError: a metric has different types in two parts, such as Mean and Max.
     """
-    merged: dict[str, Metric] = {}
+    found: dict[str, list[Metric]] = {}
     for part in parts:
         for name, metric in part.items():
-            before = merged.get(name)
-            if before is not None and type(before) is not type(metric):
-                kinds = f"{type(before).__name__} in one part and a {type(metric).__name__}"
-                raise UserError(f"metric {name!r} is a {kinds} in another")
-            merged[name] = metric if before is None else before + metric  # pyright: ignore[reportOperatorIssue]
-    return merged
+            if name in found:
+                found[name].append(metric)
+            else:
+                found[name] = [metric]
+    return {name: _total(name, metrics) for name, metrics in found.items()}
+
+
+def _total(name: str, metrics: list[Metric]) -> Metric:
+    """One metric of all parts."""
+    kind = type(metrics[0])
+    for metric in metrics:
+        if type(metric) is not kind:
+            kinds = f"{kind.__name__} in one part and a {type(metric).__name__}"
+            raise UserError(f"metric {name!r} is a {kinds} in another")
+    if len(metrics) == 1:
+        return metrics[0]
+    if kind is Sum:  # by far the most are sums and means
+        return Sum(_added([m.value for m in cast(list[Sum], metrics)]))
+    if kind is Mean:
+        means = cast(list[Mean], metrics)
+        return Mean(_added([m.total for m in means]), _added([m.weight for m in means]))
+    total: Any = metrics[0]
+    for metric in metrics[1:]:
+        total = total + metric
+    return cast(Metric, total)
+
+
+def _added(numbers: list[float]) -> float:
+    """Their sum, added one after the other."""
+    return reduce(operator.add, numbers)

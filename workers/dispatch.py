@@ -91,12 +91,16 @@ def balance(sizes: Sequence[int] | np.ndarray, parts: int) -> list[list[int]]:
     >>> balance([5, 1, 1, 3], 2)
     [[0], [1, 2, 3]]
     """
+    if parts == 1:
+        return [list(range(len(sizes)))]
     heap = [(0, part) for part in range(parts)]
     out: list[list[int]] = [[] for _ in range(parts)]
-    for index in np.argsort(-np.asarray(sizes), kind="stable").tolist():
-        load, part = heapq.heappop(heap)
+    tokens = np.asarray(sizes)
+    order = np.argsort(-tokens, kind="stable")
+    for index, size in zip(order.tolist(), tokens[order].tolist(), strict=True):
+        load, part = heap[0]
         out[part].append(index)
-        heapq.heappush(heap, (load + max(1, int(sizes[index])), part))  # rows without tokens are spread by number
+        heapq.heapreplace(heap, (load + max(1, int(size)), part))  # rows without tokens are spread by number
     return [sorted(part) for part in out]
 
 
@@ -105,7 +109,8 @@ def _split_by_dp(rows: RowSizes, mesh: Sequence[Coordinates]) -> Shares:
     if rows.whole_groups:
         _, index = np.unique(rows.group_ids, return_inverse=True)
         tokens = np.bincount(index, weights=rows.num_tokens).astype(np.int64)
-        parts = [np.flatnonzero(np.isin(index, part)).tolist() for part in balance(tokens, replicas)]
+        members = np.split(np.argsort(index, kind="stable"), np.cumsum(np.bincount(index))[:-1])
+        parts = [sorted(i for group in part for i in members[group].tolist()) for part in balance(tokens, replicas)]
     else:
         parts = balance(rows.num_tokens, replicas)
     return [parts[c.dp] for c in mesh]

@@ -152,6 +152,10 @@ class Backend(Protocol):
         """
         ...
 
+    def rest(self, seconds: float) -> None:
+        """Let replies gather for so long, so that the next `wait` returns more of them at once; at once where nothing goes on meanwhile."""
+        ...
+
     def clock(self) -> float:
         """Seconds since some moment. Deadlines and timelines are by this clock."""
         ...
@@ -177,6 +181,11 @@ class Backend(Protocol):
     def has_processes(self) -> bool:
         """Whether each rank has a process of its own, which can end or fall silent. Otherwise the groups take turns, and while one works
         the others are silent."""
+        ...
+
+    @property
+    def in_process(self) -> bool:
+        """Whether workers run in the driver's process, and with them what they allocate."""
         ...
 
     @property

@@ -70,7 +70,11 @@ class Local:
         events, self._events = list(self._events), deque()
         return events
 
+    def rest(self, seconds: float) -> None:
+        """Workers take their turns in `wait`."""
+
     has_processes = False
+    in_process = True
     spans_machines = False
 
     def unreadable(self, segments: Collection[Segment]) -> Mapping[Segment, str]:

@@ -172,6 +172,7 @@ class RayBackend:
         return meshes, nodes
 
     has_processes = True
+    in_process = False
 
     @property
     def spans_machines(self) -> bool:
@@ -268,6 +269,9 @@ class RayBackend:
                     self._is_up(call.group.name, rank)
             events.append(Event(call, rank, reply))
         return events
+
+    def rest(self, seconds: float) -> None:
+        time.sleep(seconds)
 
     def _died(self, who: str, error: BaseException) -> str:
         """Description of a process that died. It quotes the end of the process's own log, which says more than Ray does."""

@@ -20,6 +20,13 @@ from ..request import CallRequest, NodeRequest, Then
 from ..run_directory import RunDirectory
 from .device_turns import DeviceTurns
 
+MANY_CALLS = 64
+"""Number of calls under way from which on the driver lets rows gather."""
+REST_S = 1e-4
+"""Seconds for each call for which it does."""
+MAX_REST_S = 0.01
+"""Most seconds for which it does."""
+
 
 @dataclass(frozen=True)
 class CallTimes:
@@ -52,7 +59,7 @@ class CallTimes:
             end_s=self.clock() - self.started,
             worker_s=max(call.seconds.values(), default=0.0),
             rows=len(call.lease.rows) if call.lease else 0,
-            tokens=int(call.lease.num_tokens.sum()) if call.lease else 0,
+            tokens=sum([row.tokens for row in call.lease.rows]) if call.lease else 0,
             last=call.last,
         )
 
@@ -84,12 +91,20 @@ class Calls:
         self.under_way = UnderWay()
         self._changed = True
         """A call was made or has ended since that was asked last."""
+        self._committed = False
+        """The log is on disk as far as the requests that are being made rely on it."""
 
     @property
     def at_work(self) -> UnderWay:
         """Calls under way, except those on ranks that get no rows meanwhile: nobody waits for a process that is not up."""
         groups = self._groups.values()
         return UnderWay(c for g in groups for c in g.at_work) if any(g.out for g in groups) else self.under_way
+
+    @property
+    def rest_s(self) -> float:
+        """Seconds for which rows that can wait may gather before they are taken: none where few calls bring them."""
+        number = len(self.under_way)
+        return min(MAX_REST_S, number * REST_S) if number >= MANY_CALLS else 0.0
 
     @property
     def idle(self) -> bool:
@@ -116,13 +131,15 @@ class Calls:
         Raises:
             UserError: a worker has no such method, or refuses the arguments.
         """
+        self._committed = False
         while self._queue:
             for request in self._devices.ask(self._queue.popleft()):
                 self._make(request)
 
     def _make(self, request: CallRequest) -> None:
-        if isinstance(request, NodeRequest):
+        if isinstance(request, NodeRequest) and not self._committed:
             self._commit()
+            self._committed = True
         self._changed = True
         call = request.call()
         self._failures.called(call)
@@ -136,6 +153,7 @@ class Calls:
     def end(self, call: Call) -> None:
         """The last reply of a call has come; what follows from it is queued."""
         self._changed = True
+        self._committed = False
         call.group.forget(call)
         self.under_way.remove(call)
         self._failures.answered(call)

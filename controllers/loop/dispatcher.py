@@ -83,6 +83,7 @@ class Dispatcher:
                         self._start_by_load(graph_run, node, group, share)
                     else:
                         self._start(graph_run, node, group, share)
+                    self._parts.calls.make()
         self._seen = {run.name: list(run.ledger.readiness.num_rows) for run in self._parts.graph_runs}
 
     def can_wait(self, graph_run: GraphRun) -> bool:
@@ -131,7 +132,7 @@ class Dispatcher:
             return Share() if self._parts.train.observes(node) else None
         if node.operation.updates and (self._is_evaluated(group) or self._parts.recording.is_full(self._parts.train)):
             return None
-        return self._parts.schedule.share(self._parts.train, node, group.version)
+        return self._parts.schedule.share(self._parts.train, node, group.version, len(group.replicas))
 
     def _pool_is_taken(self, group: WorkerGroup) -> bool:
         """Whether another group on the same pool is busy: they take turns."""
@@ -186,7 +187,6 @@ class Dispatcher:
             last=share.last,
         )
         self._parts.calls.queue([request])
-        self._parts.calls.make()
 
     def _staleness(self, node: Node, group: WorkerGroup) -> Staleness | None:
         """The bound of the schedule on every row that an update claims."""

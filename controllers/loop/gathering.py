@@ -11,6 +11,8 @@ from ..group import UnderWay
 
 MAX_WAIT_S = 0.25
 """Longest time for which rows wait for others, by the run's clock."""
+MANY_CALLS = 64
+"""Number of calls under way from which on complete groups, too, wait for others: so many calls bring more rows at once."""
 MAX_ROWS = 32
 """Rows for each replica with which a call is large enough: they wait for no others."""
 CLOCK_S = 1e-6
@@ -21,7 +23,7 @@ class Gathering:
     """Until when the rows that are ready for each node may wait.
 
     - Only a map or a filter that takes rows gathers them, and only while no group is complete there: what follows could not begin
-      with a part of a group.
+      with a part of a group. Where MANY_CALLS or more are under way, complete groups wait, too.
     - No row waits longer than MAX_WAIT_S, which runs while the node's worker group is busy, too.
     - Rows that a quorum may be waiting for do not wait.
     - Nothing waits when no other call of the graph is under way: nobody would bring more.
@@ -60,12 +62,12 @@ class Gathering:
         if not gathers(node):
             return False
         key, ledger, now = (graph_run.name, node.name), graph_run.ledger, self._clock()
-        return (
-            self._until.setdefault(key, now + MAX_WAIT_S) - now > CLOCK_S
-            and ledger.readiness.ready(node) < MAX_ROWS * replicas
-            and any(call.ledger is ledger for call in under_way)
-            and ledger.live.lacks_siblings(node)
-        )
+        left_s = self._until.setdefault(key, now + MAX_WAIT_S) - now
+        if left_s <= CLOCK_S or ledger.readiness.ready(node) >= MAX_ROWS * replicas or ledger.live.is_awaited(node):
+            return False
+        if not any(call.ledger is ledger for call in under_way):
+            return False
+        return len(under_way) >= MANY_CALLS or ledger.live.lacks_siblings(node)
 
     def begin(self, graph_run: GraphRun, node: Node) -> None:
         """Note that a node begins with the rows that are ready for it."""

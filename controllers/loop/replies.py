@@ -31,7 +31,7 @@ class Remedies:
         self._saving = saving
         self._disk = disk
 
-    def hear(self, events: Sequence[Event], under_way: UnderWay) -> list[CallRequest]:
+    def hear(self, events: Sequence[Event]) -> list[CallRequest]:
         """Note who has replied; returns the requests that replace ranks which were silent for too long.
 
         Raises:
@@ -40,7 +40,7 @@ class Remedies:
         for event in events:
             if event.reply.paused:
                 self._disk.say(f"{event.call.describe(event.rank)}: {event.reply.paused}")
-        return self._failures.listen(events, under_way)
+        return self._failures.listen(events)
 
     def remedy(self, event: Event, under_way: UnderWay, *, void: bool) -> Sequence[CallRequest] | None:
         """See to a rank that failed.
@@ -101,7 +101,7 @@ class Replies:
         """
         events = self._backend.wait(timeout_s=timeout_s)
         alone = all(_is_rows_alone(event) for event in events)
-        if requests := self._remedies.hear(events, self._calls.under_way):
+        if requests := self._remedies.hear(events):
             self._calls.queue(requests)
             self._calls.end_lost()
             alone = False

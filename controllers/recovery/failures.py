@@ -110,7 +110,7 @@ class Failures:
                 self._heard[call.group.name, rank] = now
             others[call] = None
 
-    def listen(self, events: Sequence[Event], under_way: Iterable[Call]) -> list[CallRequest]:
+    def listen(self, events: Sequence[Event]) -> list[CallRequest]:
         """Note who has replied; once a second, replace ranks that have been silent for too long.
 
         Raises:
@@ -125,20 +125,25 @@ class Failures:
         if now - self._looked < LOOK_S:
             return []
         self._looked = now
-        waiting: dict[tuple[str, int], list[Call]] = {}
-        for call in under_way:
-            for rank in call.waiting:
-                waiting.setdefault((call.group.name, rank), []).append(call)
         requests: list[CallRequest] = []
-        for (name, rank), calls in waiting.items():
-            limit, group = self._limit(rank, calls), calls[0].group
-            if now - max(self._heard[name, rank], self._all_heard) <= limit:
+        for (name, rank), own in list(self._called.items()):
+            silent_s = now - max(self._heard[name, rank], self._all_heard)
+            if not own or silent_s <= self._least_limit(next(iter(own)).group):
                 continue
+            calls = [call for call in own if rank in call.waiting]
+            if not calls or silent_s <= (limit := self._limit(rank, calls)):
+                continue
+            group = calls[0].group
             what = "; ".join(f"{c.describe(rank)} (called {now - c.started:.0f} s ago)" for c in calls)
             if not (self._backend.has_processes and group.handle.worker_class.replaceable):
                 raise DeadlineError(f"nobody answered for {limit:.0f} s. Waited for: {what}")
             requests += self.replace(group, rank, f"it did not answer for {limit:.0f} s")
         return requests
+
+    def _least_limit(self, group: WorkerGroup) -> float:
+        """Seconds for which any rank of a group may be silent."""
+        own = getattr(group.handle.config, "silence_s", None)
+        return self._call_timeout_s if own is None else min(own, self._call_timeout_s)
 
     def _limit(self, rank: int, calls: Sequence[Call]) -> float:
         """Seconds for which a rank may be silent."""

@@ -107,6 +107,7 @@ class Simulated:
         """There is no file."""
 
     has_processes = False
+    in_process = False
     spans_machines = False
     nodes = (NODE,)
 
@@ -125,6 +126,9 @@ class Simulated:
 
     def sample_at(self, group: WorkerGroup, rank: int) -> None:
         """Nobody asks."""
+
+    def rest(self, seconds: float) -> None:
+        self._now += seconds
 
     def clock(self) -> float:
         return self._now

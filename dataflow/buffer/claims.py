@@ -103,4 +103,4 @@ class Claims:
             self._leases.give_up(parent, makes)
         elif state is RowState.READY:
             self._live.readiness.num_rows[i] -= 1
-        self._live.finish(parent, i)
+        self._live.finish([parent], i)

@@ -8,14 +8,17 @@ Drop, Lose ── rows, or a group, go
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import lru_cache
+from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any, TypeAlias
 
 from .log import Record
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Issue:
     """Rows of the source are issued, with ids from `first` and groups from `group` on."""
 
@@ -26,14 +29,14 @@ class Issue:
     tokens: list[int]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SetSource:
     """The rows of the source lie in this segment from now on."""
 
     segment: list[Any]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Claim:
     """A node leases these rows. The other fields are what it asked for: from them alone the same rows follow."""
 
@@ -49,7 +52,7 @@ class Claim:
     holder: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Publish:
     """Rows of a lease are done; of an EXPAND, rows of these parents are made, and the `finished` parents are done."""
 
@@ -62,7 +65,7 @@ class Publish:
     finished: list[int] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Finish:
     """A lease is over, and what it left out is decided by the shape of its node."""
 
@@ -71,7 +74,7 @@ class Finish:
     """For an update: the step that it belongs to."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Release:
     """A lease gives rows back: these, and goes on, or all that are not published, and is void."""
 
@@ -80,7 +83,7 @@ class Release:
     ids: list[int] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Drop:
     """A node does without rows at which it fails."""
 
@@ -89,7 +92,7 @@ class Drop:
     why: str
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Lose:
     """The columns of a group are lost or no longer wanted. `again` says whether its prompt is issued again."""
 
@@ -98,7 +101,7 @@ class Lose:
     again: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Offer:
     """A group is offered to a node short of its quorum, whose deadline has passed."""
 
@@ -120,21 +123,71 @@ _RECORDS: Mapping[str, type[Event]] = {
     "offer": Offer,
 }
 _NAMES = {event: name for name, event in _RECORDS.items()}
-_DEFAULTS = {event: [(f.name, f.default) for f in fields(event)] for event in _NAMES}
 
 
-def to_record(event: Event, graph: str) -> Record:
+def _numbers(numbers: list[int]) -> str:
+    return f"[{numbers[0]}]" if len(numbers) == 1 else str(numbers).replace(" ", "")
+
+
+def _of_segment(segment: list[Any]) -> str:
+    node, file, offset, num_bytes, checksum = segment
+    return f"[{_names(node, file)},{offset},{num_bytes},{checksum}]"
+
+
+@lru_cache(maxsize=1 << 14)
+def _names(node: str, file: str) -> str:
+    return f"{_quoted(node)},{_quoted(file)}"
+
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+_BY_TYPE: Mapping[str, Callable[[Any], str]] = {
+    "int": str,
+    "int | None": str,
+    "str": _quoted,
+    "list[int]": _numbers,
+    "list[int] | None": _numbers,
+}
+_FIELDS = {
+    event: [
+        (f.name, f.default, f',"{f.name}":', _of_segment if f.name == "segment" else _BY_TYPE.get(str(f.type), _encode))
+        for f in fields(event)
+    ]
+    for event in _NAMES
+}
+"""Event -> name, default, beginning and encoder of each field: the driver writes some events for each row."""
+
+
+def to_json(event: Event, graph: str) -> str:
     """The record of an event in the log; fields that have their defaults are left out.
 
-    >>> to_record(Finish(3), "train")
-    {'do': 'finish', 'graph': 'train', 'lease': 3}
+    >>> to_json(Finish(3), "train")
+    '{"do":"finish","graph":"train","lease":3}'
     """
-    record: dict[str, Any] = {"do": _NAMES[type(event)], "graph": graph}
-    for name, default in _DEFAULTS[type(event)]:
+    if type(event) is Publish:
+        return _publish_to_json(event, graph)
+    kind = type(event)
+    text = [f'{{"do":"{_NAMES[kind]}","graph":{_quoted(graph)}']
+    for name, default, begin, encode in _FIELDS[kind]:
         value = getattr(event, name)
         if value is not default and value != default:
-            record[name] = value
-    return record
+            text.append(begin)
+            text.append(encode(value))
+    text.append("}")
+    return "".join(text)
+
+
+def _publish_to_json(event: Publish, graph: str) -> str:
+    """The same for the event that is noted for each row that is generated."""
+    head = f'{{"do":"publish","graph":{_quoted(graph)},"lease":{event.lease},"ids":'
+    segment = "" if event.segment is None else f',"segment":{_of_segment(event.segment)}'
+    if len(event.ids) == 1 and event.parents and event.versions and event.finished == []:
+        one = f'[{event.ids[0]}],"tokens":[{event.tokens[0]}]{segment}'
+        return f'{head}{one},"versions":[{event.versions[0]}],"parents":[{event.parents[0]}],"finished":[]}}'
+    versions = "" if event.versions is None else f',"versions":{_numbers(event.versions)}'
+    parents = "" if event.parents is None else f',"parents":{_numbers(event.parents)}'
+    finished = "" if event.finished is None else f',"finished":{_numbers(event.finished)}'
+    ids, tokens = _numbers(event.ids), _numbers(event.tokens)
+    return f'{head}{ids},"tokens":{tokens}{segment}{versions}{parents}{finished}}}'
 
 
 def from_record(record: Record) -> Event:

@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -25,6 +25,10 @@ REMEMBERED_LEASES = 1000
 Fate = Literal["wait", "mask", "requeue", "drop"]
 """What becomes of a group that is too old when an update claims it: it waits for a larger bound; it is trained on with every token
 masked (it still counts in its group's statistics); it is dropped and its prompt is issued again; or it is dropped."""
+
+
+PublishedLists: TypeAlias = tuple[list[int], list[int], list[int] | None, list[int] | None, list[int] | None]
+"""Sample ids, tokens, versions, parents and finished parents of what was published."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +77,16 @@ class Published:
         made = [None if numbers is None else np.array(numbers, np.int64) for numbers in (versions, parents, finished)]
         return cls(np.array(ids, np.int64), np.array(num_tokens, np.int64), made[0], made[1], made[2])
 
-    def to_lists(self) -> list[list[int] | None]:
+    def to_lists(self) -> PublishedLists:
         """The arguments of `of_lists`."""
-        arrays = (self.ids, self.num_tokens, self.versions, self.parents, self.finished)
-        return [None if array is None else array.tolist() for array in arrays]
+        versions, parents, finished = self.versions, self.parents, self.finished
+        return (
+            self.ids.tolist(),
+            self.num_tokens.tolist(),
+            None if versions is None else versions.tolist(),
+            None if parents is None else parents.tolist(),
+            None if finished is None else finished.tolist(),
+        )
 
     def without(self, parents: Container[int]) -> Published:
         """The same without the rows made from these parents."""
@@ -125,24 +135,24 @@ class Lease:
     @property
     def ids(self) -> np.ndarray:
         """[rows] int64 sample ids."""
-        return np.fromiter((r.id for r in self.rows), np.int64, len(self.rows))
+        return np.array([r.id for r in self.rows], np.int64)
 
     @property
     def group_ids(self) -> np.ndarray:
         """[rows] int64 group of each row."""
-        return np.fromiter((r.group.id for r in self.rows), np.int64, len(self.rows))
+        return np.array([r.group.id for r in self.rows], np.int64)
 
     @property
     def parent_ids(self) -> np.ndarray:
         """[rows] int64 row that each was made of; a row of the source is its own parent."""
-        return np.fromiter((r.parent.id if r.parent else r.id for r in self.rows), np.int64, len(self.rows))
+        return np.array([r.parent.id if r.parent else r.id for r in self.rows], np.int64)
 
     @property
     def num_tokens(self) -> np.ndarray:
         """[rows] int64 tokens of each row."""
-        return np.fromiter((r.tokens for r in self.rows), np.int64, len(self.rows))
+        return np.array([r.tokens for r in self.rows], np.int64)
 
-    def check(self, published: Published, rows: Mapping[int, Row]) -> None:
+    def check(self, published: PublishedLists, rows: Mapping[int, Row]) -> None:
         """Refuse what may not be published under this lease.
 
         Args:
@@ -151,24 +161,26 @@ class Lease:
         Raises:
             LeaseError: rows or parents are not in the lease or were published before, or columns differ in length.
         """
-        makes = published.parents is not None
-        ids = published.ids.tolist()
-        finished = [] if published.finished is None else published.finished.tolist()
-        held = ids if published.parents is None else published.parents.tolist()
-        who = f"node {self.node.name!r}"
-        wrong = next((id for id in (*held, *finished) if id not in self.open), None)
-        if wrong is not None:
-            what = "published row" if not makes else "made a row of" if wrong in held else "finished row"
-            raise LeaseError(f"{who} {what} {wrong}, which is not (or no longer) in lease {self.token}")
-        lengths = {len(a) for a in (ids, held, published.num_tokens, published.versions) if a is not None}
-        if len(lengths) != 1:
-            raise LeaseError(f"{who} published columns of {sorted(lengths)} rows in lease {self.token}")
+        ids, tokens, versions, parents, finished = published
+        makes, open = parents is not None, self.open
+        finished = finished or []
+        held = ids if parents is None else parents
+        for id in (*held, *finished) if finished else held:
+            if id not in open:
+                who = f"node {self.node.name!r}"
+                what = "published row" if not makes else "made a row of" if id in held else "finished row"
+                raise LeaseError(f"{who} {what} {id}, which is not (or no longer) in lease {self.token}")
+        if not len(ids) == len(held) == len(tokens) == len(ids if versions is None else versions):
+            lengths = {len(column) for column in (ids, held, tokens, versions) if column is not None}
+            raise LeaseError(
+                f"node {self.node.name!r} published columns of {sorted(lengths)} rows in lease {self.token}"
+            )
         again = len(set(ids)) != len(ids) or len(set(finished)) != len(finished)
         if makes and not again:
-            staged = {id for _, before, _ in self.staged for id in before.ids.tolist()}
+            staged = {id for _, before, _ in self.staged for id in before.ids.tolist()} if self.staged else ()
             again = any(id in rows or id in staged for id in ids)
         if again:
-            raise LeaseError(f"{who} published a row twice in lease {self.token}")
+            raise LeaseError(f"node {self.node.name!r} published a row twice in lease {self.token}")
 
 
 class Leases:

@@ -29,8 +29,8 @@ from ..graph import Graph
 from ..node import SOURCE, Node
 from ..operation import Shape
 from .claims import Claims
-from .events import Claim, Drop, Event, Finish, Issue, Lose, Offer, Publish, Release, SetSource, to_record
-from .leases import Lease, Leases, Published, Staleness
+from .events import Claim, Drop, Event, Finish, Issue, Lose, Offer, Publish, Release, SetSource, to_json
+from .leases import Lease, Leases, Published, PublishedLists, Staleness
 from .live_rows import LiveRows
 from .log import Log
 from .readiness import Readiness
@@ -90,7 +90,7 @@ class Ledger:
 
     def _note(self, event: Event) -> None:
         if self.log is not None:
-            self.log.append(to_record(event, self.name))
+            self.log.append_json(to_json(event, self.name))
 
     # Rows come in
 
@@ -174,63 +174,57 @@ class Ledger:
         self.leases.check(lease)
         if lease.given_up and published.parents is not None:
             published = published.without(lease.given_up)
-        lease.check(published, self.live.rows)
-        ids = published.ids.tolist()
-        parents = None if published.parents is None else published.parents.tolist()
-        finished = None if parents is None else [] if published.finished is None else published.finished.tolist()
-        self._note(
-            Publish(
-                lease.token,
-                ids,
-                published.num_tokens.tolist(),
-                segment.to_json() if segment is not None else None,
-                published.versions.tolist() if published.versions is not None else None,
-                parents,
-                finished,
-            )
-        )
+        lists = published.to_lists()
+        lease.check(lists, self.live.rows)
+        ids, tokens, versions, parents, finished = lists
+        if parents is not None and finished is None:
+            finished = []
+        reference = segment.to_json() if segment is not None else None
+        self._note(Publish(lease.token, ids, tokens, reference, versions, parents, finished))
         through = ids if finished is None else finished
-        made_of = {} if parents is None else {id: lease.open[id] for id in parents}
-        rows = [lease.open.pop(id) for id in through]
         if lease.node.operation.takes_groups:
+            for id in through:
+                del lease.open[id]
             lease.staged.append((through, published, segment))
-        else:
-            self._accept(lease.node, rows, made_of, published, segment)
+            return
+        made_of = {} if parents is None else {id: lease.open[id] for id in parents}
+        self._accept(lease.node, [lease.open.pop(id) for id in through] if through else [], made_of, lists, segment)
 
     def _accept(
-        self, node: Node, rows: list[Row], parents: dict[int, Row], published: Published, segment: Segment | None
+        self, node: Node, rows: list[Row], parents: dict[int, Row], published: PublishedLists, segment: Segment | None
     ) -> None:
         """Rows are done, and rows made of these parents are there."""
-        i = self._index[node.name]
         part = None
         if node.writes and segment is not None:
-            part = self.parts.add(segment, len(published.ids))
+            part = self.parts.add(segment, len(published[0]))
         elif segment is not None:  # nobody reads what a node wrote without saying so
             self.parts.discard(segment)
-        if published.parents is not None:
+        if published[3] is not None:
             self._add_children(node, parents, published, part)
         else:
-            for row, tokens in zip(rows, published.num_tokens.tolist(), strict=True):
+            name = node.name
+            for row, tokens in zip(rows, published[1], strict=True):
                 row.tokens += tokens
                 if part is not None:  # of all rows, before one is finished: it may be the last of its group
-                    row.parts[node.name] = part
-        for row in rows:
-            self.live.finish(row, i)
+                    row.parts[name] = part
+        if rows:
+            self.live.finish(rows, self._index[node.name])
 
-    def _add_children(self, node: Node, parents: dict[int, Row], published: Published, part: Part | None) -> None:
-        assert published.parents is not None and node.makes_level is not None
-        versions = published.versions.tolist() if published.versions is not None else None
-        for k, (id, parent_id, tokens) in enumerate(
-            zip(published.ids.tolist(), published.parents.tolist(), published.num_tokens.tolist(), strict=True)
-        ):
-            parent = parents[parent_id]
+    def _add_children(self, node: Node, parents: dict[int, Row], published: PublishedLists, part: Part | None) -> None:
+        ids, tokens, versions, of, _ = published
+        assert of is not None and node.makes_level is not None
+        level, name, add = node.makes_level, node.name, self.live.add
+        for k, id in enumerate(ids):
+            parent = parents[of[k]]
             version = parent.version if versions is None else versions[k]
-            row = Row(id, parent.group, parent, node.makes_level, parent.position, parent.tokens + tokens, version)
+            row = Row(id, parent.group, parent, level, parent.position, parent.tokens + tokens[k], version)
             if part is not None:
-                row.parts[node.name] = part
-            parent.children = parent.children or []
-            parent.children.append(row)
-            self.live.add(row)
+                row.parts[name] = part
+            if parent.children is None:
+                parent.children = [row]
+            else:
+                parent.children.append(row)
+            add(row)
 
     # Leases end
 
@@ -258,11 +252,13 @@ class Ledger:
                 row.group.trained_in = step
         by_id = {r.id: r for r in lease.rows} if lease.staged else {}
         for ids, published, segment in lease.staged:
-            self._accept(node, [by_id[id] for id in ids], by_id, published, segment)
-        for row in lease.open.values():
-            if shape is Shape.FILTER:
+            self._accept(node, [by_id[id] for id in ids], by_id, published.to_lists(), segment)
+        if shape is Shape.FILTER:
+            for row in lease.open.values():
                 self.live.drop_downstream(row, i, node.name)
-            self.live.finish(row, i)
+                self.live.finish([row], i)
+        elif lease.open:
+            self.live.finish(list(lease.open.values()), i)
         lease.open = {}
         self.leases.finish(lease)
 
@@ -310,6 +306,7 @@ class Ledger:
         if self.graph.nodes[i].makes_level is not None and row.level == SOURCE and not any(row.group.levels[1:]):
             self.readiness.set_version(row.group, None)  # its generation begins again
         self.readiness.offer_row(row, i)
+        self.live.note_if_whole(row.group, i)
         if row.cancelled & self.live.wiring.serves[i]:  # meanwhile
             self.live.skip(row, i)
             self.live.retire_if_finished(row.group)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from ..graph import Graph
 from ..node import SOURCE, Node
@@ -45,6 +45,8 @@ class LiveRows:
         """Groups with which nothing is left to do but what follows behind."""
         self.largest_group = 0
         """Most rows that a finished group had, on all levels."""
+        self._whole: list[set[int]] = [set() for _ in graph.nodes]
+        """Node that takes rows -> groups of which rows may be ready for it and no more can become so. Others may be among them."""
         self.quorum_deadlines: list[tuple[float, int, int]] = []
         """Heap of (when, node, group) of quorums that were not reached yet."""
         self.issued = 0
@@ -76,6 +78,8 @@ class LiveRows:
         """A group that was in flight when it was saved is in flight again; its quorums have their whole deadlines."""
         self.groups[group.id] = group
         self.groups_behind += group.rested
+        for i in range(len(self.graph.nodes)):
+            self.note_if_whole(group, i)
         if not group.rested:
             self.groups_of_step[group.issued_in] += 1
         for i, quorum in enumerate(self.wiring.quorum):
@@ -84,22 +88,24 @@ class LiveRows:
 
     def add(self, row: Row) -> None:
         """A row is there, and what waits for nothing else may claim it."""
+        group, level, wiring = row.group, row.level, self.wiring
         self.rows[row.id] = row
         self.issued += 1
-        row.group.levels[row.level].append(row)
-        nodes = self.wiring.on_level[row.level]
-        row.group.open += len(nodes)
+        group.levels[level].append(row)
+        nodes = wiring.on_level[level]
+        group.open += len(nodes)
+        group.behind += wiring.behind_on_level[level]
+        todo = self.readiness.todo
         for i in nodes:
-            self.readiness.todo[i] += 1
-            row.group.behind += self.wiring.behind[i]
-        for i in nodes:
-            if row.group.closed >> i & 1 and row.awaits(
-                i
-            ):  # a quorum after another one does not see what is late at the first
+            todo[i] += 1
+        for i in nodes if group.closed else ():
+            if group.closed >> i & 1 and row.awaits(i):
+                # a quorum after another one does not see what is late at the first
                 self.cancel(row, i, f"late at {self.graph.nodes[i].name}")
-        self._skip_what_is_cut_off(row)
-        for i in nodes:
-            self._offer_if_ready(row, i)
+        if row.parent is not None and (row.parent.skipped or row.parent.parent is not None):
+            self._skip_what_is_cut_off(row)
+        for i in wiring.first_on_level[level]:
+            self._offer_if_ready((row,), i)
 
     def _skip_what_is_cut_off(self, row: Row) -> None:
         """Skip the nodes that wait for something which the row's ancestors will never be through: they were dropped before it came."""
@@ -115,22 +121,30 @@ class LiveRows:
                         if node.makes_level is not None:
                             self._finish_level_if_complete(row.group, node.makes_level)
 
-    def _offer_if_ready(self, row: Row, i: int) -> None:
-        bit = 1 << i
-        if (row.offered | row.skipped | row.done) & bit:
-            return
-        if not self.wiring.is_ready(row, i):
-            return
-        row.offered |= bit
-        if self.wiring.takes_groups[i]:
+    def _offer_if_ready(self, rows: Iterable[Row], i: int) -> None:
+        """Offer those of these rows to node i for which nothing else is left to be done before it."""
+        wiring, bit, needs = self.wiring, 1 << i, self.wiring.needs[i]
+        takes_groups, offer_row = wiring.takes_groups[i], self.readiness.offer_row
+        groups: dict[Group, None] = {}
+        for row in rows:
+            if (row.offered | row.skipped | row.done) & bit or (needs and not wiring.is_ready(row, i)):
+                continue
+            row.offered |= bit
             group = row.group
+            if not takes_groups:
+                offer_row(row, i)
+                if group.complete[row.level]:
+                    self.note_if_whole(group, i)
+                continue
             group.ready[i] += 1
-            if self.wiring.quorum[i]:
+            if wiring.quorum[i]:
                 self._await_quorum(row, i)
-                self.readiness.num_rows[i] += group.offered >> i & 1 and group.ready[i] <= self.wiring.quorum[i]
+                self.readiness.num_rows[i] += group.offered >> i & 1 and group.ready[i] <= wiring.quorum[i]
+                self._offer_group_if_ready(group, i)
+            else:
+                groups[group] = None
+        for group in groups:
             self._offer_group_if_ready(group, i)
-        else:
-            self.readiness.offer_row(row, i)
 
     def _await_quorum(self, row: Row, i: int) -> None:
         group = row.group
@@ -167,6 +181,7 @@ class LiveRows:
         self.readiness.unfinished_levels[level] -= 1
         for j in self.wiring.on_level[level]:
             self._offer_group_if_ready(group, j)
+            self.note_if_whole(group, j)
             makes = self.graph.nodes[j].makes_level
             if makes is not None:
                 self._finish_level_if_complete(group, makes)
@@ -179,28 +194,33 @@ class LiveRows:
             if row.awaits(j) and not row.leased >> j & 1:
                 self.skip(row, j)
 
-    def finish(self, row: Row, i: int) -> None:
-        """Node i is done with a row."""
-        bit = 1 << i
-        row.done |= bit
-        row.leased &= ~bit
-        self.readiness.todo[i] -= 1
-        group = row.group
-        group.open -= 1
-        group.behind -= self.wiring.behind[i]
-        for j in self.wiring.then[i]:
-            level = self.wiring.level[j]
-            if level == row.level:
-                self._offer_if_ready(row, j)
+    def finish(self, rows: Sequence[Row], i: int) -> None:
+        """Node i is done with some rows."""
+        wiring, bit, behind = self.wiring, 1 << i, self.wiring.behind[i]
+        self.readiness.todo[i] -= len(rows)
+        groups: dict[Group, None] = {}
+        for row in rows:
+            row.done |= bit
+            row.leased &= ~bit
+            group = row.group
+            group.open -= 1
+            group.behind -= behind
+            groups[group] = None
+        for j in wiring.then[i]:
+            level = wiring.level[j]
+            if level == wiring.level[i]:
+                self._offer_if_ready(rows, j)
             else:
-                for descendant in self.wiring.descendants(row, level):
-                    self._offer_if_ready(descendant, j)
+                self._offer_if_ready([below for row in rows for below in wiring.descendants(row, level)], j)
         made = self.graph.nodes[i].makes_level
         if made is not None:
-            group.expanded[i] += 1
-            self._finish_level_if_complete(group, made)
-        if group.open == group.behind:
-            self.retire_if_finished(group)
+            for row in rows:
+                row.group.expanded[i] += 1
+            for group in groups:
+                self._finish_level_if_complete(group, made)
+        for group in groups:
+            if group.open == group.behind:
+                self.retire_if_finished(group)
 
     def drop(self, row: Row, i: int, reason: str) -> None:
         """Take a row away from node i, which has not seen it, and from everything downstream of it."""
@@ -236,6 +256,7 @@ class LiveRows:
             elif not row.leased & bit:
                 self.readiness.num_rows[j] -= 1
         self._offer_group_if_ready(group, j)
+        self.note_if_whole(group, j)
 
     def lose(self, group: Group, reason: str) -> None:
         """Nothing more is done with a group: all its rows count as dropped, whatever was done with them."""
@@ -305,18 +326,32 @@ class LiveRows:
         mask = sum(1 << self.wiring.index[node.name] for node in nodes)
         return [group.levels[SOURCE][0].position for group in self.groups.values() if not group.claimed & mask]
 
+    def note_if_whole(self, group: Group, i: int) -> None:
+        """Note if rows of a group may be ready for node i, which takes rows, and no more rows of it can become ready there."""
+        if self.wiring.takes_groups[i] or not group.complete[self.wiring.level[i]]:
+            return
+        bit = 1 << i
+        if all((row.offered | row.skipped | row.done) & bit for row in group.levels[self.wiring.level[i]]):
+            self._whole[i].add(group.id)
+
+    def is_awaited(self, node: Node) -> bool:
+        """Whether a quorum may be waiting for rows of a node."""
+        return any(self.wiring.quorum[j] for j in self.wiring.downstream[self.wiring.index[node.name]])
+
     def lacks_siblings(self, node: Node) -> bool:
         """Whether rows are ready for a node that takes rows, each of a group of which more rows may come to it, and no quorum may be
-        waiting for one of them. It looks at all that is ready for the node."""
+        waiting for one of them."""
         i = self.wiring.index[node.name]
-        if not self.readiness.num_rows[i] or any(self.wiring.quorum[j] for j in self.wiring.downstream[i]):
+        if not self.readiness.num_rows[i] or self.is_awaited(node):
             return False
-        groups = (self.groups.get(id) for id in {id for id, _ in self.readiness.row_queues[i]})
-        return all(self._may_get_more(group, i) for group in groups if group is not None)
-
-    def _may_get_more(self, group: Group, i: int) -> bool:
-        level = self.wiring.level[i]
-        return not group.complete[level] or any(row.state(i) is RowState.BLOCKED for row in group.levels[level])
+        level, whole = self.wiring.level[i], self._whole[i]
+        while whole:
+            id = next(iter(whole))
+            group = self.groups.get(id)
+            if group is not None and any(row.state(i) is RowState.READY for row in group.levels[level]):
+                return False
+            whole.discard(id)  # it is looked at once, and noted again if a row is given back
+        return True
 
     def ready_in_step(self, node: Node) -> tuple[int, int]:
         """The step of what a claim on this node would get first, and how much it could get of that step alone: rows, or groups,

@@ -114,8 +114,7 @@ class Log:
         """The lines that are not written yet, and where they go: one value, so that an interrupt (Ctrl-C) cannot separate them."""
         self._torn = False
         """Part of a failed write may stand where the pending lines go."""
-        self.position = at
-        """The end of the appended records, committed or not."""
+        self._end = at.offset, at.checksum
         self._unsynced = False
         self._fence = fence
         self._cut: tuple[FileStart, int, int] | None = None
@@ -173,11 +172,23 @@ class Log:
         if cut:
             self._disk.write_whole(kept, cut)
 
+    @property
+    def position(self) -> Position:
+        """The end of the appended records, committed or not."""
+        return Position(*self._end)
+
     def append(self, record: Record) -> None:
         """Add a record, which the next `commit` writes."""
-        line = line_of(record, self.position.checksum)
+        self.append_json(_encode(record))
+
+    def append_json(self, record: str) -> None:
+        """Add a record that is in JSON already, on one line."""
+        offset, checksum = self._end
+        payload = record.encode()
+        checksum = zlib.crc32(payload, checksum)
+        line = b"%08x %b\n" % (checksum, payload)
         self._pending[1].append(line)
-        self.position = Position(self.position.offset + len(line), int(line[:8], 16))
+        self._end = offset + len(line), checksum
 
     def commit(self, *, sync: bool = False, fenced: bool = True) -> None:
         """Write the appended records with one system call.

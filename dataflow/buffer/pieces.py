@@ -9,7 +9,7 @@ import numpy as np
 
 from ..graph import Graph
 from ..node import SOURCE, Node
-from .rows import Row
+from .rows import Part, Row
 from .segments import Segment
 
 
@@ -27,30 +27,55 @@ class Piece:
     by_position: bool = False
 
 
-def find_pieces(graph: Graph, source: Segment | None, node: Node, rows: Sequence[Row]) -> list[Piece]:
-    """Where the columns that a node reads of these rows lie.
+class Pieces:
+    """Where the columns that a node reads of some rows lie: found once, and cut into the shares of ranks.
 
     Args:
+        graph: of the node.
         source: the segment with the rows of the graph's source.
         node: of the graph.
         rows: in flight, of the node's level.
-
-    Returns:
-        One piece for each node that wrote some of the columns, and one for the source.
     """
-    by_writer: dict[str, list[str]] = {}
-    for column in node.reads:
-        by_writer.setdefault(node.writers[column], []).append(column)
-    pieces: list[Piece] = []
-    for writer, columns in by_writer.items():
-        if not writer:
-            assert source is not None, f"graph {graph.name!r} has no segment with the rows of its source"
-            keys = np.fromiter((r.ancestor(SOURCE).position for r in rows), np.int64, len(rows))
-            pieces.append(Piece(tuple(columns), keys, (source,), by_position=True))
-            continue
-        level = graph.level_of(writer)
-        owners = [r.ancestor(level) for r in rows]
-        keys = np.fromiter((r.id for r in owners), np.int64, len(rows))
-        parts = dict.fromkeys(r.parts[writer] for r in owners)
-        pieces.append(Piece(tuple(columns), keys, tuple(p.segment for p in parts)))
-    return pieces
+
+    def __init__(self, graph: Graph, source: Segment | None, node: Node, rows: Sequence[Row]) -> None:
+        by_writer: dict[str, list[str]] = {}
+        for column in node.reads:
+            by_writer.setdefault(node.writers[column], []).append(column)
+        self._source = source
+        self._found: list[tuple[tuple[str, ...], np.ndarray, list[Part] | None]] = []
+        """Columns, the keys of all rows, and the part of each; None: they are the source's."""
+        for writer, columns in by_writer.items():
+            level = graph.level_of(writer) if writer else SOURCE
+            owners = rows if level == node.level else [r.ancestor(level) for r in rows]
+            if writer:
+                keys = np.array([r.id for r in owners], np.int64)
+                self._found.append((tuple(columns), keys, [r.parts[writer] for r in owners]))
+            else:
+                assert source is not None, f"graph {graph.name!r} has no segment with the rows of its source"
+                self._found.append((tuple(columns), np.array([r.position for r in owners], np.int64), None))
+
+    def of(self, share: Sequence[int]) -> list[Piece]:
+        """The pieces of some of the rows.
+
+        Args:
+            share: indexes of rows, in the order in which they are wanted.
+
+        Returns:
+            One piece for each node that wrote some of the columns, and one for the source. Where no row is wanted, pieces have no keys,
+            and name a segment whose columns have the right types.
+        """
+        index = np.array(share, np.int64)
+        pieces: list[Piece] = []
+        for columns, keys, parts in self._found:
+            if parts is None:
+                assert self._source is not None
+                pieces.append(Piece(columns, keys[index], (self._source,), by_position=True))
+            else:
+                own = dict.fromkeys([parts[k] for k in share or (0,)])
+                pieces.append(Piece(columns, keys[index], tuple([part.segment for part in own])))
+        return pieces
+
+
+def find_pieces(graph: Graph, source: Segment | None, node: Node, rows: Sequence[Row]) -> list[Piece]:
+    """Where the columns that a node reads of these rows lie; arguments and result as of `Pieces`."""
+    return Pieces(graph, source, node, rows).of(range(len(rows)))

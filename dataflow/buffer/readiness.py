@@ -12,16 +12,13 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
+from operator import attrgetter
 from typing import Any
 
 from ..node import Node
 from .rows import Group, GroupState, Row, RowState
 from .wiring import Wiring
-
-
-def row_order(row: Row) -> tuple[int, int]:
-    """Sort key of the rows that a node claims: the oldest group comes first, and its rows in order of their sample ids."""
-    return row.group.id, row.id
 
 
 def group_order(group: Group) -> int:
@@ -39,7 +36,7 @@ class Readiness:
         number = len(wiring.graph.nodes)
         self._wiring = wiring
         self.row_queues: list[list[tuple[int, int]]] = [[] for _ in range(number)]
-        """Heaps of `row_order`."""
+        """Heaps of (group id, sample id), the order in which a node claims rows: the oldest group comes first."""
         self.group_queues: list[list[int]] = [[] for _ in range(number)]
         """Heaps of `group_order`."""
         self.num_rows = [0] * number
@@ -120,19 +117,20 @@ class Readiness:
 
     def offer_row(self, row: Row, i: int) -> None:
         """A row is ready for node i."""
-        heapq.heappush(self.row_queues[i], row_order(row))
+        heapq.heappush(self.row_queues[i], (row.group.id, row.id))
         self.num_rows[i] += 1
 
     def take_rows(self, i: int, number: int | None, known: Mapping[int, Row]) -> list[Row]:
-        """At most so many of the rows in flight that are ready for node i, in `row_order`."""
+        """At most so many of the rows in flight that are ready for node i, in their order."""
         queue, rows = self.row_queues[i], []
         if number is None or number >= len(queue):
             entries, queue[:] = sorted(queue), []
         else:
             entries = _popped(queue)
+        bit = 1 << i
         for _, id in entries:
             row = known.get(id)
-            if row is not None and not (row.skipped | row.done) >> i & 1:
+            if row is not None and not (row.skipped | row.done) & bit:
                 rows.append(row)
                 if len(rows) == number:
                     break
@@ -146,7 +144,8 @@ class Readiness:
         quorum = self._wiring.quorum[i]
         if quorum:
             return sorted((group.order or {})[i][:quorum], key=_id)
-        return sorted((r for r in group.levels[self._wiring.level[i]] if not r.skipped >> i & 1), key=_id)
+        bit = 1 << i
+        return sorted([r for r in group.levels[self._wiring.level[i]] if not r.skipped & bit], key=_id)
 
     def num_offered(self, group: Group, i: int) -> int:
         """How many these are."""
@@ -237,12 +236,13 @@ class Readiness:
         """Nothing issued so far is left for this node to do."""
         return self.todo[self._wiring.index[node.name]] == 0 and self.unfinished_levels[node.level] == 0
 
-    def groups_until(self, node: Node, version: int) -> tuple[int, int]:
-        """Groups whose generation began at this version or before and that this node (which updates) has not claimed:
-        how many, and how many of them were offered to it."""
+    def not_offered_until(self, node: Node) -> list[tuple[int, int]]:
+        """Groups that this node (which updates) has not claimed and that were not offered to it: for each version at which the
+        generation of some unclaimed group began, how many of them began at it or before, in the order of the versions."""
         i = self._wiring.index[node.name]
         unclaimed, offered = self.unclaimed_of[i], self.offered_of[i]
-        return sum(unclaimed[v] for v in unclaimed if v <= version), sum(offered[v] for v in offered if v <= version)
+        versions = sorted(unclaimed)
+        return list(zip(versions, accumulate(unclaimed[v] - offered.get(v, 0) for v in versions), strict=True))
 
 
 def _popped(heap: list[Any]) -> Iterator[Any]:
@@ -251,5 +251,4 @@ def _popped(heap: list[Any]) -> Iterator[Any]:
         yield heapq.heappop(heap)
 
 
-def _id(row: Row) -> int:
-    return row.id
+_id = attrgetter("id")

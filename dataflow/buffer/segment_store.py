@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from pathlib import Path
 
 from .segment_files import FETCHED, FREE, MAX_FREE_BYTES, NEW, recycle
@@ -41,8 +42,14 @@ class SegmentStore:
     def published(self, segment: Segment) -> None:
         """A live row refers to this segment."""
         stream, sequence = _stream_of(segment)
-        files = self._live.setdefault(stream, _LiveFiles())
-        before, files.latest = files.latest, max(files.latest, sequence)
+        files = self._live.get(stream)
+        if files is None:
+            files = self._live[stream] = _LiveFiles()
+        before = files.latest
+        if sequence == before and sequence in files.offsets:
+            files.offsets[sequence].add(segment.offset)
+            return
+        files.latest = max(before, sequence)
         files.offsets.setdefault(sequence, set()).add(segment.offset)
         if before < files.latest and not files.offsets.get(before, {0}):  # complete now, and empty already
             self._delete(stream, before)
@@ -55,9 +62,9 @@ class SegmentStore:
         """
         for segment in segments:
             stream, sequence = _stream_of(segment)
-            files = self._live.get(stream, _LiveFiles())
-            offsets = files.offsets.get(sequence, set())
-            if segment.offset not in offsets:
+            files = self._live.get(stream)
+            offsets = files.offsets.get(sequence) if files is not None else None
+            if files is None or offsets is None or segment.offset not in offsets:
                 raise ValueError(f"{segment} is freed, but is not live: never published, or freed before")
             offsets.remove(segment.offset)
             if not offsets and (sequence < files.latest or stream[:2] in self._ended):
@@ -132,10 +139,15 @@ def delete_local(folder: Path, here: str, node: str, file: str, max_free_bytes: 
 
 
 def _stream_of(segment: Segment) -> tuple[tuple[str, str, int], int]:
-    match = FILE.fullmatch(segment.file)
+    return _stream(segment.node, segment.file)
+
+
+@lru_cache(maxsize=1 << 14)  # a driver is told of some segments for each row, in few files
+def _stream(node: str, file: str) -> tuple[tuple[str, str, int], int]:
+    match = FILE.fullmatch(file)
     if match is None:
-        raise ValueError(f"a segment's file is named writer.stream.sequence.arrows, not {segment.file!r}")
-    return (segment.node, match[1], int(match[2])), int(match[3])
+        raise ValueError(f"a segment's file is named writer.stream.sequence.arrows, not {file!r}")
+    return (node, match[1], int(match[2])), int(match[3])
 
 
 def _file_name(stream: tuple[str, str, int], sequence: int) -> str:

@@ -52,7 +52,7 @@ class StoredParts:
         num_bytes = 0.0
         for row in rows:
             for part in row.parts.values():
-                num_bytes += part.segment.num_bytes / part.written
+                num_bytes += part.row_bytes
                 part.rows -= 1
                 if not part.rows:
                     self._free(part)

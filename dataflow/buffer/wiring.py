@@ -30,6 +30,13 @@ class Wiring:
         self._parent_level = {lv: graph.parent_level(lv) for lv in range(1, self.num_levels)}
         self.needs = [self._needs(n) for n in nodes]
         """For each node, (level, mask of nodes of that level) that must be done with a row before the row is ready."""
+        self.first_on_level = [
+            [i for i in own if not any(level == lv for level, _ in self.needs[i])]
+            for lv, own in enumerate(self.on_level)
+        ]
+        """Level -> its nodes that a new row may be ready for."""
+        self.behind_on_level = [sum(self.behind[i] for i in own) for own in self.on_level]
+        """Level -> how many of its nodes follow behind."""
         self.then = [[j for j, m in enumerate(nodes) if n.name in m.after and n.makes_level != m.level] for n in nodes]
         """For each node, the nodes that a row may become ready for when it is done: on the row's level, and on deeper ones."""
         self.downstream = [self._downstream(n) for n in nodes]
@@ -44,7 +51,11 @@ class Wiring:
 
     def is_ready(self, row: Row, i: int) -> bool:
         """Whether all nodes that node i waits for are done with a row and its ancestors."""
-        return all(row.ancestor(level).done & mask == mask for level, mask in self.needs[i])
+        for level, mask in self.needs[i]:
+            owner = row if level == row.level else row.ancestor(level)
+            if owner.done & mask != mask:
+                return False
+        return True
 
     def is_cut_off(self, row: Row, i: int) -> bool:
         """Whether node i waits for a node that will never be done with an ancestor of the row."""

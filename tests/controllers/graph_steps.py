@@ -75,5 +75,5 @@ def work(run: Any, name: str, number: int | None = None, *, version: int | None 
     run.ledger.finish(lease)
 
 
-def share(schedule: Any, run: Any, name: str, version: int = 0) -> Share | None:
-    return schedule.share(run, run.graph[name], version)
+def share(schedule: Any, run: Any, name: str, version: int = 0, **where: int) -> Share | None:
+    return schedule.share(run, run.graph[name], version, **where)

@@ -127,7 +127,7 @@ def test_an_expansion_names_a_parent_that_it_was_not_given(tmp_path: Path):
 
 
 class Stubborn(Synchronous):
-    def share(self, train: Any, node: Any, version: int) -> Share | None:
+    def share(self, train: Any, node: Any, version: int, replicas: int = 1) -> Share | None:
         return None if node.name == "centred" else super().share(train, node, version)
 
 

@@ -62,6 +62,43 @@ def test_an_update_takes_parts_of_at_least_the_least_size_and_the_rest_of_its_ba
     assert found == [None, part, None, part, rest, None], "the sixth is of the next batch"
 
 
+@pytest.mark.parametrize(
+    "schedule", [Pipelined(prompts_per_step=8), Asynchronous(prompts_per_step=8, groups_per_part=2, max_staleness=1)]
+)
+def test_every_replica_has_a_group_of_each_part_where_the_batch_has_so_many(schedule: Training):
+    train = graph_steps.training()
+    train.issue(12, 1)
+    found: list[int] = []
+    for _ in range(8):
+        graph_steps.work(train, "answered", 1, version=0)
+        graph_steps.work(train, "kept", 1)
+        share = graph_steps.share(schedule, train, "actor.update", replicas=3)
+        found.append((share.max_groups or 0) * (-1 if share.last else 1) if share else 0)
+        if share is not None:
+            graph_steps.work(train, "actor.update", share.max_groups)
+    assert found == [0, 0, 3, 0, 0, 0, 0, -5], (
+        "after a second part of three, two groups would be left for three replicas"
+    )
+    graph_steps.work(train, "answered", version=0)
+    graph_steps.work(train, "kept")
+    train.taken.clear()
+    assert graph_steps.share(schedule, train, "actor.update", replicas=9) is None, "the batch is not complete"
+    assert graph_steps.share(schedule, train, "actor.update", replicas=2) == Share(4, last=False)
+
+
+def test_groups_that_are_due_are_kept_for_later_batches():
+    train, schedule = graph_steps.training(), Asynchronous(prompts_per_step=2, max_staleness=2)
+    train.issue(6, 1)
+    old = train.ledger.claim(train.graph["answered"], max_rows=3, version=0)
+    graph_steps.work(train, "answered", version=0)
+    graph_steps.work(train, "kept")
+    assert old is not None
+    found = [graph_steps.share(schedule, train, "actor.update", version=version) for version in (0, 1, 2)]
+    assert found == [Share(2), Share(1, last=False), None], (
+        "three that began with version 0 must be trained by version 2"
+    )
+
+
 def test_an_update_that_is_ready_at_once_takes_no_more_than_its_batch():
     train, schedule = graph_steps.training(), Pipelined(prompts_per_step=3)
     train.issue(5, 1)

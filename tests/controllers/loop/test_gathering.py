@@ -10,7 +10,7 @@ from weft.algorithms.filters import first_of_group
 from weft.controllers.cursor import positions
 from weft.controllers.graph_run import TrainingRun
 from weft.controllers.group import Call, UnderWay
-from weft.controllers.loop.gathering import MAX_ROWS, MAX_WAIT_S, Gathering
+from weft.controllers.loop.gathering import MANY_CALLS, MAX_ROWS, MAX_WAIT_S, Gathering
 from weft.dataflow.buffer.leases import Published
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.graph import Graph
@@ -94,6 +94,18 @@ def test_a_complete_group_waits_for_nothing():
     assert not run.holds()
     run.begin()
     assert run.gathering.next_end_s is None
+
+
+@pytest.mark.parametrize("made", [toy_grpo, raced])
+def test_where_many_calls_bring_rows_complete_groups_wait_for_more_unless_a_quorum_waits(made: Any):
+    run = generation(made)
+    run.under_way = UnderWay(
+        Call(cast(Any, None), "generate", (0,), ledger=run.ledger, lease=run.lease) for _ in range(MANY_CALLS)
+    )
+    run.answer(0, SAMPLES, finished=True)
+    assert run.holds() == (made is toy_grpo)
+    run.now += MAX_WAIT_S
+    assert not run.holds()
 
 
 def test_rows_that_nobody_adds_to_do_not_wait():

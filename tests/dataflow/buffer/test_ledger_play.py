@@ -433,10 +433,9 @@ class Play:
         if n.operation.updates:
             i = self.ledger.live.wiring.index[n.name]
             live = [self.ledger.live.groups[group.id] for group in unclaimed]
-            for version in range(-1, 6):
-                due = [g for g in live if g.version is not None and g.version <= version]
-                on_offer = sum(g.offered >> i & 1 for g in due)
-                assert readiness.groups_until(n, version) == (len(due), on_offer)
+            begun = [(g.version, g.offered >> i & 1) for g in live if g.version is not None]
+            until = {v: sum(not offered for other, offered in begun if other <= v) for v, _ in begun}
+            assert readiness.not_offered_until(n) == sorted(until.items())
 
 
 def play(seed: int, number: int) -> int:

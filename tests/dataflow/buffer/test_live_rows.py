@@ -68,23 +68,23 @@ def test_groups_of_a_version_are_counted_until_an_update_claims_them():
     ledger.issue([0, 1], [1, 1], step=0)
     update = node(ledger, "update")
 
-    def until(version: int) -> tuple[int, int]:
-        return ledger.readiness.groups_until(update, version)
+    def not_offered() -> list[tuple[int, int]]:
+        return ledger.readiness.not_offered_until(update)
 
     first = claim(ledger, "generate", max_rows=1, version=3)
     second = claim(ledger, "generate", version=5)
-    assert [until(v) for v in (2, 3, 4, 5)] == [(0, 0), (1, 0), (1, 0), (2, 0)]
+    assert not_offered() == [(3, 1), (5, 2)]
     expand(ledger, first, 2)
     ledger.finish(first)
     ledger.release(second)
-    assert until(5) == (1, 0), "the generation of the second group begins again"
+    assert not_offered() == [(3, 1)], "the generation of the second group begins again"
     do(ledger, "score")
     do(ledger, "advantages")
-    assert [until(v) for v in (2, 3)] == [(0, 0), (1, 1)]
+    assert not_offered() == [(3, 0)]
     lease = claim(ledger, "update")
-    assert until(5) == (0, 0)
+    assert not_offered() == []
     ledger.release(lease)
-    assert until(5) == (1, 1)
+    assert not_offered() == [(3, 0)]
 
 
 def test_some_rows_of_a_lease_go_back_and_it_holds_the_others():

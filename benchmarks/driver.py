@@ -1,0 +1,61 @@
+"""What the driver costs, and what it does beside its work.
+
+    python benchmarks/driver.py                                              # all figures; 1e6 rows in flight take some minutes
+    python benchmarks/driver.py --only row_us --rows 100000 --profile 40     # the functions that take the time, slower for being watched
+
+| figure | what it is | wanted |
+|---|---|---|
+| `row_us` | microseconds of the driver's CPU time for a row, in all, with the most rows in flight that were asked for | 20 |
+| `call_rank_us` | the same for a call, for each rank that it goes to | 200 |
+| `growth_1e3_to_1e6` | a row's cost with 1e6 rows in flight divided by that with 1e3, with equal steps and ranks | 1.3 |
+
+Each is a function in a module of `driver/`. The last line printed is one JSON object; a figure that was not asked for is null.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parent / "driver"))
+
+
+def _figure(module: str, function: str, *arguments: Any) -> Any:
+    """What a function of a module in `driver/` measures; imported when it is asked for."""
+    return getattr(importlib.import_module(module), function)(*arguments)
+
+
+FIGURES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "row_us": lambda asked: _figure("row_cost", "row_us", asked.rows, asked.ranks, asked.profile),
+    "call_rank_us": lambda asked: {"call_rank_us": _figure("call_cost", "call_rank_us", asked.ranks)},
+    "growth_1e3_to_1e6": lambda _: _figure("row_cost", "growth", (1_000, 1_000_000)),
+}
+"""Each returns its own figure, and details beside it."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(FIGURES), default=list(FIGURES), metavar="FIGURE")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        nargs="+",
+        default=(1_000, 10_000, 100_000, 1_000_000),
+        help="rows in flight for row_us; each number is a run of its own",
+    )
+    parser.add_argument("--ranks", type=int, default=512, help="that generate, and as many that train")
+    parser.add_argument("--profile", type=int, default=0, help="how many of the functions that take most time to show")
+    asked = parser.parse_args()
+    figures: dict[str, Any] = dict.fromkeys(FIGURES)
+    for name in asked.only:
+        figures |= FIGURES[name](asked)
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

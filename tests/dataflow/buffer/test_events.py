@@ -1,0 +1,64 @@
+"""Events and their records: what is written of an event is read as the same event."""
+
+import json
+
+import pytest
+
+from weft.dataflow.buffer.events import (
+    Claim,
+    Drop,
+    Event,
+    Finish,
+    Issue,
+    Lose,
+    Offer,
+    Publish,
+    Release,
+    SetSource,
+    from_record,
+    to_json,
+)
+
+SEGMENT = ["n0", 'file "0"', 7, 12, 99]
+EVENTS: list[Event] = [
+    Issue(4, 2, 1, [7, 8], [3, 5]),
+    Issue(4, 2, 1, [], []),
+    SetSource(SEGMENT),
+    Claim(3, "score", [4, 5]),
+    Claim(3, 'a "node"', [], rows=5, groups=2, stale=[1, 2, "wait"], version=0, holder="über"),
+    Publish(3, [4], [7]),
+    Publish(3, [4, 5], [7, 9], SEGMENT),
+    Publish(3, [4], [7], SEGMENT, [2], [1], []),
+    Publish(3, [4], [7], None, [2], [1], []),
+    Publish(3, [4], [7], SEGMENT, [2], [1], [1]),
+    Publish(3, [4], [7], SEGMENT, None, [1], []),
+    Publish(3, [4], [7], SEGMENT, [2], [1], None),
+    Publish(3, [], [], None, [], [], [1, 2]),
+    Finish(3),
+    Finish(3, step=0),
+    Release(3, "given\nback"),
+    Release(3, "some", ids=[5]),
+    Drop("score", [4], "it failed"),
+    Lose(2, "gone"),
+    Lose(2, "gone", again=False),
+    Offer("first", 2),
+]
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=str)
+def test_an_event_is_read_as_it_was_written(event: Event):
+    text = to_json(event, 'a "graph"')
+    assert "\n" not in text and " " not in text.replace("a \\", "").replace("file \\", "").replace("it failed", "")
+    record = json.loads(text)
+    assert record["graph"] == 'a "graph"' and from_record(record) == event
+
+
+def test_what_has_its_default_is_left_out():
+    assert json.loads(to_json(Claim(3, "score", [4]), "train")) == {
+        "do": "claim",
+        "graph": "train",
+        "lease": 3,
+        "node": "score",
+        "ids": [4],
+    }
+    assert to_json(Publish(3, [4], [7]), "train") == '{"do":"publish","graph":"train","lease":3,"ids":[4],"tokens":[7]}'
