@@ -119,7 +119,7 @@ class Driver:
         def accept(point: ResumePoint | None) -> None:
             check_resumes(self._spec, handles, point)
 
-        self.directory, self._point = open_run(resume, Path(root), name, accept)
+        self.directory, self._point = open_run(resume, Path(root), name, accept, checkpoint.copy_to)
         shown = Progress(schedule.steps, self.directory.path, display, show_every=show_every)
         self._history = RunHistory(shown, FullDisk(self.directory.path, shown))
         self._described = {"settings": settings, "buffer": dict(buffer), **_described(self._spec, handles)}

@@ -33,6 +33,7 @@ from .loop.recording import Recording
 from .loop.replies import Remedies, Replies
 from .loop.run_parts import RunParts
 from .recovery.checkpoints import CheckpointFolder, has_state
+from .recovery.copies import END_S, LEAVE_S, copies_of
 from .recovery.failures import Failures
 from .recovery.lost_nodes import LostNodes
 from .recovery.resume import ResumePoint
@@ -84,7 +85,8 @@ class Run:
         weights = WeightSync(spec.follows, groups, partial, spec.backend.cancel)
         failures = Failures(self._backend, weights, history.progress, self._disk, history.failures, spec.call_timeout_s)
         saved = [group for group in groups.values() if has_state(group.handle)]
-        folder = CheckpointFolder(directory, spec.checkpoint)
+        self._copies = copies_of(directory.path, spec.checkpoint)
+        folder = CheckpointFolder(directory, spec.checkpoint, self._copies.add if self._copies else lambda step: None)
         self._saving = Saving(folder, spec.checkpoint, saved, spec.call_timeout_s)
         told, lease_s = history.progress.recorded, spec.buffer.lease_deadline_s
         recording = Recording(spec.record_every, schedule.prompts_per_step, samples, lease_s, told)
@@ -118,6 +120,8 @@ class Run:
 
     def _load(self, point: ResumePoint) -> None:
         self._saving.resume(point.state.step)
+        if self._copies is not None:
+            self._copies.resume()
         for name, group in self.groups.items():
             if has_state(group.handle):
                 self.call(group, "load_checkpoint", path=point.path / name)
@@ -138,6 +142,7 @@ class Run:
         if self._spec.checkpoint.writes:
             self._save_to_the_end()
         self._disk.write(self._directory.flush)
+        self._end_copies(END_S)
         self._history.progress.ended(self._closing.ending)
         self.ended = True
 
@@ -251,6 +256,7 @@ class Run:
 
     def _save(self) -> None:
         """Take the checkpoint that is being written further, and begin the one that is due: no update is under way then."""
+        self._tell_of_copies()
         progressed = self._saving.advance(self._directory.values)
         self._calls.queue(progressed.requests)
         if given_up := progressed.given_up:
@@ -283,6 +289,15 @@ class Run:
         self._saving.finish(self._train.step, anew=anew)
         self._until(self._is_saved)
 
+    def _tell_of_copies(self) -> None:
+        for note in self._copies.take_notes() if self._copies is not None else ():
+            self._history.progress.say(note)
+
+    def _end_copies(self, timeout_s: float) -> None:
+        if self._copies is not None:
+            self._copies.close(timeout_s)
+            self._tell_of_copies()
+
     def _is_saved(self) -> bool:
         """Take a turn of saving; returns whether nothing is left to save."""
         self._save()
@@ -298,6 +313,7 @@ class Run:
     def _leave(self) -> NoReturn:
         """Save the run, record what it is through with, and end the process."""
         self._save_as_it_stands()
+        self._end_copies(LEAVE_S)
         self._history.progress.left(self._saving.folder.path)
         raise SystemExit(0)
 
@@ -344,6 +360,7 @@ class Run:
         self.closed = True
         try:
             self._saving.close()
+            self._end_copies(0.0)
         finally:
             try:
                 self._backend.close()

@@ -91,10 +91,7 @@ class RunDirectory:
         require_folder(root, f"root {str(root)!r}", private=False)
         path = _unused(root.resolve()) if name is None else root.resolve() / name
         if aside and is_used(path):
-            lock = hold(path) if path.is_dir() else None  # refused while its driver lives
-            set_aside(path, "begun")
-            if lock is not None:
-                lock.release()
+            set_run_aside(path)
         require_folder(path, f"run directory {str(root / path.name)!r}")
         lock = hold(path)
         if is_used(path):
@@ -343,6 +340,19 @@ def _last_epoch(run: Path) -> int:
         return int(json.loads((run / CONFIG).read_text())["starts"]) + 1
     except (OSError, ValueError, TypeError, KeyError):
         return last_epoch(run / BUFFER / LOG)
+
+
+def set_run_aside(path: Path) -> Path:
+    """Move what stands where a run is to be to `NAME.begun-1` (or -2, ...); returns where it is then.
+
+    Raises:
+        UserError: its driver lives.
+    """
+    lock = hold(path) if path.is_dir() else None
+    aside = set_aside(path, "begun")
+    if lock is not None:
+        lock.release()
+    return aside
 
 
 def is_used(path: Path) -> bool:

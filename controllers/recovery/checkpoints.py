@@ -48,6 +48,10 @@ class CheckpointConfig(Config):
     best: str | None = None
     """A metric, such as "eval/reward/mean": the checkpoint of the step at which it was largest is kept too. With a "-" in front,
     smallest."""
+    copy_to: str | None = None
+    """An address, such as "s3://bucket/runs" or "gs://bucket/runs", or a path. Each checkpoint is copied to a folder of the run's name
+    there, in the background, with what is needed to go on from it on another machine. `resume="latest"` looks there if there is no
+    checkpoint of the run under `root`. Credentials come from the environment."""
 
     @property
     def writes(self) -> bool:
@@ -66,9 +70,13 @@ class CheckpointFolder:
     Args:
         run: the directory of the run.
         config: which checkpoints are kept.
+        on_complete: called in another thread with the step of each checkpoint that is complete.
     """
 
-    def __init__(self, run: RunDirectory, config: CheckpointConfig) -> None:
+    def __init__(
+        self, run: RunDirectory, config: CheckpointConfig, on_complete: Callable[[int], None] = lambda step: None
+    ) -> None:
+        self._on_complete = on_complete
         self.path = run.path / FOLDER
         self._run = run
         self._config = config
@@ -124,6 +132,7 @@ class CheckpointFolder:
         if replaced.exists():
             remove(replaced)
         self._prune(values)
+        self._on_complete(step)
 
     def discard(self, step: int) -> None:
         """Remove an unfinished checkpoint."""

@@ -18,9 +18,10 @@ from ...dataflow.errors import UserError, nearest
 from ...dataflow.graph import Graph
 from ..backends.backend import this_node
 from ..cursor import CURSOR
-from ..run_directory import RunDirectory, check_name, check_rights, hold, is_used
+from ..run_directory import RunDirectory, check_name, check_rights, hold, is_used, require_folder, set_run_aside
 from ..run_lock import RunLock
 from .checkpoints import FOLDER, complete_checkpoints, has_checkpoints, restore_replaced, step_of
+from .remote_run import FAILURES, RemoteRun
 from .run_state import RunState
 
 WITHOUT_ROWS = "resume='weights' goes on from models, optimizers and the place in the data, without the rows in flight"
@@ -122,7 +123,11 @@ def _wrong_before(position: Position, log: Path) -> list[str]:
 
 
 def open_run(
-    resume: str | Path, root: Path, name: str | None, accept: Callable[[ResumePoint | None], None]
+    resume: str | Path,
+    root: Path,
+    name: str | None,
+    accept: Callable[[ResumePoint | None], None],
+    copy_to: str | None = None,
 ) -> tuple[RunDirectory, ResumePoint | None]:
     """Hold the run that a driver is to do, a new one (None) or one that goes on from a checkpoint. Its directory notes why.
 
@@ -132,6 +137,7 @@ def open_run(
         root: the folder of all runs.
         name: of the run.
         accept: raises UserError when the driver cannot go on from this checkpoint.
+        copy_to: where checkpoints are copied to. If the run `name` is to go on and has none here, it is fetched from there.
 
     Raises:
         UserError: another driver holds the run, there is no such folder, or it is damaged.
@@ -139,6 +145,7 @@ def open_run(
     if name is not None:
         check_name(name, "name")
         check_rights(root.resolve() / name)
+    fetched = _fetch(resume, root.resolve(), name, copy_to) if copy_to is not None else ""
     run, looked = _where(resume, root, name)
     if run is not None:
         check_rights(run)
@@ -148,13 +155,34 @@ def open_run(
             point = _at(at, run) if is_checkpoint(at) else find_checkpoint(run, with_rows=resume != "weights")
             accept(point)
             if point is not None:
-                return point.reopen(lock), point
+                directory = point.reopen(lock)
+                directory.notes += [fetched] if fetched else []
+                return directory, point
         except BaseException:
             lock.give_back()
             raise
         lock.give_back()
     accept(None)
     return RunDirectory.create(root, name, aside=resume == "latest", why=looked), None
+
+
+def _fetch(resume: str | Path, root: Path, name: str | None, address: str) -> str:
+    """Fetch a run that is to go on and has no checkpoint here, if there is a copy of it; returns what was done."""
+    remote = RemoteRun.at(address, name or "run")
+    if resume not in ("latest", "weights") or name is None or has_checkpoints(root / name):
+        return ""
+    run = root / name
+    try:
+        if not remote.steps():
+            return ""
+        require_folder(root, f"root {str(root)!r}", private=False)
+        aside = f"; what was there is in {set_run_aside(run).name}" if run.exists() else ""
+        step = remote.fetch(run)
+    except FAILURES as error:
+        raise UserError(f"the copy of the run at {remote} cannot be read: {error}") from error
+    if step is None:
+        raise UserError(f"no copy of the run at {remote} is sound")
+    return f"the run was fetched from {remote}, with its checkpoint of step {step}{aside}"
 
 
 def open_buffer(

@@ -136,6 +136,32 @@ def archive(log: Path, descriptor: int, start: FileStart, end: int, checksum: in
     _write_part(part, _bounded(descriptor, start.header_bytes, start.place(end)), disk)
 
 
+def part_before(log: Path, end: int, checksum: int) -> tuple[str, Iterator[bytes]] | None:
+    """The records of a log's file before a position as a part, for another place.
+
+    Args:
+        log: the file of the log.
+        end: byte of the log behind the last record of the part.
+        checksum: of that record.
+
+    Returns:
+        The name of the part and its compressed bytes; None if the file begins there or later.
+    """
+    start = start_of(log)
+    if start.offset >= end:
+        return None
+
+    def packed() -> Iterator[bytes]:
+        with log.open("rb") as file:
+            now = file_start(file)
+            if now != start:
+                raise OSError(f"{log} was cut meanwhile")
+            for data in _bounded(file.fileno(), now.header_bytes, now.place(end)):
+                yield pa.compress(data, codec="zstd", asbytes=True)
+
+    return _part(log, (start.offset, start.checksum), (end, checksum)).path.name, packed()
+
+
 def drop_parts_behind(log: Path, start: FileStart) -> None:
     """Remove parts of records that do not lie before the log's file: the log was never cut there, or the run went back."""
     for part in _found(log):

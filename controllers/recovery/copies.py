@@ -1,0 +1,138 @@
+"""Copies: writes each checkpoint to another place as well (`CheckpointConfig.copy_to`), in the background.
+
+    complete ──add──> waiting ──> being copied ──> copied
+                         ^            │ failed: said, and tried again after a pause
+                         └────────────┘ (given up when a later checkpoint waits)
+
+Training never waits for a copy. A run that is at its end waits END_S for its last one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+from .checkpoints import FOLDER, CheckpointConfig, complete_checkpoints, step_of
+from .remote_run import FAILURES, RemoteRun
+
+FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 300.0
+"""Seconds until a copy that failed is tried again: at first, and at most."""
+END_S = 600.0
+"""Longest wait of a run that is at its end for the copy of its last checkpoint."""
+LEAVE_S = 60.0
+"""The same for a run that was asked to end."""
+
+
+def copies_of(run: Path, config: CheckpointConfig) -> Copies | None:
+    """The copies that the settings of a run ask for, if any.
+
+    Args:
+        run: the directory of the run.
+        config: its settings.
+
+    Raises:
+        UserError: the address cannot be used.
+    """
+    return Copies(run, RemoteRun.at(config.copy_to, run.name)) if config.copy_to is not None else None
+
+
+class Copies:
+    """Copies the latest checkpoint of a run, one at a time, in a thread.
+
+    Args:
+        run: the directory of the run.
+        remote: where the copies go.
+        first_pause_s: seconds until a copy that failed is tried again for the first time.
+    """
+
+    def __init__(self, run: Path, remote: RemoteRun, *, first_pause_s: float = FIRST_PAUSE_S) -> None:
+        self._run, self._remote, self._first_pause_s = run, remote, first_pause_s
+        self._changed = threading.Condition()
+        self._waiting: int | None = None
+        self._again = True
+        self._busy = False
+        self._closing = False
+        self._notes: list[str] = []
+        self.copied: list[int] = []
+        """Steps whose checkpoints were copied."""
+        self._thread = threading.Thread(target=self._work, name="copies of checkpoints", daemon=True)
+        self._thread.start()
+
+    def resume(self) -> None:
+        """Copy the latest checkpoint that is there, if an earlier start of the run did not come to it."""
+        latest = next(iter(complete_checkpoints(self._run / FOLDER)), None)
+        if latest is not None:
+            self.add(step_of(latest), again=False)
+
+    def add(self, step: int, *, again: bool = True) -> None:
+        """The checkpoint of a step is complete. It takes the place of an earlier one that is not being copied yet.
+
+        Args:
+            step: of the checkpoint.
+            again: also if there is a copy of that step.
+        """
+        with self._changed:
+            self._waiting = step
+            self._again = again
+            self._changed.notify_all()
+
+    def take_notes(self) -> list[str]:
+        """What the user should know, a line each, said once."""
+        with self._changed:
+            notes, self._notes = self._notes, []
+        return notes
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        """Wait for the copies that are due, and end.
+
+        Args:
+            timeout_s: longest wait.
+        """
+        with self._changed:
+            done = self._changed.wait_for(lambda: self._waiting is None and not self._busy, timeout_s)
+            if not done and timeout_s:
+                self._notes.append(
+                    f"the last checkpoint was not copied to {self._remote} within {timeout_s:.0f} s; it is complete in {self._run}"
+                )
+            self._closing = True
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        pause_s = self._first_pause_s
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting is not None or self._closing)
+                if self._closing or self._waiting is None:
+                    return
+                step, self._waiting, self._busy = self._waiting, None, True
+                again = self._again
+            failure = self._copy(step, again=again)
+            with self._changed:
+                self._busy = False
+                if failure:
+                    self._notes.append(f"checkpoint of step {step} could not be copied to {self._remote}: {failure}")
+                    if self._waiting is None and (self._run / FOLDER / f"step_{step:06d}").exists():
+                        self._notes[-1] += f"; it is tried again in {pause_s:.3g} s"
+                        self._waiting, self._again = step, True
+                        self._busy = False
+                    self._changed.wait_for(lambda: self._closing, pause_s)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S) if failure else self._first_pause_s
+                self._changed.notify_all()
+
+    def _copy(self, step: int, *, again: bool) -> str:
+        """Copy a checkpoint; returns why it failed, empty when it did not."""
+        began = time.monotonic()
+        try:
+            if again or step not in self._remote.steps():
+                written = self._remote.copy(self._run, step)
+                self._remote.prune(self._run)
+                seconds = time.monotonic() - began
+                with self._changed:
+                    self.copied.append(step)
+                    self._notes.append(
+                        f"checkpoint of step {step} was copied to {self._remote} ({written / 1e6:.1f} MB, {seconds:.1f} s)"
+                    )
+        except FAILURES as error:
+            return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+        return ""

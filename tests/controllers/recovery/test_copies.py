@@ -1,0 +1,249 @@
+"""Checkpoints are copied to another place while the run goes on, and a run goes on from there where nothing is left of it here."""
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs as pf
+import pytest
+from saved_runs import SCHEDULES, Killed, run, trained
+
+from weft.controllers.recovery.checkpoints import FOLDER, CheckpointConfig, complete_checkpoints
+from weft.controllers.recovery.copies import Copies
+from weft.controllers.recovery.remote_run import RemoteRun
+from weft.controllers.run_directory import RunDirectory
+from weft.dataflow.buffer.check import check_log
+from weft.dataflow.errors import UserError
+
+
+class Bucket(pf.FileSystemHandler):
+    """A file system in a folder of this machine, which fails when it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.local = folder, pf.LocalFileSystem()
+        self.fails: Callable[[str], bool] = lambda path: False
+        self.loses: Callable[[str], bool] = lambda path: False
+        folder.mkdir()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
+    def at(self, path: str) -> str:
+        if self.fails(path):
+            raise OSError(f"the service is not available ({path})")
+        return str(self.folder / path.strip("/"))
+
+    def _named(self, info: pf.FileInfo) -> pf.FileInfo:
+        name = os.path.relpath(info.path, self.folder)
+        return pf.FileInfo(name, info.type, size=info.size if info.is_file else None, mtime=info.mtime)
+
+    def get_type_name(self) -> str:
+        return "bucket"
+
+    def get_file_info(self, paths: list[str]) -> list[pf.FileInfo]:
+        return [self._named(info) for info in self.local.get_file_info([self.at(path) for path in paths])]
+
+    def get_file_info_selector(self, selector: Any) -> list[pf.FileInfo]:
+        here = pf.FileSelector(self.at(selector.base_dir), selector.allow_not_found, selector.recursive)
+        return [self._named(info) for info in self.local.get_file_info(here)]
+
+    def create_dir(self, path: str, recursive: bool) -> None:
+        self.local.create_dir(self.at(path), recursive=recursive)
+
+    def delete_dir(self, path: str) -> None:
+        self.local.delete_dir(self.at(path))
+
+    def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
+        self.local.delete_dir_contents(self.at(path), missing_dir_ok=missing_dir_ok)
+
+    def delete_root_dir_contents(self) -> None:
+        raise NotImplementedError
+
+    def delete_file(self, path: str) -> None:
+        self.local.delete_file(self.at(path))
+
+    def move(self, src: str, dest: str) -> None:
+        self.local.move(self.at(src), self.at(dest))
+
+    def copy_file(self, src: str, dest: str) -> None:
+        self.local.copy_file(self.at(src), self.at(dest))
+
+    def open_input_stream(self, path: str) -> Any:
+        return self.local.open_input_stream(self.at(path), compression=None)
+
+    def open_input_file(self, path: str) -> Any:
+        return self.local.open_input_file(self.at(path))
+
+    def open_output_stream(self, path: str, metadata: Any) -> Any:
+        lost = self.loses(path)
+        stream = self.local.open_output_stream(self.at(path), compression=None)
+        if lost:  # what is written goes nowhere
+            return pa.PythonFile(open(os.devnull, "wb"), mode="w")
+        return stream
+
+    def open_append_stream(self, path: str, metadata: Any) -> Any:
+        raise NotImplementedError
+
+    def normalize_path(self, path: str) -> str:
+        return path
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Bucket:
+    return Bucket(tmp_path / "bucket")
+
+
+def remote_of(bucket: Bucket) -> RemoteRun:
+    return RemoteRun(pf.PyFileSystem(bucket), "runs/run", "fake://runs/run")
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never became true"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES[:3], ids=lambda schedule: type(schedule).__name__)
+def test_a_run_goes_on_from_a_copy_where_nothing_is_left_of_it(
+    tmp_path: Path, schedule: Any, capsys: pytest.CaptureFixture[str]
+):
+    every = CheckpointConfig(every=2, copy_to=str(tmp_path / "copies"))
+
+    def see(metrics: Mapping[str, float]) -> None:
+        if metrics["step"] == 7:
+            until(lambda: 6 in RemoteRun.at(str(tmp_path / "copies"), "run").steps())
+
+    with pytest.raises(Killed):
+        run(tmp_path, schedule, kill_at=7, at_step=see, checkpoint=every, record_every=1)
+    shutil.rmtree(tmp_path / "run")
+    weights, metrics = run(tmp_path, schedule, checkpoint=every, record_every=1, resume="latest", progress=True)
+    said = capsys.readouterr().out
+    assert f"the run was fetched from {tmp_path / 'copies'}/run, with its checkpoint of step 6" in said
+    assert [row["step"] for row in metrics] == list(range(10)) and 2 * len(trained(weights)) == len(weights)
+    assert not check_log(tmp_path / "run" / "buffer").violations
+    assert "checkpoint of step 9 was copied to" in said
+    assert RemoteRun.at(str(tmp_path / "copies"), "run").steps()[0] == 9
+    private = [p for p in (tmp_path / "run" / FOLDER).rglob("*") if p.stat().st_mode & 0o077]
+    assert not private
+
+
+def test_what_was_begun_here_without_a_checkpoint_makes_way_for_the_copy(tmp_path: Path):
+    every = CheckpointConfig(every=2, copy_to=str(tmp_path / "copies"))
+    run(tmp_path, SCHEDULES[0], checkpoint=every)
+    (tmp_path / "run").rename(tmp_path / "first")
+    with pytest.raises(Killed):
+        run(tmp_path, SCHEDULES[0], kill_at=1, checkpoint=CheckpointConfig(every=5))
+    run(tmp_path, SCHEDULES[0], checkpoint=every, resume="latest")
+    assert (tmp_path / "run.begun-1").is_dir() and complete_checkpoints(tmp_path / "run" / FOLDER)
+    assert not list(tmp_path.glob(".run*"))
+
+
+def saved(tmp_path: Path) -> Path:
+    run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig(every=3, keep=3))
+    return tmp_path / "run"
+
+
+def test_a_copy_that_fails_is_said_and_tried_again_until_it_is_there(tmp_path: Path, bucket: Bucket):
+    here = saved(tmp_path)
+    left = [3]
+
+    def fails(path: str) -> bool:
+        left[0] -= path.endswith("rank_0.json") and left[0] > 0
+        return path.endswith("rank_0.json") and left[0] > 0
+
+    bucket.fails = fails
+    copies = Copies(here, remote_of(bucket), first_pause_s=0.01)
+    copies.add(9)
+    copies.close(30.0)
+    *failures, done = copies.take_notes()
+    assert len(failures) == 2 and all(
+        "the service is not available" in one and "tried again" in one for one in failures
+    )
+    assert "checkpoint of step 9 was copied to fake://runs/run" in done and copies.copied == [9]
+    assert remote_of(bucket).steps() == [9] and copies.take_notes() == []
+
+
+def test_a_service_that_is_gone_holds_nobody_up(tmp_path: Path, bucket: Bucket):
+    here = saved(tmp_path)
+    bucket.fails = lambda path: True
+    copies = Copies(here, remote_of(bucket), first_pause_s=60.0)
+    began = time.monotonic()
+    copies.add(6)
+    copies.add(9)
+    assert time.monotonic() - began < 1.0
+    until(lambda: bool(copies.take_notes()))
+    copies.close(0.05)
+    [said] = copies.take_notes()
+    assert "was not copied to fake://runs/run within 0 s" in said and str(here) in said
+
+
+def test_bytes_that_a_service_loses_are_noticed(tmp_path: Path, bucket: Bucket):
+    here = saved(tmp_path)
+    bucket.loses = lambda path: path.endswith("run.json")
+    with pytest.raises(OSError, match=r"run.json has 0 bytes, not the \d+ that were written"):
+        remote_of(bucket).copy(here, 9)
+    assert remote_of(bucket).steps() == [], "the manifest comes last"
+
+
+def test_a_copy_that_broke_off_or_is_damaged_is_not_used(tmp_path: Path, bucket: Bucket):
+    here = saved(tmp_path)
+    remote = remote_of(bucket)
+    for step in (3, 6, 9):
+        remote.copy(here, step)
+    at = bucket.folder / "runs" / "run" / FOLDER
+    (at / "step_000009" / "manifest.json").unlink()
+    (at / "step_000006" / "actor" / "rank_0.json").write_text("[0, []]")
+    assert remote.steps() == [6, 3]
+    assert remote.fetch(tmp_path / "again") == 3
+    assert [p.name for p in complete_checkpoints(tmp_path / "again" / FOLDER)] == ["step_000003"]
+
+
+def test_copies_of_checkpoints_that_are_not_kept_go(tmp_path: Path, bucket: Bucket):
+    here = saved(tmp_path)
+    remote = remote_of(bucket)
+    for step in (3, 6, 9):
+        remote.copy(here, step)
+    shutil.rmtree(here / FOLDER / "step_000003")
+    remote.prune(here)
+    assert remote.steps() == [9, 6] and not (bucket.folder / "runs" / "run" / FOLDER / "step_000003").exists()
+    assert len(list((bucket.folder / "runs" / "run" / "buffer").glob("*.checkpoint"))) == 2
+
+
+def test_a_start_copies_what_an_earlier_one_did_not_come_to(tmp_path: Path, bucket: Bucket):
+    copies = Copies(saved(tmp_path), remote_of(bucket))
+    copies.resume()
+    copies.close(30.0)
+    assert copies.copied == [9]
+    copies = Copies(tmp_path / "run", remote_of(bucket))
+    copies.resume()
+    copies.close(30.0)
+    assert copies.copied == [], "it is there"
+
+
+def test_an_address_with_a_password_and_one_that_is_none_are_refused(tmp_path: Path):
+    for address, says in (
+        ("s3://me:secret@bucket/x", "by the environment"),
+        ("", "is empty"),
+        ("gopher://x/y", "cannot be used"),
+    ):
+        with pytest.raises(UserError, match=says) as refused:
+            run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig(every=3, copy_to=address))
+        assert "secret" not in str(refused.value) and not (tmp_path / "run").exists()
+
+
+def test_a_run_that_has_its_checkpoint_here_does_not_ask_elsewhere(tmp_path: Path):
+    with pytest.raises(Killed):
+        run(tmp_path, SCHEDULES[0], kill_at=7, checkpoint=CheckpointConfig(every=2))
+    other = RunDirectory.create(tmp_path / "copies", "run")
+    assert other.lock is not None
+    other.lock.release()
+    run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig(every=2, copy_to=str(tmp_path / "copies")), resume="latest")
+    assert RemoteRun.at(str(tmp_path / "copies"), "run").steps()[0] == 9
