@@ -38,7 +38,7 @@ from .response_model import ResponseModel
 from .sharded_model import ShardedModel
 from .sharding import gradient_norm, join_mesh, local_part
 from .snapshot import Snapshot, SnapshotWriter, set_random_states
-from .stored_weights import open_weights
+from .stored_weights import open_stored
 
 
 class FsdpEngine:
@@ -94,7 +94,7 @@ class FsdpEngine:
         folder = node_folder(model)
         build = partial(build_causal_lm, model, folder, self.head, context.seed, activation_checkpointing=again)
         plain, skeleton = build(), build()
-        weights = open_weights(model, folder, plain, share=(context.rank, context.world_size))
+        weights = open_stored(model, folder, plain, share=(context.rank, context.world_size))
         response = ResponseModel(skeleton.causal_lm, scalar=scalar)
         response.requires_grad_(trained)
         made, adapter = dict(skeleton.made), None

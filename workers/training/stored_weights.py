@@ -48,7 +48,7 @@ class Weights(Protocol):
         ...
 
 
-def open_weights(model: str | Path, folder: Path, skeleton: Skeleton, *, share: tuple[int, int] = (0, 1)) -> Weights:
+def open_stored(model: str | Path, folder: Path, skeleton: Skeleton, *, share: tuple[int, int] = (0, 1)) -> Weights:
     """The weights of a model that was built from the same folder.
 
     Args:

@@ -1,0 +1,193 @@
+"""The bytes that each rank of a training group reads and holds while it loads a model, beside an equal share of the model.
+
+    python benchmarks/model_loading.py [--small]
+
+Eight processes (gloo) load one model of 69 million parameters, stored in bfloat16 and held in float32, by the engine that trains. Of each
+rank are counted the bytes that it read from files, and the most bytes that its tensors took at one time, temporaries included, until all
+of its parameters had values. The ratio is eight times the largest rank's bytes over those of the model: 1 if each rank reads and holds
+its part and nothing else, 8 if each loads all of it.
+
+`start_held_ratio` is the same until the engine is ready: it includes the forward passes that compare the model with `transformers`, in
+which embeddings, head and one layer are gathered, as in each step of training. `saving_held_ratio` is that of rank 0 while it saves a
+model, which it gathers on the host. The last line printed is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import queue
+import shutil
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+RANKS = 8
+TIMEOUT_S = 300.0
+
+
+class PeakBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that are alive, and the most there were at one time; files that are mapped do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._alive: set[int] = set()
+        self._mapped: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.from_file.default:
+            self._mapped.add(made.untyped_storage().data_ptr())
+        for leaf in tree_leaves(made):
+            local = getattr(leaf, "_local_tensor", leaf)
+            if type(local) is torch.Tensor and not local.is_meta:  # torch's fake tensors are of another class
+                self._count(local)
+        return made
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        where = storage.data_ptr()
+        if not where or where in self._mapped or where in self._alive:
+            return
+        self._alive.add(where)
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._freed, where, storage.nbytes())
+
+    def _freed(self, where: int, nbytes: int) -> None:
+        self._alive.discard(where)
+        self.now -= nbytes
+
+
+def save_model(folder: Path, small: bool) -> int:
+    """Save a model with random weights in bfloat16; returns its number of parameters."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    size = (64, 128, 8, 512) if small else (768, 2048, 8, 8192)
+    hidden, intermediate, layers, vocabulary = size
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 16,
+        num_key_value_heads=hidden // 16,
+    )
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="32MB")
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def load_rank(folder: Path, rank: int, ranks: int, answers: Queue[tuple[int, int, int, int]]) -> None:
+    """One rank: load the model, save it, and answer with (bytes read, held while it was loaded, until ready, while it was saved)."""
+    from weft.workers.training import fsdp
+    from weft.workers.training.engine import ModelConfig
+    from weft.workers.worker import Context
+
+    torch.set_num_threads(1)
+    context = Context("model", rank, ranks, f"file://{folder}/rendezvous")
+    config = ModelConfig(model=str(folder / "model"), gather="layerwise")
+    held = PeakBytes()
+    loaded = 0
+    find_agreement = fsdp.find_agreement
+
+    def after_loading(*arguments: Any, **settings: Any) -> Any:
+        nonlocal loaded
+        loaded = held.peak
+        return find_agreement(*arguments, **settings)
+
+    fsdp.find_agreement = after_loading
+    with held:
+        engine = fsdp.FsdpEngine(config, context)
+        started, held.peak = held.peak, held.now
+        engine.save(folder / "saved")
+    answers.put((engine.bytes_read, loaded, started, held.peak))
+    engine.close()
+
+
+def measure(*, ranks: int = RANKS, small: bool = False) -> dict[str, float]:
+    """Load a model on so many ranks of this machine.
+
+    Raises:
+        RuntimeError: a rank failed, or took too long.
+    """
+    import weft.workers.training.fsdp  # noqa: F401 - imported once, before the ranks are forked
+
+    folder = Path(tempfile.mkdtemp(prefix="weft-loading-"))
+    try:
+        parameters = save_model(folder / "model", small)
+        stored = sum(file.stat().st_size for file in (folder / "model").glob("*.safetensors"))
+        forks = multiprocessing.get_context("fork")
+        answers = forks.Queue()
+        started = [forks.Process(target=load_rank, args=(folder, rank, ranks, answers)) for rank in range(ranks)]
+        for process in started:
+            process.start()
+        try:
+            found = _answers(answers, started)
+        finally:
+            for process in started:
+                process.kill()
+                process.join()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    read, loaded, ready, saving = (max(each) for each in zip(*found, strict=True))
+    held = 4 * parameters
+    figures = {
+        "read_ratio": ranks * read / stored,
+        "held_ratio": ranks * loaded / held,
+        "start_held_ratio": ranks * ready / held,
+        "saving_held_ratio": ranks * saving / held,
+    }
+    ratio = max(figures["read_ratio"], figures["held_ratio"])
+    return {
+        "start_bytes_per_rank_ratio": round(ratio, 3),
+        **{name: round(value, 3) for name, value in figures.items()},
+        "model_bytes": held,
+        "ranks": ranks,
+    }
+
+
+def _answers(
+    answers: Queue[tuple[int, int, int, int]], ranks: Sequence[BaseProcess]
+) -> list[tuple[int, int, int, int]]:
+    found: list[tuple[int, int, int, int]] = []
+    end = time.monotonic() + TIMEOUT_S
+    while len(found) < len(ranks):
+        try:
+            found.append(answers.get(timeout=0.2))
+        except queue.Empty:
+            failed = [number for number, rank in enumerate(ranks) if rank.exitcode]
+            if failed or time.monotonic() > end:
+                late = f"{len(ranks) - len(found)} ranks did not load the model in {TIMEOUT_S:g} s"
+                raise RuntimeError(f"rank {failed[0]} failed" if failed else late) from None
+    return found
+
+
+def start_bytes_per_rank_ratio() -> float:
+    """Eight times the bytes that the largest of eight ranks reads or holds while it loads a model, over those of the model."""
+    return measure()["start_bytes_per_rank_ratio"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="a tiny model on two ranks, for the tests")
+    options = parser.parse_args()
+    print(json.dumps(measure(ranks=2 if options.small else RANKS, small=options.small)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

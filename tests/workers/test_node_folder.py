@@ -1,0 +1,97 @@
+"""A model of the Hugging Face hub is downloaded by one process of a node; the others wait, and say for whom."""
+
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub import try_to_load_from_cache
+
+from weft.dataflow.errors import RunError, UserError
+from weft.workers import node_folder
+from weft.workers.node_folder import node_folder as find
+
+MODEL = "somebody/tiny"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the hub."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path / "hub"), raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "hub"
+
+
+class Hub:
+    """Puts files into the cache as the hub's own client lays them out, and counts how often."""
+
+    def __init__(self, cache: Path, *files: str) -> None:
+        self.cache, self.files, self.downloads = cache, files, 0
+
+    def snapshot_download(self, model: str, allow_patterns: list[str]) -> str:
+        self.downloads += 1
+        repository = self.cache / f"models--{model.replace('/', '--')}"
+        snapshot = repository / "snapshots" / "abc"
+        snapshot.mkdir(parents=True, exist_ok=True)
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / "main").write_text("abc")
+        for name in self.files:
+            (snapshot / name).write_text('{"weight_map": {"x": "model-1.safetensors", "y": "model-2.safetensors"}}')
+        return str(snapshot)
+
+
+def hub(cache: Path, monkeypatch: pytest.MonkeyPatch, *files: str) -> Hub:
+    made = Hub(cache, *files)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", made.snapshot_download)
+    find_cached = partial(try_to_load_from_cache, cache_dir=cache)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", find_cached)
+    return made
+
+
+def test_processes_that_want_one_model_download_it_once(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    made = hub(cache, monkeypatch, "config.json", "model.safetensors")
+    with ThreadPoolExecutor(4) as threads:
+        folders = set(threads.map(lambda _: find(MODEL), range(4)))
+    assert made.downloads == 1
+    assert [folder.name for folder in folders] == ["abc"]
+
+
+def test_a_model_in_the_cache_whose_weights_are_lacking_is_downloaded(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    hub(cache, monkeypatch, "config.json", "model.safetensors.index.json", "model-1.safetensors").snapshot_download(
+        MODEL, []
+    )
+    made = hub(cache, monkeypatch, "config.json", "model-2.safetensors")
+    assert (find(MODEL) / "model-2.safetensors").is_file()
+    find(MODEL)
+    assert made.downloads == 1
+
+
+def test_what_was_downloaded_without_weights_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    hub(cache, monkeypatch, "config.json")
+    with pytest.raises(UserError, match="has no complete weights in safetensors files"):
+        find(MODEL)
+
+
+def test_a_wait_for_another_process_ends_and_names_it(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    hub(cache, monkeypatch, "config.json", "model.safetensors")
+    with (
+        node_folder._one_of_the_node(MODEL, 1),
+        pytest.raises(RunError, match=f"process {os.getpid()} of this node downloads it"),
+    ):
+        find(MODEL, wait_s=0.01)
+    assert find(MODEL).name == "abc"
+
+
+def test_a_path_is_never_asked_of_the_hub(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    made = hub(cache, monkeypatch, "config.json", "model.safetensors")
+    (tmp_path / "models").mkdir()
+    for name in ("models/qwne", "/no/such/folder", tmp_path / "nothing"):
+        with pytest.raises(UserError, match="no such folder"):
+            find(name)
+    assert made.downloads == 0
+    shutil.copytree(Path(made.snapshot_download(MODEL, [])), tmp_path / "models" / "own")
+    assert find("models/own") == Path("models/own")
