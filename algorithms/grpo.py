@@ -10,7 +10,7 @@ from .advantages import Estimator, group_advantages, group_normalized
 from .loss import Loss
 from .old_policy import needs_old_logprobs, old_logprobs
 from .policy_loss import PolicyLoss
-from .protocols import Policy, Reward, Rollout, Scorer
+from .protocols import Policy, Rewarder, Rollout, Scorer
 from .remax import greedy_baselines
 from .sampling import Sampling
 
@@ -20,7 +20,7 @@ def grpo(
     prompts: Any,
     *,
     rollout: Rollout,
-    reward: Reward,
+    reward: Rewarder,
     actor: Policy,
     reference: Scorer | None = None,
     n: int = 8,

@@ -9,7 +9,7 @@ from ..dataflow.tracing import graph
 from .loss import Loss
 from .old_policy import needs_old_logprobs, old_logprobs
 from .policy_loss import PolicyLoss
-from .protocols import Critic, Penalty, Policy, Reward, Rollout, Scorer
+from .protocols import Critic, Penalty, Policy, Rewarder, Rollout, Scorer
 from .rewards import outcome_rewards, token_rewards
 from .sampling import Sampling
 from .values import ValueLoss, critic_advantages
@@ -20,7 +20,7 @@ def ppo(
     prompts: Any,
     *,
     rollout: Rollout,
-    reward: Reward,
+    reward: Rewarder,
     actor: Policy,
     critic: Critic,
     reference: Scorer | None = None,

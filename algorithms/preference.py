@@ -42,7 +42,7 @@ from ..dataflow.takes import GROUPS
 from ..dataflow.tracing import graph
 from .loss import Loss
 from .preference_loss import DesirabilityLoss, PreferenceLoss
-from .protocols import Reward, Rollout, Scorer, Trainable
+from .protocols import Rewarder, Rollout, Scorer, Trainable
 from .sampling import Sampling
 
 
@@ -195,7 +195,7 @@ def online_dpo(
     prompts: Any,
     *,
     rollout: Rollout,
-    reward: Reward,
+    reward: Rewarder,
     actor: Trainable,
     reference: Scorer | None = None,
     n: int = 8,

@@ -20,7 +20,7 @@ class Rollout(Protocol):
         ...
 
 
-class Reward(Protocol):
+class Rewarder(Protocol):
     """Scores responses (`workers/reward.py`, `workers/reward_model.py`)."""
 
     def score(self, samples: Any, *, into: str = "reward") -> Any:

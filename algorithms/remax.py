@@ -6,12 +6,12 @@ from typing import Any
 
 from ..dataflow.column import BASELINE_REWARD
 from ..dataflow.tracing import graph
-from .protocols import Reward, Rollout
+from .protocols import Rewarder, Rollout
 from .sampling import Sampling
 
 
 @graph
-def greedy_baselines(prompts: Any, *, rollout: Rollout, reward: Reward, sampling: Sampling = Sampling()) -> Any:
+def greedy_baselines(prompts: Any, *, rollout: Rollout, reward: Rewarder, sampling: Sampling = Sampling()) -> Any:
     """The greedy response to each prompt, with its reward as `baseline_reward` (ReMax, arXiv:2310.10505, algorithm 1).
 
     What is generated from these rows carries it: the estimator `greedy_baseline` takes it off the reward. `grpo` has this node

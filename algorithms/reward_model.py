@@ -32,7 +32,7 @@ from ..dataflow.tracing import graph
 from .loss import FrozenLoss, Loss, PackedRows, observed
 from .preference import compare, pairs
 from .preference_loss import PairLoss, bradley_terry
-from .protocols import Reward, Trainable
+from .protocols import Rewarder, Trainable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -185,7 +185,7 @@ def process_reward_model(
 
 
 @graph
-def reward_accuracy(preferences: Any, *, model: Reward) -> Any:
+def reward_accuracy(preferences: Any, *, model: Rewarder) -> Any:
     """An evaluation: how often a reward model gives the preferred response the higher reward. Its metrics are
     `functions/preference_accuracy` and `functions/preference_margin`."""
     return compare(model.score(pairs(preferences)), score=str(REWARD))

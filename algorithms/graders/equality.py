@@ -13,7 +13,7 @@ from typing import Any
 from ...dataflow.prompts.answer_marks import after_hashes
 from . import choice, extraction
 from .latex import is_words, key, plain, without_unit
-from .numbers import UNIT_NAMES, read, with_decimal_comma
+from .numbers import UNIT_NAMES, quantity_of, with_decimal_comma
 
 LOG = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _FUNCTIONS = re.compile(
 _UNIT = re.compile(
     rf"(?<=\\pi)\s*(?P<unit>(?:(?:square|cubic|sq|cu)\.?\s+)?(?:units?|m|{'|'.join(UNIT_NAMES)})\s*(?:\^\s*\{{?\s*[23]\s*\}}?)?)\s*$"
 )
-"""A unit after a multiple of pi; `numbers.read` knows those of numbers."""
+"""A unit after a multiple of pi; `numbers.quantity_of` knows those of numbers."""
 _MULTIPLE_OF_PI = re.compile(r"([-−]?[\d.,/√()]*\s*π[^.\n]{0,20})\.?\s*$")
 _CALL = re.compile(r"\\(sqrt|exp)\s*\(([^()]*)\)")
 
@@ -83,7 +83,8 @@ def are_equal(gold: str, given: str) -> bool:
         return True
     if not theirs or len(theirs) > LONGEST_ANSWER + 20 * len(mine):
         return False
-    if _is_number(gold) and _is_number(given) and (read(gold) or read(given)):  # "3,4" and "4,3" are two numbers each
+    # "3,4" and "4,3" are two numbers each.
+    if _is_number(gold) and _is_number(given) and (quantity_of(gold) or quantity_of(given)):
         return _same_number(gold, given)
     if is_words(gold) or is_words(given):
         return is_words(gold) and is_words(given) and mine.lower() == theirs.lower()
@@ -131,12 +132,12 @@ def _in_base(text: str) -> int | None:
 
 
 def _is_number(text: str) -> bool:
-    return (read(text) or with_decimal_comma(text)) is not None
+    return (quantity_of(text) or with_decimal_comma(text)) is not None
 
 
 def _same_number(gold: str, given: str) -> bool:
     """Whether two texts that are numbers are the same one. A comma may be a decimal comma where the other has none."""
-    one, other = read(gold), read(given)
+    one, other = quantity_of(gold), quantity_of(given)
     if one is not None and other is not None and one.equals(other):
         return True
     if ("," in gold) == ("," in given):

@@ -6,7 +6,7 @@ from ...dataflow.errors import SampleError
 from ...dataflow.prompts.answer_marks import after_hashes
 from . import extraction
 from .grader import Grader
-from .numbers import Quantity, read
+from .numbers import Quantity, quantity_of
 
 
 class Gsm8k(Grader):
@@ -30,22 +30,22 @@ class Gsm8k(Grader):
         >>> Gsm8k(strict=True)("The answer is 13.", "13"), Gsm8k(strict=True)("#### 13", "13")
         (0.0, 1.0)
         """
-        right = number_of(answer)
+        right = final_number(answer)
         if right is None:
             raise SampleError(f"the answer {answer[:100]!r} has no number")
         text = extraction.without_reasoning(response)
-        found = _number_after(after_hashes(text)) if self.strict else number_of(text)
+        found = _number_after(after_hashes(text)) if self.strict else final_number(text)
         return float(found is not None and right.equals(found))
 
 
-def number_of(text: str) -> Quantity | None:
+def final_number(text: str) -> Quantity | None:
     """The number that a text gives as its answer; None: it has none.
 
-    >>> number_of("It is not 7. The answer is 1,200 apples, 3 of them green.").value
+    >>> final_number("It is not 7. The answer is 1,200 apples, 3 of them green.").value
     Fraction(1200, 1)
     """
     for box in reversed(extraction.last_boxes(text)):
-        return read(box.rpartition("=")[2]) or _last(box)
+        return quantity_of(box.rpartition("=")[2]) or _last(box)
     for found in (after_hashes(text), extraction.after_phrase(text)):
         if (number := _number_after(found)) is not None:
             return number
@@ -57,9 +57,9 @@ def _number_after(text: str | None) -> Quantity | None:
     if text is None:
         return None
     text = text.rpartition("=")[2]
-    return read(text) or (read(number) if (number := extraction.first_number(text)) else None)
+    return quantity_of(text) or (quantity_of(number) if (number := extraction.first_number(text)) else None)
 
 
 def _last(text: str) -> Quantity | None:
     number = extraction.last_number(text)
-    return read(number) if number else None
+    return quantity_of(number) if number else None

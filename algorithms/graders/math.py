@@ -23,7 +23,7 @@ class Math(Grader):
 
     def prepare(self) -> None:
         """Start the process, so that the first response does not wait for it."""
-        math_process.is_right("1", "1", math_process.START_S)
+        math_process.compare("1", "1", math_process.START_S)
 
     def __call__(self, response: str, answer: str) -> float:
         r"""Grade a response.
@@ -32,4 +32,4 @@ class Math(Grader):
             SampleError: the comparison took too long, its process ended, or the answer is empty. It is no verdict: a reward worker
                 counts a failed sample.
         """
-        return float(math_process.is_right(response, answer, self.deadline_s))
+        return float(math_process.compare(response, answer, self.deadline_s))

@@ -1,6 +1,6 @@
 """The process that compares formulas: one for each process that grades, started at the first use, and replaced after it was killed.
 
-    none ──is_right──> starting ──ready──> waiting ──request──> working ──reply──> waiting
+    none ──compare──> starting ──ready──> waiting ──request──> working ──reply──> waiting
                                                                    │
      └──────────────── killed <── deadline, end of the process ────┘
 
@@ -37,7 +37,7 @@ class MathProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._received = b""
 
-    def is_right(self, response: str, answer: str, deadline_s: float) -> bool:
+    def compare(self, response: str, answer: str, deadline_s: float) -> bool:
         """Ask it.
 
         Raises:
@@ -122,13 +122,13 @@ atexit.register(PROCESS.kill)
 os.register_at_fork(after_in_child=lambda: PROCESS.__init__())  # a fork must not talk to its parent's process
 
 
-def is_right(response: str, answer: str, deadline_s: float) -> bool:
+def compare(response: str, answer: str, deadline_s: float) -> bool:
     """Whether the final answer of a response equals the answer, as `equality.is_right` says.
 
     Raises:
         SampleError: it took longer than `deadline_s`, the process ended, or cannot say.
     """
-    return PROCESS.is_right(response, answer, deadline_s)
+    return PROCESS.compare(response, answer, deadline_s)
 
 
 def _short(text: str) -> str:

@@ -70,8 +70,10 @@ class Quantity:
     def equals(self, other: Quantity) -> bool:
         """Whether both can mean the same number: 28% is 28 and 0.28; 0.333333 is 1/3 and 0.33 is not.
 
-        >>> read("28\\\\%").equals(read("0.28")), read("10 cm").equals(read("10")), read("10 cm").equals(read("10 m"))
-        (True, True, False)
+        >>> quantity_of("28\\\\%").equals(quantity_of("0.28")), quantity_of("10 cm").equals(quantity_of("10"))
+        (True, True)
+        >>> quantity_of("10 cm").equals(quantity_of("10 m"))
+        False
         """
         if self.unit and other.unit and self.unit != other.unit:
             return False
@@ -88,12 +90,12 @@ def _near(a: Fraction, b: Fraction) -> bool:
     return abs(a - b) <= Fraction(1, 2_000_000) * (largest if largest < SMALL else max(largest, Fraction(1)))
 
 
-def read(text: str) -> Quantity | None:
+def quantity_of(text: str) -> Quantity | None:
     """The number that a text is, with nothing but a unit or a percent sign beside it; None: it is something else.
 
-    >>> read("$1,234.50").value, read("1 1/2").value, read("2.5 \\\\times 10^{-3}").value, read("3 x")
+    >>> quantity_of("$1,234.50").value, quantity_of("1 1/2").value, quantity_of("2.5 \\\\times 10^{-3}").value, quantity_of("3 x")
     (Fraction(2469, 2), Fraction(3, 2), Fraction(1, 400), None)
-    >>> read("0.1\\\\overline{6}").value
+    >>> quantity_of("0.1\\\\overline{6}").value
     Fraction(1, 6)
     """
     found = _NUMBER.fullmatch(plain(text)) if len(text) <= LONGEST else None
@@ -128,7 +130,7 @@ def with_decimal_comma(text: str) -> Quantity | None:
     found = re.fullmatch(r"(\D*)(\d+),(\d+)(\D*)", plain(text))
     if found is None or (len(found[3]) == 3 and len(found[2]) <= 3 and found[2] != "0"):
         return None
-    return read(f"{found[1]}{found[2]}.{found[3]}{found[4]}")
+    return quantity_of(f"{found[1]}{found[2]}.{found[3]}{found[4]}")
 
 
 def _is_unit(words: str, *, spaced: bool) -> bool:

@@ -26,13 +26,13 @@ def main(address: str) -> None:
         try:
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
         except socket.gaierror as error:
-            say(error=f"the host {host!r} is not known ({error.strerror})")
+            reply(error=f"the host {host!r} is not known ({error.strerror})")
             return
         except TimeoutError:
-            say(error=f"no answer within {CONNECT_TIMEOUT_S:.0f} s")
+            reply(error=f"no answer within {CONNECT_TIMEOUT_S:.0f} s")
             return
         except OSError as error:
-            say(error=f"nobody listens there ({error.strerror})")
+            reply(error=f"nobody listens there ({error.strerror})")
             return
     os.environ |= PATIENCE
     import ray
@@ -44,13 +44,13 @@ def main(address: str) -> None:
     late.start()
     try:
         ray.init(address=address, namespace="weft", log_to_driver=False, logging_level=logging.CRITICAL)
-        say(nodes=[node["Resources"] for node in ray.nodes() if node["Alive"]])
+        reply(nodes=[node["Resources"] for node in ray.nodes() if node["Alive"]])
     except Exception as error:
-        say(error=why(error))
+        reply(error=reason_of(error))
     late.cancel()
 
 
-def why(error: BaseException | None) -> str:
+def reason_of(error: BaseException | None) -> str:
     """What keeps us out, as an error and its causes say."""
     said: list[str] = []
     while error is not None:
@@ -74,11 +74,11 @@ def why(error: BaseException | None) -> str:
 
 
 def end(error: str) -> None:
-    say(error=error)
+    reply(error=error)
     os._exit(1)
 
 
-def say(**what: Any) -> None:
+def reply(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 

@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from weft.algorithms.graders.latex import is_words, key, plain
-from weft.algorithms.graders.numbers import read, with_decimal_comma
+from weft.algorithms.graders.numbers import quantity_of, with_decimal_comma
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ from weft.algorithms.graders.numbers import read, with_decimal_comma
     ],
 )
 def test_what_is_a_number(text: str, value: int | Fraction):
-    quantity = read(text)
+    quantity = quantity_of(text)
     assert quantity is not None and quantity.value == value
 
 
@@ -61,7 +61,7 @@ def test_what_is_a_number(text: str, value: int | Fraction):
     ],
 )
 def test_what_is_none(text: str):
-    assert read(text) is None
+    assert quantity_of(text) is None
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_what_is_none(text: str):
     ],
 )
 def test_which_numbers_mean_the_same(one: str, other: str, same: bool):
-    first, second = read(one), read(other)
+    first, second = quantity_of(one), quantity_of(other)
     assert first is not None and second is not None
     assert first.equals(second) is same and second.equals(first) is same
 
