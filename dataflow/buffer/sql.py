@@ -60,44 +60,50 @@ def query(
     except ImportError:
         raise UserError("SQL needs DuckDB, which is not installed: pip install 'weft[inspect]'") from None
     notes = [] if notes is None else notes
+    named = {name: read for name, read in _tables(run, notes).items() if re.search(rf"\b{name}\b", sql, re.IGNORECASE)}
+    found = {name: table for name, read in named.items() if (table := read()) is not None}
+    with duckdb.connect(config={"temp_directory": ""}) as connection:
+        for name, table in found.items():
+            connection.register(name, table)
+        for setting in _LOCKED:
+            connection.execute(f"SET {setting}")
+        clock = threading.Timer(timeout_s, connection.interrupt)
+        clock.start()
+        try:
+            return _cut(connection.sql(sql), max_rows, notes)
+        except duckdb.InterruptException:
+            raise UserError(
+                f"the query was stopped after {timeout_s:g} s; ask for less (where ..., limit ...), or allow more time"
+            ) from None
+        except duckdb.Error as error:
+            missing = [name for name in named if name not in found]
+            lacks = f"; this run has no {' and no '.join(missing)} yet" if missing else ""
+            raise UserError(f"{error}; a run's tables are {', '.join(_tables(run, notes))}{lacks}") from None
+        finally:
+            clock.cancel()
+
+
+def _tables(run: Path, notes: list[str]) -> dict[str, Callable[[], pa.Table | None]]:
+    """Name of a table -> what reads it; None where the run has none."""
     folder = buffer_folder(run)
     run = folder.parent if folder.name == BUFFER else run
-    tables: dict[str, Callable[[], pa.Table | None]] = {
+    return {
         "rows": lambda: history(folder),
         "columns": lambda: columns(folder, notes),
         "samples": lambda: recorded_or_archived(run, notes),
         "metrics": lambda: _readable(run / "metrics.parquet", lambda path: read_metrics(path.parent), notes),
         "timeline": lambda: _readable(run / "timeline.parquet", lambda path: read_timeline(path.parent), notes),
     }
-    with duckdb.connect(config={"temp_directory": ""}) as connection:
-        known: list[str] = []
-        for name, read in tables.items():
-            if re.search(rf"\b{name}\b", sql, re.IGNORECASE) and (table := read()) is not None:
-                connection.register(name, table)
-                known.append(name)
-        for setting in _LOCKED:
-            connection.execute(f"SET {setting}")
-        clock = threading.Timer(timeout_s, connection.interrupt)
-        clock.start()
-        try:
-            answer = connection.sql(sql)
-            if answer is None:  # a statement without an answer
-                return pa.table({})
-            table = answer.limit(max_rows + 1).to_arrow_table()
-            if len(table) > max_rows:
-                notes.append(f"the answer has more than {max_rows} rows; the others are left out")
-            return table.slice(0, max_rows)
-        except duckdb.InterruptException:
-            raise UserError(
-                f"the query was stopped after {timeout_s:g} s; ask for less (where ..., limit ...), or allow more time"
-            ) from None
-        except duckdb.Error as error:
-            there = f"; a run's tables are {', '.join(tables)}"
-            missing = [n for n in tables if n not in known and re.search(rf"\b{n}\b", sql, re.IGNORECASE)]
-            lacks = f"; this run has no {' and no '.join(missing)} yet" if missing else ""
-            raise UserError(f"{error}{there}{lacks}") from None
-        finally:
-            clock.cancel()
+
+
+def _cut(answer: Any, max_rows: int, notes: list[str]) -> pa.Table:
+    """The first rows of an answer of DuckDB; an empty table where a statement has none."""
+    if answer is None:
+        return pa.table({})
+    table = answer.limit(max_rows + 1).to_arrow_table()
+    if len(table) > max_rows:
+        notes.append(f"the answer has more than {max_rows} rows; the others are left out")
+    return table.slice(0, max_rows)
 
 
 def columns(folder: Path, notes: list[str] | None = None) -> pa.Table:
