@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...dataflow.buffer.checkpoint_file import is_sound_checkpoint
 from ...dataflow.buffer.folder import BUFFER, LOG, checkpoint_path
-from ...dataflow.buffer.log import Position, damage_before, has_position
+from ...dataflow.buffer.log import LogReader, Position, damage_before, described_graph, has_position
 from ...dataflow.buffer.manifest import verify_manifest
 from ...dataflow.buffer.restored import restore
 from ...dataflow.buffer.rows import Ids
@@ -101,11 +101,13 @@ def _damaged_files(path: Path) -> str:
 
 
 def _lost_rows(path: Path) -> str:
-    """Why the rows in flight at a checkpoint cannot be restored; empty when they can."""
+    """Why the rows in flight at a checkpoint cannot be restored, damaged or of another version of Weft; empty when they can."""
     position = RunState.read(path).position
     buffer = path.parent.parent / BUFFER
     try:
-        if is_sound_checkpoint(checkpoint_path(buffer, position), position) and has_position(buffer / LOG, position):
+        snapshot = checkpoint_path(buffer, position)
+        if is_sound_checkpoint(snapshot, position) and has_position(buffer / LOG, position):
+            described_graph(next(record for record in LogReader(snapshot) if record["do"] == "graph"))
             return ""
         history = restore(buffer, at=position)
     except (UserError, RuntimeError, OSError) as error:
