@@ -6,9 +6,9 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-THRESHOLDS = (100_000, 20, 20)
-"""Of Python's collector: a driver allocates some objects for each row that live as long as the row, and none of them in cycles with what
-the rest of the process holds on to. With the default of 700, a third of its time went into looking through them."""
+THRESHOLDS = (500_000, 1_000, 1_000)
+"""Of Python's collector. A driver allocates some objects for each row, which live as long as the row and are in no circle when it is
+finished. To look through all of them again and again took a third of the driver's time."""
 
 
 @contextmanager

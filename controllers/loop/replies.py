@@ -9,7 +9,7 @@ from ...dataflow.buffer.sample_buffer import SampleBuffer
 from ..backends.backend import Backend, Event
 from ..graph_run import GraphRuns
 from ..group import UnderWay
-from ..ranks.tasks import FailureKind
+from ..ranks.tasks import FailureKind, Reply
 from ..recovery.failures import Failures
 from ..recovery.full_disk import FullDisk
 from ..recovery.lost_nodes import LostNodes
@@ -100,7 +100,7 @@ class Replies:
             WorkerError, WorkerDied, DeadlineError, UserError: the run cannot go on; the message names the worker.
         """
         events = self._backend.wait(timeout_s=timeout_s)
-        alone = all(_is_rows_alone(event) for event in events)
+        alone = all([_is_rows_alone(event.reply) for event in events])  # noqa: C419 a driver does it for every row
         if requests := self._remedies.hear(events):
             self._calls.queue(requests)
             self._calls.end_lost()
@@ -141,18 +141,20 @@ class Replies:
         if void:  # too late: its rows, and what was measured on them, belong to another lease
             reply = replace(reply, done=reply.is_last, failure=None, metrics={}, published=None)
         call.take(event.rank, reply)
-        if call.ledger is not None and call.lease is not None and reply.published is not None:
-            self._buffer.publish(call.ledger, call.lease, reply.published, reply.segment)
-            call.group.weigh(call)
-            if reply.published.versions is not None:
-                self._graph_runs[call.ledger.name].generates(call.lease, reply.published)
+        published = reply.published
+        if call.ledger is not None and call.lease is not None and published is not None:
+            self._buffer.publish(call.ledger, call.lease, published, reply.segment)
+            if call.replica is not None:
+                call.group.weigh(call)
+            if published.versions is not None:
+                self._graph_runs[call.ledger.name].generates(call.lease, published)
         if call.done:
             self._calls.end(call)
 
 
-def _is_rows_alone(event: Event) -> bool:
+def _is_rows_alone(reply: Reply) -> bool:
     """Whether a reply brings rows, and neither the call nor any of the rows' parents ends with it."""
-    reply = event.reply
-    if reply.is_last or reply.paused or reply.published is None or reply.published.parents is None:
+    published = reply.published
+    if published is None or published.parents is None or reply.done or reply.failure is not None or reply.paused:
         return False
-    return reply.published.finished is None or not len(reply.published.finished)
+    return published.finished is None or not len(published.finished)

@@ -213,7 +213,7 @@ class Ledger:
     def _add_children(self, node: Node, parents: dict[int, Row], published: PublishedLists, part: Part | None) -> None:
         ids, tokens, versions, of, _ = published
         assert of is not None and node.makes_level is not None
-        level, name, add = node.makes_level, node.name, self.live.add
+        level, name, rows = node.makes_level, node.name, list[Row]()
         for k, id in enumerate(ids):
             parent = parents[of[k]]
             version = parent.version if versions is None else versions[k]
@@ -224,7 +224,8 @@ class Ledger:
                 parent.children = [row]
             else:
                 parent.children.append(row)
-            add(row)
+            rows.append(row)
+        self.live.add(rows)
 
     # Leases end
 

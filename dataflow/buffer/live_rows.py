@@ -67,7 +67,7 @@ class LiveRows:
         self.groups_of_step[step] += 1
         self.readiness.open_group()
         group.complete[SOURCE] = True
-        self.add(Row(self._ids.take(1), group, None, SOURCE, position, tokens, None))
+        self.add([Row(self._ids.take(1), group, None, SOURCE, position, tokens, None)])
         self.retire_if_finished(group)
 
     def issue_again(self, group: Group) -> None:
@@ -86,26 +86,29 @@ class LiveRows:
             if quorum and group.ready[i] and group.state(i) is GroupState.GATHERING:
                 self._set_quorum_deadline(group, i)
 
-    def add(self, row: Row) -> None:
-        """A row is there, and what waits for nothing else may claim it."""
-        group, level, wiring = row.group, row.level, self.wiring
-        self.rows[row.id] = row
-        self.issued += 1
-        group.levels[level].append(row)
-        nodes = wiring.on_level[level]
-        group.open += len(nodes)
-        group.behind += wiring.behind_on_level[level]
-        todo = self.readiness.todo
+    def add(self, rows: Sequence[Row]) -> None:
+        """Rows of one level are there, and what waits for nothing else may claim them."""
+        if not rows:
+            return
+        level, wiring, known = rows[0].level, self.wiring, self.rows
+        nodes, first, behind = wiring.on_level[level], wiring.first_on_level[level], wiring.behind_on_level[level]
+        self.issued += len(rows)
         for i in nodes:
-            todo[i] += 1
-        for i in nodes if group.closed else ():
-            if group.closed >> i & 1 and row.awaits(i):
-                # a quorum after another one does not see what is late at the first
-                self.cancel(row, i, f"late at {self.graph.nodes[i].name}")
-        if row.parent is not None and (row.parent.skipped or row.parent.parent is not None):
-            self._skip_what_is_cut_off(row)
-        for i in wiring.first_on_level[level]:
-            self._offer_if_ready((row,), i)
+            self.readiness.todo[i] += len(rows)
+        for row in rows:
+            group = row.group
+            known[row.id] = row
+            group.levels[level].append(row)
+            group.open += len(nodes)
+            group.behind += behind
+            for i in nodes if group.closed else ():
+                if group.closed >> i & 1 and row.awaits(i):
+                    # a quorum after another one does not see what is late at the first
+                    self.cancel(row, i, f"late at {self.graph.nodes[i].name}")
+            if row.parent is not None and (row.parent.skipped or row.parent.parent is not None):
+                self._skip_what_is_cut_off(row)
+            for i in first:
+                self._offer_if_ready((row,), i)
 
     def _skip_what_is_cut_off(self, row: Row) -> None:
         """Skip the nodes that wait for something which the row's ancestors will never be through: they were dropped before it came."""
@@ -292,8 +295,10 @@ class LiveRows:
         self.parts.finish(rows)
         for row in rows:
             self.done += not row.skipped
+            row.children = None
             del self.rows[row.id]
         self.readiness.close_group(group)
+        group.levels, group.order = [[] for _ in group.levels], None  # without circles its memory is free at once
         self.largest_group = max(self.largest_group, len(rows))
         self.groups_behind -= 1
         del self.groups[group.id]
