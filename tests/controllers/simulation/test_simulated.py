@@ -18,6 +18,7 @@ from weft.controllers.backends.backend import Event
 from weft.controllers.backends.local import Local
 from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.group import Call
+from weft.controllers.loop.calls import MANY_CALLS
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.ranks.tasks import Failure, FailureKind, Reply, Task
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous
@@ -288,6 +289,32 @@ def test_256_devices_take_seconds(tmp_path: Path, steps: int):
     driver = run(tmp_path, schedule, Simulated(cost), apart(128, 128), number=1000, n=8)
     assert len(times(driver)) == steps
     assert time.process_time() - began < 8 + 1.6 * steps
+
+
+class Counting(Simulated):
+    """Counts how often rows that were generated came, and how many of these replies."""
+
+    def __init__(self, costs: CostModel) -> None:
+        super().__init__(costs)
+        self.turns = self.replies = 0
+
+    def wait(self, timeout_s: float) -> list[Event]:
+        events = [*super().wait(timeout_s)]
+        rows = [e for e in events if e.reply.published is not None and e.reply.published.parents is not None]
+        self.turns += bool(rows)
+        self.replies += len(rows)
+        return events
+
+
+@pytest.mark.parametrize("replicas", [4 * MANY_CALLS, MANY_CALLS // 4])
+def test_where_many_calls_are_under_way_rows_are_taken_together(tmp_path: Path, replicas: int):
+    lengths = LogNormal(mean=2000, sigma=0.5, max_tokens=4000)
+    backend = Counting(CostModel(nodes={"rollout.generate": Generation(lengths=lengths, decode_step_s=0.0011)}))
+    schedule = Asynchronous(steps=2, prompts_per_step=replicas // 2, max_staleness=1)
+    driver = run(tmp_path, schedule, backend, apart(replicas, 1), number=400, n=4)
+    assert len(times(driver)) == 2 and not check_log(driver.directory.path / "buffer").violations
+    together = backend.replies / backend.turns
+    assert together > 2 if replicas > MANY_CALLS else together < 1.5, together
 
 
 class Replaceable(Rollout):

@@ -1,5 +1,7 @@
 """What a ledger answers about the rows and groups in flight, in numbers worked out by hand."""
 
+import gc
+
 import numpy as np
 import pytest
 from ledgers import (
@@ -22,6 +24,7 @@ from ledgers import (
 from weft.dataflow.buffer.leases import Staleness
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.ledger_state import load, save
+from weft.dataflow.buffer.rows import Group, Row
 from weft.dataflow.errors import LeaseError
 from weft.dataflow.graph import Graph
 from weft.dataflow.operation import Shape
@@ -245,3 +248,20 @@ def test_rows_that_a_quorum_does_without_are_not_ready_for_it_any_more():
     assert ledger.live.groups[0].ready[first] == 2 and ledger.live.dropped == {"over-issued at first": 1}
     ledger.release(lease)
     assert ledger.readiness.ready(node(ledger, "first")) == 2
+
+
+def test_a_finished_group_is_freed_without_the_garbage_collector():
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(isinstance(o, Group | Row) for o in gc.get_objects())
+        ledger = Ledger(grpo())
+        ledger.issue([0, 1], [1, 1], step=0)
+        expand(ledger, claim(ledger, "generate"), 3)
+        ledger.finish(next(iter(ledger.leases)))
+        for name in ("score", "advantages", "update"):
+            do(ledger, name)
+        assert forgotten(ledger)
+        assert sum(isinstance(o, Group | Row) for o in gc.get_objects()) == before
+    finally:
+        gc.enable()
