@@ -1,4 +1,4 @@
-"""The command line: `weft buffer check | why | table | sql | archive RUN`, `weft timeline RUN`."""
+"""The command line: `weft buffer check | why | table | sql | archive RUN`, `weft timeline RUN`, `weft doctor`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="weft", description="Look into the runs of Weft, also while they go on.")
+    parser = argparse.ArgumentParser(
+        prog="weft", description="Look into the runs of Weft, also while they go on, and try a machine."
+    )
     folders = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     buffer = folders.add_parser("buffer", help="the sample buffer of a run: its log, its rows, its samples")
     commands = buffer.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -72,6 +74,16 @@ def _parser() -> argparse.ArgumentParser:
     timeline.add_argument(
         "--out", metavar="FILE", type=Path, help="write the picture to this file (default: RUN/timeline.png)"
     )
+    doctor = folders.add_parser(
+        "doctor",
+        help="try on this machine what Weft does on it: attention, collectives, weights, a run",
+        description="Try on this machine, with a random model, what Weft does on it; nothing is downloaded. "
+        "Prints a table, and one line of JSON last; exit code 1 if a check failed.",
+    )
+    doctor.add_argument(
+        "--gpu", action="store_true", help="use the GPUs (default: what a CPU allows, the rest is skipped)"
+    )
+    doctor.set_defaults(command=_doctor)
     return parser
 
 
@@ -186,6 +198,12 @@ def _timeline(options: argparse.Namespace) -> int:
     picture = draw_timeline(timeline, options.out or run / "timeline.png", run.resolve().name)
     print(f"{summary(timeline)}\n\npicture: {picture}")
     return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from .controllers.doctor.doctor import examine
+
+    return int(any(record.outcome == "failed" for record in examine(options.gpu)))
 
 
 if __name__ == "__main__":

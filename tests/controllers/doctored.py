@@ -1,0 +1,28 @@
+"""Checks for the tests of the doctor; each is called in a process of its own."""
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+from weft.controllers.doctor.check import Figures
+
+
+def passes(folder: Path, gpu: bool) -> Figures:
+    print("nobody reads this")
+    return {"files": len(list(folder.iterdir())), "gpu": str(gpu)}
+
+
+def fails(folder: Path, gpu: bool) -> Figures:
+    raise AssertionError("two is not three\nand more")
+
+
+def crashes(folder: Path, gpu: bool) -> Figures:
+    os._exit(7)
+
+
+def hangs(folder: Path, gpu: bool) -> Figures:
+    child = subprocess.Popen(["sleep", "600"])
+    Path(os.environ["DOCTORED"]).write_text(str(child.pid))
+    time.sleep(600)
+    return {}

@@ -1,0 +1,65 @@
+"""The doctor: each check has a process, a deadline and a record of its own."""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from weft.__main__ import main
+from weft.controllers.doctor import checks, doctor
+from weft.controllers.doctor.check import Check, try_check
+
+sys.path.append(str(Path(__file__).parent))
+import doctored
+
+
+def check(run: Callable[..., object], deadline_s: float = 60) -> Check:
+    return Check(run.__name__, "a claim (docs/gpu.md)", run, deadline_s)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_check_that_fails_or_crashes_stops_no_other(capsys: pytest.CaptureFixture[str]):
+    skipped = replace(check(doctored.hangs), name="skips", skipped_on_cpu="needs a GPU")
+    tried = [check(doctored.fails), check(doctored.crashes), skipped, check(doctored.passes)]
+    records = doctor.examine(False, tried)
+    assert [record.outcome for record in records] == ["failed", "failed", "skipped", "passed"]
+    assert records[0].why == "AssertionError: two is not three"
+    assert records[1].why == "its process ended with exit code 7"
+    assert records[3].figures["gpu"] == "False"
+    printed = capsys.readouterr().out
+    assert "nobody reads this" not in printed
+    last = json.loads(printed.splitlines()[-1])
+    assert [one["name"] for one in last["checks"]] == ["fails", "crashes", "skips", "passes"]
+    assert "skipped skips" in printed and "supports: a claim (docs/gpu.md)" in printed
+
+
+def test_a_check_that_hangs_is_ended_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DOCTORED", str(tmp_path / "child"))
+    record = try_check(check(doctored.hangs, 15), False)
+    assert (record.outcome, record.why) == ("failed", "it did not end in 15 s")
+    child = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
+    assert not child.exists() or child.read_text().split(") ")[1].startswith("Z")
+
+
+def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["doctor", "--gpu"]) == 2
+    assert "finds no GPU here" in capsys.readouterr().err
+
+
+def test_all_deadlines_are_ten_minutes_and_each_claim_names_a_page_that_exists():
+    assert sum(one.deadline_s for one in checks.CHECKS) <= 600
+    for one in checks.CHECKS:
+        page = one.claim.rpartition("(")[2].partition(".md")[0]
+        assert (Path(__file__).parents[2] / f"{page}.md").is_file()
+
+
+@pytest.mark.slow
+def test_the_checks_pass_on_a_cpu():
+    outcomes = {one.name: try_check(one, False).outcome for one in checks.CHECKS}
+    assert outcomes.pop("colocated") == "skipped"
+    assert set(outcomes.values()) == {"passed"}
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ or os.environ["CUDA_VISIBLE_DEVICES"] != ""
