@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from ...dataflow.buffer.folder import BUFFER
 from ...dataflow.buffer.scratch import Scratch
 from ...dataflow.buffer.segment_writer import SegmentWriter
 from ...dataflow.buffer.segments import Segment, SegmentReader
@@ -19,6 +20,7 @@ from ..group import Call, WorkerGroup
 from ..placement import Place
 from ..ranks.row_io import DataAccess
 from ..ranks.tasks import Reply
+from .node_logs import LOGS
 
 START_TIMEOUT_S = 300.0
 """Longest wait for workers to be up: vLLM's imports and a large model's loading are in it."""
@@ -44,6 +46,13 @@ class Files:
     def of_node(self, node: str) -> Path:
         """The folder of a node's files, for a process on its machine, which then holds it."""
         return (self.folder if self.scratch is None else self.scratch.hold()) / node
+
+    def logs_of_node(self, node: str, run: Path) -> Path:
+        """Where processes of a node write their logs: into the run's directory, or, on a machine that does not see it, beside the
+        segments."""
+        if self.scratch is None or self.scratch.is_noted_in(run / BUFFER):
+            return run / LOGS
+        return self.of_node(node) / LOGS
 
     def access(self, node: str, name: str) -> DataAccess:
         """Open the files of a process.

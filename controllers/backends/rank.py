@@ -71,12 +71,13 @@ class Rank:
         activity = Activity()
         context = replace(context, advance=activity)
         self._note: SampleNote | None = None
-        if context.run_dir is not None:
-            _log_to(context.run_dir / "logs" / f"{context.name}_{context.rank}.log")
-            self._note = SampleNote(SampleNote.path(context.run_dir, context.name, context.rank))
-            context = replace(context, at=self._note)
         self._node_id: str = ray.get_runtime_context().get_node_id()
         self._node = files.node_names.get(self._node_id) or f"node-{self._node_id}"  # it joined the cluster just now
+        if context.run_dir is not None:
+            logs = files.files.logs_of_node(self._node, context.run_dir)
+            _log_to(logs / f"{context.name}_{context.rank}.log")
+            self._note = SampleNote(SampleNote.path(logs, context.name, context.rank))
+            context = replace(context, at=self._note)
         again = f"-again{files.replaced}" if files.replaced else ""
         self._data = files.files.access(self._node, f"{context.name}-{context.rank}{again}")
         if files.peers is not None:

@@ -24,6 +24,7 @@ from ..group import REGISTER, Call, WorkerGroup
 from ..placement import Place
 from ..ranks.tasks import Failure, FailureKind, Reply, Task
 from .backend import START_TIMEOUT_S, Event, Setup, this_node
+from .node_logs import LOGS
 from .out_of_memory import kills, why_ended
 from .pools import Reservations
 from .rank import CONTROL, RankFiles, Standing, start_rank
@@ -117,6 +118,7 @@ class RayBackend:
         if self._setup is None or (len(nodes) == 1 and self._servers.peers is None):
             return
         peers = self._servers.start(self._setup.files, nodes)
+        self._servers.keep_logs(self._run_dir / LOGS)
         up = [p for at, p in self._processes.items() if self._stands_on.get(at) in nodes.values()]
         ray.wait([p.actor.connect.remote(peers) for p in up], num_returns=len(up), timeout=START_TIMEOUT_S)
 
@@ -203,7 +205,8 @@ class RayBackend:
             self._connect_nodes()
 
     def sample_at(self, group: WorkerGroup, rank: int) -> int | None:
-        return SampleNote.read(SampleNote.path(self._run_dir, group.name, rank))
+        noted = SampleNote.read(SampleNote.path(self._run_dir / LOGS, group.name, rank))
+        return noted if noted is not None else self._servers.sample_at(self.node_of(group, rank), group.name, rank)
 
     @property
     def nodes(self) -> Collection[str]:
@@ -246,6 +249,7 @@ class RayBackend:
         import ray
         from ray.exceptions import RayError
 
+        self._servers.look_at_logs()
         if self._servers.take_ended():
             self.lost_nodes()  # else a server would be started on a node that is gone, too
             with suppress(RayError):  # this one has ended, too: it is looked again
@@ -275,7 +279,8 @@ class RayBackend:
 
     def _died(self, who: str, error: BaseException) -> str:
         """Description of a process that died. It quotes the end of the process's own log, which says more than Ray does."""
-        log = self._run_dir / "logs" / f"{who.replace('[', '_').rstrip(']')}.log"
+        self._servers.bring_logs()
+        log = self._run_dir / LOGS / f"{who.replace('[', '_').rstrip(']')}.log"
         tail = log.read_text(errors="replace")[-2000:] if log.exists() else str(error)
         before, self._kills = self._kills, kills()
         why = why_ended(error, before, self._kills) or type(error).__name__
@@ -305,6 +310,7 @@ class RayBackend:
         closing = [actor.close.options(concurrency_group=CONTROL).remote() for actor in actors]
         if closing:
             ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
+        self._servers.bring_logs()
         if not self._cluster.folder:  # a local cluster ends with all that is on it
             for actor in actors:
                 ray.kill(actor)

@@ -41,5 +41,5 @@ class SampleNote:
         return None if sample_id < 0 else sample_id
 
     @staticmethod
-    def path(run_dir: Path, group: str, rank: int) -> Path:
-        return run_dir / "logs" / f"{group}_{rank}.at"
+    def path(logs: Path, group: str, rank: int) -> Path:
+        return logs / f"{group}_{rank}.at"

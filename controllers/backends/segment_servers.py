@@ -8,11 +8,14 @@ import secrets
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...dataflow.buffer.scratch import notes
 from ...dataflow.buffer.segments import Segment
 from .backend import START_TIMEOUT_S, Files, plain_name, this_node
+from .node_logs import BRING_S, LOGS, NewText, NodeLogs, new_text
+from .sample_note import SampleNote
 
 if TYPE_CHECKING:
     from ...dataflow.buffer.deletions import Deletions
@@ -32,6 +35,7 @@ class SegmentHost:
 
         own = make_certificate() if encrypted else None
         folder = files.of_node(node)
+        self._logs = folder / LOGS
         self.server = SegmentServer(folder, node, host=host, token=token, certificate=own)
         self._certificate = own.certificate if own else None
         self._notes = [f"node {node!r}: {note}" for note in notes(folder)]
@@ -39,6 +43,14 @@ class SegmentHost:
     def location(self) -> tuple[str, bytes | None, list[str]]:
         """Where it listens, its certificate, if it encrypts, and what speaks against its folder."""
         return self.server.location, self._certificate, self._notes
+
+    def new_text(self, known: Mapping[str, int]) -> NewText:
+        """What is new in the logs that processes of this node keep here."""
+        return new_text(self._logs, known)
+
+    def sample_at(self, group: str, rank: int) -> int | None:
+        """The sample that a rank of this node noted last."""
+        return SampleNote.read(SampleNote.path(self._logs, group, rank))
 
     def last(self) -> None:
         """Never returns: who waits for it learns that the process has ended."""
@@ -57,6 +69,7 @@ class SegmentServers:
         self._looked = 0.0
         """When it was last looked whether they live."""
         self._noted: set[str] = set()
+        self._logs: NodeLogs | None = None
         self._deletions: Deletions | None = None
         self._token = secrets.token_hex(32)
         self._loopback = True
@@ -114,6 +127,29 @@ class SegmentServers:
         actor = server.remote(files, name, host, self._token, encrypted=not self._loopback)
         self._lives[actor.last.remote()] = name
         return actor
+
+    def keep_logs(self, logs: Path) -> None:
+        """Bring the logs of nodes that do not see the run's directory into this folder of it, when `look` is called."""
+        self._logs = self._logs or NodeLogs(logs)
+
+    def look_at_logs(self) -> None:
+        """Take what has come of them; waits for nobody."""
+        if self._logs is not None and self._actors:
+            self._logs.look(self._actors)
+
+    def bring_logs(self) -> None:
+        """Bring what they have now."""
+        if self._logs is not None and self._actors:
+            self._logs.bring(self._actors)
+
+    def sample_at(self, node: str, group: str, rank: int) -> int | None:
+        """The sample that a rank on a node noted last, if it noted it there."""
+        import ray
+
+        if node not in self._actors:
+            return None
+        ready, _ = ray.wait([self._actors[node].sample_at.remote(group, rank)], timeout=BRING_S)
+        return ray.get(ready[0]) if ready else None
 
     def take_ended(self) -> bool:
         """Forget the servers whose processes have ended, so that `start` starts others; looks every LOOK_S.

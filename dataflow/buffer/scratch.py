@@ -84,6 +84,13 @@ class Scratch:
         """The folder on this machine."""
         return (self.parent or Path(tempfile.gettempdir())).absolute() / self.name
 
+    def is_noted_in(self, buffer: Path) -> bool:
+        """Whether this machine sees the folder of the run's buffer, in which this name is noted."""
+        try:
+            return json.loads((buffer / NOTE).read_text())["name"] == self.name
+        except (OSError, ValueError, LookupError, TypeError):
+            return False
+
     def hold(self) -> Path:
         """Make the folder, and hold it until this process ends or releases it.
 

@@ -21,15 +21,19 @@ from ray.cluster_utils import Cluster
 from saved_runs import SavingActor
 from toy import SlowRollout, ToyActor, ToyReward, ToyRollout, prompts, toy_grpo, toy_reinforce
 
+from weft.controllers.backends.backend import Setup
 from weft.controllers.backends.ray_backend import RayBackend
 from weft.controllers.driver import Driver
+from weft.controllers.group import WorkerGroup
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.controllers.schedule import Pipelined, Synchronous
+from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.sample_buffer import BufferConfig
-from weft.dataflow.errors import UserError
+from weft.dataflow.errors import UserError, WorkerError
 from weft.dataflow.handle import group
+from weft.dataflow.metrics import Metrics
 from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
 
@@ -42,7 +46,11 @@ def main(root: Path) -> None:
     assert address is not None
     ray.init(address=address, namespace="weft", log_to_driver=False, logging_level=logging.ERROR)
     try:
-        print(json.dumps({**run(root, address), "refused": refused(root, address), **lost(root, cluster)}))
+        print(
+            json.dumps(
+                {**run(root, address), **apart(root, address), "refused": refused(root, address), **lost(root, cluster)}
+            )
+        )
     finally:
         ray.shutdown()
         cluster.shutdown()
@@ -123,6 +131,52 @@ def refused(root: Path, address: str) -> str:
             return "not refused"
     except UserError as error:
         return str(error)
+
+
+class Apart(RayBackend):
+    """Its ranks do not see that the directory of the run is the driver's."""
+
+    def start(self, setup: Setup) -> dict[str, WorkerGroup]:
+        (setup.run_dir / "buffer" / "scratch.json").unlink()
+        return super().start(setup)
+
+
+class Talking(ToyReward):
+    """Says something, and dies."""
+
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids", "answer"), writes=("reward",))
+    def score(self, samples: Batch) -> tuple[Batch, Metrics]:
+        print("the last words of a reward", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return super().score(samples)
+
+
+def apart(root: Path, address: str) -> dict[str, object]:
+    """A rank dies on a machine that does not see the run's directory."""
+    graph = toy_grpo(prompts(8), rollout=group(ToyRollout), reward=group(Talking), actor=group(ToyActor))
+    driver = Driver(
+        graph,
+        schedule=Synchronous(steps=2, prompts_per_step=4),
+        placement=pools(),
+        backend=Apart(address),
+        root=root,
+        buffer=BufferConfig(scratch=root / "scratch"),
+        name="apart",
+        progress=False,
+    )
+    said = ""
+    with driver:
+        try:
+            driver.run()
+        except WorkerError as error:
+            said = str(error)
+        [scratch] = (path for path in (root / "scratch").iterdir() if path.name.startswith("weft-apart-"))
+        kept = sorted(path.name for path in scratch.glob("*/logs/*.log"))
+    return {
+        "said": said,
+        "kept_apart": kept,
+        "brought": sorted(p.name for p in (root / "apart" / "logs").glob("*.log")),
+    }
 
 
 class Standing(ToyReward):

@@ -45,6 +45,8 @@ def test_groups_on_three_nodes_read_each_others_rows(tmp_path: Path):
     )
     assert result["fetched"][second] > 0 and result["fetched"][third] > 0, "each node that works reads rows of another"
     assert result["killed"] == 3, "the servers of segments were killed between two steps"
+    assert "the last words of a reward" in result["said"], "a log that lies on another machine is quoted"
+    assert {"rollout_0.log", "reward_0.log", "reward_1.log"} <= {*result["kept_apart"]} <= {*result["brought"]}
     until_empty(tmp_path / "scratch")
     assert "'rollout' follows 'actor', but they stand on 2 nodes" in result["refused"], "weights do not travel yet"
 

@@ -1,0 +1,54 @@
+"""Logs of other machines come into the run's directory piece by piece, and no more than fits of one that grows too fast."""
+
+from pathlib import Path
+
+from weft.controllers.backends.backend import Files
+from weft.controllers.backends.node_logs import MAX_BYTES, NodeLogs, new_text
+from weft.dataflow.buffer.scratch import Scratch
+
+
+def brought(there: Path, logs: NodeLogs, known: dict[str, int]) -> None:
+    found = new_text(there, known)
+    logs.add("n1", found)
+    known |= {name: begin + len(text) for name, (begin, text) in found.items()}
+
+
+def test_what_is_new_is_appended_once(tmp_path: Path):
+    there, here, known = tmp_path / "there", tmp_path / "here", dict[str, int]()
+    logs = NodeLogs(here)
+    brought(there, logs, known)
+    assert not here.exists()
+    there.mkdir()
+    for text in ("first\n", "", "second\n"):
+        with (there / "actor_0.log").open("a") as file:
+            file.write(text)
+        (there / "actor_0.at").write_bytes(b"12345678")
+        brought(there, logs, known)
+    assert (here / "actor_0.log").read_text() == "first\nsecond\n"
+    assert [p.name for p in here.iterdir()] == ["actor_0.log"] and (
+        here / "actor_0.log"
+    ).stat().st_mode & 0o777 == 0o600
+
+
+def test_the_middle_of_a_log_that_grows_too_fast_is_left_out_and_that_is_said(tmp_path: Path):
+    there, here, known = tmp_path / "there", tmp_path / "here", {}
+    there.mkdir()
+    (there / "x_0.log").write_bytes(b"a" * 100 + b"b" * MAX_BYTES)
+    brought(there, NodeLogs(here), known)
+    said, text = (here / "x_0.log").read_bytes().split(b"\n")
+    assert said == b"... 100 bytes are left out here; they are on node n1 ..." and text == b"b" * MAX_BYTES
+
+
+def test_a_name_that_leads_elsewhere_is_passed_over(tmp_path: Path):
+    NodeLogs(tmp_path / "here").add("n1", {"../x.log": (0, b"mine")})
+    assert not (tmp_path / "x.log").exists()
+
+
+def test_a_machine_that_sees_the_directory_of_the_run_writes_into_it(tmp_path: Path):
+    run = tmp_path / "run"
+    files = Files(tmp_path / "s", scratch=Scratch.of(run / "buffer", tmp_path / "s"))
+    assert files.logs_of_node("n1", run) == run / "logs" == Files(run / "buffer" / "segments").logs_of_node("n1", run)
+    assert files.scratch is not None
+    elsewhere = files.logs_of_node("n1", tmp_path / "not" / "here")
+    assert elsewhere == files.scratch.path / "n1" / "logs" and not (tmp_path / "not").exists()
+    files.scratch.release(over=True)
