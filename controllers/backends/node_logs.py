@@ -33,13 +33,13 @@ def new_text(folder: Path, known: Mapping[str, int]) -> NewText:
         known: name of a log -> bytes that were seen.
 
     Returns:
-        Of each log that has grown; the last MAX_BYTES at most.
+        Of each log that is new or has grown; the last MAX_BYTES at most.
     """
     found: dict[str, tuple[int, bytes]] = {}
     for path in sorted(folder.glob("*.log")):
         size, seen = path.stat().st_size, known.get(path.name, 0)
         begin = max(seen if seen <= size else 0, size - MAX_BYTES)
-        if size > begin:
+        if size > begin or path.name not in known:
             with path.open("rb") as file:
                 file.seek(begin)
                 found[path.name] = begin, file.read(size - begin)

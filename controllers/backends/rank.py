@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from ..placement import Place
 from ..ranks.executor_thread import Activity, ExecutorThread
 from ..ranks.tasks import Failure, Reply, Task
 from .backend import Files
+from .forwarded import forwarded
 from .network_interface import network_environment
 from .pools import ReservedPool
 from .sample_note import SampleNote
@@ -43,6 +44,8 @@ class RankFiles:
     """How often the rank was replaced: each process has files of its own."""
     peers: Peers | None
     """The other nodes, if they are known already."""
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Variables of the driver's environment that are not in the rank's."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ class Rank:
     def __init__(self, worker_class: type, config: Any, context: Context, files: RankFiles) -> None:
         import ray
 
-        for variable, value in network_environment(ray.util.get_node_ip_address()).items():
+        own = network_environment(ray.util.get_node_ip_address())
+        for variable, value in {**own, **files.secrets}.items():
             os.environ.setdefault(variable, value)
         activity = Activity()
         context = replace(context, advance=activity)
@@ -126,7 +130,7 @@ def start_rank(
     actor = remote(concurrency_groups={CONTROL: CONTROL_CALLS})(Rank).options(
         num_cpus=pool.cpus / (sharing * place.ranks),
         num_gpus=0,
-        runtime_env={"env_vars": _environment(place, context.rank, pool.gpus)},
+        runtime_env={"env_vars": forwarded(os.environ) | _environment(place, context.rank, pool.gpus)},
         scheduling_strategy=pool.strategy,
         max_restarts=0,
         max_concurrency=MAX_CALLS,

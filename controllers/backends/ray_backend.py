@@ -6,6 +6,7 @@ nodes by Arrow Flight.
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 import uuid
@@ -24,6 +25,7 @@ from ..group import REGISTER, Call, WorkerGroup
 from ..placement import Place
 from ..ranks.tasks import Failure, FailureKind, Reply, Task
 from .backend import START_TIMEOUT_S, Event, Setup, this_node
+from .forwarded import forwarded_secrets
 from .node_logs import LOGS
 from .out_of_memory import kills, why_ended
 from .pools import Reservations
@@ -130,7 +132,7 @@ class RayBackend:
         rendezvous = self._rendezvous(setup, name) if place.ranks > 1 else None
         sharing = sum(1 for p in setup.placement.values() if p.pool.name == place.pool.name)
         context = Context(name, rank, place.ranks, rendezvous, setup.run_dir, setup.seed, watched=True)
-        files = RankFiles(setup.files, self._node_names, replaced, self._servers.peers)
+        files = RankFiles(setup.files, self._node_names, replaced, self._servers.peers, forwarded_secrets(os.environ))
         actor = start_rank(setup.handles[name], place, context, self._pools[place.pool.name], sharing, files)
         standing = actor.standing.remote()
         self._processes[name, rank] = _Process(actor, replaced, standing)

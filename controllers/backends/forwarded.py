@@ -1,0 +1,55 @@
+"""Forwarded: which variables of the driver's environment the ranks get, wherever they stand.
+
+On an existing cluster a process has the environment in which its node joined. What a user sets for NCCL, vLLM, the Hugging Face hub or a
+tracker where the script is started must reach the ranks as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+PREFIXES = (
+    "NCCL_",
+    "GLOO_",
+    "TORCH_",
+    "PYTORCH_",
+    "VLLM_",
+    "HF_",
+    "HUGGINGFACE_",
+    "TRANSFORMERS_",
+    "WANDB_",
+    "MLFLOW_",
+    "WEFT_",
+)
+"""Variables whose names begin so are forwarded. `PYTHONPATH` and the number of threads are, too (`rank.py`)."""
+OF_A_NODE = ("VLLM_HOST_IP", "HF_HOME", "HF_HUB_CACHE", "HF_XET_CACHE", "HF_DATASETS_CACHE", "TORCH_HOME", "WANDB_DIR")
+"""Not these: an address or a folder of the driver's node may be none of another."""
+_SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL")
+
+
+def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that the ranks get before anything in their processes reads them.
+
+    Ray writes them to its own logs, so that no secret is among them.
+
+    >>> forwarded({"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_x", "HF_HOME": "/home/me/.cache", "HOME": "/home/me"})
+    {'NCCL_DEBUG': 'INFO'}
+    """
+    return {name: value for name, value in environment.items() if _is_meant(name) and not _is_secret(name)}
+
+
+def forwarded_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """Those that hold tokens and keys. They travel with the arguments of a rank, and nobody writes them to disk.
+
+    >>> forwarded_secrets({"WANDB_API_KEY": "x", "WANDB_MODE": "offline", "AWS_SECRET_ACCESS_KEY": "y"})
+    {'WANDB_API_KEY': 'x'}
+    """
+    return {name: value for name, value in environment.items() if _is_meant(name) and _is_secret(name)}
+
+
+def _is_meant(name: str) -> bool:
+    return name.startswith(PREFIXES) and name not in OF_A_NODE
+
+
+def _is_secret(name: str) -> bool:
+    return any(word in name for word in _SECRET)
