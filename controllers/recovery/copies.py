@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from .checkpoints import FOLDER, CheckpointConfig, complete_checkpoints, step_of
-from .remote_run import FAILURES, RemoteRun
+from .remote_run import RemoteRun
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 300.0
 """Seconds until a copy that failed is tried again: at first, and at most."""
@@ -115,10 +115,10 @@ class Copies:
                     if self._waiting is None and (self._run / FOLDER / f"step_{step:06d}").exists():
                         self._notes[-1] += f"; it is tried again in {pause_s:.3g} s"
                         self._waiting, self._again = step, True
-                        self._busy = False
+                self._changed.notify_all()
+                if failure:
                     self._changed.wait_for(lambda: self._closing, pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S) if failure else self._first_pause_s
-                self._changed.notify_all()
 
     def _copy(self, step: int, *, again: bool) -> str:
         """Copy a checkpoint; returns why it failed, empty when it did not."""
@@ -133,6 +133,6 @@ class Copies:
                     self._notes.append(
                         f"checkpoint of step {step} was copied to {self._remote} ({written / 1e6:.1f} MB, {seconds:.1f} s)"
                     )
-        except FAILURES as error:
+        except Exception as error:  # a checkpoint that cannot be read, say: whatever it is, the thread goes on with the next one
             return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
         return ""

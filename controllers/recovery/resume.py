@@ -169,13 +169,23 @@ def open_run(
 
 
 def _fetch(resume: str | Path, root: Path, name: str | None, address: str) -> str:
-    """Fetch a run that is to go on and has no checkpoint here, if there is a copy of it; returns what was done."""
+    """Fetch a run that is to go on and has no checkpoint here, if there is a copy of it; returns what was done.
+
+    Raises:
+        UserError: the copy cannot be read, or is of another run, which one that begins would replace.
+    """
     remote = RemoteRun.at(address, name or "run")
-    if resume not in ("latest", "weights") or name is None or has_checkpoints(root / name):
+    if resume not in ("none", "latest", "weights") or name is None or has_checkpoints(root / name):
         return ""
     run = root / name
     try:
-        if not remote.steps():
+        steps = remote.steps()
+        if steps and resume == "none":
+            raise UserError(
+                f"name={name!r}: {remote} holds a copy of a run of that name already, with its checkpoint of step {steps[0]}; "
+                "give the run another name, or go on with that one (resume='latest')"
+            )
+        if not steps:
             return ""
         require_folder(root, f"root {str(root)!r}", private=False)
         aside = f"; what was there is in {set_run_aside(run).name}" if run.exists() else ""

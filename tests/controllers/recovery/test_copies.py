@@ -185,6 +185,42 @@ def test_a_service_that_is_gone_holds_nobody_up(tmp_path: Path, bucket: Bucket):
     assert "was not copied to fake://runs/run within 0 s" in said and str(here) in said
 
 
+def test_a_checkpoint_that_cannot_be_read_does_not_end_the_copies(tmp_path: Path, bucket: Bucket):
+    here = saved(tmp_path)
+    state = here / FOLDER / "step_000006" / "run.json"
+    sound = state.read_text()
+    state.write_text("[")
+    copies = Copies(here, remote_of(bucket), first_pause_s=0.01)
+    copies.add(6)
+    until(lambda: any("step 6 could not be copied" in note for note in copies.take_notes()))
+    state.write_text(sound)
+    copies.add(9)
+    copies.close(30.0)
+    assert copies.copied[-1] == 9
+
+
+def test_the_end_does_not_wait_for_a_copy_that_was_given_up(tmp_path: Path, bucket: Bucket):
+    here = saved(tmp_path)
+    bucket.fails = lambda path: True
+    copies = Copies(here, remote_of(bucket), first_pause_s=20.0)
+    shutil.rmtree(here / FOLDER / "step_000009")
+    copies.add(9)
+    began = time.monotonic()
+    copies.close(60.0)
+    assert time.monotonic() - began < 15.0
+    [said] = copies.take_notes()
+    assert "step 9 could not be copied" in said and "tried again" not in said
+
+
+def test_a_new_run_does_not_take_the_place_of_the_copy_of_another(tmp_path: Path):
+    every = CheckpointConfig(every=3, copy_to=str(tmp_path / "copies"))
+    run(tmp_path, SCHEDULES[0], checkpoint=every)
+    (tmp_path / "run").rename(tmp_path / "first")
+    with pytest.raises(UserError, match=r"copies/run holds a copy of a run of that name already, .* step 9"):
+        run(tmp_path, SCHEDULES[0], checkpoint=every)
+    assert RemoteRun.at(str(tmp_path / "copies"), "run").steps()[0] == 9 and not (tmp_path / "run").exists()
+
+
 def test_bytes_that_a_service_loses_are_noticed(tmp_path: Path, bucket: Bucket):
     here = saved(tmp_path)
     bucket.loses = lambda path: path.endswith("run.json")
