@@ -133,6 +133,6 @@ class Copies:
                     self._notes.append(
                         f"checkpoint of step {step} was copied to {self._remote} ({written / 1e6:.1f} MB, {seconds:.1f} s)"
                     )
-        except Exception as error:  # a checkpoint that cannot be read, say: whatever it is, the thread goes on with the next one
+        except Exception as error:  # also a checkpoint that cannot be read: the thread goes on with the next one
             return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
         return ""
