@@ -6,6 +6,7 @@ has died, and at the end. A log that grows faster than MAX_BYTES between two que
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from ...dataflow.buffer.disk import make_folder
 
+logger = logging.getLogger(__name__)
 LOGS = "logs"
 LOG_S = 10.0
 """Seconds between two questions for what is new."""
@@ -103,19 +105,28 @@ class NodeLogs:
                 self.add(node, ray.get(promise))
             except RayError:  # its server has ended, and is started again
                 continue
+            except OSError as error:  # the disk is full, say: no reason to end a run
+                logger.warning("the logs of node %s cannot be written for now: %s", node, error)
 
     def add(self, node: str, found: NewText) -> None:
-        """Append new text of a node to the logs in the run's directory."""
+        """Append new text of a node to the logs in the run's directory.
+
+        Raises:
+            OSError: the disk is full, say. What is missing comes with a later answer.
+        """
         seen = self._seen.setdefault(node, {})
         for name, (begin, text) in found.items():
             if Path(name).name != name:
                 continue
             make_folder(self._folder)
             path, known = self._folder / name, seen.get(name, 0)
-            if begin > known:
+            end = begin + len(text)
+            if begin < known <= end:  # two answers hold it
+                text = text[known - begin :]
+            elif begin > known:
                 text = f"... {begin - known} bytes are left out here; they are on node {node} ...\n".encode() + text
             if not path.exists():
                 path.touch(mode=0o600)
             with path.open("ab") as file:
                 file.write(text)
-            seen[name] = begin + len(found[name][1])
+            seen[name] = end

@@ -19,9 +19,8 @@ from ..recovery.failures import Failures
 from ..request import CallRequest, NodeRequest, Then
 from ..run_directory import RunDirectory
 from .device_turns import DeviceTurns
+from .gathering import MANY_CALLS
 
-MANY_CALLS = 64
-"""Number of calls under way from which on the driver lets rows gather."""
 REST_S = 1e-4
 """Seconds for each call for which it does."""
 MAX_REST_S = 0.01

@@ -12,7 +12,8 @@ from ..group import UnderWay
 MAX_WAIT_S = 0.25
 """Longest time for which rows wait for others, by the run's clock."""
 MANY_CALLS = 64
-"""Number of calls under way from which on complete groups, too, wait for others: so many calls bring more rows at once."""
+"""Number of calls under way from which on complete groups, too, wait for others, and the driver rests between two turns (`Calls.rest_s`):
+so many calls bring more rows at once."""
 MAX_ROWS = 32
 """Rows for each replica with which a call is large enough: they wait for no others."""
 CLOCK_S = 1e-6

@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -25,10 +25,6 @@ REMEMBERED_LEASES = 1000
 Fate = Literal["wait", "mask", "requeue", "drop"]
 """What becomes of a group that is too old when an update claims it: it waits for a larger bound; it is trained on with every token
 masked (it still counts in its group's statistics); it is dropped and its prompt is issued again; or it is dropped."""
-
-
-PublishedLists: TypeAlias = tuple[list[int], list[int], list[int] | None, list[int] | None, list[int] | None]
-"""Sample ids, tokens, versions, parents and finished parents of what was published."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,7 @@ class Published:
     def to_lists(self) -> PublishedLists:
         """The arguments of `of_lists`."""
         versions, parents, finished = self.versions, self.parents, self.finished
-        return (
+        return PublishedLists(
             self.ids.tolist(),
             self.num_tokens.tolist(),
             None if versions is None else versions.tolist(),
@@ -95,6 +91,16 @@ class Published:
         finished = None if self.finished is None else self.finished[[p not in parents for p in self.finished.tolist()]]
         versions = None if self.versions is None else self.versions[kept]
         return Published(self.ids[kept], self.num_tokens[kept], versions, self.parents[kept], finished, self.newest)
+
+
+class PublishedLists(NamedTuple):
+    """The same as lists of Python's own numbers. The fields are those of `Published`; a driver makes one for each row."""
+
+    ids: list[int]
+    num_tokens: list[int]
+    versions: list[int] | None
+    parents: list[int] | None
+    finished: list[int] | None
 
 
 @dataclass

@@ -196,14 +196,14 @@ class Ledger:
         """Rows are done, and rows made of these parents are there."""
         part = None
         if node.writes and segment is not None:
-            part = self.parts.add(segment, len(published[0]))
+            part = self.parts.add(segment, len(published.ids))
         elif segment is not None:  # nobody reads what a node wrote without saying so
             self.parts.discard(segment)
-        if published[3] is not None:
+        if published.parents is not None:
             self._add_children(node, parents, published, part)
         else:
             name = node.name
-            for row, tokens in zip(rows, published[1], strict=True):
+            for row, tokens in zip(rows, published.num_tokens, strict=True):
                 row.tokens += tokens
                 if part is not None:  # of all rows, before one is finished: it may be the last of its group
                     row.parts[name] = part

@@ -44,11 +44,14 @@ class Peers:
         for node, own in itertools.groupby(sorted(segments, key=_place), key=lambda segment: segment.node):
             if (location := self.locations.get(node)) is None:
                 continue
+            left = list(own)
             with self.client(location, self.timeout_s) as client:
-                while some := list(itertools.islice(own, VERIFIED_AT_ONCE)):
+                while left:
+                    some, left = left[:VERIFIED_AT_ONCE], left[VERIFIED_AT_ONCE:]
                     try:
                         problems = client.verify(some)
-                    except TimeoutError as error:
+                    except TimeoutError as error:  # it is asked no more: each question may take as long
+                        some, left = [*some, *left], []
                         problems = [str(error)] * len(some)
                     found |= {segment: problem for segment, problem in zip(some, problems, strict=True) if problem}
         return found

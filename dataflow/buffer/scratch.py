@@ -69,12 +69,14 @@ class Scratch:
             buffer: the folder, in the directory of the run.
             parent: the folder that the user chose; None: the machine's own for temporary files.
         """
-        noted = buffer / NOTE
+        noted, made = buffer / NOTE, None
         with suppress(OSError, ValueError, LookupError, TypeError):
-            name = json.loads(noted.read_text())["name"]
-            if re.fullmatch(r"weft-\w+-[0-9a-f]{8}-[0-9a-f]{8}", name):
-                return cls(name, parent)
-        made = cls(f"{_prefix(buffer.parent)}{secrets.token_hex(4)}", parent)
+            found = json.loads(noted.read_text())
+            if re.fullmatch(r"weft-\w+-[0-9a-f]{8}-[0-9a-f]{8}", found["name"]):
+                made = cls(found["name"], parent)
+                if found.get("path") == str(made.path):
+                    return made
+        made = made or cls(f"{_prefix(buffer.parent)}{secrets.token_hex(4)}", parent)
         make_folder(buffer)
         Disk().write_whole(noted, json.dumps({"name": made.name, "path": str(made.path)}).encode() + b"\n")
         return made
@@ -113,6 +115,7 @@ class Scratch:
                 raise UserError(f"the scratch folder {path} cannot be used ({error.strerror}); {_SETTING}") from None
             if _lock(descriptor, path / IN_USE):
                 _held[path] = descriptor
+                (path / OVER).unlink(missing_ok=True)  # of an earlier start: the run goes on
                 _watch(path, self.grace_s)
                 break
             os.close(descriptor)
@@ -136,18 +139,9 @@ class Scratch:
     def remove_earlier(self, run: Path) -> None:
         """Remove the folders of earlier beginnings of a run on this machine that no process holds."""
         for path in self.path.parent.glob(f"{_prefix(run)}*"):
-            if path == self.path or path in _held or not path.is_dir() or path.stat().st_uid != os.geteuid():
-                continue
-            descriptor = (
-                os.open(path, os.O_RDONLY) if not (path / IN_USE).exists() else os.open(path / IN_USE, os.O_RDWR)
-            )
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
-            except BlockingIOError:
-                pass
-            finally:
-                os.close(descriptor)
+            if path != self.path and path not in _held:
+                with suppress(FileNotFoundError, BlockingIOError):  # its watcher has removed it meanwhile; it is held
+                    _remove_free(path)
 
 
 def noted_folder(buffer: Path) -> Path | None:
@@ -222,6 +216,23 @@ def _lock(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except (BlockingIOError, FileNotFoundError):
         return False
+
+
+def _remove_free(path: Path) -> None:
+    """Remove a folder that no process holds; nothing happens where it is another user's.
+
+    Raises:
+        FileNotFoundError, BlockingIOError: it is gone; somebody holds it.
+    """
+    if not path.is_dir() or path.stat().st_uid != os.geteuid():
+        return
+    in_use = path / IN_USE
+    descriptor = os.open(in_use, os.O_RDWR) if in_use.exists() else os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(descriptor)
 
 
 def _watch(path: Path, grace_s: float) -> None:

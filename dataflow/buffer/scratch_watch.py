@@ -32,7 +32,9 @@ def main(folder: Path, grace_s: float) -> None:
             continue
         free_since = free_since or time.monotonic()
         if (folder / "over").exists() or time.monotonic() - free_since >= grace_s:
-            shutil.rmtree(folder, ignore_errors=True)
+            removed = folder.with_name(f"{folder.name}.removed-{os.getpid()}")
+            folder.rename(removed)  # at once: a process that begins meanwhile makes a folder of its own
+            shutil.rmtree(removed, ignore_errors=True)
             return
         fcntl.flock(in_use, fcntl.LOCK_UN)
 

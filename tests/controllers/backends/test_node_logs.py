@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from weft.controllers.backends.backend import Files
 from weft.controllers.backends.node_logs import MAX_BYTES, NodeLogs, new_text
 from weft.dataflow.buffer.scratch import Scratch
@@ -37,6 +39,34 @@ def test_the_middle_of_a_log_that_grows_too_fast_is_left_out_and_that_is_said(tm
     brought(there, NodeLogs(here), known)
     said, text = (here / "x_0.log").read_bytes().split(b"\n")
     assert said == b"... 100 bytes are left out here; they are on node n1 ..." and text == b"b" * MAX_BYTES
+
+
+def test_what_two_answers_hold_is_written_once(tmp_path: Path):
+    logs = NodeLogs(tmp_path)
+    logs.add("n1", {"x_0.log": (0, b"one ")})
+    logs.add("n1", {"x_0.log": (0, b"one two ")})
+    logs.add("n1", {"x_0.log": (4, b"two ")})
+    assert (tmp_path / "x_0.log").read_bytes() == b"one two "
+
+
+def test_logs_that_cannot_be_written_end_no_run_and_come_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr("ray.get", lambda answer: answer)
+    logs = NodeLogs(tmp_path / "logs")
+    (tmp_path / "logs").touch()
+    (answer,) = logs._asked = {Answer({"x_0.log": (0, b"text")}): "n1"}
+    logs._take([answer])
+    assert "the logs of node n1 cannot be written for now" in caplog.text
+    (tmp_path / "logs").unlink()
+    logs.add("n1", {"x_0.log": (0, b"text")})
+    assert (tmp_path / "logs" / "x_0.log").read_bytes() == b"text"
+
+
+class Answer(dict[str, tuple[int, bytes]]):
+    """What has come from a node; a promise is a key."""
+
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
 
 def test_a_name_that_leads_elsewhere_is_passed_over(tmp_path: Path):

@@ -362,6 +362,31 @@ def test_a_server_that_was_closed_is_named(server, segment, tmp_path):
         reader_of(server, tmp_path).read(segment)
 
 
+class GoneServer(SegmentServer):
+    """Counts what it is asked, and answers as one that cannot be reached."""
+
+    asked = 0
+
+    def do_action(self, context: Any, action: pf.Action) -> list[bytes]:
+        self.asked += 1
+        raise pf.FlightUnavailableError("gone")
+
+
+def test_a_node_that_cannot_be_reached_is_asked_once_about_its_segments(tmp_path, monkeypatch):
+    monkeypatch.setattr("weft.dataflow.buffer.peers.VERIFIED_AT_ONCE", 2)
+    listed = [Segment("n0", f"w.0.{number:06d}.arrows", 0, 8, 0) for number in range(5)]
+    with (
+        GoneServer(tmp_path / "n0", "n0", token=TOKEN) as gone,
+        SegmentServer(tmp_path / "n1", "n1", token=TOKEN) as there,
+    ):
+        found = Peers({"n0": gone.location, "n1": there.location}, TOKEN).unreadable(
+            [*listed, Segment("n1", "w.0.000000.arrows", 0, 8, 0)]
+        )
+        assert gone.asked == 1
+    assert [*found][:5] == listed and all("cannot be reached" in found[segment] for segment in listed)
+    assert "missing" in found[Segment("n1", "w.0.000000.arrows", 0, 8, 0)]
+
+
 def test_a_server_that_never_answers_is_given_up_at_the_deadline(segment, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         location = f"grpc://127.0.0.1:{silent.getsockname()[1]}"

@@ -15,9 +15,19 @@ import pytest
 from buffer_graphs import GRAPHS
 
 from weft.dataflow.batch import Batch
+from weft.dataflow.buffer import scratch_watch
 from weft.dataflow.buffer.leases import Published
 from weft.dataflow.buffer.sample_buffer import SampleBuffer
-from weft.dataflow.buffer.scratch import IN_USE, LEAST_BYTES, Scratch, file_system, is_network, noted_folder, notes
+from weft.dataflow.buffer.scratch import (
+    IN_USE,
+    LEAST_BYTES,
+    OVER,
+    Scratch,
+    file_system,
+    is_network,
+    noted_folder,
+    notes,
+)
 from weft.dataflow.buffer.segment_writer import SegmentWriter
 from weft.dataflow.errors import UserError
 
@@ -73,6 +83,38 @@ def test_a_run_has_the_same_folder_at_each_start_and_no_other_run_has_it(tmp_pat
     assert noted_folder(tmp_path) is None
 
 
+def test_a_run_whose_folder_moves_keeps_its_name_and_is_looked_for_in_the_new_place(tmp_path: Path):
+    buffer = tmp_path / "run" / "buffer"
+    first, moved = Scratch.of(buffer, tmp_path / "s"), Scratch.of(buffer, tmp_path / "t")
+    assert moved.name == first.name and noted_folder(buffer) == moved.path == tmp_path / "t" / first.name
+
+
+def test_a_run_that_goes_on_after_its_end_is_not_over(tmp_path: Path):
+    scratch = Scratch("weft-run-00000000-00000000", tmp_path)
+    scratch.path.mkdir()
+    (scratch.path / OVER).touch()
+    assert not (scratch.hold() / OVER).exists()
+    scratch.release(over=True)
+    until(lambda: not scratch.path.exists())
+
+
+def test_a_folder_that_its_watcher_removes_first_stops_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    earlier = Scratch.of(tmp_path / "run" / "buffer", tmp_path / "s")
+    earlier.path.mkdir(parents=True)
+    (tmp_path / "run" / "buffer" / "scratch.json").unlink()
+    is_dir = Path.is_dir
+
+    def just_before(path: Path) -> bool:
+        there = is_dir(path)
+        if path == earlier.path and there:
+            path.rmdir()
+        return there
+
+    monkeypatch.setattr(Path, "is_dir", just_before)
+    Scratch.of(tmp_path / "run" / "buffer", tmp_path / "s").remove_earlier(tmp_path / "run")
+    assert not earlier.path.exists()
+
+
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"scratch folder .* cannot be used"):
@@ -117,6 +159,25 @@ def test_a_killed_process_leaves_no_folder(tmp_path: Path):
     assert held.stdout is not None and held.stdout.readline() == b"held\n"
     os.killpg(held.pid, signal.SIGKILL)
     held.communicate()
+    until(lambda: not list(tmp_path.iterdir()))
+
+
+def test_a_start_while_the_folder_is_removed_keeps_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    scratch = Scratch("weft-run-00000000-00000000", tmp_path)
+    scratch.path.mkdir()
+    (scratch.path / IN_USE).touch()
+    really = shutil.rmtree
+
+    def with_a_start_in_the_middle(path: Path, ignore_errors: bool) -> None:
+        (path / IN_USE).unlink()
+        (scratch.hold() / "node").mkdir()
+        really(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(scratch_watch.shutil, "rmtree", with_a_start_in_the_middle)
+    scratch_watch.main(scratch.path, 0.0)
+    monkeypatch.undo()
+    assert (scratch.path / "node").is_dir() and [path.name for path in tmp_path.iterdir()] == [scratch.path.name]
+    scratch.release(over=True)
     until(lambda: not list(tmp_path.iterdir()))
 
 
