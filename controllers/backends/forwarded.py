@@ -22,7 +22,23 @@ PREFIXES = (
     "WEFT_",
 )
 """Variables whose names begin so are forwarded. `PYTHONPATH` and the number of threads are, too (`rank.py`)."""
-OF_A_NODE = ("VLLM_HOST_IP", "HF_HOME", "HF_HUB_CACHE", "HF_XET_CACHE", "HF_DATASETS_CACHE", "TORCH_HOME", "WANDB_DIR")
+OF_A_NODE = (
+    "VLLM_HOST_IP",
+    "HF_HOME",
+    "TORCH_HOME",
+    *(f"HF_{what}_CACHE" for what in ("HUB", "XET", "ASSETS", "MODULES", "DATASETS")),
+    "HUGGINGFACE_HUB_CACHE",
+    "HUGGINGFACE_ASSETS_CACHE",
+    "TRANSFORMERS_CACHE",
+    "TORCH_EXTENSIONS_DIR",
+    "VLLM_CACHE_ROOT",
+    "VLLM_CONFIG_ROOT",
+    "VLLM_ASSETS_CACHE",
+    "WANDB_DIR",
+    "WANDB_CACHE_DIR",
+    "WANDB_CONFIG_DIR",
+    "WANDB_DATA_DIR",
+)
 """Not these: an address or a folder of the driver's node may be none of another."""
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL")
 
@@ -32,7 +48,7 @@ def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
 
     Ray writes them to its own logs, so that no secret is among them.
 
-    >>> forwarded({"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_x", "HF_HOME": "/home/me/.cache", "HOME": "/home/me"})
+    >>> forwarded({"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_x", "VLLM_CACHE_ROOT": "/home/me/.cache", "HOME": "/home/me"})
     {'NCCL_DEBUG': 'INFO'}
     """
     return {name: value for name, value in environment.items() if _is_meant(name) and not _is_secret(name)}

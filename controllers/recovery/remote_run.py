@@ -128,8 +128,9 @@ class RemoteRun:
     def _copy_log(self, buffer: Path, state: RunState) -> int:
         """The log up to a checkpoint: the parts of its history, and what follows them as one more."""
         folder, there = f"{BUFFER}/{HISTORY}", self._names(f"{BUFFER}/{HISTORY}")
-        written = sum(self._write_new(buffer.parent, folder, "*.log.zst"))
+        # Before the parts: a log that is cut from here on is noticed when the rest of it is read.
         tail = part_before(buffer / LOG, state.position.offset, state.position.checksum)
+        written = sum(self._write_new(buffer.parent, folder, "*.log.zst"))
         keep = {path.name for path in (buffer / HISTORY).glob("*.log.zst")}
         if tail is not None:
             name, chunks = tail

@@ -15,8 +15,10 @@ from saved_runs import SCHEDULES, Killed, run, trained
 from weft.controllers.recovery.checkpoints import FOLDER, CheckpointConfig, complete_checkpoints
 from weft.controllers.recovery.copies import Copies
 from weft.controllers.recovery.remote_run import RemoteRun
+from weft.controllers.recovery.run_state import RunState
 from weft.controllers.run_directory import RunDirectory
 from weft.dataflow.buffer.check import check_log
+from weft.dataflow.buffer.log import Log, LogReader, Position
 from weft.dataflow.errors import UserError
 
 
@@ -227,6 +229,37 @@ def test_bytes_that_a_service_loses_are_noticed(tmp_path: Path, bucket: Bucket):
     with pytest.raises(OSError, match=r"run.json has 0 bytes, not the \d+ that were written"):
         remote_of(bucket).copy(here, 9)
     assert remote_of(bucket).steps() == [], "the manifest comes last"
+
+
+def test_no_part_of_a_log_is_missing_that_is_cut_while_it_is_copied(tmp_path: Path, bucket: Bucket):
+    here = saved(tmp_path)
+    path = here / "buffer" / "ledger.log"
+    reader = LogReader(path)
+    ends = [reader.end for _ in reader]
+    log = Log(path, at=ends[-1])
+
+    def cut(at: Position) -> None:
+        log.prepare_cut(at)()
+        log.cut()
+
+    cut(ends[2])
+    later = [ends[4]]
+
+    def cut_while_a_part_is_written(name: str) -> bool:
+        if name.endswith(".log.zst") and later:
+            cut(later.pop())
+        return False
+
+    bucket.fails = cut_while_a_part_is_written
+    remote = remote_of(bucket)
+    with pytest.raises(OSError, match="was cut meanwhile"):
+        remote.copy(here, 9)
+    remote.copy(here, 9)
+    log.close()
+    assert remote.fetch(tmp_path / "again") == 9
+    position = RunState.read(here / FOLDER / "step_000009").position
+    fetched = LogReader(tmp_path / "again" / "buffer" / "ledger.log")
+    assert len([*fetched]) == ends.index(position) + 1 and fetched.end == position and not fetched.damage
 
 
 def test_a_copy_that_broke_off_or_is_damaged_is_not_used(tmp_path: Path, bucket: Bucket):
