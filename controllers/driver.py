@@ -283,7 +283,7 @@ def _checked(
         evaluations={e.name: e for e in evaluations},
         **settings,
     )
-    spec.backend.check(spec.placement)
+    spec.backend.check(spec.placement, spec.handles, spec.follows)
     check_workers(graphs)
     check_schedule(spec)
     return spec, handles

@@ -4,7 +4,7 @@ pools run at the same time."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,23 +13,89 @@ from ..dataflow.errors import UserError, nearest
 
 
 @names_arguments
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False, repr=False)
 class ResourcePool:
-    """A set of devices that stay together.
+    """Devices that stay together: equally many of each kind on every one of its nodes.
 
     >>> ResourcePool("everything", cpus=2)
-    ResourcePool(name='everything', cpus=2, gpus=0)
+    ResourcePool('everything', cpus=2)
+    >>> ResourcePool("train", nodes=16, gpus_per_node=8)
+    ResourcePool('train', cpus=128, gpus=128, nodes=16)
+
+    Args:
+        name: of the pool, unique in a placement.
+        cpus: in all; default: one for each GPU, or else one for each node.
+        gpus: in all.
+        nodes: how many; default: as few as the cluster can do with (of a pool beside another: the other's).
+        cpus_per_node: instead of `cpus`.
+        gpus_per_node: instead of `gpus`.
+        beside: name of a pool on whose nodes this one lies, too, with devices of its own.
+
+    Raises:
+        UserError: naming the argument and its rule.
     """
 
-    name: str = "pool"
-    cpus: int = 1
-    gpus: int = 0
+    name: str
+    cpus: int
+    """In all."""
+    gpus: int
+    """In all."""
+    nodes: int | None
+    """None: the cluster decides."""
+    beside: str | None
 
-    def __post_init__(self) -> None:
-        if self.cpus < 1 or self.gpus < 0:
+    def __init__(
+        self,
+        name: str = "pool",
+        cpus: int | None = None,
+        gpus: int | None = None,
+        *,
+        nodes: int | None = None,
+        cpus_per_node: int | None = None,
+        gpus_per_node: int | None = None,
+        beside: str | None = None,
+    ) -> None:
+        who = f"resource pool {name!r}"
+        given = {"cpus": cpus, "gpus": gpus, "nodes": nodes}
+        for field, value in {**given, "cpus_per_node": cpus_per_node, "gpus_per_node": gpus_per_node}.items():
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+                raise UserError(f"{who}: {field} is a whole number, not {value!r}")
+        if nodes is not None and nodes < 1:
+            raise UserError(f"{who} needs at least one node, not nodes={nodes}")
+        if beside == name:
+            raise UserError(f"{who} cannot lie beside itself: beside names another pool")
+        all_gpus = _in_all(who, "gpus", gpus, gpus_per_node, nodes) or 0
+        all_cpus = _in_all(who, "cpus", cpus, cpus_per_node, nodes)
+        all_cpus = max(all_gpus, nodes or 1) if all_cpus is None else all_cpus
+        if all_cpus < (nodes or 1) or all_gpus < 0:
+            each = " on each of its nodes" if nodes and nodes > 1 else ""
             raise UserError(
-                f"resource pool {self.name!r} needs at least one CPU and no negative GPUs, not cpus={self.cpus}, gpus={self.gpus}"
+                f"{who} needs at least one CPU{each} and no negative GPUs, not cpus={all_cpus}, gpus={all_gpus}"
             )
+        values = {"name": name, "cpus": all_cpus, "gpus": all_gpus, "nodes": nodes, "beside": beside}
+        for field, value in values.items():
+            object.__setattr__(self, field, value)
+
+    def __repr__(self) -> str:
+        said = {"gpus": self.gpus or None, "nodes": self.nodes, "beside": self.beside}
+        more = "".join(f", {name}={value!r}" for name, value in said.items() if value is not None)
+        return f"ResourcePool({self.name!r}, cpus={self.cpus}{more})"
+
+
+def _in_all(who: str, kind: str, total: int | None, each: int | None, nodes: int | None) -> int | None:
+    """Devices of one kind in all, from what was said: a total, or a number for each node; None: nothing was said."""
+    if each is not None and nodes is None:
+        raise UserError(f"{who}: {kind}_per_node={each} is of each node; say nodes=..., too, or {kind}=... in all")
+    if each is not None and total is not None:
+        raise UserError(f"{who}: {kind}={total} and {kind}_per_node={each} say the same twice; leave one of them out")
+    if each is not None and nodes is not None:
+        return each * nodes
+    if total is not None and nodes is not None and total % nodes:
+        raise UserError(
+            f"{who}: {kind}={total} do not divide over nodes={nodes} evenly; the nearest number that does is "
+            f"{max(1, round(total / nodes)) * nodes}"
+        )
+    return total
 
 
 @names_arguments
@@ -46,6 +112,12 @@ class Place:
         if self.pool.gpus and self.pool.gpus % self.ranks:
             raise UserError(
                 f"{self.ranks} ranks do not divide the {self.pool.gpus} GPUs of pool {self.pool.name!r} evenly"
+            )
+        if self.pool.nodes and self.ranks % self.pool.nodes:
+            right = max(1, round(self.ranks / self.pool.nodes)) * self.pool.nodes
+            raise UserError(
+                f"{self.ranks} ranks do not divide over the {self.pool.nodes} nodes of pool {self.pool.name!r} evenly; "
+                f"the nearest number that does is {right}"
             )
 
     @property
@@ -77,7 +149,8 @@ def resolve(placement: Placement | None, groups: Mapping[str, object]) -> dict[s
         Group -> its place. A group that the placement does not mention gets one rank on a pool of its own.
 
     Raises:
-        UserError: when the placement names a group that the graphs do not have, or two pools share a name.
+        UserError: when the placement names a group that the graphs do not have, two pools share a name, or a pool lies beside one that
+            there is not, or in a circle.
     """
     given = dict(placement or {})
     for name in given:
@@ -89,6 +162,7 @@ def resolve(placement: Placement | None, groups: Mapping[str, object]) -> dict[s
     for place in given.values():
         if by_name.setdefault(place.pool.name, place.pool) != place.pool:
             raise UserError(f"two resource pools are called {place.pool.name!r}")
+    check_beside(by_name)
     return {name: given.get(name) or Place(ResourcePool(f"{name}{OWN}")) for name in groups}
 
 
@@ -97,35 +171,30 @@ def is_own(pool: ResourcePool) -> bool:
     return pool.name.endswith(OWN)
 
 
-def require_nodes(placement: Mapping[str, Place], nodes: Sequence[tuple[int, int]], where: str) -> None:
-    """Refuse a placement that asks for more CPUs or GPUs than there are, or for a pool that no node can hold.
-
-    Only pools that the user sized count: a group without a place takes what is left, or works where others are idle.
-
-    Args:
-        placement: group -> its pool and ranks.
-        nodes: CPUs and GPUs of each.
-        where: names the machine or cluster in messages.
+def check_beside(pools: Mapping[str, ResourcePool]) -> None:
+    """Check that pools which lie beside others can.
 
     Raises:
-        UserError: naming the pools, what they ask for, and what there is.
+        UserError: there is no pool of that name, some go round in a circle, or one has more nodes than the one beside it.
     """
-    pools = {p.pool.name: p.pool for p in placement.values() if not is_own(p.pool)}
-    for kind, wanted, available in (
-        ("CPUs", {p.name: p.cpus for p in pools.values()}, [cpus for cpus, _ in nodes]),
-        ("GPUs", {p.name: p.gpus for p in pools.values()}, [gpus for _, gpus in nodes]),
-    ):
-        if sum(wanted.values()) > sum(available):
-            sizes = ", ".join(f"{name}: {number}" for name, number in wanted.items())
+    for pool in pools.values():
+        if pool.beside is not None and pool.beside not in pools:
             raise UserError(
-                f"the placement asks for {sum(wanted.values())} {kind} ({sizes}), but {where} has {sum(available)}; "
-                "make a pool smaller or let groups share one"
+                f"resource pool {pool.name!r} lies beside {pool.beside!r}, which no group of the placement is on"
+                f"{nearest(pool.beside, pools)} (pools: {', '.join(pools)})"
             )
     for pool in pools.values():
-        if not any(pool.cpus <= cpus and pool.gpus <= gpus for cpus, gpus in nodes):
+        seen = [pool.name]
+        while (beside := pools[seen[-1]].beside) is not None:
+            if beside in seen:
+                circle = " beside ".join(map(repr, [*seen[seen.index(beside) :], beside]))
+                raise UserError(f"resource pools lie in a circle: {circle}; leave out one beside=...")
+            seen.append(beside)
+    for pool in pools.values():
+        other = pools[pool.beside] if pool.beside is not None else pool
+        if pool.nodes and other.nodes and pool.nodes > other.nodes:
             raise UserError(
-                f"resource pool {pool.name!r} asks for {pool.cpus} CPUs and {pool.gpus} GPUs on one node, but no node of {where} has "
-                f"both (CPUs and GPUs of its nodes: {', '.join(f'{c} and {g}' for c, g in sorted(set(nodes), reverse=True))})"
+                f"resource pool {pool.name!r} has nodes={pool.nodes} and lies beside {other.name!r}, which has only {other.nodes}"
             )
 
 

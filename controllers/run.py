@@ -27,7 +27,6 @@ from .loop.admission import Admission
 from .loop.calls import Calls, CallTimes
 from .loop.closing import Closing
 from .loop.collecting import collected_seldom
-from .loop.device_turns import offload_shared
 from .loop.dispatcher import Dispatcher
 from .loop.recording import Recording
 from .loop.replies import Remedies, Replies
@@ -110,9 +109,6 @@ class Run:
 
     def prepare(self) -> None:
         """Load the checkpoint, if the run goes on from one, and give every follower its leader's weights."""
-        for request in offload_shared(self.groups.values()):
-            self._calls.queue([request])
-            self._until_idle()
         if self._point is not None:
             self._load(self._point)
         self._calls.queue(self._weights.publish_all())

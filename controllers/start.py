@@ -63,7 +63,16 @@ def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: Re
         files = Files(segments, config.file_bytes, config.memory_bytes, scratch, directory.starts)
         for note in notes(segments, config.max_bytes):
             progress.warn(note)
-        groups = backend.start(Setup(spec.handles, spec.placement, directory.path, spec.seed, files, spec.follows))
+        setup = Setup(
+            spec.handles,
+            spec.placement,
+            directory.path,
+            spec.seed,
+            files,
+            spec.follows,
+            tell=progress.say,
+        )
+        groups = backend.start(setup)
         for graph, group in buffer.drop_unreachable(backend.nodes, live=False):
             progress.say(f"group {group} of graph {graph!r} is issued again: the node that it lay on is gone")
         for said in buffer.drop_lost(backend.unreadable(buffer.elsewhere())):

@@ -14,6 +14,7 @@ from .remote import remote
 if TYPE_CHECKING:
     from ..dataflow.node import Node
     from ..dataflow.source import Source
+    from .rendezvous import Rendezvous
 
 
 MAX_FAILED = 0.05
@@ -27,8 +28,8 @@ class Context:
     name: str = "worker"
     rank: int = 0
     world_size: int = 1
-    rendezvous: str | None = None
-    """URL for `torch.distributed.init_process_group`, or None in a group of one."""
+    rendezvous: Rendezvous | None = None
+    """Where the ranks meet for `torch.distributed`; None in a group of one, and where each rank works for itself (`replaceable`)."""
     run_dir: Path | None = None
     seed: int = 0
     watched: bool = False
@@ -36,6 +37,15 @@ class Context:
     at: Callable[[int | None], None] = lambda sample_id: None
     """A worker calls this with the sample that it works on (None: none) where a sample may hang or end the process: then that sample is
     blamed, and not all that the call has not finished."""
+    local_rank: int = 0
+    """Number of this rank among those of its group on its node."""
+    node_rank: int = 0
+    """Number of its node among those of its group."""
+    nodes: int = 1
+    """Nodes that the group is spread over, with equally many ranks on each."""
+    devices: tuple[str, ...] = ()
+    """The GPUs that this process alone sees, as `CUDA_VISIBLE_DEVICES` names them. None: those that it sees, if any, are its node's, and
+    it takes the one of its local rank."""
     advance: Callable[[], None] = lambda: None
     """A worker calls this when a part of its work is done, such as a microbatch or a step of an engine. A rank that does not is taken to
     hang after the driver's `call_timeout_s`."""

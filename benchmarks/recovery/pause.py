@@ -1,12 +1,13 @@
 """How long training waits for a checkpoint, beside a plain copy of the same memory in the same process.
 
-python benchmarks/recovery/pause.py FOLDER RANK RANKS CHECKPOINTS     # one rank; recovery.py starts them
+python benchmarks/recovery/pause.py FOLDER RANK RANKS CHECKPOINTS PORT DESCRIPTOR     # one rank; recovery.py starts them
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -62,16 +63,23 @@ def rows(number: int = 2, length: int = 8) -> Batch:
     )
 
 
-def one_rank(folder: Path, rank: int, ranks: int, checkpoints: int) -> dict[str, Any]:
-    """Training steps of tiny batches; after each a checkpoint and a plain copy, which take turns in coming first."""
+def one_rank(folder: Path, rank: int, ranks: int, checkpoints: int, port: int, taken: int) -> dict[str, Any]:
+    """Training steps of tiny batches; after each a checkpoint and a plain copy, which take turns in coming first.
+
+    Args:
+        port: where the ranks meet.
+        taken: descriptor of the socket that holds the port, which rank 0 has.
+    """
     import torch
     from torch.distributed.tensor import DTensor
 
     from weft.workers.actor import ActorConfig, ActorWorker
+    from weft.workers.rendezvous import LOOPBACK, Rendezvous
     from weft.workers.worker import Context
 
     torch.set_num_threads(1)
-    rendezvous = f"file://{folder}/rendezvous-{ranks}" if ranks > 1 else None
+    holder = socket.socket(fileno=taken) if rank == 0 else None
+    rendezvous = Rendezvous(LOOPBACK, port, "of this benchmark", taken=holder) if ranks > 1 else None
     worker = ActorWorker(
         ActorConfig(model=str(folder / "model"), learning_rate=1e-6), Context("actor", rank, ranks, rendezvous)
     )
@@ -108,11 +116,20 @@ def one_rank(folder: Path, rank: int, ranks: int, checkpoints: int) -> dict[str,
 
 def measure(folder: Path, ranks: int, checkpoints: int) -> dict[str, Any]:
     """Seconds of the slowest rank, for which all wait."""
-    command = [sys.executable, __file__, str(folder), "RANK", str(ranks), str(checkpoints)]
-    started = [
-        subprocess.Popen([w.replace("RANK", str(rank)) for w in command], stdout=subprocess.PIPE, text=True)
-        for rank in range(ranks)
-    ]
+    from weft.workers.rendezvous import LOOPBACK, take_port
+
+    with take_port(LOOPBACK) as taken:
+        descriptor, port = taken.fileno(), taken.getsockname()[1]
+        command = [str(w) for w in (sys.executable, __file__, folder, "RANK", ranks, checkpoints, port, descriptor)]
+        started = [
+            subprocess.Popen(
+                [w.replace("RANK", str(rank)) for w in command],
+                stdout=subprocess.PIPE,
+                pass_fds=() if rank else (descriptor,),
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
     said = [process.communicate()[0] for process in started]
     if any(process.returncode for process in started):
         raise RuntimeError(f"a rank of {ranks} ended with {[p.returncode for p in started]}")
@@ -138,4 +155,4 @@ def slowest(found: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(one_rank(Path(sys.argv[1]), *map(int, sys.argv[2:5]))))
+    print(json.dumps(one_rank(Path(sys.argv[1]), *map(int, sys.argv[2:7]))))

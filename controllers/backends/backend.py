@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -91,6 +91,10 @@ class Setup:
     files: Files
     follows: Sequence[ParameterEdge] = ()
     """Which groups load the weights of others."""
+    start_timeout_s: float = START_TIMEOUT_S
+    """Longest wait for the workers of a group to be up."""
+    tell: Callable[[str], None] = lambda line: None
+    """Tells the user what the start waits for."""
 
 
 def plain_name(name: str) -> str:
@@ -115,11 +119,15 @@ class Event:
 class Backend(Protocol):
     """Starts worker groups, carries calls to them and replies back, and leaves nothing behind."""
 
-    def check(self, placement: Mapping[str, Place]) -> None:
+    def check(
+        self, placement: Mapping[str, Place], handles: Mapping[str, Handle], follows: Sequence[ParameterEdge]
+    ) -> None:
         """Refuse a placement that cannot be started here, before anything is.
 
         Args:
             placement: group -> its pool and ranks.
+            handles: the groups, by name.
+            follows: which groups load the weights of others.
 
         Raises:
             UserError: naming the group or the pool, and what there is.
@@ -127,7 +135,8 @@ class Backend(Protocol):
         ...
 
     def start(self, setup: Setup) -> dict[str, WorkerGroup]:
-        """Start every rank of every group, and wait until all are up.
+        """Start every rank of every group, and wait until all are up. Groups that share a pool with GPUs are made one after the other,
+        and the models of all of them are in host memory when this returns.
 
         Args:
             setup: what is to be started.

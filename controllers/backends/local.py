@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from ...dataflow.buffer.segments import Segment
+from ...dataflow.handle import Handle
+from ...dataflow.node import ParameterEdge
 from ...workers.worker import Context, Worker
+from ..bundles import shares_gpus, start_turns
 from ..group import Call, WorkerGroup
 from ..placement import Place
 from ..ranks.executor import Executor
@@ -29,19 +34,25 @@ class Local:
     def __repr__(self) -> str:
         return "Local()"
 
-    def check(self, placement: Mapping[str, Place]) -> None:
+    def check(
+        self, placement: Mapping[str, Place], handles: Mapping[str, Handle], follows: Sequence[ParameterEdge]
+    ) -> None:
         """Nothing is refused: whatever a placement asks for, one process does the work here."""
 
     def start(self, setup: Setup) -> dict[str, WorkerGroup]:
         groups: dict[str, WorkerGroup] = {}
         self._data = setup.files.access(this_node(), "local")
-        for name, handle in setup.handles.items():
-            place = Place(setup.placement[name].pool)  # world size 1, whatever the placement says
+        for name in itertools.chain.from_iterable(start_turns(setup.placement, setup.follows)):
+            handle, pool = setup.handles[name], setup.placement[name].pool
+            place = Place(replace(pool, nodes=None))  # world size 1, whatever the placement says
             worker = handle.worker_class(handle.config, Context(name=name, run_dir=setup.run_dir, seed=setup.seed))
             self._workers[name] = worker
+            if shares_gpus(setup.placement, name):
+                worker.offload()
             self._executors[name] = Executor(worker, self._data)
             groups[name] = WorkerGroup(name, handle, place, [worker.coordinates], self._submit)
-        return groups
+        self._executors = {name: self._executors[name] for name in setup.handles}  # they take turns in this order
+        return {name: groups[name] for name in setup.handles}
 
     def delete(self, node: str, file: str) -> None:
         """There is one node, and the buffer keeps its files itself."""

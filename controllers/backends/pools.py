@@ -1,38 +1,60 @@
-"""Resource pools on a Ray cluster: each is a placement group of one bundle."""
+"""Resource pools on a Ray cluster: pools that share nodes are one placement group, of one bundle a node."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ...dataflow.errors import UserError
+from ..bundles import Bundle, bundles
 from ..placement import ResourcePool, is_own
-from .backend import START_TIMEOUT_S, Setup
+from .backend import Setup
 
-POOL_TIMEOUT_S = 30.0
-"""Longest wait for the pools of a placement, which others on the cluster may hold."""
+WAIT_S = 30.0
+"""Longest wait for the pools of a placement, which others on the cluster may hold, unless the user says otherwise."""
 OWN_POOL_TIMEOUT_S = 1.0
 """Longest wait for a CPU of its own for a group without a place."""
+TELL_S = (3.0, 60.0)
+"""Seconds until the first line that says what is waited for, and most seconds between two: each comes after twice as long."""
+PROBE_TIMEOUT_S = 120.0
+"""Longest wait for a process that says which GPUs a bundle has."""
+
+
+@dataclass(frozen=True)
+class ReservedPart:
+    """What a pool has on one node."""
+
+    strategy: Any
+    """Schedules an actor there."""
+    node: str
+    """Ray's id of the node."""
+    address: str
+    """Of the node."""
+    gpus: Sequence[str] = ()
+    """Its devices, as `CUDA_VISIBLE_DEVICES` names them on its node."""
 
 
 @dataclass(frozen=True)
 class ReservedPool:
     """A resource pool that the cluster has reserved."""
 
-    strategy: Any
-    """Schedules an actor into it."""
-    gpus: Sequence[str]
-    """Its devices, as `CUDA_VISIBLE_DEVICES` names them on its node."""
+    parts: Sequence[ReservedPart]
+    """One on each of its nodes."""
     cpus: int
     """CPUs that Ray counts as taken by the pool; 0 if its groups are guests on another pool's node."""
 
 
 class Reservations:
-    """The pools that a run has reserved."""
+    """The pools that a run has reserved.
 
-    def __init__(self) -> None:
+    Args:
+        wait_s: longest wait for those that a user sized.
+    """
+
+    def __init__(self, wait_s: float = WAIT_S) -> None:
+        self._wait_s = wait_s
         self._groups: list[Any] = []
         """Placement groups of Ray."""
         self._pools: dict[str, ReservedPool] = {}
@@ -42,7 +64,10 @@ class Reservations:
 
     def reserve(self, setup: Setup) -> None:
         """Reserve the pools of a placement. Those that a user sized are waited for. A group without a place gets a CPU of its own where
-        one is free; else it is a guest on another pool's node and works while that pool's groups are idle.
+        one is free, near the group that it follows; else it is a guest on another pool's node and works while that pool's groups are idle.
+
+        Args:
+            setup: every pool of its placement has its number of nodes.
 
         Raises:
             UserError: a pool that the user sized was not free in time.
@@ -50,21 +75,22 @@ class Reservations:
         pools = {p.pool.name: p.pool for p in setup.placement.values()}
         own = [name for name, pool in pools.items() if is_own(pool)]
         sized = [name for name in pools if name not in own] or own[:1]
-        self._reserve({name: pools[name] for name in sized}, POOL_TIMEOUT_S)
+        self._reserve([pools[name] for name in sized], self._wait_s, tell=setup.tell)
         if missing := [name for name in sized if name not in self._pools]:
             import ray
 
             raise UserError(
-                f"{', '.join(f'resource pool {name!r} ({pools[name]})' for name in missing)} did not get what it asks for on one node "
-                f"within {POOL_TIMEOUT_S:.0f} s; the cluster has {ray.available_resources()} to give"
+                f"{', '.join(_in_words(pools[name]) for name in missing)} did not get what it asks for within {self._wait_s:.0f} s; "
+                f"{_in_stock(ray.nodes(), ray.available_resources())}. RayBackend(wait_s=...) waits longer, for a cluster that grows"
             )
-        self._reserve({n: pools[n] for n in own if n not in self._pools}, OWN_POOL_TIMEOUT_S)
+        leaders = {setup.placement[e.follower].pool.name: setup.placement[e.leader].pool.name for e in setup.follows}
+        near = {name: self._pools[leaders[name]].parts[0].node for name in own if leaders.get(name) in self._pools}
+        self._reserve([pools[n] for n in own if n not in self._pools], OWN_POOL_TIMEOUT_S, near=near)
         largest = max(self._pools, key=lambda name: pools[name].cpus)
         for name in own:
-            leader = next((e.leader for e in setup.follows if setup.placement[e.follower].pool.name == name), None)
-            host = setup.placement[leader].pool.name if leader else largest
-            guest = replace(self._pools.get(host, self._pools[largest]), gpus=(), cpus=0)
-            self._pools.setdefault(name, guest)
+            host = self._pools.get(leaders.get(name, largest), self._pools[largest]).parts[0]
+            guest = ReservedPart(host.strategy, host.node, host.address)
+            self._pools.setdefault(name, ReservedPool([guest], cpus=0))
 
     def release(self) -> None:
         import ray
@@ -72,32 +98,98 @@ class Reservations:
         for group in self._groups:
             ray.util.remove_placement_group(group)
 
-    def _reserve(self, pools: Mapping[str, ResourcePool], timeout_s: float) -> None:
-        """Reserve those of the pools that are free in time, and take the requests for the others back."""
+    def _reserve(
+        self,
+        pools: Sequence[ResourcePool],
+        timeout_s: float,
+        *,
+        tell: Callable[[str], None] = lambda line: None,
+        near: Mapping[str, str] = {},
+    ) -> None:
+        """Reserve those of the pools that are free in time, and take the requests for the others back.
+
+        Args:
+            near: pool -> Ray's id of the node that it must lie on.
+        """
+        import ray
+
+        asked = [(family, _ask(family, near.get(name))) for name, family in bundles(pools).items()]
+        began = time.monotonic()
+        pause_s, longest_s = TELL_S
+        for family, group in asked:
+            while not group.wait(min(pause_s, max(0.0, began + timeout_s - time.monotonic()))):
+                pause_s, left_s = min(2 * pause_s, longest_s), began + timeout_s - time.monotonic()
+                if left_s <= 0:
+                    ray.util.remove_placement_group(group)
+                    break
+                waiting = [_in_words(p) for p in pools if p.name in {n for b in family for n in b.first_gpu}]
+                stock = _in_stock(ray.nodes(), ray.available_resources())
+                tell(f"waiting for {', '.join(waiting)}, {left_s:.0f} s at most; {stock}")
+            else:
+                self._groups.append(group)
+                self._take(group, family, {pool.name: pool for pool in pools})
+
+    def _take(self, group: Any, family: Sequence[Bundle], pools: Mapping[str, ResourcePool]) -> None:
+        """Note where the bundles of a placement group are, and which devices they have."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        asked = {name: ray.util.placement_group([_devices(p)], strategy="STRICT_PACK") for name, p in pools.items()}
-        deadline = time.monotonic() + timeout_s
-        for name, group in asked.items():
-            if not group.wait(max(0.0, deadline - time.monotonic())):
-                ray.util.remove_placement_group(group)
-                continue
-            self._groups.append(group)
-            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-            gpus: list[str] = []
-            if pools[name].gpus:  # only a process that holds the GPUs can tell which they are
-                held = ray.remote(_gpu_ids).options(num_gpus=pools[name].gpus, num_cpus=0, scheduling_strategy=strategy)
-                gpus = ray.get(held.remote(), timeout=START_TIMEOUT_S)
-            self._pools[name] = ReservedPool(strategy, gpus, pools[name].cpus)
+        nodes: Mapping[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
+        addresses = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
+        strategies = [
+            PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(len(family))
+        ]
+        held: Any = ray.remote(_gpu_ids)  # only a process that holds the GPUs can tell which they are
+        asked = [
+            held.options(num_gpus=bundle.gpus, num_cpus=0, scheduling_strategy=strategy).remote()
+            if bundle.gpus
+            else None
+            for bundle, strategy in zip(family, strategies, strict=True)
+        ]
+        gpus = [sorted(ray.get(one, timeout=PROBE_TIMEOUT_S), key=_in_order) if one else [] for one in asked]
+        for name in family[0].first_gpu:
+            each = pools[name].gpus // (pools[name].nodes or 1)
+            first = [bundle.first_gpu.get(name) for bundle in family]
+            parts = [
+                ReservedPart(strategies[i], nodes[i], addresses[nodes[i]], gpus[i][start : start + each])
+                for i, start in enumerate(first)
+                if start is not None
+            ]
+            self._pools[name] = ReservedPool(parts, pools[name].cpus)
 
 
-def _devices(pool: ResourcePool) -> dict[str, float]:
-    return {"CPU": pool.cpus, **({"GPU": pool.gpus} if pool.gpus else {})}
+def _ask(family: Sequence[Bundle], node: str | None) -> Any:
+    """Ask for bundles, each on a node of its own."""
+    import ray
+
+    wanted = [{"CPU": float(b.cpus), **({"GPU": float(b.gpus)} if b.gpus else {})} for b in family]
+    selector: Any = [{"ray.io/node-id": node}] if node else None
+    strategy = "STRICT_PACK" if len(family) == 1 else "STRICT_SPREAD"
+    return ray.util.placement_group(wanted, strategy=strategy, bundle_label_selector=selector)
 
 
 def _gpu_ids() -> list[str]:
-    """The devices of the pool in whose bundle this runs."""
+    """The devices of the bundle in which this runs."""
     import ray
 
     return [str(i) for i in ray.get_gpu_ids()]
+
+
+def _in_order(gpu: str) -> tuple[int, str]:
+    return (int(gpu) if gpu.isdigit() else 0, gpu)
+
+
+def _in_words(pool: ResourcePool) -> str:
+    nodes = pool.nodes or 1
+    has = f"{pool.cpus // nodes} CPUs" + (f", {pool.gpus // nodes} GPUs" if pool.gpus else "")
+    return f"resource pool {pool.name!r} ({has} on {'one node' if nodes == 1 else f'each of {nodes} nodes'})"
+
+
+def _in_stock(nodes: Sequence[Mapping[str, Any]], free: Mapping[str, float]) -> str:
+    """What a cluster has, and what of it is free."""
+    alive = [node["Resources"] for node in nodes if node["Alive"]]
+    said: list[str] = []
+    for kind in ("CPU", "GPU"):
+        has = sum(resources.get(kind, 0) for resources in alive)
+        said.append(f"{has:.0f} {kind}s ({free.get(kind, 0):.0f} free)")
+    return f"the cluster has {len(alive)} node{'s' * (len(alive) != 1)} with {' and '.join(said)}"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 from ...dataflow.buffer.disk import make_folder
 from ...dataflow.handle import Handle
 from ...workers.dispatch import Coordinates
-from ...workers.worker import Context
+from ...workers.rendezvous import Rendezvous, take_port
+from ...workers.worker import Context, Worker
+from ..bundles import devices, position
 from ..placement import Place
 from ..ranks.executor_thread import Activity, ExecutorThread
 from ..ranks.tasks import Failure, Reply, Task
@@ -63,6 +67,9 @@ class Standing:
 class Rank:
     """One rank of a group in a process of its own, with its log in the run directory.
 
+        started ──take_port (rank 0 of a group whose ranks meet)──> has a port ──begin──> its worker is made ──close──> closed
+            └─────────────────────────────────────────────────────────────────┘
+
     Ray calls in on a thread for each call; the work is done on the executor's thread.
     """
 
@@ -72,8 +79,8 @@ class Rank:
         own = network_environment(ray.util.get_node_ip_address())
         for variable, value in {**own, **files.secrets}.items():
             os.environ.setdefault(variable, value)
-        activity = Activity()
-        context = replace(context, advance=activity)
+        self._activity = Activity()
+        context = replace(context, advance=self._activity)
         self._note: SampleNote | None = None
         self._node_id: str = ray.get_runtime_context().get_node_id()
         self._node = files.node_names.get(self._node_id) or f"node-{self._node_id}"  # it joined the cluster just now
@@ -86,11 +93,44 @@ class Rank:
         self._data = files.files.access(self._node, f"{context.name}-{context.rank}{again}")
         if files.peers is not None:
             self.connect(files.peers)
-        self._thread = ExecutorThread(lambda: worker_class(config, context), self._data, activity)
+        self._worker_class, self._config, self._context = worker_class, config, context
+        self._port: socket.socket | None = None
+        self._begun: Future[ExecutorThread] = Future()
 
-    def standing(self) -> Standing:
-        """Where it stands; waits until it is up."""
-        worker = self._thread.worker()
+    def take_port(self, host: str, secret: str, timeout_s: float) -> Rendezvous:
+        """Take a free port, at which the ranks of its group will meet; returns where they come to.
+
+        Args:
+            host: address of this machine.
+            secret: of the group.
+            timeout_s: longest wait for the others, from when their workers are made.
+        """
+        self._port = take_port(host)
+        return replace(Rendezvous.at(self._port, secret, timeout_s), taken=None)
+
+    def begin(self, rendezvous: Rendezvous | None, *, offload: bool = False) -> Standing:
+        """Make the worker, and wait until it is up.
+
+        Args:
+            rendezvous: of its group; None: its ranks do not meet.
+            offload: give the memory of its devices back at once, for a group that is made next.
+
+        Returns:
+            Where it stands, or why it could not start.
+        """
+        if rendezvous is not None:
+            rendezvous = replace(rendezvous, taken=self._port)
+        context = replace(self._context, rendezvous=rendezvous)
+
+        def make() -> Worker:
+            worker = self._worker_class(self._config, context)
+            if offload:
+                worker.offload()
+            return worker
+
+        thread = ExecutorThread(make, self._data, self._activity)
+        self._begun.set_result(thread)
+        worker = thread.worker()
         return Standing(worker if isinstance(worker, Failure) else worker.coordinates, self._node, self._node_id)
 
     def connect(self, peers: Peers) -> None:
@@ -98,16 +138,19 @@ class Rank:
         self._data.reader.fetch = peers.fetch
 
     def call(self, task: Task) -> Iterator[Reply]:
-        yield from self._thread.call(task)
+        yield from self._begun.result().call(task)
 
     def cancel(self, number: int) -> None:
-        self._thread.cancel(number)
+        self._begun.result().cancel(number)
 
     def give_up(self, number: int, sample_ids: list[int]) -> None:
-        self._thread.give_up(number, sample_ids)
+        self._begun.result().give_up(number, sample_ids)
 
     def close(self) -> None:
-        self._thread.close()
+        if self._begun.done():
+            self._begun.result().close()
+        if self._port is not None:
+            self._port.close()
         self._data.close()
         if self._note is not None:
             self._note.close()
@@ -119,26 +162,32 @@ def start_rank(
     """Start the process of a rank.
 
     Args:
+        place: of its group; its pool has its number of nodes.
+        context: with its group, and its number there.
         sharing: groups on the pool.
 
     Returns:
-        Its actor; the worker in it is not up yet.
+        Its actor, which has no worker yet.
     """
     import ray
 
+    at = position(place, context.rank)
+    part = pool.parts[at.node_rank]
+    gpus = devices(place, context.rank, part.gpus)
+    context = replace(context, node_rank=at.node_rank, local_rank=at.local_rank, nodes=at.nodes, devices=gpus)
     remote: Any = ray.remote
     actor = remote(concurrency_groups={CONTROL: CONTROL_CALLS})(Rank).options(
         num_cpus=pool.cpus / (sharing * place.ranks),
         num_gpus=0,
-        runtime_env={"env_vars": forwarded(os.environ) | _environment(place, context.rank, pool.gpus)},
-        scheduling_strategy=pool.strategy,
+        runtime_env={"env_vars": forwarded(os.environ) | _environment(place, gpus)},
+        scheduling_strategy=part.strategy,
         max_restarts=0,
         max_concurrency=MAX_CALLS,
     )
     return actor.remote(handle.worker_class, handle.config, context, files)
 
 
-def _environment(place: Place, rank: int, gpus: Sequence[str]) -> dict[str, str]:
+def _environment(place: Place, gpus: Sequence[str]) -> dict[str, str]:
     """The environment of a rank's process, as far as anything in it reads it before our code runs."""
     return {
         # Threads must be known before anything in the process imports torch.
@@ -148,7 +197,7 @@ def _environment(place: Place, rank: int, gpus: Sequence[str]) -> dict[str, str]
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         # Rank i of every group on a pool sees the same devices; on a pool without GPUs, none. Ray, asked for shares of GPUs, would
         # not promise the former; asked for none, it hides nothing, or hides all, as the last variable says.
-        "CUDA_VISIBLE_DEVICES": ",".join(gpus[rank * place.gpus : (rank + 1) * place.gpus]),
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
 

@@ -7,20 +7,24 @@ nodes by Arrow Flight.
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import time
-import uuid
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ...dataflow.arguments import names_arguments
 from ...dataflow.buffer.segments import Segment
 from ...dataflow.errors import UserError, WorkerError
+from ...dataflow.handle import Handle
+from ...dataflow.node import ParameterEdge
 from ...workers.dispatch import Coordinates
+from ...workers.rendezvous import LOOPBACK
 from ...workers.worker import Context
+from ..bundles import check_follows, lay_out, shares_gpus, start_turns
 from ..group import REGISTER, Call, WorkerGroup
 from ..placement import Place
 from ..ranks.tasks import Failure, FailureKind, Reply, Task
@@ -28,7 +32,7 @@ from .backend import START_TIMEOUT_S, Event, Setup, this_node
 from .forwarded import forwarded_secrets
 from .node_logs import LOGS
 from .out_of_memory import kills, why_ended
-from .pools import Reservations
+from .pools import WAIT_S, Reservations
 from .rank import CONTROL, RankFiles, Standing, start_rank
 from .ray_cluster import RayCluster
 from .sample_note import SampleNote
@@ -47,17 +51,32 @@ class _Process:
     actor: Any
     replaced: int
     """How often another took the rank's place."""
-    standing: Any
-    """Promise of where it stands."""
+    standing: Any = None
+    """Promise of where it stands, if it was asked."""
 
 
 @names_arguments
 class RayBackend:
-    """A local Ray cluster made for this run, or the cluster at `address` (or in `RAY_ADDRESS`)."""
+    """A local Ray cluster made for this run, or the cluster at `address` (or in `RAY_ADDRESS`).
 
-    def __init__(self, address: str | None = None) -> None:
-        self._cluster = RayCluster(address)
-        self._name = f"weft-{uuid.uuid4().hex[:12]}"
+    Args:
+        address: `host:port`, or "auto".
+        wait_s: how long the pools of a placement are waited for, on a cluster that grows meanwhile; default: 30 s, and a placement that
+            is larger than the cluster is refused at once.
+
+    Raises:
+        UserError: naming the argument and its rule.
+    """
+
+    def __init__(self, address: str | None = None, *, wait_s: float | None = None) -> None:
+        if wait_s is not None and not wait_s > 0:
+            raise UserError(f"RayBackend(wait_s={wait_s!r}): it is a number of seconds above 0")
+        self._cluster = RayCluster(address, grows=wait_s is not None)
+        if wait_s is not None and not self._cluster.address:
+            raise UserError(
+                f"RayBackend(wait_s={wait_s!r}) waits for a cluster to grow; a local one does not: give its address"
+            )
+        self._wait_s = WAIT_S if wait_s is None else wait_s
         self._setup: Setup | None = None
         self._run_dir = Path()
         self._is_open = False
@@ -69,7 +88,7 @@ class RayBackend:
         """The names of those among them that are gone."""
         self._stands_on: dict[tuple[str, int], str] = {}
         """(group, rank) -> name of its node."""
-        self._pools = Reservations()
+        self._pools = Reservations(self._wait_s)
         self._servers = SegmentServers()
         self._processes: dict[tuple[str, int], _Process] = {}
         """(group, rank) -> its process."""
@@ -85,10 +104,21 @@ class RayBackend:
     def __repr__(self) -> str:
         return f"RayBackend({self.address!r})" if self.address else "RayBackend()"
 
-    def check(self, placement: Mapping[str, Place]) -> None:
-        self._cluster.check(placement)
+    def check(
+        self, placement: Mapping[str, Place], handles: Mapping[str, Handle], follows: Sequence[ParameterEdge]
+    ) -> None:
+        self._lay_out(placement, handles, follows)
+
+    def _lay_out(
+        self, placement: Mapping[str, Place], handles: Mapping[str, Handle], follows: Sequence[ParameterEdge]
+    ) -> dict[str, Place]:
+        """The placement with the number of nodes of each pool."""
+        found = lay_out(placement, handles, self._cluster.nodes())
+        check_follows(found, follows)
+        return found
 
     def start(self, setup: Setup) -> dict[str, WorkerGroup]:
+        setup = replace(setup, placement=self._lay_out(setup.placement, setup.handles, setup.follows))
         self._setup, self._run_dir, self._is_open = setup, setup.run_dir, True
         self._kills = kills()
         self._cluster.connect(setup.placement)
@@ -96,19 +126,19 @@ class RayBackend:
 
         self._pools.reserve(setup)
         self._node_names = node_names(ray.nodes(), ray.get_runtime_context().get_node_id())
-        ranks = {name: range(setup.placement[name].ranks) for name in setup.handles}
-        starting = {self._start_rank(name, r): f"{name}[{r}]" for name, of_group in ranks.items() for r in of_group}
-        meshes, nodes = self._wait_until_up(starting)
+        self._stands_on = {}
+        nodes = {name: self._nodes_of(name) for name in setup.handles}
         _check_weights_stay(setup, nodes)
-        self._stands_on = {(name, r): nodes[f"{name}[{r}]"] for name, of_group in ranks.items() for r in of_group}
-        used = {this_node(), *nodes.values()}
+        for name in setup.handles:
+            for rank in range(setup.placement[name].ranks):
+                self._start_rank(name, rank)
+        meshes = self._begin_in_turn(setup)
+        used = {this_node(), *self._stands_on.values()}
         self._used_nodes = {id: name for id, name in self._node_names.items() if name in used}
         self._lost_nodes = set()
         self._connect_nodes()
         return {
-            name: WorkerGroup(
-                name, handle, setup.placement[name], [meshes[f"{name}[{r}]"] for r in ranks[name]], self._submit
-            )
+            name: WorkerGroup(name, handle, setup.placement[name], meshes[name], self._submit)
             for name, handle in setup.handles.items()
         }
 
@@ -122,58 +152,98 @@ class RayBackend:
         peers = self._servers.start(self._setup.files, nodes)
         self._servers.keep_logs(self._run_dir / LOGS)
         up = [p for at, p in self._processes.items() if self._stands_on.get(at) in nodes.values()]
-        ray.wait([p.actor.connect.remote(peers) for p in up], num_returns=len(up), timeout=START_TIMEOUT_S)
+        promises = [p.actor.connect.remote(peers) for p in up]
+        ray.wait(promises, num_returns=len(up), timeout=self._setup.start_timeout_s)
 
-    def _start_rank(self, name: str, rank: int, replaced: int = 0) -> Any:
-        """Start a process; returns the promise of where it stands."""
+    def _nodes_of(self, name: str) -> list[str]:
+        """The names of the nodes of a group."""
+        assert self._setup is not None
+        return [self._node_names[p.node] for p in self._pools[self._setup.placement[name].pool.name].parts]
+
+    def _start_rank(self, name: str, rank: int, replaced: int = 0) -> None:
+        """Start a process, which has no worker yet."""
         setup = self._setup
         assert setup is not None
         place = setup.placement[name]
-        rendezvous = self._rendezvous(setup, name) if place.ranks > 1 else None
         sharing = sum(1 for p in setup.placement.values() if p.pool.name == place.pool.name)
-        context = Context(name, rank, place.ranks, rendezvous, setup.run_dir, setup.seed, watched=True)
+        context = Context(name, rank, place.ranks, run_dir=setup.run_dir, seed=setup.seed, watched=True)
         files = RankFiles(setup.files, self._node_names, replaced, self._servers.peers, forwarded_secrets(os.environ))
         actor = start_rank(setup.handles[name], place, context, self._pools[place.pool.name], sharing, files)
-        standing = actor.standing.remote()
-        self._processes[name, rank] = _Process(actor, replaced, standing)
-        return standing
+        self._processes[name, rank] = _Process(actor, replaced)
 
-    def _rendezvous(self, setup: Setup, name: str) -> str:
-        """Where the ranks of a group meet: a file on the node of its pool; no port is opened for it."""
-        if self._cluster.folder:
-            return f"file://{self._cluster.folder}/{name}"
-        return f"file:///tmp/{self._name}-{setup.files.start}-{name.replace('/', '_')}"
+    def _begin_in_turn(self, setup: Setup) -> dict[str, list[Coordinates]]:
+        """Have all workers made: of groups that share GPUs one group after the other, of all others at once.
 
-    def _wait_until_up(self, starting: dict[Any, str]) -> tuple[dict[str, Coordinates], dict[str, str]]:
-        """Where each rank stands in its mesh, and the name of its node.
+        Returns:
+            Group -> where its ranks stand in its mesh.
+        """
+        meshes: dict[str, list[Coordinates]] = {name: [] for name in setup.handles}
+        for groups in start_turns(setup.placement, setup.follows):
+            for (name, rank), standing in sorted(self._wait_for(self._begin(setup, groups)).items()):
+                self._stands_on[name, rank] = standing.node
+                assert isinstance(standing.at, Coordinates)  # `_wait_for` has raised the failures
+                meshes[name].append(standing.at)
+        return meshes
+
+    def _begin(self, setup: Setup, groups: Sequence[str]) -> dict[Any, tuple[str, int]]:
+        """Have the workers of groups made; returns promises of where they stand."""
+
+        meeting: dict[Any, str] = {}
+        for name in groups:
+            place, handle = setup.placement[name], setup.handles[name]
+            if place.ranks > 1 and not handle.worker_class.replaceable:  # a rank that can be replaced meets nobody
+                first = self._processes[name, 0].actor
+                host = self._meeting_host(place)
+                meeting[first.take_port.remote(host, secrets.token_hex(32), setup.start_timeout_s)] = name
+        found = self._wait_for({promise: (name, 0) for promise, name in meeting.items()})
+        rendezvous = {name: found[name, 0] for name in meeting.values()}
+        return {
+            self._processes[name, rank].actor.begin.remote(
+                rendezvous.get(name), offload=shares_gpus(setup.placement, name)
+            ): (name, rank)
+            for name in groups
+            for rank in range(setup.placement[name].ranks)
+        }
+
+    def _meeting_host(self, place: Place) -> str:
+        """The address at which the ranks of a group meet: loopback, if all are on one machine."""
+        addresses = [part.address for part in self._pools[place.pool.name].parts]
+        return LOOPBACK if len({*addresses}) == 1 else addresses[0]
+
+    def _wait_for(self, promises: Mapping[Any, tuple[str, int]]) -> dict[tuple[str, int], Any]:
+        """What ranks answer as they start.
 
         Args:
-            starting: promise -> rank in words.
+            promises: promise -> group and rank.
+
+        Raises:
+            WorkerError: naming those that did not answer in time, whose process ended, or who could not start.
+            UserError: a worker could not start, and the user can mend it.
         """
         import ray
         from ray.exceptions import RayError
 
-        meshes: dict[str, Coordinates] = {}
-        nodes: dict[str, str] = {}
-        pending = list(starting)
+        assert self._setup is not None
+        timeout_s = self._setup.start_timeout_s
+        found: dict[tuple[str, int], Any] = {}
+        pending = list(promises)
         while pending:
-            ready, pending = ray.wait(pending, num_returns=1, timeout=START_TIMEOUT_S)
+            ready, pending = ray.wait(pending, num_returns=1, timeout=timeout_s)
             if not ready:
-                late = ", ".join(starting[promise] for promise in pending)
-                raise WorkerError(f"workers {late} were not up after {START_TIMEOUT_S:.0f} s")
+                late = ", ".join("{}[{}]".format(*promises[promise]) for promise in pending)
+                raise WorkerError(f"workers {late} were not up after {timeout_s:.0f} s (Driver(start_timeout_s=...))")
             for promise in ready:
-                who = starting[promise]
+                who = "{}[{}]".format(*promises[promise])
                 try:
-                    stands: Standing = ray.get(promise, timeout=START_TIMEOUT_S)
+                    answer = ray.get(promise, timeout=timeout_s)
                 except RayError as error:
                     raise WorkerError(self._died(who, error)) from None
-                standing, nodes[who] = stands.at, stands.node
-                if isinstance(standing, Failure):
-                    if standing.kind is FailureKind.USER_ERROR:
-                        raise UserError(f"worker {who}: {standing.message}")
-                    raise WorkerError(f"worker {who} could not start: {standing.message}\n{standing.traceback}")
-                meshes[who] = standing
-        return meshes, nodes
+                if isinstance(answer, Standing) and isinstance(failure := answer.at, Failure):  # others may wait for it
+                    if failure.kind is FailureKind.USER_ERROR:
+                        raise UserError(f"worker {who}: {failure.message}")
+                    raise WorkerError(f"worker {who} could not start: {failure.message}\n{failure.traceback}")
+                found[promises[promise]] = answer
+        return found
 
     has_processes = True
     in_process = False
@@ -195,12 +265,15 @@ class RayBackend:
         here = ray.get_runtime_context().get_node_id()
         self._node_names = node_names(ray.nodes(), here, self._node_names)
         self._start_rank(group.name, rank, process.replaced + 1)
+        process = self._processes[group.name, rank]
+        process.standing = process.actor.begin.remote(None)
 
     def _is_up(self, name: str, rank: int) -> None:
         """A process that replaced another is up, perhaps on another node."""
         import ray
 
-        standing: Standing = ray.get(self._processes[name, rank].standing, timeout=START_TIMEOUT_S)
+        assert self._setup is not None
+        standing: Standing = ray.get(self._processes[name, rank].standing, timeout=self._setup.start_timeout_s)
         self._stands_on[name, rank] = standing.node
         if standing.node_id not in self._used_nodes:
             self._used_nodes[standing.node_id] = standing.node
@@ -300,7 +373,7 @@ class RayBackend:
         finally:
             self._processes.clear()
             self._streams.clear()
-            self._servers, self._pools = SegmentServers(), Reservations()
+            self._servers, self._pools = SegmentServers(), Reservations(self._wait_s)
             self._is_open = False
             self._cluster.disconnect()
 
@@ -329,19 +402,21 @@ def _listens(node: Mapping[str, Any]) -> bool:
     return True
 
 
-def _check_weights_stay(setup: Setup, nodes: Mapping[str, str]) -> None:
+def _check_weights_stay(setup: Setup, nodes: Mapping[str, Sequence[str]]) -> None:
     """Check that no weights would have to travel: they pass through the memory of one node.
 
     Args:
-        nodes: rank in words -> name of its node.
+        nodes: group -> names of its nodes.
 
     Raises:
         UserError: naming the groups whose weights would.
     """
     for edge in setup.follows:
-        apart = {n for who, n in nodes.items() if who.split("[")[0] in (edge.leader, edge.follower)}
+        apart = {*nodes[edge.leader], *nodes[edge.follower]}
         if len(apart) > 1:
+            leader = setup.placement[edge.leader].pool.name
             raise UserError(
                 f"{edge.follower!r} follows {edge.leader!r}, but they stand on {len(apart)} nodes ({', '.join(sorted(apart))}); "
-                "weights still pass through the memory of one node: put both groups on one resource pool"
+                "weights still pass through the memory of one node: put both groups on one resource pool, or the follower's beside the "
+                f"leader's, ResourcePool(..., beside={leader!r})"
             )

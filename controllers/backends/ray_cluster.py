@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ...dataflow.errors import UserError
-from ..placement import Place, machine_cpus, machine_gpus, require_nodes
+from ..bundles import Nodes
+from ..placement import Place, machine_cpus, machine_gpus
 from ..signals import signals_deferred
 from .cluster import address_of, may_be_same, nodes_of, sizes
 
@@ -31,10 +32,12 @@ class RayCluster:
 
     Args:
         address: `host:port` or "auto"; None: as `RAY_ADDRESS` says, or else a local cluster.
+        grows: more nodes may come while pools are waited for.
     """
 
-    def __init__(self, address: str | None) -> None:
+    def __init__(self, address: str | None, *, grows: bool = False) -> None:
         self.address = address_of(address)
+        self._grows = grows
         self.folder: str | None = None
         """Of the local cluster, while there is one."""
         self.is_connected = False
@@ -43,17 +46,16 @@ class RayCluster:
         """CPUs and GPUs of each node of the cluster at the address, if it has been asked."""
         self._reaper: subprocess.Popen[str] | None = None
 
-    def check(self, placement: Mapping[str, Place]) -> None:
-        """Refuse a placement that the cluster cannot hold.
+    def nodes(self) -> Nodes:
+        """The nodes of the cluster, before anything is started on it.
 
         Raises:
-            UserError: naming the pool; or the cluster is not there, or does not let us in, or this process has joined another one.
+            UserError: the cluster is not there, or does not let us in, or this process has joined another one.
         """
-        if self.address:
-            _check_joined(self.address)
-            require_nodes(placement, self._node_sizes(self.address), f"the cluster at {self.address}")
-        else:
-            require_nodes(placement, [(machine_cpus(), machine_gpus())], "this machine")
+        if not self.address:
+            return Nodes([(machine_cpus(), machine_gpus())], "this machine")
+        _check_joined(self.address)
+        return Nodes(self._node_sizes(self.address), f"the cluster at {self.address}", self._grows)
 
     def connect(self, placement: Mapping[str, Place]) -> None:
         """Start or join the cluster, unless this process is connected.
@@ -74,7 +76,7 @@ class RayCluster:
 
         if self.address:
             _check_joined(self.address)
-            self._node_sizes(self.address)  # asks, unless `check` has just done so
+            self._node_sizes(self.address)  # asks, unless that has just been done
             self._sizes = None
         if ray.is_initialized():
             return

@@ -52,10 +52,3 @@ class DeviceTurns:
     def _onloaded(self, pool: _Pool, call: Call) -> Iterable[CallRequest]:
         pool.changing = False
         return self._next(pool)
-
-
-def offload_shared(groups: Iterable[WorkerGroup]) -> list[CallRequest]:
-    """Requests that bring the models of groups which share a pool with GPUs to host memory, as a run begins."""
-    groups = list(groups)
-    sharing = [g.place.pool.name for g in groups]
-    return [CallRequest(g, "offload") for g in groups if g.place.pool.gpus and sharing.count(g.place.pool.name) > 1]

@@ -24,7 +24,9 @@ from ...dataflow.buffer.rows import Row
 from ...dataflow.buffer.segments import Segment
 from ...dataflow.column import RESPONSE_VERSIONS
 from ...dataflow.errors import UserError, nearest
+from ...dataflow.handle import Handle
 from ...dataflow.metrics import Max, Mean, Metrics
+from ...dataflow.node import ParameterEdge
 from ...dataflow.operation import Shape
 from ...workers.dispatch import Coordinates
 from ..backends.backend import Event, Setup
@@ -74,7 +76,9 @@ class Simulated:
     def __repr__(self) -> str:
         return "Simulated()"
 
-    def check(self, placement: Mapping[str, Place]) -> None:
+    def check(
+        self, placement: Mapping[str, Place], handles: Mapping[str, Handle], follows: Sequence[ParameterEdge]
+    ) -> None:
         """Refuse costs of groups that no graph has; devices are as many as the placement asks for."""
         for name in [*(n.partition(".")[0] for n in self.costs.nodes if "." in n), *self.costs.ranks_per_replica]:
             if name not in placement:

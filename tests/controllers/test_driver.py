@@ -263,15 +263,52 @@ def test_groups_on_a_pool_with_gpus_make_room_for_each_other(tmp_path: Path):
         turns = [
             (call["group"], call["node"]) for call in driver.directory.timeline if call["node"] in ("onload", "offload")
         ]
-    assert turns[:2] == [("rollout", "offload"), ("actor", "offload")], "both begin in host memory"
     onloaded: set[str] = set()
-    for group_name, method in turns[2:]:
+    for group_name, method in turns:
         if method == "onload":
             assert not onloaded, "one model at a time"
             onloaded.add(group_name)
         else:
             onloaded.discard(group_name)
     assert turns.count(("actor", "onload")) == 3, "to publish at the start, and for each update"
+
+
+HAPPENED: list[str] = []
+
+
+class NotingActor(ToyActor):
+    """Notes when its model comes to the devices, and leaves them."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        HAPPENED.append(f"{self.context.name} made")
+
+    def offload(self) -> None:
+        HAPPENED.append(f"{self.context.name} offloaded")
+
+
+class NotingRollout(ToyRollout):
+    """The same of a rollout."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        HAPPENED.append(f"{self.context.name} made")
+
+    def offload(self) -> None:
+        HAPPENED.append(f"{self.context.name} offloaded")
+
+
+def test_groups_that_share_devices_are_made_in_turn_and_who_follows_comes_last(tmp_path: Path):
+    device = Place(ResourcePool("device", gpus=1))
+    made: dict[str, Any] = {"rollout": group(NotingRollout), "reward": group(ToyReward), "actor": group(NotingActor)}
+    made["rollout"].follows(made["actor"])
+    HAPPENED.clear()
+    with drive(toy_grpo(prompts(8), **made), tmp_path, placement={"rollout": device, "actor": device}):
+        began = list(HAPPENED)
+    assert began[:4] == ["actor made", "actor offloaded", "rollout made", "rollout offloaded"]
+    HAPPENED.clear()
+    with drive(toy_grpo(prompts(8), **made), tmp_path, name="apart"):
+        assert HAPPENED == ["actor made", "rollout made"], "who has devices of its own keeps them"
 
 
 def test_a_run_that_has_failed_says_so_when_it_is_used_again(tmp_path: Path):

@@ -1,11 +1,13 @@
 """Placements and the run directory's own rules."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
-from weft.controllers.placement import Place, ResourcePool, require_nodes, resolve
+from weft.controllers.placement import Place, ResourcePool, resolve
 from weft.controllers.run_directory import RunDirectory
 from weft.dataflow.errors import UserError
 
@@ -16,28 +18,67 @@ def test_ranks_share_the_devices_of_their_pool():
     assert Place(ResourcePool("p", cpus=1), ranks=3).threads == 1
 
 
-def test_impossible_pools_and_places_are_refused():
-    with pytest.raises(UserError, match="resource pool 'p' needs at least one CPU and no negative GPUs, not cpus=0"):
-        ResourcePool("p", cpus=0)
+def test_a_pool_is_sized_in_all_or_by_node():
+    by_node = ResourcePool("train", nodes=16, gpus_per_node=8)
+    assert by_node == ResourcePool("train", cpus=128, gpus=128, nodes=16)
+    assert (by_node.cpus, by_node.gpus, by_node.nodes) == (128, 128, 16), "a CPU for each GPU"
+    assert ResourcePool("score", nodes=2, cpus_per_node=4) == ResourcePool("score", cpus=8, nodes=2)
+    assert ResourcePool("train", gpus=128).nodes is None, "the cluster decides"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"cpus": 0}, "resource pool 'p' needs at least one CPU and no negative GPUs, not cpus=0"),
+        ({"gpus": -1, "cpus": 1}, "no negative GPUs, not cpus=1, gpus=-1"),
+        ({"nodes": 0}, "'p' needs at least one node, not nodes=0"),
+        ({"nodes": 2, "cpus_per_node": 0}, "at least one CPU on each of its nodes"),
+        ({"nodes": "2"}, "'p': nodes is a whole number, not '2'"),
+        ({"gpus": 2.0}, "'p': gpus is a whole number, not 2.0"),
+        ({"gpus_per_node": 8}, "gpus_per_node=8 is of each node; say nodes=..., too, or gpus=... in all"),
+        ({"nodes": 2, "gpus": 16, "gpus_per_node": 8}, "gpus=16 and gpus_per_node=8 say the same twice"),
+        ({"nodes": 3, "gpus": 8}, "gpus=8 do not divide over nodes=3 evenly; the nearest number that does is 9"),
+        ({"beside": "p"}, "'p' cannot lie beside itself"),
+        ({"gpu_per_node": 8}, "did you mean 'gpus_per_node'"),
+    ],
+)
+def test_an_impossible_pool_is_refused_where_it_is_made(settings: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=re.escape(message)):
+        ResourcePool("p", **settings)
+
+
+def test_an_impossible_place_is_refused_where_it_is_made():
     with pytest.raises(UserError, match="a group on pool 'p' needs at least one rank, not 0"):
         Place(ResourcePool("p"), ranks=0)
     with pytest.raises(UserError, match="3 ranks do not divide the 4 GPUs of pool 'p' evenly"):
         Place(ResourcePool("p", gpus=4), ranks=3)
+    with pytest.raises(
+        UserError, match="5 ranks do not divide over the 2 nodes of pool 'p' evenly; the nearest number that does is 4"
+    ):
+        Place(ResourcePool("p", nodes=2), ranks=5)
 
 
-def test_a_group_without_a_place_has_a_pool_of_its_own_which_does_not_count():
+def test_a_group_without_a_place_has_a_pool_of_its_own():
     shared = Place(ResourcePool("p", cpus=2))
     places = resolve({"a": shared, "b": shared}, {"a": 0, "b": 0, "c": 0})
     assert places["a"].pool is places["b"].pool and places["c"] == Place(ResourcePool("c's own"))
-    require_nodes(places, [(2, 0)], "this machine")
-    with pytest.raises(UserError, match=r"asks for 2 CPUs \(p: 2\), but this machine has 1; make a pool smaller"):
-        require_nodes(places, [(1, 0)], "this machine")
-    with pytest.raises(UserError, match=r"asks for 4 GPUs \(p: 4\), but this machine has 0"):
-        require_nodes({"a": Place(ResourcePool("p", cpus=1, gpus=4))}, [(1, 0)], "this machine")
+
+
+def test_a_pool_lies_beside_one_that_there_is_and_not_in_a_circle():
+    def besides(**beside: str | None) -> dict[str, Place]:
+        placement = {name: Place(ResourcePool(name, beside=other)) for name, other in beside.items()}
+        return resolve(placement, placement)
+
+    assert besides(train=None, rollout="train", reward="rollout")["reward"].pool.beside == "rollout"
     with pytest.raises(
-        UserError, match="'p' asks for 3 CPUs and 0 GPUs on one node, but no node of the cluster has both"
+        UserError, match=r"'rollout' lies beside 'trian', which no group of the placement is on; did you mean 'train'\?"
     ):
-        require_nodes({"a": Place(ResourcePool("p", cpus=3))}, [(1, 0), (2, 0)], "the cluster")
+        besides(train=None, rollout="trian")
+    with pytest.raises(UserError, match="in a circle: 'a' beside 'c' beside 'b' beside 'a'; leave out one beside="):
+        besides(a="c", b="a", c="b")
+    with pytest.raises(UserError, match="'b' has nodes=2 and lies beside 'a', which has only 1"):
+        places = {"a": Place(ResourcePool("a", nodes=1)), "b": Place(ResourcePool("b", nodes=2, beside="a"), 2)}
+        resolve(places, places)
 
 
 def test_an_unnamed_run_gets_a_name_that_is_free(tmp_path: Path):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from ranks import rendezvous
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -12,7 +13,8 @@ from weft.workers.training.replicated import check_alike
 
 
 def main(folder: Path, rank: int) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    store = rendezvous(folder, rank).join("alike", rank, 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     split = distribute_tensor(torch.arange(8.0).reshape(4, 2), mesh["tp"], [Shard(0)])
     norm, steps = torch.linspace(1, 2, 100), torch.tensor(3.0)

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pyarrow as pa
 import torch
+from ranks import rendezvous
 
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.dataflow.batch import Batch
@@ -33,7 +34,7 @@ def main(path: Path, rank: int) -> None:
     case = json.loads(path.read_text())
     torch.set_num_threads(1)
     folder = Path(case["folder"])
-    context = Context("actor", rank, case["ranks"], f"file://{folder}/rendezvous", run_dir=folder)
+    context = Context("actor", rank, case["ranks"], rendezvous(folder, rank), run_dir=folder)
     worker = ActorWorker(ActorConfig(**case["config"]), context)
     replicas, dp = case["ranks"] // worker.config.tensor_parallel, worker.coordinates.dp
     said = []

@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 import pyarrow as pa
 import torch
+from ranks import rendezvous
 
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.dataflow.batch import Batch
@@ -83,7 +84,7 @@ def seed(number: int) -> None:
 
 def contexts(folder: Path, rank: int, ranks: int) -> Iterator[Context]:
     for number in itertools.count():
-        yield Context("actor", rank, ranks, f"file://{folder}/rendezvous-{number}")
+        yield Context("actor", rank, ranks, rendezvous(folder, rank, f"rendezvous-{number}"))
 
 
 def main(path: Path, rank: int) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 import torch
+from ranks import rendezvous
 from spmd import one_step
 
 from weft.algorithms.loss import Loss
@@ -25,7 +26,7 @@ def main(folder: Path, rank: int) -> None:
     rows = Batch(pa.ipc.open_file(folder / "rows.arrow").get_batch(0)).take(case["shares"][rank])
     seen = {}
     for head in HEADS:
-        context = Context("critic", rank, len(case["shares"]), f"file://{folder}/rendezvous-{head}")
+        context = Context("critic", rank, len(case["shares"]), rendezvous(folder, rank, f"rendezvous-{head}"))
         worker = CriticWorker(CriticConfig(**case["config"], head=head), context)
         before, _ = worker.engine.values(rows)
         gradient, metrics = one_step(worker, rows, LOSSES[head])

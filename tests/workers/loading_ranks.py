@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from ranks import rendezvous
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -47,7 +48,7 @@ def main(folder: Path, rank: int) -> None:
     case: dict[str, Any] = json.loads((folder / "case.json").read_text())
     torch.set_num_threads(1)
     for number, settings in enumerate(case["models"]):
-        context = Context("actor", rank, case["ranks"], f"file://{folder}/rendezvous{number}")
+        context = Context("actor", rank, case["ranks"], rendezvous(folder, rank, f"rendezvous{number}"))
         worker = ActorWorker(ActorConfig(**settings), context)
         engine = cast(Any, worker.engine)
         check_alike(engine, settings["model"])

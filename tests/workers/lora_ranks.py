@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pyarrow as pa
 import torch
+from ranks import rendezvous
 
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.dataflow.batch import Batch
@@ -24,7 +25,7 @@ def main(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     rows = Batch(pa.ipc.open_file(folder / "rows.arrow").get_batch(0))
     config = ActorConfig(**case["config"])
-    worker = ActorWorker(config, Context("actor", rank, case["ranks"], f"file://{folder}/rendezvous"))
+    worker = ActorWorker(config, Context("actor", rank, case["ranks"], rendezvous(folder, rank)))
     engine = cast(Any, worker.engine)
     replicas = case["ranks"] // config.tensor_parallel
     mine = np.arange(worker.coordinates.dp, len(rows), replicas)

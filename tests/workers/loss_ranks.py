@@ -7,6 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 import torch
+from ranks import rendezvous
 from spmd import one_step
 
 from weft.algorithms import preference_loss as preference
@@ -99,7 +100,7 @@ def main(folder: Path, rank: int) -> None:
     rows = Batch(pa.ipc.open_file(folder / "rows.arrow").get_batch(0))
     found = {}
     for head in HEADS:
-        context = Context("trained", rank, case["ranks"], f"file://{folder}/rendezvous-{head}")
+        context = Context("trained", rank, case["ranks"], rendezvous(folder, rank, f"rendezvous-{head}"))
         trained = worker(case["model"], head, context, microbatch_tokens=60)
         for name, one in LOSSES.items():
             if one.head == head:

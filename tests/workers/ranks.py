@@ -1,9 +1,31 @@
 """Ranks as processes: a function of a module beside this one is called in each of them."""
 
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from forked import Forked
+
+from weft.workers.rendezvous import LOOPBACK, Rendezvous, take_port
+
+SECRET = "of this test"
+TIMEOUT_S = 120.0
+
+
+def rendezvous(folder: Path, rank: int, name: str = "rendezvous") -> Rendezvous:
+    """Where the ranks of a group meet: a file tells its port, as the driver would."""
+    told = folder / f"{name}.port"
+    if rank == 0:
+        meeting = Rendezvous.at(take_port(LOOPBACK), SECRET, TIMEOUT_S)
+        told.with_suffix(".new").write_text(str(meeting.port))
+        os.replace(told.with_suffix(".new"), told)
+        return meeting
+    deadline = time.monotonic() + TIMEOUT_S
+    while not told.exists():
+        assert time.monotonic() < deadline, f"rank 0 has not told its port in {told}"
+        time.sleep(0.01)
+    return Rendezvous(LOOPBACK, int(told.read_text()), SECRET, TIMEOUT_S)
 
 
 def run_processes(main: Callable[[Path, int], None], argument: Path, ranks: int, timeout_s: float = 240) -> None:

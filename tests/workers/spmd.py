@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pyarrow as pa
 import torch
+from ranks import rendezvous
 
 from weft.algorithms.aggregation import sequence_mean
 from weft.algorithms.kl import KlPenalty
@@ -50,7 +51,7 @@ def main(path: Path, rank: int) -> None:
     torch.set_num_threads(1)
     folder = Path(case["folder"])
     rows = Batch(pa.ipc.open_file(folder / "rows.arrow").get_batch(0))
-    context = Context("actor", rank, len(case["shares"]), f"file://{folder}/rendezvous")
+    context = Context("actor", rank, len(case["shares"]), rendezvous(folder, rank))
     worker = ActorWorker(ActorConfig(**case["config"]), context)
     share = rows.take(case["shares"][rank])
     logprobs = worker.logprobs(share)["old_logprobs"].to_pylist() if "old_logprobs" not in share else None

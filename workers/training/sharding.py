@@ -21,6 +21,7 @@ def join_mesh(context: Context, tensor_parallel: int, device: torch.device) -> D
 
     Raises:
         UserError: `tensor_parallel` does not divide the ranks, or there is no rendezvous.
+        WorkerError: a rank did not come in time.
     """
     if context.world_size % tensor_parallel:
         raise UserError(
@@ -30,10 +31,11 @@ def join_mesh(context: Context, tensor_parallel: int, device: torch.device) -> D
         return None
     if context.rendezvous is None:
         raise UserError(f"worker group {context.name!r} has {context.world_size} ranks but no rendezvous")
-    if context.rendezvous.startswith(("file://", "tcp://127.0.0.1", "tcp://localhost")):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: do not listen to others
+    if context.rendezvous.on_one_machine:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # do not listen to others
+    store = context.rendezvous.join(context.name, context.rank, context.world_size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=context.rendezvous, rank=context.rank, world_size=context.world_size)
+    dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.world_size)
     shape = (context.world_size // tensor_parallel, tensor_parallel)
     return init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
 

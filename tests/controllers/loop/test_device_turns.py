@@ -3,7 +3,7 @@
 from worker_groups import Asked
 
 from weft.controllers.group import Call
-from weft.controllers.loop.device_turns import DeviceTurns, offload_shared
+from weft.controllers.loop.device_turns import DeviceTurns
 from weft.controllers.placement import ResourcePool
 from weft.controllers.request import CallRequest
 
@@ -54,11 +54,3 @@ def test_a_request_that_needs_no_device_waits_for_none():
     assert named(turns.ask(CallRequest(a, "update", on_device=True))) == ["a.onload"]
     assert named(turns.ask(CallRequest(b, "save"))) == ["b.save"]
     assert named(turns.ask(CallRequest(cpu, "score", on_device=True))) == ["cpu.score"]
-
-
-def test_groups_that_share_devices_begin_with_their_models_in_host_memory():
-    asked = Asked()
-    a, b = asked.group("a", GPUS), asked.group("b", GPUS)
-    alone, cpu = asked.group("alone", ResourcePool("other", gpus=1)), asked.group("cpu", ResourcePool("cpus"))
-    beside = asked.group("beside", ResourcePool("cpus"))
-    assert named(offload_shared([a, alone, cpu, b, beside])) == ["a.offload", "b.offload"]

@@ -1,0 +1,290 @@
+"""Bundles: how pools lie over the nodes of a cluster, which rank of a group stands where, and which devices it sees. Pure arithmetic.
+
+    pool "train", 16 GPUs, nodes of 8      two bundles of 8 GPUs, each on a node of its own
+    Place(train, ranks=16)                 ranks 0-7 on the first node, 8-15 on the second, a GPU each
+    pool "rollout", 4 GPUs, beside "a"     one bundle holds the devices of both, so that they share a node: first those of "a"
+
+- A bundle is what a pool (and those beside it) has on one node, and no two bundles of a pool are on one node.
+- Ranks go to nodes in blocks, so that the ranks of a replica, which are consecutive, share a node if they fit on one.
+- A pool that does not say how many nodes it has gets as few as can hold it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..dataflow.errors import UserError
+from ..dataflow.handle import Handle
+from ..dataflow.node import ParameterEdge
+from .placement import Place, ResourcePool, is_own
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes that pools can lie on."""
+
+    sizes: Sequence[tuple[int, int]]
+    """CPUs and GPUs of each."""
+    where: str
+    """Names the machine or cluster in messages."""
+    grow: bool = False
+    """More may come: nothing is refused because there are too few yet."""
+
+    def that_hold(self, cpus: int, gpus: int) -> int:
+        """How many of them have so many CPUs and GPUs."""
+        return sum(cpus <= c and gpus <= g for c, g in self.sizes)
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What pools that share nodes have on one of them."""
+
+    cpus: int
+    gpus: int
+    first_gpu: Mapping[str, int]
+    """Pool -> where its GPUs begin among those of the bundle. It has none of a pool that has fewer nodes."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a rank stands."""
+
+    node_rank: int
+    """The number of its node among those of its group; the bundle of its pool."""
+    local_rank: int
+    """Its number among the ranks of its group on that node."""
+    nodes: int
+    """Nodes of the group."""
+
+
+def position(place: Place, rank: int) -> Position:
+    """Where a rank of a group stands.
+
+    >>> position(Place(ResourcePool("train", nodes=2, gpus_per_node=8), ranks=16), 11)
+    Position(node_rank=1, local_rank=3, nodes=2)
+    """
+    nodes = place.pool.nodes or 1
+    return Position(*divmod(rank, place.ranks // nodes), nodes)
+
+
+def devices(place: Place, rank: int, gpus: Sequence[str]) -> tuple[str, ...]:
+    """The GPUs that a rank sees: rank i of every group on a pool sees the same.
+
+    Args:
+        place: of its group.
+        rank: in the group.
+        gpus: those of the pool on the rank's node.
+
+    >>> devices(Place(ResourcePool("train", nodes=2, gpus_per_node=4), ranks=4), 3, ["4", "5", "6", "7"])
+    ('6', '7')
+    """
+    first = position(place, rank).local_rank * place.gpus
+    return tuple(gpus[first : first + place.gpus])
+
+
+def shares_gpus(placement: Mapping[str, Place], group: str) -> bool:
+    """Whether other groups are on the same pool, which has GPUs."""
+    pool = placement[group].pool
+    return pool.gpus > 0 and sum(place.pool.name == pool.name for place in placement.values()) > 1
+
+
+def start_turns(placement: Mapping[str, Place], follows: Iterable[ParameterEdge]) -> list[list[str]]:
+    """The order in which groups are made: those of one turn at the same time, and of a pool with GPUs one in each turn. Groups that
+    follow others come after those that do not: an inference engine takes what memory is left.
+
+    >>> gpu, cpu = ResourcePool("gpu", gpus=1), ResourcePool("cpu")
+    >>> places = {"rollout": Place(gpu), "actor": Place(gpu), "reward": Place(cpu), "recorder": Place(cpu)}
+    >>> start_turns(places, [ParameterEdge("rollout", "actor", every=1)])
+    [['actor', 'reward', 'recorder'], ['rollout']]
+    """
+    followers = {edge.follower for edge in follows}
+    turns: list[list[str]] = []
+    before: Counter[str] = Counter()
+    for name in sorted(placement, key=lambda name: name in followers):
+        pool = placement[name].pool
+        number = before[pool.name] if pool.gpus else 0
+        before[pool.name] += 1
+        turns.extend([] for _ in range(number + 1 - len(turns)))
+        turns[number].append(name)
+    return turns
+
+
+def bundles(pools: Iterable[ResourcePool]) -> dict[str, list[Bundle]]:
+    """What is to be reserved: the name of a pool that lies beside no other -> its bundles, in which those beside it have their parts.
+
+    >>> bundles([ResourcePool("a", gpus=2, nodes=1), ResourcePool("b", gpus=4, nodes=1, beside="a")])
+    {'a': [Bundle(cpus=6, gpus=6, first_gpu={'a': 0, 'b': 2})]}
+
+    Args:
+        pools: each with its number of nodes.
+    """
+    found: dict[str, list[Bundle]] = {}
+    for name, family in _families(pools).items():
+        made: list[Bundle] = []
+        for number in range(family[0].nodes or 1):
+            cpus, gpus, first = 0, 0, {}
+            for pool in family:
+                if number < (nodes := pool.nodes or 1):
+                    first[pool.name] = gpus
+                    cpus, gpus = cpus + pool.cpus // nodes, gpus + pool.gpus // nodes
+            made.append(Bundle(cpus, gpus, first))
+        found[name] = made
+    return found
+
+
+def lay_out(placement: Mapping[str, Place], handles: Mapping[str, Handle], nodes: Nodes) -> dict[str, Place]:
+    """The placement with a number of nodes for every pool.
+
+    Args:
+        placement: group -> its pool and ranks.
+        handles: the groups; a tensor-parallel replica of one lies within a node, or over whole ones.
+        nodes: what there is. Only pools that the user sized count: a group without a place takes what is left, or works where others
+            are idle.
+
+    Raises:
+        UserError: naming the pools, what they ask for, and what there is.
+    """
+    pools = {p.pool.name: p.pool for p in placement.values()}
+    sized = [pool for pool in pools.values() if not is_own(pool)]
+    if not nodes.grow:
+        _check_totals(sized, nodes)
+    laid_out = {name: replace(pool, nodes=1) for name, pool in pools.items() if is_own(pool)}
+    for family in _families(sized).values():
+        on = [(name, place) for name, place in placement.items() if place.pool in family]
+        blocks = [(place, _replica(handles[name], name, place)) for name, place in on if name in handles]
+        laid_out |= {pool.name: pool for pool in _with_nodes(family, [p for _, p in on], blocks, nodes)}
+    found = {name: replace(place, pool=laid_out[place.pool.name]) for name, place in placement.items()}
+    for name, place in found.items():
+        if name in handles:
+            _check_replica(name, place, _replica(handles[name], name, place))
+    return found
+
+
+def check_follows(placement: Mapping[str, Place], follows: Iterable[ParameterEdge]) -> None:
+    """Check that no weights would have to travel between nodes, as far as a placement says: they pass through the memory of one.
+
+    Args:
+        placement: group -> its place; every pool has its number of nodes.
+
+    Raises:
+        UserError: naming the groups, and the pool that has several nodes.
+    """
+    for edge in follows:
+        for group in (edge.leader, edge.follower):
+            pool = placement[group].pool
+            if (pool.nodes or 1) > 1:
+                raise UserError(
+                    f"{edge.follower!r} follows {edge.leader!r}, but {group!r} is on pool {pool.name!r} of {pool.nodes} nodes; "
+                    "weights still pass through the memory of one node: put both groups on pools of one node, one of them beside the other "
+                    "(ResourcePool(..., beside=...)), or on one pool"
+                )
+
+
+def _families(pools: Iterable[ResourcePool]) -> dict[str, list[ResourcePool]]:
+    """Pools that share nodes, by the name of the one that lies beside no other, which comes first."""
+    by_name = {pool.name: pool for pool in pools}
+    found: dict[str, list[ResourcePool]] = {p.name: [p] for p in by_name.values() if p.beside is None}
+    for pool in by_name.values():
+        root = pool
+        while root.beside is not None:
+            root = by_name[root.beside]
+        if root is not pool:
+            found[root.name].append(pool)
+    return found
+
+
+def _check_totals(pools: Sequence[ResourcePool], nodes: Nodes) -> None:
+    for kind, wanted, available in (
+        ("CPUs", {p.name: p.cpus for p in pools}, sum(cpus for cpus, _ in nodes.sizes)),
+        ("GPUs", {p.name: p.gpus for p in pools}, sum(gpus for _, gpus in nodes.sizes)),
+    ):
+        if sum(wanted.values()) > available:
+            sizes = ", ".join(f"{name}: {number}" for name, number in wanted.items())
+            raise UserError(
+                f"the placement asks for {sum(wanted.values())} {kind} ({sizes}), but {nodes.where} has {available}; "
+                "make a pool smaller or let groups share one"
+            )
+
+
+def _with_nodes(
+    family: Sequence[ResourcePool], places: Sequence[Place], blocks: Sequence[tuple[Place, int]], nodes: Nodes
+) -> list[ResourcePool]:
+    """Pools that share nodes, each with its number of nodes: as few as can hold them, if they do not say."""
+    root = family[0]
+    inner = [pool for pool in family if pool.nodes is None]  # these have as many as the root
+    limit = math.gcd(
+        *(n for pool in inner for n in (pool.cpus, pool.gpus)), *(p.ranks for p in places if p.pool in inner)
+    )
+    numbers = [root.nodes] if root.nodes else [n for n in range(1, limit + 1) if limit % n == 0]
+    fits: list[ResourcePool] = []
+    for number in numbers:
+        if inner and limit % number:
+            break
+        made = [pool if pool.nodes else replace(pool, nodes=number) for pool in family]
+        whole = all(_is_whole(place.ranks // number, replica) for place, replica in blocks if place.pool in inner)
+        if not whole or any((pool.nodes or 1) > number for pool in made):
+            continue
+        largest = max(bundles(made)[root.name], key=lambda bundle: (bundle.gpus, bundle.cpus))
+        if nodes.that_hold(largest.cpus, largest.gpus) >= number or (nodes.grow and root.nodes):
+            return made
+        fits = fits or made
+    raise _cannot_lie(family, places, fits, nodes)
+
+
+def _cannot_lie(
+    family: Sequence[ResourcePool], places: Sequence[Place], made: Sequence[ResourcePool], nodes: Nodes
+) -> UserError:
+    root, *beside = family
+    who = f"resource pool {root.name!r}" + (
+        f" (with {', '.join(repr(p.name) for p in beside)} beside it)" if beside else ""
+    )
+    if not made:
+        ranks = ", ".join(f"{place.ranks} ranks on {place.pool.name!r}" for place in places)
+        sizes = ", ".join(f"{p.name}: {p.cpus} CPUs, {p.gpus} GPUs" for p in family)
+        return UserError(
+            f"{who} cannot be spread evenly over {root.nodes or 'any number of'} nodes ({sizes}; {ranks}): a pool without nodes=... "
+            f"has as many as {root.name!r}, each with equally many CPUs, GPUs and ranks"
+        )
+    one = bundles(made)[root.name][0]
+    number = made[0].nodes or 1
+    ask = f"{one.cpus} CPUs and {one.gpus} GPUs on " + ("one node" if number == 1 else f"each of {number} nodes")
+    have = ", ".join(f"{c} and {g}" for c, g in sorted(set(nodes.sizes), reverse=True))
+    if root.nodes and nodes.that_hold(one.cpus, one.gpus):
+        few = nodes.that_hold(one.cpus, one.gpus)
+        return UserError(
+            f"{who} asks for {ask}, but only {few} of {nodes.where} can hold that (CPUs and GPUs of its nodes: {have})"
+        )
+    way = "; say how it is to lie on nodes that are still to come: nodes=..., gpus_per_node=..." if nodes.grow else ""
+    return UserError(
+        f"{who} asks for {ask}, but no node of {nodes.where} has both (CPUs and GPUs of its nodes: {have}){way}"
+    )
+
+
+def _replica(handle: Handle, name: str, place: Place) -> int:
+    """Ranks that together hold one copy of a model.
+
+    Raises:
+        UserError: they do not divide the ranks of the group.
+    """
+    size = getattr(handle.config, "tensor_parallel", 1)
+    if place.ranks % size:
+        raise UserError(f"tensor_parallel={size} does not divide the {place.ranks} ranks of {name!r}")
+    return size
+
+
+def _is_whole(ranks_per_node: int, replica: int) -> bool:
+    """Whether every replica lies within a node, or fills whole ones."""
+    return ranks_per_node % replica == 0 or replica % ranks_per_node == 0
+
+
+def _check_replica(name: str, place: Place, replica: int) -> None:
+    nodes = place.pool.nodes or 1
+    each = place.ranks // nodes
+    if not _is_whole(each, replica):
+        raise UserError(
+            f"a tensor-parallel replica of {name!r} has {replica} ranks, and pool {place.pool.name!r} has {each} of them on each of its "
+            f"{nodes} nodes: some replicas would lie across two nodes; take a multiple or a divisor of {each} for tensor_parallel"
+        )

@@ -1,0 +1,99 @@
+"""Pools over several Ray nodes: ranks stand and see devices where the arithmetic says, groups that share GPUs start in turn."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.controllers.backends.ray_backend import RayBackend
+from weft.dataflow.errors import UserError
+
+
+def test_a_wait_that_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(UserError, match=r"RayBackend\(wait_s=0\): it is a number of seconds above 0"):
+        RayBackend("head:6379", wait_s=0)
+    with pytest.raises(UserError, match=r"waits for a cluster to grow; a local one does not: give its address"):
+        RayBackend(wait_s=60)
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
+    script, root = Path(__file__).with_name("pools_run.py"), tmp_path_factory.mktemp("pools")
+    done = subprocess.run([sys.executable, script, root], capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+
+
+def column(looks: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+    return [look[name] for look in looks]
+
+
+@pytest.mark.ray
+def test_a_pool_over_two_nodes_has_a_block_of_ranks_on_each(result: Mapping[str, Any]):
+    actor, reward = result["over"]["looks"]["actor"], result["over"]["looks"]["reward"]
+    assert column(actor, "rank") == [[r, 4, r % 2, r // 2, 2] for r in range(4)]
+    assert column(actor, "devices") == [[str(r % 2)] for r in range(4)], "each its own, from the first on each node"
+    assert column(actor, "visible") == [str(r % 2) for r in range(4)]
+    nodes = column(actor, "node")
+    assert len({*nodes[:2]}) == len({*nodes[2:]}) == 1 and nodes[0] != nodes[2]
+    assert {*column(actor, "host")} == {"127.0.0.1"}, "both nodes are this machine"
+    assert column(reward, "rank") == [[0, 2, 0, 0, 2], [1, 2, 0, 1, 2]]
+    assert len({*column(reward, "node")}) == 2
+    assert result["over"]["rows"] == [8, 8]
+
+
+@pytest.mark.ray
+def test_a_rank_without_gpus_sees_none_on_a_node_that_has_some(result: Mapping[str, Any]):
+    reward = result["over"]["looks"]["reward"]
+    assert {*column(reward, "node")} & {*column(result["over"]["looks"]["actor"], "node")}, "on a node with GPUs"
+    assert column(reward, "visible") == [""] * 2 and column(reward, "devices") == [[]] * 2
+    assert {*column(reward, "host")} == {"127.0.0.1"}
+
+
+@pytest.mark.ray
+def test_groups_that_share_gpus_start_in_turn_on_the_same_devices(result: Mapping[str, Any]):
+    looks, order = result["shared"]["looks"], result["shared"]["order"]
+    assert column(looks["actor"], "visible") == column(looks["rollout"], "visible") == ["0", "1"]
+    begun = order.index(next(line for line in order if line.startswith("rollout")))
+    assert sorted(order[:begun]) == sorted(
+        f"actor[{r}] {what}" for r in (0, 1) for what in ("begins", "made", "offloaded")
+    )
+    assert sorted(order[begun : begun + 6]) == sorted(
+        f"rollout[{r}] {what}" for r in (0, 1) for what in ("begins", "made", "offloaded")
+    )
+    assert result["shared"]["rows"] == [8, 8]
+
+
+@pytest.mark.ray
+def test_pools_beside_each_other_are_on_one_node_with_separate_devices(result: Mapping[str, Any]):
+    looks = result["beside"]["looks"]
+    assert column(looks["actor"], "visible") == ["0"] and column(looks["rollout"], "visible") == ["1"]
+    assert len({*column(looks["actor"], "node"), *column(looks["rollout"], "node")}) == 1
+    assert "offloaded" not in " ".join(result["beside"]["order"]), "each has devices of its own"
+
+
+@pytest.mark.ray
+def test_weights_that_would_have_to_travel_are_refused_before_a_worker_starts(result: Mapping[str, Any]):
+    assert "'rollout' follows 'actor', but they stand on 2 nodes" in result["apart"]
+    assert "ResourcePool(..., beside='train')" in result["apart"]
+    assert "'rollout' follows 'actor', but 'actor' is on pool 'train' of 2 nodes" in result["refused"]
+    assert "after a run directory" not in result["refused"], "the placement shows it"
+
+
+@pytest.mark.ray
+def test_a_cluster_that_grows_is_waited_for_and_the_user_is_told_what_is_missing(result: Mapping[str, Any]):
+    assert "asks for 6 GPUs (train: 6), but the cluster at" in result["too_large"]
+    assert (
+        "resource pool 'train' (2 CPUs, 2 GPUs on each of 3 nodes) did not get what it asks for within 2 s"
+        in result["in_vain"]
+    )
+    assert "the cluster has 3 nodes with 18 CPUs" in result["in_vain"] and "4 GPUs" in result["in_vain"]
+    first = result["told"][0]
+    assert first.startswith("waiting for resource pool 'train' (2 CPUs, 2 GPUs on each of 3 nodes), ")
+    assert "the cluster has 3 nodes with 18 CPUs" in first
+    assert column(result["grown"]["looks"]["actor"], "rank") == [[r, 3, 0, r, 3] for r in range(3)]
