@@ -28,6 +28,7 @@ from ..dataflow.errors import SampleError
 from ..dataflow.metrics import Mean, Metrics, Sum
 from ..dataflow.operation import Shape
 from .children import Children
+from .device import rank_device
 from .dispatch import Dispatch
 from .generation.engine import GenerationEngine, GenerationRequest, Response
 from .generation.transformers_engine import TransformersEngine
@@ -56,6 +57,7 @@ class RolloutWorker(Worker):
 
     def __init__(self, config: RolloutConfig, context: Context = Context()) -> None:
         super().__init__(config, context)
+        rank_device(context)  # which the engine takes
         self.max_context = config.max_context or context_at_start(config.model)
         self._vocabulary = read_vocabulary(config.model)
         # Without seeds of their own, the requests of two replicas must not be drawn from equal streams.

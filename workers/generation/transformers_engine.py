@@ -67,7 +67,9 @@ class TransformersEngine:
 
         self.version = 0
         self._max_num_seqs = settings.max_num_seqs
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._device = (
+            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        )
         if dtype == "auto":
             dtype = "float32" if self._device.type == "cpu" else "bfloat16"
         shows_progress = logging.is_progress_bar_enabled()

@@ -24,6 +24,7 @@ from ...dataflow.batch import Batch
 from ...dataflow.buffer.disk import Disk
 from ...dataflow.column import GROUP_ID
 from ...dataflow.metrics import Mean, Metric, Metrics, Sum, merge
+from ..device import rank_device
 from ..dispatch import Coordinates
 from ..node_folder import node_folder
 from ..worker import Context
@@ -73,10 +74,9 @@ class FsdpEngine:
         """Optimizer steps applied."""
         self.bytes_read = 0
         """What this rank read of the model's files."""
-        on_gpu = torch.cuda.is_available()
-        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self.device = rank_device(context)
         self.mesh = join_mesh(context, config.tensor_parallel, self.device)
-        self.microbatch_tokens = config.microbatch_tokens or (16384 if on_gpu else 1280)
+        self.microbatch_tokens = config.microbatch_tokens or (16384 if self.device.type == "cuda" else 1280)
         self.head: Head = head
         self.model, self._sharded = self._load(optimizer is not None, lora, activation_checkpointing)
         self.vocabulary = self.model.causal_lm.get_input_embeddings().weight.shape[0]
