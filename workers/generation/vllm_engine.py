@@ -56,7 +56,9 @@ class VllmEngine:
         self._prefix_caching = settings.prefix_caching
         on_gpu = torch.cuda.is_available()
         self._compile = settings.compiles(on_gpu)
-        arguments = settings.engine_arguments(model, max_context=max_context, dtype=dtype, seed=seed, on_gpu=on_gpu)
+        free, total = torch.cuda.mem_get_info() if on_gpu else (0, 1)
+        share = free / total if on_gpu else None
+        arguments = settings.engine_arguments(model, max_context=max_context, dtype=dtype, seed=seed, free_share=share)
         self._engine = _start(arguments, tensor_parallel=settings.tensor_parallel, on_gpu=on_gpu, compile=self._compile)
         if settings.tensor_parallel > 1:
             self._engine.collective_rpc("weft_unlink_shared_memory")

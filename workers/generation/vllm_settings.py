@@ -13,6 +13,26 @@ from ..model_folder import complete_text_settings, find_model_config, head_dim, 
 GIB = 1 << 30
 
 
+LARGEST_SHARE = 0.9
+"""Of a GPU's memory, which the engine takes where all of it is free."""
+MARGIN = 0.02
+"""Share of a GPU's memory that stays free beside it, where others have theirs: they may take a little more later."""
+
+
+def memory_share(free: float | None) -> float:
+    """Share of a GPU's memory that the engine takes, of what is free.
+
+    >>> memory_share(0.995), memory_share(0.7), memory_share(None)
+    (0.9, 0.68, 0.9)
+
+    Args:
+        free: share that is free; None: there is no GPU, and the engine does not look.
+    """
+    if free is None:
+        return LARGEST_SHARE
+    return max(0.01, min(LARGEST_SHARE, math.floor(100 * (free - MARGIN) + 1e-6) / 100))
+
+
 class VllmSettings(Config):
     """Settings of the vLLM engine."""
 
@@ -25,8 +45,9 @@ class VllmSettings(Config):
     kv_cache_gib: float | None = Field(default=None, gt=0)
     """Memory for keys and values, in GiB; None: on CPU what `max_num_seqs` full contexts need, but at most 2; on a GPU what
     `gpu_memory_utilization` leaves."""
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    """Share of a GPU's memory for weights, keys and values."""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Share of a GPU's memory for weights, keys and values; None: 0.9, or what is free when the engine starts, where that is less (groups
+    that share the GPU have started before it, and given their memory back)."""
     prefix_caching: bool = False
     """Keep the keys and values of prompts for later requests under the same weights."""
     compile: bool | None = None
@@ -34,7 +55,7 @@ class VllmSettings(Config):
     4 % more tokens."""
 
     def engine_arguments(
-        self, model: str, *, max_context: int | None, dtype: str, seed: int, on_gpu: bool
+        self, model: str, *, max_context: int | None, dtype: str, seed: int, free_share: float | None
     ) -> dict[str, Any]:
         """The keyword arguments of vLLM's `EngineArgs`.
 
@@ -43,7 +64,9 @@ class VllmSettings(Config):
             max_context: longest prompt and response together, in tokens; None: what the model was made for.
             dtype: of the weights; "auto": float32 on CPU, bfloat16 on GPUs.
             seed: of requests that bring none.
+            free_share: share of the GPU's memory that is free; None: the engine runs on CPU.
         """
+        on_gpu = free_share is not None
         context = max_context or complete_text_settings(model).max_position_embeddings
         if dtype == "auto":
             dtype = "bfloat16" if on_gpu else "float32"
@@ -54,7 +77,7 @@ class VllmSettings(Config):
             "max_model_len": context,
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_batched_tokens or max(context, 16384),
-            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "gpu_memory_utilization": self.gpu_memory_utilization or memory_share(free_share),
             "tensor_parallel_size": self.tensor_parallel,
             # Ray's own executor, vLLM's choice inside a placement group, wants bundles that this worker does not have.
             "distributed_executor_backend": "mp" if self.tensor_parallel > 1 else None,
