@@ -26,6 +26,7 @@ from .checks import (
     check_workers,
     with_prompts_that_fit,
 )
+from .deadlines import set_deadlines
 from .group import WorkerGroup
 from .own_groups import RESERVED, own_groups
 from .placement import Placement, resolve
@@ -64,7 +65,8 @@ class Driver:
         root: str | Path = "runs",
         seed: int = 0,
         record_every: int = 1,
-        call_timeout_s: float = 600.0,
+        start_timeout_s: float | None = None,
+        call_timeout_s: float | None = None,
         buffer: BufferConfig = BufferConfig(),
         checkpoint: CheckpointConfig = CheckpointConfig(),
         resume: str | Path = "none",
@@ -78,9 +80,12 @@ class Driver:
 
         Args:
             record_every: samples of each `record_every`-th step are kept in the run directory; 0 keeps none.
+            start_timeout_s: longest wait for the workers of a group to be up; default: 300 s, and 20 s more for each GB of the largest
+                model.
             call_timeout_s: how long a rank that was called may do nothing that shows (an answer, a microbatch, a step of an engine, a
                 scored sample; `Context.advance`): then it is replaced, if it can be, or the run is taken back to its last
-                checkpoint, or ends. So long, too, a checkpoint may not grow.
+                checkpoint, or ends. So long, too, a checkpoint may not grow. Default: 600 s, and 5 s more for each GB of the largest
+                model.
             buffer: how much the sample buffer may hold, and how it keeps it.
             checkpoint: when the run saves what it needs to go on.
             name: of the run's directory below `root`; default: the time. A run has one driver: while it lives, another is refused.
@@ -109,6 +114,7 @@ class Driver:
             backend=backend or Local(),
             seed=seed,
             record_every=record_every,
+            start_timeout_s=start_timeout_s,
             call_timeout_s=call_timeout_s,
             buffer=buffer,
             checkpoint=checkpoint,
@@ -271,6 +277,7 @@ def _checked(
     graphs = [with_prompts_that_fit(one) for one in (graph, *(e.graph for e in evaluations))]
     handles = check_graphs(graphs)
     every_handle = {**handles, **own_groups(graphs, handles, settings["record_every"])}
+    settings |= set_deadlines(settings["start_timeout_s"], settings["call_timeout_s"], every_handle.values())
     places = resolve(placement, {**handles, **RESERVED})
     # Rows in flight are kept for as many checkpoints as models are, and for the one that is being written.
     buffer: BufferConfig = settings["buffer"]

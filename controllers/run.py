@@ -82,7 +82,8 @@ class Run:
         schedule, samples = spec.schedule, directory.path / SAMPLES
         partial = schedule.partial_rollouts if isinstance(schedule, Asynchronous) else "continue"
         weights = WeightSync(spec.follows, groups, partial, spec.backend.cancel)
-        failures = Failures(self._backend, weights, history.progress, self._disk, history.failures, spec.call_timeout_s)
+        deadlines = spec.start_timeout_s, spec.call_timeout_s
+        failures = Failures(self._backend, weights, history.progress, self._disk, history.failures, *deadlines)
         saved = [group for group in groups.values() if has_state(group.handle)]
         self._copies = copies_of(directory.path, spec.checkpoint)
         folder = CheckpointFolder(directory, spec.checkpoint, self._copies.add if self._copies else lambda step: None)

@@ -57,7 +57,10 @@ class RunSpec:
     seed: int
     record_every: int
     """Samples of each so-many-th step are kept; 0 keeps none."""
+    start_timeout_s: float
+    """Longest wait for the workers of a group to be up."""
     call_timeout_s: float
+    """Longest silence of a rank that was called."""
     buffer: BufferConfig
     checkpoint: CheckpointConfig
     stop: Callable[[Mapping[str, float]], bool] | None

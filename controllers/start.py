@@ -70,6 +70,7 @@ def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: Re
             spec.seed,
             files,
             spec.follows,
+            spec.start_timeout_s,
             tell=progress.say,
         )
         groups = backend.start(setup)

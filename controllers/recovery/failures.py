@@ -16,7 +16,7 @@ from functools import partial
 
 from ...dataflow.errors import DeadlineError, UserError, WorkerError
 from ...workers.worker import MAX_FAILED
-from ..backends.backend import START_TIMEOUT_S, Backend, Event
+from ..backends.backend import Backend, Event
 from ..group import REGISTER, Call, WorkerGroup, publishes_as_it_goes
 from ..ranks.tasks import Failure, FailureKind
 from ..request import CallRequest
@@ -71,6 +71,7 @@ class Failures:
         weights: sends the present weights to a process that is new.
         disk: may have paused the run; then nobody was silent.
         counts: what failed so far, also in earlier starts of the run.
+        start_timeout_s: how long a process that replaces another may take to be up.
         call_timeout_s: how long a rank that was called may be silent.
     """
 
@@ -81,6 +82,7 @@ class Failures:
         progress: Progress,
         disk: FullDisk,
         counts: FailureCounts,
+        start_timeout_s: float,
         call_timeout_s: float,
     ) -> None:
         self._backend = backend
@@ -88,6 +90,7 @@ class Failures:
         self._progress = progress
         self._disk = disk
         self._counts = counts
+        self._start_timeout_s = start_timeout_s
         self._call_timeout_s = call_timeout_s
         self._returned: Counter[Call] = Counter()
         """Call that is under way -> rows that went back."""
@@ -149,7 +152,7 @@ class Failures:
         """Seconds for which a rank may be silent."""
         group = calls[0].group
         if rank in group.starting:
-            return max(START_TIMEOUT_S, self._call_timeout_s)
+            return max(self._start_timeout_s, self._call_timeout_s)
         own = getattr(group.handle.config, "silence_s", None)
         return own if own is not None and any(c.node for c in calls) else self._call_timeout_s
 
