@@ -24,6 +24,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from pathlib import Path
@@ -32,6 +33,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from weft.workers.rendezvous import LOOPBACK, Rendezvous, take_port
 
 RANKS = 8
 TIMEOUT_S = 300.0
@@ -92,14 +95,16 @@ def save_model(folder: Path, small: bool) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def load_rank(folder: Path, rank: int, ranks: int, answers: Queue[tuple[int, int, int, int]]) -> None:
+def load_rank(
+    folder: Path, rank: int, ranks: int, meeting: Rendezvous, answers: Queue[tuple[int, int, int, int]]
+) -> None:
     """One rank: load the model, save it, and answer with (bytes read, held while it was loaded, until ready, while it was saved)."""
     from weft.workers.training import fsdp
     from weft.workers.training.engine import ModelConfig
     from weft.workers.worker import Context
 
     torch.set_num_threads(1)
-    context = Context("model", rank, ranks, f"file://{folder}/rendezvous")
+    context = Context("model", rank, ranks, replace(meeting, taken=None) if rank else meeting)
     config = ModelConfig(model=str(folder / "model"), gather="layerwise")
     held = PeakBytes()
     loaded = 0
@@ -133,7 +138,10 @@ def measure(*, ranks: int = RANKS, small: bool = False) -> dict[str, float]:
         stored = sum(file.stat().st_size for file in (folder / "model").glob("*.safetensors"))
         forks = multiprocessing.get_context("fork")
         answers = forks.Queue()
-        started = [forks.Process(target=load_rank, args=(folder, rank, ranks, answers)) for rank in range(ranks)]
+        meeting = Rendezvous.at(take_port(LOOPBACK), "of this benchmark")
+        started = [
+            forks.Process(target=load_rank, args=(folder, rank, ranks, meeting, answers)) for rank in range(ranks)
+        ]
         for process in started:
             process.start()
         try:
@@ -142,6 +150,8 @@ def measure(*, ranks: int = RANKS, small: bool = False) -> dict[str, float]:
             for process in started:
                 process.kill()
                 process.join()
+            if meeting.taken is not None:
+                meeting.taken.close()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     read, loaded, ready, saving = (max(each) for each in zip(*found, strict=True))

@@ -92,6 +92,7 @@ def spec(graph: Graph, handles: Mapping[str, Handle], every: int = 1, seed: int 
         seed,
         0,
         1.0,
+        1.0,
         BufferConfig(),
         CheckpointConfig(every=every),
         None,

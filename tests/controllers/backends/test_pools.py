@@ -97,22 +97,3 @@ def test_a_cluster_that_grows_is_waited_for_and_the_user_is_told_what_is_missing
     assert first.startswith("waiting for resource pool 'train' (2 CPUs, 2 GPUs on each of 3 nodes), ")
     assert "the cluster has 3 nodes with 18 CPUs" in first
     assert column(result["grown"]["looks"]["actor"], "rank") == [[r, 3, 0, r, 3] for r in range(3)]
-
-
-@pytest.mark.ray
-def test_two_training_ranks_on_two_nodes_make_the_steps_of_two_on_one(tmp_path: Path):
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    config = Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1)
-    Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    script = Path(__file__).with_name("fsdp_run.py")
-    command = [sys.executable, script, tmp_path / "model", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    one, two = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[{")))
-    assert (one["nodes"], two["nodes"]) == (1, 2)
-    assert len(two["steps"]) == 2 and two["steps"] == one["steps"], "the same numbers to the bit"
