@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 from ...dataflow.buffer.folder import BUFFER
@@ -120,13 +121,16 @@ class Backend(Protocol):
     """Starts worker groups, carries calls to them and replies back, and leaves nothing behind."""
 
     def check(
-        self, placement: Mapping[str, Place], handles: Mapping[str, Handle], follows: Sequence[ParameterEdge]
+        self,
+        placement: Mapping[str, Place],
+        handles: Mapping[str, Handle] = MappingProxyType({}),
+        follows: Sequence[ParameterEdge] = (),
     ) -> None:
         """Refuse a placement that cannot be started here, before anything is.
 
         Args:
             placement: group -> its pool and ranks.
-            handles: the groups, by name.
+            handles: the groups, by name, as far as they are known.
             follows: which groups load the weights of others.
 
         Raises:

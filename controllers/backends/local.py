@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from ...dataflow.buffer.segments import Segment
 from ...dataflow.handle import Handle
@@ -35,7 +36,10 @@ class Local:
         return "Local()"
 
     def check(
-        self, placement: Mapping[str, Place], handles: Mapping[str, Handle], follows: Sequence[ParameterEdge]
+        self,
+        placement: Mapping[str, Place],
+        handles: Mapping[str, Handle] = MappingProxyType({}),
+        follows: Sequence[ParameterEdge] = (),
     ) -> None:
         """Nothing is refused: whatever a placement asks for, one process does the work here."""
 

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ...dataflow.arguments import names_arguments
@@ -105,7 +106,10 @@ class RayBackend:
         return f"RayBackend({self.address!r})" if self.address else "RayBackend()"
 
     def check(
-        self, placement: Mapping[str, Place], handles: Mapping[str, Handle], follows: Sequence[ParameterEdge]
+        self,
+        placement: Mapping[str, Place],
+        handles: Mapping[str, Handle] = MappingProxyType({}),
+        follows: Sequence[ParameterEdge] = (),
     ) -> None:
         self._lay_out(placement, handles, follows)
 

@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,10 @@ class Simulated:
         return "Simulated()"
 
     def check(
-        self, placement: Mapping[str, Place], handles: Mapping[str, Handle], follows: Sequence[ParameterEdge]
+        self,
+        placement: Mapping[str, Place],
+        handles: Mapping[str, Handle] = MappingProxyType({}),
+        follows: Sequence[ParameterEdge] = (),
     ) -> None:
         """Refuse costs of groups that no graph has; devices are as many as the placement asks for."""
         for name in [*(n.partition(".")[0] for n in self.costs.nodes if "." in n), *self.costs.ranks_per_replica]:
