@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,15 @@ def test_groups_with_a_model_share_the_gpus_that_there_are():
     assert shared_devices(Program(), ("actor",), cpus=2, gpus=0).rollout == {"engine": "transformers"}
 
 
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """A process that a shell started in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_ends_a_run_after_its_step_and_saves_the_model(
     even: Any, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
@@ -198,6 +208,7 @@ def test_ctrl_c_ends_a_run_after_its_step_and_saves_the_model(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_a_second_ctrl_c_ends_it_at_once_and_says_that_nothing_is_saved(
     even: Any, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
@@ -214,6 +225,7 @@ def test_a_second_ctrl_c_ends_it_at_once_and_says_that_nothing_is_saved(
 
 MISTAKEN = """
 import sys
+from collections.abc import Iterator
 import weft
 
 try:
