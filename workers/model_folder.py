@@ -54,11 +54,46 @@ def read_layer_names(model: str | Path) -> list[str]:
     index, file = folder / "model.safetensors.index.json", folder / "model.safetensors"
     names: list[str] = []
     if index.is_file():
-        names = list(json.loads(index.read_text())["weight_map"])
+        names = list(read_index(index))
     elif file.is_file():
-        with file.open("rb") as opened:
-            names = list(json.loads(opened.read(int.from_bytes(opened.read(8), "little"))))
+        names = _names_in(file)
     return [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
+
+
+def _names_in(file: Path) -> list[str]:
+    """Names of the tensors in a safetensors file.
+
+    Raises:
+        UserError: it is none.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "np") as stored:
+            return list(stored.keys())
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file} is damaged, or no safetensors file ({error})") from None
+
+
+def read_index(file: Path) -> dict[str, str]:
+    """The index of a model whose weights lie in several files.
+
+    Returns:
+        Tensor -> name of its file.
+
+    Raises:
+        UserError: the index is damaged; the message names it.
+    """
+    try:
+        files = json.loads(file.read_text())["weight_map"]
+        if not (isinstance(files, dict) and files and all(isinstance(name, str) for name in files.values())):
+            raise ValueError("its weight_map names no files")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(
+            f"the index of a model's weights, {file}, is damaged ({error}): put the file there again; "
+            "in the cache of the Hugging Face hub, remove it and the file that it leads to"
+        ) from None
+    return files
 
 
 def read_stop_tokens(model: str | Path) -> tuple[int, ...]:
@@ -69,8 +104,11 @@ def read_stop_tokens(model: str | Path) -> tuple[int, ...]:
     file = find_model_config(model).with_name("generation_config.json")
     if not file.is_file() and not Path(model).expanduser().is_dir():
         file = find_cached(model, file.name) or file
-    settings = json.loads(file.read_text()) if file.is_file() else {}
-    found = settings.get("eos_token_id")
+    try:
+        settings = json.loads(file.read_text()) if file.is_file() else {}
+        found = settings.get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"model {str(model)!r}: {file} cannot be read ({error})") from None
     if found is None:
         found = text_settings(read_model_config(model)).get("eos_token_id")
     return () if found is None else tuple(found) if isinstance(found, list) else (found,)
@@ -82,13 +120,8 @@ def find_tensor(model: str | Path, name: str) -> Path | None:
     Raises:
         UserError: no such model.
     """
-    from safetensors import safe_open
-
-    for file in sorted(find_model_config(model).parent.glob("*.safetensors")):
-        with safe_open(file, "np") as stored:
-            if name in stored.keys():  # noqa: SIM118 - it is no mapping
-                return file
-    return None
+    files = sorted(find_model_config(model).parent.glob("*.safetensors"))
+    return next((file for file in files if name in _names_in(file)), None)
 
 
 def text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
-import json
 import os
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..dataflow.errors import RunError, UserError
 from ..dataflow.model_location import find_cached, find_model_folder
-from .model_folder import CONFIG_FILE
+from .model_folder import CONFIG_FILE, read_index
 
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """What is downloaded: settings, weights, tokenizer, chat template."""
 _WAIT_S = 7200.0
 """Longest wait for another process of the node that downloads the same model."""
 _POLL_S = 0.5
+_LOOK_S = 2.0
+"""Seconds between two looks at how much was downloaded."""
 
 
-def node_folder(model: str | Path, *, wait_s: float = _WAIT_S) -> Path:
+def node_folder(model: str | Path, *, wait_s: float = _WAIT_S, advance: Callable[[], None] = lambda: None) -> Path:
     """The folder of a model with its weights. The driver has seen that its own node knows the id; another node may not.
 
     Args:
         model: a folder, or a Hugging Face id.
         wait_s: how long to wait for another process that downloads it.
+        advance: called whenever more of it was downloaded, by whichever process of the node (`Context.advance`).
 
     Raises:
         UserError: there is no such model, or it cannot be downloaded.
@@ -36,7 +40,7 @@ def node_folder(model: str | Path, *, wait_s: float = _WAIT_S) -> Path:
         return find_model_folder(model, CONFIG_FILE)
     found = _cached(model)
     if found is None:
-        with _one_of_the_node(str(model), wait_s):
+        with _growth_told(str(model), advance), _one_of_the_node(str(model), wait_s):
             found = _cached(model) or _download(str(model))
     return found
 
@@ -59,10 +63,14 @@ def _cached(model: str | Path) -> Path | None:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Whether all files of the weights are there, as safetensors files or as torch's own."""
+    """Whether all files of the weights are there, as safetensors files or as torch's own.
+
+    Raises:
+        UserError: the index of the files is damaged.
+    """
     for index in (folder / "model.safetensors.index.json", folder / "pytorch_model.bin.index.json"):
         if index.is_file():
-            return all((folder / name).is_file() for name in json.loads(index.read_text())["weight_map"].values())
+            return all((folder / name).is_file() for name in read_index(index).values())
     return any((folder / name).is_file() for name in ("model.safetensors", "pytorch_model.bin"))
 
 
@@ -80,13 +88,57 @@ def _download(model: str) -> Path:
 
 
 @contextmanager
+def _growth_told(model: str, advance: Callable[[], None]) -> Iterator[None]:
+    """Within it, a thread calls `advance` whenever there is more of a model in the cache than before."""
+    over = threading.Event()
+
+    def look() -> None:
+        before = _bytes_cached(model)
+        while not over.wait(_LOOK_S):
+            now = _bytes_cached(model)
+            if now != before:
+                advance()
+            before = now
+
+    thread = threading.Thread(target=look, name="download", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _bytes_cached(model: str) -> int:
+    """Bytes of a model in the cache, those of unfinished files included."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    total = 0
+    for file in (Path(HF_HUB_CACHE) / f"models--{model.replace('/', '--')}").rglob("*"):
+        with suppress(OSError):  # it has another name now
+            total += 0 if file.is_symlink() else file.stat().st_size
+    return total
+
+
+@contextmanager
 def _one_of_the_node(model: str, wait_s: float) -> Iterator[None]:
-    """Held by one process of the node at a time; a process that dies gives it up."""
+    """Held by one process of the node at a time; a process that dies gives it up.
+
+    Raises:
+        UserError: this user may not write to the cache.
+        RunError: the process that holds it did not give it up in time.
+    """
     from huggingface_hub.constants import HF_HUB_CACHE
 
     path = Path(HF_HUB_CACHE) / ".locks" / f"weft--{model.replace('/', '--')}.lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = _open_lock(path)
+    except OSError as error:
+        raise UserError(
+            f"model {model!r} is not on this node, and cannot be downloaded: {path} cannot be written ({error.strerror}); "
+            "HF_HOME names another cache"
+        ) from None
     try:
         end = time.monotonic() + wait_s
         while not _lock(descriptor):
@@ -96,16 +148,34 @@ def _one_of_the_node(model: str, wait_s: float) -> Iterator[None]:
                     f"model {model!r}: process {holder} of this node downloads it, and did not end in {wait_s:g} s"
                 )
             time.sleep(min(_POLL_S, wait_s))
-        os.truncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        with suppress(OSError):  # of another user, who may have kept it from others: nobody learns the process then
+            os.truncate(path, 0)
+            path.write_text(str(os.getpid()))
         yield
     finally:
         os.close(descriptor)
 
 
+def _open_lock(path: Path) -> int:
+    """Open a lock file that several users may share: whoever makes it lets all others write to it.
+
+    Raises:
+        OSError: it can be neither made nor read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except PermissionError:
+        return os.open(path, os.O_RDONLY)  # a lock takes no right to write
+    if os.fstat(descriptor).st_uid == os.geteuid():
+        os.fchmod(descriptor, 0o666)  # whatever the umask
+    return descriptor
+
+
 def _lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        raise
     return True

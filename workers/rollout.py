@@ -33,6 +33,7 @@ from .dispatch import Dispatch
 from .generation.engine import GenerationEngine, GenerationRequest, Response
 from .generation.transformers_engine import TransformersEngine
 from .generation.vllm_engine import VllmEngine
+from .node_folder import node_folder
 from .remote import remote
 from .rollout_config import RolloutConfig, context_at_start
 from .vocabulary import read_vocabulary
@@ -58,8 +59,9 @@ class RolloutWorker(Worker):
     def __init__(self, config: RolloutConfig, context: Context = Context()) -> None:
         super().__init__(config, context)
         rank_device(context)  # which the engine takes
-        self.max_context = config.max_context or context_at_start(config.model)
-        self._vocabulary = read_vocabulary(config.model)
+        self._folder = node_folder(config.model, advance=context.advance)
+        self.max_context = config.max_context or context_at_start(self._folder)
+        self._vocabulary = read_vocabulary(self._folder)
         # Without seeds of their own, the requests of two replicas must not be drawn from equal streams.
         seed = _hash(context.seed, context.rank) % 2**31
         self.engine = self.new_engine(max_context=self.max_context, dtype=config.dtype, seed=seed)
@@ -67,8 +69,8 @@ class RolloutWorker(Worker):
     def new_engine(self, **settings: Any) -> GenerationEngine:
         """The engine that generates; a subclass may bring another."""
         if self.config.engine == "vllm":
-            return VllmEngine(str(self.config.model), self.config.vllm, **settings)
-        return TransformersEngine(str(self.config.model), self.config.transformers, **settings)
+            return VllmEngine(str(self._folder), self.config.vllm, **settings)
+        return TransformersEngine(str(self._folder), self.config.transformers, **settings)
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,

@@ -133,6 +133,10 @@ class Rank:
         worker = thread.worker()
         return Standing(worker if isinstance(worker, Failure) else worker.coordinates, self._node, self._node_id)
 
+    def advanced(self) -> bool:
+        """Whether its worker has done anything since this was asked last; one that is being made may fetch a model."""
+        return self._activity.is_new()
+
     def connect(self, peers: Peers) -> None:
         """Tell it where the servers of the other nodes are."""
         self._data.reader.fetch = peers.fetch

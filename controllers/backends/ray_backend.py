@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +41,8 @@ from .segment_servers import SegmentServers, node_names
 
 NODE_TIMEOUT_S = 5.0
 """Longest wait for a node to accept a connection, when a process is gone, or rows cannot be read."""
+ADVANCED_TIMEOUT_S = 5.0
+"""Longest wait for ranks that are starting to say whether they have done anything."""
 CLOSE_TIMEOUT_S = 5.0
 """Longest wait for workers to release what they hold, before they are ended without being asked."""
 
@@ -215,7 +217,7 @@ class RayBackend:
         return LOOPBACK if len({*addresses}) == 1 else addresses[0]
 
     def _wait_for(self, promises: Mapping[Any, tuple[str, int]]) -> dict[tuple[str, int], Any]:
-        """What ranks answer as they start.
+        """What ranks answer as they start. The deadline holds from when the last of them answered, or did something that shows.
 
         Args:
             promises: promise -> group and rank.
@@ -233,6 +235,8 @@ class RayBackend:
         pending = list(promises)
         while pending:
             ready, pending = ray.wait(pending, num_returns=1, timeout=timeout_s)
+            if not ready and self._some_advanced({promises[promise] for promise in pending}):
+                continue
             if not ready:
                 late = ", ".join("{}[{}]".format(*promises[promise]) for promise in pending)
                 raise WorkerError(f"workers {late} were not up after {timeout_s:.0f} s (Driver(start_timeout_s=...))")
@@ -248,6 +252,18 @@ class RayBackend:
                     raise WorkerError(f"worker {who} could not start: {failure.message}\n{failure.traceback}")
                 found[promises[promise]] = answer
         return found
+
+    def _some_advanced(self, ranks: Iterable[tuple[str, int]]) -> bool:
+        """Whether some of the ranks that are starting have done anything since this was asked last, such as fetching a model."""
+        import ray
+        from ray.exceptions import RayError
+
+        asked = [self._processes[at].actor.advanced.options(concurrency_group=CONTROL).remote() for at in ranks]
+        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ADVANCED_TIMEOUT_S)
+        try:
+            return any(ray.get(answered))
+        except RayError:  # a process ended; the wait for its worker says so
+            return True
 
     has_processes = True
     in_process = False

@@ -78,7 +78,11 @@ class ExecutorThread:
         return self._worker
 
     def call(self, task: Task) -> Iterator[Reply]:
-        """Yield the replies to a task; the last has `done` or `failure`."""
+        """Yield the replies to a task; the last has `done` or `failure`. While the worker is being made, and does something (it fetches a
+        model, say), empty ones say so."""
+        while not self._up.wait(POLL_S):
+            if self._activity.is_new():
+                yield Reply()
         worker = self.worker()
         if isinstance(worker, Failure):
             yield Reply(failure=worker)

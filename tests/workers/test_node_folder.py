@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -95,3 +97,68 @@ def test_a_path_is_never_asked_of_the_hub(cache: Path, monkeypatch: pytest.Monke
     assert made.downloads == 0
     shutil.copytree(Path(made.snapshot_download(MODEL, [])), tmp_path / "models" / "own")
     assert find("models/own") == Path("models/own")
+
+
+def test_a_download_is_told_as_it_grows_also_by_those_who_wait(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    made = hub(cache, monkeypatch, "config.json", "model.safetensors")
+    monkeypatch.setattr(node_folder, "_LOOK_S", 0.01)
+    told = {"downloads": threading.Event(), "waits": threading.Event()}
+
+    def snapshot_download(model: str, allow_patterns: list[str]) -> str:
+        blobs = cache / "models--somebody--tiny" / "blobs"
+        blobs.mkdir(parents=True)
+        with (blobs / "x.incomplete").open("ab", buffering=0) as file:
+            while not all(event.wait(0.01) for event in told.values()):
+                file.write(b"more")
+        return made.snapshot_download(model, allow_patterns)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with ThreadPoolExecutor(2) as threads:
+        found = [threads.submit(find, MODEL, advance=event.set) for event in told.values()]
+        assert {one.result(timeout=60).name for one in found} == {"abc"}
+
+
+def test_a_damaged_index_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    made = hub(cache, monkeypatch, "config.json", "model.safetensors.index.json")
+    index = Path(made.snapshot_download(MODEL, [])) / "model.safetensors.index.json"
+    for damaged in ('{"weight_map": {"x": "mod', "[]", '{"weight_map": ["model-1.safetensors"]}', "{}"):
+        index.write_text(damaged)
+        with pytest.raises(UserError, match=rf"the index of a model's weights, {index}, is damaged \("):
+            find(MODEL)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_second_user_of_a_cache_downloads_into_it(monkeypatch: pytest.MonkeyPatch):
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        shared = Path(folder) / "hub"
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(shared))
+        before = os.umask(0o077)
+        try:
+            with node_folder._one_of_the_node(MODEL, 1):
+                pass
+        finally:
+            os.umask(before)
+        (lock,) = (shared / ".locks").iterdir()
+        assert lock.stat().st_mode & 0o777 == 0o666
+        for path in (shared, shared / ".locks"):
+            path.chmod(0o755)
+        for mode in (0o666, 0o644):  # as it is made, and as it was made once
+            lock.chmod(mode)
+            os.seteuid(65534)
+            try:
+                with (
+                    node_folder._one_of_the_node(MODEL, 1),
+                    pytest.raises(RunError, match="of this node downloads it"),
+                    node_folder._one_of_the_node(MODEL, 0.01),
+                ):
+                    pass
+            finally:
+                os.seteuid(0)
+
+
+def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "hub").touch()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    with pytest.raises(UserError, match=r"cannot be downloaded: .*hub/.locks/weft--.* cannot be written"):
+        find(MODEL)

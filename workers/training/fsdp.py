@@ -91,7 +91,7 @@ class FsdpEngine:
     def _load(self, trained: bool, lora: Lora | None, again: bool) -> tuple[ResponseModel, ShardedModel]:
         """The model, sharded before it has values: this rank reads only what it holds."""
         model, context, scalar = self.config.model, self.context, self.head != "logprobs"
-        folder = node_folder(model)
+        folder = node_folder(model, advance=context.advance)
         build = partial(build_causal_lm, model, folder, self.head, context.seed, activation_checkpointing=again)
         plain, skeleton = build(), build()
         weights = open_stored(model, folder, plain, share=(context.rank, context.world_size))

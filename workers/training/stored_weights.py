@@ -8,7 +8,6 @@ files, the rank loads the complete model, and says so.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ...dataflow.errors import UserError, nearest
+from ..model_folder import read_index
 from .causal_lm import Skeleton, load_complete
 from .engine import SCALAR_HEAD
 from .safetensors_files import StoredTensor, open_tensors
@@ -291,7 +291,7 @@ def _find_files(model: str | Path, folder: Path) -> list[Path]:
         return [folder / _FILE]
     if not (folder / _INDEX).is_file():
         return []
-    files = [folder / name for name in sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))]
+    files = [folder / name for name in sorted(set(read_index(folder / _INDEX).values()))]
     for file in files:
         if not file.is_file():
             raise UserError(f"model {str(model)!r}: {_INDEX} names {file.name}, which is not there")

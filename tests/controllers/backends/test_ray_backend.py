@@ -4,7 +4,7 @@ import io
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -377,3 +377,30 @@ def test_an_update_may_take_longer_than_a_rank_may_be_silent(tmp_path: Path):
     made["rollout"].follows(made["actor"])
     with drive(tmp_path, made, prompts(8), call_timeout_s=2, steps=1) as driver:
         assert driver.run()[-1]["step"] == 1
+
+
+class Fetching(ToyReward):
+    """Takes longer to be made than the start may take, as with a model that is downloaded, and says that it goes on."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        assert self.context.run_dir is not None
+        while not (self.context.run_dir / "asked").exists():
+            time.sleep(0.1)
+            self.context.advance()
+
+
+class Asking(RayBackend):
+    def _some_advanced(self, ranks: Iterable[tuple[str, int]]) -> bool:
+        asked = [*ranks]
+        assert asked == [("reward", 0)]
+        answer = super()._some_advanced(asked)
+        (self._run_dir / "asked").touch()
+        return answer
+
+
+def test_a_worker_that_fetches_a_model_may_take_longer_than_the_start(tmp_path: Path):
+    made = {"rollout": group(ToyRollout), "reward": group(Fetching), "actor": group(ToyActor)}
+    with drive(tmp_path, made, prompts(8), backend=Asking(), start_timeout_s=10.0, name="long") as driver:
+        assert (driver.directory.path / "asked").exists()
+        assert [row["actor/rows"] for row in driver.run()[1:]] == [8, 8]
