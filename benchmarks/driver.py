@@ -8,8 +8,11 @@
 | `row_us` | microseconds of the driver's CPU time for a row, in all, with the most rows in flight that were asked for | 20 |
 | `call_rank_us` | the same for a call, for each rank that it goes to | 200 |
 | `growth_1e3_to_1e6` | a row's cost with 1e6 rows in flight divided by that with 1e3, with equal steps and ranks | 1.3 |
+| `resume_mb_s` | megabytes of the log and of the ledgers' checkpoint that a killed run reads a second to go on (`recovery/resume.py`) | 500 |
+| `start_bytes_per_rank_ratio` | bytes that a rank reads and holds to load a model over its equal part (`model_loading.py`) | near 1 |
 
-Each is a function in a module of `driver/`. The last line printed is one JSON object; a figure that was not asked for is null.
+Each is a function in a module of `driver/`, or in the program that is named. The last line printed is one JSON object; a figure that was
+not asked for is null.
 """
 
 from __future__ import annotations
@@ -22,11 +25,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parent / "driver"))
+HERE = Path(__file__).resolve().parent
+sys.path += [str(HERE / "driver"), str(HERE / "recovery"), str(HERE)]
 
 
 def _figure(module: str, function: str, *arguments: Any) -> Any:
-    """What a function of a module in `driver/` measures; imported when it is asked for."""
+    """What a function of a module in `driver/`, `recovery/` or here measures; imported when it is asked for."""
     return getattr(importlib.import_module(module), function)(*arguments)
 
 
@@ -34,6 +38,10 @@ FIGURES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "row_us": lambda asked: _figure("row_cost", "row_us", asked.rows, asked.ranks, asked.profile),
     "call_rank_us": lambda asked: {"call_rank_us": _figure("call_cost", "call_rank_us", asked.ranks)},
     "growth_1e3_to_1e6": lambda _: _figure("row_cost", "growth", (1_000, 1_000_000)),
+    "resume_mb_s": lambda _: {"resume_mb_s": _figure("resume", "resume_mb_s")},
+    "start_bytes_per_rank_ratio": lambda _: {
+        "start_bytes_per_rank_ratio": _figure("model_loading", "start_bytes_per_rank_ratio")
+    },
 }
 """Each returns its own figure, and details beside it."""
 

@@ -1,0 +1,25 @@
+"""The benchmark of the driver: each figure that it promises has a module that measures it."""
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def test_a_row_costs_the_driver_some_time_beside_that_of_the_simulator(load: Any, monkeypatch: pytest.MonkeyPatch):
+    row_cost, workload = load("driver/row_cost"), load("driver/workload")
+    monkeypatch.setattr(row_cost, "ANSWERED", 1)
+    cost = row_cost.measure(workload.Work.of(192, ranks=2))
+    assert cost.figures["row_us"] > 0 and cost.figures["simulator_row_us"] > 0
+    assert cost.figures["steps"] == 4 and 64 <= cost.figures["rows_in_flight"] <= 256
+
+
+def test_every_figure_that_was_not_asked_for_is_null(load: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    folder = Path(load("machine").__file__).parent
+    monkeypatch.setattr("sys.argv", ["driver.py", "--only", "call_rank_us", "--ranks", "2"])
+    program = runpy.run_path(str(folder / "driver.py"), run_name="__main__")
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert figures.pop("call_rank_us") > 0
+    assert set(figures) == set(program["FIGURES"]) - {"call_rank_us"} and not any(figures.values())
