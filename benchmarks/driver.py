@@ -8,8 +8,8 @@
 | `row_us` | microseconds of the driver's CPU time for a row, in all, with the most rows in flight that were asked for | 20 |
 | `call_rank_us` | the same for a call, for each rank that it goes to | 200 |
 | `growth_1e3_to_1e6` | a row's cost with 1e6 rows in flight divided by that with 1e3, with equal steps and ranks | 1.3 |
-| `resume_mb_s` | megabytes of the log and of the ledgers' checkpoint that a killed run reads a second to go on (`recovery/resume.py`) | 500 |
-| `start_bytes_per_rank_ratio` | bytes that a rank reads and holds to load a model over its equal part (`model_loading.py`) | near 1 |
+| `resume_mb_s` | megabytes of log and ledgers that a killed run reads a second to go on (`recovery/resume.py`) | 500 |
+| `start_bytes_per_rank_ratio` | bytes that a rank reads or holds to load a model, over its part (`model_loading.py`) | near 1 |
 
 Each is a function in a module of `driver/`, or in the program that is named. The last line printed is one JSON object; a figure that was
 not asked for is null.
