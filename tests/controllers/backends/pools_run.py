@@ -18,6 +18,7 @@ os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # a cluster by hand makes 
 
 import ray
 from ray.cluster_utils import Cluster
+from sharded import make_model, updated
 from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
 
 from weft.controllers.backends.backend import Setup
@@ -101,6 +102,7 @@ def main(root: Path) -> None:
     try:
         result = {
             "over": over_nodes(root, cluster.address),
+            "trained": trained(root, cluster.address),
             "shared": shared(root, cluster.address),
             "beside": beside(root, cluster.address),
             "apart": apart(root, cluster.address),
@@ -147,6 +149,12 @@ def over_nodes(root: Path, address: str) -> dict[str, Any]:
     score = ResourcePool("score", nodes=2, cpus_per_node=2)
     placement = {"actor": Place(train, 2 * GPUS), "reward": Place(score, 2)}
     return drive(root, "over", placement, RayBackend(address), follows=False)
+
+
+def trained(root: Path, address: str) -> dict[str, Any]:
+    """Two FSDP2 ranks, each on a node of its own."""
+    placement = {"actor": Place(ResourcePool("train", nodes=2, cpus_per_node=1), 2)}
+    return updated(root, "trained", make_model(root / "model"), placement, RayBackend(address))
 
 
 def shared(root: Path, address: str) -> dict[str, Any]:

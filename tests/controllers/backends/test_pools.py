@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sharded import make_model, updated
 
+from weft.controllers.backends.local import Local
 from weft.controllers.backends.ray_backend import RayBackend
 from weft.dataflow.errors import UserError
 
@@ -45,6 +47,17 @@ def test_a_pool_over_two_nodes_has_a_block_of_ranks_on_each(result: Mapping[str,
     assert column(reward, "rank") == [[0, 2, 0, 0, 2], [1, 2, 0, 1, 2]]
     assert len({*column(reward, "node")}) == 2
     assert result["over"]["rows"] == [8, 8]
+
+
+@pytest.mark.ray
+def test_two_training_ranks_on_two_nodes_make_the_update_of_one_process(result: Mapping[str, Any], tmp_path: Path):
+    there = result["trained"]
+    assert column(there["looks"], "rank") == [[0, 2, 0, 0, 2], [1, 2, 0, 1, 2]]
+    assert there["looks"][0]["squares"] == there["looks"][1]["squares"]
+    here = updated(tmp_path, "here", make_model(tmp_path / "model"), {}, Local())
+    for name in ("loss", "grad_norm"):
+        assert there[name] == pytest.approx(here[name], rel=1e-5)
+    assert there["looks"][0]["squares"] == pytest.approx(here["looks"][0]["squares"], rel=1e-3)
 
 
 @pytest.mark.ray

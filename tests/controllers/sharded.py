@@ -1,0 +1,61 @@
+"""An update of a tiny model by FSDP2, wherever its ranks stand."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from weft.algorithms.supervised import supervised
+from weft.controllers.backends.backend import Backend
+from weft.controllers.driver import Driver
+from weft.controllers.placement import Place
+from weft.controllers.schedule import Synchronous
+from weft.dataflow.handle import group
+from weft.dataflow.source import TableSource
+from weft.workers.actor import ActorWorker
+from weft.workers.dispatch import Dispatch
+from weft.workers.remote import remote
+
+
+class LookingActor(ActorWorker):
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def look(self) -> dict[str, Any]:
+        """Where it stands, and the sum of the squares of each tensor of its model, which all ranks gather together."""
+        at = self.context
+        return {
+            "rank": [at.rank, at.world_size, at.local_rank, at.node_rank, at.nodes],
+            "squares": {name: float(t.double().square().sum()) for name, t in self.engine.named_tensors()},
+        }
+
+
+def make_model(folder: Path) -> Path:
+    """A Qwen2 of one layer with random weights, and a file that stands for its tokenizer."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1)).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def updated(root: Path, name: str, model: Path, placement: dict[str, Place], backend: Backend) -> dict[str, Any]:
+    """One update on eight rows of uneven lengths: its loss and gradient norm, and what each rank sees then."""
+    prompts = [[5 + i] * (1 + i % 3) for i in range(8)]
+    responses = [[(7 * i + k) % 97 for k in range(1 + i % 5)] for i in range(8)]
+    answers = TableSource("answers", pa.table({"prompt_ids": prompts, "response_ids": responses}))
+    actor: Any = group(LookingActor, name="actor", model=str(model), learning_rate=1e-2)
+    with Driver(
+        supervised(answers, actor=actor),
+        schedule=Synchronous(steps=1, prompts_per_step=8),
+        placement=placement,
+        backend=backend,
+        root=root,
+        name=name,
+        record_every=0,
+        progress=False,
+    ) as driver:
+        *_, metrics = driver.run()
+        looks = driver.call(actor, "look")
+    return {"loss": metrics["actor/loss"], "grad_norm": metrics["actor/grad_norm"], "looks": looks}
