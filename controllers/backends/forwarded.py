@@ -40,32 +40,13 @@ OF_A_NODE = (
     "WANDB_DATA_DIR",
 )
 """Not these: an address or a folder of the driver's node may be none of another."""
-_SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL")
 
 
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that the ranks get before anything in their processes reads them.
-
-    Ray writes them to its own logs, so that no secret is among them.
+    """The variables that the ranks get before anything in their processes reads them. They travel with the arguments of a rank, and nobody
+    writes them to disk: tokens and keys are among them.
 
     >>> forwarded({"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_x", "VLLM_CACHE_ROOT": "/home/me/.cache", "HOME": "/home/me"})
-    {'NCCL_DEBUG': 'INFO'}
+    {'NCCL_DEBUG': 'INFO', 'HF_TOKEN': 'hf_x'}
     """
-    return {name: value for name, value in environment.items() if _is_meant(name) and not _is_secret(name)}
-
-
-def forwarded_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """Those that hold tokens and keys. They travel with the arguments of a rank, and nobody writes them to disk.
-
-    >>> forwarded_secrets({"WANDB_API_KEY": "x", "WANDB_MODE": "offline", "AWS_SECRET_ACCESS_KEY": "y"})
-    {'WANDB_API_KEY': 'x'}
-    """
-    return {name: value for name, value in environment.items() if _is_meant(name) and _is_secret(name)}
-
-
-def _is_meant(name: str) -> bool:
-    return name.startswith(PREFIXES) and name not in OF_A_NODE
-
-
-def _is_secret(name: str) -> bool:
-    return any(word in name for word in _SECRET)
+    return {name: value for name, value in environment.items() if name.startswith(PREFIXES) and name not in OF_A_NODE}

@@ -7,7 +7,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from .backend import Files
 from .forwarded import forwarded
 from .network_interface import network_environment
 from .pools import ReservedPool
+from .rank_process import rank_process
 from .sample_note import SampleNote
 
 if TYPE_CHECKING:
@@ -48,8 +49,6 @@ class RankFiles:
     """How often the rank was replaced: each process has files of its own."""
     peers: Peers | None
     """The other nodes, if they are known already."""
-    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Variables of the driver's environment that are not in the rank's."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Standing:
 
 
 class Rank:
-    """One rank of a group in a process of its own, with its log in the run directory.
+    """One rank of a group in a process of its own (`rank_process.py`), with its log in the run directory.
 
         started ──take_port (rank 0 of a group whose ranks meet)──> has a port ──begin──> its worker is made ──close──> closed
             └─────────────────────────────────────────────────────────────────┘
@@ -76,8 +75,7 @@ class Rank:
     def __init__(self, worker_class: type, config: Any, context: Context, files: RankFiles) -> None:
         import ray
 
-        own = network_environment(ray.util.get_node_ip_address())
-        for variable, value in {**own, **files.secrets}.items():
+        for variable, value in network_environment(ray.util.get_node_ip_address()).items():
             os.environ.setdefault(variable, value)
         self._activity = Activity()
         context = replace(context, advance=self._activity)
@@ -180,20 +178,21 @@ def start_rank(
     gpus = devices(place, context.rank, part.gpus)
     context = replace(context, node_rank=at.node_rank, local_rank=at.local_rank, nodes=at.nodes, devices=gpus)
     remote: Any = ray.remote
-    actor = remote(concurrency_groups={CONTROL: CONTROL_CALLS})(Rank).options(
+    actor = remote(concurrency_groups={CONTROL: CONTROL_CALLS})(rank_process()).options(
         num_cpus=pool.cpus / (sharing * place.ranks),
         num_gpus=0,
-        runtime_env={"env_vars": forwarded(os.environ) | _environment(place, gpus)},
         scheduling_strategy=part.strategy,
         max_restarts=0,
         max_concurrency=MAX_CALLS,
     )
-    return actor.remote(handle.worker_class, handle.config, context, files)
+    rank = ray.cloudpickle.dumps((Rank, handle.worker_class, handle.config, context, files))
+    return actor.remote(_environment(place, gpus), rank)
 
 
 def _environment(place: Place, gpus: Sequence[str]) -> dict[str, str]:
-    """The environment of a rank's process, as far as anything in it reads it before our code runs."""
+    """The environment of a rank's process, which it has before anything in it imports what reads it."""
     return {
+        **forwarded(os.environ),
         # Threads must be known before anything in the process imports torch.
         "OMP_NUM_THREADS": str(place.threads),
         "MKL_NUM_THREADS": str(place.threads),

@@ -6,7 +6,6 @@ nodes by Arrow Flight.
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import time
@@ -30,7 +29,6 @@ from ..group import REGISTER, Call, WorkerGroup
 from ..placement import Place
 from ..ranks.tasks import Failure, FailureKind, Reply, Task
 from .backend import START_TIMEOUT_S, Event, Setup, this_node
-from .forwarded import forwarded_secrets
 from .node_logs import LOGS
 from .out_of_memory import kills, why_ended
 from .pools import WAIT_S, Reservations
@@ -173,7 +171,7 @@ class RayBackend:
         place = setup.placement[name]
         sharing = sum(1 for p in setup.placement.values() if p.pool.name == place.pool.name)
         context = Context(name, rank, place.ranks, run_dir=setup.run_dir, seed=setup.seed, watched=True)
-        files = RankFiles(setup.files, self._node_names, replaced, self._servers.peers, forwarded_secrets(os.environ))
+        files = RankFiles(setup.files, self._node_names, replaced, self._servers.peers)
         actor = start_rank(setup.handles[name], place, context, self._pools[place.pool.name], sharing, files)
         self._processes[name, rank] = _Process(actor, replaced)
 
@@ -286,7 +284,7 @@ class RayBackend:
         self._node_names = node_names(ray.nodes(), here, self._node_names)
         self._start_rank(group.name, rank, process.replaced + 1)
         process = self._processes[group.name, rank]
-        process.standing = process.actor.begin.remote(None)
+        process.standing = process.actor.begin.remote(None, False)
 
     def _is_up(self, name: str, rank: int) -> None:
         """A process that replaced another is up, perhaps on another node."""

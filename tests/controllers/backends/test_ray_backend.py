@@ -46,6 +46,8 @@ from weft.workers.remote import remote
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
+TOKEN = "hf_of_nobody_0123456789"
+
 
 def handles(**rollout: Any) -> dict[str, Any]:
     made = {"rollout": group(ToyRollout, **rollout), "reward": group(ToyReward), "actor": group(ToyActor)}
@@ -120,8 +122,16 @@ class Looking(ToyReward):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def environment(self) -> dict[str, str | None]:
-        names = ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP")
+        names = ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP", "HF_TOKEN")
         return {name: os.environ.get(name) for name in names}
+
+
+class Computing(ToyActor):
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def threads(self) -> int:
+        import torch
+
+        return torch.get_num_threads()
 
 
 @dataclass
@@ -192,8 +202,10 @@ def whole_run(root: Path, name: str, backend: Backend, length: int | None = None
 @pytest.fixture(scope="module")
 def under_ray(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
     """What the tests look at until one of them closes it."""
-    with whole_run(tmp_path_factory.mktemp("runs"), "ray", Weighing()) as done:
-        yield done
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("HF_TOKEN", TOKEN)
+        with whole_run(tmp_path_factory.mktemp("runs"), "ray", Weighing()) as done:
+            yield done
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +246,23 @@ def test_a_rank_on_a_pool_without_gpus_sees_none_and_talks_over_its_nodes_interf
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "=lo",
         "VLLM_HOST_IP": "127.0.0.1",
+        "HF_TOKEN": TOKEN,
     }
+
+
+def session_logs() -> Path:
+    """Where the cluster of these tests writes its logs."""
+    from ray._private import worker
+
+    node = worker.global_worker.node
+    assert node is not None
+    return Path(node.get_logs_dir_path())
+
+
+def test_a_token_of_the_drivers_environment_is_in_no_log_of_ray(under_ray: Done):
+    logs = [p for p in session_logs().rglob("*") if p.is_file()]
+    assert any(b"RankProcess" in p.read_bytes() for p in logs), "they are those of the ranks"
+    assert not [p for p in logs if TOKEN.encode() in p.read_bytes()]
 
 
 def test_weights_arrive_at_a_rank_however_many_calls_it_has_open(under_ray: Done):
@@ -319,8 +347,10 @@ def test_a_placement_as_large_as_the_cluster_runs(tmp_path: Path):
         "rollout": Place(ResourcePool("generation", cpus=12)),
         "actor": Place(ResourcePool("training", cpus=4)),
     }
+    made = {"rollout": group(ToyRollout), "reward": group(ToyReward), "actor": group(Computing, name="actor")}
+    made["rollout"].follows(made["actor"])
     with Driver(
-        toy_grpo(prompts(4), **handles()),
+        toy_grpo(prompts(4), **made),
         schedule=Synchronous(steps=2, prompts_per_step=4),
         placement=everything,
         backend=RayBackend(ray.get_runtime_context().gcs_address),
@@ -329,6 +359,7 @@ def test_a_placement_as_large_as_the_cluster_runs(tmp_path: Path):
         progress=False,
     ) as driver:
         assert len(driver.run()) == 3, "rewards and functions are computed where others are idle"
+        assert driver.call(made["actor"], "threads") == [4], "as many as its place has CPUs"
 
 
 def test_a_failing_worker_is_named_without_a_frame_of_ray(tmp_path: Path):

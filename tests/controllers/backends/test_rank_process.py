@@ -1,0 +1,59 @@
+"""The process of a rank has its environment before it imports anything that reads it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weft.controllers.backends.rank_process import rank_process
+
+SEEING = """
+import os, sys
+SEEN = os.environ["OMP_NUM_THREADS"], "torch" in sys.modules, "weft" in sys.modules
+class Seeing: pass
+"""
+RANK = b"(cseeing\nSeeing\nt."
+"""The class of `seeing.py` alone, pickled."""
+BEGIN = """
+import pickle, sys
+process, environment, rank = pickle.load(open(sys.argv[1], "rb"))
+process(environment, rank)
+print(*sys.modules["seeing"].SEEN)
+"""
+
+
+def test_what_a_rank_imports_finds_its_environment_and_its_path(tmp_path: Path):
+    import ray.cloudpickle
+
+    (tmp_path / "seeing.py").write_text(SEEING)
+    environment = {"OMP_NUM_THREADS": "3", "PYTHONPATH": str(tmp_path)}
+    (tmp_path / "process").write_bytes(ray.cloudpickle.dumps((rank_process(), environment, RANK)))
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN, tmp_path / "process"],
+        env={"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "3 False False\n", done.stderr
+
+
+def test_a_process_in_which_a_task_has_imported_torch_computes_with_the_threads_of_its_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    import torch
+
+    (tmp_path / "seeing.py").write_text(SEEING)
+    before = torch.get_num_threads()
+    for name in ("OMP_NUM_THREADS", "PYTHONPATH"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "seeing", raising=False)
+    try:
+        rank_process()({"OMP_NUM_THREADS": str(before + 2), "PYTHONPATH": str(tmp_path)}, RANK)
+        assert torch.get_num_threads() == before + 2
+    finally:
+        torch.set_num_threads(before)
