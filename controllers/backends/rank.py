@@ -172,6 +172,7 @@ def start_rank(
         Its actor, which has no worker yet.
     """
     import ray
+    from ray import cloudpickle
 
     at = position(place, context.rank)
     part = pool.parts[at.node_rank]
@@ -185,7 +186,7 @@ def start_rank(
         max_restarts=0,
         max_concurrency=MAX_CALLS,
     )
-    rank = ray.cloudpickle.dumps((Rank, handle.worker_class, handle.config, context, files))
+    rank = cloudpickle.dumps((Rank, handle.worker_class, handle.config, context, files))  # pyright: ignore[reportPrivateImportUsage]
     return actor.remote(_environment(place, gpus), rank)
 
 

@@ -25,11 +25,12 @@ print(*sys.modules["seeing"].SEEN)
 
 
 def test_what_a_rank_imports_finds_its_environment_and_its_path(tmp_path: Path):
-    import ray.cloudpickle
+    from ray import cloudpickle
 
     (tmp_path / "seeing.py").write_text(SEEING)
     environment = {"OMP_NUM_THREADS": "3", "PYTHONPATH": str(tmp_path)}
-    (tmp_path / "process").write_bytes(ray.cloudpickle.dumps((rank_process(), environment, RANK)))
+    pickled = cloudpickle.dumps((rank_process(), environment, RANK))  # pyright: ignore[reportPrivateImportUsage]
+    (tmp_path / "process").write_bytes(pickled)
     done = subprocess.run(
         [sys.executable, "-c", BEGIN, tmp_path / "process"],
         env={"OMP_NUM_THREADS": "1"},
