@@ -24,6 +24,8 @@ print(*sys.modules["seeing"].SEEN)
 """
 
 
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_address")  # Ray reads a setting of that cluster when it is imported
 def test_what_a_rank_imports_finds_its_environment_and_its_path(tmp_path: Path):
     from ray import cloudpickle
 
