@@ -179,7 +179,7 @@ def start_rank(
     gpus = devices(place, context.rank, part.gpus)
     context = replace(context, node_rank=at.node_rank, local_rank=at.local_rank, nodes=at.nodes, devices=gpus)
     remote: Any = ray.remote
-    actor = remote(concurrency_groups={CONTROL: CONTROL_CALLS})(rank_process()).options(
+    actor = remote(concurrency_groups={CONTROL: CONTROL_CALLS})(rank_process(Rank)).options(
         num_cpus=pool.cpus / (sharing * place.ranks),
         num_gpus=0,
         scheduling_strategy=part.strategy,

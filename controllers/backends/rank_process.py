@@ -6,47 +6,45 @@ writes the variables to its logs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from inspect import isfunction
 from typing import Any
 
 
-def rank_process() -> type:
-    """The class of a rank's Ray actor. It is made in a function, so that it is pickled by value; its methods refer to nothing outside."""
+def rank_process(rank_class: type) -> type:
+    """A class for a Ray actor: it takes an environment over, and then has the methods of a rank.
 
-    class RankProcess:
-        def __init__(self, environment: dict[str, str], rank: bytes) -> None:
-            import os
-            import pickle
-            import sys
+    It is made in a function, so that it is pickled by value, and its methods refer to nothing outside.
 
-            os.environ.update(environment)
-            first = environment["PYTHONPATH"].split(os.pathsep)
-            sys.path[:] = [*first, *(path for path in sys.path if path not in first)]
-            torch = sys.modules.get("torch")
-            if torch is not None:  # Ray gave us a process in which a task of the script has run
-                torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-            rank_class, *arguments = pickle.loads(rank)
-            self._rank = rank_class(*arguments)
+    Args:
+        rank_class: class of the rank. The process imports it by name.
 
-        def take_port(self, *arguments: Any) -> Any:
-            return self._rank.take_port(*arguments)
+    Returns:
+        A class whose objects are made of an environment, in which `PYTHONPATH` and `OMP_NUM_THREADS` are, and of a pickled tuple: the class of
+        the rank and its arguments.
+    """
 
-        def begin(self, rendezvous: Any, offload: bool) -> Any:
-            return self._rank.begin(rendezvous, offload=offload)
+    def __init__(self: Any, environment: dict[str, str], rank: bytes) -> None:
+        import os
+        import pickle
+        import sys
 
-        def connect(self, peers: Any) -> None:
-            self._rank.connect(peers)
+        os.environ.update(environment)
+        first = environment["PYTHONPATH"].split(os.pathsep)
+        sys.path[:] = [*first, *(path for path in sys.path if path not in first)]
+        torch = sys.modules.get("torch")
+        if torch is not None:  # Ray gave us a process in which a task of the script has run
+            torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+        made_of, *arguments = pickle.loads(rank)
+        self.rank = made_of(*arguments)
 
-        def call(self, task: Any) -> Iterator[Any]:
-            yield from self._rank.call(task)
+    names = [name for name, value in vars(rank_class).items() if isfunction(value) and not name.startswith("_")]
+    return type("RankProcess", (), {"__init__": __init__, **{name: _handed_on(name) for name in names}})
 
-        def cancel(self, number: int) -> None:
-            self._rank.cancel(number)
 
-        def give_up(self, number: int, sample_ids: list[int]) -> None:
-            self._rank.give_up(number, sample_ids)
+def _handed_on(name: str) -> Callable[..., Any]:
+    def method(self: Any, *arguments: Any, **named: Any) -> Any:
+        return getattr(self.rank, name)(*arguments, **named)
 
-        def close(self) -> None:
-            self._rank.close()
-
-    return RankProcess
+    method.__name__ = name
+    return method

@@ -284,7 +284,7 @@ class RayBackend:
         self._node_names = node_names(ray.nodes(), here, self._node_names)
         self._start_rank(group.name, rank, process.replaced + 1)
         process = self._processes[group.name, rank]
-        process.standing = process.actor.begin.remote(None, False)
+        process.standing = process.actor.begin.remote(None)
 
     def _is_up(self, name: str, rank: int) -> None:
         """A process that replaced another is up, perhaps on another node."""

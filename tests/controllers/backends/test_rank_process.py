@@ -12,16 +12,23 @@ from weft.controllers.backends.rank_process import rank_process
 SEEING = """
 import os, sys
 SEEN = os.environ["OMP_NUM_THREADS"], "torch" in sys.modules, "weft" in sys.modules
-class Seeing: pass
+class Seeing:
+    def seen(self): return SEEN
 """
 RANK = b"(cseeing\nSeeing\nt."
 """The class of `seeing.py` alone, pickled."""
 BEGIN = """
 import pickle, sys
 process, environment, rank = pickle.load(open(sys.argv[1], "rb"))
-process(environment, rank)
-print(*sys.modules["seeing"].SEEN)
+print(*process(environment, rank).seen())
 """
+
+
+class Seeing:
+    """What the ranks of `seeing.py` are."""
+
+    def seen(self) -> tuple[str, bool, bool]:
+        raise NotImplementedError
 
 
 @pytest.mark.ray
@@ -31,7 +38,7 @@ def test_what_a_rank_imports_finds_its_environment_and_its_path(tmp_path: Path):
 
     (tmp_path / "seeing.py").write_text(SEEING)
     environment = {"OMP_NUM_THREADS": "3", "PYTHONPATH": str(tmp_path)}
-    pickled = cloudpickle.dumps((rank_process(), environment, RANK))  # pyright: ignore[reportPrivateImportUsage]
+    pickled = cloudpickle.dumps((rank_process(Seeing), environment, RANK))  # pyright: ignore[reportPrivateImportUsage]
     (tmp_path / "process").write_bytes(pickled)
     done = subprocess.run(
         [sys.executable, "-c", BEGIN, tmp_path / "process"],
@@ -56,7 +63,7 @@ def test_a_process_in_which_a_task_has_imported_torch_computes_with_the_threads_
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "seeing", raising=False)
     try:
-        rank_process()({"OMP_NUM_THREADS": str(before + 2), "PYTHONPATH": str(tmp_path)}, RANK)
+        rank_process(Seeing)({"OMP_NUM_THREADS": str(before + 2), "PYTHONPATH": str(tmp_path)}, RANK)
         assert torch.get_num_threads() == before + 2
     finally:
         torch.set_num_threads(before)
