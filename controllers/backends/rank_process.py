@@ -20,8 +20,8 @@ def rank_process(rank_class: type) -> type:
         rank_class: class of the rank. The process imports it by name.
 
     Returns:
-        A class whose objects are made of an environment, in which `PYTHONPATH` and `OMP_NUM_THREADS` are, and of a pickled tuple: the class of
-        the rank and its arguments.
+        A class whose objects are made of an environment, in which `PYTHONPATH` and `OMP_NUM_THREADS` are, and of a pickled tuple: the
+        class of the rank and its arguments.
     """
 
     def __init__(self: Any, environment: dict[str, str], rank: bytes) -> None:
