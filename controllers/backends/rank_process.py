@@ -6,8 +6,8 @@ writes the variables to its logs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from inspect import isfunction
+from collections.abc import Callable, Iterator
+from inspect import isfunction, isgeneratorfunction
 from typing import Any
 
 
@@ -38,13 +38,20 @@ def rank_process(rank_class: type) -> type:
         made_of, *arguments = pickle.loads(rank)
         self.rank = made_of(*arguments)
 
-    names = [name for name, value in vars(rank_class).items() if isfunction(value) and not name.startswith("_")]
-    return type("RankProcess", (), {"__init__": __init__, **{name: _handed_on(name) for name in names}})
+    methods = {
+        name: value for name, value in vars(rank_class).items() if isfunction(value) and not name.startswith("_")
+    }
+    handed_on = {name: _handed_on(name, streams=isgeneratorfunction(value)) for name, value in methods.items()}
+    return type("RankProcess", (), {"__init__": __init__, **handed_on})
 
 
-def _handed_on(name: str) -> Callable[..., Any]:
+def _handed_on(name: str, *, streams: bool) -> Callable[..., Any]:
     def method(self: Any, *arguments: Any, **named: Any) -> Any:
         return getattr(self.rank, name)(*arguments, **named)
 
-    method.__name__ = name
-    return method
+    def stream(self: Any, *arguments: Any, **named: Any) -> Iterator[Any]:  # Ray tells one from the other
+        yield from getattr(self.rank, name)(*arguments, **named)
+
+    found = stream if streams else method
+    found.__name__ = name
+    return found
