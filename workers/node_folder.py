@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import os
-import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from ..dataflow.errors import RunError, UserError
+from ..dataflow.errors import UserError
 from ..dataflow.model_location import find_cached, find_model_folder
 from .model_folder import CONFIG_FILE, read_index
+from .once_a_node import WAIT_S, growth_told, once_a_node
 
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """What is downloaded: settings, weights, tokenizer, chat template."""
-_WAIT_S = 7200.0
-"""Longest wait for another process of the node that downloads the same model."""
-_POLL_S = 0.5
-_LOOK_S = 2.0
-"""Seconds between two looks at how much was downloaded."""
 
 
-def node_folder(model: str | Path, *, wait_s: float = _WAIT_S, advance: Callable[[], None] = lambda: None) -> Path:
+def node_folder(model: str | Path, *, wait_s: float = WAIT_S, advance: Callable[[], None] = lambda: None) -> Path:
     """The folder of a model with its weights. The driver has seen that its own node knows the id; another node may not.
 
     Args:
@@ -40,7 +31,7 @@ def node_folder(model: str | Path, *, wait_s: float = _WAIT_S, advance: Callable
         return find_model_folder(model, CONFIG_FILE)
     found = _cached(model)
     if found is None:
-        with _growth_told(str(model), advance), _one_of_the_node(str(model), wait_s):
+        with _one_of_the_node(str(model), wait_s, advance):
             found = _cached(model) or _download(str(model))
     return found
 
@@ -88,41 +79,8 @@ def _download(model: str) -> Path:
 
 
 @contextmanager
-def _growth_told(model: str, advance: Callable[[], None]) -> Iterator[None]:
-    """Within it, a thread calls `advance` whenever there is more of a model in the cache than before."""
-    over = threading.Event()
-
-    def look() -> None:
-        before = _bytes_cached(model)
-        while not over.wait(_LOOK_S):
-            now = _bytes_cached(model)
-            if now != before:
-                advance()
-            before = now
-
-    thread = threading.Thread(target=look, name="download", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def _bytes_cached(model: str) -> int:
-    """Bytes of a model in the cache, those of unfinished files included."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    total = 0
-    for file in (Path(HF_HUB_CACHE) / f"models--{model.replace('/', '--')}").rglob("*"):
-        with suppress(OSError):  # it has another name now
-            total += 0 if file.is_symlink() else file.stat().st_size
-    return total
-
-
-@contextmanager
-def _one_of_the_node(model: str, wait_s: float) -> Iterator[None]:
-    """Held by one process of the node at a time; a process that dies gives it up.
+def _one_of_the_node(model: str, wait_s: float, advance: Callable[[], None]) -> Iterator[None]:
+    """Held by one process of the node at a time, which may download a model.
 
     Raises:
         UserError: this user may not write to the cache.
@@ -130,52 +88,14 @@ def _one_of_the_node(model: str, wait_s: float) -> Iterator[None]:
     """
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    path = Path(HF_HUB_CACHE) / ".locks" / f"weft--{model.replace('/', '--')}.lock"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = _open_lock(path)
-    except OSError as error:
-        raise UserError(
-            f"model {model!r} is not on this node, and cannot be downloaded: {path} cannot be written ({error.strerror}); "
-            "HF_HOME names another cache"
-        ) from None
-    try:
-        end = time.monotonic() + wait_s
-        while not _lock(descriptor):
-            if time.monotonic() > end:
-                holder = os.pread(descriptor, 20, 0).decode() or "unknown"
-                raise RunError(
-                    f"model {model!r}: process {holder} of this node downloads it, and did not end in {wait_s:g} s"
-                )
-            time.sleep(min(_POLL_S, wait_s))
-        with suppress(OSError):  # of another user, who may have kept it from others: nobody learns the process then
-            os.truncate(path, 0)
-            path.write_text(str(os.getpid()))
+    name = model.replace("/", "--")
+    lock = Path(HF_HUB_CACHE) / ".locks" / f"weft--{name}.lock"
+    with growth_told(Path(HF_HUB_CACHE) / f"models--{name}", advance), ExitStack() as held:
+        try:
+            held.enter_context(once_a_node(lock, f"downloads model {model!r}", wait_s=wait_s))
+        except OSError as error:
+            raise UserError(
+                f"model {model!r} is not on this node, and cannot be downloaded: {lock} cannot be written ({error.strerror}); "
+                "HF_HOME names another cache"
+            ) from None
         yield
-    finally:
-        os.close(descriptor)
-
-
-def _open_lock(path: Path) -> int:
-    """Open a lock file that several users may share: whoever makes it lets all others write to it.
-
-    Raises:
-        OSError: it can be neither made nor read.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except PermissionError:
-        return os.open(path, os.O_RDONLY)  # a lock takes no right to write
-    if os.fstat(descriptor).st_uid == os.geteuid():
-        os.fchmod(descriptor, 0o666)  # whatever the umask
-    return descriptor
-
-
-def _lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return False
-        raise
-    return True

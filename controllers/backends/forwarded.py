@@ -38,6 +38,7 @@ OF_A_NODE = (
     "WANDB_CACHE_DIR",
     "WANDB_CONFIG_DIR",
     "WANDB_DATA_DIR",
+    "WEFT_CACHE",
 )
 """Not these: an address or a folder of the driver's node may be none of another."""
 

@@ -22,6 +22,7 @@ from ..ranks.executor_thread import Activity, ExecutorThread
 from ..ranks.tasks import Failure, Reply, Task
 from .backend import Files
 from .forwarded import forwarded
+from .model_folders import ModelFolders
 from .network_interface import network_environment
 from .pools import ReservedPool
 from .rank_process import rank_process
@@ -49,6 +50,8 @@ class RankFiles:
     """How often the rank was replaced: each process has files of its own."""
     peers: Peers | None
     """The other nodes, if they are known already."""
+    models: ModelFolders | None = None
+    """The folders of models that its settings name; None: there are none, or all nodes are the driver's."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ class Rank:
         if files.peers is not None:
             self.connect(files.peers)
         self._worker_class, self._config, self._context = worker_class, config, context
+        self._models = files.models
         self._port: socket.socket | None = None
         self._begun: Future[ExecutorThread] = Future()
 
@@ -121,7 +125,10 @@ class Rank:
         context = replace(self._context, rendezvous=rendezvous)
 
         def make() -> Worker:
-            worker = self._worker_class(self._config, context)
+            config = self._config
+            if self._models is not None:
+                config = self._models.on_node(self._node_id, config, self._activity)
+            worker = self._worker_class(config, context)
             if offload:
                 worker.offload()
             return worker

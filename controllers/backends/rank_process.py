@@ -29,7 +29,10 @@ def rank_process(rank_class: type) -> type:
         import pickle
         import sys
 
+        sent = os.environ.get("PYTHONPATH")  # what Ray has brought to this node, if it has
         os.environ.update(environment)
+        if sent:
+            os.environ["PYTHONPATH"] += os.pathsep + sent
         first = environment["PYTHONPATH"].split(os.pathsep)
         sys.path[:] = [*first, *(path for path in sys.path if path not in first)]
         torch = sys.modules.get("torch")

@@ -29,6 +29,7 @@ from ..group import REGISTER, Call, WorkerGroup
 from ..placement import Place
 from ..ranks.tasks import Failure, FailureKind, Reply, Task
 from .backend import START_TIMEOUT_S, Event, Setup, this_node
+from .model_folders import SentFolders
 from .node_logs import LOGS
 from .out_of_memory import kills, why_ended
 from .pools import WAIT_S, Reservations
@@ -36,6 +37,7 @@ from .rank import CONTROL, RankFiles, Standing, start_rank
 from .ray_cluster import RayCluster
 from .sample_note import SampleNote
 from .segment_servers import SegmentServers, node_names
+from .user_code import UserCode, cannot_import
 
 NODE_TIMEOUT_S = 5.0
 """Longest wait for a node to accept a connection, when a process is gone, or rows cannot be read."""
@@ -64,15 +66,32 @@ class RayBackend:
         address: `host:port`, or "auto".
         wait_s: how long the pools of a placement are waited for, on a cluster that grows meanwhile; default: 30 s, and a placement that
             is larger than the cluster is refused at once.
+        working_dir: a folder that is sent to every node: ranks work there, and import from it. Default: they import from the paths of
+            this process, which a folder that all nodes see, or `ray job submit --working-dir`, makes true.
+        py_modules: folders of packages that are sent, too.
+        excludes: patterns, as in a `.gitignore`, of what is not sent.
 
     Raises:
         UserError: naming the argument and its rule.
     """
 
-    def __init__(self, address: str | None = None, *, wait_s: float | None = None) -> None:
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        wait_s: float | None = None,
+        working_dir: str | Path | None = None,
+        py_modules: Sequence[str | Path] = (),
+        excludes: Sequence[str] = (),
+    ) -> None:
         if wait_s is not None and not wait_s > 0:
             raise UserError(f"RayBackend(wait_s={wait_s!r}): it is a number of seconds above 0")
-        self._cluster = RayCluster(address, grows=wait_s is not None)
+        code = UserCode.of(working_dir, py_modules, excludes)
+        self._cluster = RayCluster(address, grows=wait_s is not None, code=code)
+        if code.folders and not self._cluster.address:
+            raise UserError(
+                "RayBackend(working_dir=..., py_modules=...) sends folders to nodes of a cluster: give its address; a local one sees them"
+            )
         if wait_s is not None and not self._cluster.address:
             raise UserError(
                 f"RayBackend(wait_s={wait_s!r}) waits for a cluster to grow; a local one does not: give its address"
@@ -91,6 +110,7 @@ class RayBackend:
         """(group, rank) -> name of its node."""
         self._pools = Reservations(self._wait_s)
         self._servers = SegmentServers()
+        self._models = SentFolders({}, "")
         self._processes: dict[tuple[str, int], _Process] = {}
         """(group, rank) -> its process."""
         self._streams: dict[Any, tuple[Call, int]] = {}
@@ -129,7 +149,9 @@ class RayBackend:
         import ray
 
         self._pools.reserve(setup)
-        self._node_names = node_names(ray.nodes(), ray.get_runtime_context().get_node_id())
+        here = ray.get_runtime_context().get_node_id()
+        self._node_names = node_names(ray.nodes(), here)
+        self._models = SentFolders(setup.handles, here)
         self._stands_on = {}
         nodes = {name: self._nodes_of(name) for name in setup.handles}
         _check_weights_stay(setup, nodes)
@@ -171,7 +193,8 @@ class RayBackend:
         place = setup.placement[name]
         sharing = sum(1 for p in setup.placement.values() if p.pool.name == place.pool.name)
         context = Context(name, rank, place.ranks, run_dir=setup.run_dir, seed=setup.seed, watched=True)
-        files = RankFiles(setup.files, self._node_names, replaced, self._servers.peers)
+        models = self._models.of(name) if len(self._node_names) > 1 else None
+        files = RankFiles(setup.files, self._node_names, replaced, self._servers.peers, models)
         actor = start_rank(setup.handles[name], place, context, self._pools[place.pool.name], sharing, files)
         self._processes[name, rank] = _Process(actor, replaced)
 
@@ -243,6 +266,8 @@ class RayBackend:
                 try:
                     answer = ray.get(promise, timeout=timeout_s)
                 except RayError as error:
+                    if (said := cannot_import(error)) is not None:
+                        raise UserError(f"worker {who}: {said}") from None
                     raise WorkerError(self._died(who, error)) from None
                 if isinstance(answer, Standing) and isinstance(failure := answer.at, Failure):  # others may wait for it
                     if failure.kind is FailureKind.USER_ERROR:
@@ -408,6 +433,7 @@ class RayBackend:
             for actor in actors:
                 ray.kill(actor)
             self._servers.kill()
+            self._models.kill()
             self._pools.release()
 
 

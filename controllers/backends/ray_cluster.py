@@ -21,6 +21,7 @@ from ..bundles import Nodes
 from ..placement import Place, machine_cpus, machine_gpus
 from ..signals import signals_deferred
 from .cluster import address_of, may_be_same, nodes_of, sizes
+from .user_code import UserCode
 
 CLOSE_TIMEOUT_S = 5.0
 """Longest wait for the reaper to end."""
@@ -33,11 +34,13 @@ class RayCluster:
     Args:
         address: `host:port` or "auto"; None: as `RAY_ADDRESS` says, or else a local cluster.
         grows: more nodes may come while pools are waited for.
+        code: what is sent to the nodes of an existing cluster.
     """
 
-    def __init__(self, address: str | None, *, grows: bool = False) -> None:
+    def __init__(self, address: str | None, *, grows: bool = False, code: UserCode | None = None) -> None:
         self.address = address_of(address)
         self._grows = grows
+        self._code = code or UserCode(None, (), ())
         self.folder: str | None = None
         """Of the local cluster, while there is one."""
         self.is_connected = False
@@ -50,11 +53,13 @@ class RayCluster:
         """The nodes of the cluster, before anything is started on it.
 
         Raises:
-            UserError: the cluster is not there, or does not let us in, or this process has joined another one.
+            UserError: the cluster is not there, or does not let us in, or this process has joined another one; or what is to be sent to
+                its nodes is too large.
         """
         if not self.address:
             return Nodes([(machine_cpus(), machine_gpus())], "this machine")
         _check_joined(self.address)
+        self._code.check()
         return Nodes(self._node_sizes(self.address), f"the cluster at {self.address}", self._grows)
 
     def connect(self, placement: Mapping[str, Place]) -> None:
@@ -79,6 +84,11 @@ class RayCluster:
             self._node_sizes(self.address)  # asks, unless that has just been done
             self._sizes = None
         if ray.is_initialized():
+            if self._code.folders and not ray.get_runtime_context().runtime_env.get("working_dir"):
+                raise UserError(
+                    "RayBackend(working_dir=..., py_modules=...): this process has joined the cluster already, without them; give them to "
+                    "ray.init(runtime_env={...}) where it did, or leave it first with ray.shutdown()"
+                )
             return
         self.is_connected = True
         with signals_deferred("Ray has started, and is ended again"):
@@ -120,7 +130,7 @@ class RayCluster:
         from ray.exceptions import RayError
 
         try:
-            ray.init(address=address, namespace="weft", **QUIET)
+            ray.init(address=address, namespace="weft", runtime_env=self._code.runtime_env() or None, **QUIET)
         except (ConnectionError, RuntimeError, RayError) as error:  # gone since it was asked
             raise UserError(f"the Ray cluster at {address} cannot be joined: {error}") from None
 

@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import try_to_load_from_cache
 
 from weft.dataflow.errors import RunError, UserError
-from weft.workers import node_folder
+from weft.workers import node_folder, once_a_node
 from weft.workers.node_folder import node_folder as find
 
 MODEL = "somebody/tiny"
@@ -81,8 +81,8 @@ def test_what_was_downloaded_without_weights_is_refused(cache: Path, monkeypatch
 def test_a_wait_for_another_process_ends_and_names_it(cache: Path, monkeypatch: pytest.MonkeyPatch):
     hub(cache, monkeypatch, "config.json", "model.safetensors")
     with (
-        node_folder._one_of_the_node(MODEL, 1),
-        pytest.raises(RunError, match=f"process {os.getpid()} of this node downloads it"),
+        node_folder._one_of_the_node(MODEL, 1, print),
+        pytest.raises(RunError, match=f"process {os.getpid()} of this node downloads model"),
     ):
         find(MODEL, wait_s=0.01)
     assert find(MODEL).name == "abc"
@@ -101,7 +101,7 @@ def test_a_path_is_never_asked_of_the_hub(cache: Path, monkeypatch: pytest.Monke
 
 def test_a_download_is_told_as_it_grows_also_by_those_who_wait(cache: Path, monkeypatch: pytest.MonkeyPatch):
     made = hub(cache, monkeypatch, "config.json", "model.safetensors")
-    monkeypatch.setattr(node_folder, "_LOOK_S", 0.01)
+    monkeypatch.setattr(once_a_node, "_LOOK_S", 0.01)
     told = {"downloads": threading.Event(), "waits": threading.Event()}
 
     def snapshot_download(model: str, allow_patterns: list[str]) -> str:
@@ -135,7 +135,7 @@ def test_a_second_user_of_a_cache_downloads_into_it(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(shared))
         before = os.umask(0o077)
         try:
-            with node_folder._one_of_the_node(MODEL, 1):
+            with node_folder._one_of_the_node(MODEL, 1, print):
                 pass
         finally:
             os.umask(before)
@@ -148,9 +148,9 @@ def test_a_second_user_of_a_cache_downloads_into_it(monkeypatch: pytest.MonkeyPa
             os.seteuid(65534)
             try:
                 with (
-                    node_folder._one_of_the_node(MODEL, 1),
-                    pytest.raises(RunError, match="of this node downloads it"),
-                    node_folder._one_of_the_node(MODEL, 0.01),
+                    node_folder._one_of_the_node(MODEL, 1, print),
+                    pytest.raises(RunError, match="of this node downloads model"),
+                    node_folder._one_of_the_node(MODEL, 0.01, print),
                 ):
                     pass
             finally:

@@ -1,0 +1,163 @@
+"""Model folders: those that settings of worker groups name, and that lie on the driver's node only, reach the other nodes.
+
+A rank on another node asks the `FolderSource` on the driver's node what a folder holds. If the rank sees the same folder at the same path,
+that is used. Else one process of the rank's node fetches it, piece by piece, into the node's cache (`workers/folder_copy.py`), and the rank
+gets settings with the path of the copy. Nothing of this happens on the driver's node.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...dataflow.errors import WorkerError
+from ...dataflow.handle import Handle
+from ...workers.folder_copy import FolderListing, copy_of, is_model_folder, list_folder, pieces_of, read_piece
+
+AHEAD = 4
+"""Pieces of a file that a rank has asked for at a time."""
+PIECE_TIMEOUT_S = 120.0
+"""Longest wait for a piece."""
+
+
+class FolderSource:
+    """Reads folders of the driver's node for the ranks of others, in its Ray actor process.
+
+    Args:
+        folders: those that may be read.
+    """
+
+    def __init__(self, folders: Iterable[Path]) -> None:
+        self._folders = frozenset(folders)
+
+    def listing(self, folder: Path, weights: bool) -> FolderListing:
+        """What the folder holds."""
+        self._check(folder)
+        return list_folder(folder, weights=weights)
+
+    def piece(self, folder: Path, name: str, start: int) -> tuple[bytes, bytes]:
+        """A piece of one of its files, and its checksum."""
+        self._check(folder)
+        return read_piece(folder / Path(name).name, start)
+
+    def _check(self, folder: Path) -> None:
+        if folder not in self._folders:
+            raise ValueError(f"{folder} is no folder of a model of this run")
+
+
+@dataclass(frozen=True)
+class ModelFolders:
+    """The folders that the settings of a group name, for its ranks on other nodes."""
+
+    node: str
+    """Ray's id of the driver's node."""
+    source: Any
+    """The actor that reads them there."""
+    named: Mapping[str, Path] = field(default_factory=dict)
+    """Setting -> the folder, as the driver's node has it."""
+
+    def on_node(self, node: str, config: Any, advance: Callable[[], None]) -> Any:
+        """The settings for a rank, with paths of this node.
+
+        Args:
+            node: Ray's id of its node.
+            config: of its group.
+            advance: called as copies grow.
+
+        Raises:
+            UserError: a copy cannot be written here.
+            WorkerError: the driver's node does not answer.
+        """
+        if node == self.node:
+            return config
+        found = {name: self._here(getattr(config, name), name, folder, advance) for name, folder in self.named.items()}
+        changed = {name: path for name, path in found.items() if path is not None}
+        return config.model_copy(update=changed) if changed else config
+
+    def _here(self, given: Any, setting: str, folder: Path, advance: Callable[[], None]) -> Any:
+        """The copy of a folder, as its setting is typed; None: this node sees the folder itself."""
+        weights = "tokenizer" not in setting
+        listing: FolderListing = self._ask(self.source.listing.remote(folder, weights), folder)
+        own = Path(given).expanduser()
+        try:
+            if list_folder(own, weights=weights).contents == listing.contents:
+                return None
+        except OSError:  # it is not here
+            pass
+        copy = copy_of(listing, lambda name, size: self._pieces(folder, name, size), advance=advance)
+        return type(given)(str(copy)) if isinstance(given, str) else copy
+
+    def _pieces(self, folder: Path, name: str, size: int) -> Iterator[tuple[bytes, bytes]]:
+        asked: deque[Any] = deque()
+        for start in pieces_of(size):
+            asked.append(self.source.piece.remote(folder, name, start))
+            if len(asked) == AHEAD:
+                yield self._ask(asked.popleft(), folder)
+        while asked:
+            yield self._ask(asked.popleft(), folder)
+
+    def _ask(self, promise: Any, folder: Path) -> Any:
+        import ray
+        from ray.exceptions import GetTimeoutError, RayError
+
+        try:
+            return ray.get(promise, timeout=PIECE_TIMEOUT_S)
+        except GetTimeoutError:
+            raise WorkerError(f"the driver's node sent nothing of {folder} for {PIECE_TIMEOUT_S:.0f} s") from None
+        except RayError as error:
+            raise WorkerError(f"the driver's node cannot send {folder}: {error}") from None
+
+
+class SentFolders:
+    """The model folders of a run, on the driver's side. The actor that reads them is started when a rank may stand elsewhere.
+
+    Args:
+        handles: the worker groups, by name.
+        node: Ray's id of the driver's node.
+    """
+
+    def __init__(self, handles: Mapping[str, Handle], node: str) -> None:
+        self._named = {name: named_folders(handle.config) for name, handle in handles.items()}
+        self._node = node
+        self._source: Any = None
+
+    def of(self, group: str) -> ModelFolders | None:
+        """Those of a group; None: its settings name none."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        if not self._named[group]:
+            return None
+        if self._source is None:
+            here: Any = NodeAffinitySchedulingStrategy(self._node, soft=False)
+            remote: Any = ray.remote
+            source = remote(FolderSource).options(num_cpus=0, scheduling_strategy=here, max_concurrency=2 * AHEAD)
+            self._source = source.remote({folder for named in self._named.values() for folder in named.values()})
+        return ModelFolders(self._node, self._source, self._named[group])
+
+    def kill(self) -> None:
+        """End the actor."""
+        import ray
+
+        if self._source is not None:
+            ray.kill(self._source)
+            self._source = None
+
+
+def named_folders(config: Any) -> dict[str, Path]:
+    """The folders of models and tokenizers that settings name.
+
+    Args:
+        config: of a group.
+
+    Returns:
+        Setting -> the folder.
+    """
+    named: dict[str, Path] = {}
+    for name, value in dict(config).items():
+        if isinstance(value, (str, Path)) and is_model_folder(folder := Path(value).expanduser().absolute()):
+            named[name] = folder
+    return named

@@ -1,0 +1,120 @@
+"""UserCode: the folders with a user's own modules, which Ray brings to every node of a cluster.
+
+Ray zips them, keeps them with the job under a name made of their contents, and unpacks them once on a node; ranks import from there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...dataflow.errors import UserError
+
+MAX_BYTES = 100 << 20
+"""Largest size of a folder, before it is zipped. Ray keeps what it zips in the memory of its head node."""
+EXCLUDES = ("runs/", ".venv/", "venv/", ".git/", "__pycache__/")
+"""What is never sent, beside what the folder's own `.gitignore` and `.rayignore` exclude."""
+_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Environment variable in which `ray job submit` hands its settings on."""
+
+
+@dataclass(frozen=True)
+class UserCode:
+    """What a user wants sent."""
+
+    working_dir: Path | None
+    """In which ranks work, and from which they import."""
+    py_modules: tuple[Path, ...]
+    """Folders of packages that they can import."""
+    excludes: tuple[str, ...]
+    """Patterns, as in a `.gitignore`, of what is left out."""
+
+    @classmethod
+    def of(cls, working_dir: str | Path | None, py_modules: Sequence[str | Path], excludes: Sequence[str]) -> UserCode:
+        """Check what a user gave.
+
+        Raises:
+            UserError: naming the argument and the folder.
+        """
+        for name, given in (("py_modules", py_modules), ("excludes", excludes)):
+            if isinstance(given, str | Path):
+                raise UserError(f"RayBackend({name}={str(given)!r}): it is a list")
+        if excludes and working_dir is None and not py_modules:
+            raise UserError(f"RayBackend(excludes={list(excludes)}) leaves nothing out: give working_dir or py_modules")
+        named = [("working_dir", working_dir)] if working_dir is not None else []
+        for name, path in [*named, *(("py_modules", module) for module in py_modules)]:
+            if not Path(path).expanduser().is_dir():
+                raise UserError(f"RayBackend({name}={str(path)!r}): no such folder")
+        return cls(
+            None if working_dir is None else Path(working_dir).expanduser().absolute(),
+            tuple(Path(module).expanduser().absolute() for module in py_modules),
+            tuple(excludes),
+        )
+
+    @property
+    def folders(self) -> Sequence[Path]:
+        return [*([self.working_dir] if self.working_dir else []), *self.py_modules]
+
+    def check(self) -> None:
+        """Check the sizes of the folders.
+
+        Raises:
+            UserError: one is too large; the message names what is largest in it.
+        """
+        for folder in self.folders:
+            sizes = _sizes(folder, [*EXCLUDES, *self.excludes])
+            if (total := sum(sizes.values())) > MAX_BYTES:
+                largest = ", ".join(f"{name} ({size / 1e6:.0f} MB)" for name, size in Counter(sizes).most_common(3))
+                raise UserError(
+                    f"{folder} has {total / 1e6:.0f} MB to send to other nodes, and {MAX_BYTES / 1e6:.0f} MB are allowed; the largest: "
+                    f"{largest}. RayBackend(excludes=[...]) leaves out what ranks do not need, as a .gitignore there does; models, "
+                    "which settings name, travel by themselves"
+                )
+
+    def runtime_env(self, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+        """What `ray.init` is told. Nothing, if `ray job submit` has sent the working directory already."""
+        job = json.loads(environment.get(_JOB) or "{}").get("runtime_env") or {}
+        told: dict[str, Any] = {}
+        if self.working_dir is not None and "working_dir" not in job:
+            told["working_dir"] = str(self.working_dir)
+        if self.py_modules and "py_modules" not in job:
+            told["py_modules"] = [str(module) for module in self.py_modules]
+        return told | {"excludes": [*EXCLUDES, *self.excludes]} if told else {}
+
+
+def cannot_import(error: Exception) -> str | None:
+    """What to say of a process that ended since its node lacks a module that this process has; None: it ended for another reason."""
+    lacking = re.search(r"No module named '([\w.]+)'", str(error))
+    top = lacking.group(1).partition(".")[0] if lacking else ""
+    file = getattr(sys.modules.get(top), "__file__", None)
+    if lacking is None or file is None:
+        return None
+    folder = Path(file).parent.parent if Path(file).name == "__init__.py" else Path(file).parent
+    return (
+        f"its node cannot import {lacking.group(1)!r}, which the driver has from {file}. RayBackend(working_dir={str(folder)!r}) sends "
+        "that folder to all nodes; it need not be sent where they all see it, or under `ray job submit --working-dir`"
+    )
+
+
+def _sizes(folder: Path, excludes: Sequence[str]) -> dict[str, int]:
+    """Bytes of what would be sent, by its first name in the folder."""
+    from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
+
+    sizes: Counter[str] = Counter()
+
+    def add(path: Path) -> None:
+        if path.is_file() and not path.is_symlink():
+            sizes[path.relative_to(folder).parts[0]] += path.stat().st_size
+
+    _dir_travel(
+        folder, [_get_excludes(folder, list(excludes))], add, include_gitignore=True, logger=logging.getLogger(__name__)
+    )
+    return dict(sizes)
