@@ -14,6 +14,8 @@ from workload import Timed, Work
 
 ANSWERED = 40_000
 """Least number of rows that are trained on in the counted steps."""
+GROWS = 0.25
+"""Rows by which the rows in flight grow in a step, over those of a step, as long as steps are not counted."""
 EQUAL_RANKS, EQUAL_ROWS = 16, 320
 """Ranks, and rows of a step, where only the number of rows in flight differs."""
 
@@ -62,24 +64,26 @@ class Cost:
 
 def measure(work: Work, profile: cProfile.Profile | None = None) -> Cost:
     """Run it; the first steps, in which the number of rows in flight grows, are not counted."""
-    warm_up = work.staleness + 2
+    longest = work.staleness + 2
     counted = max(4, -(-ANSWERED // work.step_rows))
     backend = Timed(work.costs)
-    most = 0
+    most = before = 0
     marks: list[Mark] = []
 
     def look(metrics: Any) -> bool:
-        nonlocal most
+        nonlocal most, before
         assert driver.buffer is not None
-        step = int(metrics["step"])
-        if step >= warm_up:
-            most = max(most, len(driver.buffer.ledgers["train"].live.rows))
-            marks.append(Mark(time.process_time(), backend.own_s, backend.calls, backend.tasks))
-        if step == warm_up and profile is not None:
+        rows = len(driver.buffer.ledgers["train"].live.rows)
+        grows, before = rows - before > GROWS * work.step_rows, rows
+        if not marks and metrics["step"] < (longest if grows else 2):
+            return False
+        if not marks and profile is not None:
             profile.enable()
-        return step >= warm_up + counted
+        most = max(most, rows)
+        marks.append(Mark(time.process_time(), backend.own_s, backend.calls, backend.tasks))
+        return len(marks) > counted
 
-    with work.driver(warm_up + counted + work.staleness + 1, backend, look) as driver:  # it is stopped before
+    with work.driver(longest + counted + work.staleness + 1, backend, look) as driver:  # it is stopped before
         driver.run()
     if profile is not None:
         profile.disable()

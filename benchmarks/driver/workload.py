@@ -25,6 +25,12 @@ SAMPLES = 16
 STEP_ROWS = 8_192
 """Responses that an update trains on, where so many are in flight."""
 LENGTHS = LogNormal(mean=500, sigma=0.8, max_tokens=2000)
+DECODE_S = 0.02
+"""Seconds of a decode step of a replica."""
+MAX_NUM_SEQS = 256
+"""Responses that a replica writes at a time."""
+TRAINING_OVER_GENERATION = 8
+"""Seconds of an update over those in which all replicas generate as many rows: generated rows soon fill the bound of staleness."""
 
 
 class Settings(weft.Config):
@@ -129,13 +135,15 @@ class Work:
 
     @property
     def costs(self) -> CostModel:
-        """Training keeps up with generation, so that rows wait within the bound of staleness."""
-        seconds = 0.02 * max(1.0, self.step_rows / self.ranks)
+        """Training is slower than generation, so that rows wait for it within the bound of staleness."""
+        generation_s = self.step_rows * LENGTHS.mean * DECODE_S / (self.ranks * MAX_NUM_SEQS)
         return CostModel(
             nodes={
-                "rollout.generate": Generation(lengths=LENGTHS, decode_step_s=0.02, max_num_seqs=256),
+                "rollout.generate": Generation(
+                    lengths=LENGTHS, decode_step_s=DECODE_S, max_num_seqs=MAX_NUM_SEQS
+                ),
                 "reward.score": LinearCost(fixed_s=0.05, per_row_s=0.001),
-                "actor.update": LinearCost(fixed_s=seconds, per_row_s=0.02),
+                "actor.update": LinearCost(fixed_s=TRAINING_OVER_GENERATION * generation_s),
                 "actor.publish_weights": LinearCost(fixed_s=0.5),
                 "rollout.receive_weights": LinearCost(fixed_s=0.5),
             }
