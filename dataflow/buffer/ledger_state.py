@@ -157,13 +157,14 @@ def count(wiring: Wiring, group: Group) -> None:
     for i, node in enumerate(wiring.graph.nodes):
         bit = 1 << i
         rows = group.levels[node.level]
-        group.skipped[i] = sum(1 for r in rows if r.skipped & bit)
-        group.expanded[i] = sum(1 for r in rows if r.done & bit) if node.makes_level is not None else 0
-        group.ready[i] = sum(1 for r in rows if r.offered & ~r.skipped & bit) if wiring.takes_groups[i] else 0
-        todo = sum(1 for r in rows if r.awaits(i))
+        group.skipped[i] = len([1 for r in rows if r.skipped & bit])
+        group.expanded[i] = len([1 for r in rows if r.done & bit]) if node.makes_level is not None else 0
+        todo = len([1 for r in rows if not (r.done | r.skipped) & bit])
         group.open += todo
         group.behind += todo * wiring.behind[i]
-        group.claimed |= bit if wiring.takes_groups[i] and any((r.done | r.leased) & bit for r in rows) else 0
+        if wiring.takes_groups[i]:
+            group.ready[i] = len([1 for r in rows if r.offered & ~r.skipped & bit])
+            group.claimed |= bit if [1 for r in rows if (r.done | r.leased) & bit] else 0
     for level in range(wiring.num_levels):  # a level is above those that are made of it
         if level == SOURCE:
             group.complete[level] = True

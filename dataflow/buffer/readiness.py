@@ -70,10 +70,11 @@ class Readiness:
             self.unfinished_levels[level] += not complete
         for i, node in enumerate(self._wiring.graph.nodes):
             rows = group.levels[node.level]
-            self.todo[i] += sum(row.awaits(i) for row in rows)
+            bit = 1 << i
+            self.todo[i] += len([1 for row in rows if not (row.done | row.skipped) & bit])
             if not self._wiring.takes_groups[i]:
                 for row in rows:
-                    if row.state(i) is RowState.READY:
+                    if row.offered & ~(row.done | row.leased | row.skipped) & bit:
                         self.offer_row(row, i)
                 continue
             state = group.state(i)

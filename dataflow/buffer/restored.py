@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import LeaseError, RecoveryError, UserError, nearest
 from ..graph import Graph
-from .checkpoint_file import read_checkpoint
+from .checkpoint_file import checkpoint_position, is_sound_checkpoint, read_checkpoint
 from .folder import LOG, ledger_checkpoints
 from .ledger import Ledger
 from .ledger_state import load
@@ -141,11 +141,15 @@ def _latest_checkpoint(
     sound: list[Path] = []
     for path in ledger_checkpoints(folder):
         try:
-            position, state = read_checkpoint(path)
+            position = checkpoint_position(path)
+            if at is not None and position.offset > at.offset:
+                continue
+            # Only the one that is used is parsed; of the others it is enough that they are sound.
+            if best is None or not is_sound_checkpoint(path, position):
+                position, state = read_checkpoint(path)
+                best = best or ((position, state) if has_position(folder / LOG, position) else None)
         except (ValueError, OSError) as error:
             damage.append(f"{error}; the checkpoint before it is used")
-            continue
-        if at is not None and position.offset > at.offset:
             continue
         if not has_position(folder / LOG, position):
             damage.append(
@@ -154,7 +158,6 @@ def _latest_checkpoint(
             )
             continue
         sound.append(path)
-        best = best or (position, state)
     start, records = best or (Position(), [])
     return start, records, sound
 
