@@ -42,8 +42,6 @@ class Call:
     number: int = field(default_factory=itertools.count(1).__next__)
     """Its name among the calls of this process."""
     node: Node | None = None
-    replica: int | None = None
-    """The data-parallel replica that has all of its rows; None: they are spread over all."""
     ledger: Ledger | None = None
     lease: Lease | None = None
     last: bool = True
@@ -56,8 +54,10 @@ class Call:
     metrics: list[Metrics] = field(default_factory=list)
     seconds: dict[int, float] = field(default_factory=dict)
     """Rank -> time spent in the worker."""
-    weighs: int = 0
-    """Rows that its replica is known to have left to do of it."""
+    by_load: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Data-parallel replica -> sample ids that it was given by its load; empty: the dispatch protocol spread the rows over all."""
+    left: dict[int, int] = field(default_factory=dict)
+    """Replica -> how many of these it is known to have left to do."""
     lost: set[int] = field(default_factory=set)
     """Ranks whose replies no longer count, because they failed or their processes ended."""
     shares: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -141,6 +141,8 @@ class UnderWay:
         self._calls: dict[Call, None] = {}
         self.interruptible = 0
         """Number of calls that another call may interrupt."""
+        self.ranks = 0
+        """Number of ranks at work on rows; one that is at work for several calls counts for each."""
         self.beside_the_graph = 0
         """Number of calls that belong to no node."""
         for call in calls:
@@ -157,6 +159,7 @@ class UnderWay:
     def _count(self, call: Call, by: int) -> None:
         self.interruptible += by * call.interruptible
         self.beside_the_graph += by * (call.node is None)
+        self.ranks += by * len(call.ranks) * (call.lease is not None)
 
     def __iter__(self) -> Iterator[Call]:
         return iter(self._calls)
@@ -246,19 +249,23 @@ class WorkerGroup:
     def watch(self, call: Call) -> None:
         """Note that a call is under way."""
         self.calls.add(call)
-        self.weigh(call)
+        for replica, ids in call.by_load.items():
+            call.left[replica] = len(ids)
+            self._loads.add(replica, len(ids))
 
     def forget(self, call: Call) -> None:
         """Note that a call is over."""
         self.calls.remove(call)
-        if call.replica is not None:
-            self._loads.add(call.replica, -call.weighs)
+        for replica, left in call.left.items():
+            self._loads.add(replica, -left)
 
-    def weigh(self, call: Call) -> None:
-        """Note how many rows the replica of a call has left to do."""
-        if call.replica is not None and call.lease is not None and len(call.lease.open) != call.weighs:
-            self._loads.add(call.replica, len(call.lease.open) - call.weighs)
-            call.weighs = len(call.lease.open)
+    def weigh(self, call: Call, ranks: Iterable[int]) -> None:
+        """Note how many rows of a call the replicas of these ranks have left to do."""
+        for replica in {self.mesh[rank].dp for rank in ranks} if call.by_load else ():
+            assert call.lease is not None
+            left = len([id for id in call.by_load[replica] if id in call.lease.open])
+            self._loads.add(replica, left - call.left[replica])
+            call.left[replica] = left
 
     @property
     def out(self) -> set[int]:
@@ -306,27 +313,31 @@ class WorkerGroup:
         is still at long responses gets fewer. Replicas that get none are left out."""
         return (self._loads.only(self.replicas) if self.out else self._loads).spread(rows)
 
-    def call_node(self, ledger: Ledger, lease: Lease, *, replica: int | None = None, **extra: Any) -> Call:
+    def call_node(
+        self, ledger: Ledger, lease: Lease, *, by_load: Mapping[int, int] | None = None, **extra: Any
+    ) -> Call:
         """Call a node's method on the rows of a lease, distributed by its dispatch protocol; returns at once.
 
-        All rows go to one data-parallel `replica`, when it is given; else to all that get rows. `extra` are arguments beside those
-        that the graph recorded.
+        Args:
+            ledger: of the rows.
+            lease: of the node.
+            by_load: replica -> how many of the rows, in their order, it gets; None: all replicas get some.
+            extra: arguments beside those that the graph recorded.
         """
         node = lease.node
         method = node.operation.name if node.group else "apply"
-        dispatch = self._dispatch(method)
         rows = _Rows(ledger, lease)
-        sizes = RowSizes(rows.num_tokens, rows.group_ids, node.operation.whole_groups)
-        chosen, mesh = self._part(replica)
-        given = dispatch.distribute(sizes, mesh)
-        if len(given) != len(mesh):
-            raise UserError(f"{dispatch!r} gave {len(given)} shares for the {len(mesh)} ranks of {self.name!r}")
-        # A rank without rows is called all the same: it takes part in the collectives of its group.
-        shares = {rank: share for rank, share in zip(chosen, given, strict=True) if share is not None}
-        keep = {chosen[k] for k in dispatch.collect(mesh)}
-        self._check_shares(dispatch, shares, keep, len(lease.rows))
+        shares, keep, begin = dict[int, Sequence[int]](), set[int](), 0
+        for replica, number in [(None, len(lease.rows))] if by_load is None else by_load.items():
+            part = slice(begin, begin + number)
+            sizes = RowSizes(rows.num_tokens[part], rows.group_ids[part], node.operation.whole_groups)
+            given, kept = self._distribute(self._dispatch(method), sizes, replica)
+            shares |= {rank: [begin + k for k in share] if begin else share for rank, share in given.items()}
+            keep |= kept
+            begin += number
+        self._check_shares(self._dispatch(method), shares, keep, len(lease.rows))
         ranks = tuple(shares)
-        call = Call(self, method, ranks, node=node, replica=replica, ledger=ledger, lease=lease)
+        call = Call(self, method, ranks, node=node, ledger=ledger, lease=lease)
         call.waiting = set(ranks)
         arguments = (
             {**node.arguments, **extra}
@@ -344,7 +355,21 @@ class WorkerGroup:
                 tasks[share, keeps] = Task(method, arguments, task, keep=keeps, number=call.number), ids
             task, call.shares[rank] = tasks[share, keeps]
             self._submit(rank, task, call)
+        for rank in keep if by_load else ():
+            call.by_load[self.mesh[rank].dp] = call.shares[rank]
         return call
+
+    def _distribute(
+        self, dispatch: Dispatch, sizes: RowSizes, replica: int | None
+    ) -> tuple[dict[int, Sequence[int]], set[int]]:
+        """The indexes of the rows that each rank gets, of one replica or of all, and the ranks whose results are kept."""
+        chosen, mesh = self._part(replica)
+        given = dispatch.distribute(sizes, mesh)
+        if len(given) != len(mesh):
+            raise UserError(f"{dispatch!r} gave {len(given)} shares for the {len(mesh)} ranks of {self.name!r}")
+        # A rank without rows is called all the same: it takes part in the collectives of its group.
+        shares = {rank: share for rank, share in zip(chosen, given, strict=True) if share is not None}
+        return shares, {chosen[k] for k in dispatch.collect(mesh)}
 
     def _part(self, replica: int | None) -> tuple[Sequence[int], Sequence[Coordinates]]:
         """The ranks that a call goes to, and their coordinates with data-parallel replicas numbered from 0."""

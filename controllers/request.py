@@ -42,14 +42,14 @@ class NodeRequest(CallRequest):
 
     ledger: Ledger | None = None
     lease: Lease | None = None
-    replica: int | None = None
-    """The data-parallel replica that gets all rows; None: they are spread over all."""
+    by_load: Mapping[int, int] | None = None
+    """Data-parallel replica -> how many of the rows it gets; None: the dispatch protocol spreads them over all."""
     last: bool = True
     """The batch of an update is complete with these rows."""
     on_device: bool = True
 
     def call(self) -> Call:
         assert self.ledger is not None and self.lease is not None
-        call = self.group.call_node(self.ledger, self.lease, replica=self.replica, **self.arguments)
+        call = self.group.call_node(self.ledger, self.lease, by_load=self.by_load, **self.arguments)
         call.last = self.last
         return call

@@ -19,11 +19,11 @@ from ..recovery.failures import Failures
 from ..request import CallRequest, NodeRequest, Then
 from ..run_directory import RunDirectory
 from .device_turns import DeviceTurns
-from .gathering import MANY_CALLS
+from .gathering import MANY_RANKS
 
 REST_S = 1e-4
-"""Seconds for each call for which it does."""
-MAX_REST_S = 0.01
+"""Seconds for each rank at work for which the driver rests."""
+MAX_REST_S = 0.1
 """Most seconds for which it does."""
 
 
@@ -101,9 +101,9 @@ class Calls:
 
     @property
     def rest_s(self) -> float:
-        """Seconds for which rows that can wait may gather before they are taken: none where few calls bring them."""
-        number = len(self.under_way)
-        return min(MAX_REST_S, number * REST_S) if number >= MANY_CALLS else 0.0
+        """Seconds for which rows that can wait may gather before they are taken: none where few ranks bring them."""
+        number = self.under_way.ranks
+        return min(MAX_REST_S, number * REST_S) if number >= MANY_RANKS else 0.0
 
     @property
     def idle(self) -> bool:

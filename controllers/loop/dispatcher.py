@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -79,10 +78,7 @@ class Dispatcher:
                     continue
                 else:
                     self._gathering.begin(graph_run, node)
-                    if self._joins(node):
-                        self._start_by_load(graph_run, node, group, share)
-                    else:
-                        self._start(graph_run, node, group, share)
+                    self._start(graph_run, node, group, share)
                     self._parts.calls.make()
         self._seen = {run.name: list(run.ledger.readiness.num_rows) for run in self._parts.graph_runs}
 
@@ -144,15 +140,8 @@ class Dispatcher:
         pending = [e for e in self._parts.graph_runs.evaluations.values() if e.pending]
         return any(not self._parts.schedule.overlaps or group.name in e.graph.handles for e in pending)
 
-    def _start_by_load(self, graph_run: GraphRun, node: Node, group: WorkerGroup, share: Share) -> None:
-        """Give rows that are ready to the replicas that have least left to do."""
-        rows = graph_run.ledger.readiness.ready(node) if share.max_rows is None else share.max_rows
-        for replica, number in group.least_loaded(rows).items():
-            self._start(graph_run, node, group, replace(share, max_rows=number), replica=replica)
-
-    def _start(
-        self, graph_run: GraphRun, node: Node, group: WorkerGroup, share: Share, *, replica: int | None = None
-    ) -> None:
+    def _start(self, graph_run: GraphRun, node: Node, group: WorkerGroup, share: Share) -> None:
+        """Claim rows and request a call. Where it joins others, those replicas get rows that have least left to do."""
         updates = node.operation.updates
         lease = graph_run.ledger.claim(
             node,
@@ -183,7 +172,7 @@ class Dispatcher:
             then,
             ledger=graph_run.ledger,
             lease=lease,
-            replica=replica,
+            by_load=group.least_loaded(len(lease.rows)) if self._joins(node) else None,
             last=share.last,
         )
         self._parts.calls.queue([request])

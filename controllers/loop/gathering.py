@@ -11,9 +11,9 @@ from ..group import UnderWay
 
 MAX_WAIT_S = 0.25
 """Longest time for which rows wait for others, by the run's clock."""
-MANY_CALLS = 64
-"""Number of calls under way from which on complete groups, too, wait for others, and the driver rests between two turns (`Calls.rest_s`):
-so many calls bring more rows at once."""
+MANY_RANKS = 64
+"""Number of ranks at work from which on complete groups, too, wait for others, and the driver rests between two turns (`Calls.rest_s`):
+so many ranks bring more rows at once."""
 MAX_ROWS = 32
 """Rows for each replica with which a call is large enough: they wait for no others."""
 CLOCK_S = 1e-6
@@ -24,7 +24,7 @@ class Gathering:
     """Until when the rows that are ready for each node may wait.
 
     - Only a map or a filter that takes rows gathers them, and only while no group is complete there: what follows could not begin
-      with a part of a group. Where MANY_CALLS or more are under way, complete groups wait, too.
+      with a part of a group. Where MANY_RANKS or more are at work, complete groups wait, too.
     - No row waits longer than MAX_WAIT_S, which runs while the node's worker group is busy, too.
     - Rows that a quorum may be waiting for do not wait.
     - Nothing waits when no other call of the graph is under way: nobody would bring more.
@@ -68,7 +68,7 @@ class Gathering:
             return False
         if not any(call.ledger is ledger for call in under_way):
             return False
-        return len(under_way) >= MANY_CALLS or ledger.live.lacks_siblings(node)
+        return under_way.ranks >= MANY_RANKS or ledger.live.lacks_siblings(node)
 
     def begin(self, graph_run: GraphRun, node: Node) -> None:
         """Note that a node begins with the rows that are ready for it."""

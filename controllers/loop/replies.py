@@ -127,7 +127,7 @@ class Replies:
             for call in [c for c in self._calls.under_way if c.ledger is ledger] if parents else ():
                 if call.lease is not None and call.lease.token in parents:
                     self._backend.give_up(call, parents[call.lease.token])
-                    call.group.weigh(call)
+                    call.group.weigh(call, call.ranks)
 
     def _take(self, event: Event) -> None:
         call, reply = event.call, event.reply
@@ -144,8 +144,8 @@ class Replies:
         published = reply.published
         if call.ledger is not None and call.lease is not None and published is not None:
             self._buffer.publish(call.ledger, call.lease, published, reply.segment)
-            if call.replica is not None:
-                call.group.weigh(call)
+            if call.by_load and (published.parents is None or published.ends_parents):
+                call.group.weigh(call, (event.rank,))
             if published.versions is not None:
                 self._graph_runs[call.ledger.name].generates(call.lease, published)
         if call.done:
@@ -157,4 +157,4 @@ def _is_rows_alone(reply: Reply) -> bool:
     published = reply.published
     if published is None or published.parents is None or reply.done or reply.failure is not None or reply.paused:
         return False
-    return published.finished is None or not len(published.finished)
+    return not published.ends_parents

@@ -129,9 +129,15 @@ class Failures:
             return []
         self._looked = now
         requests: list[CallRequest] = []
+        limits: dict[str, float] = {}
+        """Group -> seconds for which any of its ranks may be silent."""
         for (name, rank), own in list(self._called.items()):
+            if not own:
+                continue
+            if name not in limits:
+                limits[name] = self._least_limit(next(iter(own)).group)
             silent_s = now - max(self._heard[name, rank], self._all_heard)
-            if not own or silent_s <= self._least_limit(next(iter(own)).group):
+            if silent_s <= limits[name]:
                 continue
             calls = [call for call in own if rank in call.waiting]
             if not calls or silent_s <= (limit := self._limit(rank, calls)):

@@ -84,6 +84,11 @@ class Published:
             None if finished is None else finished.tolist(),
         )
 
+    @property
+    def ends_parents(self) -> bool:
+        """Whether it finishes parents."""
+        return self.finished is not None and len(self.finished) > 0
+
     def without(self, parents: Container[int]) -> Published:
         """The same without the rows made from these parents."""
         assert self.parents is not None

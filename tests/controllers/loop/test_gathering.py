@@ -10,7 +10,7 @@ from weft.algorithms.filters import first_of_group
 from weft.controllers.cursor import positions
 from weft.controllers.graph_run import TrainingRun
 from weft.controllers.group import Call, UnderWay
-from weft.controllers.loop.gathering import MANY_CALLS, MAX_ROWS, MAX_WAIT_S, Gathering
+from weft.controllers.loop.gathering import MANY_RANKS, MAX_ROWS, MAX_WAIT_S, Gathering
 from weft.dataflow.buffer.leases import Published
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.graph import Graph
@@ -97,11 +97,10 @@ def test_a_complete_group_waits_for_nothing():
 
 
 @pytest.mark.parametrize("made", [toy_grpo, raced])
-def test_where_many_calls_bring_rows_complete_groups_wait_for_more_unless_a_quorum_waits(made: Any):
+def test_where_many_ranks_bring_rows_complete_groups_wait_for_more_unless_a_quorum_waits(made: Any):
     run = generation(made)
-    run.under_way = UnderWay(
-        Call(cast(Any, None), "generate", (0,), ledger=run.ledger, lease=run.lease) for _ in range(MANY_CALLS)
-    )
+    ranks = tuple(range(MANY_RANKS))
+    run.under_way = UnderWay([Call(cast(Any, None), "generate", ranks, ledger=run.ledger, lease=run.lease)])
     run.answer(0, SAMPLES, finished=True)
     assert run.holds() == (made is toy_grpo)
     run.now += MAX_WAIT_S

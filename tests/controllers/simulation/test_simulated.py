@@ -18,7 +18,7 @@ from weft.controllers.backends.backend import Event
 from weft.controllers.backends.local import Local
 from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.group import Call
-from weft.controllers.loop.calls import MANY_CALLS
+from weft.controllers.loop.gathering import MANY_RANKS
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.ranks.tasks import Failure, FailureKind, Reply, Task
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous
@@ -306,15 +306,15 @@ class Counting(Simulated):
         return events
 
 
-@pytest.mark.parametrize("replicas", [4 * MANY_CALLS, MANY_CALLS // 4])
-def test_where_many_calls_are_under_way_rows_are_taken_together(tmp_path: Path, replicas: int):
+@pytest.mark.parametrize("replicas", [4 * MANY_RANKS, MANY_RANKS // 4])
+def test_where_many_ranks_are_at_work_rows_are_taken_together(tmp_path: Path, replicas: int):
     lengths = LogNormal(mean=2000, sigma=0.5, max_tokens=4000)
     backend = Counting(CostModel(nodes={"rollout.generate": Generation(lengths=lengths, decode_step_s=0.0011)}))
     schedule = Asynchronous(steps=2, prompts_per_step=replicas // 2, max_staleness=1)
     driver = run(tmp_path, schedule, backend, apart(replicas, 1), number=400, n=4)
     assert len(times(driver)) == 2 and not check_log(driver.directory.path / "buffer").violations
     together = backend.replies / backend.turns
-    assert together > 2 if replicas > MANY_CALLS else together < 1.5, together
+    assert together > 2 if replicas > MANY_RANKS else together < 1.5, together
 
 
 class Replaceable(Rollout):
