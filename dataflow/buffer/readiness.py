@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import Any
 
 from ..node import Node
-from .rows import Group, GroupState, Row, RowState
+from .rows import Group, GroupState, Row
 from .wiring import Wiring
 
 
