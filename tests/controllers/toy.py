@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import without_pandas as without_pandas
 
 from weft.dataflow.batch import Batch
 from weft.dataflow.config import Config
@@ -291,11 +292,11 @@ def toy_grpo(prompts, *, rollout, reward, actor, n=2, loss=ToyLoss()):
 
 
 @graph
-def toy_reinforce(prompts, *, rollout, actor, reward=None, n=2):
+def toy_reinforce(prompts, *, rollout, actor, reward=None, n=2, column="response_logprobs"):
     """The least that trains. It has no function, so under Ray a run of it takes fewer processes than one of `toy_grpo`."""
     samples = rollout.generate(prompts, n=n)
     if reward is None:
-        return actor.update(samples, loss=ToyLoss(column="response_logprobs"))
+        return actor.update(samples, loss=ToyLoss(column=column))
     return actor.update(reward.score(samples), loss=ToyLoss(column="reward"))
 
 

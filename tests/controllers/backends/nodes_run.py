@@ -14,12 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
+os.environ |= {"RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0"}  # those would serve nobody
 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # a cluster by hand makes none, unlike ray.init
 
 import ray
 from ray.cluster_utils import Cluster
 from saved_runs import SavingActor
-from toy import SlowRollout, ToyActor, ToyReward, ToyRollout, prompts, toy_grpo, toy_reinforce
+from toy import SlowRollout, ToyActor, ToyReward, ToyRollout, prompts, toy_reinforce
 
 from weft.controllers.backends.backend import Setup
 from weft.controllers.backends.ray_backend import RayBackend
@@ -31,7 +32,7 @@ from weft.controllers.schedule import Pipelined, Synchronous
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.sample_buffer import BufferConfig
-from weft.dataflow.errors import UserError, WorkerError
+from weft.dataflow.errors import WorkerError
 from weft.dataflow.handle import group
 from weft.dataflow.metrics import Metrics
 from weft.workers.dispatch import Dispatch
@@ -46,28 +47,24 @@ def main(root: Path) -> None:
     assert address is not None
     ray.init(address=address, namespace="weft", log_to_driver=False, logging_level=logging.ERROR)
     try:
-        print(
-            json.dumps(
-                {**run(root, address), **apart(root, address), "refused": refused(root, address), **lost(root, cluster)}
-            )
-        )
+        print(json.dumps({**run(root, address), **apart(root, address), **lost(root, cluster)}))
     finally:
         ray.shutdown()
         cluster.shutdown()
 
 
-def pools() -> dict[str, Place]:
+def pools(ranks: int) -> dict[str, Place]:
     """Two pools that fit on no node together."""
     return {
-        "rollout": Place(ResourcePool("generation", cpus=3), ranks=2),
-        "reward": Place(ResourcePool("scoring", cpus=3), ranks=2),
+        "rollout": Place(ResourcePool("generation", cpus=3), ranks=ranks),
+        "reward": Place(ResourcePool("scoring", cpus=3), ranks=ranks),
         "actor": Place(ResourcePool("scoring", cpus=3)),
     }
 
 
 def run(root: Path, address: str) -> dict[str, object]:
     made = {"rollout": group(ToyRollout), "reward": group(ToyReward), "actor": group(ToyActor)}
-    graph = toy_grpo(prompts(8), **made)
+    graph = toy_reinforce(prompts(8), **made)
     schedule = Synchronous(steps=2, prompts_per_step=4)
     killed: list[int] = []
 
@@ -82,7 +79,7 @@ def run(root: Path, address: str) -> dict[str, object]:
     driver = Driver(
         graph,
         schedule=schedule,
-        placement=pools(),
+        placement=pools(2),
         backend=RayBackend(address),
         root=root,
         name="nodes",
@@ -113,26 +110,6 @@ def segment_servers() -> list[int]:
     return [process for process, command in commands.items() if command.startswith(b"ray::SegmentHost")]
 
 
-def refused(root: Path, address: str) -> str:
-    made = {"rollout": group(ToyRollout), "actor": group(ToyActor)}
-    made["rollout"].follows(made["actor"])
-    try:
-        with Driver(
-            toy_reinforce(prompts(8), **made),
-            schedule=Synchronous(steps=2, prompts_per_step=4),
-            placement={name: Place(ResourcePool(name, cpus=3)) for name in made},
-            backend=RayBackend(address),
-            root=root,
-            buffer=BufferConfig(scratch=root / "scratch"),
-            name="no",
-            record_every=0,
-            progress=False,
-        ):
-            return "not refused"
-    except UserError as error:
-        return str(error)
-
-
 class Apart(RayBackend):
     """Its ranks do not see that the directory of the run is the driver's."""
 
@@ -153,15 +130,16 @@ class Talking(ToyReward):
 
 def apart(root: Path, address: str) -> dict[str, object]:
     """A rank dies on a machine that does not see the run's directory."""
-    graph = toy_grpo(prompts(8), rollout=group(ToyRollout), reward=group(Talking), actor=group(ToyActor))
+    graph = toy_reinforce(prompts(8), rollout=group(ToyRollout), reward=group(Talking), actor=group(ToyActor))
     driver = Driver(
         graph,
         schedule=Synchronous(steps=2, prompts_per_step=4),
-        placement=pools(),
+        placement=pools(1),
         backend=Apart(address),
         root=root,
         buffer=BufferConfig(scratch=root / "scratch"),
         name="apart",
+        record_every=0,
         progress=False,
     )
     said = ""

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
+os.environ |= {"RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0"}  # those would serve nobody
 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # a cluster by hand makes none, unlike ray.init
 
 import ray
 from ray.cluster_utils import Cluster
 from sharded import make_model, updated
-from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
+from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_reinforce
 
 from weft.controllers.backends.backend import Setup
 from weft.controllers.backends.ray_backend import RayBackend
@@ -118,22 +119,21 @@ def main(root: Path) -> None:
 def drive(
     root: Path, name: str, placement: dict[str, Place], backend: RayBackend, *, follows: bool = True
 ) -> dict[str, Any]:
-    """A run of two steps; what each rank saw, and in which order workers were made."""
-    made: dict[str, Any] = {
-        "rollout": group(LookingRollout),
-        "reward": group(LookingReward),
-        "actor": group(LookingActor),
-    }
+    """A run of two steps; what each rank saw, and in which order workers were made. There is a reward if it is placed."""
+    made: dict[str, Any] = {"rollout": group(LookingRollout), "actor": group(LookingActor)}
+    if "reward" in placement:
+        made["reward"] = group(LookingReward)
     if follows:
         made["rollout"].follows(made["actor"])
     schedule = Synchronous(steps=2, prompts_per_step=4)
     driver = Driver(
-        toy_grpo(prompts(8), **made),
+        toy_reinforce(prompts(8), **made, column="response_logprobs" if follows else "response_ids"),
         schedule=schedule,
         placement=placement,
         backend=backend,
         root=root,
         name=name,
+        record_every=0,
         progress=False,
     )
     with driver:

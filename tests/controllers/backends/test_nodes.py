@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
+from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_reinforce
 
 from weft.controllers.driver import Driver
 from weft.controllers.schedule import Synchronous
@@ -32,7 +32,9 @@ def test_groups_on_three_nodes_read_each_others_rows(tmp_path: Path):
 
     made = {"rollout": group(ToyRollout), "reward": group(ToyReward), "actor": group(ToyActor)}
     schedule = Synchronous(steps=2, prompts_per_step=4)
-    with Driver(toy_grpo(prompts(8), **made), schedule=schedule, root=tmp_path, name="one", progress=False) as driver:
+    with Driver(
+        toy_reinforce(prompts(8), **made), schedule=schedule, root=tmp_path, name="one", progress=False
+    ) as driver:
         metrics = driver.run()
         seen = driver.call(made["actor"], "seen_groups")
     assert result["seen"] == seen and result["rewards"] == [row.get("reward/mean") for row in metrics]
@@ -40,19 +42,14 @@ def test_groups_on_three_nodes_read_each_others_rows(tmp_path: Path):
     here, second, third = sorted(result["wrote"])
     wrote = {node: {w.rsplit("-", 2)[0] for w in writers} for node, writers in result["wrote"].items()}
     assert "sources" in wrote[here] and {*wrote[second], *wrote[third]} >= {"rollout", "reward"}
-    assert {*wrote[here], *wrote[second], *wrote[third]} == {"sources", "functions", "rollout", "reward"}, (
-        "the functions stand wherever a CPU is free"
-    )
+    assert {*wrote[here], *wrote[second], *wrote[third]} == {"sources", "rollout", "reward"}
     assert result["fetched"][second] > 0 and result["fetched"][third] > 0, "each node that works reads rows of another"
     assert result["killed"] == 3, "the servers of segments were killed between two steps"
     assert "the last words of a reward" in result["said"], "a log that lies on another machine is quoted"
-    assert {"rollout_0.log", "reward_0.log", "reward_1.log"} <= {*result["kept_apart"]} <= {*result["brought"]}
+    assert {"rollout_0.log", "reward_0.log"} <= {*result["kept_apart"]} <= {*result["brought"]}
     until_empty(tmp_path / "scratch")
-    assert "'rollout' follows 'actor', but they stand on 2 nodes" in result["refused"], "weights do not travel yet"
 
     assert result["nodes_left"] == 2 and result["starts"] == 0, "a node was lost, and the run went on without it"
-    assert result["replaced"] >= 1, (
-        "the reward came up on another node, and so did functions and recorder if they stood there"
-    )
+    assert result["replaced"] >= 1, "the reward came up on another node"
     assert result["steps"] == list(range(7)) and not result["violations"]
     assert result["rows"] == 2 * result["trained"] == 2 * 6 * 4, "nothing is lost, and nothing trained on twice"
