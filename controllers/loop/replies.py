@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ...dataflow.buffer.leases import Published, Spread, Written
 from ...dataflow.buffer.sample_buffer import SampleBuffer
+from ...dataflow.buffer.segments import Segment
 from ..backends.backend import Backend, Event
 from ..graph_run import GraphRuns
-from ..group import UnderWay
+from ..group import Call, UnderWay
 from ..ranks.tasks import FailureKind, Reply
 from ..recovery.failures import Failures
 from ..recovery.full_disk import FullDisk
@@ -105,9 +107,19 @@ class Replies:
             self._calls.queue(requests)
             self._calls.end_lost()
             alone = False
+        rows: dict[Call, list[Event]] = {}
+        """Replies that bring rows of a call: those of all its ranks are published together."""
         for event in events:
-            if event.rank in event.call.waiting:  # else it was lost, or was cancelled just as it ended
-                self._take(event)
+            if event.rank not in event.call.waiting:  # it was lost, or was cancelled just as it ended
+                continue
+            if _brings_rows(event):
+                rows.setdefault(event.call, []).append(event)
+                continue
+            for call in list(rows) if event.reply.failure else [event.call]:
+                self._publish(call, rows.pop(call, []))
+            self._take(event)
+        for call, own in rows.items():
+            self._publish(call, own)
         return {event.call.ledger.name for event in events if event.call.ledger} if alone else set()
 
     def cancel_expired(self) -> None:
@@ -141,15 +153,47 @@ class Replies:
         if void:  # too late: its rows, and what was measured on them, belong to another lease
             reply = replace(reply, done=reply.is_last, failure=None, metrics={}, published=None)
         call.take(event.rank, reply)
-        published = reply.published
-        if call.ledger is not None and call.lease is not None and published is not None:
-            self._buffer.publish(call.ledger, call.lease, published, reply.segment)
-            if call.by_load and (published.parents is None or published.ends_parents):
-                call.group.weigh(call, (event.rank,))
-            if published.versions is not None:
-                self._graph_runs[call.ledger.name].generates(call.lease, published)
+        if reply.published is not None:
+            self._accept(call, [event.rank], reply.published, reply.segment)
         if call.done:
             self._calls.end(call)
+
+    def _publish(self, call: Call, events: Sequence[Event]) -> None:
+        """Take replies of a call that bring rows."""
+        lease = call.lease
+        if not events or lease is None or call.ledger is None or not call.ledger.leases.holds(lease):
+            for event in events:
+                self._take(event)
+            return
+        found: list[Published] = []
+        segments: list[Segment] = []
+        for event in events:
+            reply = event.reply
+            call.take(event.rank, reply)
+            assert reply.published is not None and reply.segment is not None
+            found.append(reply.published)
+            segments.append(reply.segment)
+        written = segments[0] if len(found) == 1 else Spread(segments, [len(one.ids) for one in found])
+        self._accept(call, [event.rank for event in events], Published.joined(found), written)
+        if call.done:
+            self._calls.end(call)
+
+    def _accept(self, call: Call, ranks: Sequence[int], published: Published, written: Written) -> None:
+        """Publish rows of a call that these ranks have finished."""
+        if call.ledger is None or call.lease is None:
+            return
+        self._buffer.publish(call.ledger, call.lease, published, written)
+        if call.by_load and (published.parents is None or published.ends_parents):
+            call.group.weigh(call, ranks)
+        if published.versions is not None:
+            self._graph_runs[call.ledger.name].generates(call.lease, published)
+
+
+def _brings_rows(event: Event) -> bool:
+    """Whether a reply brings rows that may be published with those of other ranks of its call."""
+    call, reply = event.call, event.reply
+    written = reply.published is not None and reply.segment is not None
+    return written and reply.failure is None and call.node is not None and not call.node.operation.takes_groups
 
 
 def _is_rows_alone(reply: Reply) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..node import SOURCE
 from .checked_graph import CheckedGraph, CheckedGroup, CheckedNode, CheckedRow
@@ -120,7 +121,6 @@ class CheckedRows:
 
     def accept(self, node: CheckedNode, record: Record, finished: set[int]) -> None:
         """What was published counts from here on."""
-        segment = record.get("segment") if self._keep_parts and node.node.writes else None
         made = [] if node.node.makes_level is None else self._children(node, record)
         if made:
             self._add(made)
@@ -128,9 +128,10 @@ class CheckedRows:
             for id, tokens in zip(record["ids"], record["tokens"], strict=True):
                 if tokens and id in self.in_flight:
                     self.in_flight[id].tokens += tokens
-        if segment:
-            for row in made or [self.in_flight[id] for id in finished]:
-                row.parts = {**(row.parts or {}), node.name: segment}
+        if self._keep_parts and node.node.writes:
+            for id, segment in zip(record["ids"], segments_of_rows(record), strict=False):
+                if row := self.in_flight.get(id):
+                    row.parts = {**(row.parts or {}), node.name: segment}
         self.done(node, finished)
 
     def _children(self, node: CheckedNode, record: Record) -> list[CheckedRow]:
@@ -285,3 +286,10 @@ def _cut_off(row: CheckedRow, node: CheckedNode) -> str:
         if any(ancestor.id in other.dropped for other in before):
             return ancestor.reason
     return ""
+
+
+def segments_of_rows(record: Record) -> list[Any]:
+    """Where the columns of each published row lie; empty if nothing was written."""
+    if "segments" in record:
+        return [segment for rows, *segment in record["segments"] for _ in range(rows)]
+    return [record["segment"]] * len(record["ids"]) if record.get("segment") else []

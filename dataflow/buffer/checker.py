@@ -24,7 +24,7 @@ from typing import Any
 from ..errors import BrokenRule, nearest
 from ..operation import Shape
 from .checked_graph import CheckedGraph, CheckedGroup, CheckedNode, CheckedRow
-from .checked_rows import CheckedLease, CheckedRows
+from .checked_rows import CheckedLease, CheckedRows, segments_of_rows
 from .log import Record, described_graph
 from .rules import Rule, Violation
 
@@ -365,6 +365,10 @@ class Checker:
         lease.open -= finished
         if "segment" in record:
             self._refer(record["segment"])
+        for _, *segment in record.get("segments", ()):
+            self._refer(segment)
+        if "segments" in record and (node.takes_groups or len(segments_of_rows(record)) != len(ids)):
+            raise BrokenRule(f"{who}: its segments do not hold {len(ids)} rows", Rule.KNOWN_RECORD)
         if node.takes_groups:
             lease.staged.append((record, finished))
         else:

@@ -63,6 +63,8 @@ class Publish:
     versions: list[int] | None = None
     parents: list[int] | None = None
     finished: list[int] | None = None
+    segments: list[list[Any]] | None = None
+    """Where they lie that several ranks wrote: how many of the rows, in their order, and in which segment."""
 
 
 @dataclass(slots=True)
@@ -134,6 +136,11 @@ def _of_segment(segment: list[Any]) -> str:
     return f"[{_names(node, file)},{offset},{num_bytes},{checksum}]"
 
 
+def _of_rows(rows_and_segment: list[Any]) -> str:
+    rows, node, file, offset, num_bytes, checksum = rows_and_segment
+    return f"[{rows},{_names(node, file)},{offset},{num_bytes},{checksum}]"
+
+
 @lru_cache(maxsize=1 << 14)
 def _names(node: str, file: str) -> str:
     return f"{_quoted(node)},{_quoted(file)}"
@@ -187,7 +194,8 @@ def _publish_to_json(event: Publish, graph: str) -> str:
     parents = "" if event.parents is None else f',"parents":{_numbers(event.parents)}'
     finished = "" if event.finished is None else f',"finished":{_numbers(event.finished)}'
     ids, tokens = _numbers(event.ids), _numbers(event.tokens)
-    return f'{head}{ids},"tokens":{tokens}{segment}{versions}{parents}{finished}}}'
+    spread = "" if event.segments is None else f',"segments":[{",".join(map(_of_rows, event.segments))}]'
+    return f'{head}{ids},"tokens":{tokens}{segment}{versions}{parents}{finished}{spread}}}'
 
 
 def from_record(record: Record) -> Event:

@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -89,13 +89,64 @@ class Published:
         """Whether it finishes parents."""
         return self.finished is not None and len(self.finished) > 0
 
+    @classmethod
+    def joined(cls, parts: Sequence[Published]) -> Published:
+        """What several ranks publish under one lease, one after the other. Either all of them generate, or expand, or none does."""
+        if len(parts) == 1:
+            return parts[0]
+        first = parts[0]
+        return cls(
+            np.concatenate([part.ids for part in parts]),
+            np.concatenate([part.num_tokens for part in parts]),
+            None if first.versions is None else np.concatenate([p.versions for p in parts if p.versions is not None]),
+            None if first.parents is None else np.concatenate([p.parents for p in parts if p.parents is not None]),
+            np.array([id for p in parts if p.finished is not None for id in p.finished.tolist()], np.int64)
+            if first.parents is not None
+            else None,
+            max(part.newest for part in parts),
+        )
+
+    def not_of(self, parents: Container[int]) -> np.ndarray:
+        """[rows] bool: the row is not made from one of these parents."""
+        assert self.parents is not None
+        return np.array([parent not in parents for parent in self.parents.tolist()], bool)
+
     def without(self, parents: Container[int]) -> Published:
         """The same without the rows made from these parents."""
         assert self.parents is not None
-        kept = np.array([parent not in parents for parent in self.parents.tolist()], bool)
+        kept = self.not_of(parents)
         finished = None if self.finished is None else self.finished[[p not in parents for p in self.finished.tolist()]]
         versions = None if self.versions is None else self.versions[kept]
         return Published(self.ids[kept], self.num_tokens[kept], versions, self.parents[kept], finished, self.newest)
+
+
+class Spread(NamedTuple):
+    """Where rows lie that several ranks wrote."""
+
+    segments: Sequence[Segment]
+    rows: Sequence[int]
+    """How many of the rows, in their order, lie in each segment."""
+
+    def only(self, kept: np.ndarray) -> Spread:
+        """The same for some of the rows.
+
+        Args:
+            kept: [rows] bool.
+        """
+        parts = np.split(kept, np.cumsum(self.rows)[:-1])
+        return Spread(self.segments, [int(part.sum()) for part in parts])
+
+    def to_json(self) -> list[list[Any]]:
+        """As the log has it: the number of rows and the segment of each."""
+        return [[rows, *segment.to_json()] for segment, rows in zip(self.segments, self.rows, strict=True)]
+
+    @classmethod
+    def from_json(cls, value: Sequence[Sequence[Any]]) -> Spread:
+        return cls([Segment.from_json(one[1:]) for one in value], [one[0] for one in value])
+
+
+Written: TypeAlias = Segment | Spread | None
+"""Where the columns of published rows lie; None: nothing was written."""
 
 
 class PublishedLists(NamedTuple):

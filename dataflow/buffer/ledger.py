@@ -30,7 +30,7 @@ from ..node import SOURCE, Node
 from ..operation import Shape
 from .claims import Claims
 from .events import Claim, Drop, Event, Finish, Issue, Lose, Offer, Publish, Release, SetSource, to_json
-from .leases import Lease, Leases, Published, PublishedLists, Staleness
+from .leases import Lease, Leases, Published, PublishedLists, Spread, Staleness, Written
 from .live_rows import LiveRows
 from .log import Log
 from .readiness import Readiness
@@ -162,8 +162,8 @@ class Ledger:
 
     # Rows are worked on
 
-    def publish(self, lease: Lease, published: Published, segment: Segment | None) -> None:
-        """Rows of a lease that its node has finished, all or some of them, with what it wrote (None: nothing).
+    def publish(self, lease: Lease, published: Published, written: Written) -> None:
+        """Rows of a lease that its node has finished, all or some of them, with what it wrote.
 
         Of an EXPAND these are new rows, as they come; of the parents that are `finished` no more do. What comes of a parent that a
         quorum has finished is let go.
@@ -173,44 +173,60 @@ class Ledger:
         """
         self.leases.check(lease)
         if lease.given_up and published.parents is not None:
+            if isinstance(written, Spread):
+                written = written.only(published.not_of(lease.given_up))
             published = published.without(lease.given_up)
         lists = published.to_lists()
         lease.check(lists, self.live.rows)
         ids, tokens, versions, parents, finished = lists
         if parents is not None and finished is None:
             finished = []
-        reference = segment.to_json() if segment is not None else None
-        self._note(Publish(lease.token, ids, tokens, reference, versions, parents, finished))
+        one = written.to_json() if isinstance(written, Segment) else None
+        several = written.to_json() if isinstance(written, Spread) else None
+        self._note(Publish(lease.token, ids, tokens, one, versions, parents, finished, several))
         through = ids if finished is None else finished
         if lease.node.operation.takes_groups:
             for id in through:
                 del lease.open[id]
-            lease.staged.append((through, published, segment))
+            assert not isinstance(written, Spread), "a node that takes groups publishes rank by rank"
+            lease.staged.append((through, published, written))
             return
         made_of = {} if parents is None else {id: lease.open[id] for id in parents}
-        self._accept(lease.node, [lease.open.pop(id) for id in through] if through else [], made_of, lists, segment)
+        self._accept(lease.node, [lease.open.pop(id) for id in through] if through else [], made_of, lists, written)
 
     def _accept(
-        self, node: Node, rows: list[Row], parents: dict[int, Row], published: PublishedLists, segment: Segment | None
+        self, node: Node, rows: list[Row], parents: dict[int, Row], published: PublishedLists, written: Written
     ) -> None:
         """Rows are done, and rows made of these parents are there."""
-        part = None
-        if node.writes and segment is not None:
-            part = self.parts.add(segment, len(published.ids))
-        elif segment is not None:  # nobody reads what a node wrote without saying so
-            self.parts.discard(segment)
+        parts = self._parts_of(node, written, len(published.ids))
         if published.parents is not None:
-            self._add_children(node, parents, published, part)
+            self._add_children(node, parents, published, parts)
         else:
             name = node.name
             for row, tokens in zip(rows, published.num_tokens, strict=True):
                 row.tokens += tokens
-                if part is not None:  # of all rows, before one is finished: it may be the last of its group
-                    row.parts[name] = part
+            for row, part in zip(rows, parts, strict=True) if parts else ():
+                row.parts[name] = part  # of all rows, before one is finished: it may be the last of its group
         if rows:
             self.live.finish(rows, self._index[node.name])
 
-    def _add_children(self, node: Node, parents: dict[int, Row], published: PublishedLists, part: Part | None) -> None:
+    def _parts_of(self, node: Node, written: Written, rows: int) -> Sequence[Part]:
+        """For each published row, where the columns lie that were written of it; empty if nothing was that anybody reads."""
+        if written is None:
+            return ()
+        spread = written if isinstance(written, Spread) else Spread((written,), (rows,))
+        if not node.writes:  # nobody reads what a node wrote without saying so
+            for segment in spread.segments:
+                self.parts.discard(segment)
+            return ()
+        parts: list[Part] = []
+        for segment, number in zip(spread.segments, spread.rows, strict=True):
+            parts += [self.parts.add(segment, number)] * number
+        return parts
+
+    def _add_children(
+        self, node: Node, parents: dict[int, Row], published: PublishedLists, parts: Sequence[Part]
+    ) -> None:
         ids, tokens, versions, of, _ = published
         assert of is not None and node.makes_level is not None
         level, name, rows = node.makes_level, node.name, list[Row]()
@@ -218,8 +234,8 @@ class Ledger:
             parent = parents[of[k]]
             version = parent.version if versions is None else versions[k]
             row = Row(id, parent.group, parent, level, parent.position, parent.tokens + tokens[k], version)
-            if part is not None:
-                row.parts[name] = part
+            if parts:
+                row.parts[name] = parts[k]
             if parent.children is None:
                 parent.children = [row]
             else:

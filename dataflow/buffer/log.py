@@ -45,9 +45,11 @@ from .log_history import (
 Record = Mapping[str, Any]
 """An event: `do` names its kind, and the other fields depend on the kind. Values are those of JSON."""
 
-FORMAT = 3
+FORMAT = 4
 """Format of the records of a log and of the graphs described in it. In format 1, all rows made of a parent came together. In format 2,
-rows were issued in a `round`, which is a `step` now."""
+rows were issued in a `round`, which is a `step` now. In format 3, all rows of a record lay in one segment."""
+OLDEST = 3
+"""The oldest format that is read."""
 
 _CHUNK_BYTES = 1 << 20
 _CUT = ".cutting"
@@ -360,10 +362,10 @@ def described_graph(record: Record) -> Graph:
         FormatError: another version of Weft wrote the log.
     """
     found = record.get("format", 1)
-    if found != FORMAT:
+    if not OLDEST <= found <= FORMAT:
         which = "an earlier" if found < FORMAT else "a later"
         where = f"graph {record['graph']!r} is described in format {found}, by {which} version of Weft"
-        raise FormatError(f"the log cannot be read: {where}; this version reads format {FORMAT}")
+        raise FormatError(f"the log cannot be read: {where}; this version reads formats {OLDEST} to {FORMAT}")
     return Graph.from_outline(record["outline"])
 
 

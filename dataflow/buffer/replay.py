@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .events import Claim, Drop, Event, Finish, Issue, Lose, Offer, Publish, Release, SetSource, from_record
-from .leases import Published, Staleness
+from .leases import Published, Spread, Staleness
 from .ledger import Ledger
 from .log import Record
 from .segments import Segment
@@ -34,8 +34,10 @@ def _apply(ledger: Ledger, event: Event) -> None:
             _claim(ledger, event)
         case Publish():
             arrays = (event.ids, event.tokens, event.versions, event.parents, event.finished)
-            segment = Segment.from_json(event.segment) if event.segment else None
-            ledger.publish(ledger.leases[event.lease], Published.of_lists(*arrays), segment)
+            written = Segment.from_json(event.segment) if event.segment else None
+            if event.segments is not None:
+                written = Spread.from_json(event.segments)
+            ledger.publish(ledger.leases[event.lease], Published.of_lists(*arrays), written)
         case Finish():
             ledger.finish(ledger.leases[event.lease], step=event.step)
         case Release():

@@ -24,7 +24,7 @@ from .capacity import Capacity, capacity
 from .checkpoint_file import checkpoint_position, write_checkpoint
 from .disk import Disk, is_full, make_folder, remove
 from .folder import LOG, SEGMENTS, checkpoint_path, ledger_checkpoints
-from .leases import Fate, Lease, Published
+from .leases import Fate, Lease, Published, Spread, Written
 from .ledger import Ledger
 from .ledger_state import save
 from .log import Fence, Log, LogReader, Position, Record, graph_record
@@ -336,11 +336,12 @@ class SampleBuffer:
         if before is not None:
             self._pins.free_later(before)
 
-    def publish(self, ledger: Ledger, lease: Lease, published: Published, segment: Segment | None) -> None:
-        """Publish rows as `Ledger.publish` does, and keep the file of their segment as long as rows lie in it."""
-        ledger.publish(lease, published, segment)
-        if segment is not None:
-            self.store.published(segment)
+    def publish(self, ledger: Ledger, lease: Lease, published: Published, written: Written) -> None:
+        """Publish rows as `Ledger.publish` does, and keep the files of their segments as long as rows lie in them."""
+        ledger.publish(lease, published, written)
+        for segment in written.segments if isinstance(written, Spread) else (written,):
+            if segment is not None:
+                self.store.published(segment)
 
     def note(self, key: str, value: Any) -> None:
         """Write a value to the log that recovery restores (see `notes`).

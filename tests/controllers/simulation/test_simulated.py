@@ -315,6 +315,8 @@ def test_where_many_ranks_are_at_work_rows_are_taken_together(tmp_path: Path, re
     assert len(times(driver)) == 2 and not check_log(driver.directory.path / "buffer").violations
     together = backend.replies / backend.turns
     assert together > 2 if replicas > MANY_RANKS else together < 1.5, together
+    joined = [r for r in LogReader(driver.directory.path / "buffer" / LOG) if "segments" in r]
+    assert joined or replicas < MANY_RANKS, "rows of several ranks are one record"
 
 
 class Replaceable(Rollout):

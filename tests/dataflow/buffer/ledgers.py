@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from weft.dataflow.buffer.leases import Lease, Published
+from weft.dataflow.buffer.leases import Lease, Published, Written
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.readiness import Readiness
 from weft.dataflow.buffer.rows import GroupState, RowState
@@ -132,7 +132,7 @@ def node(ledger: Ledger, name: str) -> Node:
     return next(n for n in ledger.graph.nodes if n.name in (name, f"{name}r.{name}"))
 
 
-def publish(ledger: Ledger, lease: Lease, ids: Any = None, into: Segment = segment()) -> None:
+def publish(ledger: Ledger, lease: Lease, ids: Any = None, into: Written = segment()) -> None:
     ids = lease.ids if ids is None else np.asarray(ids, np.int64)
     ledger.publish(lease, Published(ids, np.ones(len(ids), np.int64)), into)
 

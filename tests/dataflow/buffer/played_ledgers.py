@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from weft.dataflow.buffer.check import Report, check_log
-from weft.dataflow.buffer.leases import Lease, Published, Staleness
+from weft.dataflow.buffer.leases import Lease, Published, Spread, Staleness, Written
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.log import Log
 from weft.dataflow.buffer.sample_buffer import SampleBuffer
@@ -59,9 +59,8 @@ class Play:
 
     def give(self, ledger: Ledger, lease: Lease, held: list[int]) -> None:
         self.chance.shuffle(held)
-        self.segments += 1
-        into = replace(DATA, offset=self.segments) if lease.node.writes else None
         if lease.node.makes_level is None:
+            into = self.written(lease, len(held))
             self.buffer.publish(ledger, lease, Published(np.array(held, np.int64), np.ones(len(held), np.int64)), into)
             return
         place = {id: k for k, id in enumerate(lease.ids.tolist())}
@@ -70,7 +69,18 @@ class Play:
         versions = np.array([max(0, self.version - self.chance.randint(0, 3)) for _ in ids], np.int64)
         of, all_of_them = np.array(parents, np.int64), np.array(held, np.int64)
         made = children(np.array(ids, np.int64), versions, of, all_of_them)
-        self.buffer.publish(ledger, lease, made, into)
+        self.buffer.publish(ledger, lease, made, self.written(lease, len(ids)))
+
+    def written(self, lease: Lease, rows: int) -> Written:
+        """Where so many rows lie: in one segment, or in those of two ranks, one of which may have written nothing."""
+        if not lease.node.writes:
+            return None
+        self.segments += 2
+        segments = [replace(DATA, offset=self.segments + k) for k in (0, 1)]
+        if lease.node.operation.takes_groups or self.chance.random() < 0.5:
+            return segments[0]
+        first = self.chance.randint(0, rows)
+        return Spread(segments, [first, rows - first])
 
     def finish(self) -> None:
         ledger = self.ledger

@@ -7,7 +7,7 @@ import pytest
 from ledgers import Clock, Drawing, claim, dapo, do, expand, forgotten, generated, grpo, node, publish, segment
 
 from weft.dataflow.buffer.history import waits_for
-from weft.dataflow.buffer.leases import Published
+from weft.dataflow.buffer.leases import Published, Spread
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.pieces import find_pieces
 from weft.dataflow.buffer.rows import Ids
@@ -58,6 +58,24 @@ def test_groups_are_streamed_as_their_parents_finish():
     expand(ledger, lease, 2, only=[1])
     assert claim(ledger, "score").ids.tolist() == [1000, 1001]
     assert ledger.live.counts() == {"issued": 4, "waiting": 1, "leased": 3, "done": 0, "dropped": 0}
+
+
+def test_rows_that_several_ranks_wrote_are_published_together_and_each_lies_where_its_rank_wrote_it():
+    ledger = generated(grpo())
+    ranks = [segment("first rank"), segment("second rank"), segment("of a rank without rows")]
+    publish(ledger, claim(ledger, "score"), into=Spread(ranks, [2, 4, 0]))
+    rows = [row.parts["score"].segment.file for row in ledger.live.rows.values() if "score" in row.parts]
+    assert rows == ["first rank"] * 2 + ["second rank"] * 4
+    assert [s.file for s in ledger.parts.take_freed()] == ["of a rank without rows"], "nobody will ever need it"
+    for name in ("advantages", "update"):
+        do(ledger, name)
+    assert {"first rank", "second rank"} <= {s.file for s in ledger.parts.take_freed()}
+
+
+def test_what_comes_of_parents_that_were_given_up_leaves_the_segments_of_the_other_rows():
+    ranks = Spread([segment("first rank"), segment("second rank")], [2, 2])
+    assert ranks.only(np.array([True, False, False, False])).rows == [1, 0]
+    assert Spread.from_json(ranks.to_json()).segments == ranks.segments
 
 
 def test_a_lease_knows_its_rows():
