@@ -7,6 +7,7 @@
 - A bundle is what a pool (and those beside it) has on one node, and no two bundles of a pool are on one node.
 - Ranks go to nodes in blocks, so that the ranks of a replica, which are consecutive, share a node if they fit on one.
 - A pool that does not say how many nodes it has gets as few as can hold it.
+- The pool of an elastic group has a bundle for each rank, and these may share nodes: each is reserved by itself.
 """
 
 from __future__ import annotations
@@ -36,6 +37,14 @@ class Nodes:
     def that_hold(self, cpus: int, gpus: int) -> int:
         """How many of them have so many CPUs and GPUs."""
         return sum(cpus <= c and gpus <= g for c, g in self.sizes)
+
+    def times(self, cpus: int, gpus: int) -> int:
+        """How often so many CPUs and GPUs, each time on one node, are there.
+
+        >>> Nodes([(8, 2), (8, 0), (1, 4)], "the cluster").times(2, 1)
+        2
+        """
+        return sum(min(c // cpus, g // gpus if gpus else c) for c, g in self.sizes)
 
 
 @dataclass(frozen=True)
@@ -148,10 +157,12 @@ def lay_out(placement: Mapping[str, Place], handles: Mapping[str, Handle], nodes
         UserError: naming the pools, what they ask for, and what there is.
     """
     pools = {p.pool.name: p.pool for p in placement.values()}
-    sized = [pool for pool in pools.values() if not is_own(pool)]
+    elastic = {place.pool.name: place for place in placement.values() if place.is_elastic}
+    sized = [pool for pool in pools.values() if not is_own(pool) and pool.name not in elastic]
     if not nodes.grow:
-        _check_totals(sized, nodes)
+        _check_totals([*sized, *map(_least, elastic.values())], nodes)
     laid_out = {name: replace(pool, nodes=1) for name, pool in pools.items() if is_own(pool)}
+    laid_out |= {name: _by_rank(place, nodes) for name, place in elastic.items()}
     for family in _families(sized).values():
         on = [(name, place) for name, place in placement.items() if place.pool in family]
         blocks = [(place, _replica(handles[name], name, place)) for name, place in on if name in handles]
@@ -175,7 +186,7 @@ def check_follows(placement: Mapping[str, Place], follows: Iterable[ParameterEdg
     for edge in follows:
         for group in (edge.leader, edge.follower):
             pool = placement[group].pool
-            if (pool.nodes or 1) > 1:
+            if (pool.nodes or 1) > 1 and not placement[group].is_elastic:  # whose ranks go to the leader's node
                 raise UserError(
                     f"{edge.follower!r} follows {edge.leader!r}, but {group!r} is on pool {pool.name!r} of {pool.nodes} nodes; "
                     "weights still pass through the memory of one node: put both groups on pools of one node, one of them beside the other "
@@ -194,6 +205,32 @@ def _families(pools: Iterable[ResourcePool]) -> dict[str, list[ResourcePool]]:
         if root is not pool:
             found[root.name].append(pool)
     return found
+
+
+def _least(place: Place) -> ResourcePool:
+    """What an elastic group has to have of its pool."""
+    share, pool = (place.min_ranks or place.ranks), place.pool
+    return replace(
+        pool, cpus=pool.cpus // place.ranks * share, gpus=pool.gpus // place.ranks * share, nodes=None, beside=None
+    )
+
+
+def _by_rank(place: Place, nodes: Nodes) -> ResourcePool:
+    """The pool of an elastic group, which has a bundle for each rank.
+
+    Raises:
+        UserError: there is not enough for the ranks that the group has to have.
+    """
+    pool = replace(place.pool, nodes=place.ranks)
+    one = bundles([pool])[pool.name][0]
+    if not nodes.grow and (room := nodes.times(one.cpus, one.gpus)) < (place.min_ranks or 0):
+        have = ", ".join(f"{c} and {g}" for c, g in sorted(set(nodes.sizes), reverse=True))
+        raise UserError(
+            f"resource pool {pool.name!r} asks for {one.cpus} CPUs and {one.gpus} GPUs for each of at least {place.min_ranks} ranks, but "
+            f"{nodes.where} has that {room} times (CPUs and GPUs of its nodes: {have}); lower min_ranks, or wait for a cluster that grows: "
+            "RayBackend(wait_s=...)"
+        )
+    return pool
 
 
 def _check_totals(pools: Sequence[ResourcePool], nodes: Nodes) -> None:

@@ -29,7 +29,7 @@ from .checks import (
 from .deadlines import set_deadlines
 from .group import WorkerGroup
 from .own_groups import RESERVED, own_groups
-from .placement import Placement, resolve
+from .placement import Placement, check_elastic, resolve
 from .recovery.checkpoints import FOLDER, CheckpointConfig, complete_checkpoints
 from .recovery.full_disk import FullDisk
 from .recovery.resume import ResumePoint, find_checkpoint, open_run
@@ -279,6 +279,7 @@ def _checked(
     every_handle = {**handles, **own_groups(graphs, handles, settings["record_every"])}
     settings |= set_deadlines(settings["start_timeout_s"], settings["call_timeout_s"], every_handle.values())
     places = resolve(placement, {**handles, **RESERVED})
+    check_elastic(places, every_handle)
     # Rows in flight are kept for as many checkpoints as models are, and for the one that is being written.
     buffer: BufferConfig = settings["buffer"]
     keep = max(buffer.keep_checkpoints, settings["checkpoint"].keep + 1)

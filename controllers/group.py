@@ -225,6 +225,8 @@ class WorkerGroup:
         """Calls under way, oldest first; a rank takes them one at a time."""
         self.version = 0
         """Policy version of the weights that it holds."""
+        self.absent: set[int] = set()
+        """Ranks of an elastic group that have no process: the cluster has no room for them. Nobody calls them."""
         self.starting: set[int] = set()
         """Ranks whose processes are not up yet. They get no rows."""
         self.lacking: set[int] = set()
@@ -270,7 +272,12 @@ class WorkerGroup:
     @property
     def out(self) -> set[int]:
         """Ranks that get no rows."""
-        return self.starting | self.lacking
+        return self.absent | self.starting | self.lacking
+
+    @property
+    def up(self) -> list[int]:
+        """Ranks whose processes are up."""
+        return [rank for rank in range(len(self.mesh)) if rank not in self.absent and rank not in self.starting]
 
     @property
     def replicas(self) -> Sequence[int]:
@@ -293,7 +300,7 @@ class WorkerGroup:
 
         Args:
             method: a remote method, or REGISTER, which a new process answers when it is up.
-            ranks: default: all ranks.
+            ranks: default: all ranks; of an elastic group, those that are up.
             arguments: of the method.
 
         Raises:
@@ -301,7 +308,9 @@ class WorkerGroup:
         """
         if method != REGISTER:
             self._dispatch(method)
-        call = Call(self, method, tuple(range(len(self.mesh)) if ranks is None else ranks))
+        every = self.up if self.place.is_elastic else range(len(self.mesh))
+        called = every if ranks is None else ranks
+        call = Call(self, method, tuple(rank for rank in called if rank not in self.absent))
         call.waiting = set(call.ranks)
         task = Task(method, arguments, number=call.number)
         for rank in call.ranks:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..dataflow.arguments import names_arguments
 from ..dataflow.errors import UserError, nearest
+from ..dataflow.handle import Handle
 
 
 @names_arguments
@@ -101,10 +102,28 @@ def _in_all(who: str, kind: str, total: int | None, each: int | None, nodes: int
 @names_arguments
 @dataclass(frozen=True)
 class Place:
-    """Where one group runs: how many ranks on which pool. Each rank gets an equal share of the pool's CPUs and GPUs."""
+    """Where one group runs: how many ranks on which pool. Each rank gets an equal share of the pool's CPUs and GPUs.
+
+    With `min_ranks` the group is elastic: its run starts as soon as so many ranks are up, others join when the cluster has room for
+    them, and any of them may be lost (a spot instance, say), which costs the run the rows that it held. Each rank of such a group is a
+    reservation of its own, wherever there is room. Only ranks that are independent of each other can come and go: those of a rollout,
+    a reward, or another group whose worker class is `replaceable`.
+
+    >>> Place(ResourcePool("spot", gpus=16), ranks=16, min_ranks=4).is_elastic
+    True
+
+    Args:
+        pool: where it runs. An elastic group has one of its own.
+        ranks: of the group; of an elastic one, the most that it can have.
+        min_ranks: ranks below which an elastic group is waited for; default: the group is not elastic.
+
+    Raises:
+        UserError: the numbers do not fit the pool, or each other.
+    """
 
     pool: ResourcePool
     ranks: int = 1
+    min_ranks: int | None = None
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -119,6 +138,27 @@ class Place:
                 f"{self.ranks} ranks do not divide over the {self.pool.nodes} nodes of pool {self.pool.name!r} evenly; "
                 f"the nearest number that does is {right}"
             )
+        if self.min_ranks is not None:
+            self._check_elastic()
+
+    def _check_elastic(self) -> None:
+        pool, least, ranks = self.pool, self.min_ranks, self.ranks
+        who = f"an elastic group on pool {pool.name!r}"
+        if not isinstance(least, int) or isinstance(least, bool) or not 1 <= least <= ranks:
+            raise UserError(f"{who}: min_ranks is a whole number from 1 to ranks={ranks}, not {least!r}")
+        if pool.cpus % ranks:
+            right = max(1, round(pool.cpus / ranks)) * ranks
+            raise UserError(f"{who}: {ranks} ranks do not divide its {pool.cpus} CPUs evenly; take cpus={right}, say")
+        if pool.beside is not None or pool.nodes not in (None, ranks):
+            given = f"beside={pool.beside!r}" if pool.beside is not None else f"nodes={pool.nodes}"
+            raise UserError(
+                f"{who}: each of its {ranks} ranks goes wherever there is room, and {given} cannot hold; leave it out"
+            )
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether ranks of the group may come and go."""
+        return self.min_ranks is not None
 
     @property
     def threads(self) -> int:
@@ -163,7 +203,39 @@ def resolve(placement: Placement | None, groups: Mapping[str, object]) -> dict[s
         if by_name.setdefault(place.pool.name, place.pool) != place.pool:
             raise UserError(f"two resource pools are called {place.pool.name!r}")
     check_beside(by_name)
+    _check_alone(given)
     return {name: given.get(name) or Place(ResourcePool(f"{name}{OWN}")) for name in groups}
+
+
+def _check_alone(placement: Placement) -> None:
+    """Check that elastic groups share their pools with nobody."""
+    for name, place in placement.items():
+        pool = place.pool
+        others = [n for n, p in placement.items() if n != name and pool.name in (p.pool.name, p.pool.beside)]
+        if place.is_elastic and others:
+            raise UserError(
+                f"group {name!r} has min_ranks={place.min_ranks}, and its pool {pool.name!r} is used by {', '.join(map(repr, others))}, "
+                "too: a group whose ranks come and go needs a pool of its own"
+            )
+
+
+def check_elastic(placement: Placement, groups: Mapping[str, Handle]) -> None:
+    """Check that the ranks of elastic groups are independent of each other.
+
+    Args:
+        placement: group -> its place.
+        groups: the handles of the groups, by name.
+
+    Raises:
+        UserError: naming the group, and those of the placement that can be elastic.
+    """
+    for name, place in placement.items():
+        if place.is_elastic and name in groups and not groups[name].worker_class.replaceable:
+            able = [n for n, handle in groups.items() if handle.worker_class.replaceable]
+            raise UserError(
+                f"group {name!r} has min_ranks={place.min_ranks}, but the ranks of a {groups[name].worker_class.__name__} compute together "
+                f"and cannot come and go; leave min_ranks out (groups that can have it: {', '.join(able) or 'none'})"
+            )
 
 
 def is_own(pool: ResourcePool) -> bool:

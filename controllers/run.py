@@ -33,6 +33,7 @@ from .loop.replies import Remedies, Replies
 from .loop.run_parts import RunParts
 from .recovery.checkpoints import CheckpointFolder, has_state
 from .recovery.copies import END_S, LEAVE_S, copies_of
+from .recovery.elastic import Elastic
 from .recovery.failures import Failures
 from .recovery.lost_nodes import LostNodes
 from .recovery.resume import ResumePoint
@@ -93,7 +94,8 @@ class Run:
         times = CallTimes(directory, graph_runs.train, self._backend.clock, self._started)
         calls = Calls(groups, failures, times, self._commit)
         lost_nodes = LostNodes(self._backend, buffer, groups, failures, history.progress)
-        remedies = Remedies(self._backend, failures, lost_nodes, self._saving, self._disk)
+        self._elastic = Elastic(self._backend, groups, failures, history.progress.say, spec.start_timeout_s)
+        remedies = Remedies(self._backend, failures, lost_nodes, self._elastic, self._saving, self._disk)
         self._replies = Replies(self._backend, buffer, graph_runs, calls, remedies)
         self._weights, self._calls = weights, calls
         parts = RunParts(schedule, buffer, groups, graph_runs, weights, recording, calls)
@@ -183,7 +185,7 @@ class Run:
         self._commit()
         self._replies.give_up_rows()
         self._replies.cancel_expired()
-        if self._calls.under_way:
+        if self._calls.under_way or self._elastic.waits:
             try:
                 self._take()
             except BaseException:

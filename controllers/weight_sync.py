@@ -138,7 +138,7 @@ class WeightSync:
         """Ranks that are to receive weights: all that are up, or only those that lack them, if the others have this version."""
         if follower.lacking and follower.version == weights.version:
             return set(follower.lacking)
-        return {rank for rank in range(len(follower.mesh)) if rank not in follower.starting}
+        return set(follower.up)
 
     def _receive(self, follower: WorkerGroup, weights: Any) -> CallRequest:
         ranks = sorted(self._receivers(follower, weights))

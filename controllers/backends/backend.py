@@ -146,7 +146,7 @@ class Backend(Protocol):
             setup: what is to be started.
 
         Returns:
-            The worker groups, by name.
+            The worker groups, by name. Ranks of elastic groups for which there is no room are absent.
 
         Raises:
             UserError: a worker cannot be made, and the user can mend it.
@@ -224,8 +224,12 @@ class Backend(Protocol):
         """Those of the segments on other nodes that cannot be read there, and why."""
         ...
 
-    def lost_nodes(self) -> Collection[str]:
-        """Names of the nodes that are gone, with their processes and rows."""
+    def lost_nodes(self, *, look: bool) -> Collection[str]:
+        """Names of the nodes that are gone, with their processes and rows.
+
+        Args:
+            look: ask the nodes whether they are there, which may take seconds; else those that are known to be gone.
+        """
         ...
 
     def node_of(self, group: WorkerGroup, rank: int) -> str:
@@ -233,13 +237,31 @@ class Backend(Protocol):
         ...
 
     def replace(self, group: WorkerGroup, rank: int) -> None:
-        """End a rank's process if it still lives, and start another in its place; returns at once. What the old one had not
-        answered is never answered; calls on the new one wait until it is up.
+        """End a rank's process, if it has one that still lives, and start another in its place; returns at once. What the old one had
+        not answered is never answered; calls on the new one wait until it is up.
 
         Args:
             group: of the rank.
             rank: in the group.
         """
+        ...
+
+    def release(self, group: WorkerGroup, rank: int) -> None:
+        """End the process of a rank of an elastic group, if it still lives, and start no other; returns at once.
+
+        Args:
+            group: of the rank.
+            rank: in the group.
+        """
+        ...
+
+    def vacant(self, group: WorkerGroup) -> Collection[int]:
+        """The absent ranks of an elastic group for which there is room now."""
+        ...
+
+    @property
+    def wait_s(self) -> float:
+        """How long room for the ranks that a run needs is waited for."""
         ...
 
     def sample_at(self, group: WorkerGroup, rank: int) -> int | None:

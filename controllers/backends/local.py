@@ -100,7 +100,7 @@ class Local:
     def nodes(self) -> Collection[str]:
         return (this_node(),)
 
-    def lost_nodes(self) -> Collection[str]:
+    def lost_nodes(self, *, look: bool) -> Collection[str]:
         return ()
 
     def node_of(self, group: WorkerGroup, rank: int) -> str:
@@ -108,6 +108,15 @@ class Local:
 
     def replace(self, group: WorkerGroup, rank: int) -> None:
         raise RuntimeError(f"{group.name}[{rank}] has no process that could end")
+
+    def release(self, group: WorkerGroup, rank: int) -> None:
+        raise RuntimeError(f"{group.name}[{rank}] has no process that could end")
+
+    def vacant(self, group: WorkerGroup) -> Collection[int]:
+        """All ranks are there from the start."""
+        return ()
+
+    wait_s = 0.0
 
     def sample_at(self, group: WorkerGroup, rank: int) -> None:
         """Nobody asks: an exception names its samples itself."""

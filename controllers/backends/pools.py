@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...dataflow.errors import UserError
 from ..bundles import Bundle, bundles
-from ..placement import ResourcePool, is_own
+from ..placement import Place, ResourcePool, is_own
 from .backend import Setup
 
 WAIT_S = 30.0
@@ -18,6 +18,8 @@ OWN_POOL_TIMEOUT_S = 1.0
 """Longest wait for a CPU of its own for a group without a place."""
 TELL_S = (3.0, 60.0)
 """Seconds until the first line that says what is waited for, and most seconds between two: each comes after twice as long."""
+LOOK_S = 0.2
+"""Seconds between two looks for room for the ranks of an elastic group."""
 PROBE_TIMEOUT_S = 120.0
 """Longest wait for a process that says which GPUs a bundle has."""
 
@@ -28,12 +30,26 @@ class ReservedPart:
 
     strategy: Any
     """Schedules an actor there."""
-    node: str
-    """Ray's id of the node."""
-    address: str
+    node: str = ""
+    """Ray's id of the node; empty: there was no room for it when the run started."""
+    address: str = ""
     """Of the node."""
     gpus: Sequence[str] = ()
     """Its devices, as `CUDA_VISIBLE_DEVICES` names them on its node."""
+    bundle_gpus: int = 0
+    """GPUs of its bundle, which other pools may share."""
+    first_gpu: int = 0
+    """Where its own begin among them."""
+    own_gpus: int = 0
+    """How many are its own."""
+
+    def find_gpus(self) -> Any:
+        """A promise of its devices where its bundle is now: Ray moves the bundle of a node that is gone."""
+        import ray
+
+        held: Any = ray.remote(_gpus_from)
+        options = held.options(num_gpus=self.bundle_gpus, num_cpus=0, scheduling_strategy=self.strategy)
+        return options.remote(self.first_gpu, self.own_gpus)
 
 
 @dataclass(frozen=True)
@@ -58,6 +74,8 @@ class Reservations:
         self._groups: list[Any] = []
         """Placement groups of Ray."""
         self._pools: dict[str, ReservedPool] = {}
+        self._by_rank: dict[str, list[Any]] = {}
+        """Pool of an elastic group -> a placement group for each rank."""
 
     def __getitem__(self, name: str) -> ReservedPool:
         return self._pools[name]
@@ -72,7 +90,8 @@ class Reservations:
         Raises:
             UserError: a pool that the user sized was not free in time.
         """
-        pools = {p.pool.name: p.pool for p in setup.placement.values()}
+        elastic = {p.pool.name: p for p in setup.placement.values() if p.is_elastic}
+        pools = {p.pool.name: p.pool for p in setup.placement.values() if not p.is_elastic}
         own = [name for name, pool in pools.items() if is_own(pool)]
         sized = [name for name in pools if name not in own] or own[:1]
         self._reserve([pools[name] for name in sized], self._wait_s, tell=setup.tell)
@@ -84,19 +103,79 @@ class Reservations:
                 f"{_in_stock(ray.nodes(), ray.available_resources())}. RayBackend(wait_s=...) waits longer, for a cluster that grows"
             )
         leaders = {setup.placement[e.follower].pool.name: setup.placement[e.leader].pool.name for e in setup.follows}
+        for name, place in elastic.items():
+            leader = self._pools.get(leaders.get(name, ""))
+            self._reserve_by_rank(place, leader.parts[0].node if leader else None, setup.tell)
         near = {name: self._pools[leaders[name]].parts[0].node for name in own if leaders.get(name) in self._pools}
         self._reserve([pools[n] for n in own if n not in self._pools], OWN_POOL_TIMEOUT_S, near=near)
-        largest = max(self._pools, key=lambda name: pools[name].cpus)
+        largest = max(self._pools.keys() & pools.keys(), key=lambda name: pools[name].cpus)
         for name in own:
             host = self._pools.get(leaders.get(name, largest), self._pools[largest]).parts[0]
             guest = ReservedPart(host.strategy, host.node, host.address)
             self._pools.setdefault(name, ReservedPool([guest], cpus=0))
 
+    def room(self, name: str) -> dict[int, str]:
+        """Ranks of an elastic group for which there is room now -> Ray's id of the node.
+
+        Args:
+            name: of its pool.
+        """
+        import ray
+
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        tables: Mapping[str, Mapping[str, Any]] = ray.util.placement_group_table()
+        found: dict[int, str] = {}
+        for rank, group in enumerate(self._by_rank.get(name, ())):
+            table = tables.get(group.id.hex(), {})
+            node = table.get("bundles_to_node_id", {}).get(0, "")
+            if table.get("state") == "CREATED" and node in alive:
+                found[rank] = node
+        return found
+
     def release(self) -> None:
         import ray
 
-        for group in self._groups:
+        for group in [*self._groups, *(group for groups in self._by_rank.values() for group in groups)]:
             ray.util.remove_placement_group(group)
+
+    def _reserve_by_rank(self, place: Place, near: str | None, tell: Callable[[str], None]) -> None:
+        """Ask for each rank of an elastic group by itself, and wait until there is room for as many as it has to have. The other requests
+        stand: Ray's autoscaler sees them, too.
+
+        Args:
+            near: Ray's id of the node that all have to lie on; None: anywhere.
+        """
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        pool, least = place.pool, place.min_ranks or 0
+        each = bundles([pool])[pool.name]
+        self._by_rank[pool.name] = [_ask([bundle], near) for bundle in each]
+        began = time.monotonic()
+        (pause_s, longest_s), told = TELL_S, began
+        while len(self.room(pool.name)) < least:
+            now = time.monotonic()
+            stock = _in_stock(ray.nodes(), ray.available_resources())
+            has = f"{len(self.room(pool.name))} of at least {least} ranks on resource pool {pool.name!r}"
+            if now - began > self._wait_s:
+                raise UserError(
+                    f"there was room for {has} after {self._wait_s:.0f} s (each needs {each[0].cpus} CPUs, {each[0].gpus} GPUs); {stock}. "
+                    "RayBackend(wait_s=...) waits longer, for a cluster that grows"
+                )
+            if now - told >= pause_s:
+                pause_s, told = min(2 * pause_s, longest_s), now
+                tell(f"there is room for {has}, waiting {began + self._wait_s - now:.0f} s at most; {stock}")
+            time.sleep(LOOK_S)
+        time.sleep(LOOK_S)  # others have come at the same time
+        there, addresses = self.room(pool.name), {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
+        parts: list[ReservedPart] = []
+        for rank, (group, bundle) in enumerate(zip(self._by_rank[pool.name], each, strict=True)):
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+            node = there.get(rank, "")
+            part = ReservedPart(strategy, node, addresses.get(node, ""), (), bundle.gpus, 0, bundle.gpus)
+            gpus = ray.get(part.find_gpus(), timeout=PROBE_TIMEOUT_S) if node and bundle.gpus else ()
+            parts.append(replace(part, gpus=gpus))
+        self._pools[pool.name] = ReservedPool(parts, pool.cpus)
 
     def _reserve(
         self,
@@ -139,19 +218,17 @@ class Reservations:
         strategies = [
             PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(len(family))
         ]
-        held: Any = ray.remote(_gpu_ids)  # only a process that holds the GPUs can tell which they are
-        asked = [
-            held.options(num_gpus=bundle.gpus, num_cpus=0, scheduling_strategy=strategy).remote()
-            if bundle.gpus
-            else None
-            for bundle, strategy in zip(family, strategies, strict=True)
+        whole = [
+            ReservedPart(strategies[i], nodes[i], addresses[nodes[i]], (), bundle.gpus, 0, bundle.gpus)
+            for i, bundle in enumerate(family)
         ]
-        gpus = [sorted(ray.get(one, timeout=PROBE_TIMEOUT_S), key=_in_order) if one else [] for one in asked]
+        asked = [part.find_gpus() if part.bundle_gpus else None for part in whole]
+        gpus = [ray.get(one, timeout=PROBE_TIMEOUT_S) if one else [] for one in asked]
         for name in family[0].first_gpu:
             each = pools[name].gpus // (pools[name].nodes or 1)
             first = [bundle.first_gpu.get(name) for bundle in family]
             parts = [
-                ReservedPart(strategies[i], nodes[i], addresses[nodes[i]], gpus[i][start : start + each])
+                replace(whole[i], gpus=gpus[i][start : start + each], first_gpu=start, own_gpus=each)
                 for i, start in enumerate(first)
                 if start is not None
             ]
@@ -168,11 +245,11 @@ def _ask(family: Sequence[Bundle], node: str | None) -> Any:
     return ray.util.placement_group(wanted, strategy=strategy, bundle_label_selector=selector)
 
 
-def _gpu_ids() -> list[str]:
-    """The devices of the bundle in which this runs."""
+def _gpus_from(first: int, number: int) -> list[str]:
+    """Some of the devices of the bundle in which this runs: only a process that holds the GPUs can tell which they are."""
     import ray
 
-    return [str(i) for i in ray.get_gpu_ids()]
+    return sorted((str(i) for i in ray.get_gpu_ids()), key=_in_order)[first : first + number]
 
 
 def _in_order(gpu: str) -> tuple[int, str]:

@@ -75,9 +75,13 @@ class Rank:
     Ray calls in on a thread for each call; the work is done on the executor's thread.
     """
 
-    def __init__(self, worker_class: type, config: Any, context: Context, files: RankFiles) -> None:
+    def __init__(
+        self, worker_class: type, config: Any, context: Context, files: RankFiles, gpus: Sequence[str] | None = None
+    ) -> None:
         import ray
 
+        if gpus is not None:
+            context = replace(context, devices=tuple(gpus))
         for variable, value in network_environment(ray.util.get_node_ip_address()).items():
             os.environ.setdefault(variable, value)
         self._activity = Activity()
@@ -184,6 +188,10 @@ def start_rank(
     at = position(place, context.rank)
     part = pool.parts[at.node_rank]
     gpus = devices(place, context.rank, part.gpus)
+    found: Any = None
+    if place.gpus and (files.replaced or not part.node):
+        first = part.first_gpu + at.local_rank * place.gpus
+        found = replace(part, first_gpu=first, own_gpus=place.gpus).find_gpus()
     context = replace(context, node_rank=at.node_rank, local_rank=at.local_rank, nodes=at.nodes, devices=gpus)
     remote: Any = ray.remote
     actor = remote(concurrency_groups={CONTROL: CONTROL_CALLS})(rank_process(Rank)).options(
@@ -194,7 +202,7 @@ def start_rank(
         max_concurrency=MAX_CALLS,
     )
     rank = cloudpickle.dumps((Rank, handle.worker_class, handle.config, context, files))  # pyright: ignore[reportPrivateImportUsage]
-    return actor.remote(_environment(place, gpus), rank)
+    return actor.remote(_environment(place, gpus), rank, found)
 
 
 def _environment(place: Place, gpus: Sequence[str]) -> dict[str, str]:

@@ -20,11 +20,11 @@ def rank_process(rank_class: type) -> type:
         rank_class: class of the rank. The process imports it by name.
 
     Returns:
-        A class whose objects are made of an environment, in which `PYTHONPATH` and `OMP_NUM_THREADS` are, and of a pickled tuple: the
-        class of the rank and its arguments.
+        A class whose objects are made of an environment, in which `PYTHONPATH` and `OMP_NUM_THREADS` are; of a pickled tuple: the
+        class of the rank and its arguments; and of its GPUs, its last argument, where they had to be found (else None).
     """
 
-    def __init__(self: Any, environment: dict[str, str], rank: bytes) -> None:
+    def __init__(self: Any, environment: dict[str, str], rank: bytes, gpus: list[str] | None = None) -> None:
         import os
         import pickle
         import sys
@@ -33,13 +33,15 @@ def rank_process(rank_class: type) -> type:
         os.environ.update(environment)
         if sent:
             os.environ["PYTHONPATH"] += os.pathsep + sent
+        if gpus is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         first = environment["PYTHONPATH"].split(os.pathsep)
         sys.path[:] = [*first, *(path for path in sys.path if path not in first)]
         torch = sys.modules.get("torch")
         if torch is not None:  # Ray gave us a process in which a task of the script has run
             torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
         made_of, *arguments = pickle.loads(rank)
-        self.rank = made_of(*arguments)
+        self.rank = made_of(*arguments, *(() if gpus is None else (gpus,)))
 
     methods = {
         name: value for name, value in vars(rank_class).items() if isfunction(value) and not name.startswith("_")

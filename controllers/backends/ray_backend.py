@@ -7,11 +7,10 @@ nodes by Arrow Flight.
 from __future__ import annotations
 
 import secrets
-import socket
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,38 +23,26 @@ from ...dataflow.node import ParameterEdge
 from ...workers.dispatch import Coordinates
 from ...workers.rendezvous import LOOPBACK
 from ...workers.worker import Context
-from ..bundles import check_follows, lay_out, shares_gpus, start_turns
+from ..bundles import check_follows, lay_out, position, shares_gpus, start_turns
 from ..group import REGISTER, Call, WorkerGroup
 from ..placement import Place
 from ..ranks.tasks import Failure, FailureKind, Reply, Task
 from .backend import START_TIMEOUT_S, Event, Setup, this_node
 from .model_folders import SentFolders
+from .node_links import POLL_S, NodeLinks, Process
 from .node_logs import LOGS
 from .out_of_memory import kills, why_ended
 from .pools import WAIT_S, Reservations
 from .rank import CONTROL, RankFiles, Standing, start_rank
 from .ray_cluster import RayCluster
 from .sample_note import SampleNote
-from .segment_servers import SegmentServers, node_names
+from .segment_servers import node_names
 from .user_code import UserCode, cannot_import
 
-NODE_TIMEOUT_S = 5.0
-"""Longest wait for a node to accept a connection, when a process is gone, or rows cannot be read."""
 ADVANCED_TIMEOUT_S = 5.0
 """Longest wait for ranks that are starting to say whether they have done anything."""
 CLOSE_TIMEOUT_S = 5.0
 """Longest wait for workers to release what they hold, before they are ended without being asked."""
-
-
-@dataclass
-class _Process:
-    """The process of a rank."""
-
-    actor: Any
-    replaced: int
-    """How often another took the rank's place."""
-    standing: Any = None
-    """Promise of where it stands, if it was asked."""
 
 
 @names_arguments
@@ -102,17 +89,15 @@ class RayBackend:
         self._is_open = False
         self._node_names: Mapping[str, str] = {}
         """Ray's id -> name in references, of all nodes of the cluster."""
-        self._used_nodes: dict[str, str] = {}
-        """The same of those that ranks stand on, or stood on, and the driver's."""
-        self._lost_nodes: set[str] = set()
-        """The names of those among them that are gone."""
-        self._stands_on: dict[tuple[str, int], str] = {}
-        """(group, rank) -> name of its node."""
         self._pools = Reservations(self._wait_s)
-        self._servers = SegmentServers()
         self._models = SentFolders({}, "")
-        self._processes: dict[tuple[str, int], _Process] = {}
+        self._processes: dict[tuple[str, int], Process] = {}
         """(group, rank) -> its process."""
+        self._links = NodeLinks(self._processes, self._died)
+        self._starts: Counter[tuple[str, int]] = Counter()
+        """(group, rank) -> how often a process of it was started."""
+        self._unheard: list[tuple[Call, int]] = []
+        """Calls of ranks that had no process any more."""
         self._streams: dict[Any, tuple[Call, int]] = {}
         """Stream of replies -> call and rank."""
         self._kills: dict[str, int] = {}
@@ -152,51 +137,44 @@ class RayBackend:
         here = ray.get_runtime_context().get_node_id()
         self._node_names = node_names(ray.nodes(), here)
         self._models = SentFolders(setup.handles, here)
-        self._stands_on = {}
         nodes = {name: self._nodes_of(name) for name in setup.handles}
         _check_weights_stay(setup, nodes)
         for name in setup.handles:
+            parts = self._pools[setup.placement[name].pool.name].parts
             for rank in range(setup.placement[name].ranks):
-                self._start_rank(name, rank)
+                if parts[position(setup.placement[name], rank).node_rank].node:
+                    self._start_rank(name, rank)
         meshes = self._begin_in_turn(setup)
-        used = {this_node(), *self._stands_on.values()}
-        self._used_nodes = {id: name for id, name in self._node_names.items() if name in used}
-        self._lost_nodes = set()
-        self._connect_nodes()
-        return {
+        names = {this_node(), *self._links.stands_on.values()}
+        used = {id: name for id, name in self._node_names.items() if name in names}
+        self._links.begin(setup.files, setup.run_dir / LOGS, used, setup.start_timeout_s)
+        groups = {
             name: WorkerGroup(name, handle, setup.placement[name], meshes[name], self._submit)
             for name, handle in setup.handles.items()
         }
-
-    def _connect_nodes(self) -> None:
-        """Have every node that is used serve its segments, and tell all ranks where, if there are several."""
-        import ray
-
-        nodes = {id: name for id, name in self._used_nodes.items() if name not in self._lost_nodes}
-        if self._setup is None or (len(nodes) == 1 and self._servers.peers is None):
-            return
-        peers = self._servers.start(self._setup.files, nodes)
-        self._servers.keep_logs(self._run_dir / LOGS)
-        up = [p for at, p in self._processes.items() if self._stands_on.get(at) in nodes.values()]
-        promises = [p.actor.connect.remote(peers) for p in up]
-        ray.wait(promises, num_returns=len(up), timeout=self._setup.start_timeout_s)
+        for name, group in groups.items():
+            group.absent = {rank for rank in range(len(group.mesh)) if (name, rank) not in self._processes}
+        return groups
 
     def _nodes_of(self, name: str) -> list[str]:
         """The names of the nodes of a group."""
         assert self._setup is not None
-        return [self._node_names[p.node] for p in self._pools[self._setup.placement[name].pool.name].parts]
+        parts = self._pools[self._setup.placement[name].pool.name].parts
+        return [self._node_names[part.node] for part in parts if part.node]
 
-    def _start_rank(self, name: str, rank: int, replaced: int = 0) -> None:
+    def _start_rank(self, name: str, rank: int) -> None:
         """Start a process, which has no worker yet."""
         setup = self._setup
         assert setup is not None
         place = setup.placement[name]
         sharing = sum(1 for p in setup.placement.values() if p.pool.name == place.pool.name)
         context = Context(name, rank, place.ranks, run_dir=setup.run_dir, seed=setup.seed, watched=True)
+        replaced = self._starts[name, rank]
+        self._starts[name, rank] += 1
         models = self._models.of(name) if len(self._node_names) > 1 else None
-        files = RankFiles(setup.files, self._node_names, replaced, self._servers.peers, models)
+        files = RankFiles(setup.files, self._node_names, replaced, self._links.servers.peers, models)
         actor = start_rank(setup.handles[name], place, context, self._pools[place.pool.name], sharing, files)
-        self._processes[name, rank] = _Process(actor, replaced)
+        self._processes[name, rank] = Process(actor)
 
     def _begin_in_turn(self, setup: Setup) -> dict[str, list[Coordinates]]:
         """Have all workers made: of groups that share GPUs one group after the other, of all others at once.
@@ -204,12 +182,14 @@ class RayBackend:
         Returns:
             Group -> where its ranks stand in its mesh.
         """
-        meshes: dict[str, list[Coordinates]] = {name: [] for name in setup.handles}
+        # Ranks of elastic groups that are absent will stand where independent ranks do.
+        meshes = {name: [Coordinates(dp=r) for r in range(setup.placement[name].ranks)] for name in setup.handles}
         for groups in start_turns(setup.placement, setup.follows):
             for (name, rank), standing in sorted(self._wait_for(self._begin(setup, groups)).items()):
-                self._stands_on[name, rank] = standing.node
+                self._links.stands_on[name, rank] = standing.node
+                self._processes[name, rank].is_up = True
                 assert isinstance(standing.at, Coordinates)  # `_wait_for` has raised the failures
-                meshes[name].append(standing.at)
+                meshes[name][rank] = standing.at
         return meshes
 
     def _begin(self, setup: Setup, groups: Sequence[str]) -> dict[Any, tuple[str, int]]:
@@ -230,6 +210,7 @@ class RayBackend:
             ): (name, rank)
             for name in groups
             for rank in range(setup.placement[name].ranks)
+            if (name, rank) in self._processes
         }
 
     def _meeting_host(self, place: Place) -> str:
@@ -296,88 +277,92 @@ class RayBackend:
         return self.address is not None
 
     def unreadable(self, segments: Collection[Segment]) -> Mapping[Segment, str]:
-        return self._servers.unreadable(segments)
+        return self._links.servers.unreadable(segments)
 
     def replace(self, group: WorkerGroup, rank: int) -> None:
         import ray
 
-        for stream in [s for s, (call, r) in self._streams.items() if call.group is group and r == rank]:
-            del self._streams[stream]
-        process = self._processes[group.name, rank]
-        ray.kill(process.actor)  # it may hang, or have lost its connection alone
+        self.release(group, rank)
         here = ray.get_runtime_context().get_node_id()
         self._node_names = node_names(ray.nodes(), here, self._node_names)
-        self._start_rank(group.name, rank, process.replaced + 1)
+        self._start_rank(group.name, rank)
         process = self._processes[group.name, rank]
         process.standing = process.actor.begin.remote(None)
 
-    def _is_up(self, name: str, rank: int) -> None:
-        """A process that replaced another is up, perhaps on another node."""
+    def release(self, group: WorkerGroup, rank: int) -> None:
         import ray
 
-        assert self._setup is not None
-        standing: Standing = ray.get(self._processes[name, rank].standing, timeout=self._setup.start_timeout_s)
-        self._stands_on[name, rank] = standing.node
-        if standing.node_id not in self._used_nodes:
-            self._used_nodes[standing.node_id] = standing.node
-            self._connect_nodes()
+        for stream in [s for s, (call, r) in self._streams.items() if call.group is group and r == rank]:
+            del self._streams[stream]
+        if (process := self._processes.pop((group.name, rank), None)) is not None:
+            ray.kill(process.actor)  # it may hang, or have lost its connection alone
+
+    def vacant(self, group: WorkerGroup) -> Collection[int]:
+        room = self._pools.room(group.place.pool.name)
+        return {rank for rank in group.absent & room.keys() if self._node_names.get(room[rank]) not in self._links.lost}
+
+    @property
+    def wait_s(self) -> float:
+        return self._wait_s
 
     def sample_at(self, group: WorkerGroup, rank: int) -> int | None:
         noted = SampleNote.read(SampleNote.path(self._run_dir / LOGS, group.name, rank))
-        return noted if noted is not None else self._servers.sample_at(self.node_of(group, rank), group.name, rank)
+        if noted is not None or (group.name, rank) not in self._links.stands_on:
+            return noted
+        return self._links.servers.sample_at(self.node_of(group, rank), group.name, rank)
 
     @property
     def nodes(self) -> Collection[str]:
-        return [name for name in self._used_nodes.values() if name not in self._lost_nodes]
+        return self._links.nodes
 
-    def lost_nodes(self) -> Collection[str]:
-        if len(self._used_nodes) > 1:  # else it is the driver's own
-            import ray
-
-            used = [n for n in ray.nodes() if n["NodeID"] in self._used_nodes]
-            gone = [n["NodeID"] for n in used if not (n["Alive"] and _listens(n))]
-            self._lost_nodes |= {self._used_nodes[id] for id in gone}
-        return self._lost_nodes
+    def lost_nodes(self, *, look: bool) -> Collection[str]:
+        if look:
+            self._links.look_for_lost()
+        return self._links.lost
 
     def node_of(self, group: WorkerGroup, rank: int) -> str:
-        return self._stands_on[group.name, rank]
+        return self._links.stands_on[group.name, rank]
 
     def delete(self, node: str, file: str) -> None:
-        self._servers.delete(node, file)
+        self._links.servers.delete(node, file)
 
     def clock(self) -> float:
         return time.monotonic()
 
     def _submit(self, rank: int, task: Task, call: Call) -> None:
+        if (process := self._processes.get((call.group.name, rank))) is None:  # it left since the call was requested
+            self._unheard.append((call, rank))
+            return
         options = {"num_returns": "streaming"} | ({"concurrency_group": CONTROL} if task.rows is None else {})
-        stream = self._processes[call.group.name, rank].actor.call.options(**options).remote(task)
+        stream = process.actor.call.options(**options).remote(task)
         self._streams[stream] = (call, rank)
 
+    def _actors_of(self, call: Call) -> list[Any]:
+        """The actors of the ranks of a call, as far as they have processes."""
+        processes = (self._processes.get((call.group.name, rank)) for rank in call.ranks)
+        return [process.actor for process in processes if process is not None]
+
     def cancel(self, call: Call) -> None:
-        for rank in call.ranks:
-            actor = self._processes[call.group.name, rank].actor
+        for actor in self._actors_of(call):
             actor.cancel.options(concurrency_group=CONTROL).remote(call.number)
 
     def give_up(self, call: Call, sample_ids: Sequence[int]) -> None:
-        for rank in call.ranks:
-            actor = self._processes[call.group.name, rank].actor
+        for actor in self._actors_of(call):
             actor.give_up.options(concurrency_group=CONTROL).remote(call.number, list(sample_ids))
 
     def wait(self, timeout_s: float) -> Sequence[Event]:
         import ray
         from ray.exceptions import RayError
 
-        self._servers.look_at_logs()
-        if self._servers.take_ended():
-            self.lost_nodes()  # else a server would be started on a node that is gone, too
-            with suppress(RayError):  # this one has ended, too: it is looked again
-                self._connect_nodes()
-        streams = list(self._streams)
+        events, streams = self._links.take(), list(self._streams)
+        if self._links.settling:
+            timeout_s = min(timeout_s, POLL_S)
+        if events or self._unheard or not streams:
+            return events + self._without_streams(0.0 if events else timeout_s)
         ready: Any
         ready, _ = ray.wait(streams, num_returns=1, timeout=timeout_s, fetch_local=False)
         if ready and len(streams) > 1:  # whatever else has come by now, at no wait
             ready, _ = ray.wait(streams, num_returns=len(streams), timeout=0, fetch_local=False)
-        events: list[Event] = []
         for stream in ready:
             call, rank = self._streams[stream]
             try:
@@ -388,16 +373,25 @@ class RayBackend:
             if reply.is_last:
                 del self._streams[stream]
                 if call.method == REGISTER and reply.failure is None:
-                    self._is_up(call.group.name, rank)
+                    self._links.came_up(call, rank, reply)
+                    continue
             events.append(Event(call, rank, reply))
         return events
+
+    def _without_streams(self, timeout_s: float) -> list[Event]:
+        """Failures of calls that nobody heard; if there are none, nobody was called, and time passes."""
+        if not self._unheard:
+            time.sleep(timeout_s)
+        unheard, self._unheard = self._unheard, []
+        failure = Failure("its process had ended when it was called", kind=FailureKind.DIED)
+        return [Event(call, rank, Reply(failure=failure)) for call, rank in unheard]
 
     def rest(self, seconds: float) -> None:
         time.sleep(seconds)
 
     def _died(self, who: str, error: BaseException) -> str:
         """Description of a process that died. It quotes the end of the process's own log, which says more than Ray does."""
-        self._servers.bring_logs()
+        self._links.servers.bring_logs()
         log = self._run_dir / LOGS / f"{who.replace('[', '_').rstrip(']')}.log"
         tail = log.read_text(errors="replace")[-2000:] if log.exists() else str(error)
         before, self._kills = self._kills, kills()
@@ -416,34 +410,27 @@ class RayBackend:
         finally:
             self._processes.clear()
             self._streams.clear()
-            self._servers, self._pools = SegmentServers(), Reservations(self._wait_s)
+            self._starts.clear()
+            self._unheard.clear()
+            self._links, self._pools = NodeLinks(self._processes, self._died), Reservations(self._wait_s)
             self._is_open = False
             self._cluster.disconnect()
 
     def _end_processes(self) -> None:
         import ray
 
-        self._servers.tell_deletions()
+        self._links.servers.tell_deletions()
         actors = [process.actor for process in self._processes.values()]
         closing = [actor.close.options(concurrency_group=CONTROL).remote() for actor in actors]
         if closing:
             ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
-        self._servers.bring_logs()
+        self._links.servers.bring_logs()
         if not self._cluster.folder:  # a local cluster ends with all that is on it
             for actor in actors:
                 ray.kill(actor)
-            self._servers.kill()
+            self._links.servers.kill()
             self._models.kill()
             self._pools.release()
-
-
-def _listens(node: Mapping[str, Any]) -> bool:
-    """Whether the node is there; the cluster itself may take a while to notice that it is not."""
-    try:
-        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), NODE_TIMEOUT_S).close()
-    except OSError:
-        return False
-    return True
 
 
 def _check_weights_stay(setup: Setup, nodes: Mapping[str, Sequence[str]]) -> None:

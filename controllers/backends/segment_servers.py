@@ -8,12 +8,13 @@ import secrets
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...dataflow.buffer.scratch import notes
 from ...dataflow.buffer.segments import Segment
-from .backend import START_TIMEOUT_S, Files, plain_name, this_node
+from .backend import Files, plain_name, this_node
 from .node_logs import BRING_S, LOGS, NewText, NodeLogs, new_text
 from .sample_note import SampleNote
 
@@ -66,6 +67,10 @@ class SegmentServers:
         """Name of a node -> its server."""
         self._lives: dict[Any, str] = {}
         """Promise that is broken when a server ends -> name of its node."""
+        self._asked: dict[Any, str] = {}
+        """Promise of where a server listens -> name of its node."""
+        self._standing: dict[str, tuple[str, bytes | None, list[str]]] = {}
+        """Name of a node -> what its server has said."""
         self._looked = 0.0
         """When it was last looked whether they live."""
         self._noted: set[str] = set()
@@ -75,20 +80,14 @@ class SegmentServers:
         self._loopback = True
         """All nodes are this machine."""
 
-    def start(self, files: Files, names: Mapping[str, str]) -> Peers:
-        """Start a server on each node that has none; others go on.
+    def start(self, files: Files, names: Mapping[str, str]) -> None:
+        """Start a server on each node that has none; others go on. Returns at once: `advance` until nobody is `awaited`.
 
         Args:
             files: where the nodes keep segments.
             names: Ray's id of a node -> its name in references, of all nodes that are there.
-
-        Returns:
-            The addresses of the servers, for the ranks.
         """
         import ray
-
-        from ...dataflow.buffer.deletions import Deletions
-        from ...dataflow.buffer.peers import Peers
 
         addresses = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
         loopback = len({addresses[id] for id in names}) == 1
@@ -101,15 +100,54 @@ class SegmentServers:
         for name in self._actors.keys() - set(names.values()):  # of nodes that are gone
             del self._actors[name]
         self._lives = {life: name for life, name in self._lives.items() if name in self._actors}
-        promises = [server.location.remote() for server in self._actors.values()]
-        standing = ray.get(promises, timeout=START_TIMEOUT_S)
-        locations = {name: location for name, (location, *_) in zip(self._actors, standing, strict=True)}
-        certificates = {location: certificate for location, certificate, _ in standing if certificate}
-        self._warn(note for _, _, found in standing for note in found)
+        self._asked = {server.location.remote(): name for name, server in self._actors.items()}
+        self._standing.clear()
+
+    @property
+    def awaited(self) -> list[str]:
+        """Nodes whose servers have not said where they listen."""
+        return sorted(self._asked.values())
+
+    def advance(self, wait_s: float = 0.0) -> bool:
+        """Take what servers have said; returns whether the last of them has, so that `peers` are new.
+
+        Args:
+            wait_s: longest wait for the next of them.
+        """
+        import ray
+        from ray.exceptions import RayError
+
+        if not self._asked:
+            return False
+        ready: list[Any]
+        ready, _ = ray.wait(list(self._asked), num_returns=1, timeout=wait_s)
+        for promise in ready:
+            name = self._asked.pop(promise)
+            with suppress(RayError):  # it has ended: `take_ended` says so
+                self._standing[name] = ray.get(promise)
+        if self._asked or self._standing.keys() != self._actors.keys():
+            return False
+        self._meet()
+        return True
+
+    def forget(self, name: str) -> None:
+        """End the server of a node that is of no use, whether it has started or not."""
+        import ray
+
+        if (actor := self._actors.pop(name, None)) is not None:
+            ray.kill(actor)
+        self._lives = {life: node for life, node in self._lives.items() if node != name}
+
+    def _meet(self) -> None:
+        from ...dataflow.buffer.deletions import Deletions
+        from ...dataflow.buffer.peers import Peers
+
+        locations = {name: location for name, (location, *_) in self._standing.items()}
+        certificates = {location: certificate for location, certificate, _ in self._standing.values() if certificate}
+        self._warn(note for *_, found in self._standing.values() for note in found)
         self.tell_deletions()
         self.peers = Peers(locations, self._token, certificates)
         self._deletions = Deletions(self.peers)
-        return self.peers
 
     def _warn(self, found: Iterable[str]) -> None:
         for note in found:
@@ -143,13 +181,17 @@ class SegmentServers:
             self._logs.bring(self._actors)
 
     def sample_at(self, node: str, group: str, rank: int) -> int | None:
-        """The sample that a rank on a node noted last, if it noted it there."""
+        """The sample that a rank on a node noted last, if it noted it there, and the node is still there to say so."""
         import ray
+        from ray.exceptions import RayError
 
         if node not in self._actors:
             return None
         ready, _ = ray.wait([self._actors[node].sample_at.remote(group, rank)], timeout=BRING_S)
-        return ray.get(ready[0]) if ready else None
+        try:
+            return ray.get(ready[0]) if ready else None
+        except RayError:  # the node is gone, with the note
+            return None
 
     def take_ended(self) -> bool:
         """Forget the servers whose processes have ended, so that `start` starts others; looks every LOOK_S.
@@ -190,6 +232,7 @@ class SegmentServers:
             ray.kill(actor)
         self._actors.clear()
         self._lives.clear()
+        self._asked.clear()
 
 
 def node_names(nodes: Sequence[Mapping[str, Any]], here: str, known: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -83,6 +83,7 @@ class Closing:
                 "tokens_per_s": tokens / seconds if seconds else 0.0,
             }
         row |= self._history.failures.metrics()
+        row |= {f"{g.name}/ranks": float(len(g.up)) for g in self._parts.groups.values() if g.place.is_elastic}
         if pause_s := self._saving.take_pause_s():
             row["checkpoint_pause_s"] = pause_s
         self._closed_at, train.begun = now, True

@@ -12,6 +12,7 @@ from ..backends.backend import Backend, Event
 from ..graph_run import GraphRuns
 from ..group import Call, UnderWay
 from ..ranks.tasks import FailureKind, Reply
+from ..recovery.elastic import Elastic
 from ..recovery.failures import Failures
 from ..recovery.full_disk import FullDisk
 from ..recovery.lost_nodes import LostNodes
@@ -25,24 +26,36 @@ class Remedies:
     or the work is repeated."""
 
     def __init__(
-        self, backend: Backend, failures: Failures, lost_nodes: LostNodes, saving: Saving, disk: FullDisk
+        self,
+        backend: Backend,
+        failures: Failures,
+        lost_nodes: LostNodes,
+        elastic: Elastic,
+        saving: Saving,
+        disk: FullDisk,
     ) -> None:
         self._backend = backend
         self._failures = failures
         self._lost_nodes = lost_nodes
+        self._elastic = elastic
         self._saving = saving
         self._disk = disk
 
-    def hear(self, events: Sequence[Event]) -> list[CallRequest]:
-        """Note who has replied; returns the requests that replace ranks which were silent for too long.
+    def hear(self, events: Sequence[Event], under_way: UnderWay) -> list[CallRequest]:
+        """Note who has replied; returns the requests that replace ranks which were silent for too long or whose nodes are gone, and that
+        bring in those for which there is room now.
 
         Raises:
-            DeadlineError: one of them cannot be replaced by itself.
+            DeadlineError: a silent rank cannot be replaced by itself, or a group has had too few ranks for too long.
         """
         for event in events:
             if event.reply.paused:
                 self._disk.say(f"{event.call.describe(event.rank)}: {event.reply.paused}")
-        return self._failures.listen(events)
+        return [*self._failures.listen(events), *self._lost_nodes.look(under_way), *self._elastic.look()]
+
+    def take_lost(self) -> bool:
+        """Whether a rank was taken out of its calls since this was asked last."""
+        return self._failures.take_lost()
 
     def remedy(self, event: Event, under_way: UnderWay, *, void: bool) -> Sequence[CallRequest] | None:
         """See to a rank that failed.
@@ -64,7 +77,7 @@ class Remedies:
         if (
             failure
             and failure.kind in (FailureKind.DIED, FailureKind.UNREADABLE)
-            and (lost := self._backend.lost_nodes())
+            and (lost := self._backend.lost_nodes(look=True))
         ):
             without = self._lost_nodes.remedy(lost, under_way)
             if without is None:
@@ -103,7 +116,8 @@ class Replies:
         """
         events = self._backend.wait(timeout_s=timeout_s)
         alone = all([_is_rows_alone(event.reply) for event in events])  # noqa: C419 a driver does it for every row
-        if requests := self._remedies.hear(events):
+        requests = self._remedies.hear(events, self._calls.under_way)
+        if self._remedies.take_lost() or requests:
             self._calls.queue(requests)
             self._calls.end_lost()
             alone = False

@@ -3,6 +3,7 @@
 - A group that holds nothing of its own (`replaceable`): unfinished rows go back to the ledger. A process that is gone or silent is
   replaced and receives the present weights. A sample at which that happens for the third time is dropped with its reason; more than
   a share of such samples ends the run.
+- A rank of an elastic group is not replaced but leaves its group, and joins it again when there is room for it (`elastic.py`).
 - Any other group (an actor, say): the run ends, and the driver starts it again from its last checkpoint.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -101,6 +102,8 @@ class Failures:
         self._called: dict[tuple[str, int], dict[Call, None]] = {}
         """Group and rank -> its calls that are under way."""
         self._looked = -math.inf
+        self._lost = False
+        """A rank was taken out since this was asked last."""
 
     # Silence
 
@@ -188,7 +191,7 @@ class Failures:
             return None
         if kind is FailureKind.USER_ERROR and not failure.sample_ids:
             return None
-        if kind is FailureKind.DIED:
+        if kind is FailureKind.DIED or (call.method == REGISTER and call.group.place.is_elastic):
             return Remedy(self.replace(call.group, event.rank, failure.message))
         who = call.describe(event.rank)
         if call.lease is not None and kind is FailureKind.DISK_FULL:
@@ -207,7 +210,8 @@ class Failures:
         return Remedy()
 
     def replace(self, group: WorkerGroup, rank: int, why: str) -> list[CallRequest]:
-        """A rank is gone, or silent: its rows go back, and another process takes its place, while the other ranks go on.
+        """A rank is gone, or silent: its rows go back, and another process takes its place, while the other ranks go on. A rank of an
+        elastic group leaves it instead.
 
         Raises:
             WorkerError: it has happened MAX_FAILURES times in the same call beside the graph, or at more samples than may fail.
@@ -224,25 +228,58 @@ class Failures:
         for call in group.calls:
             if rank in call.ranks:  # its successor knows nothing of what it has answered
                 call.lose(rank)
-        self._backend.replace(group, rank)
-        self._counts.replaced += 1
-        group.starting.add(rank)
+        self._lost = True
         group.lacking.discard(rank)
+        requests: list[CallRequest] = []
+        if group.place.is_elastic:
+            self._leave(group, rank, why, rows)
+        else:
+            self._counts.replaced += 1
+            requests = self._start(group, rank, partial(self._progress.replaced, why=why, rows=rows), began)
         for call, samples in hopeless.items():
             self._do_without(call, samples, f"{call.describe(rank)} was lost", Failure(why))
-        then = partial(self._registered, rank=rank, why=why, rows=rows, began=began)
+        return requests
+
+    def join(self, group: WorkerGroup, rank: int) -> list[CallRequest]:
+        """Start the process of an absent rank of an elastic group. It gets rows when it is up and has the present weights."""
+        group.absent.discard(rank)
+
+        def tell(worker: str, seconds: float) -> None:
+            self._progress.joined(worker, seconds, len(group.up), len(group.mesh))
+
+        return self._start(group, rank, tell, self._backend.clock())
+
+    def take_lost(self) -> bool:
+        """Whether a rank was taken out of its calls since this was asked last."""
+        lost, self._lost = self._lost, False
+        return lost
+
+    def _leave(self, group: WorkerGroup, rank: int, why: str, rows: int) -> None:
+        was_up = rank in group.up
+        self._backend.release(group, rank)
+        group.starting.discard(rank)
+        group.absent.add(rank)
+        worker, up = f"{group.name}[{rank}]", len(group.up)
+        if was_up:
+            self._progress.left_group(worker, why, rows, up, len(group.mesh))
+        else:
+            self._progress.say(f"worker {worker} did not come up, and is tried again later; {why}")
+
+    def _start(self, group: WorkerGroup, rank: int, tell: Callable[..., None], began: float) -> list[CallRequest]:
+        """Have the process of a rank started; `tell` is told its name and the seconds that it took, once it is up."""
+        self._backend.replace(group, rank)
+        group.starting.add(rank)
+        then = partial(self._registered, rank=rank, tell=tell, began=began)
         return [CallRequest(group, REGISTER, ranks=(rank,), then=then)]
 
-    def _registered(self, call: Call, rank: int, why: str, rows: int, began: float) -> list[CallRequest]:
+    def _registered(self, call: Call, rank: int, tell: Callable[..., None], began: float) -> list[CallRequest]:
         if rank in call.lost:  # it ended before it was up, and was replaced in turn
             return []
         group = call.group
         group.starting.discard(rank)
         if call.results != [group.mesh[rank]]:
-            raise WorkerError(
-                f"{call.describe(rank)}: it stands at {call.results}, not at {group.mesh[rank]} as before"
-            )
-        self._progress.replaced(f"{group.name}[{rank}]", why, rows, self._backend.clock() - began)
+            raise WorkerError(f"{call.describe(rank)}: it stands at {call.results}, not at {group.mesh[rank]}")
+        tell(f"{group.name}[{rank}]", seconds=self._backend.clock() - began)
         return self._weights.resend(group, rank)
 
     def give_back(self, call: Call, rank: int, why: str) -> int:
@@ -271,6 +308,8 @@ class Failures:
         Raises:
             WorkerError: it is a call beside the graph that failed MAX_FAILURES times.
         """
+        if call.lease is None and (call.lost or call.group.place.is_elastic):
+            return []  # the call was counted with another rank, or the group does without as long as it has enough others
         who, at = call.describe(), self._counts.at
         places = [(who, id) for id in sorted(samples)] if call.lease is not None else [(who, None)]
         at.update(places)

@@ -42,6 +42,21 @@ class LostNodes:
         self._failures = failures
         self._progress = progress
         self._said: set[str] = set()
+        self._seen: set[str] = set()
+        """Lost nodes that were looked at."""
+
+    def look(self, under_way: Iterable[Call]) -> list[CallRequest]:
+        """Go on without nodes that are known to be gone since this was called last. Whoever waits for rows on one of them is not waited
+        for. If the run has to go back to its last checkpoint, the call says so that finds its rank gone.
+
+        Args:
+            under_way: the calls of the run.
+        """
+        lost = self._backend.lost_nodes(look=False)
+        if self._seen.issuperset(lost):
+            return []
+        self._seen.update(lost)
+        return self.remedy(lost, under_way) or []
 
     def remedy(self, lost: Collection[str], under_way: Iterable[Call]) -> list[CallRequest] | None:
         """Go on without some nodes. Rows that are published on one of them later are taken out when this is called again.
@@ -57,22 +72,23 @@ class LostNodes:
             WorkerError: a sample, or a call beside the graph, failed too often with the ranks that worked on it.
         """
         gone = [
-            (group, rank)
+            (group, rank, node)
             for group in self._groups.values()
-            for rank in range(len(group.mesh))
-            if rank not in group.starting and self._backend.node_of(group, rank) in lost
+            for rank in group.up
+            if (node := self._backend.node_of(group, rank)) in lost
         ]
-        if not all(group.handle.worker_class.replaceable for group, _ in gone):
+        if not all(group.handle.worker_class.replaceable for group, *_ in gone):
             return None
         requests: list[CallRequest] = []
-        for group, rank in gone:
-            requests += self._failures.replace(group, rank, f"node {self._backend.node_of(group, rank)} is gone")
+        for group, rank, node in gone:
+            requests += self._failures.replace(group, rank, f"node {node} is gone")
         nodes = [node for node in self._backend.nodes if node not in lost]
         self._give_back(nodes, list(under_way))
         again = self._buffer.drop_unreachable(nodes)
         for node in sorted(set(lost) - self._said):
             self._said.add(node)
-            self._progress.say(f"node {node} is gone, with {len(gone)} ranks; the run goes on with the others")
+            ranks = sum(at == node for *_, at in gone)
+            self._progress.say(f"node {node} is gone, with {ranks} ranks; the run goes on with the others")
         if again:
             self._progress.say(f"{len(again)} groups whose rows lay there are issued again")
         return requests

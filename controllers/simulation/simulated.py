@@ -123,7 +123,7 @@ class Simulated:
         """There is none."""
         return {}
 
-    def lost_nodes(self) -> Collection[str]:
+    def lost_nodes(self, *, look: bool) -> Collection[str]:
         return ()
 
     def node_of(self, group: WorkerGroup, rank: int) -> str:
@@ -131,6 +131,15 @@ class Simulated:
 
     def replace(self, group: WorkerGroup, rank: int) -> None:
         raise RuntimeError(f"{group.name}[{rank}] has no process that could end")
+
+    def release(self, group: WorkerGroup, rank: int) -> None:
+        raise RuntimeError(f"{group.name}[{rank}] has no process that could end")
+
+    def vacant(self, group: WorkerGroup) -> Collection[int]:
+        """All ranks are there from the start."""
+        return ()
+
+    wait_s = 0.0
 
     def sample_at(self, group: WorkerGroup, rank: int) -> None:
         """Nobody asks."""

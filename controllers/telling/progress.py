@@ -89,6 +89,12 @@ class Progress:
     def replaced(self, worker: str, why: str, rows: int, seconds: float) -> None:
         self.say(f"worker {worker} was replaced after {seconds:.1f} s, {rows} rows are requeued; {why}")
 
+    def joined(self, worker: str, seconds: float, up: int, most: int) -> None:
+        self.say(f"worker {worker} joined after {seconds:.1f} s; {up} of {most} ranks are up")
+
+    def left_group(self, worker: str, why: str, rows: int, up: int, most: int) -> None:
+        self.say(f"worker {worker} left, {rows} rows are requeued; {up} of {most} ranks are up; {why}")
+
     def dropped(self, what: str, others: Sequence[int], why: str) -> None:
         more = f", and {len(others)} more" if others else ""
         self.say(f"{what}{more}; dropped: {why}")
@@ -110,7 +116,10 @@ class Progress:
         fewer = [f"{n} {placement[n].ranks}" for n, group in groups.items() if placement[n].ranks > len(group.mesh)]
         if fewer:
             self.say(f"the backend gives each group one rank, the placement asks for more: {', '.join(fewer)}")
-        sizes = ", ".join(f"{name} x{len(group.mesh)}" for name, group in groups.items())
+        sizes = ", ".join(
+            f"{name} x{len(group.up)}" + f" (of {len(group.mesh)})" * bool(group.absent)
+            for name, group in groups.items()
+        )
         self.say(f"{', '.join(g.name for g in graphs.values())} on {sizes}")
         self._began = time.monotonic()
         self._paced_from = None

@@ -1,5 +1,6 @@
 """How pools lie over nodes, where ranks stand, and what devices they see: pure arithmetic."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,6 +41,20 @@ def test_a_pool_gets_as_few_nodes_as_can_hold_it():
     assert nodes_of(ResourcePool("p", gpus=24), 8) == 4
     assert nodes_of(ResourcePool("p", cpus=96), 4) == 2
     assert nodes_of(ResourcePool("p", nodes=4, gpus_per_node=2), 8) == 4, "as the user says"
+
+
+def test_an_elastic_group_has_a_bundle_for_each_rank_and_is_refused_only_if_the_fewest_have_no_room():
+    place = Place(ResourcePool("spot", gpus=8, cpus=16), 4, min_ranks=2)
+    small = Nodes([(8, 5)], "the cluster")
+    pool = laid_out({"reward": place}, small)["reward"].pool
+    assert pool.nodes == 4 and [(b.cpus, b.gpus) for b in bundles([pool])["spot"]] == [(4, 2)] * 4
+    assert position(replace(place, pool=pool), 3) == Position(node_rank=3, local_rank=0, nodes=4)
+    with pytest.raises(UserError, match=r"asks for 4 GPUs \(spot: 4\), but the cluster has 3"):
+        laid_out({"reward": place}, Nodes([(8, 3)], "the cluster"))
+    said = "'spot' asks for 4 CPUs and 2 GPUs for each of at least 2 ranks, but the cluster has that 1 times"
+    with pytest.raises(UserError, match=said):
+        laid_out({"reward": place}, Nodes([(8, 2), (3, 2)], "the cluster"))
+    assert laid_out({"reward": place}, Nodes([(1, 0)], "the cluster", grow=True))["reward"].pool.nodes == 4
 
 
 def test_what_no_node_can_hold_is_refused_by_name():

@@ -58,6 +58,34 @@ def test_an_impossible_place_is_refused_where_it_is_made():
         Place(ResourcePool("p", nodes=2), ranks=5)
 
 
+@pytest.mark.parametrize(
+    ("pool", "ranks", "least", "message"),
+    [
+        ({"cpus": 4}, 4, 5, "on pool 'p': min_ranks is a whole number from 1 to ranks=4, not 5"),
+        ({"cpus": 4}, 4, 0, "min_ranks is a whole number from 1 to ranks=4, not 0"),
+        ({"cpus": 4}, 4, 1.5, "min_ranks is a whole number from 1 to ranks=4, not 1.5"),
+        ({"cpus": 3}, 4, 1, "4 ranks do not divide its 3 CPUs evenly; take cpus=4, say"),
+        ({"gpus": 4, "nodes": 2}, 4, 1, "each of its 4 ranks goes wherever there is room, and nodes=2 cannot hold"),
+        ({"gpus": 4, "beside": "train"}, 4, 1, "and beside='train' cannot hold; leave it out"),
+    ],
+)
+def test_an_impossible_elastic_group_is_refused_where_it_is_made(
+    pool: dict[str, Any], ranks: int, least: Any, message: str
+):
+    with pytest.raises(UserError, match=re.escape(message)):
+        Place(ResourcePool("p", **pool), ranks, min_ranks=least)
+    assert not Place(ResourcePool("p", cpus=4), 4).is_elastic
+    assert Place(ResourcePool("p", nodes=4, gpus_per_node=8), 4, min_ranks=1).is_elastic, "a rank on each of four"
+
+
+def test_an_elastic_group_shares_its_pool_with_nobody():
+    spot = ResourcePool("spot", cpus=2)
+    with pytest.raises(UserError, match="group 'a' has min_ranks=1, and its pool 'spot' is used by 'b', too"):
+        resolve({"a": Place(spot, 2, 1), "b": Place(spot, 2)}, {"a": 0, "b": 0})
+    with pytest.raises(UserError, match="'spot' is used by 'b', too"):
+        resolve({"a": Place(spot, 2, 1), "b": Place(ResourcePool("p", beside="spot"))}, {"a": 0, "b": 0})
+
+
 def test_a_group_without_a_place_has_a_pool_of_its_own():
     shared = Place(ResourcePool("p", cpus=2))
     places = resolve({"a": shared, "b": shared}, {"a": 0, "b": 0, "c": 0})
