@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 def test_ranks_join_with_a_node_that_comes_and_leave_with_one_that_is_killed(tmp_path: Path):
