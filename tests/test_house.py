@@ -4,6 +4,7 @@ import ast
 import doctest
 import importlib
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ def module_name(file: Path) -> str:
     return ".".join(["weft", *(parts[:-1] if parts[-1] == "__init__" else parts)])
 
 
+@cache
 def parsed(file: Path) -> ast.Module:
     return ast.parse(file.read_text(), filename=str(file))
 
@@ -65,6 +67,7 @@ def room_of(module: str) -> str | None:
     return parts[1] if parts[0] == "weft" and len(parts) > 1 and (ROOT / parts[1]).is_dir() else None
 
 
+@cache
 def imports_by_file() -> dict[Path, list[tuple[int, str]]]:
     return {
         file: imports_of(module_name(file), parsed(file), is_package=file.name == "__init__.py")

@@ -145,7 +145,7 @@ class RayCluster:
 
         def start_apart(*arguments: Any, **settings: Any) -> Any:
             # A signal to the process group of a run (from a terminal, or a batch system) is for the driver: Ray's own processes
-            # must live for as long as it takes to save. An internal name: test_checkpoints.py sends such a signal.
+            # must live for as long as it takes to save. An internal name: test_sockets.py sends such a signal.
             process = start(*arguments, **settings, process_group=0)
             assert reaper.stdin is not None
             print(process.pid, file=reaper.stdin, flush=True)

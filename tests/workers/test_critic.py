@@ -106,9 +106,12 @@ SPLITS = {
     "tensor parallel": ([[*range(22)], [*range(22)]], {"tensor_parallel": 2}),
     "two ranks, an adapter": ([[*range(8)], [*range(8, 22)]], {"gather": "layerwise", "lora": {"rank": 4}}),
 }
+IN_EVERY_TEST_RUN = ("two ranks, one without rows", "tensor parallel")
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize(
+    "split", [pytest.param(name, marks=() if name in IN_EVERY_TEST_RUN else pytest.mark.slow) for name in SPLITS]
+)
 def test_nor_on_the_ranks(tiny_model: Path, scored: Batch, tmp_path: Path, split: str):
     shares, settings = SPLITS[split]
     with pa.ipc.new_file(tmp_path / "rows.arrow", scored.record.schema) as file:

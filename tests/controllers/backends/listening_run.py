@@ -5,18 +5,20 @@ import signal
 import sys
 from pathlib import Path
 
-from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
+from saved_runs import SavingActor
+from toy import ToyReward, ToyRollout, prompts, toy_grpo
 
 import weft
 
 
 class Settings(weft.Config):
     root: Path
+    checkpoints: bool = False
 
 
 def main(settings: Settings) -> None:
-    """A run with two ranks of one group, stopped by a line on standard input."""
-    rollout, reward, actor = weft.group(ToyRollout), weft.group(ToyReward), weft.group(ToyActor)
+    """A run with two ranks of one group. It waits for a line on standard input, and ends if that says so."""
+    rollout, reward, actor = weft.group(ToyRollout), weft.group(ToyReward), weft.group(SavingActor, name="actor")
     rollout.follows(actor)
     told: list[str] = []
 
@@ -35,6 +37,7 @@ def main(settings: Settings) -> None:
         backend=weft.RayBackend(),
         root=settings.root,
         name="run",
+        checkpoint=weft.CheckpointConfig(every=10**6 if settings.checkpoints else 0),
         progress=False,
         stop=stop,
     ) as driver:

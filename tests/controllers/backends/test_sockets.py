@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from weft.controllers.recovery.resume import find_checkpoint
+
 SCRIPT = Path(__file__).with_name("listening_run.py")
 LISTEN = "0A"
 
@@ -85,7 +87,9 @@ def shared_memory(owners: list[Path]) -> set[Path]:
 def piped(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
     """A process that does not outlive the test, whatever happens in it."""
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+    with subprocess.Popen(
+        command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as process:
         try:
             yield process
         finally:
@@ -99,13 +103,22 @@ def test_addresses_are_read_as_the_kernel_writes_them():
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize(("ending", "code"), [pytest.param("end", 0, marks=pytest.mark.slow), ("interrupt", 130)])
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        pytest.param("end", 0, marks=pytest.mark.slow),
+        pytest.param("interrupt", 130, marks=pytest.mark.slow),
+        ("terminate and save", 0),
+    ],
+)
 def test_a_run_listens_on_loopback_alone_and_leaves_nothing_behind(tmp_path: Path, ending: str, code: int):
+    """SIGTERM goes to the process group of the run, as a batch system sends it."""
     mark = f"WEFT_TEST_RUN={uuid.uuid4()}"
     name, _, value = mark.partition("=")
     temporary = Path(tempfile.mkdtemp(dir="/tmp"))
     environment = {**os.environ, name: value, "TMPDIR": str(temporary)}
-    command = [sys.executable, str(SCRIPT), "--root", str(tmp_path)]
+    saves = ending == "terminate and save"
+    command = [sys.executable, str(SCRIPT), "--root", str(tmp_path), *["--checkpoints"] * saves]
     with piped(command, environment) as run:
         assert run.stdin is not None and run.stdout is not None
         assert run.stdout.readline() == "up\n", run.communicate()[1]
@@ -115,13 +128,17 @@ def test_a_run_listens_on_loopback_alone_and_leaves_nothing_behind(tmp_path: Pat
         if ending == "interrupt":
             run.send_signal(signal.SIGINT)
         else:
-            run.stdin.write("end\n")
+            run.stdin.write("go on\n" if saves else "end\n")
             run.stdin.flush()
+        if saves:
+            os.killpg(run.pid, signal.SIGTERM)
         _, errors = run.communicate(timeout=60)
     assert any("raylet" in x.command for x in open_now), "the test sees Ray's sockets"
     assert [x for x in open_now if x.address not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")] == []
     assert run.returncode == code, errors
     assert "Traceback" not in errors
+    if saves:
+        assert "the run writes a checkpoint and ends" in errors and find_checkpoint(tmp_path / "run") is not None
     deadline = time.monotonic() + 30
     while processes(mark) and time.monotonic() < deadline:  # Ray's own processes end in their own time
         os.sched_yield()

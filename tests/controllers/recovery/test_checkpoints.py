@@ -264,16 +264,6 @@ def test_sigterm_has_a_run_save_itself_and_leave_with_0(tmp_path: Path):
 
 
 @pytest.mark.ray
-def test_sigterm_to_the_process_group_of_a_run_under_ray_has_it_save_itself_and_leave_with_0(tmp_path: Path):
-    process = begun(tmp_path, "--backend", "ray")
-    wait_for_steps(process, tmp_path)
-    os.killpg(process.pid, signal.SIGTERM)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 0 and "saved in" in said, said
-    assert find_checkpoint(tmp_path / "run") is not None
-
-
-@pytest.mark.ray
 def test_a_driver_that_is_killed_leaves_no_process_and_no_folder(tmp_path: Path):
     process = begun(tmp_path, "--backend", "ray")
     wait_for_steps(process, tmp_path)

@@ -267,6 +267,7 @@ def test_a_reward_that_hangs_is_ended_and_its_sample_is_asked_again(tmp_path: Pa
     assert metrics[-1]["replaced_workers"] == 1
 
 
+@pytest.mark.slow
 def test_a_sample_at_which_the_reward_always_hangs_ends_the_run_and_no_other_is_blamed(tmp_path: Path, words: Path):
     with pytest.raises(
         WorkerError,
