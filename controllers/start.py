@@ -19,7 +19,9 @@ from .backends.backend import Files, Setup, this_node
 from .cursor import CURSOR, Cursor, positions
 from .graph_run import TRAIN, EvaluationRun, GraphRuns, TrainingRun
 from .loop.recording import with_recording
+from .own_groups import RECORDER
 from .ranks.row_io import num_tokens
+from .recovery.checkpoints import has_state
 from .recovery.resume import ResumePoint, open_buffer
 from .run import Run
 from .run_directory import RunDirectory
@@ -71,6 +73,11 @@ def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: Re
             files,
             spec.follows,
             spec.start_timeout_s,
+            writers=[
+                name
+                for name, h in spec.handles.items()
+                if name == RECORDER or (has_state(h) and spec.checkpoint.writes)
+            ],
             tell=progress.say,
         )
         groups = backend.start(setup)

@@ -48,12 +48,14 @@ class Files:
         """The folder of a node's files, for a process on its machine, which then holds it."""
         return (self.folder if self.scratch is None else self.scratch.hold()) / node
 
+    def are_beside(self, run: Path) -> bool:
+        """Whether this machine sees the directory of the run."""
+        return self.scratch is None or self.scratch.is_noted_in(run / BUFFER)
+
     def logs_of_node(self, node: str, run: Path) -> Path:
         """Where processes of a node write their logs: into the run's directory, or, on a machine that does not see it, beside the
         segments."""
-        if self.scratch is None or self.scratch.is_noted_in(run / BUFFER):
-            return run / LOGS
-        return self.of_node(node) / LOGS
+        return (run if self.are_beside(run) else self.of_node(node)) / LOGS
 
     def access(self, node: str, name: str) -> DataAccess:
         """Open the files of a process.
@@ -94,6 +96,8 @@ class Setup:
     """Which groups load the weights of others."""
     start_timeout_s: float = START_TIMEOUT_S
     """Longest wait for the workers of a group to be up."""
+    writers: Collection[str] = ()
+    """Groups that write into the run's directory: checkpoints, or samples."""
     tell: Callable[[str], None] = lambda line: None
     """Tells the user what the start waits for."""
 

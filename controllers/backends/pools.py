@@ -9,6 +9,7 @@ from typing import Any
 
 from ...dataflow.errors import UserError
 from ..bundles import Bundle, bundles
+from ..own_groups import RECORDER
 from ..placement import Place, ResourcePool, is_own
 from .backend import Setup
 
@@ -90,14 +91,14 @@ class Reservations:
         Raises:
             UserError: a pool that the user sized was not free in time.
         """
+        import ray
+
         elastic = {p.pool.name: p for p in setup.placement.values() if p.is_elastic}
         pools = {p.pool.name: p.pool for p in setup.placement.values() if not p.is_elastic}
         own = [name for name, pool in pools.items() if is_own(pool)]
         sized = [name for name in pools if name not in own] or own[:1]
         self._reserve([pools[name] for name in sized], self._wait_s, tell=setup.tell)
         if missing := [name for name in sized if name not in self._pools]:
-            import ray
-
             raise UserError(
                 f"{', '.join(_in_words(pools[name]) for name in missing)} did not get what it asks for within {self._wait_s:.0f} s; "
                 f"{_in_stock(ray.nodes(), ray.available_resources())}. RayBackend(wait_s=...) waits longer, for a cluster that grows"
@@ -107,8 +108,9 @@ class Reservations:
             leader = self._pools.get(leaders.get(name, ""))
             self._reserve_by_rank(place, leader.parts[0].node if leader else None, setup.tell)
         near = {name: self._pools[leaders[name]].parts[0].node for name in own if leaders.get(name) in self._pools}
+        self._keep_recorder_here(setup)
         self._reserve([pools[n] for n in own if n not in self._pools], OWN_POOL_TIMEOUT_S, near=near)
-        largest = max(self._pools.keys() & pools.keys(), key=lambda name: pools[name].cpus)
+        largest = max(self._pools.keys() & pools.keys(), key=lambda name: (name not in own, pools[name].cpus))
         for name in own:
             host = self._pools.get(leaders.get(name, largest), self._pools[largest]).parts[0]
             guest = ReservedPart(host.strategy, host.node, host.address)
@@ -131,6 +133,18 @@ class Reservations:
             if table.get("state") == "CREATED" and node in alive:
                 found[rank] = node
         return found
+
+    def _keep_recorder_here(self, setup: Setup) -> None:
+        """On a cluster of several nodes, make the recorder a guest of the driver's: it writes into the run's directory, which the others
+        need not see."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+        if RECORDER in setup.placement and is_own(pool := setup.placement[RECORDER].pool) and len(addresses) > 1:
+            here = ray.get_runtime_context().get_node_id()
+            guest = ReservedPart(NodeAffinitySchedulingStrategy(here, soft=False), here, addresses[here])
+            self._pools.setdefault(pool.name, ReservedPool([guest], cpus=0))
 
     def release(self) -> None:
         import ray

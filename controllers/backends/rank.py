@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...dataflow.buffer.disk import make_folder
+from ...dataflow.errors import UserError
 from ...dataflow.handle import Handle
 from ...workers.dispatch import Coordinates
 from ...workers.rendezvous import Rendezvous, take_port
@@ -52,6 +53,8 @@ class RankFiles:
     """The other nodes, if they are known already."""
     models: ModelFolders | None = None
     """The folders of models that its settings name; None: there are none, or all nodes are the driver's."""
+    written_on: str | None = None
+    """Name of the driver's node, for a group that writes into the run's directory."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +92,21 @@ class Rank:
         self._note: SampleNote | None = None
         self._node_id: str = ray.get_runtime_context().get_node_id()
         self._node = files.node_names.get(self._node_id) or f"node-{self._node_id}"  # it joined the cluster just now
-        if context.run_dir is not None:
-            logs = files.files.logs_of_node(self._node, context.run_dir)
+        self._hidden: str | None = None
+        """Why its worker cannot be made here."""
+        if (run := context.run_dir) is not None:
+            logs = files.files.logs_of_node(self._node, run)
             _log_to(logs / f"{context.name}_{context.rank}.log")
             self._note = SampleNote(SampleNote.path(logs, context.name, context.rank))
             context = replace(context, at=self._note)
+            if not files.files.are_beside(run):
+                if files.written_on not in (None, self._node):
+                    self._hidden = (
+                        f"node {self._node!r} does not see the run's directory, {run} on the driver's node, and {context.name!r} has "
+                        "checkpoints or samples to write there: choose a root that all nodes see (Driver(root=...)), or place "
+                        f"{context.name!r} on the driver's node"
+                    )
+                context = replace(context, run_dir=None)
         again = f"-again{files.replaced}" if files.replaced else ""
         self._data = files.files.access(self._node, f"{context.name}-{context.rank}{again}")
         if files.peers is not None:
@@ -129,6 +142,8 @@ class Rank:
         context = replace(self._context, rendezvous=rendezvous)
 
         def make() -> Worker:
+            if self._hidden is not None:
+                raise UserError(self._hidden)
             config = self._config
             if self._models is not None:
                 config = self._models.on_node(self._node_id, config, self._activity)

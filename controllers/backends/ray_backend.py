@@ -172,7 +172,8 @@ class RayBackend:
         replaced = self._starts[name, rank]
         self._starts[name, rank] += 1
         models = self._models.of(name) if len(self._node_names) > 1 else None
-        files = RankFiles(setup.files, self._node_names, replaced, self._links.servers.peers, models)
+        written_on = this_node() if name in setup.writers else None
+        files = RankFiles(setup.files, self._node_names, replaced, self._links.servers.peers, models, written_on)
         actor = start_rank(setup.handles[name], place, context, self._pools[place.pool.name], sharing, files)
         self._processes[name, rank] = Process(actor)
 

@@ -22,7 +22,7 @@ from ray.cluster_utils import Cluster
 from saved_runs import SavingActor
 from toy import SlowRollout, ToyActor, ToyReward, ToyRollout, prompts, toy_reinforce
 
-from weft.controllers.backends.backend import Setup
+from weft.controllers.backends.backend import Setup, this_node
 from weft.controllers.backends.ray_backend import RayBackend
 from weft.controllers.driver import Driver
 from weft.controllers.group import WorkerGroup
@@ -32,7 +32,7 @@ from weft.controllers.schedule import Pipelined, Synchronous
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.sample_buffer import BufferConfig
-from weft.dataflow.errors import WorkerError
+from weft.dataflow.errors import UserError, WorkerError
 from weft.dataflow.handle import group
 from weft.dataflow.metrics import Metrics
 from weft.workers.dispatch import Dispatch
@@ -47,7 +47,8 @@ def main(root: Path) -> None:
     assert address is not None
     ray.init(address=address, namespace="weft", log_to_driver=False, logging_level=logging.ERROR)
     try:
-        print(json.dumps({**run(root, address), **apart(root, address), **lost(root, cluster)}))
+        found = {**run(root, address), **apart(root, address), "hidden": hidden(root, address), **lost(root, cluster)}
+        print(json.dumps(found))
     finally:
         ray.shutdown()
         cluster.shutdown()
@@ -139,11 +140,11 @@ def apart(root: Path, address: str) -> dict[str, object]:
         root=root,
         buffer=BufferConfig(scratch=root / "scratch"),
         name="apart",
-        record_every=0,
         progress=False,
     )
-    said = ""
+    said, recorder = "", ""
     with driver:
+        recorder = driver._spec.backend.node_of(driver.groups["recorder"], 0)
         try:
             driver.run()
         except WorkerError as error:
@@ -152,9 +153,34 @@ def apart(root: Path, address: str) -> dict[str, object]:
         kept = sorted(path.name for path in scratch.glob("*/logs/*.log"))
     return {
         "said": said,
+        "recorder_here": recorder == this_node(),
         "kept_apart": kept,
         "brought": sorted(p.name for p in (root / "apart" / "logs").glob("*.log")),
     }
+
+
+def hidden(root: Path, address: str) -> str:
+    """A group with checkpoints to write is on a machine that does not see the run's directory."""
+    rollout, actor = group(ToyRollout), group(SavingActor)
+    rollout.follows(actor)
+    pool = ResourcePool("apart", cpus=3)
+    driver = Driver(
+        toy_reinforce(prompts(8), rollout=rollout, actor=actor),
+        schedule=Synchronous(steps=2, prompts_per_step=4),
+        placement={"rollout": Place(pool), "actor": Place(pool)},
+        backend=Apart(address),
+        checkpoint=CheckpointConfig(every=1),
+        root=root,
+        buffer=BufferConfig(scratch=root / "scratch"),
+        name="hidden",
+        record_every=0,
+        progress=False,
+    )
+    try:
+        with driver:
+            return "not refused"
+    except UserError as error:
+        return str(error)
 
 
 class Standing(ToyReward):

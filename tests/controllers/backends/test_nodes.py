@@ -48,6 +48,12 @@ def test_groups_on_three_nodes_read_each_others_rows(tmp_path: Path):
     assert "the last words of a reward" in result["said"], "a log that lies on another machine is quoted"
     assert {"rollout_0.log", "reward_0.log"} <= {*result["kept_apart"]} <= {*result["brought"]}
     until_empty(tmp_path / "scratch")
+    assert result["recorder_here"], "samples are written where the run's directory is"
+    assert (
+        result["hidden"].startswith("worker actor[0]: node '")
+        and "does not see the run's directory, " in result["hidden"]
+    )
+    assert "'actor' has checkpoints or samples to write there: choose a root that all nodes see" in result["hidden"]
 
     assert result["nodes_left"] == 2 and result["starts"] == 0, "a node was lost, and the run went on without it"
     assert result["replaced"] >= 1, "the reward came up on another node"
