@@ -294,7 +294,7 @@ class Run:
 
     def _end_copies(self, timeout_s: float) -> None:
         if self._copies is not None:
-            self._copies.close(timeout_s)
+            self._copies.close(timeout_s, say=self._history.progress.say)
             self._tell_of_copies()
 
     def _is_saved(self) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from .checkpoints import FOLDER, CheckpointConfig, complete_checkpoints, step_of
@@ -22,6 +23,8 @@ END_S = 600.0
 """Longest wait of a run that is at its end for the copy of its last checkpoint."""
 LEAVE_S = 60.0
 """The same for a run that was asked to end."""
+SAY_S = 30.0
+"""Seconds between two lines that say what such a run waits for."""
 
 
 def copies_of(run: Path, config: CheckpointConfig) -> Copies | None:
@@ -83,20 +86,35 @@ class Copies:
             notes, self._notes = self._notes, []
         return notes
 
-    def close(self, timeout_s: float = 0.0) -> None:
+    def close(
+        self, timeout_s: float = 0.0, *, say: Callable[[str], None] = lambda line: None, say_s: float = SAY_S
+    ) -> None:
         """Wait for the copies that are due, and end.
 
         Args:
             timeout_s: longest wait.
+            say: is told while it waits what is waited for, and what has failed meanwhile.
+            say_s: seconds between two lines that say so.
         """
+        end = time.monotonic() + timeout_s
+        while not (done := self._is_done(min(say_s, max(0.0, end - time.monotonic())))) and time.monotonic() < end:
+            for line in self.take_notes():
+                say(line)
+            say(
+                f"waiting for the copy of the last checkpoint to {self._remote}, {max(0.0, end - time.monotonic()):.0f} s at most"
+            )
         with self._changed:
-            done = self._changed.wait_for(lambda: self._waiting is None and not self._busy, timeout_s)
             if not done and timeout_s:
                 self._notes.append(
                     f"the last checkpoint was not copied to {self._remote} within {timeout_s:.0f} s; it is complete in {self._run}"
                 )
             self._closing = True
             self._changed.notify_all()
+
+    def _is_done(self, timeout_s: float) -> bool:
+        """Whether no copy is due any more, after waiting for it."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._waiting is None and not self._busy, timeout_s)
 
     def _work(self) -> None:
         pause_s = self._first_pause_s
@@ -117,7 +135,8 @@ class Copies:
                         self._waiting, self._again = step, True
                 self._changed.notify_all()
                 if failure:
-                    self._changed.wait_for(lambda: self._closing, pause_s)
+                    failed = (None, step)  # of a later one, nobody knows yet whether it fails
+                    self._changed.wait_for(lambda known=failed: self._closing or self._waiting not in known, pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S) if failure else self._first_pause_s
 
     def _copy(self, step: int, *, again: bool) -> str:
@@ -126,13 +145,27 @@ class Copies:
         try:
             if again or step not in self._remote.steps():
                 written = self._remote.copy(self._run, step)
-                self._remote.prune(self._run)
                 seconds = time.monotonic() - began
                 with self._changed:
                     self.copied.append(step)
                     self._notes.append(
                         f"checkpoint of step {step} was copied to {self._remote} ({written / 1e6:.1f} MB, {seconds:.1f} s)"
                     )
+                self._prune()
         except Exception as error:  # also a checkpoint that cannot be read: the thread goes on with the next one
-            return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+            return _in_a_line(error)
         return ""
+
+    def _prune(self) -> None:
+        """Remove what the run does not keep any more. What cannot be removed now is removed after the next copy."""
+        try:
+            self._remote.prune(self._run)
+        except Exception as error:
+            with self._changed:
+                self._notes.append(
+                    f"old checkpoints could not be removed from {self._remote} for now: {_in_a_line(error)}"
+                )
+
+
+def _in_a_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__

@@ -187,6 +187,39 @@ def test_a_service_that_is_gone_holds_nobody_up(tmp_path: Path, bucket: Bucket):
     assert "was not copied to fake://runs/run within 0 s" in said and str(here) in said
 
 
+def test_a_later_checkpoint_does_not_wait_out_the_pause_of_one_that_failed(tmp_path: Path, bucket: Bucket):
+    bucket.fails = lambda path: True
+    copies = Copies(saved(tmp_path), remote_of(bucket), first_pause_s=600.0)
+    copies.add(6)
+    until(lambda: any("tried again in 600 s" in note for note in copies.take_notes()))
+    bucket.fails = lambda path: False
+    copies.add(9)
+    copies.close(60.0)
+    assert copies.copied == [9]
+
+
+def test_a_copy_is_not_made_again_because_an_old_one_cannot_be_removed(tmp_path: Path, bucket: Bucket):
+    here, remote = saved(tmp_path), remote_of(bucket)
+    remote.copy(here, 6)
+    shutil.rmtree(here / FOLDER / "step_000006")
+    bucket.delete_dir = bucket.delete_root_dir_contents  # pyright: ignore[reportAttributeAccessIssue]
+    copies = Copies(here, remote, first_pause_s=0.01)
+    copies.add(9)
+    copies.close(30.0)
+    done, said = copies.take_notes()
+    assert "checkpoint of step 9 was copied" in done and "old checkpoints could not be removed" in said
+    assert copies.copied == [9]
+
+
+def test_the_end_says_what_it_waits_for(tmp_path: Path, bucket: Bucket):
+    bucket.fails = lambda path: True
+    copies, said = Copies(saved(tmp_path), remote_of(bucket), first_pause_s=60.0), list[str]()
+    copies.add(9)
+    copies.close(0.5, say=said.append, say_s=0.05)
+    assert any("waiting for the copy of the last checkpoint to fake://runs/run, 0 s at most" in line for line in said)
+    assert any("step 9 could not be copied" in line for line in said)
+
+
 def test_a_checkpoint_that_cannot_be_read_does_not_end_the_copies(tmp_path: Path, bucket: Bucket):
     here = saved(tmp_path)
     state = here / FOLDER / "step_000006" / "run.json"
