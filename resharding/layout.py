@@ -1,0 +1,180 @@
+"""Layout: which box of each tensor each rank holds, and where in its memory.
+
+Names and coordinates are those of the checkpoint, on both sides: the trainer's layout is read from its DTensors, and vLLM's
+is recorded while its own loaders run. So no table says which projections an engine fuses, or which heads it holds twice.
+
+    "model.layers.0.self_attn.k_proj.weight", shape (64, 128), two ranks
+        trainer, FSDP     rank 0: rows 0 to 32       rank 1: rows 32 to 64
+        vLLM, TP          rank 0: rows 0 to 32       rank 1: rows 32 to 64     in "model.layers.0.self_attn.qkv_proj.weight"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ..dataflow.errors import UserError, nearest
+from .box import Box
+
+ITEM_BYTES = {
+    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+"""Bytes of one element, by torch's name of the dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where a rank runs. Copies prefer a source that is near."""
+
+    node: str = ""
+    device: str = ""
+    """Name of the memory on that node, as "cuda:3". What two ranks hold in one memory need not travel; empty: each rank has its own."""
+    process: str = ""
+    """Name of the process on that node; empty: each rank has its own."""
+
+    def distance(self, other: Where) -> int:
+        """0 in one process, 1 in one device's memory, 2 on one node, 3 between nodes."""
+        if self.node != other.node:
+            return 3
+        if self.process and self.process == other.process:
+            return 0
+        return 1 if self.device and self.device == other.device else 2
+
+
+IN_PLACE = 1
+"""The largest distance over which nothing travels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the elements of a box lie in the memory of a rank. The element at the index `i` (counted from the start of the box) is
+    the element `offset + sum(i * strides)` of the memory."""
+
+    memory: str
+    """Name of a contiguous piece of the rank's memory: of a parameter of the module, in general."""
+    offset: int
+    """In elements."""
+    strides: tuple[int, ...]
+    """In elements, for each dimension of the tensor."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor that a rank holds."""
+
+    box: Box
+    place: Place | None = None
+    """None in a layout that was computed from a formula, where there is no memory."""
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """How one tensor lies over the ranks."""
+
+    name: str
+    """Name in the checkpoint."""
+    shape: tuple[int, ...]
+    """Shape in the checkpoint."""
+    dtype: str
+    """torch's name for it, as "bfloat16"."""
+    pieces: tuple[tuple[Piece, ...], ...]
+    """For each rank, what it holds; empty where it holds nothing."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise UserError(f"tensor {self.name!r}: dtype {self.dtype!r} is not known{nearest(self.dtype, ITEM_BYTES)}")
+        whole = Box.full(self.shape)
+        for rank, pieces in enumerate(self.pieces):
+            for piece in pieces:
+                if len(piece.box.starts) != len(self.shape) or (piece.box.numel and piece.box.intersection(whole) != piece.box):
+                    raise UserError(f"tensor {self.name!r}, rank {rank}: {piece.box} lies outside of the shape {self.shape}")
+
+    @cached_property
+    def boxes(self) -> tuple[tuple[Box, ...], ...]:
+        """For each rank, the boxes of its pieces. Equal tensors of different layers have equal boxes."""
+        return tuple(tuple(piece.box for piece in pieces) for pieces in self.pieces)
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank reports of one tensor."""
+
+    shape: tuple[int, ...]
+    """Shape in the checkpoint."""
+    dtype: str
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """What one rank holds: plain data that travels to whoever makes the plan."""
+
+    where: Where
+    tensors: Mapping[str, Held]
+    """By name in the checkpoint. A tensor of which the rank holds nothing may be left out."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How all tensors of a model lie over the ranks of one side of a transfer."""
+
+    tensors: Mapping[str, TensorLayout]
+    """By name in the checkpoint, in the order in which they are transferred."""
+    ranks: tuple[Where, ...]
+    """Where each rank runs."""
+    label: str = field(default="", compare=False)
+    """What `explain` calls this layout, as "FSDP 4"."""
+
+    def __post_init__(self) -> None:
+        for tensor in self.tensors.values():
+            if len(tensor.pieces) != len(self.ranks):
+                raise UserError(
+                    f"layout {self.label!r}: tensor {tensor.name!r} lies over {len(tensor.pieces)} ranks, the layout has {len(self.ranks)}"
+                )
+
+    @classmethod
+    def of(cls, tensors: Iterable[TensorLayout], ranks: Sequence[Where], label: str = "") -> Layout:
+        """A layout of these tensors, in this order.
+
+        Raises:
+            UserError: two tensors have one name, or one lies over another number of ranks.
+        """
+        by_name: dict[str, TensorLayout] = {}
+        for tensor in tensors:
+            if by_name.setdefault(tensor.name, tensor) is not tensor:
+                raise UserError(f"layout {label!r}: tensor {tensor.name!r} occurs twice")
+        return cls(by_name, tuple(ranks), label)
+
+    @classmethod
+    def of_ranks(cls, reports: Sequence[RankLayout], label: str = "") -> Layout:
+        """The layout of a group, from what each of its ranks reports, in the order of the ranks.
+
+        Raises:
+            UserError: two ranks say different shapes or dtypes of one tensor.
+        """
+        known: dict[str, tuple[int, Held]] = {}
+        for rank, report in enumerate(reports):
+            for name, held in report.tensors.items():
+                first_rank, first = known.setdefault(name, (rank, held))
+                if (first.shape, first.dtype) != (held.shape, held.dtype):
+                    raise UserError(
+                        f"layout {label!r}: tensor {name!r} is {first.dtype} {first.shape} on rank {first_rank}, "
+                        f"and {held.dtype} {held.shape} on rank {rank}"
+                    )
+        nothing = Held((), "", ())
+        tensors = (
+            TensorLayout(name, held.shape, held.dtype, tuple(r.tensors.get(name, nothing).pieces for r in reports))
+            for name, (_, held) in known.items()
+        )
+        return cls.of(tensors, [report.where for report in reports], label)
+
+    def num_bytes(self, rank: int) -> int:
+        """Bytes that a rank holds; elements that it holds twice count twice."""
+        return sum(t.item_bytes * sum(box.numel for box in t.boxes[rank]) for t in self.tensors.values())
