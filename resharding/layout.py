@@ -88,8 +88,12 @@ class TensorLayout:
         whole = Box.full(self.shape)
         for rank, pieces in enumerate(self.pieces):
             for piece in pieces:
-                if len(piece.box.starts) != len(self.shape) or (piece.box.numel and piece.box.intersection(whole) != piece.box):
-                    raise UserError(f"tensor {self.name!r}, rank {rank}: {piece.box} lies outside of the shape {self.shape}")
+                if len(piece.box.starts) != len(self.shape) or (
+                    piece.box.numel and piece.box.intersection(whole) != piece.box
+                ):
+                    raise UserError(
+                        f"tensor {self.name!r}, rank {rank}: {piece.box} lies outside of the shape {self.shape}"
+                    )
 
     @cached_property
     def boxes(self) -> tuple[tuple[Box, ...], ...]:

@@ -1,0 +1,271 @@
+"""Layouts from formulas: for the tables of the papers, for planning, and for simulation, where there are no modules to read.
+
+A rank of HybridFlow (arXiv:2409.19256, section 5) has the coordinates
+
+    rank = d_i * p * t  +  p_i * t  +  t_i          p pipeline stages, t tensor-parallel shards, d replicas
+
+and in generation, with p_g stages and t_g shards, it takes the stage `p_i // (p / p_g)` and the shard `t_i // (t / t_g)`. So what it
+holds for generation contains what it holds for training, and nothing is kept twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..dataflow.errors import UserError
+from .box import Box
+from .layout import Layout, Piece, TensorLayout, Where
+
+HYBRIDFLOW_ORDER = ("tp", "pp", "dp")
+"""HybridFlow's order of the ranks, the fastest coordinate first."""
+
+MEGATRON_ORDER = ("tp", "dp", "pp")
+"""Megatron-LM's order of the ranks ("tp-cp-ep-dp-pp", without context and expert parallelism)."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a model, and how parallelism cuts it."""
+
+    name: str
+    shape: tuple[int, ...]
+    split_dim: int | None = None
+    """The dimension that tensor parallelism splits; None: each shard has all of it."""
+    layer: int = 0
+    """Pipeline stages are made of layers. Embeddings belong to the first layer, and the head to the last."""
+    expert: int | None = None
+    """Which expert of its layer it belongs to; None: to none."""
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """Degrees of parallelism, each at least 1."""
+
+    pp: int = 1
+    """Pipeline stages."""
+    tp: int = 1
+    """Tensor-parallel shards."""
+    dp: int = 1
+    """Replicas."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks in all."""
+        return self.pp * self.tp * self.dp
+
+    def coordinates(self, order: Sequence[str] = HYBRIDFLOW_ORDER) -> list[dict[str, int]]:
+        """For each rank, its "pp", "tp" and "dp" coordinates.
+
+        Args:
+            order: the three names, the fastest first.
+        """
+        if sorted(order) != ["dp", "pp", "tp"]:
+            raise UserError(f"an order of ranks names 'tp', 'pp' and 'dp', each once, not {tuple(order)}")
+        ranges = [range(getattr(self, name)) for name in reversed(order)]
+        return [dict(zip(reversed(order), indices, strict=True)) for indices in itertools.product(*ranges)]
+
+    def __str__(self) -> str:
+        return f"PP {self.pp} x TP {self.tp} x DP {self.dp}"
+
+
+def nodes_of(num_ranks: int, ranks_per_node: int = 8, first_node: int = 0) -> list[Where]:
+    """Ranks on devices of nodes that are filled one after the other.
+
+    Args:
+        num_ranks: how many.
+        ranks_per_node: devices of one node, each with one rank.
+        first_node: number of the first node: layouts of one pool have the same, layouts of different pools do not.
+    """
+    return [
+        Where(f"node{first_node + rank // ranks_per_node}", f"device{rank % ranks_per_node}")
+        for rank in range(num_ranks)
+    ]
+
+
+def three_dimensional(
+    parameters: Iterable[Parameter],
+    sizes: Parallelism,
+    ranks: Sequence[Where] | None = None,
+    dtype: str = "bfloat16",
+    order: Sequence[str] = HYBRIDFLOW_ORDER,
+) -> Layout:
+    """Pipeline, tensor and data parallelism, as Megatron-LM trains.
+
+    Args:
+        parameters: of the model. Layers are cut into contiguous stages; where they cannot be equal, the first stages have one more.
+        sizes: degrees of parallelism.
+        ranks: where each rank runs; by default on nodes of 8 devices.
+        dtype: of all parameters.
+        order: of the ranks, the fastest coordinate first.
+    """
+    where = sizes.coordinates(order)
+    parts = [(c["pp"], c["tp"]) for c in where]
+    return _of_stages_and_shards(parameters, sizes.pp, sizes.tp, parts, ranks, dtype, f"training, {sizes}")
+
+
+def generation(
+    parameters: Iterable[Parameter],
+    training: Parallelism,
+    pp: int,
+    tp: int,
+    ranks: Sequence[Where] | None = None,
+    dtype: str = "bfloat16",
+    regrouped: bool = True,
+) -> Layout:
+    """The same ranks in generation, with fewer stages and shards, and so with more replicas.
+
+    Args:
+        parameters: of the model.
+        training: degrees of parallelism in training.
+        pp: pipeline stages in generation; divides those of training.
+        tp: tensor-parallel shards in generation; divides those of training.
+        ranks: where each rank runs; by default on nodes of 8 devices.
+        dtype: of all parameters.
+        regrouped: HybridFlow's groups, in which a rank's shard for generation contains its shard for training; False: consecutive ranks
+            form a group, as in "HybridFlow-V" of its table 2.
+
+    Raises:
+        UserError: a degree does not divide that of training.
+    """
+    for name, mine, other in (("pp", pp, training.pp), ("tp", tp, training.tp)):
+        if mine < 1 or other % mine:
+            raise UserError(f"generation with {name}={mine}: it must divide the {name}={other} of training")
+    parts: list[tuple[int, int]] = []
+    for c in training.coordinates():
+        if regrouped:
+            parts.append((c["pp"] // (training.pp // pp), c["tp"] // (training.tp // tp)))
+        else:
+            parts.append((c["pp"] % pp, c["tp"] % tp))
+    label = f"generation, PP {pp} x TP {tp}{'' if regrouped else ', not regrouped'}"
+    return _of_stages_and_shards(parameters, pp, tp, parts, ranks, dtype, label)
+
+
+def fully_sharded(
+    parameters: Iterable[Parameter],
+    sharded: int,
+    tp: int = 1,
+    ranks: Sequence[Where] | None = None,
+    dtype: str = "bfloat16",
+) -> Layout:
+    """FSDP2 over tensor parallelism: tensor parallelism splits its dimension, then rows are cut into equal chunks.
+
+    Args:
+        parameters: of the model.
+        sharded: ranks over which FSDP cuts dimension 0, with `torch.chunk`'s sizes: the last chunks may be smaller, or empty.
+        tp: tensor-parallel shards; the fastest coordinate.
+        ranks: where each rank runs; by default on nodes of 8 devices.
+        dtype: of all parameters.
+    """
+    shared: dict[tuple[object, ...], tuple[tuple[Piece, ...], ...]] = {}
+    tensors: list[TensorLayout] = []
+    for p in parameters:
+        if (key := (p.shape, p.split_dim)) not in shared:
+            boxes = [_shard(p, tp, t) for _ in range(sharded) for t in range(tp)]
+            chunks = [_chunk(box, sharded, rank // tp) for rank, box in enumerate(boxes)]
+            shared[key] = tuple((Piece(box),) if box.numel else () for box in chunks)
+        tensors.append(TensorLayout(p.name, p.shape, dtype, shared[key]))
+    return Layout.of(tensors, ranks or nodes_of(sharded * tp), f"FSDP {sharded} x TP {tp}")
+
+
+def replicas(
+    parameters: Iterable[Parameter],
+    tp: int,
+    num_replicas: int,
+    ranks: Sequence[Where] | None = None,
+    dtype: str = "bfloat16",
+) -> Layout:
+    """Independent engines of one tensor-parallel group each, as vLLM generates.
+
+    Args:
+        parameters: of the model.
+        tp: tensor-parallel shards of each engine.
+        num_replicas: engines.
+        ranks: where each rank runs; by default on nodes of 8 devices.
+        dtype: of all parameters.
+    """
+    parts = [(0, rank % tp) for rank in range(tp * num_replicas)]
+    return _of_stages_and_shards(parameters, 1, tp, parts, ranks, dtype, f"{num_replicas} replicas of TP {tp}")
+
+
+def _of_stages_and_shards(
+    parameters: Iterable[Parameter],
+    pp: int,
+    tp: int,
+    parts: Sequence[tuple[int, int]],
+    ranks: Sequence[Where] | None,
+    dtype: str,
+    label: str,
+) -> Layout:
+    """A layout in which each rank has one shard of one stage; `parts` says which."""
+    parameters = list(parameters)
+    num_layers = 1 + max((p.layer for p in parameters), default=0)
+    shared: dict[tuple[object, ...], tuple[tuple[Piece, ...], ...]] = {}
+    tensors: list[TensorLayout] = []
+    for p in parameters:
+        stage = _stage(p.layer, num_layers, pp)
+        key = (p.shape, p.split_dim, stage)
+        if key not in shared:
+            shared[key] = tuple((Piece(_shard(p, tp, t)),) if s == stage else () for s, t in parts)
+        tensors.append(TensorLayout(p.name, p.shape, dtype, shared[key]))
+    return Layout.of(tensors, ranks or nodes_of(len(parts)), label)
+
+
+def _stage(layer: int, num_layers: int, stages: int) -> int:
+    """The stage of a layer, where the first `num_layers % stages` stages have one layer more."""
+    each, longer = divmod(num_layers, stages)
+    first_short = longer * (each + 1)
+    return layer // (each + 1) if layer < first_short else longer + (layer - first_short) // max(each, 1)
+
+
+def _shard(parameter: Parameter, shards: int, index: int) -> Box:
+    dim = parameter.split_dim
+    if dim is None or shards == 1:
+        return Box.full(parameter.shape)
+    extent = parameter.shape[dim]
+    if extent % shards:
+        raise UserError(
+            f"parameter {parameter.name!r} of shape {parameter.shape}: dimension {dim} cannot be split into {shards} equal shards"
+        )
+    return Box.along(parameter.shape, dim, index * extent // shards, (index + 1) * extent // shards)
+
+
+def _chunk(box: Box, chunks: int, index: int) -> Box:
+    """A chunk of a box along its first dimension, as `torch.chunk` cuts it."""
+    if not box.starts:
+        return box if index == 0 else Box((0,), (0,))
+    first, last = box.starts[0], box.stops[0]
+    each = -(-(last - first) // chunks)
+    start, stop = (min(first + i * each, last) for i in (index, index + 1))
+    return Box((start, *box.starts[1:]), (stop, *box.stops[1:]))
+
+
+@dataclass(frozen=True)
+class Transition:
+    """A row of HybridFlow's table 2: what one method of going from training to generation costs a rank, in bytes."""
+
+    method: str
+    received_bytes: float
+    """That each rank receives."""
+    peak_bytes: float
+    """Largest memory for parameters."""
+    redundant_bytes: float
+    """Parameters for training that lie beside those for generation."""
+
+
+def hybridflow_table(model_bytes: float, training: Parallelism, pp: int, tp: int) -> list[Transition]:
+    """Table 2 of HybridFlow (arXiv:2409.19256): three ways from training to generation on the same ranks.
+
+    Args:
+        model_bytes: of all parameters, M.
+        training: degrees p, t and d.
+        pp: pipeline stages in generation, p_g.
+        tp: tensor-parallel shards in generation, t_g.
+    """
+    m, tp_all = model_bytes, training.tp * training.pp
+    return [
+        Transition("all-gather over all ranks", m * (1 - 1 / training.num_ranks), m, m / training.num_ranks),
+        Transition("not regrouped", m * (1 - 1 / tp_all), m, m / tp_all),
+        Transition("regrouped", m * (tp_all - tp * pp) / (tp * pp * tp_all), m / (tp * pp), 0.0),
+    ]

@@ -1,0 +1,232 @@
+"""ReshardPlan: the copies that turn one layout into another. Pure arithmetic on boxes.
+
+A plan has these invariants (`tests/resharding/test_plan.py` compares them with brute force):
+- Each element that a destination rank holds is covered by exactly one copy to that rank.
+- What a rank already has in its device's memory does not travel.
+- Among equal sources the nearest is taken, and among equally near ones the one that has sent least so far.
+- Equal tensors (of different layers, in general) share their copies, so a plan of a large model is made in seconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..dataflow.errors import WeightSyncError, nearest
+from .box import Box
+from .layout import IN_PLACE, Layout, TensorLayout, Where
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A box of a tensor that one rank gives to another."""
+
+    source: int
+    """Rank in the source layout."""
+    source_piece: int
+    """Which of the source's pieces of this tensor has the box."""
+    destination: int
+    """Rank in the destination layout."""
+    destination_pieces: tuple[int, ...]
+    """Which of the destination's pieces the box is written to: several, if the rank holds the same box in several places."""
+    box: Box
+    travels: bool
+    """False if both ranks hold it in the memory of one device."""
+
+
+class ReshardPlan:
+    """Which rank gives which box of which tensor to which rank.
+
+    Args:
+        source: layout of the ranks that have the weights. It may have tensors that nobody needs.
+        destination: layout of the ranks that need them. Its dtypes are those of the transfer.
+
+    Raises:
+        WeightSyncError: the source lacks a tensor or a box that the destination needs, or has it in another shape. The message names
+            the tensor, the box and the rank.
+    """
+
+    def __init__(self, source: Layout, destination: Layout) -> None:
+        self.source = source
+        self.destination = destination
+        self._copies: dict[str, tuple[Copy, ...]] = {}
+        self.sent_bytes = np.zeros(len(source.ranks), np.int64)
+        """Bytes that each source rank sends to other devices."""
+        self.received_bytes = np.zeros(len(destination.ranks), np.int64)
+        """Bytes that each destination rank receives from other devices."""
+        self.in_place_bytes = np.zeros(len(destination.ranks), np.int64)
+        """Bytes that each destination rank takes from its own device."""
+        self._distances = _distances(source.ranks, destination.ranks)
+        for tensors in _equal_tensors(source, destination):
+            self._plan_equal(tensors)
+
+    def copies(self, tensor: str) -> tuple[Copy, ...]:
+        """The copies of one tensor, ordered by destination rank.
+
+        Args:
+            tensor: its name in the checkpoint.
+        """
+        return self._copies[tensor]
+
+    def received_by(self, rank: int) -> Iterator[tuple[str, Copy]]:
+        """What one destination rank gets, with the tensors' names, in the order of the transfer."""
+        return (
+            (name, copy) for name in self.destination.tensors for copy in self._copies[name] if copy.destination == rank
+        )
+
+    def sent_by(self, rank: int) -> Iterator[tuple[str, Copy]]:
+        """What one source rank gives, with the tensors' names, in the order of the transfer."""
+        return ((name, copy) for name in self.destination.tensors for copy in self._copies[name] if copy.source == rank)
+
+    def redundant_bytes(self, rank: int) -> int:
+        """Bytes that the device of a destination rank holds for the source layout, and that the destination layout does not have there.
+
+        0 for HybridFlow's layouts, whose shards for training are parts of those for generation (arXiv:2409.19256, table 2).
+        """
+        owners = np.flatnonzero(self._distances[:, rank] <= IN_PLACE)
+        return max(0, sum(self.source.num_bytes(int(owner)) for owner in owners) - int(self.in_place_bytes[rank]))
+
+    def explain(self, bucket_bytes: int = 256 << 20) -> str:
+        """A table with a line for each destination rank: what it receives, what it has, and what memory the transfer takes.
+
+        Args:
+            bucket_bytes: the largest part that is under way at once.
+        """
+        source, destination = self.source, self.destination
+        model_bytes = sum(Box.full(t.shape).numel * t.item_bytes for t in destination.tensors.values())
+        num_copies = sum(copy.travels for copies in self._copies.values() for copy in copies)
+        lines = [
+            f"from {source.label or 'source'} ({len(source.ranks)} ranks) to {destination.label or 'destination'} "
+            f"({len(destination.ranks)} ranks)",
+            f"{len(destination.tensors)} tensors, {_gb(model_bytes)}; {num_copies} copies travel, {_gb(self.received_bytes.sum())} in all",
+            f"each source rank sends {_gb(self.sent_bytes.min())} to {_gb(self.sent_bytes.max())}",
+            f"{'rank':>6} {'receives':>12} {'of the model':>12} {'in place':>12} {'peak':>12} {'redundant':>12}",
+        ]
+        for rank in range(len(destination.ranks)):
+            received = int(self.received_bytes[rank])
+            peak = destination.num_bytes(rank) + min(bucket_bytes, received)
+            lines.append(
+                f"{rank:>6} {_gb(received):>12} {received / max(model_bytes, 1):>12.4f} {_gb(self.in_place_bytes[rank]):>12} "
+                f"{_gb(peak):>12} {_gb(self.redundant_bytes(rank)):>12}"
+            )
+        return "\n".join(lines)
+
+    def _plan_equal(self, names: Sequence[str]) -> None:
+        """Plan tensors that have equal shapes and boxes. Where several ranks have the same box, they take turns over the tensors."""
+        source, destination = self.source.tensors[names[0]], self.destination.tensors[names[0]]
+        equal_sources = max(Counter(box for boxes in source.boxes for box in boxes).values(), default=1)
+        num_variants = min(len(names), equal_sources)
+        for variant in range(num_variants):
+            served = names[variant::num_variants]
+            copies = tuple(self._plan_tensor(source, destination, len(served)))
+            self._copies.update((name, copies) for name in served)
+
+    def _plan_tensor(self, source: TensorLayout, destination: TensorLayout, weight: int) -> Iterator[Copy]:
+        pieces = _SourcePieces(source)
+        item_bytes = destination.item_bytes
+        for rank, boxes in enumerate(destination.boxes):
+            for box in dict.fromkeys(boxes):
+                if not box.numel:
+                    continue
+                targets = tuple(index for index, other in enumerate(boxes) if other == box)
+                for owner, piece, part in self._cover(pieces, box, rank, destination.name):
+                    travels = bool(self._distances[owner, rank] > IN_PLACE)
+                    num_bytes = part.numel * item_bytes * weight
+                    if travels:
+                        self.sent_bytes[owner] += num_bytes
+                        self.received_bytes[rank] += num_bytes
+                    else:
+                        self.in_place_bytes[rank] += num_bytes
+                    yield Copy(owner, piece, rank, targets, part, travels)
+
+    def _cover(self, pieces: _SourcePieces, box: Box, rank: int, name: str) -> Iterator[tuple[int, int, Box]]:
+        """Cut a box into parts, each with the source rank that gives it and the number of that rank's piece."""
+        found = pieces.overlapping(box)
+        owners = pieces.ranks[found]
+        order = np.lexsort((owners, self.sent_bytes[owners], self._distances[owners, rank]))
+        missing = [box]
+        for index in found[order]:
+            owner, piece, held = int(pieces.ranks[index]), int(pieces.numbers[index]), pieces.boxes[index]
+            rest: list[Box] = []
+            for part in missing:
+                common = part.intersection(held)
+                if common is None:
+                    rest.append(part)
+                else:
+                    yield owner, piece, common
+                    rest += part.minus(common)
+            missing = rest
+            if not missing:
+                return
+        raise WeightSyncError(
+            f"tensor {name!r}: no rank of {self.source.label or 'the source'} has {missing[0]}, "
+            f"which rank {rank} of {self.destination.label or 'the destination'} needs"
+        )
+
+
+class _SourcePieces:
+    """The pieces of one tensor over all source ranks, to be found by the box that they overlap."""
+
+    def __init__(self, tensor: TensorLayout) -> None:
+        held = [(rank, n, box) for rank, boxes in enumerate(tensor.boxes) for n, box in enumerate(boxes) if box.numel]
+        self.boxes = [box for _, _, box in held]
+        self.ranks = np.array([rank for rank, _, _ in held], np.int64)
+        self.numbers = np.array([number for _, number, _ in held], np.int64)
+        dims = len(tensor.shape)
+        self._starts = np.array([box.starts for box in self.boxes], np.int64).reshape(len(held), dims)
+        self._stops = np.array([box.stops for box in self.boxes], np.int64).reshape(len(held), dims)
+
+    def overlapping(self, box: Box) -> np.ndarray:
+        """Indices of the pieces that have an element of this box."""
+        overlap = (self._starts < np.array(box.stops, np.int64)) & (self._stops > np.array(box.starts, np.int64))
+        return np.flatnonzero(overlap.all(axis=1))
+
+
+def _distances(sources: Sequence[Where], destinations: Sequence[Where]) -> np.ndarray:
+    """`Where.distance` of each source rank (row) to each destination rank (column)."""
+    known: dict[tuple[Where, Where], int] = {}
+    distances = np.empty((len(sources), len(destinations)), np.int8)
+    for row, source in enumerate(sources):
+        for column, destination in enumerate(destinations):
+            pair = (source, destination)
+            if pair not in known:
+                known[pair] = source.distance(destination)
+            distances[row, column] = known[pair]
+    return distances
+
+
+def _equal_tensors(source: Layout, destination: Layout) -> list[list[str]]:
+    """The destination's tensors by what their plan depends on: shape, dtype, and boxes on both sides."""
+    numbers: dict[tuple[tuple[Box, ...], ...], int] = {}
+    by_identity: dict[int, int] = {}
+
+    def number(tensor: TensorLayout) -> int:
+        key = id(
+            tensor.pieces
+        )  # layouts from formulas share them, so that 36,000 experts need not be compared box by box
+        if key not in by_identity:
+            by_identity[key] = numbers.setdefault(tensor.boxes, len(numbers))
+        return by_identity[key]
+
+    equal: dict[tuple[object, ...], list[str]] = {}
+    for name, wanted in destination.tensors.items():
+        held = source.tensors.get(name)
+        if held is None:
+            raise WeightSyncError(
+                f"tensor {name!r} is needed by {destination.label or 'the destination'}, and "
+                f"{source.label or 'the source'} has none of that name{nearest(name, source.tensors)}"
+            )
+        if held.shape != wanted.shape:
+            raise WeightSyncError(
+                f"tensor {name!r} has the shape {held.shape} in {source.label or 'the source'}, "
+                f"and {wanted.shape} in {destination.label or 'the destination'}"
+            )
+        equal.setdefault((wanted.shape, wanted.dtype, number(held), number(wanted)), []).append(name)
+    return list(equal.values())
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.3f} GB"

@@ -1,0 +1,291 @@
+"""The plan against brute force: every tensor is an array of its own indices, every copy is carried out on arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+
+import numpy as np
+import pytest
+from weft.dataflow.errors import UserError, WeightSyncError
+from weft.resharding.box import Box
+from weft.resharding.formulas import (
+    MEGATRON_ORDER,
+    Parallelism,
+    Parameter,
+    fully_sharded,
+    generation,
+    hybridflow_table,
+    nodes_of,
+    replicas,
+    three_dimensional,
+)
+from weft.resharding.layout import Held, Layout, Piece, RankLayout, TensorLayout, Where
+from weft.resharding.plan import ReshardPlan
+
+
+def a_model(layers: int = 3) -> list[Parameter]:
+    """Column-parallel, row-parallel and whole parameters, with an embedding and a head. Extents are multiples of 8."""
+    found = [Parameter("embed", (32, 8), 0, 0)]
+    for layer in range(layers):
+        found += [
+            Parameter(f"{layer}.q", (16, 8), 0, layer),
+            Parameter(f"{layer}.o", (8, 16), 1, layer),
+            Parameter(f"{layer}.norm", (8,), None, layer),
+        ]
+    return [*found, Parameter("head", (32, 8), 0, layers - 1)]
+
+
+def needed_and_had(plan: ReshardPlan, rank: int) -> tuple[int, int]:
+    """Bytes that a destination rank needs, and those of them that are in its device's memory already, by counting elements."""
+    needed = had = 0
+    for name, wanted in plan.destination.tensors.items():
+        wants, has = np.zeros(wanted.shape, bool), np.zeros(wanted.shape, bool)
+        for box in wanted.boxes[rank]:
+            wants[box.slices] = True
+        for owner, where in enumerate(plan.source.ranks):
+            if where.distance(plan.destination.ranks[rank]) <= 1:
+                for box in plan.source.tensors[name].boxes[owner]:
+                    has[box.slices] = True
+        needed += wanted.item_bytes * int(wants.sum())
+        had += wanted.item_bytes * int((wants & has).sum())
+    return needed, had
+
+
+def check_against_brute_force(plan: ReshardPlan) -> None:
+    """Carry the plan out on arrays; compare what arrives, what travels and who sends with what is counted element by element."""
+    sent = np.zeros(len(plan.source.ranks), np.int64)
+    for rank in range(len(plan.destination.ranks)):
+        received = 0
+        covered = {n: np.zeros(t.shape, np.int64) for n, t in plan.destination.tensors.items()}
+        for name, copy in plan.received_by(rank):
+            source, wanted = plan.source.tensors[name], plan.destination.tensors[name]
+            held = source.boxes[copy.source][copy.source_piece]
+            assert copy.box.intersection(held) == copy.box, "the source does not have what it is to give"
+            for piece in copy.destination_pieces:
+                assert copy.box.intersection(wanted.boxes[rank][piece]) == copy.box
+            covered[name][copy.box.slices] += 1
+            near = plan.source.ranks[copy.source].distance(plan.destination.ranks[rank]) <= 1
+            assert copy.travels is not near
+            if copy.travels:
+                received += copy.box.numel * wanted.item_bytes
+                sent[copy.source] += copy.box.numel * wanted.item_bytes
+        for name, counts in covered.items():
+            wants = np.zeros(counts.shape, np.int64)
+            for box in plan.destination.tensors[name].boxes[rank]:
+                wants[box.slices] = 1
+            np.testing.assert_array_equal(counts, wants, err_msg=f"{name} on rank {rank}")
+        needed, had = needed_and_had(plan, rank)
+        assert received == plan.received_bytes[rank] == needed - had
+        assert plan.in_place_bytes[rank] == had
+    np.testing.assert_array_equal(sent, plan.sent_bytes)
+
+
+def random_cut(rng: random.Random, box: Box, parts: int) -> list[Box]:
+    """Disjoint boxes that make up a box; fewer than asked where it has too few elements."""
+    boxes = [box]
+    while len(boxes) < parts:
+        whole = max(boxes, key=lambda b: b.numel)
+        dims = [d for d, extent in enumerate(whole.shape) if extent > 1]
+        if not dims:
+            break
+        dim = rng.choice(dims)
+        at = rng.randrange(whole.starts[dim] + 1, whole.stops[dim])
+        stops, starts = list(whole.stops), list(whole.starts)
+        stops[dim] = starts[dim] = at
+        boxes.remove(whole)
+        boxes += [Box(whole.starts, tuple(stops)), Box(tuple(starts), whole.stops)]
+    return boxes
+
+
+def random_layout(rng: random.Random, shapes: dict[str, tuple[int, ...]], ranks: int, complete: bool) -> Layout:
+    """Each rank on a random device; each tensor cut at random and dealt to random ranks, some boxes to several of them."""
+    tensors: list[TensorLayout] = []
+    for name, shape in shapes.items():
+        held: list[list[Piece]] = [[] for _ in range(ranks)]
+        for box in random_cut(rng, Box.full(shape), rng.randint(1, 2 * ranks)):
+            owners = rng.sample(range(ranks), rng.randint(1, min(ranks, 3)))
+            for owner in owners if complete or rng.random() < 0.8 else ():
+                held[owner].append(Piece(box))
+        tensors.append(TensorLayout(name, shape, "float32", tuple(map(tuple, held))))
+    places = [Where(f"n{rng.randrange(2)}", f"d{rng.randrange(4)}") for _ in range(ranks)]
+    return Layout.of(tensors, places)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_layouts_are_covered_once_and_move_only_what_is_lacking(seed: int):
+    rng = random.Random(seed)
+    shapes = {f"t{n}": tuple(rng.randint(1, 9) for _ in range(rng.randint(0, 3))) for n in range(rng.randint(1, 4))}
+    source = random_layout(rng, shapes, rng.randint(1, 8), complete=True)
+    destination = random_layout(rng, shapes, rng.randint(1, 8), complete=False)
+    check_against_brute_force(ReshardPlan(source, destination))
+
+
+@pytest.mark.parametrize("degrees", [(1, 1, 1, 1), (4, 1, 2, 2), (2, 2, 4, 1), (8, 1, 1, 8), (4, 2, 8, 1)])
+def test_fully_sharded_training_gives_each_engine_its_shard(degrees: tuple[int, int, int, int]):
+    sharded, tp, engine_tp, engines = degrees
+    source = fully_sharded(a_model(), sharded, tp, nodes_of(sharded * tp, 4))
+    destination = replicas(a_model(), engine_tp, engines, nodes_of(engine_tp * engines, 4, first_node=9))
+    plan = ReshardPlan(source, destination)
+    check_against_brute_force(plan)
+    assert plan.in_place_bytes.sum() == 0, "other nodes have none of it"
+
+
+@pytest.mark.parametrize(
+    "degrees", [(1, 8, 1, 1, 2), (2, 4, 2, 1, 2), (4, 8, 2, 2, 4), (4, 2, 1, 4, 2), (8, 1, 1, 1, 1)]
+)
+def test_hybridflows_layouts_cost_what_its_table_says(degrees: tuple[int, int, int, int, int]):
+    p, t, d, p_g, t_g = degrees
+    training = Parallelism(p, t, d)
+    parameters = [
+        Parameter(f"{layer}.w", (64, 16), 0, layer) for layer in range(8)
+    ]  # all split: the table counts no whole ones
+    model_bytes = 2 * 64 * 16 * 8
+    source = three_dimensional(parameters, training)
+    plan = ReshardPlan(source, generation(parameters, training, p_g, t_g))
+    check_against_brute_force(plan)
+    row = hybridflow_table(model_bytes, training, p_g, t_g)[-1]
+    assert (plan.received_bytes == row.received_bytes).all()
+    for rank in range(training.num_ranks):
+        assert plan.redundant_bytes(rank) == row.redundant_bytes == 0
+        assert plan.destination.num_bytes(rank) == row.peak_bytes
+
+
+def test_groups_of_consecutive_ranks_leave_redundant_weights_and_move_more():
+    training = Parallelism(1, 8, 1)
+    parameters = [Parameter("w", (64, 16), 0)]
+    source = three_dimensional(parameters, training)
+    plain = ReshardPlan(source, generation(parameters, training, 1, 2, regrouped=False))
+    check_against_brute_force(plain)
+    regrouped = ReshardPlan(source, generation(parameters, training, 1, 2))
+    assert plain.received_bytes.sum() > regrouped.received_bytes.sum()
+    assert max(plain.redundant_bytes(rank) for rank in range(8)) == 2 * 64 * 16 // 8  # M / tp, as in the table
+
+
+def test_ranks_in_megatrons_order_have_their_replicas_side_by_side():
+    sizes = Parallelism(pp=2, tp=2, dp=2)
+    found = [tuple(c[name] for name in ("pp", "dp", "tp")) for c in sizes.coordinates(MEGATRON_ORDER)]
+    assert found == [(p, d, t) for p in range(2) for d in range(2) for t in range(2)]
+    layout = three_dimensional(a_model(4), sizes, order=MEGATRON_ORDER)
+    holders = [rank for rank, boxes in enumerate(layout.tensors["3.q"].boxes) if boxes]
+    assert holders == [4, 5, 6, 7]  # the second stage is the second half
+    check_against_brute_force(ReshardPlan(layout, replicas(a_model(4), 2, 2, nodes_of(4, 4, 9))))
+
+
+def test_layers_that_do_not_divide_go_to_the_first_stages():
+    layout = three_dimensional([Parameter(str(n), (2,), None, n) for n in range(7)], Parallelism(pp=3))
+    stages = [next(rank for rank, boxes in enumerate(t.boxes) if boxes) for t in layout.tensors.values()]
+    assert stages == [0, 0, 0, 1, 1, 2, 2]
+
+
+def test_equal_sources_send_equal_amounts():
+    parameters = [Parameter(f"{n}.w", (8, 8), None, n) for n in range(40)]
+    source = three_dimensional(parameters, Parallelism(dp=4), nodes_of(4))
+    plan = ReshardPlan(source, replicas(parameters, 1, 1, nodes_of(1, first_node=5)))
+    assert plan.sent_bytes.tolist() == [10 * 2 * 64] * 4
+
+
+def test_the_nearest_of_equal_sources_is_taken():
+    shape = (4, 4)
+    both = (Piece(Box.full(shape)),)
+    source = Layout.of(
+        [TensorLayout("w", shape, "float32", (both, both, both))], [Where("a", "0"), Where("b", "0"), Where("b", "1")]
+    )
+    destination = Layout.of([TensorLayout("w", shape, "float32", (both, both))], [Where("b", "1"), Where("c", "0")])
+    plan = ReshardPlan(source, destination)
+    first, second = plan.copies("w")
+    assert (first.source, first.travels) == (2, False)
+    assert second.travels
+
+
+def test_a_box_that_a_rank_holds_twice_travels_once():
+    shape = (4, 4)
+    piece = Piece(Box.full(shape))
+    source = Layout.of([TensorLayout("w", shape, "float32", ((piece,),))], [Where("a")])
+    destination = Layout.of([TensorLayout("w", shape, "float32", ((piece, piece),))], [Where("b")])
+    plan = ReshardPlan(source, destination)
+    (copy,) = plan.copies("w")
+    assert copy.destination_pieces == (0, 1)
+    assert plan.received_bytes.tolist() == [64]
+
+
+def test_what_no_rank_has_is_named_with_its_box():
+    shape = (8, 2)
+    source = Layout.of(
+        [TensorLayout("w", shape, "float32", ((Piece(Box((0, 0), (5, 2))),),))], [Where("a")], "the trainer"
+    )
+    destination = Layout.of(
+        [TensorLayout("w", shape, "float32", ((), (Piece(Box.full(shape)),)))], [Where("b"), Where("c")], "vLLM"
+    )
+    with pytest.raises(
+        WeightSyncError, match=r"'w': no rank of the trainer has Box\(\[5:8, 0:2\]\), which rank 1 of vLLM needs"
+    ):
+        ReshardPlan(source, destination)
+
+
+def test_tensors_of_another_name_or_shape_are_refused():
+    source = replicas([Parameter("a.weight", (4, 4))], 1, 1)
+    with pytest.raises(WeightSyncError, match="'a.wieght'.*did you mean 'a.weight'"):
+        ReshardPlan(source, replicas([Parameter("a.wieght", (4, 4))], 1, 1))
+    with pytest.raises(WeightSyncError, match=r"'a.weight' has the shape \(4, 4\).*\(4, 5\)"):
+        ReshardPlan(source, replicas([Parameter("a.weight", (4, 5))], 1, 1))
+
+
+def test_reports_of_ranks_that_disagree_are_refused():
+    whole = Piece(Box.full((4,)))
+    first = RankLayout(Where("a"), {"w": Held((4,), "float32", (whole,))})
+    for other in (Held((4,), "bfloat16", (whole,)), Held((5,), "float32", ())):
+        with pytest.raises(UserError, match="'w' is float32 .4,. on rank 0"):
+            Layout.of_ranks([first, RankLayout(Where("b"), {"w": other})], "vLLM")
+    layout = Layout.of_ranks([first, RankLayout(Where("b"), {})])
+    assert layout.tensors["w"].boxes == ((whole.box,), ())
+
+
+def test_mistakes_in_layouts_are_named():
+    with pytest.raises(UserError, match="'w': dtype 'bflaot16' is not known; did you mean 'bfloat16'"):
+        TensorLayout("w", (4,), "bflaot16", ())
+    with pytest.raises(UserError, match=r"'w', rank 0: Box\(\[2:6\]\) lies outside"):
+        TensorLayout("w", (4,), "float32", ((Piece(Box((2,), (6,))),),))
+    tensor = TensorLayout("w", (4,), "float32", ((),))
+    with pytest.raises(UserError, match="'w' occurs twice"):
+        Layout.of([tensor, dataclasses.replace(tensor)], [Where()])
+    with pytest.raises(UserError, match="lies over 1 ranks, the layout has 2"):
+        Layout.of([tensor], [Where(), Where()])
+    with pytest.raises(UserError, match="pp=3: it must divide the pp=4"):
+        generation([], Parallelism(pp=4), 3, 1)
+    with pytest.raises(UserError, match="'w' of shape .6, 4.: dimension 0 cannot be split into 4"):
+        replicas([Parameter("w", (6, 4), 0)], 4, 1)
+
+
+def test_the_explanation_says_what_each_rank_receives():
+    parameters = [Parameter("w", (500, 1000), 0)]
+    plan = ReshardPlan(
+        three_dimensional(parameters, Parallelism(tp=4)), generation(parameters, Parallelism(tp=4), 1, 2)
+    )
+    text = plan.explain()
+    assert "from training, PP 1 x TP 4 x DP 1 (4 ranks) to generation, PP 1 x TP 2 (4 ranks)" in text
+    last = text.splitlines()[-1].split()
+    assert last == ["3", "0.000", "GB", "0.2500", "0.000", "GB", "0.001", "GB", "0.000", "GB"]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_is_left_of_a_box_and_what_is_cut_off_make_up_the_box(seed: int):
+    rng = random.Random(seed)
+    shape = tuple(rng.randint(1, 6) for _ in range(rng.randint(0, 3)))
+
+    def any_box() -> Box:
+        pairs = [sorted(rng.choices(range(extent + 1), k=2)) for extent in shape]
+        return Box(tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
+
+    first, second = any_box(), any_box()
+    counts = np.zeros(shape, np.int64)
+    for part in first.minus(second):
+        counts[part.slices] += 1
+    if common := first.intersection(second):
+        counts[common.slices] += 1
+        assert common.shape == np.zeros(shape)[common.slices].shape
+        assert math.prod(common.shape) == common.numel
+    expected = np.zeros(shape, np.int64)
+    expected[first.slices] = 1
+    np.testing.assert_array_equal(counts, expected)
