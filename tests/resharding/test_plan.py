@@ -8,6 +8,7 @@ import random
 
 import numpy as np
 import pytest
+
 from weft.dataflow.errors import UserError, WeightSyncError
 from weft.resharding.box import Box
 from weft.resharding.formulas import (
@@ -226,7 +227,7 @@ def test_what_no_rank_has_is_named_with_its_box():
 
 def test_tensors_of_another_name_or_shape_are_refused():
     source = replicas([Parameter("a.weight", (4, 4))], 1, 1)
-    with pytest.raises(WeightSyncError, match="'a.wieght'.*did you mean 'a.weight'"):
+    with pytest.raises(WeightSyncError, match=r"'a.wieght'.*did you mean 'a.weight'"):
         ReshardPlan(source, replicas([Parameter("a.wieght", (4, 4))], 1, 1))
     with pytest.raises(WeightSyncError, match=r"'a.weight' has the shape \(4, 4\).*\(4, 5\)"):
         ReshardPlan(source, replicas([Parameter("a.weight", (4, 5))], 1, 1))
@@ -236,7 +237,7 @@ def test_reports_of_ranks_that_disagree_are_refused():
     whole = Piece(Box.full((4,)))
     first = RankLayout(Where("a"), {"w": Held((4,), "float32", (whole,))})
     for other in (Held((4,), "bfloat16", (whole,)), Held((5,), "float32", ())):
-        with pytest.raises(UserError, match="'w' is float32 .4,. on rank 0"):
+        with pytest.raises(UserError, match=r"'w' is float32 .4,. on rank 0"):
             Layout.of_ranks([first, RankLayout(Where("b"), {"w": other})], "vLLM")
     layout = Layout.of_ranks([first, RankLayout(Where("b"), {})])
     assert layout.tensors["w"].boxes == ((whole.box,), ())
@@ -252,9 +253,9 @@ def test_mistakes_in_layouts_are_named():
         Layout.of([tensor, dataclasses.replace(tensor)], [Where()])
     with pytest.raises(UserError, match="lies over 1 ranks, the layout has 2"):
         Layout.of([tensor], [Where(), Where()])
-    with pytest.raises(UserError, match="pp=3: it must divide the pp=4"):
+    with pytest.raises(UserError, match="pp=3: it must divide"):
         generation([], Parallelism(pp=4), 3, 1)
-    with pytest.raises(UserError, match="'w' of shape .6, 4.: dimension 0 cannot be split into 4"):
+    with pytest.raises(UserError, match=r"'w' of shape .6, 4.: dimension 0 cannot be split into 4"):
         replicas([Parameter("w", (6, 4), 0)], 4, 1)
 
 

@@ -1,0 +1,88 @@
+"""The checksum against a sum over elements in Python's own integers, and against what goes wrong on the way."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from weft.resharding.box import Box
+from weft.resharding.checksum import box_sum, model_sum, tensor_factor
+
+
+def splitmix(number: int) -> int:
+    """SplitMix64's finaliser in unbounded integers, written down a second time."""
+    mask = (1 << 64) - 1
+    z = (number + 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return z ^ (z >> 31)
+
+
+def slow_sum(tensor: torch.Tensor) -> int:
+    bits = tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    total = 0
+    leading = tensor.shape[:-1]
+    for row, index in enumerate(itertools.product(*map(range, leading))):
+        for column in range(tensor.shape[-1]):
+            total += int(bits[(*index, column)]) * (splitmix(2 * row) | 1) * (splitmix(2 * column + 1) | 1)
+    return total % (1 << 64)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int64]
+)
+@pytest.mark.parametrize("shape", [(7,), (5, 3), (3, 4, 5), (2, 0), (1,)])
+def test_the_sum_is_that_over_elements(shape: tuple[int, ...], dtype: torch.dtype):
+    tensor = (torch.randn(shape) * 100).to(dtype)
+    assert box_sum(tensor, Box.full(shape), shape) == slow_sum(tensor)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_parts_add_up_however_the_tensor_is_cut(seed: int):
+    rng = random.Random(seed)
+    shape = tuple(rng.randint(1, 9) for _ in range(rng.randint(1, 4)))
+    tensor = torch.randn(shape)
+    parts = [Box.full(shape)]
+    for _ in range(5):
+        box = parts.pop(rng.randrange(len(parts)))
+        dim = rng.randrange(len(shape))
+        cut = rng.randint(box.starts[dim], box.stops[dim])
+        first = Box(box.starts, (*box.stops[:dim], cut, *box.stops[dim + 1 :]))
+        parts += [part for part in (first, *box.minus(first)) if part.numel]
+    strided = tensor.transpose(0, -1).contiguous().transpose(0, -1)  # the same values with other strides
+    total = sum(box_sum(strided[part.slices], part, shape) for part in parts) % (1 << 64)
+    assert total == box_sum(tensor, Box.full(shape), shape)
+
+
+def test_a_scalar_has_a_sum():
+    one, two = (box_sum(torch.tensor(value), Box.full(()), ()) for value in (1.0, 2.0))
+    assert one != two
+
+
+def test_each_mistake_on_the_way_changes_the_sum():
+    shape = (6, 8)
+    tensor = torch.randn(shape)
+    right = box_sum(tensor, Box.full(shape), shape)
+    swapped_rows, swapped_columns, shifted, one_bit = (tensor.clone() for _ in range(4))
+    swapped_rows[[1, 2]] = tensor[[2, 1]]
+    swapped_columns[:, [0, 7]] = tensor[:, [7, 0]]
+    shifted[:] = tensor.roll(1)
+    one_bit.view(torch.int32)[3, 3] ^= 1
+    exchanged = tensor.view(8, 6).t()
+    for wrong in (swapped_rows, swapped_columns, shifted, one_bit, exchanged, torch.zeros(shape)):
+        assert box_sum(wrong, Box.full(shape), shape) != right
+
+
+def test_the_sum_of_a_model_knows_names_dtypes_and_shapes():
+    factors = [
+        tensor_factor(*of)
+        for of in (("a", "float32", (2, 3)), ("b", "float32", (2, 3)), ("a", "int32", (2, 3)), ("a", "float32", (3, 2)))
+    ]
+    assert len(set(factors)) == 4
+    assert all(factor % 2 for factor in factors)
+    one = model_sum({"a": 5, "b": 6}, {"a": factors[0], "b": factors[1]})
+    assert one != model_sum({"a": 6, "b": 5}, {"a": factors[0], "b": factors[1]})
+    assert len(one) == 16
