@@ -9,7 +9,8 @@ receives at once, or, with `partial_rollouts="finish"`, when its unfinished resp
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from typing import Any, Literal
 
 from ..dataflow.errors import WeightSyncError
@@ -112,7 +113,7 @@ class WeightSync:
         return [self._receive(self._groups[name], self._waiting.pop(name)) for name in idle]
 
     def _published(self, call: Call, edges: Sequence[ParameterEdge]) -> Iterable[CallRequest]:
-        weights = next(w for w in call.results if w is not None)
+        weights = reduce(add, call.results)  # what the ranks published adds up
         requests: list[CallRequest] = []
         for edge in edges:
             follower = self._groups[edge.follower]

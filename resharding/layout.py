@@ -11,7 +11,7 @@ is recorded while its own loaders run. So no table says which projections an eng
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from ..dataflow.errors import UserError, nearest
@@ -125,7 +125,7 @@ class RankLayout:
     """By name in the checkpoint. A tensor of which the rank holds nothing may be left out."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """How all tensors of a model lie over the ranks of one side of a transfer."""
 
@@ -133,7 +133,7 @@ class Layout:
     """By name in the checkpoint, in the order in which they are transferred."""
     ranks: tuple[Where, ...]
     """Where each rank runs."""
-    label: str = field(default="", compare=False)
+    label: str = ""
     """What `explain` calls this layout, as "FSDP 4"."""
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,16 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from ..dataflow.errors import WeightSyncError
-from .shared_memory import open_weights
-from .weights import TensorEntry, Weights
+from .box import Box
+from .checksum import box_sum
+from .layout import Layout
+from .plan import ReshardPlan
+from .shared_memory import OpenWeights, open_weights
+from .vllm_layout import record_layout
+from .vllm_writer import WeightWriter
+from .weights import CHECKSUM_MODULUS, RankWeights, Weights
 
 BACKEND = "weft"
 """Name of the transfer engine in vLLM's factory."""
@@ -39,9 +45,7 @@ class WeightsUpdateInfo(WeightTransferUpdateInfo):
     """The fields of a `Weights` record as plain data: vLLM carries dictionaries between its processes."""
 
     version: int
-    location: str
-    tensors: list[dict[str, Any]]
-    num_bytes: int
+    ranks: list[dict[str, Any]]
     checksum: str
 
 
@@ -50,21 +54,62 @@ def to_update_info(weights: Weights) -> dict[str, Any]:
     return asdict(weights)
 
 
+@dataclass(frozen=True)
+class Received:
+    """What a rank holds after an update, of one tensor. Plain data."""
+
+    published: int
+    """`box_sum` over the whole tensor, as its publishers computed it."""
+    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
+    """Starts, stops and `box_sum` of each box that this rank has written."""
+
+
+def check_received(version: int, ranks: Sequence[dict[str, Received]]) -> None:
+    """Compare what all ranks of an engine hold with what was published. Together they hold each tensor that any of them holds.
+
+    Args:
+        version: of the weights.
+        ranks: by rank, what it holds of each tensor.
+
+    Raises:
+        WeightSyncError: the boxes of a tensor do not add up to what was published; the message names tensor and ranks.
+    """
+    for name in dict.fromkeys(name for held in ranks for name in held):
+        sums: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, int]] = {}
+        published = next(held[name].published for held in ranks if name in held)
+        for rank, held in enumerate(ranks):
+            for starts, stops, found in held[name].boxes if name in held else ():
+                first_rank, first = sums.setdefault((starts, stops), (rank, found))
+                if first != found:
+                    raise WeightSyncError(
+                        f"weights version {version}: {Box(starts, stops)} of tensor {name!r} arrived differently at the ranks "
+                        f"{first_rank} and {rank} of vLLM"
+                    )
+        if sum(found for _, found in sums.values()) % CHECKSUM_MODULUS != published:
+            raise WeightSyncError(
+                f"weights version {version}: tensor {name!r} did not arrive at vLLM as it was published"
+            )
+
+
 class SharedMemoryReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
-    """Maps a published version, checks it, and loads this rank's part of it into vLLM's model in place."""
+    """Maps a published version, and writes this rank's part of it into vLLM's model in place."""
 
     init_info_cls = NoInitInfo
     update_info_cls = WeightsUpdateInfo
 
-    loaded: tuple[int, str] | None = None
-    """Version and checksum of the weights in the model, once an update is finished; None before the first."""
-    _arriving: tuple[int, str] | None = None
+    loaded: tuple[int, dict[str, Received]] | None = None
+    """Version of the weights in the model, and what arrived of each tensor; None before the first update, and where one failed."""
+    _writer: WeightWriter | None = None
+    _source: Layout | None = None
+    _plan: ReshardPlan | None = None
+    _arriving: tuple[int, dict[str, Received]] | None = None
+    _sums: dict[str, dict[Box, int]]
 
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
         """Nothing to prepare."""
 
     def start_weight_update(self) -> None:
-        self._arriving = None
+        self._arriving = self.loaded = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
@@ -72,19 +117,18 @@ class SharedMemoryReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
             torch.accelerator.synchronize(self.device)  # the memory is the sender's again when this returns
 
     def receive_weights(self, update_info: WeightsUpdateInfo) -> None:
-        fields = dict(vars(update_info))
-        entries = (TensorEntry(**entry | {"shape": tuple(entry["shape"])}) for entry in fields.pop("tensors"))
-        weights = Weights(tensors=tuple(entries), **fields)
-        tensors = open_weights(weights)  # checked before a byte of the model is touched
-        wanted = {name for name, _ in self.model.named_parameters()}  # tied ones once; the next line unties them
-        initialize_layerwise_reload(self.model)
-        found = self.model.load_weights(tensors.items())  # pyright: ignore[reportCallIssue]
-        finalize_layerwise_reload(self.model, self.model_config)
-        _process_tied(self.model)
-        if found is not None and wanted - found:
-            missing = ", ".join(sorted(wanted - found))
-            raise WeightSyncError(f"weights version {weights.version} lack what vLLM needs for: {missing}")
-        self._arriving = (weights.version, weights.checksum)
+        ranks = tuple(RankWeights(**rank) for rank in update_info.ranks)
+        opened = open_weights(Weights(update_info.version, ranks, update_info.checksum))
+        if self._writer is None or self._source is not opened.layout:
+            self._prepare(opened)
+        assert self._writer is not None and self._plan is not None
+        self._sums = {}
+        self._writer.apply(self._slices(opened))
+        received: dict[str, Received] = {}
+        for name, sums in self._sums.items():
+            boxes = tuple((box.starts, box.stops, found) for box, found in sums.items())
+            received[name] = Received(opened.published_sum(name), boxes)
+        self._arriving = (opened.version, received)
 
     def finish_weight_update(self) -> None:
         self.loaded = self._arriving
@@ -92,20 +136,33 @@ class SharedMemoryReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
     def shutdown(self) -> None:
         """Nothing is held."""
 
+    def _prepare(self, opened: OpenWeights) -> None:
+        """Record what this rank takes of these tensors, and plan which rank gives it."""
+        checkpoint = {name: (tensor.shape, tensor.dtype) for name, tensor in opened.layout.tensors.items()}
+        recording = record_layout(self.model, checkpoint)
+        self._writer = WeightWriter(self.model, self.model_config, recording, self._note)
+        self._plan = ReshardPlan(opened.layout, Layout.of_ranks([recording.layout], "vLLM"))
+        self._source = opened.layout
 
-def _process_tied(model: torch.nn.Module) -> None:
-    """Prepare anew what shares its weight with a layer that was loaded (an output head tied to the embedding).
+    def _slices(self, opened: OpenWeights) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        """What this rank takes, in the order in which vLLM's layers are written."""
+        assert self._plan is not None
+        for name, copy in self._plan.received_by(0):
+            wanted = self._plan.destination.tensors[name].dtype
+            source = opened.part(name, copy.source, copy.source_piece, copy.box)
+            if wanted != opened.layout.tensors[name].dtype:  # the bits change: what was read is compared
+                self._add(name, copy.box, box_sum(source, copy.box, opened.layout.tensors[name].shape))
+            yield name, copy.box, source.to(self.device, getattr(torch, wanted))
 
-    vLLM's layerwise reload does this for loaded layers only. On CPU the head multiplies by a packed copy of its
-    weight, which would stay that of the old version.
-    """
-    seen: set[int] = set()
-    for layer in model.modules():
-        own = {id(parameter) for parameter in layer.parameters(recurse=False)}
-        method = getattr(layer, "quant_method", None)
-        if own & seen and hasattr(method, "process_weights_after_loading"):
-            method.process_weights_after_loading(layer)  # pyright: ignore[reportOptionalMemberAccess]
-        seen |= own
+    def _note(self, name: str, box: Box, elements: torch.Tensor) -> None:
+        assert self._plan is not None and self._source is not None
+        tensor = self._source.tensors[name]
+        if tensor.dtype == self._plan.destination.tensors[name].dtype:
+            self._add(name, box, box_sum(elements, box, tensor.shape))
+
+    def _add(self, name: str, box: Box, found: int) -> None:
+        if self._sums.setdefault(name, {}).setdefault(box, found) != found:
+            raise WeightSyncError(f"{box} of tensor {name!r} arrived differently in two places of one rank of vLLM")
 
 
 class WeightReport:
@@ -113,8 +170,8 @@ class WeightReport:
 
     weight_transfer_engine: WeightTransferEngine[Any, Any] | None
 
-    def weft_loaded_weights(self) -> tuple[int, str] | None:
-        """Version and checksum of this rank's last finished update, or None before the first."""
+    def weft_loaded_weights(self) -> tuple[int, dict[str, Received]] | None:
+        """Version of this rank's last finished update, and what arrived of each tensor; None before the first."""
         engine = self.weight_transfer_engine
         return engine.loaded if isinstance(engine, SharedMemoryReceiver) else None
 

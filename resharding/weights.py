@@ -1,31 +1,61 @@
-"""One published version of a model's weights, and how to open it: the contract between sender and receiver."""
+"""One published version of a model's weights: where each rank of the trainer has put its part. The contract between the two sides."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from .box import Box
+
+if TYPE_CHECKING:
+    import torch
+
+CHECKSUM_MODULUS = 1 << 64
+
+
+class Part(NamedTuple):
+    """A box of a tensor that a rank holds, with its elements."""
+
+    name: str
+    """Name in the checkpoint."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    box: Box
+    tensor: torch.Tensor
+    """The elements, of the box's shape."""
+
+
+def whole(named_tensors: Mapping[str, torch.Tensor]) -> Iterator[Part]:
+    """Full tensors, each as the only part of itself."""
+    for name, tensor in named_tensors.items():
+        yield Part(name, tuple(tensor.shape), Box.full(tuple(tensor.shape)), tensor)
 
 
 @dataclass(frozen=True)
-class TensorEntry:
-    """Name, type, shape and place of one full tensor in the published bytes."""
+class RankWeights:
+    """What one rank published. Plain data, of a size that does not depend on the model."""
 
-    name: str
-    """Hugging Face parameter name."""
-    dtype: str
-    """torch's name for it, e.g. "float32"."""
-    shape: tuple[int, ...]
-    offset: int
-    """In bytes, from the start."""
+    location: str
+    """A path that every process of the node can open while the publisher lives."""
+    num_bytes: int
+    header_bytes: int
+    """Length of the description of its parts, which ends the published bytes."""
+    header_checksum: str
+    """CRC-32 of the description. It stays the same from version to version, so receivers plan once."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A version of the weights, published by a training group. Plain data: it travels to the receivers as it is."""
+    """A version of the weights. Those of several ranks add up to those of their group."""
 
     version: int
-    location: str
-    """A path that every process of this node can open while the publisher lives."""
-    tensors: tuple[TensorEntry, ...]
-    num_bytes: int
+    ranks: tuple[RankWeights, ...]
     checksum: str
-    """CRC-32 of every tensor's name, type, shape and bytes, in order; the receiver must arrive at the same."""
+    """Sum over all elements, as 16 hexadecimal digits (see `checksum.py`); every receiver must arrive at the same."""
+
+    def __add__(self, other: Weights) -> Weights:
+        if other.version != self.version:
+            raise ValueError(f"weights of the versions {self.version} and {other.version} do not add up")
+        checksum = (int(self.checksum, 16) + int(other.checksum, 16)) % CHECKSUM_MODULUS
+        return Weights(self.version, self.ranks + other.ranks, f"{checksum:016x}")

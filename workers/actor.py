@@ -114,17 +114,13 @@ class ActorWorker(TrainedWorker):
         return {"mean_staleness": Mean(float(lag.sum()), float(len(lag))), "max_staleness": Max(float(lag.max()))}
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
-    def publish_weights(self, version: int) -> Weights | None:
-        """Gather the parameters on every rank, one at a time; rank 0 publishes them and says where (the others: None)."""
-        if self.context.rank != 0:
-            for _ in self.engine.named_tensors():
-                pass
-            return None
+    def publish_weights(self, version: int) -> Weights:
+        """Publish what this rank holds of the weights, and say where. The records of all ranks add up to those of the group."""
         if self._publisher is None:
             from ..resharding.shared_memory import WeightPublisher
 
             self._publisher = WeightPublisher()
-        return self._publisher.publish(self.engine.named_tensors(), version)
+        return self._publisher.publish(self.engine.published_parts(), version)
 
     def close(self) -> None:
         if self._publisher is not None:

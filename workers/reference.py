@@ -64,11 +64,10 @@ class ReferenceWorker(EngineWorker):
         """Load a published version of the weights; returns the checksum of the bytes that were loaded.
 
         Raises:
-            WeightSyncError: the bytes are not those that were published.
-            UserError: they do not fit the model.
+            WeightSyncError: they do not fit the model, or are not those that were published.
         """
         from ..resharding.shared_memory import open_weights
 
-        self.engine.load(open_weights(weights).items())  # open_weights compares the checksum with the bytes
+        self.engine.receive_weights(open_weights(weights))
         self.version = weights.version
         return weights.checksum

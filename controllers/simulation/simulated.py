@@ -52,6 +52,9 @@ class SimulatedWeights:
     def checksum(self) -> str:
         return f"version-{self.version}"
 
+    def __add__(self, other: SimulatedWeights) -> SimulatedWeights:
+        return self
+
 
 class Simulated:
     """Worker groups that take their time and do nothing. Every placement is possible, and `clock` counts virtual seconds.
@@ -301,7 +304,7 @@ class Simulated:
 def _value(task: Task, rank: int) -> Any:
     """The result of a method that belongs to no node."""
     if task.method == "publish_weights":
-        return SimulatedWeights(task.arguments["version"]) if rank == 0 else None
+        return SimulatedWeights(task.arguments["version"])
     if task.method == "receive_weights":
         return task.arguments["weights"].checksum
     return {"save_checkpoint": 0.0, "checkpoint_written": True}.get(task.method)

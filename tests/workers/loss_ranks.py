@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import torch
 from ranks import rendezvous
-from spmd import one_step
+from spmd import one_step, take_over
 
 from weft.algorithms import preference_loss as preference
 from weft.algorithms.aggregation import fixed_length, sequence_mean
@@ -90,7 +90,7 @@ def step(
     """(gradient by name, metrics) of one update, after which the weights are what they were."""
     weights = {name: tensor.clone() for name, tensor in trained.engine.named_tensors()}
     gradient, metrics = one_step(trained, rows, loss, parts)
-    trained.engine.load(weights.items())
+    take_over(trained.engine, weights)
     return gradient, metrics["_metrics"]
 
 

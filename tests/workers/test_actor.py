@@ -9,12 +9,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from spmd import take_over
 from transformers import AutoModelForCausalLM
 
 from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
 from weft.algorithms.ratios import sequence_ratio
 from weft.dataflow.batch import Batch
-from weft.dataflow.errors import UserError
+from weft.dataflow.errors import UserError, WeightSyncError
 from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.reference import ReferenceConfig, ReferenceWorker
@@ -179,12 +180,16 @@ def test_weights_of_another_model_are_refused(tiny_model: Path):
     reference = ReferenceWorker(ReferenceConfig(model=str(tiny_model)))
     tensors = dict(actor(tiny_model).engine.named_tensors())
     name = "model.norm.weight"
-    with pytest.raises(UserError, match="has no tensor 'head'"):
-        reference.engine.load({"head": tensors[name]}.items())
-    with pytest.raises(UserError, match=r"'model.norm.weight' has shape \[64\], not \[3\]"):
-        reference.engine.load({name: torch.zeros(3)}.items())
-    with pytest.raises(UserError, match="came without"):
-        reference.engine.load({name: tensors[name]}.items())
+    with pytest.raises(WeightSyncError, match="'head' was published, the model has none of that name"):
+        take_over(reference.engine, {**tensors, "head": tensors[name]})
+    with pytest.raises(
+        WeightSyncError, match=r"'model.norm.weight' has the shape \(3,\) in the trainer, and \(64,\) in the receiver"
+    ):
+        take_over(reference.engine, {**tensors, name: torch.zeros(3)})
+    with pytest.raises(
+        WeightSyncError, match=r"'model.norm.weight' is needed by the receiver, and the trainer has none"
+    ):
+        take_over(reference.engine, {n: t for n, t in tensors.items() if n != name})
 
 
 def check(config: ActorConfig, **arguments: Any) -> None:

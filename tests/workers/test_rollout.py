@@ -20,6 +20,7 @@ from weft.dataflow.errors import SampleError, UserError
 from weft.dataflow.metrics import Metrics, Sum, merge
 from weft.dataflow.operation import Shape, declaration_of
 from weft.resharding.shared_memory import WeightPublisher
+from weft.resharding.weights import whole
 from weft.workers.children import Children
 from weft.workers.generation.transformers_engine import TransformersEngine, TransformersSettings
 from weft.workers.generation.vllm_settings import VllmSettings
@@ -167,7 +168,7 @@ def test_responses_that_nobody_wants_any_more_are_not_made(worker: RolloutWorker
 def test_weights_are_taken_over_and_stamped_on_tokens(worker: RolloutWorker) -> None:
     assert isinstance(worker.engine, TransformersEngine)
     publisher = WeightPublisher()
-    weights = publisher.publish(((n, p * 1.5) for n, p in worker.engine.model.named_parameters()), version=2)
+    weights = publisher.publish(whole({n: p * 1.5 for n, p in worker.engine.model.named_parameters()}), version=2)
     assert worker.receive_weights(weights) == weights.checksum
     versions, _ = rows_of(worker.generate(prompts_of([3, 4]))).ragged("response_versions")
     assert set(versions.tolist()) == {2}

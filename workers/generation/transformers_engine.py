@@ -19,9 +19,8 @@ from pydantic import Field
 
 from ...algorithms.sampling import Sampling
 from ...dataflow.config import Config
-from ...dataflow.errors import GenerationError, WeightSyncError
+from ...dataflow.errors import GenerationError
 from ...dataflow.lazy import torch
-from ...resharding.weights import Weights
 from ..model_folder import find_model_config, read_stop_tokens, refusals_named
 from .decoding import DecodingBatch, new_cache
 from .engine import GenerationRequest, Response, Responses
@@ -29,6 +28,9 @@ from .token_sampling import RequestDraws, draw_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ...resharding.shared_memory import OpenWeights
+    from ...resharding.weights import Part, Weights
 
 
 class TransformersSettings(Config):
@@ -66,6 +68,8 @@ class TransformersEngine:
         from ..training.packed_attention import caps_scores
 
         self.version = 0
+        self._whole = True
+        """Whether all weights are of one version."""
         self._max_num_seqs = settings.max_num_seqs
         self._device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -90,6 +94,10 @@ class TransformersEngine:
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Responses:
         """Responses as they finish; see `GenerationEngine`."""
+        if not self._whole:
+            raise GenerationError(
+                "a weight update failed, and no complete version has arrived since: nothing is generated"
+            )
         for request in requests:
             if len(request.prompt_ids) + sampling.max_tokens > self._max_context:
                 raise GenerationError(
@@ -109,9 +117,12 @@ class TransformersEngine:
             WeightSyncError: the bytes are not those published, or names or shapes are not the model's.
         """
         from ...resharding.shared_memory import open_weights
+        from ...resharding.tensor_receiver import receive_parts
 
-        with torch.no_grad():
-            self._copy(open_weights(weights), weights.version)
+        opened = open_weights(weights)
+        self._whole = False
+        receive_parts(opened, self._parts(opened))
+        self._whole = True
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)  # the memory is the sender's again when this returns
         self.version = weights.version
@@ -129,21 +140,17 @@ class TransformersEngine:
         """Free the model's memory."""
         del self.model
 
-    def _copy(self, tensors: dict[str, Tensor], version: int) -> None:
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))  # tied ones under each of their names
-        written: set[int] = set()
-        for name, tensor in tensors.items():
-            parameter = parameters.get(name)
-            if parameter is None or parameter.shape != tensor.shape:
-                here = "no tensor of that name" if parameter is None else f"shape {tuple(parameter.shape)}"
-                raise WeightSyncError(
-                    f"weights version {version}: {name!r} of shape {tuple(tensor.shape)} was published, the model has {here}"
-                )
-            parameter.copy_(tensor)
-            written.add(id(parameter))
-        missing = [name for name, parameter in parameters.items() if id(parameter) not in written]
-        if missing:
-            raise WeightSyncError(f"weights version {version} lack what the model needs for: {', '.join(missing)}")
+    def _parts(self, opened: OpenWeights) -> list[Part]:
+        """The model's parameters, tied ones under the names under which they were published."""
+        from ...resharding.weights import whole
+
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        names: dict[int, list[str]] = {}
+        for name, parameter in parameters.items():
+            names.setdefault(id(parameter), []).append(name)
+        published = opened.layout.tensors
+        chosen = [name for tied in names.values() for name in ([n for n in tied if n in published] or tied[:1])]
+        return list(whole({name: parameters[name].data for name in chosen}))
 
     def _generate(self, requests: Sequence[GenerationRequest], sampling: Sampling, given_up: set[int]) -> Responses:
         """Sample one batch of requests, from the prompts to the last finished response; ids that it is sent are put into `given_up`."""

@@ -49,6 +49,8 @@ class VllmEngine:
         seed: int = 0,
     ) -> None:
         self.version = 0
+        self._whole = True
+        """Whether all weights are of one version."""
         self._stop_tokens = read_stop_tokens(model)
         self._numbers = itertools.count()
         self._finished: dict[str, Response] = {}
@@ -65,6 +67,10 @@ class VllmEngine:
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Responses:
         """Responses as they finish; see `GenerationEngine`. Several generators may be open at once."""
+        if not self._whole:
+            raise GenerationError(
+                "a weight update failed, and no complete version has arrived since: nothing is generated"
+            )
         waiting: set[str] = set()
         try:
             for request in requests:
@@ -84,13 +90,14 @@ class VllmEngine:
             self._abort(waiting)
 
     def update_weights(self, weights: Weights) -> str:
-        """Load a published version into every rank, and check that every rank arrived at its checksum.
+        """Have each rank take its part of a published version, and check that what they hold adds up to it.
 
         Raises:
-            WeightSyncError: the bytes are not those published, or a rank holds anything else afterwards.
+            WeightSyncError: what arrived is not what was published. Nothing is generated then until a version has arrived completely.
         """
-        from ...resharding.vllm_receiver import to_update_info
+        from ...resharding.vllm_receiver import check_received, to_update_info
 
+        self._whole = False
         try:
             self._engine.collective_rpc("start_weight_update")
             self._engine.collective_rpc("update_weights", args=(to_update_info(weights),))
@@ -100,10 +107,13 @@ class VllmEngine:
             raise
         except Exception as error:
             raise WeightSyncError(f"vLLM could not load weights version {weights.version}: {error}") from error
-        wanted = (weights.version, weights.checksum)
         for rank, found in enumerate(held):
-            if found is None or tuple(found) != wanted:
-                raise WeightSyncError(f"vLLM rank {rank} holds weights (version, checksum) {found}, not {wanted}")
+            if found is None or found[0] != weights.version:
+                raise WeightSyncError(
+                    f"vLLM's rank {rank} holds weights of version {found[0] if found else 'none'}, not {weights.version}"
+                )
+        check_received(weights.version, [received for _, received in held])
+        self._whole = True
         self._engine.set_weight_version(_version_name(weights.version))
         self.version = weights.version
         return weights.checksum

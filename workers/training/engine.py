@@ -7,7 +7,7 @@ engine. The settings of engines and the learning-rate schedule stand here, too; 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -25,6 +25,9 @@ from ..model_folder import check_causal_lm, read_model_config, text_settings
 
 if TYPE_CHECKING:
     import torch
+
+    from ...resharding.shared_memory import OpenWeights
+    from ...resharding.weights import Part
 
 
 class ModelConfig(Config):
@@ -172,8 +175,17 @@ class TrainingEngine(Protocol):
         have an adapter are merged with it."""
         ...
 
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take over parameters given under their Hugging Face names; each rank keeps its own part."""
+    def published_parts(self) -> Iterator[Part]:
+        """What this rank gives of a version of the weights: those of its parts of which no rank before it holds an equal copy, in the
+        dtype that is computed in. The ranks' parts together are all weights, each element once. Those that have an adapter are merged."""
+        ...
+
+    def receive_weights(self, opened: OpenWeights) -> None:
+        """Take over a published version; each rank takes its own parts.
+
+        Raises:
+            WeightSyncError: names or shapes are not the model's, or something did not arrive as it was published.
+        """
         ...
 
     def save(self, folder: Path, *, merged: bool = False) -> None:

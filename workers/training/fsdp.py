@@ -24,6 +24,8 @@ from ...dataflow.batch import Batch
 from ...dataflow.buffer.disk import Disk
 from ...dataflow.column import GROUP_ID
 from ...dataflow.metrics import Mean, Metric, Metrics, Sum, merge
+from ...resharding.shared_memory import OpenWeights
+from ...resharding.weights import Part
 from ..device import rank_device
 from ..dispatch import Coordinates
 from ..node_folder import node_folder
@@ -267,8 +269,11 @@ class FsdpEngine:
         """See `ShardedModel.adapter_tensors`."""
         return self._sharded.adapter_tensors()
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self._sharded.load(tensors)
+    def published_parts(self) -> Iterator[Part]:
+        return self._sharded.published_parts()
+
+    def receive_weights(self, opened: OpenWeights) -> None:
+        self._sharded.receive_weights(opened)
 
     def save(self, folder: Path, *, merged: bool = False) -> None:
         gathered: dict[str, Tensor] = {}

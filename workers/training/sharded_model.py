@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ...dataflow.buffer.disk import Disk
-from ...dataflow.errors import UserError
+from ...resharding.box import Box
+from ...resharding.shared_memory import OpenWeights
+from ...resharding.tensor_receiver import receive_parts
+from ...resharding.weights import Part
 from ..model_folder import find_model_config, read_model_config
 from .adapter import Adapter, is_adapter, is_trained, measured_weight, tensor_parallel_plan
 from .engine import ModelConfig
@@ -25,7 +28,7 @@ from .model_files import write_model
 from .precision import rounded_parameters
 from .response_model import ResponseModel
 from .scalar_head import scalar_settings
-from .sharding import box_of, full_tensor, local_part, offset_of
+from .sharding import box_of, full_tensor, local_part, offset_of, writes
 from .stored_weights import Weights
 
 _ONE_UNIT_PARAMETERS = 16_000_000
@@ -224,30 +227,48 @@ class ShardedModel:
             if is_trained(name):
                 yield name, full_tensor(tensor)
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """See `TrainingEngine.load`."""
+    def held_parts(self) -> Iterator[tuple[Part, bool]]:
+        """This rank's part of each tensor as it lies in memory, and whether it is the first rank of those that hold equal ones."""
+        self.reshard()
+        rank = dist.get_rank() if self.mesh is not None else 0
+        for name, tensor in self.own_tensors().items():
+            local = local_part(tensor.detach())
+            starts = tuple(offset_of(tensor)) if local.numel() else (0,) * local.ndim
+            box = Box(starts, tuple(start + extent for start, extent in zip(starts, local.shape, strict=True)))
+            yield Part(name, tuple(tensor.shape), box, local), writes(tensor, rank)
+
+    def published_parts(self) -> Iterator[Part]:
+        """See `TrainingEngine.published_parts`."""
+        dtype = getattr(torch, self.config.dtype)
+        if self.adapter is None:
+            for part, first in self.held_parts():
+                if first and part.box.numel:
+                    yield part._replace(tensor=part.tensor.to(dtype)) if part.tensor.is_floating_point() else part
+            return
+        # Merging takes gathered tensors; of each, every rank gives an equal share of rows.
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if self.mesh is not None else (0, 1)
+        for name, tensor in self.named_tensors():
+            shape = tuple(tensor.shape)
+            rows = shape[0] if shape else 1
+            start, stop = rows * rank // ranks, rows * (rank + 1) // ranks
+            if start < stop:
+                box = Box.along(shape, 0, start, stop) if shape else Box.full(shape)
+                yield Part(name, shape, box, tensor[start:stop] if shape else tensor)
+
+    def receive_weights(self, opened: OpenWeights) -> None:
+        """See `TrainingEngine.receive_weights`."""
         if self.adapter is not None:
             raise RuntimeError(
-                "a model with an adapter loads no weights: which part of them would belong to the adapter?"
+                "a model with an adapter receives no weights: which part of them would belong to the adapter?"
             )
-        model, own = self.config.model, self.own_tensors()
-        missing = set(own)
-        with torch.no_grad():
-            for name, tensor in tensors:
-                if name not in own:
-                    raise UserError(f"{model} has no tensor {name!r}")
-                target = own[name]
-                if target.shape != tensor.shape:
-                    raise UserError(f"{model}: {name!r} has shape {list(target.shape)}, not {list(tensor.shape)}")
-                missing.discard(name)
-                if isinstance(target, DTensor):
-                    full = tensor.to(self.device, target.dtype)
-                    part = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
-                    target.to_local().copy_(part.to_local())
-                else:
-                    target.copy_(tensor)
-        if missing:
-            raise UserError(f"weights for {model} came without {', '.join(sorted(missing)[:5])}")
+        held = list(self.held_parts())
+        parts, first = [part for part, _ in held], [counted for _, counted in held]
+        receive_parts(opened, parts, first, None if self.mesh is None else self._sum_over_ranks)
+
+    def _sum_over_ranks(self, numbers: np.ndarray) -> np.ndarray:
+        total = torch.from_numpy(numbers.copy()).to(self.device)
+        dist.all_reduce(total)
+        return total.numpy(force=True)
 
     def write(self, folder: Path, tensors: dict[str, Tensor], disk: Disk, *, only_adapter: bool) -> None:
         """Write a folder that `from_pretrained` loads: of the model, or of its adapter alone.

@@ -21,7 +21,7 @@ from weft.algorithms.sampling import Sampling
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import GenerationError, WeightSyncError
 from weft.resharding.shared_memory import WeightPublisher
-from weft.resharding.weights import Weights
+from weft.resharding.weights import Weights, whole
 from weft.workers.generation.engine import GenerationEngine, GenerationRequest, Response
 from weft.workers.generation.transformers_engine import TransformersEngine, TransformersSettings
 from weft.workers.generation.vllm_engine import VllmEngine
@@ -103,7 +103,7 @@ def largest_and_mean_gap(
 
 def published(model: Any, publisher: WeightPublisher, *, version: int, scale: float) -> Weights:
     """Other weights for the same model: all of them multiplied."""
-    return publisher.publish(((name, p.detach() * scale) for name, p in model.named_parameters()), version)
+    return publisher.publish(whole({name: p.detach() * scale for name, p in model.named_parameters()}), version)
 
 
 @pytest.fixture(scope="session")
@@ -140,7 +140,7 @@ def vllm(vllm_worker: RolloutWorker, folder: Path, publisher: WeightPublisher) -
     yield engine
     if engine.version:
         model = TransformersEngine(str(folder)).model
-        engine.update_weights(publisher.publish(model.named_parameters(), version=0))
+        engine.update_weights(published(model, publisher, version=0, scale=1.0))
 
 
 @pytest.fixture(params=["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
@@ -272,7 +272,7 @@ def test_logprobs_follow_new_weights_and_show_a_skipped_update(
     requests, sampling = requests_of(prompts_of(6)), Sampling(max_tokens=24)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for version, scale in ((1, 1.2), (2, 0.9)):
-        weights = publisher.publish(((name, p * scale) for name, p in before.items()), version)
+        weights = publisher.publish(whole({name: p * scale for name, p in before.items()}), version)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(before[name] * scale)
@@ -302,16 +302,19 @@ def test_every_token_knows_its_version_when_weights_change_in_the_middle(
         assert response.versions.tolist() == [0] * length + [3] * (len(response.token_ids) - length)
 
 
-def test_changed_bytes_are_refused_and_the_old_weights_stay(
+def test_changed_bytes_are_refused_and_nothing_is_generated_before_all_weights_have_come_again(
     engine: GenerationEngine, model: Any, publisher: WeightPublisher
 ) -> None:
     requests, sampling = requests_of(prompts_of(3)), Sampling(max_tokens=16)
     weights = published(model, publisher, version=4, scale=1.2)
-    with open(weights.location, "r+b") as file:
+    with open(weights.ranks[0].location, "r+b") as file:
         file.write(b"\x00\x01\x02")
-    with pytest.raises(WeightSyncError, match=r"version 4.* was published, .* was received"):
+    with pytest.raises(WeightSyncError, match=r"version 4: tensor 'model.embed_tokens.weight' did not arrive"):
         engine.update_weights(weights)
     assert engine.version == 0
+    with pytest.raises(GenerationError, match="a weight update failed"):
+        all_of(engine, requests, sampling)
+    engine.update_weights(published(model, publisher, version=5, scale=1.0))
     largest, _ = largest_and_mean_gap(model, requests, all_of(engine, requests, sampling).values(), sampling)
     assert largest <= 5e-4
 
@@ -319,13 +322,14 @@ def test_changed_bytes_are_refused_and_the_old_weights_stay(
 def test_weights_that_do_not_fit_are_refused_by_name(folder: Path, publisher: WeightPublisher) -> None:
     engine = TransformersEngine(str(folder))
     name, tensor = next(iter(engine.model.named_parameters()))
+    others = dict(engine.model.named_parameters())
     for tensors, message in (
-        ([(name, tensor[:-1])], f"'{name}' of shape .* the model has shape"),
-        ([("model.lm_heed", tensor)], r"'model.lm_heed' .* the model has no tensor of that name"),
-        ([(name, tensor)], r"version 1 lack what the model needs for: .*model.norm.weight"),
+        ({**others, name: tensor[:-1]}, f"'{name}' has the shape .* in the trainer"),
+        ({**others, "model.lm_heed": tensor}, r"'model.lm_heed' was published, the model has none of that name"),
+        ({name: tensor}, r"'model.layers.0.* is needed by the receiver"),
     ):
         with pytest.raises(WeightSyncError, match=message):
-            engine.update_weights(publisher.publish(tensors, version=1))
+            engine.update_weights(publisher.publish(whole(tensors), version=1))
 
 
 def test_requests_of_an_abandoned_iterator_are_given_up(engine: GenerationEngine) -> None:
