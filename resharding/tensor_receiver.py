@@ -14,8 +14,8 @@ import torch
 from ..dataflow.errors import WeightSyncError, nearest
 from .checksum import box_sum
 from .layout import Held, Layout, Piece, RankLayout, Where
+from .open_weights import OpenWeights
 from .plan import Copy, ReshardPlan
-from .shared_memory import OpenWeights
 from .weights import CHECKSUM_MODULUS, Part
 
 SumOverRanks = Callable[[np.ndarray], np.ndarray]
@@ -52,13 +52,16 @@ def receive_parts(
         opened.layout, tuple((p.name, p.shape, p.box, str(p.tensor.dtype).removeprefix("torch.")) for p in parts)
     )
     copies: dict[str, list[Copy]] = {}
-    for name, copy in plan.received_by(0):
-        _target(own[name], copy).copy_(_source(opened, name, copy))
+    read: dict[str, int] = {}
+    for name, copy, source in opened.slices(plan.received_by(0)):
+        target = _target(own[name], copy)
+        target.copy_(source)
         copies.setdefault(name, []).append(copy)
-    counts = counted or [True] * len(parts)
+        if source.dtype != target.dtype:  # the bits change: what was read is compared
+            read[name] = read.get(name, 0) + box_sum(source, copy.box, own[name].shape)
+    sums = [read[p.name] if p.name in read else box_sum(p.tensor, p.box, p.shape) for p in parts]
     found = np.array(
-        [_arrived(opened, part, copies.get(part.name, ())) if c else 0 for part, c in zip(parts, counts, strict=True)],
-        np.uint64,
+        [s % CHECKSUM_MODULUS if c else 0 for s, c in zip(sums, counted or [True] * len(parts), strict=True)], np.uint64
     )
     if sum_over_ranks is not None:
         found = sum_over_ranks(found.view(np.int64)).view(np.uint64)
@@ -97,14 +100,6 @@ def _source(opened: OpenWeights, name: str, copy: Copy) -> torch.Tensor:
 
 def _target(part: Part, copy: Copy) -> torch.Tensor:
     return part.tensor[copy.box.within(part.box)]
-
-
-def _arrived(opened: OpenWeights, part: Part, copies: Sequence[Copy]) -> int:
-    """The sum over a part as it is now; where it was cast, over what was read for it."""
-    published = opened.layout.tensors[part.name].dtype
-    if str(part.tensor.dtype).removeprefix("torch.") == published:
-        return box_sum(part.tensor, part.box, part.shape)
-    return sum(box_sum(_source(opened, part.name, c), c.box, part.shape) for c in copies) % CHECKSUM_MODULUS
 
 
 @functools.lru_cache(maxsize=8)

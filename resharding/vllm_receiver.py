@@ -25,8 +25,8 @@ from ..dataflow.errors import WeightSyncError
 from .box import Box
 from .checksum import box_sum
 from .layout import Layout
+from .open_weights import OpenWeights, open_weights
 from .plan import ReshardPlan
-from .shared_memory import OpenWeights, open_weights
 from .vllm_layout import record_layout
 from .vllm_writer import WeightWriter
 from .weights import CHECKSUM_MODULUS, RankWeights, Weights
@@ -147,9 +147,8 @@ class SharedMemoryReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
     def _slices(self, opened: OpenWeights) -> Iterator[tuple[str, Box, torch.Tensor]]:
         """What this rank takes, in the order in which vLLM's layers are written."""
         assert self._plan is not None
-        for name, copy in self._plan.received_by(0):
+        for name, copy, source in opened.slices(self._plan.received_by(0)):
             wanted = self._plan.destination.tensors[name].dtype
-            source = opened.part(name, copy.source, copy.source_piece, copy.box)
             if wanted != opened.layout.tensors[name].dtype:  # the bits change: what was read is compared
                 self._add(name, copy.box, box_sum(source, copy.box, opened.layout.tensors[name].shape))
             yield name, copy.box, source.to(self.device, getattr(torch, wanted))

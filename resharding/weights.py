@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from .box import Box
@@ -43,6 +43,13 @@ class RankWeights:
     """Length of the description of its parts, which ends the published bytes."""
     header_checksum: str
     """CRC-32 of the description. It stays the same from version to version, so receivers plan once."""
+    machine: str
+    """Where the location can be opened (see `this_machine`)."""
+    host: str = ""
+    """Address at which receivers on other machines reach the publisher; empty: it serves this machine alone."""
+    port: int = 0
+    token: str = field(default="", repr=False)
+    """The secret that these receivers show."""
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ class ActorWorker(TrainedWorker):
     def publish_weights(self, version: int) -> Weights:
         """Publish what this rank holds of the weights, and say where. The records of all ranks add up to those of the group."""
         if self._publisher is None:
-            from ..resharding.shared_memory import WeightPublisher
+            from ..resharding.publisher import WeightPublisher
 
             self._publisher = WeightPublisher()
         return self._publisher.publish(self.engine.published_parts(), version)

@@ -66,7 +66,7 @@ class ReferenceWorker(EngineWorker):
         Raises:
             WeightSyncError: they do not fit the model, or are not those that were published.
         """
-        from ..resharding.shared_memory import open_weights
+        from ..resharding.open_weights import open_weights
 
         self.engine.receive_weights(open_weights(weights))
         self.version = weights.version

@@ -17,7 +17,8 @@ from weft.algorithms.loss import Loss
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.dataflow.batch import Batch
 from weft.dataflow.metrics import merge
-from weft.resharding.shared_memory import WeightPublisher, open_weights
+from weft.resharding.open_weights import open_weights
+from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import whole
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.critic import CriticWorker

@@ -19,7 +19,7 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.errors import SampleError, UserError
 from weft.dataflow.metrics import Metrics, Sum, merge
 from weft.dataflow.operation import Shape, declaration_of
-from weft.resharding.shared_memory import WeightPublisher
+from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import whole
 from weft.workers.children import Children
 from weft.workers.generation.transformers_engine import TransformersEngine, TransformersSettings

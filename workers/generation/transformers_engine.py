@@ -29,7 +29,7 @@ from .token_sampling import RequestDraws, draw_tokens
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ...resharding.shared_memory import OpenWeights
+    from ...resharding.open_weights import OpenWeights
     from ...resharding.weights import Part, Weights
 
 
@@ -116,7 +116,7 @@ class TransformersEngine:
         Raises:
             WeightSyncError: the bytes are not those published, or names or shapes are not the model's.
         """
-        from ...resharding.shared_memory import open_weights
+        from ...resharding.open_weights import open_weights
         from ...resharding.tensor_receiver import receive_parts
 
         opened = open_weights(weights)

@@ -26,7 +26,7 @@ from ..model_folder import check_causal_lm, read_model_config, text_settings
 if TYPE_CHECKING:
     import torch
 
-    from ...resharding.shared_memory import OpenWeights
+    from ...resharding.open_weights import OpenWeights
     from ...resharding.weights import Part
 
 

@@ -24,7 +24,7 @@ from ...dataflow.batch import Batch
 from ...dataflow.buffer.disk import Disk
 from ...dataflow.column import GROUP_ID
 from ...dataflow.metrics import Mean, Metric, Metrics, Sum, merge
-from ...resharding.shared_memory import OpenWeights
+from ...resharding.open_weights import OpenWeights
 from ...resharding.weights import Part
 from ..device import rank_device
 from ..dispatch import Coordinates

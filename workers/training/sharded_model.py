@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from ...dataflow.buffer.disk import Disk
 from ...resharding.box import Box
-from ...resharding.shared_memory import OpenWeights
+from ...resharding.open_weights import OpenWeights
 from ...resharding.tensor_receiver import receive_parts
 from ...resharding.weights import Part
 from ..model_folder import find_model_config, read_model_config

@@ -20,7 +20,7 @@ import torch
 from weft.algorithms.sampling import Sampling
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import GenerationError, WeightSyncError
-from weft.resharding.shared_memory import WeightPublisher
+from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import Weights, whole
 from weft.workers.generation.engine import GenerationEngine, GenerationRequest, Response
 from weft.workers.generation.transformers_engine import TransformersEngine, TransformersSettings
@@ -408,7 +408,7 @@ def test_two_tensor_parallel_ranks_give_the_logprobs_of_one(folder: Path) -> Non
     program = """
         import sys
         import test_generation as t
-        from weft.resharding.shared_memory import WeightPublisher
+        from weft.resharding.publisher import WeightPublisher
         from weft.workers.generation.transformers_engine import TransformersEngine
         from weft.workers.generation.vllm_engine import VllmEngine
         from weft.workers.generation.vllm_settings import VllmSettings

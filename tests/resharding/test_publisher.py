@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from weft.dataflow.errors import WeightSyncError
+from weft.resharding import open_weights as open_weights_module
 from weft.resharding.box import Box
-from weft.resharding.shared_memory import OpenWeights, WeightPublisher, open_weights
+from weft.resharding.open_weights import open_weights
+from weft.resharding.publisher import WeightPublisher
 from weft.resharding.tensor_receiver import receive_parts
 from weft.resharding.weights import Part, RankWeights, Weights, whole
 
@@ -159,7 +161,7 @@ def test_changed_bytes_are_found_and_named(into: str) -> None:
 
 def test_what_changes_on_its_way_is_named_with_both_ranks(publish: Publish, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = publish(whole({"a": torch.ones(4, 2)}), version=1)
-    real = OpenWeights.part
+    real = open_weights_module._Mapped.read
     seen: list[int] = []
 
     def once_wrong(*arguments: object) -> torch.Tensor:
@@ -167,7 +169,7 @@ def test_what_changes_on_its_way_is_named_with_both_ranks(publish: Publish, monk
         seen.append(1)
         return found + 1 if len(seen) == 1 else found
 
-    monkeypatch.setattr(OpenWeights, "part", once_wrong)
+    monkeypatch.setattr(open_weights_module._Mapped, "read", once_wrong)
     with pytest.raises(
         WeightSyncError, match=r"'a' did not arrive .*Box\(\[0:4, 0:2\]\) from rank 0 differs at rank 0"
     ):
@@ -178,10 +180,10 @@ def test_a_receiver_of_an_older_version_is_told() -> None:
     publisher = WeightPublisher()
     weights = publisher.publish(whole(_tensors()), version=1)
     publisher.publish(whole(_tensors()), version=2)
-    with pytest.raises(WeightSyncError, match=r"version 1 at .*: version 2 was published there before"):
+    with pytest.raises(WeightSyncError, match=r"version 1, rank 0 .*: version 2 was published before"):
         open_weights(weights)
     publisher.publish(whole({"other": torch.zeros(9_000)}), version=3)
-    with pytest.raises(WeightSyncError, match=r"version 1 at .*: the description of its parts is not the one"):
+    with pytest.raises(WeightSyncError, match=r"version 1, rank 0 .*: the description of its parts is not the one"):
         open_weights(weights)
 
 
@@ -242,7 +244,7 @@ def test_tensors_are_asked_for_one_at_a_time(publish: Publish) -> None:
 def test_another_process_maps_the_weights_and_nothing_is_left_when_it_is_killed() -> None:
     program = (
         "import dataclasses, json, time, torch\n"
-        "from weft.resharding.shared_memory import WeightPublisher\n"
+        "from weft.resharding.publisher import WeightPublisher\n"
         "from weft.resharding.weights import whole\n"
         "p = WeightPublisher()\n"
         "weights = p.publish(whole({'a': torch.arange(1000.0)}), version=5)\n"
@@ -260,6 +262,6 @@ def test_another_process_maps_the_weights_and_nothing_is_left_when_it_is_killed(
         publisher.kill()
         publisher.wait()
         publisher.stdout.close()
-    with pytest.raises(WeightSyncError, match=r"version 5 at .* cannot be opened .* has the process"):
+    with pytest.raises(WeightSyncError, match=r"version 5, .* cannot be opened .* has the process"):
         open_weights(weights)
     assert not [name for name in set(os.listdir("/dev/shm")) - before if "weft" in name]
