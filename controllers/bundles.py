@@ -174,26 +174,6 @@ def lay_out(placement: Mapping[str, Place], handles: Mapping[str, Handle], nodes
     return found
 
 
-def check_follows(placement: Mapping[str, Place], follows: Iterable[ParameterEdge]) -> None:
-    """Check that no weights would have to travel between nodes, as far as a placement says: they pass through the memory of one.
-
-    Args:
-        placement: group -> its place; every pool has its number of nodes.
-
-    Raises:
-        UserError: naming the groups, and the pool that has several nodes.
-    """
-    for edge in follows:
-        for group in (edge.leader, edge.follower):
-            pool = placement[group].pool
-            if (pool.nodes or 1) > 1 and not placement[group].is_elastic:  # whose ranks go to the leader's node
-                raise UserError(
-                    f"{edge.follower!r} follows {edge.leader!r}, but {group!r} is on pool {pool.name!r} of {pool.nodes} nodes; "
-                    "weights still pass through the memory of one node: put both groups on pools of one node, one of them beside the other "
-                    "(ResourcePool(..., beside=...)), or on one pool"
-                )
-
-
 def _families(pools: Iterable[ResourcePool]) -> dict[str, list[ResourcePool]]:
     """Pools that share nodes, by the name of the one that lies beside no other, which comes first."""
     by_name = {pool.name: pool for pool in pools}

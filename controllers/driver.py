@@ -291,7 +291,7 @@ def _checked(
         evaluations={e.name: e for e in evaluations},
         **settings,
     )
-    spec.backend.check(spec.placement, spec.handles, spec.follows)
+    spec.backend.check(spec.placement, spec.handles)
     check_workers(graphs)
     check_schedule(spec)
     return spec, handles

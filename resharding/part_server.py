@@ -152,16 +152,23 @@ class PartStream:
 
     def __init__(self, host: str, port: int, token: str) -> None:
         self._connection = socket.create_connection((host, port), SILENCE_S)
-        self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._buffer = bytearray()
+        try:
+            self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._prove(token)
+            self.table = _receive_message(self._connection)
+            """Version and sum of each part, 8 bytes each."""
+            self.description = _receive_message(self._connection)
+            """Of the parts, as JSON."""
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def _prove(self, token: str) -> None:
         nonce = secrets.token_bytes(_NONCE_BYTES)
         self._connection.sendall(_proof(token, b"receiver", _receive(self._connection, _NONCE_BYTES)) + nonce)
         if not hmac.compare_digest(_receive(self._connection, 32), _proof(token, b"publisher", nonce)):
             raise ConnectionRefusedError("whoever answers does not have the token of these weights")
-        self.table = _receive_message(self._connection)
-        """Version and sum of each part, 8 bytes each."""
-        self.description = _receive_message(self._connection)
-        """Of the parts, as JSON."""
 
     def ask(self, parts: Iterable[tuple[int, Box]]) -> None:
         """Ask for parts: number, and box within the tensor. They come in this order; `read` takes them."""

@@ -119,7 +119,7 @@ class ActorWorker(TrainedWorker):
         if self._publisher is None:
             from ..resharding.publisher import WeightPublisher
 
-            self._publisher = WeightPublisher()
+            self._publisher = WeightPublisher(self.context.address)
         return self._publisher.publish(self.engine.published_parts(), version)
 
     def close(self) -> None:

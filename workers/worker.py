@@ -43,6 +43,8 @@ class Context:
     """Number of its node among those of its group."""
     nodes: int = 1
     """Nodes that the group is spread over, with equally many ranks on each."""
+    address: str = ""
+    """Of its node, where ranks on other nodes reach it; empty: there are no others."""
     devices: tuple[str, ...] = ()
     """The GPUs that this process alone sees, as `CUDA_VISIBLE_DEVICES` names them. None: those that it sees, if any, are its node's, and
     it takes the one of its local rank."""

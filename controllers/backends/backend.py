@@ -128,14 +128,12 @@ class Backend(Protocol):
         self,
         placement: Mapping[str, Place],
         handles: Mapping[str, Handle] = MappingProxyType({}),
-        follows: Sequence[ParameterEdge] = (),
     ) -> None:
         """Refuse a placement that cannot be started here, before anything is.
 
         Args:
             placement: group -> its pool and ranks.
             handles: the groups, by name, as far as they are known.
-            follows: which groups load the weights of others.
 
         Raises:
             UserError: naming the group or the pool, and what there is.

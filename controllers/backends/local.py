@@ -12,7 +12,6 @@ from types import MappingProxyType
 
 from ...dataflow.buffer.segments import Segment
 from ...dataflow.handle import Handle
-from ...dataflow.node import ParameterEdge
 from ...workers.worker import Context, Worker
 from ..bundles import shares_gpus, start_turns
 from ..group import Call, WorkerGroup
@@ -39,7 +38,6 @@ class Local:
         self,
         placement: Mapping[str, Place],
         handles: Mapping[str, Handle] = MappingProxyType({}),
-        follows: Sequence[ParameterEdge] = (),
     ) -> None:
         """Nothing is refused: whatever a placement asks for, one process does the work here."""
 

@@ -55,6 +55,8 @@ class RankFiles:
     """The folders of models that its settings name; None: there are none, or all nodes are the driver's."""
     written_on: str | None = None
     """Name of the driver's node, for a group that writes into the run's directory."""
+    alone: bool = False
+    """Whether the cluster has one node, and can have no other."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ class Rank:
         for variable, value in network_environment(ray.util.get_node_ip_address()).items():
             os.environ.setdefault(variable, value)
         self._activity = Activity()
-        context = replace(context, advance=self._activity)
+        address = "" if files.alone else ray.util.get_node_ip_address()
+        context = replace(context, advance=self._activity, address=address)
         self._note: SampleNote | None = None
         self._node_id: str = ray.get_runtime_context().get_node_id()
         self._node = files.node_names.get(self._node_id) or f"node-{self._node_id}"  # it joined the cluster just now

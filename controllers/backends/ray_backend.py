@@ -19,11 +19,10 @@ from ...dataflow.arguments import names_arguments
 from ...dataflow.buffer.segments import Segment
 from ...dataflow.errors import UserError, WorkerError
 from ...dataflow.handle import Handle
-from ...dataflow.node import ParameterEdge
 from ...workers.dispatch import Coordinates
 from ...workers.rendezvous import LOOPBACK
 from ...workers.worker import Context
-from ..bundles import check_follows, lay_out, position, shares_gpus, start_turns
+from ..bundles import lay_out, position, shares_gpus, start_turns
 from ..group import REGISTER, Call, WorkerGroup
 from ..placement import Place
 from ..ranks.tasks import Failure, FailureKind, Reply, Task
@@ -114,20 +113,15 @@ class RayBackend:
         self,
         placement: Mapping[str, Place],
         handles: Mapping[str, Handle] = MappingProxyType({}),
-        follows: Sequence[ParameterEdge] = (),
     ) -> None:
-        self._lay_out(placement, handles, follows)
+        self._lay_out(placement, handles)
 
-    def _lay_out(
-        self, placement: Mapping[str, Place], handles: Mapping[str, Handle], follows: Sequence[ParameterEdge]
-    ) -> dict[str, Place]:
+    def _lay_out(self, placement: Mapping[str, Place], handles: Mapping[str, Handle]) -> dict[str, Place]:
         """The placement with the number of nodes of each pool."""
-        found = lay_out(placement, handles, self._cluster.nodes())
-        check_follows(found, follows)
-        return found
+        return lay_out(placement, handles, self._cluster.nodes())
 
     def start(self, setup: Setup) -> dict[str, WorkerGroup]:
-        setup = replace(setup, placement=self._lay_out(setup.placement, setup.handles, setup.follows))
+        setup = replace(setup, placement=self._lay_out(setup.placement, setup.handles))
         self._setup, self._run_dir, self._is_open = setup, setup.run_dir, True
         self._kills = kills()
         self._cluster.connect(setup.placement)
@@ -137,8 +131,6 @@ class RayBackend:
         here = ray.get_runtime_context().get_node_id()
         self._node_names = node_names(ray.nodes(), here)
         self._models = SentFolders(setup.handles, here)
-        nodes = {name: self._nodes_of(name) for name in setup.handles}
-        _check_weights_stay(setup, nodes)
         for name in setup.handles:
             parts = self._pools[setup.placement[name].pool.name].parts
             for rank in range(setup.placement[name].ranks):
@@ -156,12 +148,6 @@ class RayBackend:
             group.absent = {rank for rank in range(len(group.mesh)) if (name, rank) not in self._processes}
         return groups
 
-    def _nodes_of(self, name: str) -> list[str]:
-        """The names of the nodes of a group."""
-        assert self._setup is not None
-        parts = self._pools[self._setup.placement[name].pool.name].parts
-        return [self._node_names[part.node] for part in parts if part.node]
-
     def _start_rank(self, name: str, rank: int) -> None:
         """Start a process, which has no worker yet."""
         setup = self._setup
@@ -173,7 +159,9 @@ class RayBackend:
         self._starts[name, rank] += 1
         models = self._models.of(name) if len(self._node_names) > 1 else None
         written_on = this_node() if name in setup.writers else None
-        files = RankFiles(setup.files, self._node_names, replaced, self._links.servers.peers, models, written_on)
+        alone = bool(self._cluster.folder)
+        peers = self._links.servers.peers
+        files = RankFiles(setup.files, self._node_names, replaced, peers, models, written_on, alone)
         actor = start_rank(setup.handles[name], place, context, self._pools[place.pool.name], sharing, files)
         self._processes[name, rank] = Process(actor)
 
@@ -432,23 +420,3 @@ class RayBackend:
             self._links.servers.kill()
             self._models.kill()
             self._pools.release()
-
-
-def _check_weights_stay(setup: Setup, nodes: Mapping[str, Sequence[str]]) -> None:
-    """Check that no weights would have to travel: they pass through the memory of one node.
-
-    Args:
-        nodes: group -> names of its nodes.
-
-    Raises:
-        UserError: naming the groups whose weights would.
-    """
-    for edge in setup.follows:
-        apart = {*nodes[edge.leader], *nodes[edge.follower]}
-        if len(apart) > 1:
-            leader = setup.placement[edge.leader].pool.name
-            raise UserError(
-                f"{edge.follower!r} follows {edge.leader!r}, but they stand on {len(apart)} nodes ({', '.join(sorted(apart))}); "
-                "weights still pass through the memory of one node: put both groups on one resource pool, or the follower's beside the "
-                f"leader's, ResourcePool(..., beside={leader!r})"
-            )

@@ -27,7 +27,6 @@ from ...dataflow.column import RESPONSE_VERSIONS
 from ...dataflow.errors import UserError, nearest
 from ...dataflow.handle import Handle
 from ...dataflow.metrics import Max, Mean, Metrics
-from ...dataflow.node import ParameterEdge
 from ...dataflow.operation import Shape
 from ...workers.dispatch import Coordinates
 from ..backends.backend import Event, Setup
@@ -84,7 +83,6 @@ class Simulated:
         self,
         placement: Mapping[str, Place],
         handles: Mapping[str, Handle] = MappingProxyType({}),
-        follows: Sequence[ParameterEdge] = (),
     ) -> None:
         """Refuse costs of groups that no graph has; devices are as many as the placement asks for."""
         for name in [*(n.partition(".")[0] for n in self.costs.nodes if "." in n), *self.costs.ranks_per_replica]:

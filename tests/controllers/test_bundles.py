@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from toy import ToyActor, ToyConfig, ToyRollout
+from toy import ToyActor, ToyConfig
 
-from weft.controllers.bundles import Nodes, Position, bundles, check_follows, devices, lay_out, position, start_turns
+from weft.controllers.bundles import Nodes, Position, bundles, devices, lay_out, position, start_turns
 from weft.controllers.placement import OWN, Place, ResourcePool, resolve
 from weft.dataflow.errors import UserError
 from weft.dataflow.handle import group
@@ -154,14 +154,3 @@ def test_groups_on_a_pool_with_gpus_start_in_turn_and_followers_last():
         ["actor"],
         ["rollout"],
     ]
-
-
-def test_weights_do_not_travel_between_nodes_yet():
-    two = Place(ResourcePool("train", nodes=2, gpus_per_node=8), 16)
-    handles: dict[str, Any] = {"rollout": group(ToyRollout, name="rollout")}
-    found = lay_out({"actor": two, "rollout": two}, handles, EIGHTS)
-    with pytest.raises(
-        UserError, match="'rollout' follows 'actor', but 'actor' is on pool 'train' of 2 nodes; weights still"
-    ):
-        check_follows(found, [ParameterEdge("rollout", "actor", 1)])
-    check_follows(found, ())
