@@ -30,7 +30,7 @@ class View:
 
 
 class _Axis(NamedTuple):
-    count: int
+    length: int
     step: int
     """In indices of the tensor's dimension."""
     stride: int
@@ -69,13 +69,13 @@ def paired_boxes(shape: tuple[int, ...], view: View, other: View) -> list[tuple[
     spans: list[_Axis] = []
     outer: list[tuple[int, _Axis]] = []
     for dim, axes in enumerate(_axes(shape, view, other)):
-        last = starts[dim] + sum((axis.count - 1) * axis.step for axis in axes)
+        last = starts[dim] + sum((axis.length - 1) * axis.step for axis in axes)
         if last >= shape[dim]:
             raise ValueError(f"the view wraps around the end of dimension {dim}")
         merged = _merged(axes)
         spans.append(merged.pop(0) if merged and merged[0].step == 1 else _Axis(1, 1, 0))
         outer += [(dim, axis) for axis in merged]
-    if (count := math.prod(axis.count for _, axis in outer)) > MAX_BOXES:
+    if (count := math.prod(axis.length for _, axis in outer)) > MAX_BOXES:
         raise ValueError(f"the view falls into {count} boxes, which is more than {MAX_BOXES}")
     return list(_boxes(starts, spans, outer, other.offset))
 
@@ -84,9 +84,9 @@ def _boxes(
     starts: tuple[int, ...], spans: list[_Axis], outer: list[tuple[int, _Axis]], offset: int
 ) -> Iterator[tuple[Box, View]]:
     """One box for each index along the axes that no box can span."""
-    lengths = tuple(axis.count for axis in spans)
+    lengths = tuple(axis.length for axis in spans)
     strides = tuple(axis.stride for axis in spans)
-    for index in itertools.product(*(range(axis.count) for _, axis in outer)):
+    for index in itertools.product(*(range(axis.length) for _, axis in outer)):
         moved, there = list(starts), offset
         for position, (dim, axis) in zip(index, outer, strict=True):
             moved[dim] += position * axis.step
@@ -137,8 +137,8 @@ def _merged(axes: list[_Axis]) -> list[_Axis]:
     for axis in sorted(axes, key=lambda axis: axis.step):
         if merged:
             inner = merged[-1]
-            if axis.step == inner.count * inner.step and axis.stride == inner.count * inner.stride:
-                merged[-1] = _Axis(inner.count * axis.count, inner.step, inner.stride)
+            if axis.step == inner.length * inner.step and axis.stride == inner.length * inner.stride:
+                merged[-1] = _Axis(inner.length * axis.length, inner.step, inner.stride)
                 continue
         merged.append(axis)
     return merged

@@ -145,8 +145,9 @@ def _load(model: torch.nn.Module, fakes: Mapping[str, torch.Tensor]) -> None:
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal name
-        for name, fake in fakes.items():
-            yield name, fake
+        for entry in fakes.items():
+            name = entry[0]
+            yield entry
 
     try:
         with torch.no_grad():
@@ -316,4 +317,4 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _view(tensor: torch.Tensor, base: torch.Tensor) -> View:
-    return View(tensor.storage_offset() - base.storage_offset(), tuple(tensor.shape), tensor.stride())
+    return View(int(tensor.storage_offset() - base.storage_offset()), tuple(tensor.shape), tensor.stride())

@@ -71,6 +71,11 @@ class _Target:
         self.place = place
         self.left = [box]
 
+    def lacks(self, part: Box) -> int:
+        """How many elements of this part have not come."""
+        common = [left.intersection(part) for left in self.left]
+        return sum(box.numel for box in common if box)
+
     def view(self, part: Box) -> View:
         """Where a part of the box goes."""
         steps = zip(part.starts, self.box.starts, self.place.strides, strict=True)
@@ -146,12 +151,17 @@ class WeightWriter:
         """Copy one slice to wherever the model has elements of it."""
         self._check(name, box, source)
         nowhere = [box] if box.numel else []
+        parts: list[tuple[_Target, Box]] = []
         for target in self._targets[name]:
             if common := target.box.intersection(box):
+                if target.lacks(common) < common.numel:
+                    raise WeightSyncError(f"tensor {name!r}: elements of {common} came twice")
                 nowhere = _minus(nowhere, common)
-                self._write(name, target, common, source[common.within(box)])
+                parts.append((target, common))
         if nowhere:
             raise WeightSyncError(f"tensor {name!r}: {nowhere[0]} was sent to a rank that holds nothing of it")
+        for target, part in parts:
+            self._write(name, target, part, source[part.within(box)])
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -200,16 +210,13 @@ class WeightWriter:
 
     def _write(self, name: str, target: _Target, part: Box, source: torch.Tensor) -> None:
         layer, memory = target.layer, target.place.memory
-        left = _minus(target.left, part)
-        if sum(box.numel for box in target.left) != sum(box.numel for box in left) + part.numel:
-            raise WeightSyncError(f"tensor {name!r}: elements of {part} came twice")
         self._start(layer)
         self._touched |= layer.computes_with(memory)
         elements = layer.elements(memory, target.view(part))
         elements.copy_(source)
         self._written(name, part, elements)
-        target.left = left
-        if not left:
+        target.left = _minus(target.left, part)
+        if not target.left:
             layer.waiting -= 1
             if not layer.waiting:
                 self._process(layer)

@@ -224,10 +224,11 @@ def test_ray_lives_in_one_folder_of_controllers_alone():
     assert all(file.startswith("controllers/backends/") for file in files["controllers"]), files
 
 
-def test_vllm_is_known_to_the_rollout_engine_and_the_weight_receiver_alone():
+def test_vllm_is_known_to_the_rollout_engine_and_to_modules_of_resharding_that_say_so():
     files = files_importing("vllm")
     assert set(files) <= {"workers", "resharding"}, files
-    assert all(len(of_room) == 1 for of_room in files.values()), files
+    assert files["workers"] == ["workers/generation/vllm_engine.py"], files
+    assert all(file.startswith("resharding/vllm_") for file in files["resharding"]), files
 
 
 def test_no_module_is_named_after_nothing():
