@@ -5,6 +5,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from weft.algorithms.policy_loss import NegativeLogLikelihood
 from weft.algorithms.supervised import supervised
 from weft.controllers.backends.backend import Backend
 from weft.controllers.driver import Driver
@@ -12,8 +13,11 @@ from weft.controllers.placement import Place
 from weft.controllers.schedule import Synchronous
 from weft.dataflow.handle import group
 from weft.dataflow.source import TableSource
+from weft.dataflow.tracing import graph
+from weft.resharding import open_weights
 from weft.workers.actor import ActorWorker
 from weft.workers.dispatch import Dispatch
+from weft.workers.reference import ReferenceWorker
 from weft.workers.remote import remote
 
 
@@ -28,6 +32,21 @@ class LookingActor(ActorWorker):
         }
 
 
+class ReferenceElsewhere(ReferenceWorker):
+    """It believes that it is on another machine than whoever publishes."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        open_weights.this_machine = lambda: "another machine"
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def look(self) -> dict[str, Any]:
+        return {
+            "version": self.version,
+            "squares": {name: float(t.double().square().sum()) for name, t in self.engine.named_tensors()},
+        }
+
+
 def make_model(folder: Path) -> Path:
     """A Qwen2 of one layer with random weights, and a file that stands for its tokenizer."""
     import torch
@@ -38,6 +57,32 @@ def make_model(folder: Path) -> Path:
     Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1)).save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
     return folder
+
+
+def sent(root: Path, name: str, model: Path, placement: dict[str, Place], backend: Backend) -> dict[str, Any]:
+    """Two updates, after each of which the reference takes the weights over; what both see then."""
+    ids = [[(7 * i + k) % 97 for k in range(4)] for i in range(16)]
+    rows = TableSource("answers", pa.table({"prompt_ids": [[5 + i] for i in range(16)], "response_ids": ids}))
+    actor: Any = group(LookingActor, name="actor", model=str(model), learning_rate=1e-2)
+    reference: Any = group(ReferenceElsewhere, name="reference", model=str(model))
+    reference.follows(actor)
+
+    @graph
+    def compared(answers: Any) -> Any:
+        return actor.update(reference.logprobs(answers), loss=NegativeLogLikelihood())
+
+    with Driver(
+        compared(rows),
+        schedule=Synchronous(steps=2, prompts_per_step=8),
+        placement=placement,
+        backend=backend,
+        root=root,
+        name=name,
+        record_every=0,
+        progress=False,
+    ) as driver:
+        driver.run()
+        return {"actor": driver.call(actor, "look"), "reference": driver.call(reference, "look")}
 
 
 def updated(root: Path, name: str, model: Path, placement: dict[str, Place], backend: Backend) -> dict[str, Any]:

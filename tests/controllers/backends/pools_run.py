@@ -19,7 +19,7 @@ os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # a cluster by hand makes 
 
 import ray
 from ray.cluster_utils import Cluster
-from sharded import make_model, updated
+from sharded import make_model, sent, updated
 from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_reinforce
 
 from weft.controllers.backends.backend import Setup
@@ -107,7 +107,6 @@ def main(root: Path) -> None:
             "shared": shared(root, cluster.address),
             "beside": beside(root, cluster.address),
             "apart": apart(root, cluster.address),
-            "refused": refused(root, cluster.address),
             **grows(root, cluster),
         }
         print(json.dumps(result))
@@ -169,25 +168,19 @@ def beside(root: Path, address: str) -> dict[str, Any]:
     return drive(root, "beside", {"actor": Place(train), "rollout": Place(generate)}, RayBackend(address))
 
 
-def error_of(root: Path, name: str, placement: dict[str, Place], backend: RayBackend, *, follows: bool = True) -> str:
+def apart(root: Path, address: str) -> dict[str, Any]:
+    """Two FSDP2 ranks on two nodes, and a reference on another pool, which believes that it is on another machine."""
+    pools = [ResourcePool("train", nodes=2, cpus_per_node=1), ResourcePool("compare", cpus=1)]
+    placement = {"actor": Place(pools[0], 2), "reference": Place(pools[1])}
+    return sent(root, "apart", root / "model", placement, RayBackend(address))
+
+
+def error_of(root: Path, name: str, placement: dict[str, Place], backend: RayBackend) -> str:
     try:
-        drive(root, name, placement, backend, follows=follows)
+        drive(root, name, placement, backend, follows=False)
     except UserError as error:
         return str(error)
     return "not refused"
-
-
-def apart(root: Path, address: str) -> str:
-    """A leader and its follower that no node can hold together: this shows when their pools are reserved."""
-    train, generate = ResourcePool("train", gpus=GPUS), ResourcePool("generate", gpus=GPUS)
-    return error_of(root, "apart", {"actor": Place(train, 2), "rollout": Place(generate, 1)}, RayBackend(address))
-
-
-def refused(root: Path, address: str) -> str:
-    """A leader on several nodes: this shows in the placement."""
-    train = ResourcePool("train", gpus=2 * GPUS)
-    message = error_of(root, "refused", {"actor": Place(train, 2)}, RayBackend(address))
-    return message + (" (after a run directory was made)" if (root / "refused").exists() else "")
 
 
 class GrowingRay(RayBackend):
@@ -210,8 +203,8 @@ def grows(root: Path, cluster: Cluster) -> dict[str, Any]:
     """A pool that is larger than the cluster, to which a node is added while it is waited for."""
     placement = {"actor": Place(ResourcePool("train", nodes=3, gpus_per_node=GPUS), 3)}
     assert cluster.address is not None
-    too_large = error_of(root, "too_large", placement, RayBackend(cluster.address), follows=False)
-    in_vain = error_of(root, "in_vain", placement, RayBackend(cluster.address, wait_s=2.0), follows=False)
+    too_large = error_of(root, "too_large", placement, RayBackend(cluster.address))
+    in_vain = error_of(root, "in_vain", placement, RayBackend(cluster.address, wait_s=2.0))
     growing = GrowingRay(cluster)
     found = drive(root, "grown", placement, growing, follows=False)
     return {"too_large": too_large, "in_vain": in_vain, "grown": found, "told": growing.told}

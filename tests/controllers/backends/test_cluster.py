@@ -39,7 +39,7 @@ def test_a_cluster_that_is_gone_is_named_before_ray_is_imported():
         port = server.getsockname()[1]
     started = time.monotonic()
     with pytest.raises(UserError) as caught:
-        RayBackend(f"127.0.0.1:{port}").check({}, {}, ())
+        RayBackend(f"127.0.0.1:{port}").check({}, {})
     assert time.monotonic() - started < 5
     assert str(caught.value) == (
         f"the Ray cluster at 127.0.0.1:{port} cannot be joined: nobody listens there (Connection refused)"
@@ -65,20 +65,20 @@ def test_a_cluster_names_the_token_that_it_misses_and_what_no_node_of_it_has(
 ):
     too_large = {"actor": Place(ResourcePool("pool", cpus=17))}
     with pytest.raises(UserError, match=r"asks for 17 CPUs \(pool: 17\), but the cluster at .* has 16"):
-        RayBackend(ray_address).check(too_large, {}, ())
+        RayBackend(ray_address).check(too_large, {})
     monkeypatch.setenv("RAY_AUTH_TOKEN", "another's")
     with pytest.raises(UserError, match="the authentication token is not that of the cluster"):
-        RayBackend(ray_address).check({}, {}, ())
+        RayBackend(ray_address).check({}, {})
     monkeypatch.delenv("RAY_AUTH_MODE")
     with pytest.raises(UserError, match="RAY_AUTH_MODE is not set"):
-        RayBackend(ray_address).check({}, {}, ())
+        RayBackend(ray_address).check({}, {})
 
 
 @pytest.mark.ray
 def test_a_process_that_has_joined_a_cluster_is_not_sent_to_another(cluster: None, ray_address: str):
-    RayBackend(ray_address).check({"actor": Place(ResourcePool("pool", cpus=16))}, {}, ())
+    RayBackend(ray_address).check({"actor": Place(ResourcePool("pool", cpus=16))}, {})
     other = f"127.0.0.1:{int(ray_address.rpartition(':')[2]) - 1}"
     with pytest.raises(
         UserError, match=f"^RayBackend..{other}..: this process has joined the Ray cluster at {ray_address}"
     ):
-        RayBackend(other).check({}, {}, ())
+        RayBackend(other).check({}, {})
