@@ -12,13 +12,13 @@ transposed copy) has no box, and is refused by name. So is what would not arrive
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import (
@@ -174,9 +174,9 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        inputs = [*_tensors(args), *_tensors(kwargs.values())]
         sources = [tensor for tensor in inputs if _storage(tensor) in self._fakes]
-        target = inputs[0] if inputs and _writes_first(func) else None
+        target = next(_tensors(kwargs.values()), inputs[0]) if inputs and _writes(func) else None
         memory = self._memories.get(_storage(target)) if target is not None else None
         if memory is not None and target is not None:
             if func is torch.ops.aten.copy_.default:
@@ -193,7 +193,7 @@ class _Recorder(TorchDispatchMode):
         if not sources:
             return func(*args, **kwargs)
         result = func(*args, **kwargs) if target is None and func not in _READS else None
-        views = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        views = list(_tensors([result]))
         if not views or any(not self._is_view(view) for view in views):
             names = ", ".join(repr(self._fakes[_storage(source)][0]) for source in sources)
             raise UserError(
@@ -276,9 +276,19 @@ _READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.defau
 """Operations that need values, which a fake does not have."""
 
 
-def _writes_first(func: Any) -> bool:
-    arguments = func._schema.arguments
-    return bool(arguments) and any(argument.alias_info and argument.alias_info.is_write for argument in arguments[:1])
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments or the results of an operation."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+@functools.cache
+def _writes(func: Any) -> bool:
+    """Whether an operation writes into its first argument, or into the one named `out`."""
+    return any(argument.alias_info and argument.alias_info.is_write for argument in func._schema.arguments)
 
 
 def _check(memory: _Memory) -> None:

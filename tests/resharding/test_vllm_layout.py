@@ -174,7 +174,7 @@ def assert_equal(found: Tensors, wanted: Tensors) -> None:
 
 
 MODELS = {
-    "tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "tied": ("Qwen2", {"vocab_size": 40, "tie_word_embeddings": True}),  # the last of four ranks has padding alone
     "biases": ("Qwen2", {"tie_word_embeddings": False}),
     "norms of heads": ("Qwen3", {}),
     "Llama": ("Llama", {"tie_word_embeddings": False}),
@@ -332,6 +332,11 @@ TOY = numbered({"a": torch.zeros(4, 6), "b": torch.zeros(4, 6)})
         (lambda weight, a: weight.copy_(a.view(torch.int32)), "tensor 'a'.* by aten.view.dtype"),
         (lambda weight, a: weight.fill_(a[0, 0].item()), "tensor 'a'.* by aten._local_scalar_dense"),
         (lambda weight, a: weight.add_(a), "parameter 'first.weight': its loader writes by aten.add_"),
+        (lambda weight, a: torch.add(a, a, out=weight), "parameter 'first.weight': its loader writes by aten.add.out"),
+        (
+            lambda weight, a: torch.ops.aten._foreach_copy_([weight], [a]),
+            "'first.weight': its loader writes by aten._foreach",
+        ),
         (
             lambda weight, a: weight.copy_(torch.ones(4, 6)),
             "parameter 'first.weight': its loader copies what is no part",
@@ -424,6 +429,28 @@ def test_a_wrong_slice_is_refused_and_the_model_keeps_its_weights(slices: Slices
         writer.apply(slices)
     assert writer.state is ModelState.WHOLE
     assert_equal(parameters_of(toy), before)
+
+
+def test_a_bias_is_written_at_once_and_makes_a_model_of_two_versions():
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    from weft.resharding.vllm_writer import ModelState
+
+    def load(toy: Toy, tensors: Tensors) -> None:
+        toy.first.weight.data.copy_(tensors["a"])
+        toy.second.weight.data.copy_(tensors["b"])
+        toy.first.bias.data.copy_(tensors["bias"])
+
+    toy, tensors = Toy(load), TOY | {"bias": torch.ones(4)}
+    toy.first.bias = torch.nn.Parameter(torch.zeros(4), requires_grad=False)  # vLLM gives a bias no loading format
+    record_metadata_for_reloading(toy)
+    writer = writer_of(toy, record(toy, tensors))
+    assert torch.equal(toy.first.bias, torch.zeros(4))
+    weight = toy.first.weight.clone()
+    with pytest.raises(WeightSyncError, match="weights are missing: 'a'"):
+        writer.apply([("bias", Box((0,), (4,)), tensors["bias"])])
+    assert writer.state is ModelState.PARTIAL
+    assert torch.equal(toy.first.bias, torch.ones(4)) and torch.equal(toy.first.weight, weight)
 
 
 def test_one_layer_at_a_time_has_memory_besides_the_models_own(ranks: Ranks, tmp_path: Path):
