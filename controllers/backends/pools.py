@@ -104,9 +104,8 @@ class Reservations:
                 f"{_in_stock(ray.nodes(), ray.available_resources())}. RayBackend(wait_s=...) waits longer, for a cluster that grows"
             )
         leaders = {setup.placement[e.follower].pool.name: setup.placement[e.leader].pool.name for e in setup.follows}
-        for name, place in elastic.items():
-            leader = self._pools.get(leaders.get(name, ""))
-            self._reserve_by_rank(place, leader.parts[0].node if leader else None, setup.tell)
+        for place in elastic.values():
+            self._reserve_by_rank(place, setup.tell)
         near = {name: self._pools[leaders[name]].parts[0].node for name in own if leaders.get(name) in self._pools}
         self._keep_recorder_here(setup)
         self._reserve([pools[n] for n in own if n not in self._pools], OWN_POOL_TIMEOUT_S, near=near)
@@ -152,19 +151,15 @@ class Reservations:
         for group in [*self._groups, *(group for groups in self._by_rank.values() for group in groups)]:
             ray.util.remove_placement_group(group)
 
-    def _reserve_by_rank(self, place: Place, near: str | None, tell: Callable[[str], None]) -> None:
+    def _reserve_by_rank(self, place: Place, tell: Callable[[str], None]) -> None:
         """Ask for each rank of an elastic group by itself, and wait until there is room for as many as it has to have. The other requests
-        stand: Ray's autoscaler sees them, too.
-
-        Args:
-            near: Ray's id of the node that all have to lie on; None: anywhere.
-        """
+        stand: Ray's autoscaler sees them, too."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         pool, least = place.pool, place.min_ranks or 0
         each = bundles([pool])[pool.name]
-        self._by_rank[pool.name] = [_ask([bundle], near) for bundle in each]
+        self._by_rank[pool.name] = [_ask([bundle], None) for bundle in each]
         began = time.monotonic()
         (pause_s, longest_s), told = TELL_S, began
         while len(self.room(pool.name)) < least:
