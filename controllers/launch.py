@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from ..dataflow.config import Config
 from ..dataflow.errors import Ended, UserError, WeftError
-from .signals import ask_to_end, redirect_to_null, say, terminals
+from .signals import ask_to_end, redirect_to_null, terminals, write_line
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -93,7 +93,7 @@ def _terminate(terminal: list[int], number: int, frame: object) -> None:
     if number == signal.SIGHUP and terminal:
         redirect_to_null(terminal)
     if ask_to_end():
-        say(f"{name}: the run writes a checkpoint and ends")
+        write_line(f"{name}: the run writes a checkpoint and ends")
         return
-    say(f"{name}: the run ends without a checkpoint")
+    write_line(f"{name}: the run ends without a checkpoint")
     raise Ended(128 + number)

@@ -50,7 +50,7 @@ def can_be_ended(able: bool) -> Iterator[None]:
         _Ending.asked = False
 
 
-def say(line: str) -> None:
+def write_line(line: str) -> None:
     """Write a line to standard error from within a handler; it is no error if the terminal is gone."""
     with suppress(OSError):
         os.write(2, f"{line}\n".encode())
@@ -85,7 +85,7 @@ def interrupt_noted(said: str) -> Iterator[Callable[[], bool]]:
         if noted:
             raise KeyboardInterrupt
         noted.append(number)
-        say(said)
+        write_line(said)
 
     before = signal.getsignal(signal.SIGINT)
     heeded = threading.current_thread() is threading.main_thread() and before is signal.default_int_handler
@@ -114,7 +114,7 @@ def signals_deferred(until: str) -> Iterator[None]:
     def note(number: int, frame: FrameType | None) -> None:
         noted.append(number)
         if len(noted) == 1:
-            say(f"{signal.Signals(number).name}: the run ends when {until}")
+            write_line(f"{signal.Signals(number).name}: the run ends when {until}")
             return
         restore()
         signal.raise_signal(number)

@@ -38,7 +38,7 @@ from .program import Program
 from .recovery.checkpoints import CheckpointConfig
 from .run_spec import Evaluation
 from .schedule import Synchronous
-from .signals import interrupt_noted, say
+from .signals import interrupt_noted, write_line
 from .telling.displays import Form
 
 Rewards = Callable[..., Any] | Reward | Judge | Sequence[Callable[..., Any] | Reward | Judge]
@@ -197,7 +197,7 @@ def _run(training: Graph, actor: Any, settings: Mapping[str, Any]) -> list[dict[
             metrics = driver.run()
             driver.call(actor, "save", path=path)
         except KeyboardInterrupt:
-            say(f"interrupted: the model was not saved in {path}")
+            write_line(f"interrupted: the model was not saved in {path}")
             raise
         driver.say(f"the model is saved in {path}")
     if interrupted():

@@ -168,7 +168,7 @@ class _Remote:
     def read(self, name: str, piece: int, box: Box) -> torch.Tensor:
         entry = self.parts.entries[self.parts.numbers[name][piece]]
         with self._named():
-            return self._stream.read(box, getattr(torch, entry.dtype))
+            return self._stream.receive(box, getattr(torch, entry.dtype))
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:

@@ -171,11 +171,11 @@ class PartStream:
             raise ConnectionRefusedError("whoever answers does not have the token of these weights")
 
     def ask(self, parts: Iterable[tuple[int, Box]]) -> None:
-        """Ask for parts: number, and box within the tensor. They come in this order; `read` takes them."""
+        """Ask for parts: number, and box within the tensor. They come in this order; `receive` takes them."""
         _send(self._connection, json.dumps([[number, box.starts, box.stops] for number, box in parts]).encode())
 
-    def read(self, box: Box, dtype: torch.dtype) -> torch.Tensor:
-        """The elements of the next box. They are valid until the next `read`."""
+    def receive(self, box: Box, dtype: torch.dtype) -> torch.Tensor:
+        """The elements of the next box. They are valid until the next `receive`."""
         num_bytes = box.numel * dtype.itemsize
         if len(self._buffer) < num_bytes:
             self._buffer = bytearray(num_bytes)

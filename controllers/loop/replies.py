@@ -50,7 +50,7 @@ class Remedies:
         """
         for event in events:
             if event.reply.paused:
-                self._disk.say(f"{event.call.describe(event.rank)}: {event.reply.paused}")
+                self._disk.report_pause(f"{event.call.describe(event.rank)}: {event.reply.paused}")
         return [*self._failures.listen(events), *self._lost_nodes.look(under_way), *self._elastic.look()]
 
     def take_lost(self) -> bool:

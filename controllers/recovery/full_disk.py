@@ -19,7 +19,7 @@ from ..telling.progress import Progress
 
 T = TypeVar("T")
 
-SAY_AGAIN_S = 60.0
+REPORT_AGAIN_S = 60.0
 """Seconds after which a pause is reported again."""
 TRY_AGAIN_S = 60.0
 """Longest wait before a write that did not fit is tried again."""
@@ -44,9 +44,9 @@ class FullDisk:
         self._since = 0.0
         """When the present pause began."""
 
-    def say(self, why: str) -> None:
-        """Report, at most once in SAY_AGAIN_S, that the run waits for free space."""
-        if time.monotonic() - self._said >= SAY_AGAIN_S:
+    def report_pause(self, why: str) -> None:
+        """Report, at most once in REPORT_AGAIN_S, that the run waits for free space."""
+        if time.monotonic() - self._said >= REPORT_AGAIN_S:
             self._said = time.monotonic()
             self._progress.paused(why)
 
@@ -89,7 +89,7 @@ class FullDisk:
         return shutil.disk_usage(self._folder).free
 
     def _wait(self, why: str) -> None:
-        self.say(why)
+        self.report_pause(why)
         now = time.monotonic()
         if now - self._waited > 2 * TRY_AGAIN_S:
             self._since = now

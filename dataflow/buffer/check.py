@@ -60,7 +60,7 @@ def check_log(folder: Path) -> Report:
     checker = Checker(on_recorded=samples.compare)
     saved = SavedStates(folder, checker)
     violations, damage, end = saved.violations, saved.damage, Position()
-    for end, found in read(folder, checker, damage):
+    for end, found in check_records(folder, checker, damage):
         violations += found
         saved.compare(end)
         if len(violations) >= MAX_VIOLATIONS:
@@ -90,11 +90,11 @@ def read_log(folder: Path, checker: Checker) -> None:
         UserError: the folder holds no log.
         FormatError: another version of Weft wrote it.
     """
-    for _ in read(folder, checker, []):
+    for _ in check_records(folder, checker, []):
         pass
 
 
-def read(folder: Path, checker: Checker, damage: list[str]) -> Iterator[tuple[Position, list[Violation]]]:
+def check_records(folder: Path, checker: Checker, damage: list[str]) -> Iterator[tuple[Position, list[Violation]]]:
     """Feed the log in the folder of a buffer to a checker. Yields the end of each record and the rules that the record breaks.
 
     Args:

@@ -167,7 +167,7 @@ def test_nonsense_costs_its_own_connection(publisher: WeightPublisher) -> None:
     stream = part_server.PartStream(rank.host, rank.port, rank.token)
     stream.ask([(99, Box((0,), (1,)))])
     with pytest.raises(OSError, match="ended the connection"):
-        stream.read(Box((0,), (1,)), torch.float32)
+        stream.receive(Box((0,), (1,)), torch.float32)
     stream.close()
     assert same(received(weights, tensors()), tensors())
 

@@ -36,7 +36,7 @@ class Judge(Config):
     """A reward function that asks a model, and reads the last number of its reply.
 
     >>> judge = Judge(address="http://127.0.0.1:8000/v1", model="qwen3-8b", per_second=20)
-    >>> judge.read("Sound, but wordy.\\nScore: 8/10")
+    >>> judge.reward_in("Sound, but wordy.\\nScore: 8/10")
     0.8
     """
 
@@ -101,9 +101,9 @@ class Judge(Config):
         """
         values = {"prompt": prompt, "answer": answer or "(none)", "response": response}
         asked = _filled(self.question, values | {"lowest": f"{self.lowest:g}", "highest": f"{self.highest:g}"})
-        return self.read(await self._reply(asked))
+        return self.reward_in(await self._reply(asked))
 
-    def read(self, reply: str) -> float:
+    def reward_in(self, reply: str) -> float:
         """The reward in a reply, 0 to 1.
 
         Raises:

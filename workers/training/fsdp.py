@@ -316,7 +316,7 @@ class FsdpEngine:
         stored, state = Snapshot(folder), self.state()
         stored.check(state)
         for name, tensor in state.items():
-            stored.read(name, tensor)
+            stored.fill(name, tensor)
         self.optimizer.zero_grad()
         self._count = self._loss_total = 0.0
         same_ranks = stored.num_ranks == self.context.world_size

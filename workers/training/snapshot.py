@@ -215,10 +215,10 @@ class Snapshot:
         """A full tensor on the host, in `dtype` if it is of floating point."""
         stored = self._parts[name][0][1].dtype
         tensor = torch.empty(self.shapes[name], dtype=dtype if stored.is_floating_point else stored)
-        self.read(name, tensor)
+        self.fill(name, tensor)
         return tensor
 
-    def read(self, name: str, into: Tensor) -> None:
+    def fill(self, name: str, into: Tensor) -> None:
         """Fill a tensor, or this rank's part of one, converting to its dtype.
 
         Raises:
