@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -84,6 +85,26 @@ class Fence(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class PreparedCut:
+    """A file for a log to go on in, open until the log takes it (`Log.cut`) or it is dropped."""
+
+    path: Path
+    descriptor: int
+    start: FileStart
+    """Where the file begins."""
+    copied: int
+    """Up to which byte of the log the file holds the records."""
+    disk: Disk
+
+    def drop(self) -> None:
+        """Close the file and remove it, unless another writer's file has its name by now."""
+        with suppress(FileNotFoundError):
+            if os.path.samestat(self.path.stat(), os.fstat(self.descriptor)):
+                self.path.unlink()
+        self.disk.close(self.descriptor)
+
+
 class Log:
     """The log of a run, open for writing at its end (`Log(path)` of a new run, `Log(path, at=end)` of one that goes on)."""
 
@@ -119,8 +140,6 @@ class Log:
         self._end = at.offset, at.checksum
         self._unsynced = False
         self._fence = fence
-        self._cut: tuple[FileStart, int, int] | None = None
-        """The file that a cut made: where it begins, its descriptor, and up to which byte of the log it holds the records."""
         remove(path.with_name(path.name + _CUT))
         if path.exists():
             self._keep_what_is_cut(at.offset)
@@ -225,59 +244,58 @@ class Log:
             self._synced = self._clock()
             self._unsynced = False
 
-    def prepare_cut(self, at: Position) -> Callable[[], None]:
+    def prepare_cut(self, at: Position) -> Callable[[], PreparedCut]:
         """Prepare to move the records before a position to the archive. Everything before the end must be committed.
 
         Args:
             at: between two records that the file holds.
 
         Returns:
-            The work, for any thread; `cut` follows when it is done. It raises OSError when the disk is full, say, and leaves nothing then.
+            The work, for any thread. It returns the file that `cut` takes, or raises OSError when the disk is full, say, and leaves nothing
+            then.
         """
         start, end, descriptor = self.start, self.position.offset, os.dup(self._descriptor)
         unnamed = self.path.with_name(self.path.name + _CUT)
 
-        def work() -> None:
-            new = -1
+        def work() -> PreparedCut:
+            cut: PreparedCut | None = None
             try:
                 archive(self.path, descriptor, start, at.offset, at.checksum, self._disk)
                 remove(unnamed)
-                new = self._disk.open(unnamed)
-                self._disk.write(new, header(at.offset, at.checksum))
-                copy_records(descriptor, start, at.offset, end, new, self._disk)
-                self._disk.sync(new)
-                self._cut = _file_start(at), new, end
-            except OSError:
-                if new >= 0:
-                    self._disk.close(new)
-                unnamed.unlink(missing_ok=True)
+                cut = PreparedCut(unnamed, self._disk.open(unnamed), _file_start(at), end, self._disk)
+                self._disk.write(cut.descriptor, header(at.offset, at.checksum))
+                copy_records(descriptor, start, at.offset, end, cut.descriptor, self._disk)
+                self._disk.sync(cut.descriptor)
+                return cut
+            except Exception:
+                if cut is not None:
+                    cut.drop()
                 raise
             finally:
                 os.close(descriptor)
 
         return work
 
-    def cut(self) -> None:
-        """Go on in the file that `prepare_cut` made; nothing happens when there is none. Everything before the end must be committed.
+    def cut(self, cut: PreparedCut) -> None:
+        """Go on in a file that `prepare_cut` made. Everything before the end must be committed.
+
+        Args:
+            cut: the file. It is dropped if the log cannot go on in it.
 
         Raises:
             TakenOverError: another process has taken the log over.
             OSError: the disk is full, say. The log goes on as it was.
         """
-        if self._cut is None:
-            return
-        (start, new, copied), self._cut = self._cut, None
-        unnamed = self.path.with_name(self.path.name + _CUT)
+        new = cut.descriptor
         try:
-            copy_records(self._descriptor, self.start, copied, self.position.offset, new, self._disk)
+            copy_records(self._descriptor, self.start, cut.copied, self.position.offset, new, self._disk)
             self._disk.sync(new)
             self._check(sure=True)
-            self._disk.rename(unnamed, self.path)
-        except (OSError, TakenOverError):
-            self._disk.close(new)
-            unnamed.unlink(missing_ok=True)
+            self._disk.rename(cut.path, self.path)
+        except Exception:
+            cut.drop()
             raise
-        before, self._descriptor, self.start = self._descriptor, new, start
+        before, self._descriptor, self.start = self._descriptor, new, cut.start
         self._disk.close(before)
         self._disk.sync_folder(self.path.parent)
 
@@ -389,24 +407,34 @@ def has_position(path: Path, position: Position) -> bool:
 
 
 def damage_before(path: Path, end: Position) -> str | None:
-    """What is wrong with the records of a log's file before a position that `has_position`; None if nothing is. Its archive is not read.
+    """What is wrong with the records of a log's file before a position that `has_position`; None if nothing is. Its archive is not read."""
+    if _is_sound_before(path, end):
+        return None
+    start = start_of(path)
+    reader = LogReader(path, Position(start.offset, start.checksum))
+    for _ in reader:
+        if reader.end.offset >= end.offset:
+            break
+    return reader.damage
 
-    Only checksums are computed, of many records at once.
-    """
+
+def _is_sound_before(path: Path, end: Position) -> bool:
+    """Whether each record before a position has its checksum. Only checksums are computed, and compared for many records at once."""
     with path.open("rb") as file:
         start = file_start(file)
         checksum, rest, place, last = start.checksum, b"", start.header_bytes, start.place(end.offset)
         while place < last and (data := file.read(min(_CHUNK_BYTES, last - place))):
             place += len(data)
             *whole, rest = (rest + data).split(b"\n")
-            checksum = zlib.crc32(b"".join([line[9:] for line in whole]), checksum)
-    if checksum == end.checksum:
-        return None
-    reader = LogReader(path, Position(start.offset, start.checksum))
-    for _ in reader:
-        if reader.end.offset >= end.offset:
-            break
-    return reader.damage
+            computed = [*accumulate([line[9:] for line in whole], _chained, initial=checksum)]
+            checksum = computed[-1]
+            if b"".join([line[:9] for line in whole]) != b"%08x " * len(whole) % tuple(computed[1:]):
+                return False
+    return checksum == end.checksum
+
+
+def _chained(checksum: int, payload: bytes) -> int:
+    return zlib.crc32(payload, checksum)
 
 
 def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:

@@ -272,8 +272,7 @@ def test_no_part_of_a_log_is_missing_that_is_cut_while_it_is_copied(tmp_path: Pa
     log = Log(path, at=ends[-1])
 
     def cut(at: Position) -> None:
-        log.prepare_cut(at)()
-        log.cut()
+        log.cut(log.prepare_cut(at)())
 
     cut(ends[2])
     later = [ends[4]]

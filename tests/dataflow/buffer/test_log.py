@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from weft.dataflow.buffer.checkpoint_file import read_checkpoint, write_checkpoint
 from weft.dataflow.buffer.disk import Disk
-from weft.dataflow.buffer.log import Log, LogReader, Position, find_fork, has_position
+from weft.dataflow.buffer.log import Log, LogReader, Position, damage_before, find_fork, has_position
 from weft.dataflow.errors import TakenOverError
 
 RECORDS = [{"do": "note", "key": f"k{i}", "value": [i] * (i % 4)} for i in range(6)]
@@ -435,3 +435,14 @@ def test_a_log_that_two_processes_appended_to_shows_where_they_parted(tmp_path: 
     assert records == RECORDS[:5] and reader.damage
     assert find_fork(tmp_path / "both", reader.end) == len(b"".join(one[:3]))
     assert find_fork(tmp_path / "one", read(tmp_path / "one")[1].end) is None
+
+
+def test_a_changed_digit_of_a_checksum_is_found_before_any_position(tmp_path: Path):
+    path = tmp_path / "log"
+    places = write(path)
+    whole = path.read_bytes()
+    assert damage_before(path, places[-1]) is None
+    for place in places[:-1]:
+        for byte in (place.offset, place.offset + 7, place.offset + 8):
+            path.write_bytes(whole[:byte] + bytes([whole[byte] ^ 1]) + whole[byte + 1 :])
+            assert f"byte {place.offset}: a record's checksum is" in (damage_before(path, places[-1]) or "")

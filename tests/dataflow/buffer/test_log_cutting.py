@@ -1,5 +1,6 @@
 """A log is cut at the checkpoints that are kept: what lies before them is archived, and nothing that reads the log notices."""
 
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -15,8 +16,8 @@ from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.disk import Disk
 from weft.dataflow.buffer.folder import LOG, ledger_checkpoints
 from weft.dataflow.buffer.history import history
-from weft.dataflow.buffer.log import Log, LogReader, Position, damage_before, has_position
-from weft.dataflow.buffer.log_cutting import LogCutting
+from weft.dataflow.buffer.log import Log, LogReader, Position, PreparedCut, damage_before, has_position
+from weft.dataflow.buffer.log_cutting import LogCutting, Work
 from weft.dataflow.buffer.log_history import HISTORY, start_of
 from weft.dataflow.buffer.restored import restore
 from weft.dataflow.errors import TakenOverError, UserError
@@ -24,11 +25,10 @@ from weft.dataflow.errors import TakenOverError, UserError
 RECORDS = [{"do": "note", "key": f"k{i}", "value": [i] * (i % 4)} for i in range(12)]
 
 
-def at_once(work: Callable[[], None]) -> Future[None]:
+def at_once(work: Work) -> Future[PreparedCut]:
     """Work that is done when its future is there."""
-    done: Future[None] = Future()
-    work()
-    done.set_result(None)
+    done: Future[PreparedCut] = Future()
+    done.set_result(work())
     return done
 
 
@@ -216,3 +216,51 @@ def test_a_cut_that_fails_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptu
     driver.buffer.cutting.finish(wait=True)
     assert start_of(tmp_path / "run" / LOG).offset > before
     comes_to_its_end(driver)
+
+
+def open_files() -> set[str]:
+    """What this process has open."""
+    descriptors = Path("/proc/self/fd")
+    return {os.readlink(one) for one in descriptors.iterdir() if one.exists()}
+
+
+def half_cut(folder: Path, run: Callable[[Work], Future[PreparedCut]]) -> tuple[Log, LogCutting]:
+    """A log with a cut that was begun."""
+    log = Log(folder / LOG)
+    for record in RECORDS:
+        log.append(record)
+    log.commit()
+    cutting = LogCutting(log, 1, run, timeout_s=0.0)
+    cutting.begin(log.position)
+    return log, cutting
+
+
+def test_a_cut_that_the_log_never_took_leaves_no_open_file(tmp_path: Path):
+    log, cutting = half_cut(tmp_path, at_once)
+    assert (tmp_path / f"{LOG}.cutting").exists()
+    cutting.close()
+    log.close()
+    assert not list(tmp_path.glob("*.cutting"))
+    assert not [name for name in open_files() if name.startswith(str(tmp_path))]
+
+
+@pytest.mark.parametrize("end", ["finish", "close"])
+def test_an_archive_that_does_not_end_has_a_deadline_that_says_who_was_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, end: str
+):
+    works: list[tuple[Work, Future[PreparedCut]]] = []
+
+    def never(work: Work) -> Future[PreparedCut]:
+        works.append((work, Future()))
+        return works[-1][1]
+
+    log, cutting = half_cut(tmp_path, never)
+    cutting.finish(wait=True) if end == "finish" else cutting.close()
+    cutting.close()
+    log.close()
+    assert f"archives it in {tmp_path / HISTORY} was waited for, and did not end in 0 s" in caplog.text
+    [(work, future)] = works  # the thread ends after all
+    future.set_result(work())
+    assert not list(tmp_path.glob("*.cutting"))
+    assert not [name for name in open_files() if name.startswith(str(tmp_path))]
+    assert [*LogReader(tmp_path / LOG)] == RECORDS
