@@ -107,6 +107,7 @@ class FsdpEngine:
         sharded = ShardedModel(self.config, response, self.mesh, self.device, adapter)
         sharded.fill(weights, made)
         self.bytes_read = weights.bytes_read
+        del weights, made  # of a model that is read as a whole, these are all its tensors
         move_buffers(plain.causal_lm, self.device)
         tried = ResponseModel(plain.causal_lm, scalar=scalar)
         find_agreement(tried, sharded.full_base_tensor, by_layer=self.mesh is not None).put_on(response)

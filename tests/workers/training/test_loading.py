@@ -1,6 +1,7 @@
 """Each rank reads the slices of a model that it holds, to the bit what `transformers` loads; files that do not fit are refused by name."""
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from transformers import AutoModel
 from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.critic import CriticConfig, CriticWorker
+from weft.workers.training import fsdp
+from weft.workers.training.agreement import find_agreement
 from weft.workers.training.safetensors_files import open_tensors
+from weft.workers.training.stored_weights import CompleteWeights, StoredWeights, open_stored
 
 QUICK = ("Qwen2", "Mixtral", "Gemma 3 that sees", "GPT-2", "Phi-3 longrope")
 FILE = "model.safetensors"
@@ -175,3 +179,32 @@ def test_a_critic_of_a_policy_takes_all_but_its_head(llama: Path):
     held = dict(engine.model.causal_lm.named_parameters())
     assert held.keys() == (stored.keys() - {"lm_head.weight"}) | {"score.weight"}
     assert all(torch.equal(held[name], stored[name]) for name in held if name != "score.weight")
+
+
+@pytest.mark.parametrize("kind", [StoredWeights, CompleteWeights])
+def test_what_the_model_was_read_from_is_free_before_its_forward_passes_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type
+):
+    folder = save(
+        make_family("Mixtral"), tmp_path / "model"
+    )  # experts are made of several tensors, and kept for the next one
+    if kind is CompleteWeights:
+        torch.save(load_file(folder / FILE), folder / "pytorch_model.bin")
+        (folder / FILE).unlink()
+    read: list[Any] = []
+    alive: list[Any] = []
+
+    def opened(*args: Any, **settings: Any) -> Any:
+        weights = open_stored(*args, **settings)
+        read.append(weakref.ref(weights))
+        assert isinstance(weights, kind)
+        return weights
+
+    def find(*args: Any, **settings: Any) -> Any:
+        alive.extend(one() for one in read)
+        return find_agreement(*args, **settings)
+
+    monkeypatch.setattr(fsdp, "open_stored", opened)
+    monkeypatch.setattr(fsdp, "find_agreement", find)
+    load(folder)
+    assert alive == [None]
