@@ -15,7 +15,7 @@ from ..dataflow.buffer.scratch import notes
 from ..dataflow.column import PROMPT_IDS
 from ..dataflow.graph import Graph
 from ..dataflow.node import SOURCE
-from .backends.backend import Files, Setup, this_node
+from .backends.backend import Backend, Files, Setup, this_node
 from .cursor import CURSOR, Cursor, positions
 from .graph_run import TRAIN, EvaluationRun, GraphRuns, TrainingRun
 from .loop.recording import with_recording
@@ -26,6 +26,7 @@ from .recovery.resume import ResumePoint, open_buffer
 from .run import Run
 from .run_directory import RunDirectory
 from .run_spec import RunHistory, RunSpec
+from .telling.progress import Progress
 
 
 def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: ResumePoint | None) -> Run:
@@ -40,51 +41,21 @@ def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: Re
     Raises:
         UserError: a worker cannot be made, or the buffer is not that of the graphs.
     """
-    progress, backend, config = history.progress, spec.backend, spec.buffer
-    for note in directory.notes:
-        progress.say(note)
-    progress.starting(spec.handles, repr(backend))
-    progress.noted(note for handle in spec.handles.values() for note in getattr(handle.config, "notes", ()))
-    progress.data([graph.source for graph in spec.graphs.values()], in_full=point is None)
+    progress, backend = history.progress, spec.backend
+    _tell(spec, progress, directory, in_full=point is None)
     graphs = {name: with_recording(graph) for name, graph in spec.graphs.items()}
     with ExitStack() as undo:
         undo.callback(backend.close)
-        buffer = history.disk.write(  # what is kept of the log is copied
-            lambda: open_buffer(
-                directory, point, graphs, config=config, clock=backend.clock, spans_machines=backend.spans_machines
-            )
-        )
+        buffer = _open_buffer(spec, history, directory, point, graphs)
         undo.callback(partial(buffer.close, going_on=True))
         if point is not None:
-            ledgers = buffer.ledgers
-            directory.forget_samples(lambda graph, lease: graph in ledgers and ledgers[graph].leases.is_void(lease))
+            _forget_samples(directory, buffer)
             progress.resumed(point.path, point.state.step, [*point.damage, *buffer.damage])
         buffer.note("record_every", spec.record_every)
         buffer.store.delete_remote = backend.delete
-        segments, scratch = buffer.segments.parent, buffer.scratch
-        files = Files(segments, config.file_bytes, config.memory_bytes, scratch, directory.starts)
-        for note in notes(segments, config.max_bytes):
-            progress.warn(note)
-        setup = Setup(
-            spec.handles,
-            spec.placement,
-            directory.path,
-            spec.seed,
-            files,
-            spec.follows,
-            spec.start_timeout_s,
-            writers=[
-                name
-                for name, h in spec.handles.items()
-                if name == RECORDER or (has_state(h) and spec.checkpoint.writes)
-            ],
-            tell=progress.say,
-        )
-        groups = backend.start(setup)
-        for graph, group in buffer.drop_unreachable(backend.nodes, live=False):
-            progress.say(f"group {group} of graph {graph!r} is issued again: the node that it lay on is gone")
-        for said in buffer.drop_lost(backend.unreadable(buffer.elsewhere())):
-            progress.say(said)
+        files = _files(spec, directory, buffer, progress)
+        groups = backend.start(_setup(spec, directory, files, progress))
+        _drop_lost_rows(buffer, backend, progress)
         graph_runs = _graph_runs(spec, history, graphs, buffer, files, point)
         run = Run(spec, history, directory, point, buffer, groups, graph_runs)
         undo.pop_all()
@@ -93,6 +64,68 @@ def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: Re
         undo.pop_all()
     progress.started(spec.graphs, groups, spec.placement)
     return run
+
+
+def _tell(spec: RunSpec, progress: Progress, directory: RunDirectory, *, in_full: bool) -> None:
+    """Tell the user what is being started."""
+    for note in directory.notes:
+        progress.say(note)
+    progress.starting(spec.handles, repr(spec.backend))
+    progress.noted(note for handle in spec.handles.values() for note in getattr(handle.config, "notes", ()))
+    progress.data([graph.source for graph in spec.graphs.values()], in_full=in_full)
+
+
+def _open_buffer(
+    spec: RunSpec,
+    history: RunHistory,
+    directory: RunDirectory,
+    point: ResumePoint | None,
+    graphs: Mapping[str, Graph],
+) -> SampleBuffer:
+    """Open the buffer once the disk has room, since what is kept of the log is copied."""
+    clock, spans_machines = spec.backend.clock, spec.backend.spans_machines
+    return history.disk.write(
+        lambda: open_buffer(directory, point, graphs, config=spec.buffer, clock=clock, spans_machines=spans_machines)
+    )
+
+
+def _forget_samples(directory: RunDirectory, buffer: SampleBuffer) -> None:
+    """Remove the samples of leases that are void in the state to which the run went back."""
+    ledgers = buffer.ledgers
+    directory.forget_samples(lambda graph, lease: graph in ledgers and ledgers[graph].leases.is_void(lease))
+
+
+def _files(spec: RunSpec, directory: RunDirectory, buffer: SampleBuffer, progress: Progress) -> Files:
+    """Where the processes write segments. The user is warned if there is little room."""
+    segments, config = buffer.segments.parent, spec.buffer
+    for note in notes(segments, config.max_bytes):
+        progress.warn(note)
+    return Files(segments, config.file_bytes, config.memory_bytes, buffer.scratch, directory.starts)
+
+
+def _setup(spec: RunSpec, directory: RunDirectory, files: Files, progress: Progress) -> Setup:
+    writers = [
+        name for name, h in spec.handles.items() if name == RECORDER or (has_state(h) and spec.checkpoint.writes)
+    ]
+    return Setup(
+        spec.handles,
+        spec.placement,
+        directory.path,
+        spec.seed,
+        files,
+        spec.follows,
+        spec.start_timeout_s,
+        writers=writers,
+        tell=progress.say,
+    )
+
+
+def _drop_lost_rows(buffer: SampleBuffer, backend: Backend, progress: Progress) -> None:
+    """Issue the groups again whose rows lie on nodes that are gone, or cannot be read where they lie."""
+    for graph, group in buffer.drop_unreachable(backend.nodes, live=False):
+        progress.say(f"group {group} of graph {graph!r} is issued again: the node that it lay on is gone")
+    for said in buffer.drop_lost(backend.unreadable(buffer.elsewhere())):
+        progress.say(said)
 
 
 def _graph_runs(

@@ -68,18 +68,8 @@ def restore(
         load(ledger, [r for r in state if r.get("graph") == name])
     restored.pinned = segments_of(restored.ledgers.values())
     begun = bool(state)
-    reader = LogReader(folder / LOG, start)
-    for record in reader if start != at else ():  # a checkpoint of this position says everything
-        if at is not None and reader.end.offset > at.offset:
-            break
-        restored.end = reader.end
-        begun |= record["do"] not in ("epoch", "ids", "graph")
-        try:
-            _take(restored, record, graphs, clock)
-        except (AttributeError, LookupError, ValueError, TypeError, LeaseError) as error:
-            raise RecoveryError(f"{folder / LOG}, byte {restored.end.offset}: {record['do']}: {error}") from error
-    if reader.damage:
-        damage.append(f"{reader.damage}; the state before it is used")
+    if start != at:  # a checkpoint of this position says everything
+        begun |= _replay_log(restored, folder / LOG, at, graphs, clock)
     if at is not None and restored.end != at:
         damage.append(
             f"{folder / LOG} is sound to byte {restored.end.offset}: the state at byte {at.offset} is not there"
@@ -91,6 +81,30 @@ def restore(
     if graphs is not None and set(graphs) != set(restored.ledgers):
         raise UserError(f"{folder} is of a run of the graphs {sorted(restored.ledgers)}, not {sorted(graphs)}")
     return restored
+
+
+def _replay_log(
+    restored: RestoredState,
+    log: Path,
+    at: Position | None,
+    graphs: Mapping[str, Graph] | None,
+    clock: Callable[[], float],
+) -> bool:
+    """Replay the log from the end of the restored state to a position. Returns whether anything had begun there."""
+    begun = False
+    reader = LogReader(log, restored.end)
+    for record in reader:
+        if at is not None and reader.end.offset > at.offset:
+            break
+        restored.end = reader.end
+        begun |= record["do"] not in ("epoch", "ids", "graph")
+        try:
+            _take(restored, record, graphs, clock)
+        except (AttributeError, LookupError, ValueError, TypeError, LeaseError) as error:
+            raise RecoveryError(f"{log}, byte {restored.end.offset}: {record['do']}: {error}") from error
+    if reader.damage:
+        restored.damage.append(f"{reader.damage}; the state before it is used")
+    return begun
 
 
 def _take(

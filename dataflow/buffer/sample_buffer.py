@@ -184,37 +184,93 @@ class SampleBuffer:
         log = Log(
             folder / LOG, at=restored.end, sync_interval_s=config.sync_interval_s, disk=disk, clock=clock, fence=fence
         )
-        for path in folder.glob("*.checkpoint*"):  # of a future that was given up, damaged, or never completed
-            if path not in restored.checkpoints:
-                remove(path)
-        for name in restored.unwritten:
-            log.append(graph_record(name, restored.ledgers[name].graph.outline()))
-        buffer = cls(
-            folder,
-            node,
-            config,
-            restored.ledgers,
-            restored.ids,
-            log,
-            SegmentStore(root / node, node),
-            restored.notes,
-            restored.damage,
-            disk,
-            scratch,
-        )
-        for ledger in buffer.ledgers.values():
-            ledger.log = log
-            for lease in ledger.leases:
-                ledger.release(lease, "the run was started again")
-            buffer._drop_damaged(ledger, check or buffer._verify)
+        store = SegmentStore(root / node, node)
+        buffer = cls(folder, node, config, restored.ledgers, restored.ids, log, store, disk=disk, scratch=scratch)
+        buffer.notes, buffer.damage = restored.notes, restored.damage
+        buffer._remove_checkpoints_but(restored.checkpoints)
+        buffer._log_graphs(restored.unwritten)
+        buffer._release_leases()
+        buffer._drop_damaged(check or buffer._verify)
         buffer._register_segments(restored.pinned)
         buffer.commit(sync=True)
         return buffer
+
+    def close(self, *, going_on: bool = False) -> None:
+        """Sync the log to disk. Where no row is left in flight, delete the folder of segments.
+
+        Args:
+            going_on: whether a run will go on from a checkpoint. Then segments that it refers to are kept, too.
+        """
+        try:
+            try:
+                self.commit(sync=True)
+                self.cutting.finish(wait=True)
+            finally:
+                self.cutting.close()
+                self.log.close()
+        except OSError as error:
+            if not is_full(error):  # the log is sound as far as it goes, and no more was promised
+                raise
+        if self.scratch is not None:
+            self.scratch.release(over=not going_on)
+            return
+        pinned = self._pins.segments - {ledger.source for ledger in self.ledgers.values()} if going_on else ()
+        if not pinned and not any(ledger.live.groups for ledger in self.ledgers.values()):
+            shutil.rmtree(self.folder / SEGMENTS, ignore_errors=True)
+
+    # The steps of recovery
+
+    def _remove_checkpoints_but(self, kept: Collection[Path]) -> None:
+        """Remove those of a future that was given up, damaged ones, and those that were never completed."""
+        for path in self.folder.glob("*.checkpoint*"):
+            if path not in kept:
+                remove(path)
+
+    def _log_graphs(self, names: Collection[str]) -> None:
+        for name in names:
+            self.log.append(graph_record(name, self.ledgers[name].graph.outline()))
+
+    def _release_leases(self) -> None:
+        """Release all leases, since their holders are gone. The ledgers write to the log from here on."""
+        for ledger in self.ledgers.values():
+            ledger.log = self.log
+            for lease in ledger.leases:
+                ledger.release(lease, "the run was started again")
+
+    def _drop_damaged(self, check: Callable[[Segment], None]) -> None:
+        """Issue the groups again whose segments cannot be read."""
+        lost: dict[Segment, str] = {}
+        for segment in segments_of(self.ledgers.values()):
+            try:
+                check(segment)
+            except DamagedSegment as error:
+                lost[segment] = str(error)
+        for ledger in self.ledgers.values():
+            if ledger.source in lost:  # the driver, which has the graphs, writes it again
+                ledger.source = None
+        self.damage += self.drop_lost(lost)
 
     def _verify(self, segment: Segment) -> None:
         folder = self.segments.parent / segment.node
         if self.scratch is None or segment.node == self.node or folder.is_dir():
             verify_segment(folder, segment)
+
+    def _register_segments(self, pinned: set[Segment]) -> None:
+        """Tell the store which segments are needed, by rows or by the latest checkpoint, and recycle all other files."""
+        for ledger in self.ledgers.values():
+            ledger.parts.take_freed()
+            ledger.leases.take_given_up()
+        live = segments_of(self.ledgers.values())
+        for segment in live | pinned:
+            self.store.published(segment)
+        for path in ledger_checkpoints(self.folder)[:1]:
+            self._pins.add(path.name, pinned)
+        self._pins.free(pinned - live)
+        self.store.sweep()
+        for node, writer in {(s.node, s.file.split(".")[0]) for s in live | pinned}:
+            self.store.writer_ended(writer, node)
+
+    # Rows that are lost
 
     def elsewhere(self) -> list[Segment]:
         """The segments of rows in flight that recovery could not look at, since they lie on other machines."""
@@ -240,17 +296,6 @@ class SampleBuffer:
                 became = "is issued again" if again else "is done, but its samples cannot be recorded"
                 said.append(f"group {group} of graph {ledger.name!r} {became}: {lost[segment]}")
         return said
-
-    def _drop_damaged(self, ledger: Ledger, check: Callable[[Segment], None]) -> None:
-        lost: dict[Segment, str] = {}
-        for segment in [*ledger.parts.segments, *([ledger.source] if ledger.source else [])]:
-            try:
-                check(segment)
-            except DamagedSegment as error:
-                lost[segment] = str(error)
-        if ledger.source in lost:  # the driver, which has the graphs, writes it again
-            ledger.source = None
-        self.damage += self.drop_lost(lost)
 
     def unreachable(self, nodes: Collection[str], *, live: bool = True) -> dict[str, dict[int, Segment]]:
         """The groups in flight that have columns on other nodes than these.
@@ -285,44 +330,6 @@ class SampleBuffer:
             for group, segment in groups.items()
             if self.ledgers[name].lose(group, f"node {segment.node} is gone")
         ]
-
-    def _register_segments(self, pinned: set[Segment]) -> None:
-        """Tell the store which segments are needed, by rows or by the latest checkpoint, and recycle all other files."""
-        for ledger in self.ledgers.values():
-            ledger.parts.take_freed()
-            ledger.leases.take_given_up()
-        live = segments_of(self.ledgers.values())
-        for segment in live | pinned:
-            self.store.published(segment)
-        for path in ledger_checkpoints(self.folder)[:1]:
-            self._pins.add(path.name, pinned)
-        self._pins.free(pinned - live)
-        self.store.sweep()
-        for node, writer in {(s.node, s.file.split(".")[0]) for s in live | pinned}:
-            self.store.writer_ended(writer, node)
-
-    def close(self, *, going_on: bool = False) -> None:
-        """Sync the log to disk. Where no row is left in flight, delete the folder of segments.
-
-        Args:
-            going_on: whether a run will go on from a checkpoint. Then segments that it refers to are kept, too.
-        """
-        try:
-            try:
-                self.commit(sync=True)
-                self.cutting.finish(wait=True)
-            finally:
-                self.cutting.close()
-                self.log.close()
-        except OSError as error:
-            if not is_full(error):  # the log is sound as far as it goes, and no more was promised
-                raise
-        if self.scratch is not None:
-            self.scratch.release(over=not going_on)
-            return
-        pinned = self._pins.segments - {ledger.source for ledger in self.ledgers.values()} if going_on else ()
-        if not pinned and not any(ledger.live.groups for ledger in self.ledgers.values()):
-            shutil.rmtree(self.folder / SEGMENTS, ignore_errors=True)
 
     # While the run goes on
 
