@@ -355,6 +355,16 @@ def set_run_aside(path: Path) -> Path:
     return aside
 
 
+def make_aside(run: Path) -> Path:
+    """Make a private folder `NAME.begun-1` (or -2, ...) for what is in the directory of a run, which stays; returns the folder."""
+    for number in itertools.count(1):
+        with suppress(FileExistsError):
+            folder = run.with_name(f"{run.name}.begun-{number}")
+            folder.mkdir(mode=0o700)
+            return folder
+    raise AssertionError
+
+
 def is_used(path: Path) -> bool:
     """Whether a run was begun there."""
     return path.exists() and (not path.is_dir() or any(inside.name != LOCK for inside in path.iterdir()))

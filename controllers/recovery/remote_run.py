@@ -168,7 +168,7 @@ class RemoteRun:
         """Make the directory of a run that is not here from its latest copy that is intact.
 
         Args:
-            run: the directory, which does not exist.
+            run: the directory, which is replaced if it exists. It is complete when this returns a step.
 
         Returns:
             The step of its checkpoint; None: there is none.
@@ -176,24 +176,22 @@ class RemoteRun:
         Raises:
             OSError, pyarrow.ArrowException: it cannot be read.
         """
-        unnamed = run.with_name(f".{run.name}.fetched")
         for step in self.steps():
-            shutil.rmtree(unnamed, ignore_errors=True)
+            shutil.rmtree(run, ignore_errors=True)
             for folder in (f"{FOLDER}/step_{step:06d}", SAMPLES, BUFFER):
-                self._read(folder, unnamed)
+                self._read(folder, run)
             for name in self._names("").keys() & {*TABLES}:
-                self._read_file(name, unnamed / name)
-            checkpoint = unnamed / FOLDER / f"step_{step:06d}"
+                self._read_file(name, run / name)
+            checkpoint = run / FOLDER / f"step_{step:06d}"
             if verify_manifest(checkpoint):
                 continue
             state = RunState.read(checkpoint)
             at = state.position
-            for path in (unnamed / BUFFER).glob("*.checkpoint"):
-                if path != checkpoint_path(unnamed / BUFFER, at):
+            for path in (run / BUFFER).glob("*.checkpoint"):
+                if path != checkpoint_path(run / BUFFER, at):
                     path.unlink()
-            make_folder(unnamed / BUFFER)
-            (unnamed / BUFFER / LOG).write_bytes(header(at.offset, at.checksum) if at.offset else b"")
-            unnamed.rename(run)
+            make_folder(run / BUFFER)
+            (run / BUFFER / LOG).write_bytes(header(at.offset, at.checksum) if at.offset else b"")
             return step
         return None
 

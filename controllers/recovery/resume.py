@@ -18,10 +18,10 @@ from ...dataflow.errors import UserError, nearest
 from ...dataflow.graph import Graph
 from ..backends.backend import this_node
 from ..cursor import CURSOR
-from ..run_directory import RunDirectory, check_name, check_rights, hold, is_used, require_folder, set_run_aside
+from ..run_directory import RunDirectory, check_name, check_rights, hold, is_used
 from ..run_lock import RunLock
 from .checkpoints import FOLDER, complete_checkpoints, has_checkpoints, restore_replaced, step_of
-from .remote_run import FAILURES, RemoteRun
+from .fetching import fetch_run
 from .run_state import RunState
 
 WITHOUT_ROWS = "resume='weights' goes on from models, optimizers and the place in the data, without the rows in flight"
@@ -147,7 +147,7 @@ def open_run(
     if name is not None:
         check_name(name, "name")
         check_rights(root.resolve() / name)
-    fetched = _fetch(resume, root.resolve(), name, copy_to) if copy_to is not None else ""
+    fetched = fetch_run(resume, root.resolve(), name, copy_to) if copy_to is not None else ""
     run, looked = _where(resume, root, name)
     if run is not None:
         check_rights(run)
@@ -166,35 +166,6 @@ def open_run(
         lock.give_back()
     accept(None)
     return RunDirectory.create(root, name, aside=resume == "latest", why=looked), None
-
-
-def _fetch(resume: str | Path, root: Path, name: str | None, address: str) -> str:
-    """Fetch a run that is to go on and has no checkpoint here, if there is a copy of it; returns what was done.
-
-    Raises:
-        UserError: the copy cannot be read, or is of another run, which one that begins would replace.
-    """
-    remote = RemoteRun.at(address, name or "run")
-    if resume not in ("none", "latest", "weights") or name is None or has_checkpoints(root / name):
-        return ""
-    run = root / name
-    try:
-        steps = remote.steps()
-        if steps and resume == "none":
-            raise UserError(
-                f"name={name!r}: {remote} holds a copy of a run of that name already, with its checkpoint of step {steps[0]}; "
-                "give the run another name, or go on with that one (resume='latest')"
-            )
-        if not steps:
-            return ""
-        require_folder(root, f"root {str(root)!r}", private=False)
-        aside = f"; what was there is in {set_run_aside(run).name}" if run.exists() else ""
-        step = remote.fetch(run)
-    except FAILURES as error:
-        raise UserError(f"the copy of the run at {remote} cannot be read: {error}") from error
-    if step is None:
-        raise UserError(f"no copy of the run at {remote} is sound")
-    return f"the run was fetched from {remote}, with its checkpoint of step {step}{aside}"
 
 
 def open_buffer(

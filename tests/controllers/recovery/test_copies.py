@@ -16,7 +16,7 @@ from weft.controllers.recovery.checkpoints import FOLDER, CheckpointConfig, comp
 from weft.controllers.recovery.copies import Copies
 from weft.controllers.recovery.remote_run import RemoteRun
 from weft.controllers.recovery.run_state import RunState
-from weft.controllers.run_directory import RunDirectory
+from weft.controllers.run_directory import RunDirectory, hold
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.log import Log, LogReader, Position
 from weft.dataflow.errors import UserError
@@ -348,3 +348,67 @@ def test_a_run_that_has_its_checkpoint_here_does_not_ask_elsewhere(tmp_path: Pat
     other.lock.release()
     run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig(every=2, copy_to=str(tmp_path / "copies")), resume="latest")
     assert RemoteRun.at(str(tmp_path / "copies"), "run").steps()[0] == 9
+
+
+def copied(tmp_path: Path) -> CheckpointConfig:
+    """A run whose last checkpoint lies elsewhere; what is here was begun without one."""
+    every = CheckpointConfig(every=3, copy_to=str(tmp_path / "copies"))
+    run(tmp_path, SCHEDULES[0], checkpoint=every)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(Killed):
+        run(tmp_path, SCHEDULES[0], kill_at=1, checkpoint=CheckpointConfig(every=5))
+    return every
+
+
+def while_fetching(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
+    """Something happens when the last file of a copy has been read."""
+    fetch = RemoteRun.fetch
+
+    def fetched(self: RemoteRun, into: Path) -> int | None:
+        step = fetch(self, into)
+        happens()
+        return step
+
+    monkeypatch.setattr(RemoteRun, "fetch", fetched)
+
+
+def test_a_run_is_held_while_it_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    every = copied(tmp_path)
+    refused: list[str] = []
+
+    def another_begins() -> None:
+        with pytest.raises(UserError, match="is held by") as error:
+            run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig(every=3), resume="latest")
+        refused.append(str(error.value))
+
+    while_fetching(monkeypatch, another_begins)
+    run(tmp_path, SCHEDULES[0], checkpoint=every, resume="latest")
+    assert len(refused) == 1 and (tmp_path / "run.begun-1" / "buffer").is_dir()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["copies", "run", "run.begun-1"]
+
+
+def test_a_fetch_that_fails_moves_nothing_that_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    every = copied(tmp_path)
+    here = sorted(p for p in (tmp_path / "run").rglob("*") if "lock" not in p.parts)
+
+    def fails() -> None:
+        raise OSError("the service is not available")
+
+    with monkeypatch.context() as patched, pytest.raises(UserError, match="cannot be read: the service is not"):
+        while_fetching(patched, fails)
+        run(tmp_path, SCHEDULES[0], checkpoint=every, resume="latest")
+    assert sorted(p for p in (tmp_path / "run").rglob("*") if "lock" not in p.parts) == here
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["copies", "run"]
+    run(tmp_path, SCHEDULES[0], checkpoint=every, resume="latest")
+
+
+def test_the_epochs_of_a_fetched_run_go_on_from_its_own(tmp_path: Path):
+    every = copied(tmp_path)
+    held = hold(tmp_path / "run")
+    with pytest.raises(UserError, match="is held by"):
+        run(tmp_path, SCHEDULES[0], checkpoint=every, resume="latest")
+    held.release()
+    assert held.epoch == 2
+    run(tmp_path, SCHEDULES[0], checkpoint=every, resume="latest")
+    [epoch] = [r["epoch"] for r in LogReader(tmp_path / "run" / "buffer" / "ledger.log") if r["do"] == "epoch"][-1:]
+    assert epoch == 2, "the copy is of the first epoch"
