@@ -146,7 +146,7 @@ def grpo(folder: Path, gpu: bool) -> Figures:
     figures |= {name: round(value, 4) for name, value in last.items() if name in _PHASES or name.startswith("time/")}
     if gpu:
         free, total = torch.cuda.mem_get_info()
-        figures["GiB in use at the end"] = round((total - free) / 2**30, 2)
+        figures["GiB still in use after its workers ended"] = round((total - free) / 2**30, 2)
     return figures
 
 
@@ -181,12 +181,16 @@ CHECKS = (
 def _pair(folder: Path, gpu: bool) -> tuple[ActorWorker, RolloutWorker]:
     """An actor and a rollout of the same random model, both in bfloat16 and in this process."""
     from ...workers.actor import ActorConfig, ActorWorker
+    from ...workers.generation.vllm_settings import VllmSettings
     from ...workers.rollout import RolloutWorker
     from ...workers.rollout_config import RolloutConfig
 
     model = str(save_random_model(folder / "model", large=gpu))
     engine = "vllm" if gpu else "transformers"
-    rollout = RolloutWorker(RolloutConfig(model=model, engine=engine, dtype="bfloat16", max_context=512))
+    beside = VllmSettings(
+        kv_cache_gib=1.0
+    )  # by default it takes all but a tenth of what is free, and the actor follows
+    rollout = RolloutWorker(RolloutConfig(model=model, engine=engine, dtype="bfloat16", max_context=512, vllm=beside))
     return ActorWorker(ActorConfig(model=model, dtype="bfloat16")), rollout
 
 
