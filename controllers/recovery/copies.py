@@ -1,10 +1,10 @@
-"""Copies: writes each checkpoint to another place as well (`CheckpointConfig.copy_to`), in the background.
+"""Copies: writes checkpoints to a second place (`CheckpointConfig.copy_to`) in the background.
 
     complete ──add──> waiting ──> being copied ──> copied
-                         ^            │ failed: said, and tried again after a pause
-                         └────────────┘ (given up when a later checkpoint waits)
+                         ^            │ failed: reported, and tried again after a pause
+                         └────────────┘ (dropped when a later checkpoint waits)
 
-Training never waits for a copy. A run that is at its end waits END_S for its last one.
+Training never waits for a copy. At its end, a run waits for the copy of its last checkpoint, END_S at most.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from .checkpoints import FOLDER, CheckpointConfig, complete_checkpoints, step_of
 from .remote_run import RemoteRun
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 300.0
-"""Seconds until a copy that failed is tried again: at first, and at most."""
+"""Seconds before a failed copy is tried again: the first pause, and the longest. Each pause is twice as long as the one before."""
 END_S = 600.0
-"""Longest wait of a run that is at its end for the copy of its last checkpoint."""
+"""Longest wait for the copy of the last checkpoint when a run is at its end."""
 LEAVE_S = 60.0
-"""The same for a run that was asked to end."""
+"""Longest wait for that copy when a run was asked to end."""
 SAY_S = 30.0
-"""Seconds between two lines that say what such a run waits for."""
+"""Seconds between two lines that tell the user what the run waits for."""
 
 
 def copies_of(run: Path, config: CheckpointConfig) -> Copies | None:
-    """The copies that the settings of a run ask for, if any.
+    """The copies that the settings of a run ask for; None if they ask for none.
 
     Args:
         run: the directory of the run.
@@ -41,12 +41,12 @@ def copies_of(run: Path, config: CheckpointConfig) -> Copies | None:
 
 
 class Copies:
-    """Copies the latest checkpoint of a run, one at a time, in a thread.
+    """Copies the checkpoints of a run in a thread, one at a time. Of those that wait, only the latest is copied.
 
     Args:
         run: the directory of the run.
         remote: where the copies go.
-        first_pause_s: seconds until a copy that failed is tried again for the first time.
+        first_pause_s: seconds before a failed copy is tried again for the first time.
     """
 
     def __init__(self, run: Path, remote: RemoteRun, *, first_pause_s: float = FIRST_PAUSE_S) -> None:
@@ -63,17 +63,17 @@ class Copies:
         self._thread.start()
 
     def resume(self) -> None:
-        """Copy the latest checkpoint that is there, if an earlier start of the run did not come to it."""
+        """Copy the latest checkpoint in the run directory, unless an earlier start of the run copied it."""
         latest = next(iter(complete_checkpoints(self._run / FOLDER)), None)
         if latest is not None:
             self.add(step_of(latest), again=False)
 
     def add(self, step: int, *, again: bool = True) -> None:
-        """The checkpoint of a step is complete. It takes the place of an earlier one that is not being copied yet.
+        """Queue the complete checkpoint of a step. It replaces an earlier one that still waits.
 
         Args:
             step: of the checkpoint.
-            again: also if there is a copy of that step.
+            again: copy it even if the second place has a copy of that step.
         """
         with self._changed:
             self._waiting = step
@@ -81,7 +81,7 @@ class Copies:
             self._changed.notify_all()
 
     def take_notes(self) -> list[str]:
-        """What the user should know, a line each, said once."""
+        """Messages for the user, a line each. Each message is returned once."""
         with self._changed:
             notes, self._notes = self._notes, []
         return notes
@@ -89,12 +89,12 @@ class Copies:
     def close(
         self, timeout_s: float = 0.0, *, say: Callable[[str], None] = lambda line: None, say_s: float = SAY_S
     ) -> None:
-        """Wait for the copies that are due, and end.
+        """Wait for the copies that are due, and end the thread.
 
         Args:
             timeout_s: longest wait.
-            say: is told while it waits what is waited for, and what has failed meanwhile.
-            say_s: seconds between two lines that say so.
+            say: called during the wait, with lines that tell what is waited for and what has failed.
+            say_s: seconds between two lines about the wait.
         """
         end = time.monotonic() + timeout_s
         while not (done := self._is_done(min(say_s, max(0.0, end - time.monotonic())))) and time.monotonic() < end:
@@ -112,7 +112,7 @@ class Copies:
             self._changed.notify_all()
 
     def _is_done(self, timeout_s: float) -> bool:
-        """Whether no copy is due any more, after waiting for it."""
+        """Wait until no copy is due. Returns whether that is so after `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._waiting is None and not self._busy, timeout_s)
 
@@ -135,7 +135,7 @@ class Copies:
                         self._waiting, self._again = step, True
                 self._changed.notify_all()
                 if failure:
-                    failed = (None, step)  # of a later one, nobody knows yet whether it fails
+                    failed = (None, step)  # a later checkpoint ends the pause: its copy may not fail
                     self._changed.wait_for(lambda known=failed: self._closing or self._waiting not in known, pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S) if failure else self._first_pause_s
 
@@ -152,12 +152,12 @@ class Copies:
                         f"checkpoint of step {step} was copied to {self._remote} ({written / 1e6:.1f} MB, {seconds:.1f} s)"
                     )
                 self._prune()
-        except Exception as error:  # also a checkpoint that cannot be read: the thread goes on with the next one
+        except Exception as error:  # even if the checkpoint cannot be read, the thread goes on with the next one
             return _in_a_line(error)
         return ""
 
     def _prune(self) -> None:
-        """Remove what the run does not keep any more. What cannot be removed now is removed after the next copy."""
+        """Remove the copies of checkpoints that the run no longer keeps. After a failure it is tried again with the next copy."""
         try:
             self._remote.prune(self._run)
         except Exception as error:

@@ -1,8 +1,8 @@
-"""Lost nodes: what a run does without when a node of the cluster is gone, with the ranks and the rows on it.
+"""Lost nodes: how a run goes on when a node of the cluster is gone, with the ranks and the rows on it.
 
-- Ranks of groups that can be replaced come up again on another node; until then the other replicas go on.
-- Groups of rows with columns on the node alone are issued again. Whoever works on them gives back what it holds.
-- A rank that cannot be replaced (an actor's, say) takes the run back to its last checkpoint, as when its process ends.
+- Ranks of groups that can be replaced come up again on another node. Until then the other replicas go on.
+- Groups of rows that have columns only on the lost node are issued again. Calls that work on them give their rows back.
+- If a rank cannot be replaced (an actor's, for example), the run goes back to its last checkpoint, as when a process of such a rank ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LostNodes:
         buffer: the rows of the run.
         groups: its worker groups, by name.
         failures: gives rows back and has ranks replaced.
-        progress: what is done is said there.
+        progress: tells the user what was done.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class LostNodes:
         self._progress = progress
         self._said: set[str] = set()
         self._seen: set[str] = set()
-        """Lost nodes that were looked at."""
+        """Lost nodes that `look` has handled."""
 
     def look(self, under_way: Iterable[Call]) -> list[CallRequest]:
-        """Go on without nodes that are known to be gone since this was called last. Whoever waits for rows on one of them is not waited
-        for. If the run has to go back to its last checkpoint, the call says so that finds its rank gone.
+        """Go on without the nodes that were lost since the last call. Calls that wait for rows on such a node end, so none is waited for.
+        This method does not take the run back to its last checkpoint. The call that finds its rank gone does that.
 
         Args:
             under_way: the calls of the run.
@@ -59,17 +59,17 @@ class LostNodes:
         return self.remedy(lost, under_way) or []
 
     def remedy(self, lost: Collection[str], under_way: Iterable[Call]) -> list[CallRequest] | None:
-        """Go on without some nodes. Rows that are published on one of them later are taken out when this is called again.
+        """Go on without some nodes. Rows that are published on such a node later are dropped by the next call of this method.
 
         Args:
             lost: the names of the nodes that are gone.
             under_way: the calls of the run.
 
         Returns:
-            Requests that bring the replaced ranks in; None: the run has to go back to its last checkpoint.
+            Requests that start the replacements; None: the run has to go back to its last checkpoint.
 
         Raises:
-            WorkerError: a sample, or a call beside the graph, failed too often with the ranks that worked on it.
+            WorkerError: a sample, or a call outside the graph, failed too often, with the ranks that worked on it.
         """
         gone = [
             (group, rank, node)
@@ -94,7 +94,7 @@ class LostNodes:
         return requests
 
     def _give_back(self, nodes: Collection[str], calls: Iterable[Call]) -> None:
-        """Have every call end that works on rows which cannot be read any more; an update goes on."""
+        """End every call that works on rows which can no longer be read. Updates go on."""
         unreachable = self._buffer.unreachable(nodes)
         for call in calls:
             if call.ledger is None or call.lease is None or call.lease.node.operation.updates:

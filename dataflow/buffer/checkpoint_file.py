@@ -1,4 +1,4 @@
-"""The file of a checkpoint of the ledgers: a state as records, chained by checksums as those of a log are."""
+"""The file of a checkpoint of the ledgers. It holds their state as records, which checksums chain as in a log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .log import LogReader, Position, Record, line_of
 def write_checkpoint(path: Path, position: Position, records: Iterable[Record], *, disk: Disk | None = None) -> None:
     """Write a state as records; `path` is replaced atomically.
 
-    The first line names the position in the log that the state belongs to, and the last one the number of records.
+    The first line names the position in the log that the state belongs to, and the last line gives the number of records.
     """
     checksum, lines = 0, []
     start = {"do": "checkpoint", "offset": position.offset, "checksum": position.checksum}
@@ -45,7 +45,7 @@ def read_checkpoint(path: Path) -> tuple[Position, list[dict[str, Any]]]:
 
 
 def is_sound_checkpoint(path: Path, position: Position) -> bool:
-    """Whether a file is the complete checkpoint of a position. Only its checksums are computed."""
+    """Whether a file is the complete checkpoint of a position. Only its checksums are verified, and its first and last records parsed."""
     first = last = b""
     checksum, number = 0, 0
     try:
@@ -64,7 +64,7 @@ def is_sound_checkpoint(path: Path, position: Position) -> bool:
 
 
 def checkpoint_position(path: Path) -> Position:
-    """The position of a checkpoint, of which nothing else is read.
+    """The position of a checkpoint. Only the first line of the file is read.
 
     Raises:
         ValueError: its first line is damaged.

@@ -1,11 +1,11 @@
-"""Scratch: the folder of a run on a node's own disk, in which its segments lie when the run may stand on several machines.
+"""Scratch: the folder of a run on a node's own disk. It holds the segments of that node when the run may use several machines.
 
     SCRATCH/weft-NAME-1f0c5a33-9d2e71b0/           the run's name, its directory (as a checksum), and one of its beginnings
-    SCRATCH/weft-NAME-1f0c5a33-9d2e71b0/in_use     every process of the run on this machine holds a lock on it for as long as it lives
+    SCRATCH/weft-NAME-1f0c5a33-9d2e71b0/in_use     each process of the run on this machine locks it until the process ends
     SCRATCH/weft-NAME-1f0c5a33-9d2e71b0/NODE/      the segments of a node
 
-A small program (`scratch_watch.py`) removes the folder when no process has held it for a while, so that nothing stays behind, however
-the run ended. A run that is started again within that time finds its rows. The rows of others are made again.
+A small program (`scratch_watch.py`) removes the folder when no process has held it for GRACE_S. So nothing stays behind, however the run
+ended. A run that is started again within that time finds its rows. A run that is started later makes them again.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ NOTE = "scratch.json"
 """The file in the buffer's folder that says what the scratch folder of the run is called."""
 IN_USE = "in_use"
 OVER = "over"
-"""A file that says that the run is over: nobody will come back."""
+"""A file that marks the run as over. No process will use the folder again."""
 GRACE_S = 30.0
-"""Seconds for which the folder of a run stays that no process holds."""
+"""Seconds for which the folder of a run is kept after the last process released it."""
 HOLD_S = 10.0
 """Longest wait for a folder that is being removed."""
 LEAST_BYTES = 1 << 30
@@ -45,11 +45,11 @@ NETWORK = frozenset(
     """9p afs beegfs ceph cifs coda gfs2 glusterfs gpfs lustre ncpfs nfs nfs4 ocfs2 orangefs pvfs2 smb3 smbfs virtiofs
     wekafs""".split()  # noqa: SIM905
 )
-"""Kinds of file systems that other machines serve. Those of `fuse.` do, too, but for the layers of a container."""
+"""Kinds of file systems that other machines serve. So are those that begin with `fuse.`, except for the ones in `LOCAL_FUSE`."""
 LOCAL_FUSE = ("fuse.fuse-overlayfs", "fuse.lxcfs", "fuse.overlayfs")
 
 _held: dict[Path, int] = {}
-"""Folder -> descriptor whose lock this process holds."""
+"""Folder -> the file descriptor with this process's lock."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Scratch:
 
     @classmethod
     def of(cls, buffer: Path, parent: Path | None) -> Scratch:
-        """That of a run, which is noted in the folder of its buffer: the same at each start.
+        """The scratch folder of a run. Its name is noted in the folder of the buffer, so that each start uses the same one.
 
         Args:
             buffer: the folder, in the directory of the run.
@@ -94,7 +94,7 @@ class Scratch:
             return False
 
     def hold(self) -> Path:
-        """Make the folder, and hold it until this process ends or releases it.
+        """Make the folder, and hold it until this process releases it or ends.
 
         Returns:
             The folder.
@@ -125,10 +125,10 @@ class Scratch:
         return path
 
     def release(self, *, over: bool) -> None:
-        """Hold the folder no more.
+        """Release the folder.
 
         Args:
-            over: the run does not go on: the folder is removed when the last of its processes on this machine is gone.
+            over: the run does not go on. The folder is removed when its last process on this machine has ended.
         """
         if (descriptor := _held.pop(self.path, None)) is None:
             return
@@ -137,7 +137,7 @@ class Scratch:
         os.close(descriptor)
 
     def remove_earlier(self, run: Path) -> None:
-        """Remove the folders of earlier beginnings of a run on this machine that no process holds."""
+        """Remove the folders on this machine that earlier beginnings of a run left and no process holds."""
         for path in self.path.parent.glob(f"{_prefix(run)}*"):
             if path != self.path and path not in _held:
                 with suppress(FileNotFoundError, BlockingIOError):  # its watcher has removed it meanwhile; it is held
@@ -145,7 +145,7 @@ class Scratch:
 
 
 def noted_folder(buffer: Path) -> Path | None:
-    """Where the segments of a run lie on the machine on which it was begun, if not in the folder of its buffer."""
+    """The folder of a run's segments on the machine where it began; None if they lie in the folder of its buffer."""
     try:
         return Path(json.loads((buffer / NOTE).read_text())["path"])
     except (OSError, ValueError, LookupError, TypeError):
@@ -153,7 +153,7 @@ def noted_folder(buffer: Path) -> Path | None:
 
 
 def notes(folder: Path, needed_bytes: int | None = None) -> list[str]:
-    """What speaks against a folder for segments, a line each: it lies on a network file system, or has little room.
+    """Warnings about a folder for segments, a line each. It may lie on a network file system, or have little room.
 
     Args:
         folder: it need not exist yet.
@@ -173,7 +173,7 @@ def notes(folder: Path, needed_bytes: int | None = None) -> list[str]:
 
 
 def file_system(path: Path, mounts: Path = MOUNTS) -> str:
-    """The kind of the file system that a path lies on, such as "ext4" or "nfs4"; empty where nobody says.
+    """The kind of the file system that a path lies on, such as "ext4" or "nfs4"; empty if it is unknown.
 
     Args:
         path: an existing path.
@@ -210,7 +210,7 @@ def _prefix(run: Path) -> str:
 
 
 def _lock(descriptor: int, path: Path) -> bool:
-    """Take a shared lock on a file; False when the file is being removed, or was."""
+    """Take a shared lock on a file. Returns False if the file is being removed or was removed."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return os.path.samestat(os.fstat(descriptor), path.stat())
@@ -219,10 +219,10 @@ def _lock(descriptor: int, path: Path) -> bool:
 
 
 def _remove_free(path: Path) -> None:
-    """Remove a folder that no process holds; nothing happens where it is another user's.
+    """Remove a folder that no process holds. A folder of another user is left alone.
 
     Raises:
-        FileNotFoundError, BlockingIOError: it is gone; somebody holds it.
+        FileNotFoundError, BlockingIOError: it is gone; a process holds it.
     """
     if not path.is_dir() or path.stat().st_uid != os.geteuid():
         return
@@ -236,7 +236,7 @@ def _remove_free(path: Path) -> None:
 
 
 def _watch(path: Path, grace_s: float) -> None:
-    """Start the program that removes the folder; of several, all but one end at once. It outlives this process."""
+    """Start the program that removes the folder. It outlives this process. If several are started, all but one end at once."""
     program = Path(__file__).with_name("scratch_watch.py")
     command: Sequence[str] = [sys.executable, "-I", "-S", str(program), str(path), str(grace_s)]
     quiet = subprocess.DEVNULL

@@ -1,7 +1,7 @@
 """Removes the scratch folder of a run when no process has held it for a while: `scratch_watch.py FOLDER GRACE_S`.
 
-A program that imports nothing of Weft. It goes on in a process of its own, which belongs to no session and no parent, and ends with the
-folder. What it must see is a lock, which the kernel takes from a process however that ends.
+This program imports nothing of Weft. It runs in a process of its own, which has left the session and the parent that started it. It ends
+when the folder is gone. It watches a lock, because the kernel releases a process's locks however the process ends.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ def main(folder: Path, grace_s: float) -> None:
         own = os.open(folder / "watched", os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
         in_use = os.open(folder / "in_use", os.O_RDWR)
-    except OSError:  # another one watches it, or it is gone
+    except OSError:  # another program watches the folder, or it is gone
         return
     free_since: float | None = None
     while folder.exists():
