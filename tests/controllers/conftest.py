@@ -24,6 +24,9 @@ QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR,
 def ray_address() -> Iterator[str]:
     """Where the cluster listens: one node, a token."""
     # Ray reads these when it is imported. A cluster by hand makes no token, unlike ray.init.
+    assert "ray" not in sys.modules, (
+        "a test module imports Ray while tests are collected, or a test before the cluster is started"
+    )
     os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     from ray.cluster_utils import Cluster

@@ -18,8 +18,6 @@ from weft.controllers.placement import ResourcePool
 from weft.controllers.ranks.tasks import FailureKind, Reply
 from weft.dataflow.errors import WorkerDied, WorkerError
 
-pytest.importorskip("ray")  # its errors are caught; no cluster is started
-
 
 class Mute(SegmentServers):
     """Servers that start, and never say where they listen."""
