@@ -1,0 +1,67 @@
+"""Weights from a trainer to an engine: what moves beside what must, and the time beside a copy and beside other ways.
+
+    python benchmarks/resharding.py              # some minutes, half of them for the plans
+    python benchmarks/resharding.py --only wire --rounds 7
+
+| figure | what it is | wanted |
+|---|---|---|
+| `plan_equals_bound` | whether each rank receives exactly what it needs and its device lacks, for all pairs of layouts; else their share | true |
+| `wire_equals_plan` | whether vLLM reads of each rank's memory the bytes that the plan says | true |
+| `wire_over_memcpy` | seconds that move bytes (once when they are published, once into vLLM) over those of two plain copies | 1.5 |
+| `speedup_over_object_store` | seconds by gathering the full state for Ray's object store and `load_weights`, over Weft's | 3 |
+| `speedup_over_disk` | the same, by safetensors on disk and vLLM's `reload_weights` | 3 |
+| `speedup_over_gather` | the same, by gathering on every rank, a CRC-32 by rank 0, shared memory, another CRC-32, and `load_weights` | 4 |
+| `plan_70b_s` | seconds to plan 70B parameters from 64 FSDP ranks to 64 ranks of TP 8 | 5 |
+| `pause_share` | of the time of a transfer, the part in which vLLM cannot generate | 0.5 |
+
+Two ranks (FSDP2 over gloo) give 125 million float32 parameters to one engine of vLLM on the CPUs of this machine; ways take turns, and
+seconds are medians. `delta_bytes_share` does not exist: there are no deltas yet. A table projects the plans of large models at the rates of
+links; it is no measurement. The last line printed is one JSON object; a figure that was not asked for is null.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path += [str(HERE / "resharding"), str(HERE)]
+FIGURES = (
+    "plan_equals_bound", "wire_equals_plan", "wire_over_memcpy", "speedup_over_object_store", "speedup_over_disk",
+    "speedup_over_gather", "plan_70b_s", "pause_share",
+)  # fmt: skip
+
+
+def plans(small: bool) -> dict[str, Any]:
+    module = importlib.import_module("plans")
+    print(module.projection({"8B": (8,)} if small else module.PROJECTED), flush=True)
+    seconds = module.plan_70b_s(8 if small else 64)
+    return {"plan_70b_s": round(seconds, 3), **module.plan_equals_bound((1, 2) if small else (1, 2, 4, 8))}
+
+
+def wire(small: bool, rounds: int) -> dict[str, Any]:
+    found = importlib.import_module("transfer").measure(rounds, small=small)
+    print("\n".join(f"{name:<28} {seconds:8.4f} s" for name, seconds in found["seconds"].items()), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=("plans", "wire"), default=("plans", "wire"))
+    parser.add_argument("--rounds", type=int, default=7, help="transfers in each way that count")
+    parser.add_argument("--small", action="store_true", help="a tiny model and few layouts, to see that it works")
+    asked = parser.parse_args()
+    figures: dict[str, Any] = dict.fromkeys(FIGURES)
+    if "wire" in asked.only:
+        figures |= wire(asked.small, asked.rounds)
+    if "plans" in asked.only:
+        figures |= plans(asked.small)
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Plans without weights: bytes beside what a rank lacks, the time to plan a large model, and what links would make of the bytes."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from weft.resharding.formulas import (
+    Parallelism,
+    Parameter,
+    fully_sharded,
+    generation,
+    nodes_of,
+    replicas,
+    three_dimensional,
+)
+from weft.resharding.layout import Layout
+from weft.resharding.plan import ReshardPlan
+
+NVLINK = 450e9
+"""Bytes a second and direction of one GPU to others of its node: NVLink 4."""
+NETWORK = 50e9
+"""Bytes a second of one GPU to other nodes: one port of 400 Gb/s each."""
+HOST = 25e9
+"""Bytes a second between a GPU and the memory of its host: half of what PCIe 5 x16 has, as the CPU reads what the GPU writes."""
+PUBLISHED = "235B on 4 nodes: 64.7 s (vLLM's nccl), 3.54 s (sharded_rdt), SkyRL#2090; 1T: about 20 s (checkpoint-engine), < 10 s (AWEX)"
+
+
+def toy_model(layers: int = 8) -> list[Parameter]:
+    """Parameters of all kinds, small enough to count their elements; extents are multiples of 8."""
+    found = [Parameter("embed", (16, 4), 0, 0), Parameter("head", (16, 4), 0, layers - 1)]
+    kinds = (("q", (8, 4), 0), ("o", (4, 8), 1), ("norm", (8,), None))
+    return found + [Parameter(f"{n}.{kind}", shape, dim, n) for n in range(layers) for kind, shape, dim in kinds]
+
+
+def model_of(
+    layers: int, hidden: int, heads: int, kv: int, mlp: int, vocabulary: int, experts: int = 0
+) -> list[Parameter]:
+    """A Llama or a mixture of experts in the checkpoint's names; heads and `kv` are their sizes in elements."""
+    found = [Parameter("embed", (vocabulary, hidden), 0, 0), Parameter("head", (vocabulary, hidden), 0, layers - 1)]
+    for n in range(layers):
+        found += [Parameter(f"{n}.q", (heads, hidden), 0, n), Parameter(f"{n}.o", (hidden, heads), 1, n)]
+        found += [Parameter(f"{n}.{name}", (kv, hidden), 0, n) for name in ("k", "v")]
+        found += [Parameter(f"{n}.norm{i}", (hidden,), None, n) for i in range(2)]
+        found += [Parameter(f"{n}.router", (experts, hidden), None, n)] if experts else []
+        for expert in range(experts or 1):
+            found += [Parameter(f"{n}.{expert}.{name}", (mlp, hidden), 0, n) for name in ("gate", "up")]
+            found.append(Parameter(f"{n}.{expert}.down", (hidden, mlp), 1, n))
+    return found
+
+
+MODELS = {
+    "8B": dict(layers=32, hidden=4096, heads=4096, kv=1024, mlp=14336, vocabulary=128256),
+    "70B": dict(layers=80, hidden=8192, heads=8192, kv=1024, mlp=28672, vocabulary=128256),
+    "235B, 128 experts": dict(layers=94, hidden=4096, heads=8192, kv=512, mlp=1536, vocabulary=151936, experts=128),
+}
+
+
+def sources(degrees: Sequence[int]) -> Iterator[Layout]:
+    model = toy_model()
+    for sharded, tp in itertools.product(degrees, repeat=2):
+        yield fully_sharded(model, sharded, tp)
+    for pp, tp, dp in itertools.product(degrees, repeat=3):
+        yield three_dimensional(model, Parallelism(pp, tp, dp))
+
+
+def lower_bounds(source: Layout, destination: Layout) -> list[int]:
+    """Bytes that each destination rank needs and that its device does not have, counted element by element."""
+    found: list[int] = []
+    for rank, here in enumerate(destination.ranks):
+        owners = [n for n, w in enumerate(source.ranks) if (w.node, w.device) == (here.node, here.device)]
+        missing = 0
+        for name, tensor in destination.tensors.items():
+            lacks = np.zeros(tensor.shape, bool)
+            for box in tensor.boxes[rank]:
+                lacks[box.slices] = True
+            for box in itertools.chain.from_iterable(source.tensors[name].boxes[owner] for owner in owners):
+                lacks[box.slices] = False
+            missing += tensor.item_bytes * int(lacks.sum())
+        found.append(missing)
+    return found
+
+
+def plan_equals_bound(degrees: Sequence[int]) -> dict[str, Any]:
+    """Over all pairs of layouts, on the same devices and on others: whether each rank receives no byte more than it lacks."""
+    equal = pairs = 0
+    for source in sources(degrees):
+        for (tp, engines), first in itertools.product(itertools.product(degrees, repeat=2), (0, 1000)):
+            destination = replicas(toy_model(), tp, engines, nodes_of(tp * engines, first_node=first))
+            equal += ReshardPlan(source, destination).received_bytes.tolist() == lower_bounds(source, destination)
+            pairs += 1
+    redundant = 0
+    for pp, tp, dp in itertools.product(degrees, repeat=3):
+        sizes = Parallelism(pp, tp, dp)
+        for p_g, t_g in itertools.product((d for d in degrees if pp % d == 0), (d for d in degrees if tp % d == 0)):
+            plan = ReshardPlan(three_dimensional(toy_model(), sizes), generation(toy_model(), sizes, p_g, t_g))
+            redundant += sum(map(plan.redundant_bytes, range(sizes.num_ranks)))
+    return {
+        "plan_equals_bound": True if equal == pairs else round(equal / pairs, 4),
+        "plan_pairs": pairs,
+        "hybridflow_redundant_bytes": redundant,
+    }
+
+
+def plan_70b_s(ranks: int = 64, model: str = "70B") -> float:
+    """Seconds to plan from FSDP to engines of TP 8 on other nodes; layouts are given."""
+    parameters = model_of(**MODELS[model])
+    layouts = fully_sharded(parameters, ranks), replicas(parameters, 8, ranks // 8, nodes_of(ranks, first_node=1000))
+    start = time.perf_counter()
+    ReshardPlan(*layouts)
+    return time.perf_counter() - start
+
+
+def seconds_of(plan: ReshardPlan, *, through_host: bool = False) -> float:
+    """What the busiest GPU takes to send or receive: first what crosses nodes, then what does not, which may go through host memory."""
+    ranks = max(len(plan.source.ranks), len(plan.destination.ranks))
+    crossing, inside = np.zeros((2, ranks)), np.zeros((2, ranks))
+    shared = Counter(id(plan.copies(name)) for name in plan.destination.tensors)  # equal tensors have the same copies
+    for name, tensor in plan.destination.tensors.items():
+        count = shared.pop(id(plan.copies(name)), 0) * tensor.item_bytes
+        for copy in plan.copies(name) if count else ():
+            if copy.travels:
+                near = plan.source.ranks[copy.source].node == plan.destination.ranks[copy.destination].node
+                for side, rank in enumerate((copy.source, copy.destination)):
+                    (inside if near else crossing)[side, rank] += count * copy.box.numel
+    if through_host:  # each byte goes to the memory of its sender's host, and comes from that of its receiver's
+        return crossing.max() / NETWORK + 2 * (crossing + inside).max() / HOST
+    return crossing.max() / NETWORK + inside.max() / NVLINK
+
+
+PROJECTED = {"8B": (8, 32), "70B": (32, 128), "235B, 128 experts": (32, 128, 512)}
+"""GPUs for each model. Half of them train and half generate; up to 128, also all of them do both in turn."""
+
+
+def projection(gpus_of: Mapping[str, Sequence[int]] = PROJECTED) -> str:
+    """A table of what the plans' bytes would take at the links' rates: no run has confirmed it."""
+    lines = [
+        "PROJECTION from plans and link rates (a GPU: NVLink 450 GB/s, network 50 GB/s, host memory 25 GB/s): nothing here was run.",
+        f"{'bfloat16 model':<20}{'GPUs':>5}{'apart':>9}{'via host':>10}{'colocated':>10}   seconds; FSDP to TP 8, half the GPUs each if apart",
+    ]
+    for name, gpus in ((name, gpus) for name, sizes in gpus_of.items() for gpus in sizes):
+        parameters = model_of(**MODELS[name])
+        where, half = nodes_of(gpus), gpus // 2
+        tp = min(8, half)
+        engines = replicas(parameters, tp, half // tp, where[half:])
+        apart = ReshardPlan(fully_sharded(parameters, half, ranks=where[:half]), engines)
+        line = f"{name:<20}{gpus:>5}{seconds_of(apart):>9.3f}{seconds_of(apart, through_host=True):>10.3f}"
+        if gpus <= 128:
+            same = ReshardPlan(fully_sharded(parameters, gpus), replicas(parameters, 8, gpus // 8))
+            line += f"{seconds_of(same):>10.3f}"
+        lines.append(line)
+    return "\n".join([*lines, f"published: {PUBLISHED}"])

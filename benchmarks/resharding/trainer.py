@@ -1,0 +1,118 @@
+"""One rank of a trainer that gives its weights away, in four ways."""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.workers.rendezvous import LOOPBACK, Rendezvous, take_port
+
+RANKS = 2
+SECRET = "of this benchmark"
+Entry = tuple[str, tuple[int, ...], int]
+"""Name, shape, and offset in bytes of a tensor that rank 0 wrote."""
+
+
+class Timed:
+    """Seconds by label of functions that it replaces in their modules."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+
+    def watch(self, label: str, module: Any, *names: str) -> None:
+        for name in names:
+            setattr(module, name, self._timed(label, getattr(module, name)))
+
+    def _timed(self, label: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            found = function(*arguments)
+            self.seconds[label] += time.perf_counter() - start
+            return found
+
+        return timed
+
+
+class Trainer:
+    """Of two ranks with one thread each: FSDP2 over gloo, as `ActorWorker` trains."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self._file = os.memfd_create("weft-gathered")
+        self._taken = take_port(LOOPBACK)
+
+    def port(self) -> int:
+        """Where the ranks meet, if this is rank 0."""
+        return self._taken.getsockname()[1]
+
+    def start(self, model: str, rank: int, port: int) -> None:
+        from weft.resharding import shared_memory
+        from weft.workers.actor import ActorConfig, ActorWorker
+        from weft.workers.worker import Context
+
+        meeting = Rendezvous(LOOPBACK, port, SECRET) if rank else Rendezvous.at(self._taken, SECRET)
+        self._first = rank == 0
+        self._worker = ActorWorker(ActorConfig(model=model), Context("actor", rank, RANKS, meeting))
+        self._engine: Any = self._worker.engine
+        self._flat = torch.cat([part.tensor.flatten() for part in self._engine.published_parts()])
+        self._target = torch.zeros_like(self._flat)
+        self._timed = Timed()
+        self._timed.watch("checksums", shared_memory, "box_sum")
+
+    def change(self) -> None:
+        """The weights are others now, as after a step."""
+        for part in self._engine.published_parts():
+            part.tensor.mul_(1.0001)
+
+    def copy(self) -> float:
+        """Seconds of a plain copy of as many bytes as this rank holds, to memory that was written before."""
+        start = time.perf_counter()
+        self._target.copy_(self._flat)
+        return time.perf_counter() - start
+
+    def publish(self, version: int) -> tuple[Any, float, float]:
+        """Weft's way: the record, seconds in all, and those of checksums."""
+        self._timed.seconds.clear()
+        start = time.perf_counter()
+        weights = self._worker.publish_weights(version)
+        return weights, time.perf_counter() - start, self._timed.seconds["checksums"]
+
+    def gather(self) -> tuple[str, int, list[Entry], int]:
+        """Weft's way before: rank 0 writes all tensors to shared memory. Where, how many bytes, what lies there, and its CRC-32."""
+        found: list[Entry] = []
+        end = checksum = 0
+        for name, tensor in self._engine.named_tensors():
+            if self._first:
+                content = memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+                os.pwrite(self._file, content, end)
+                checksum = zlib.crc32(content, checksum)
+                found.append((name, tuple(tensor.shape), end))
+                end += len(content)
+        return f"/proc/{os.getpid()}/fd/{self._file}", end, found, checksum
+
+    def put(self) -> list[Any]:
+        """The full state, as arrays, to Ray's object store."""
+        import ray
+
+        state = self._state()
+        return [ray.put({name: tensor.numpy() for name, tensor in state.items()})] if self._first else []
+
+    def save(self, folder: str) -> None:
+        """The full state as safetensors; nothing waits for the disk."""
+        from safetensors.torch import save_file
+
+        state = self._state()
+        if self._first:
+            save_file(state, Path(folder) / "model.safetensors")
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        """All tensors, gathered by both ranks and kept by the first."""
+        tensors = self._engine.named_tensors()
+        return {name: tensor.detach().clone() for name, tensor in tensors if self._first}

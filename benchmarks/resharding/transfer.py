@@ -1,0 +1,222 @@
+"""New weights from two ranks of a trainer to one engine of vLLM: Weft's way, and three others, which take turns."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from trainer import RANKS, Timed, Trainer
+
+Seconds = dict[str, float]
+
+
+def save_model(folder: Path, small: bool) -> int:
+    """Write a Qwen2 with random weights in float32; returns its bytes."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    hidden, mlp, layers, vocabulary = (64, 96, 2, 64) if small else (768, 2048, 12, 26_000)
+    heads = hidden // (32 if small else 64)
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    model: Any = Qwen2ForCausalLM(config).float()
+    model.save_pretrained(folder)
+    return 4 * sum(parameter.numel() for parameter in model.parameters())
+
+
+class Ways:
+    """Both sides. Each way returns the seconds until the trainer has given, and those in which vLLM takes and cannot generate.
+
+    Args:
+        model: folder; `disk` overwrites the weights of a copy in it.
+    """
+
+    def __init__(self, model: Path, model_bytes: int) -> None:
+        self._folder = model
+        self._version = 0
+        self.parts: Seconds = {}
+        """Of the last transfer in Weft's way."""
+        settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
+        ray.init(num_cpus=RANKS, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": settings})
+        self._trainers = [ray.remote(Trainer).remote() for _ in range(RANKS)]
+        port = ray.get(self._trainers[0].port.remote())  # pyright: ignore[reportAttributeAccessIssue]
+        starting = [trainer.start.remote(str(model), rank, port) for rank, trainer in enumerate(self._trainers)]
+        ray.get(starting, timeout=120)
+        self._start_engine(model)
+        self._source, self._target = torch.zeros(2, model_bytes // 4).unbind()
+
+    def _start_engine(self, model: Path) -> None:
+        from weft.workers.generation.vllm_engine import VllmEngine
+        from weft.workers.generation.vllm_settings import VllmSettings
+
+        self._engine = VllmEngine(str(model), VllmSettings(kv_cache_gib=1 / 16, max_num_seqs=4), max_context=64)
+        from weft.resharding import vllm_receiver, vllm_writer
+        from weft.resharding.shared_memory import OpenWeights
+
+        self._llm: Any = self._engine._engine  # pyright: ignore[reportPrivateUsage]
+        self._receiver = self._llm.collective_rpc(lambda worker: worker.weight_transfer_engine)[0]
+        self._timed = Timed()
+        self._timed.watch("checksums", vllm_receiver, "box_sum")
+        repacking = ("initialize_layerwise_reload", "_layerwise_process", "finalize_layerwise_reload", "process_tied")
+        self._timed.watch("repacking", vllm_writer, *repacking)
+        self._read: Counter[int] = Counter()
+        part = OpenWeights.part
+
+        def counted(opened: OpenWeights, name: str, rank: int, piece: int, box: Any) -> torch.Tensor:
+            found = part(opened, name, rank, piece, box)
+            self._read[rank] += found.nbytes
+            return found
+
+        OpenWeights.part = counted
+
+    def close(self) -> None:
+        self._engine.close()
+        ray.shutdown()
+
+    def wire_equals_plan(self) -> bool:
+        """Whether the last transfer read from each rank's memory what the plan says, and no byte more."""
+        plan = self._receiver._plan
+        return [self._read[rank] for rank in range(RANKS)] == plan.sent_bytes.tolist()
+
+    def _all(self, method: str, *arguments: Any) -> list[Any]:
+        return ray.get([getattr(trainer, method).remote(*arguments) for trainer in self._trainers], timeout=120)
+
+    def copies(self) -> float:
+        """Seconds of a plain copy of the bytes by both ranks at once, and of one by vLLM's process."""
+        given = max(self._all("copy"))
+        start = time.perf_counter()
+        self._target.copy_(self._source)
+        return given + time.perf_counter() - start
+
+    def change(self) -> None:
+        self._all("change")
+
+    def weft(self) -> Iterator[None]:
+        self._version += 1
+        given = self._all("publish", self._version)
+        weights = sum((each for each, _, _ in given[1:]), given[0][0])
+        yield
+        self._timed.seconds.clear()
+        self._read.clear()
+        start = time.perf_counter()
+        self._engine.update_weights(weights)
+        taken_s = time.perf_counter() - start
+        spent = self._timed.seconds
+        self.parts = {
+            "publish: copies": max(total - checksums for _, total, checksums in given),
+            "publish: checksums": max(checksums for _, _, checksums in given),
+            "receive: copies": taken_s - spent["checksums"] - spent["repacking"],
+            "receive: checksums": spent["checksums"],
+            "receive: repacking by vLLM": spent["repacking"],
+        }
+
+    def gather(self) -> Iterator[None]:
+        location, num_bytes, entries, checksum = self._all("gather")[0]
+        yield
+        file = os.open(location, os.O_RDONLY)
+        memory = mmap.mmap(file, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        os.close(file)
+        tensors = {
+            name: torch.frombuffer(memory, dtype=torch.float32, count=torch.Size(shape).numel(), offset=offset).view(
+                shape
+            )
+            for name, shape, offset in entries
+        }
+        found = 0
+        for tensor in tensors.values():
+            found = zlib.crc32(memoryview(tensor.view(-1).view(torch.uint8).numpy()), found)
+        if found != checksum:
+            raise RuntimeError(f"CRC-32 {checksum:08x} was given, {found:08x} was taken")
+        self._load(tensors.items())
+
+    def object_store(self) -> Iterator[None]:
+        (reference,) = self._all("put")[0]
+        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the arrays are not writable
+            self._load((name, torch.from_numpy(array)) for name, array in ray.get(reference).items())
+
+    def disk(self) -> Iterator[None]:
+        self._all("save", str(self._folder))
+        yield
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self._folder)})
+
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """By vLLM's own loaders."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        model = self._receiver.model
+        initialize_layerwise_reload(model)
+        model.load_weights(tensors)
+        finalize_layerwise_reload(model, self._receiver.model_config)
+
+
+def timed(way: Callable[[], Iterator[None]]) -> tuple[float, float]:
+    """Seconds until the trainer has given, and those in which vLLM takes."""
+    start = time.perf_counter()
+    sides = way()
+    next(sides)
+    given = time.perf_counter()
+    next(sides, None)
+    return given - start, time.perf_counter() - given
+
+
+def measure(rounds: int = 7, *, small: bool = False) -> dict[str, Any]:
+    """All ways in turn; medians. The first round is not counted."""
+    with tempfile.TemporaryDirectory(prefix="weft-resharding-") as folder:
+        model_bytes = save_model(Path(folder), small)
+        ways = Ways(Path(folder), model_bytes)
+        try:
+            found, right = _rounds(ways, rounds)
+        finally:
+            ways.close()
+    middle = {name: statistics.median(values[1:]) for name, values in found.items()}
+    whole = {name: middle[name] for name in ("weft", "gather", "object_store", "disk")}
+    moved = middle["publish: copies"] + middle["receive: copies"]
+    return {
+        "wire_equals_plan": right,
+        "wire_over_memcpy": round(moved / middle["plain copies"], 2),
+        **{f"speedup_over_{name}": round(s / whole["weft"], 2) for name, s in whole.items() if name != "weft"},
+        "pause_share": round(middle["weft: paused"] / whole["weft"], 3),
+        "seconds": {name: round(value, 4) for name, value in middle.items()},
+        "model_bytes": model_bytes,
+    }
+
+
+def _rounds(ways: Ways, rounds: int) -> tuple[dict[str, list[float]], bool]:
+    found: dict[str, list[float]] = defaultdict(list)
+    right = True
+    for _ in range(rounds + 1):
+        for way in (ways.weft, ways.gather, ways.object_store, ways.disk):
+            ways.change()
+            given, paused = timed(way)
+            found[way.__name__].append(given + paused)
+            found[f"{way.__name__}: paused"].append(paused)
+        right &= ways.wire_equals_plan()
+        found["plain copies"].append(ways.copies())
+        for name, seconds in ways.parts.items():
+            found[name].append(seconds)
+    return found, right
