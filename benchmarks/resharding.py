@@ -5,7 +5,7 @@
 
 | figure | what it is | wanted |
 |---|---|---|
-| `plan_equals_bound` | whether each rank receives exactly what it needs and its device lacks, for all pairs of layouts; else their share | true |
+| `plan_equals_bound` | whether each rank receives what it needs and its device lacks, for all pairs of layouts; else their share | true |
 | `wire_equals_plan` | whether vLLM reads of each rank's memory the bytes that the plan says | true |
 | `wire_over_memcpy` | seconds that move bytes (once when they are published, once into vLLM) over those of two plain copies | 1.5 |
 | `speedup_over_object_store` | seconds by gathering the full state for Ray's object store and `load_weights`, over Weft's | 3 |

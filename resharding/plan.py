@@ -144,19 +144,22 @@ class ReshardPlan:
 
     def _cover(self, pieces: _SourcePieces, box: Box, rank: int, name: str) -> Iterator[tuple[int, int, Box]]:
         """Cut a box into parts, each with the source rank that gives it and the number of that rank's piece."""
-        found = pieces.overlapping(box)
+        found, commons, once = pieces.overlapping(box)
+        if once:  # no element has two sources, so the order does not matter
+            yield from ((int(pieces.ranks[i]), int(pieces.numbers[i]), c) for i, c in zip(found, commons, strict=True))
+            return
         owners = pieces.ranks[found]
         order = np.lexsort((owners, self.sent_bytes[owners], self._distances[owners, rank]))
         missing = [box]
-        for index in found[order]:
-            owner, piece, held = int(pieces.ranks[index]), int(pieces.numbers[index]), pieces.boxes[index]
+        for position in order:
+            index, held = found[position], commons[position]
             rest: list[Box] = []
             for part in missing:
                 common = part.intersection(held)
                 if common is None:
                     rest.append(part)
                 else:
-                    yield owner, piece, common
+                    yield int(pieces.ranks[index]), int(pieces.numbers[index]), common
                     rest += part.minus(common)
             missing = rest
             if not missing:
@@ -178,11 +181,24 @@ class _SourcePieces:
         dims = len(tensor.shape)
         self._starts = np.array([box.starts for box in self.boxes], np.int64).reshape(len(held), dims)
         self._stops = np.array([box.stops for box in self.boxes], np.int64).reshape(len(held), dims)
+        self._found: dict[Box, tuple[np.ndarray, list[Box], bool]] = {}
 
-    def overlapping(self, box: Box) -> np.ndarray:
-        """Indices of the pieces that have an element of this box."""
-        overlap = (self._starts < np.array(box.stops, np.int64)) & (self._stops > np.array(box.starts, np.int64))
-        return np.flatnonzero(overlap.all(axis=1))
+    def overlapping(self, box: Box) -> tuple[np.ndarray, list[Box], bool]:
+        """Indices of the pieces that have an element of this box, what they have of it, and whether that is each element once."""
+        if box not in self._found:  # replicas ask for the same boxes
+            overlap = (self._starts < np.array(box.stops, np.int64)) & (self._stops > np.array(box.starts, np.int64))
+            found = np.flatnonzero(overlap.all(axis=1))
+            commons = [common for index in found if (common := box.intersection(self.boxes[index]))]
+            self._found[box] = found, commons, self._once(box, found, commons)
+        return self._found[box]
+
+    def _once(self, box: Box, found: np.ndarray, commons: list[Box]) -> bool:
+        """Whether the pieces that were found are disjoint, and make up the box."""
+        if sum(common.numel for common in commons) != box.numel:
+            return False
+        starts = np.maximum(self._starts[found], box.starts)
+        stops = np.minimum(self._stops[found], box.stops)
+        return int(((starts[:, None] < stops) & (stops[:, None] > starts)).all(axis=2).sum()) == len(found)
 
 
 def _distances(sources: Sequence[Where], destinations: Sequence[Where]) -> np.ndarray:

@@ -32,10 +32,9 @@ PUBLISHED = "235B on 4 nodes: 64.7 s (vLLM's nccl), 3.54 s (sharded_rdt), SkyRL#
 
 
 def toy_model(layers: int = 8) -> list[Parameter]:
-    """Parameters of all kinds, small enough to count their elements; extents are multiples of 8."""
-    found = [Parameter("embed", (16, 4), 0, 0), Parameter("head", (16, 4), 0, layers - 1)]
+    """Parameters of each kind in each layer, small enough to count their elements; extents are multiples of 8."""
     kinds = (("q", (8, 4), 0), ("o", (4, 8), 1), ("norm", (8,), None))
-    return found + [Parameter(f"{n}.{kind}", shape, dim, n) for n in range(layers) for kind, shape, dim in kinds]
+    return [Parameter(f"{n}.{kind}", shape, dim, n) for n in range(layers) for kind, shape, dim in kinds]
 
 
 def model_of(
@@ -55,10 +54,11 @@ def model_of(
 
 
 MODELS = {
-    "8B": dict(layers=32, hidden=4096, heads=4096, kv=1024, mlp=14336, vocabulary=128256),
-    "70B": dict(layers=80, hidden=8192, heads=8192, kv=1024, mlp=28672, vocabulary=128256),
-    "235B, 128 experts": dict(layers=94, hidden=4096, heads=8192, kv=512, mlp=1536, vocabulary=151936, experts=128),
+    "8B": (32, 4096, 4096, 1024, 14336, 128256),
+    "70B": (80, 8192, 8192, 1024, 28672, 128256),
+    "235B, 128 experts": (94, 4096, 8192, 512, 1536, 151936, 128),
 }
+"""Arguments of `model_of`."""
 
 
 def sources(degrees: Sequence[int]) -> Iterator[Layout]:
@@ -89,11 +89,13 @@ def lower_bounds(source: Layout, destination: Layout) -> list[int]:
 def plan_equals_bound(degrees: Sequence[int]) -> dict[str, Any]:
     """Over all pairs of layouts, on the same devices and on others: whether each rank receives no byte more than it lacks."""
     equal = pairs = 0
-    for source in sources(degrees):
-        for (tp, engines), first in itertools.product(itertools.product(degrees, repeat=2), (0, 1000)):
-            destination = replicas(toy_model(), tp, engines, nodes_of(tp * engines, first_node=first))
-            equal += ReshardPlan(source, destination).received_bytes.tolist() == lower_bounds(source, destination)
-            pairs += 1
+    destinations = [
+        replicas(toy_model(), tp, engines, nodes_of(tp * engines, first_node=first_node))
+        for tp, engines, first_node in itertools.product(degrees, degrees, (0, 1000))
+    ]
+    for source, destination in itertools.product(sources(degrees), destinations):
+        equal += ReshardPlan(source, destination).received_bytes.tolist() == lower_bounds(source, destination)
+        pairs += 1
     redundant = 0
     for pp, tp, dp in itertools.product(degrees, repeat=3):
         sizes = Parallelism(pp, tp, dp)
@@ -109,7 +111,7 @@ def plan_equals_bound(degrees: Sequence[int]) -> dict[str, Any]:
 
 def plan_70b_s(ranks: int = 64, model: str = "70B") -> float:
     """Seconds to plan from FSDP to engines of TP 8 on other nodes; layouts are given."""
-    parameters = model_of(**MODELS[model])
+    parameters = model_of(*MODELS[model])
     layouts = fully_sharded(parameters, ranks), replicas(parameters, 8, ranks // 8, nodes_of(ranks, first_node=1000))
     start = time.perf_counter()
     ReshardPlan(*layouts)
@@ -140,11 +142,11 @@ PROJECTED = {"8B": (8, 32), "70B": (32, 128), "235B, 128 experts": (32, 128, 512
 def projection(gpus_of: Mapping[str, Sequence[int]] = PROJECTED) -> str:
     """A table of what the plans' bytes would take at the links' rates: no run has confirmed it."""
     lines = [
-        "PROJECTION from plans and link rates (a GPU: NVLink 450 GB/s, network 50 GB/s, host memory 25 GB/s): nothing here was run.",
-        f"{'bfloat16 model':<20}{'GPUs':>5}{'apart':>9}{'via host':>10}{'colocated':>10}   seconds; FSDP to TP 8, half the GPUs each if apart",
+        "PROJECTION from plans and link rates (a GPU: 450 GB/s NVLink, 50 GB/s network, 25 GB/s to its host): nothing was run.",
+        f"{'bfloat16 model':<20}{'GPUs':>5}{'apart':>9}{'via host':>10}{'colocated':>10}   seconds, FSDP to TP 8",
     ]
     for name, gpus in ((name, gpus) for name, sizes in gpus_of.items() for gpus in sizes):
-        parameters = model_of(**MODELS[name])
+        parameters = model_of(*MODELS[name])
         where, half = nodes_of(gpus), gpus // 2
         tp = min(8, half)
         engines = replicas(parameters, tp, half // tp, where[half:])

@@ -60,7 +60,9 @@ class Ways:
         self.parts: Seconds = {}
         """Of the last transfer in Weft's way."""
         settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
-        ray.init(num_cpus=RANKS, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": settings})
+        ray.init(
+            "local", num_cpus=RANKS, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": settings}
+        )
         self._trainers = [ray.remote(Trainer).remote() for _ in range(RANKS)]
         port = ray.get(self._trainers[0].port.remote())  # pyright: ignore[reportAttributeAccessIssue]
         starting = [trainer.start.remote(str(model), rank, port) for rank, trainer in enumerate(self._trainers)]
