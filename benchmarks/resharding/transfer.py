@@ -221,4 +221,5 @@ def _rounds(ways: Ways, rounds: int) -> tuple[dict[str, list[float]], bool]:
         found["plain copies"].append(ways.copies())
         for name, seconds in ways.parts.items():
             found[name].append(seconds)
+        print(", ".join(f"{name} {seconds[-1]:.2f}" for name, seconds in found.items()), flush=True)
     return found, right
