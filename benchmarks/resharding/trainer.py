@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ class Timed:
     """Seconds by label of functions that it replaces in their modules."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def watch(self, label: str, module: Any, *names: str) -> None:
         for name in names:
@@ -53,7 +53,7 @@ class Trainer:
         return self._taken.getsockname()[1]
 
     def start(self, model: str, rank: int, port: int) -> None:
-        from weft.resharding import shared_memory
+        from weft.resharding import publisher
         from weft.workers.actor import ActorConfig, ActorWorker
         from weft.workers.worker import Context
 
@@ -64,7 +64,7 @@ class Trainer:
         self._flat = torch.cat([part.tensor.flatten() for part in self._engine.published_parts()])
         self._target = torch.zeros_like(self._flat)
         self._timed = Timed()
-        self._timed.watch("checksums", shared_memory, "box_sum")
+        self._timed.watch("checksums", publisher, "box_sum")
 
     def change(self) -> None:
         """The weights are others now, as after a step."""

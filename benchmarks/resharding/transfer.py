@@ -12,8 +12,10 @@ import warnings
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from functools import reduce
+from operator import add
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 import torch
@@ -63,8 +65,8 @@ class Ways:
         ray.init(
             "local", num_cpus=RANKS, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": settings}
         )
-        self._trainers = [ray.remote(Trainer).remote() for _ in range(RANKS)]
-        port = ray.get(self._trainers[0].port.remote())  # pyright: ignore[reportAttributeAccessIssue]
+        self._trainers: list[Any] = [ray.remote(Trainer).remote() for _ in range(RANKS)]
+        port = ray.get(self._trainers[0].port.remote())
         starting = [trainer.start.remote(str(model), rank, port) for rank, trainer in enumerate(self._trainers)]
         ray.get(starting, timeout=120)
         self._start_engine(model)
@@ -76,7 +78,7 @@ class Ways:
 
         self._engine = VllmEngine(str(model), VllmSettings(kv_cache_gib=1 / 16, max_num_seqs=4), max_context=64)
         from weft.resharding import vllm_receiver, vllm_writer
-        from weft.resharding.shared_memory import OpenWeights
+        from weft.resharding.open_weights import OpenWeights
 
         self._llm: Any = self._engine._engine  # pyright: ignore[reportPrivateUsage]
         self._receiver = self._llm.collective_rpc(lambda worker: worker.weight_transfer_engine)[0]
@@ -85,14 +87,14 @@ class Ways:
         repacking = ("initialize_layerwise_reload", "_layerwise_process", "finalize_layerwise_reload", "process_tied")
         self._timed.watch("repacking", vllm_writer, *repacking)
         self._read: Counter[int] = Counter()
-        part = OpenWeights.part
+        slices = OpenWeights.slices
 
-        def counted(opened: OpenWeights, name: str, rank: int, piece: int, box: Any) -> torch.Tensor:
-            found = part(opened, name, rank, piece, box)
-            self._read[rank] += found.nbytes
-            return found
+        def counted(opened: OpenWeights, copies: Any) -> Iterator[tuple[str, Any, torch.Tensor]]:
+            for name, copy, elements in slices(opened, copies):
+                self._read[copy.source] += elements.nbytes
+                yield name, copy, elements
 
-        OpenWeights.part = counted
+        cast(Any, OpenWeights).slices = counted
 
     def close(self) -> None:
         self._engine.close()
@@ -119,7 +121,7 @@ class Ways:
     def weft(self) -> Iterator[None]:
         self._version += 1
         given = self._all("publish", self._version)
-        weights = sum((each for each, _, _ in given[1:]), given[0][0])
+        weights = reduce(add, (each for each, _, _ in given))
         yield
         self._timed.seconds.clear()
         self._read.clear()
@@ -149,7 +151,8 @@ class Ways:
         }
         found = 0
         for tensor in tensors.values():
-            found = zlib.crc32(memoryview(tensor.view(-1).view(torch.uint8).numpy()), found)
+            content: Any = tensor.view(-1).view(torch.uint8).numpy()
+            found = zlib.crc32(memoryview(content), found)
         if found != checksum:
             raise RuntimeError(f"CRC-32 {checksum:08x} was given, {found:08x} was taken")
         self._load(tensors.items())
@@ -159,7 +162,8 @@ class Ways:
         yield
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the arrays are not writable
-            self._load((name, torch.from_numpy(array)) for name, array in ray.get(reference).items())
+            arrays: Any = ray.get(reference)
+            self._load((name, torch.from_numpy(array)) for name, array in arrays.items())
 
     def disk(self) -> Iterator[None]:
         self._all("save", str(self._folder))
