@@ -112,7 +112,14 @@ def group() -> Iterator[Any]:
             torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
             parallel_state.init_distributed_environment(1, 0, local_rank=0, backend="gloo")
             parallel_state.initialize_model_parallel(1)
+    without_experts = (
+        parallel_state._EP is None
+    )  # an engine of a dense model in this process has made no group for experts
+    if without_experts:
+        parallel_state._EP = parallel_state.get_tp_group()
     yield parallel_state.get_tp_group()
+    if without_experts:
+        parallel_state._EP = None
     if own:
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
