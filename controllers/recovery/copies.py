@@ -53,7 +53,8 @@ class Copies:
         self._run, self._remote, self._first_pause_s = run, remote, first_pause_s
         self._changed = threading.Condition()
         self._waiting: int | None = None
-        self._again = True
+        self._went_back_to: int | None = None
+        """Step from which the run goes on, until the first copy: later ones there are of what it gave up."""
         self._busy = False
         self._closing = False
         self._notes: list[str] = []
@@ -66,18 +67,14 @@ class Copies:
         """Copy the latest checkpoint in the run directory, unless an earlier start of the run copied it."""
         latest = next(iter(complete_checkpoints(self._run / FOLDER)), None)
         if latest is not None:
-            self.add(step_of(latest), again=False)
+            self._went_back_to = step_of(latest)
+            self.add(self._went_back_to)
 
-    def add(self, step: int, *, again: bool = True) -> None:
-        """Queue the complete checkpoint of a step. It replaces an earlier one that still waits.
-
-        Args:
-            step: of the checkpoint.
-            again: copy it even if the second place has a copy of that step.
-        """
+    def add(self, step: int) -> None:
+        """Queue the complete checkpoint of a step. It replaces an earlier one that still waits. It is not copied if the second place has
+        this very checkpoint."""
         with self._changed:
             self._waiting = step
-            self._again = again
             self._changed.notify_all()
 
     def take_notes(self) -> list[str]:
@@ -124,27 +121,27 @@ class Copies:
                 if self._closing or self._waiting is None:
                     return
                 step, self._waiting, self._busy = self._waiting, None, True
-                again = self._again
-            failure = self._copy(step, again=again)
+            failure = self._copy(step)
             with self._changed:
                 self._busy = False
                 if failure:
                     self._notes.append(f"checkpoint of step {step} could not be copied to {self._remote}: {failure}")
                     if self._waiting is None and (self._run / FOLDER / f"step_{step:06d}").exists():
                         self._notes[-1] += f"; it is tried again in {pause_s:.3g} s"
-                        self._waiting, self._again = step, True
+                        self._waiting = step
                 self._changed.notify_all()
                 if failure:
                     failed = (None, step)  # a later checkpoint ends the pause: its copy may not fail
                     self._changed.wait_for(lambda known=failed: self._closing or self._waiting not in known, pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S) if failure else self._first_pause_s
 
-    def _copy(self, step: int, *, again: bool) -> str:
+    def _copy(self, step: int) -> str:
         """Copy a checkpoint; returns why it failed, empty when it did not."""
         began = time.monotonic()
         try:
-            if again or step not in self._remote.steps():
-                written = self._remote.copy(self._run, step)
+            if not self._remote.has(self._run, step):
+                written = self._remote.copy(self._run, step, went_back_to=self._went_back_to)
+                self._went_back_to = None
                 seconds = time.monotonic() - began
                 with self._changed:
                     self.copied.append(step)

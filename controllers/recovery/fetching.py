@@ -61,9 +61,10 @@ def _fetch(remote: RemoteRun, run: Path) -> str:
     try:
         if has_checkpoints(run):  # another driver has fetched it meanwhile
             return ""
-        step = remote.fetch(fetched)
+        damage: list[str] = []
+        step = remote.fetch(fetched, damage.append)
         if step is None:
-            raise UserError(f"no copy of the run at {remote} is sound")
+            raise UserError(f"no copy of the run at {remote} is sound: {'; '.join(damage)}")
         lock.check(sure=True)
         before = [path for path in run.iterdir() if path.name not in (LOCK, _FETCHED)]
         if before:
@@ -76,4 +77,5 @@ def _fetch(remote: RemoteRun, run: Path) -> str:
     finally:
         shutil.rmtree(fetched, ignore_errors=True)
         lock.give_back()  # the next epoch follows the one that the fetched run names
-    return f"the run was fetched from {remote}, with its checkpoint of step {step}{aside}"
+    passed_over = "".join(f"; damaged: {one}; an earlier one is used" for one in damage)
+    return f"the run was fetched from {remote}, with its checkpoint of step {step}{aside}{passed_over}"

@@ -4,16 +4,22 @@
     ADDRESS/NAME/buffer/ledger-*.checkpoint       the state of the ledgers at that step
     ADDRESS/NAME/buffer/history/*.log.zst         the log up to there, in parts
     ADDRESS/NAME/samples/*, metrics.arrows, ...   what was recorded
+    ADDRESS/NAME/copied.json                      checksums of the samples and of the parts of the log there
+
+A file there is written again unless it has the checksum of the one here, and what is not here any more is removed there: a run may have
+gone back, or another one may have had its name. Before that, checkpoints there that are none of the run any more lose their manifests.
 
 Columns of rows are not copied: a run that goes on from here issues the groups again that were in flight.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path, PurePosixPath
+from typing import Any
 from urllib.parse import urlsplit
 
 import pyarrow as pa
@@ -22,7 +28,7 @@ import pyarrow.fs as pf
 from ...dataflow.buffer.disk import make_folder
 from ...dataflow.buffer.folder import BUFFER, LOG, checkpoint_path
 from ...dataflow.buffer.log_history import HISTORY, header, part_before
-from ...dataflow.buffer.manifest import MANIFEST, verify_manifest
+from ...dataflow.buffer.manifest import MANIFEST, describe, verify_manifest
 from ...dataflow.buffer.run_tables import METRICS, STREAM, TIMELINE
 from ...dataflow.buffer.samples import FOLDER as SAMPLES
 from ...dataflow.errors import UserError
@@ -32,6 +38,7 @@ from .run_state import RunState
 
 CHUNK_BYTES = 8 << 20
 TABLES = (CONFIG, f"{METRICS}{STREAM}", f"{TIMELINE}{STREAM}")
+COPIED = "copied.json"
 FAILURES = (OSError, pa.ArrowException)
 """What a file system raises."""
 
@@ -47,6 +54,8 @@ class RemoteRun:
 
     def __init__(self, files: pf.FileSystem, base: str, address: str) -> None:
         self._files, self._base, self._address = files, PurePosixPath(base), address
+        self._described: dict[Path, tuple[tuple[int, int], Mapping[str, Any]]] = {}
+        """File here -> size and time of change when it was read, and its description."""
 
     @classmethod
     def at(cls, address: str, name: str) -> RemoteRun:
@@ -77,6 +86,15 @@ class RemoteRun:
         folders = (name for name in self._names(FOLDER) if re.fullmatch(r"step_\d+", name))
         return sorted((step_of(Path(n)) for n in folders if MANIFEST in self._names(f"{FOLDER}/{n}")), reverse=True)
 
+    def has(self, run: Path, step: int) -> bool:
+        """Whether the checkpoint of a step there is complete and is the one in the directory of the run, not another one of that step."""
+        name = f"{FOLDER}/step_{step:06d}/{MANIFEST}"
+        return step in self.steps() and self._read_whole(name) == (run / name).read_bytes()
+
+    def _read_whole(self, name: str) -> bytes:
+        with self._files.open_input_stream(str(self._base / name), compression=None) as stream:
+            return stream.read()
+
     def _names(self, folder: str) -> dict[str, int]:
         """Name -> size in bytes, of what lies in a folder; none if it is not there."""
         selector = pf.FileSelector(str(self._base / folder), allow_not_found=True)
@@ -84,12 +102,13 @@ class RemoteRun:
 
     # There
 
-    def copy(self, run: Path, step: int) -> int:
-        """Copy the checkpoint of a step, and what belongs to it. What is there already stays.
+    def copy(self, run: Path, step: int, *, went_back_to: int | None = None) -> int:
+        """Copy the checkpoint of a step, and what belongs to it. What is there already, with the same content, stays.
 
         Args:
             run: the directory of the run.
             step: of a complete checkpoint.
+            went_back_to: the step from which the run goes on, if none was copied since: copies of later ones are of what it gave up.
 
         Returns:
             Bytes that were written.
@@ -98,27 +117,39 @@ class RemoteRun:
             OSError, pyarrow.ArrowException: a write failed, or the checkpoint was removed meanwhile.
         """
         folder = f"{FOLDER}/step_{step:06d}"
-        if step in self.steps():
-            self._files.delete_file(str(self._base / folder / MANIFEST))
+        self._withdraw(run, step, went_back_to)
         state, buffer = RunState.read(run / folder), run / BUFFER
-        written = sum(self._write_new(run, SAMPLES, "*.arrow"))
+        samples = sorted((run / SAMPLES).glob("*.arrow"))
+        written = self._update(run, samples)
+        self._remove_others(SAMPLES, {path.name for path in samples})
         written += sum(self._write_file(run / name, name) for name in TABLES if (run / name).is_file())
         written += self._copy_log(buffer, state)
         ledgers = checkpoint_path(buffer, state.position)
         if ledgers.exists():
             written += self._write_file(ledgers, f"{BUFFER}/{ledgers.name}")
         inside = sorted(p for p in (run / folder).rglob("*") if p.is_file() and p.name != MANIFEST)
+        self._remove_others(folder, {path.relative_to(run / folder).as_posix() for path in inside})
         for path in [*inside, run / folder / MANIFEST]:
             written += self._write_file(path, path.relative_to(run).as_posix())
         return written
 
+    def _withdraw(self, run: Path, step: int, went_back_to: int | None) -> None:
+        """Remove the manifests of checkpoints that are none of the run any more, and of the one that is copied."""
+        for there in self.steps():
+            given_up = went_back_to is not None and there > went_back_to
+            differs = (run / FOLDER / f"step_{there:06d}" / MANIFEST).exists() and not self.has(run, there)
+            if there == step or given_up or differs:
+                self._files.delete_file(str(self._base / FOLDER / f"step_{there:06d}" / MANIFEST))
+
     def prune(self, run: Path) -> None:
         """Remove the checkpoints there that the run does not keep any more."""
         kept = {step_of(path): RunState.read(path).position for path in complete_checkpoints(run / FOLDER)}
-        for step in self.steps():
-            if step not in kept:
-                folder = self._base / FOLDER / f"step_{step:06d}"
-                self._files.delete_file(str(folder / MANIFEST))
+        complete = self.steps()
+        for name in self._names(FOLDER):
+            if re.fullmatch(r"step_\d+", name) and (step := step_of(Path(name))) not in kept:
+                folder = self._base / FOLDER / name
+                if step in complete:
+                    self._files.delete_file(str(folder / MANIFEST))
                 self._files.delete_dir(str(folder))
         ledgers = {checkpoint_path(run, position).name for position in kept.values()}
         for name in self._names(BUFFER):
@@ -127,24 +158,66 @@ class RemoteRun:
 
     def _copy_log(self, buffer: Path, state: RunState) -> int:
         """The log up to a checkpoint: the parts of its history, and what follows them as one more."""
-        folder, there = f"{BUFFER}/{HISTORY}", self._names(f"{BUFFER}/{HISTORY}")
+        folder = f"{BUFFER}/{HISTORY}"
         # Before the parts: a log that is cut from here on is noticed when the rest of it is read.
         tail = part_before(buffer / LOG, state.position.offset, state.position.checksum)
-        written = sum(self._write_new(buffer.parent, folder, "*.log.zst"))
-        keep = {path.name for path in (buffer / HISTORY).glob("*.log.zst")}
+        parts = sorted((buffer / HISTORY).glob("*.log.zst"))
+        written = self._update(buffer.parent, parts)
+        keep = {path.name for path in parts}
         if tail is not None:
             name, chunks = tail
             keep.add(name)
             written += self._write(f"{folder}/{name}", chunks)
-        for old in there.keys() - keep:  # of earlier checkpoints, whose records are in the later part, too
-            self._files.delete_file(str(self._base / folder / old))
+        self._remove_others(folder, keep)  # those of earlier checkpoints; their records are in the later part, too
         return written
 
-    def _write_new(self, run: Path, folder: str, pattern: str) -> Iterator[int]:
-        there = self._names(folder)
-        for path in sorted((run / folder).glob(pattern)):
-            if there.get(path.name) != path.stat().st_size:
-                yield self._write_file(path, f"{folder}/{path.name}")
+    def _update(self, run: Path, paths: Iterable[Path]) -> int:
+        """Write the files that are not there with the content that they have here; returns the bytes that were written."""
+        described = {path.relative_to(run).as_posix(): self._describe(path) for path in paths}
+        sizes = {
+            f"{folder}/{name}": size
+            for folder in {str(PurePosixPath(n).parent) for n in described}
+            for name, size in self._names(folder).items()
+        }
+        copied = self._copied()
+        new = [n for n, one in described.items() if copied.get(n) != one or sizes.get(n) != one["bytes"]]
+        if copied.keys() & {*new}:  # else a copy that breaks off would leave other content than is noted
+            copied = {name: one for name, one in copied.items() if name not in new}
+            self._note_copied(copied)
+        written = sum(self._write_file(run / name, name) for name in new)
+        if new:
+            self._note_copied(copied | {name: described[name] for name in new})
+        return written
+
+    def _describe(self, path: Path) -> Mapping[str, Any]:
+        """Size and checksum of a file here, which is read only if it has changed since."""
+        found = path.stat()
+        at = found.st_size, found.st_mtime_ns
+        if self._described.get(path, (None,))[0] != at:
+            self._described[path] = at, describe(path)
+        return self._described[path][1]
+
+    def _copied(self) -> dict[str, Mapping[str, Any]]:
+        """What was noted of the files there; nothing if the note is damaged, so that all are written again."""
+        try:
+            noted = json.loads(self._read_whole(COPIED)) if COPIED in self._names("") else {}
+        except ValueError:
+            return {}
+        return noted if isinstance(noted, dict) else {}
+
+    def _note_copied(self, copied: Mapping[str, Mapping[str, Any]]) -> None:
+        self._write(COPIED, [json.dumps(copied).encode()])
+
+    def _remove_others(self, folder: str, keep: Collection[str]) -> None:
+        """Remove the files of a folder there, and of those below it, that are not to be kept.
+
+        Args:
+            folder: below the run.
+            keep: paths below the folder.
+        """
+        for path in self._below(folder):
+            if path.relative_to(self._base / folder).as_posix() not in keep and path.name != MANIFEST:
+                self._files.delete_file(str(path))
 
     def _write_file(self, path: Path, name: str) -> int:
         with path.open("rb") as file:
@@ -164,11 +237,12 @@ class RemoteRun:
 
     # Back
 
-    def fetch(self, run: Path) -> int | None:
+    def fetch(self, run: Path, tell_damage: Callable[[str], None] = lambda line: None) -> int | None:
         """Make the directory of a run that is not here from its latest copy that is intact.
 
         Args:
             run: the directory, which is replaced if it exists. It is complete when this returns a step.
+            tell_damage: called with a line about each later copy that is not intact.
 
         Returns:
             The step of its checkpoint; None: there is none.
@@ -183,7 +257,8 @@ class RemoteRun:
             for name in self._names("").keys() & {*TABLES}:
                 self._read_file(name, run / name)
             checkpoint = run / FOLDER / f"step_{step:06d}"
-            if verify_manifest(checkpoint):
+            if damage := verify_manifest(checkpoint):
+                tell_damage(f"{self}/{FOLDER}/{checkpoint.name}: {', '.join(map(str, damage))}")
                 continue
             state = RunState.read(checkpoint)
             at = state.position
@@ -196,13 +271,16 @@ class RemoteRun:
         return None
 
     def _read(self, folder: str, into: Path) -> None:
+        for path in self._below(folder):
+            name = path.relative_to(self._base)
+            if ".." in name.parts:
+                raise OSError(f"{self} has a file of the name {name}")
+            self._read_file(str(name), into / name)
+
+    def _below(self, folder: str) -> list[PurePosixPath]:
+        """All files below a folder there; none if it is not there."""
         selector = pf.FileSelector(str(self._base / folder), allow_not_found=True, recursive=True)
-        for info in self._files.get_file_info(selector):
-            if info.type is pf.FileType.File:
-                name = PurePosixPath(info.path).relative_to(self._base)
-                if ".." in name.parts:
-                    raise OSError(f"{self} has a file of the name {name}")
-                self._read_file(str(name), into / name)
+        return [PurePosixPath(i.path) for i in self._files.get_file_info(selector) if i.type is pf.FileType.File]
 
     def _read_file(self, name: str, path: Path) -> None:
         make_folder(path.parent)

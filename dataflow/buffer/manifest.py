@@ -59,7 +59,7 @@ def write_manifest(folder: Path, *, disk: Disk | None = None, advance: Callable[
     for path in (folder, *(p for p in folder.rglob("*") if not p.is_symlink())):
         make_private(path)
     with ThreadPoolExecutor(_THREADS) as pool:
-        files = dict(zip(names, pool.map(lambda name: _describe(folder / name, disk, advance), names), strict=True))
+        files = dict(zip(names, pool.map(lambda name: describe(folder / name, disk, advance), names), strict=True))
     for inside in sorted({folder / parent for name in names for parent in Path(name).parents}, reverse=True):
         disk.sync_folder(inside)
     disk.write_whole(folder / MANIFEST, _render(files))
@@ -95,13 +95,26 @@ def _check(folder: Path, name: str, entry: _Entry) -> str:
         size = (folder / name).stat().st_size
         if size != entry["bytes"]:
             return f"is {size} bytes, not {entry['bytes']}"
-        checksum = _describe(folder / name)["xxh3_64"]
+        checksum = describe(folder / name)["xxh3_64"]
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     return f"has checksum {checksum}, not {entry['xxh3_64']}" if checksum != entry["xxh3_64"] else ""
 
 
-def _describe(path: Path, sync: Disk | None = None, advance: Callable[[], None] = lambda: None) -> _Entry:
+def describe(path: Path, sync: Disk | None = None, advance: Callable[[], None] = lambda: None) -> _Entry:
+    """The size and checksum of a file, as a manifest lists them.
+
+    Args:
+        path: of the file.
+        sync: the disk that syncs it once it is read; None: it is not synced.
+        advance: called after each chunk that is read.
+
+    Returns:
+        `bytes` and `xxh3_64`.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     digest, size = xxhash.xxh3_64(), 0
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     descriptor = os.open(path, os.O_RDONLY)

@@ -364,8 +364,8 @@ def while_fetching(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None])
     """Something happens when the last file of a copy has been read."""
     fetch = RemoteRun.fetch
 
-    def fetched(self: RemoteRun, into: Path) -> int | None:
-        step = fetch(self, into)
+    def fetched(self: RemoteRun, into: Path, *more: Any) -> int | None:
+        step = fetch(self, into, *more)
         happens()
         return step
 
@@ -412,3 +412,88 @@ def test_the_epochs_of_a_fetched_run_go_on_from_its_own(tmp_path: Path):
     run(tmp_path, SCHEDULES[0], checkpoint=every, resume="latest")
     [epoch] = [r["epoch"] for r in LogReader(tmp_path / "run" / "buffer" / "ledger.log") if r["do"] == "epoch"][-1:]
     assert epoch == 2, "the copy is of the first epoch"
+
+
+def test_samples_of_another_run_of_the_same_sizes_do_not_stay_in_a_copy(tmp_path: Path, bucket: Bucket):
+    here, remote = saved(tmp_path), remote_of(bucket)
+    remote.copy(here, 3)
+    there = bucket.folder / "runs" / "run" / "samples"
+    samples = sorted((here / "samples").glob("*.arrow"))
+    changed, gone = samples[0], samples[-1]
+    data = bytearray(changed.read_bytes())
+    data[len(data) // 2] ^= 1
+    changed.write_bytes(data)
+    gone.unlink()
+    remote_of(bucket).copy(here, 6)
+    assert (there / changed.name).read_bytes() == bytes(data)
+    assert not (there / gone.name).exists()
+
+
+def test_a_copy_that_broke_off_while_it_replaced_a_file_is_not_taken_for_the_file(tmp_path: Path, bucket: Bucket):
+    here = saved(tmp_path)
+    remote_of(bucket).copy(here, 3)
+    changed = min((here / "samples").glob("*.arrow"))
+    before = changed.read_bytes()
+    changed.write_bytes(bytes(len(before)))
+
+    def fails_when_it_is_written(path: str) -> bool:
+        return (
+            path.endswith("copied.json") and (bucket.folder / "runs/run/samples" / changed.name).read_bytes() != before
+        )
+
+    bucket.fails = fails_when_it_is_written
+    with pytest.raises(OSError, match="the service is not available"):
+        remote_of(bucket).copy(here, 6)
+    changed.write_bytes(before)
+    bucket.fails = lambda path: False
+    remote_of(bucket).copy(here, 6)
+    assert (bucket.folder / "runs/run/samples" / changed.name).read_bytes() == before
+
+
+def test_a_file_of_an_earlier_copy_of_the_same_step_does_not_make_the_new_one_unsound(tmp_path: Path, bucket: Bucket):
+    here, remote = saved(tmp_path), remote_of(bucket)
+    remote.copy(here, 9)
+    at = bucket.folder / "runs" / "run" / FOLDER / "step_000009"
+    (at / "actor" / "rank_1.json").write_text("[]")  # the run had two ranks then
+    remote.copy(here, 9)
+    assert not (at / "actor" / "rank_1.json").exists() and remote.fetch(tmp_path / "again") == 9
+
+
+def test_copies_of_what_a_run_gave_up_are_not_gone_on_from(tmp_path: Path, bucket: Bucket):
+    here, remote = saved(tmp_path), remote_of(bucket)
+    remote.copy(here, 6)
+    remote.copy(here, 9)
+    shutil.rmtree(here / FOLDER / "step_000009")  # the run goes back to step 6
+    copies = Copies(here, remote_of(bucket))
+    copies.resume()
+    until(lambda: not copies._busy and copies._waiting is None)
+    assert remote.steps() == [9, 6], "nothing is given up before there is something to go on from"
+    bucket.fails = lambda path: path.endswith("step_000007/manifest.json")
+    shutil.copytree(here / FOLDER / "step_000006", here / FOLDER / "step_000007")
+    with pytest.raises(OSError, match="not available"):
+        remote.copy(here, 7, went_back_to=6)
+    bucket.fails = lambda path: False
+    assert remote.steps() == [6]
+    copies.close()
+
+
+def test_the_copy_of_another_checkpoint_of_the_same_step_is_replaced_at_the_start(tmp_path: Path, bucket: Bucket):
+    here, remote = saved(tmp_path), remote_of(bucket)
+    remote.copy(here, 9)
+    state = bucket.folder / "runs" / "run" / FOLDER / "step_000009" / "manifest.json"
+    state.write_text("{}")
+    copies = Copies(here, remote)
+    copies.resume()
+    copies.close(30.0)
+    assert copies.copied == [9] and remote.has(here, 9)
+
+
+def test_a_damaged_copy_is_named_where_an_earlier_one_is_fetched(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    every = CheckpointConfig(every=3, keep=2, copy_to=str(tmp_path / "copies"))
+    run(tmp_path, SCHEDULES[0], checkpoint=every)
+    RemoteRun.at(every.copy_to or "", "run").copy(tmp_path / "run", 6)
+    (tmp_path / "copies" / "run" / FOLDER / "step_000009" / "actor" / "rank_0.json").write_text("[]")
+    shutil.rmtree(tmp_path / "run")
+    run(tmp_path, SCHEDULES[0], checkpoint=every, resume="latest", progress=True)
+    said = capsys.readouterr().out
+    assert "with its checkpoint of step 6" in said and "step_000009: actor/rank_0.json is 2 bytes" in said
