@@ -52,10 +52,11 @@ _MODULES: dict[str, str] = {
 }
 """Public name -> the module that defines it."""
 
-_FOLDERS = ("algorithms", "controllers", "dashboard", "dataflow", "resharding", "workers")
+_FOLDERS = ("algorithms", "commands", "controllers", "dashboard", "dataflow", "resharding", "workers")
 
 if TYPE_CHECKING:  # the same names for editors and checkers; tests/test_packaging.py keeps the two equal
     from . import algorithms as algorithms
+    from . import commands as commands
     from . import controllers as controllers
     from . import dashboard as dashboard
     from . import dataflow as dataflow

@@ -235,7 +235,7 @@ usage: waft
 
 
 LIBRARY_FILE = re.compile(
-    r"`((?:algorithms|benchmarks|controllers|dashboard|dataflow|examples|resharding|tests|workers)/[\w/]*(?:\.py)?)`"
+    r"`((?:algorithms|benchmarks|commands|controllers|dashboard|dataflow|examples|resharding|tests|workers)/[\w/]*(?:\.py)?)`"
 )
 
 

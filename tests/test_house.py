@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "workers": {"algorithms", "dataflow", "resharding"},
     "controllers": {"workers", "algorithms", "dataflow"},
 }
-"""The floors. The rooms above them (the root's modules, dashboard) may import everything."""
+"""The floors. The rooms above them (the root's modules, commands, dashboard) may import everything; nobody imports commands."""
 
 EVERYBODY_MAY_IMPORT = {"weft.dataflow.lazy", "weft.dataflow.errors"}
 """torch on demand, and the tree of exceptions: neither knows anything of dataflow, so they make nobody depend on it."""
@@ -216,6 +216,15 @@ def test_the_library_imports_no_example_test_or_benchmark():
         if outside & set(name.removeprefix("weft.").split(".")[:1])
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_only_the_module_that_is_run_imports_the_commands():
+    importing = {
+        str(file.relative_to(ROOT))
+        for file, imports in imports_by_file().items()
+        if room_of(module_name(file)) != "commands" and any(room_of(name) == "commands" for _, name in imports)
+    }
+    assert importing == {"__init__.py", "__main__.py"}, importing  # the first for editors
 
 
 def test_ray_lives_in_one_folder_of_controllers_alone():

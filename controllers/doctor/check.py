@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import os
 import signal
@@ -78,11 +77,6 @@ def table_of(records: list[Record]) -> str:
         lines.append(f"{record.outcome:8}{record.name:22}{record.seconds:6.1f} s  {record.why or figures}")
         lines.append(f"{'':8}supports: {record.claim}")
     return "\n".join(lines)
-
-
-def summary_of(records: list[Record], gpu: bool) -> str:
-    """One line of JSON."""
-    return json.dumps({"gpu": gpu, "checks": [record.json() for record in records]})
 
 
 _Answer = tuple[Literal["passed", "failed"], str, Figures]

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from ...dataflow.errors import UserError
-from .check import Check, Record, summary_of, table_of, try_check
+from .check import Check, Record, try_check
 from .checks import CHECKS
 
 
 def examine(gpu: bool, checks: Sequence[Check] = CHECKS) -> list[Record]:
-    """Make the checks, and print a table and one line of JSON.
+    """Make the checks, and name each on standard error when it begins.
 
     Args:
         gpu: use the GPUs of this machine; otherwise what runs on a CPU runs there, and the rest is skipped.
+        checks: to make.
+
+    Returns:
+        A record of each.
 
     Raises:
         UserError: there is no GPU that torch can use.
@@ -27,8 +32,6 @@ def examine(gpu: bool, checks: Sequence[Check] = CHECKS) -> list[Record]:
             )
     records: list[Record] = []
     for check in checks:
-        print(f"{check.name} ...", flush=True)
+        print(f"{check.name} ...", file=sys.stderr, flush=True)
         records.append(try_check(check, gpu))
-    print(table_of(records))
-    print(summary_of(records, gpu))
     return records

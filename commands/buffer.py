@@ -1,0 +1,159 @@
+"""`weft buffer`: the sample buffer of a run, its log, its rows and its samples, also while the run goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from tyro.conf import Positional, arg
+
+from .command import Answer, Command, RunName
+from .run_folder import find_run, run_path
+
+if TYPE_CHECKING:
+    from ..dataflow.buffer.check import Report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check(Command):
+    """Check with the log that the run kept the law of rows: no row lost, none used twice, no group torn; exit code 1 if not."""
+
+    run: RunName
+
+    def answer(self) -> Answer:
+        from ..dataflow.buffer.check import check_log
+        from ..dataflow.buffer.history import buffer_folder
+
+        folder = buffer_folder(run_path(self.run))
+        report = check_log(folder)
+        lines = [_summary(report), *(f"note: {line}" for line in report.damage)]
+        lines += [f"VIOLATION {violation}" for violation in report.violations]
+        issued = sum(graph.issued for graph in report.graphs.values())
+        if report.violations:
+            broken = dict.fromkeys(violation.rule.value for violation in report.violations)
+            lines += [f"broken rule: {rule}" for rule in broken]
+            lines.append(f"NOT OK: {len(report.violations)} violations in {folder}")
+        else:
+            lines.append(f"OK: {report.records} records account for {issued} rows")
+        found = {
+            "sound": not report.violations,
+            "rows": issued,
+            "records": report.records,
+            "graphs": {name: _counts(graph) for name, graph in report.graphs.items()},
+            "violations": [str(violation) for violation in report.violations],
+            "damage": list(report.damage),
+        }
+        return Answer(found, "\n".join(lines), exit_code=int(bool(report.violations)))
+
+
+def _counts(graph: Any) -> dict[str, Any]:
+    fates = ("issued", "waiting", "leased", "done")
+    return {fate: getattr(graph, fate) for fate in fates} | {"dropped": dict(sorted(graph.dropped.items()))}
+
+
+def _summary(report: Report) -> str:
+    import pyarrow as pa
+
+    from ..dataflow.buffer.text_table import render_table
+
+    rows = [
+        {
+            "graph": name,
+            "issued": graph.issued,
+            "waiting": graph.waiting,
+            "leased": graph.leased,
+            "done": graph.done,
+            "dropped": graph.dropped.total(),
+            "why": ", ".join(f"{reason} {number}" for reason, number in sorted(graph.dropped.items())),
+        }
+        for name, graph in report.graphs.items()
+    ]
+    nodes = [
+        {"graph": name, "node": node, "rows consumed": number}
+        for name, graph in report.graphs.items()
+        for node, number in graph.consumed.items()
+    ]
+    stale = [
+        f"{number} groups too old at {name}: {fate}"
+        for name, graph in report.graphs.items()
+        for fate, number in graph.stale.items()
+    ]
+    leases = ", ".join(f"{number} {what}" for what, number in report.leases.items())
+    facts = f"{report.restarts} restarts, {report.segments} segments, {report.checkpoints} checkpoints"
+    tables = [render_table(pa.Table.from_pylist(t), limit=1000, width=100) for t in (rows, nodes) if t]
+    return "\n\n".join([*tables, "\n".join([*stale, f"leases: {leases}; {facts}"])])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Why(Command):
+    """Say what a group waits for, or what became of its rows."""
+
+    run: RunName
+    group: Annotated[Positional[int], arg(metavar="GROUP")]
+    """The group_id of the group."""
+    graph: str | None = None
+    """Refuse groups of other graphs than this one, such as train."""
+
+    def answer(self) -> Answer:
+        from ..dataflow.buffer.history import buffer_folder, why
+
+        said = why(buffer_folder(run_path(self.run)), self.group, self.graph)
+        return Answer({"group": self.group, "why": said.splitlines()}, said)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table(Command):
+    """List the rows that the run ever issued or made."""
+
+    run: RunName
+    state: Literal["waiting", "leased", "done", "dropped"] | None = None
+    """List only rows in this state."""
+    limit: int = 20
+    """List at most so many rows."""
+
+    def answer(self) -> Answer:
+        import pyarrow.compute as pc
+
+        from ..dataflow.buffer.history import buffer_folder, history
+        from ..dataflow.buffer.text_table import render_table
+
+        table = history(buffer_folder(run_path(self.run)))
+        if self.state is not None:
+            table = table.filter(pc.field("state") == self.state)
+        found = {"rows": table.slice(0, self.limit).to_pylist(), "number": len(table)}
+        return Answer(found, render_table(table, limit=self.limit))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sql(Command):
+    """Ask a question in SQL about the tables rows, columns, samples, metrics and timeline."""
+
+    run: RunName
+    query: Annotated[Positional[str], arg(metavar="QUERY")]
+    """Such as 'select state, count(*) from rows group by state'."""
+    limit: int = 100
+    """Show at most so many rows of the answer."""
+    timeout: Annotated[float, arg(metavar="SECONDS")] = 60
+    """Give up after so many seconds."""
+
+    def answer(self) -> Answer:
+        from ..dataflow.buffer.sql import query
+        from ..dataflow.buffer.text_table import render_table
+
+        notes: list[str] = []
+        table = query(run_path(self.run), self.query, notes, timeout_s=self.timeout)
+        found = {"rows": table.slice(0, self.limit).to_pylist(), "number": len(table)}
+        return Answer(found, render_table(table, limit=self.limit), [f"note: {note}" for note in notes])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Archive(Command):
+    """Write all samples of the run into one Parquet file, samples.parquet."""
+
+    run: RunName
+
+    def answer(self) -> Answer:
+        from ..dataflow.buffer.samples import archive
+
+        path = archive(find_run(self.run))
+        return Answer({"file": str(path)}, str(path))

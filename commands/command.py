@@ -1,0 +1,43 @@
+"""Command: what a person types after `weft`, and what comes back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeAlias
+
+from tyro.conf import Positional, arg
+
+RunName: TypeAlias = Annotated[Positional[str], arg(metavar="RUN", help="A run's directory, or its name under runs/.")]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command found out."""
+
+    found: Mapping[str, Any]
+    """For programs: the object that `--json` prints."""
+    text: str = ""
+    """The same for people; empty when the command has shown it already."""
+    notes: Sequence[str] = field(default=())
+    """Lines for standard error: what could not be read, say."""
+    exit_code: int = 0
+    """0; 1 when what was looked at is not sound."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command(ABC):
+    """A command. Its fields are its arguments and options; tyro makes the help of their docstrings."""
+
+    json: bool = False
+    """Print one JSON object on standard output, and nothing else there."""
+
+    @abstractmethod
+    def answer(self) -> Answer:
+        """Do what the command says.
+
+        Raises:
+            UserError: what the user can mend; exit code 2.
+            WeftError: anything else that went wrong; exit code 1.
+        """

@@ -1,0 +1,35 @@
+"""`weft timeline`: where the time of a run went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import arg
+
+from .command import Answer, Command, RunName
+from .run_folder import run_path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline(Command):
+    """Say how busy each worker group of a run was, and draw when it did what."""
+
+    run: RunName
+    steps: str = ":"
+    """Show only these steps: 10:20 (10 to 19), 10:, :20 or 10; all of them is ':'."""
+    out: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Write the picture to this file. Default: RUN/timeline.png."""
+
+    def answer(self) -> Answer:
+        from ..dashboard.timeline import draw_timeline, load_timeline, parse_steps, summary
+
+        run = run_path(self.run)
+        timeline = load_timeline(run, parse_steps(self.steps))
+        picture = draw_timeline(timeline, self.out or run / "timeline.png", run.resolve().name)
+        lanes = {
+            lane.group: {"calls": len(lane.calls), "idle": lane.idle, "idle_s": lane.idle_s} for lane in timeline.lanes
+        }
+        found = {"start_s": timeline.start_s, "end_s": timeline.end_s, "groups": lanes, "picture": str(picture)}
+        return Answer(found, f"{summary(timeline)}\n\npicture: {picture}")

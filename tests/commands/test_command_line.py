@@ -1,0 +1,71 @@
+"""The command line `weft`: its help, its shell completion, its exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from weft.__main__ import main
+from weft.commands.command_line import TREE
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = {"torch", "ray", "vllm", "transformers", "duckdb", "pyarrow", "matplotlib", "rich"}
+
+
+def commands(tree: Mapping = TREE) -> Iterator[list[str]]:
+    """The words of each command."""
+    for name, below in tree.items():
+        yield from ([name, *rest] for rest in commands(below)) if isinstance(below, Mapping) else ([name],)
+
+
+def test_help_of_every_command_loads_nothing_heavy():
+    tried = [["--help"], [], *([*words, "--help"] for words in commands())]
+    code = (
+        "import sys\nfrom weft.__main__ import main\n"
+        f"for words in {tried}:\n"
+        "    try: main(words)\n"
+        "    except SystemExit as end: assert end.code == 0\n"
+        "print(sorted(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded = set(json.loads(done.stdout.splitlines()[-1].replace("'", '"')))
+    assert not loaded & HEAVY
+    for words in commands():
+        assert f"usage: weft {' '.join(words)} [-h]" in done.stdout
+
+
+def test_help_lists_every_command_with_what_it_does(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert end.value.code == 0 and all(f"• {name} " in said for name in TREE)
+
+
+def test_the_shell_completes_commands_and_options(capsys: pytest.CaptureFixture[str]):
+    assert main(["completion", "bash"]) == 0
+    said = capsys.readouterr().out
+    assert all(word in said for word in ("archive", "timeline", "--state", "--json"))
+    assert subprocess.run(["bash", "-n"], input=said, text=True).returncode == 0
+
+
+def test_a_wrong_command_or_argument_ends_with_two(capsys: pytest.CaptureFixture[str]):
+    assert main(["bufer"]) == 2
+    assert "error: weft has no command 'bufer'; did you mean 'buffer'?" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        main(["buffer", "why", "tiny", "first"])
+    assert end.value.code == 2 and "GROUP" in capsys.readouterr().err
+
+
+def test_the_module_and_the_script_are_the_same_command(runs: Path):
+    environment = os.environ | {"PYTHONWARNINGS": "error"}
+    command = [sys.executable, "-m", "weft", "buffer", "check", "tinny"]
+    done = subprocess.run(command, cwd=runs.parent, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "") and "did you mean 'tiny'" in done.stderr
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"weft": f"{main.__module__}:{main.__qualname__}"}
