@@ -11,7 +11,7 @@ from typing import Any
 from ..dataflow.arguments import names_arguments
 from ..dataflow.buffer.disk import is_full
 from ..dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
-from ..dataflow.errors import RunError, UserError, WorkerDied
+from ..dataflow.errors import RunError, SymptomError, TakenOverError, UserError, WeftError, WorkerDied
 from ..dataflow.graph import Graph
 from ..dataflow.handle import Handle
 from ..dataflow.prompts.prompts import Prompts
@@ -38,7 +38,7 @@ from .run_spec import Evaluation, RunHistory, RunSpec
 from .schedule import Training
 from .signals import asked_to_end, can_be_ended
 from .start import start
-from .symptoms import mistakes
+from .symptoms import check_stop_on, mistakes
 from .telling.displays import Form, display_for
 from .telling.progress import Progress
 
@@ -72,7 +72,7 @@ class Driver:
         resume: str | Path = "none",
         progress: Form | bool = "auto",
         show_every: int = 10,
-        stop_without_signal: bool = True,
+        stop_on: Sequence[str] = ("no_signal",),
         stop: Callable[[Mapping[str, float]], bool] | None = None,
         settings: object = None,
     ) -> None:
@@ -95,7 +95,8 @@ class Driver:
             progress: how the run is shown: "rich" (columns and frames), "plain" (lines), "json" (an object in each line) or "none";
                 "auto" is rich on a terminal, else plain.
             show_every: a sample of each `show_every`-th step is shown; 0 shows none.
-            stop_without_signal: end the run when its first steps have no signal (the rewards within every group are equal).
+            stop_on: symptoms that end the run when they show (docs/watching.md has the table); others are warnings. By default a run ends
+                whose first steps have no signal: the rewards within every group are equal.
             stop: called with each step's metrics; the run ends early when it returns true.
             settings: the script's own settings, kept with the run.
 
@@ -119,7 +120,7 @@ class Driver:
             buffer=buffer,
             checkpoint=checkpoint,
             stop=stop,
-            stop_without_signal=stop_without_signal,
+            stop_on=check_stop_on(stop_on),
         )
 
         def accept(point: ResumePoint | None) -> None:
@@ -152,7 +153,7 @@ class Driver:
     def __enter__(self) -> Driver:
         """Start the worker groups and give every follower its leader's weights."""
         for mistake in mistakes(self._spec.graphs["train"], self._spec.handles):
-            self._history.progress.warn(mistake)
+            self._history.progress.alert("mistake", mistake)
         try:
             self._start()
         except BaseException:
@@ -192,14 +193,21 @@ class Driver:
         checkpoint.
         """
         run = self._usable()
-        with can_be_ended(self._spec.checkpoint.writes):
-            while True:
-                try:
-                    run.to_the_end()
-                    return self.directory.metrics
-                except WorkerDied as error:
-                    died = error
-                run = self._start_again(died)
+        try:
+            with can_be_ended(self._spec.checkpoint.writes):
+                while True:
+                    try:
+                        run.to_the_end()
+                        return self.directory.metrics
+                    except WorkerDied as error:
+                        died = error
+                    run = self._start_again(died)
+        except WeftError as error:
+            if not isinstance(
+                error, SymptomError | TakenOverError
+            ):  # the former is noted, the latter has another writer
+                self._history.progress.alerts.add("failed", error.text, ends=True)
+            raise
 
     def _start_again(self, error: WorkerDied) -> Run:
         """Go on from the last checkpoint, if there is one and no more than MAX_RESTARTS in a row went on from the same."""

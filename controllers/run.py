@@ -20,7 +20,7 @@ from ..dataflow.buffer.history import waits_for
 from ..dataflow.buffer.log import Position
 from ..dataflow.buffer.sample_buffer import SampleBuffer
 from ..dataflow.buffer.samples import FOLDER as SAMPLES
-from ..dataflow.errors import NoSignalError, StalledError
+from ..dataflow.errors import NoSignalError, StalledError, SymptomError
 from .graph_run import GraphRuns
 from .group import Call, WorkerGroup
 from .loop.admission import Admission
@@ -44,6 +44,7 @@ from .run_directory import RunDirectory
 from .run_spec import RunHistory, RunSpec
 from .schedule import Asynchronous
 from .signals import asked_to_end
+from .symptoms import GOES_ON, NO_SIGNAL, Seen
 from .weight_sync import WeightSync
 
 
@@ -99,7 +100,7 @@ class Run:
         self._replies = Replies(self._backend, buffer, graph_runs, calls, remedies)
         self._weights, self._calls = weights, calls
         parts = RunParts(schedule, buffer, groups, graph_runs, weights, recording, calls)
-        self._admission = Admission(parts, stop_without_signal=spec.stop_without_signal)
+        self._admission = Admission(parts, stop_without_signal=NO_SIGNAL in spec.stop_on)
         self._dispatcher = Dispatcher(parts, self._backend.clock)
         self._closing = Closing(spec, history, directory, parts, self._saving, self._started)
         self.failed = False
@@ -136,8 +137,8 @@ class Run:
         """
         with collected_seldom(not self._backend.in_process):
             self._walk()
-        if self._closing.without_signal:
-            self._refuse()
+        if self._closing.ended_by is not None:
+            self._refuse(self._closing.ended_by)
         if self._spec.checkpoint.writes:
             self._save_to_the_end()
         self._disk.write(self._directory.flush)
@@ -151,8 +152,8 @@ class Run:
         while not self._finished:
             if asked_to_end() and self._can_be_saved:
                 self._leave()
-            if self._closing.without_signal and self._can_be_saved:
-                self._refuse()
+            if self._closing.ended_by is not None and self._can_be_saved:
+                self._refuse(self._closing.ended_by)
             self._admit()
             self._dispatch()
             self._settle()
@@ -316,14 +317,22 @@ class Run:
         self._history.progress.left(self._saving.folder.path)
         raise SystemExit(0)
 
-    def _refuse(self) -> NoReturn:
-        """Save the run, if it makes checkpoints, and end it, because it learns nothing."""
-        self._save_as_it_stands()
-        raise NoSignalError(self._closing.without_signal, self._history.progress.latest_sample)
+    def _refuse(self, seen: Seen) -> NoReturn:
+        """End the run because of a symptom. It saves itself first, if it makes checkpoints and its weights have not suffered."""
+        if seen.symptom.spoils:
+            self._record_all()
+        else:
+            self._save_as_it_stands()
+        kind = NoSignalError if seen.symptom.name == NO_SIGNAL else SymptomError
+        raise kind(f"{seen.text}. {GOES_ON}", self._history.progress.latest_sample)
 
     def _save_as_it_stands(self) -> None:
         if self._spec.checkpoint.writes:
             self._save_to_the_end(anew=True)  # there may be one of this step, with fewer rows in the buffer
+        self._record_all()
+
+    def _record_all(self) -> None:
+        """Have everything on the disk that people look at."""
         self._until(self._all_recorded)
         self._disk.write(self._directory.flush)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -64,8 +64,8 @@ class RunSpec:
     buffer: BufferConfig
     checkpoint: CheckpointConfig
     stop: Callable[[Mapping[str, float]], bool] | None
-    stop_without_signal: bool
-    """A run whose first steps have no signal ends with an error."""
+    stop_on: Collection[str]
+    """Names of the symptoms that end the run."""
 
     @cached_property
     def follows(self) -> tuple[ParameterEdge, ...]:

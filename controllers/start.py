@@ -99,7 +99,7 @@ def _files(spec: RunSpec, directory: RunDirectory, buffer: SampleBuffer, progres
     """Where the processes write segments. The user is warned if there is little room."""
     segments, config = buffer.segments.parent, spec.buffer
     for note in notes(segments, config.max_bytes):
-        progress.warn(note)
+        progress.alert("little_room", note)
     return Files(segments, config.file_bytes, config.memory_bytes, buffer.scratch, directory.starts)
 
 

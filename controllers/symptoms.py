@@ -1,18 +1,19 @@
 """Symptoms: signs that a run cannot learn. Each is reported once, with advice.
 
-A `Mistake` shows in the graph before anything starts, a `Symptom` in the metrics of a step. A rule is a value: a new one is a line of
+A `Mistake` shows in the graph before anything starts, a `Symptom` in the metrics of its steps. A rule is a value: a new one is a line of
 `MISTAKES` or `SYMPTOMS`.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ..algorithms.advantages import group_advantages
 from ..dataflow.column import RESPONSE_IDS
+from ..dataflow.errors import UserError, nearest
 from ..dataflow.graph import Graph
 from ..dataflow.handle import Handle
 from ..dataflow.node import Node
@@ -20,10 +21,13 @@ from ..dataflow.node import Node
 Row = Mapping[str, float]
 """The metrics of a step."""
 
+NO_SIGNAL = "no_signal"
+KEPT = 64
+"""Steps that rules can look back on."""
 FIRST = 3
-"""Steps from the first in which nothing has to show before a run is said to be without it."""
+"""First steps that measured a metric, with which later ones are compared."""
 FIRST_WITHOUT_SIGNAL = 2
-"""The same of signal: without it nothing at all is learned."""
+"""Steps without signal from the first on after which a run is said to have none: without it nothing at all is learned."""
 LAST_JUDGED = 10
 """Last step after which a run can be said to have had no signal from the start."""
 LARGE_RATE = 0.1
@@ -31,6 +35,13 @@ LARGE_RATE = 0.1
 LARGE_NORM = 1e4
 LARGE_GAP = 1.0
 """Nats of a token: a probability that is wrong by a factor of e."""
+DRIFTED_GAP = 0.05
+"""Nats of a token from which on a gap that has grown is worth a word."""
+GAP_GROWTH = 5.0
+COLLAPSED = 0.05
+"""Share of its first entropy below which a policy has collapsed."""
+FEW_WITH_SIGNAL = 0.05
+"""Share of the groups of a step that have signal at most where hardly any have."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +57,47 @@ class Mistake:
 class Symptom:
     """What shows in metrics."""
 
-    shows: Callable[[Row], str]
-    """What is seen in the metrics of a step; empty when nothing is."""
+    name: str
+    """Of its alerts, and in `Driver(stop_on=...)`."""
+    shows: Callable[[Past], str | None]
+    """What is seen in the last step; empty when nothing is, None when that was not measured."""
     advice: str
-    first: int | None = None
-    """It counts when it shows in each of so many steps from the first on; None: whenever it shows."""
+    steps: int = 1
+    """It counts when it shows in so many steps in a row, as far as they measured it; 0: the rule looks back itself, and says so."""
+    spoils: bool = False
+    """Whether the weights have suffered: a run that ends because of it makes no checkpoint of them."""
+
+
+class Past:
+    """The metrics of a run so far: its last steps, and what its first ones were like."""
+
+    def __init__(self) -> None:
+        self.rows: deque[Row] = deque(maxlen=KEPT)
+        """The last steps, the newest last."""
+        self._first: dict[str, list[float]] = {}
+        self.signal: dict[int, bool] = {}
+        """Step -> whether it had signal, where that was measured."""
+
+    def add(self, row: Row) -> None:
+        """Note a step that is over; the start of the run, step 0, is none."""
+        if not row["step"]:
+            return
+        self.rows.append(row)
+        for name, value in row.items():
+            first = self._first.setdefault(name, [])
+            if len(first) < FIRST and math.isfinite(value):
+                first.append(value)
+        if (has := _has_signal(row)) is not None:
+            self.signal[int(row["step"])] = has
+
+    @property
+    def last(self) -> Row:
+        return self.rows[-1]
+
+    def at_first(self, name: str) -> float:
+        """Mean of a metric over the first steps that measured it; NaN until there are FIRST of them."""
+        first = self._first.get(name, [])
+        return sum(first) / len(first) if len(first) == FIRST else math.nan
 
 
 def _groups_of_one(graph: Graph, handles: Mapping[str, Handle]) -> Iterator[str]:
@@ -107,13 +154,46 @@ def _has_signal(row: Row) -> bool | None:
     return any(value != 1 for value in known) if known else None
 
 
-def _no_signal(row: Row) -> str:
-    if _has_signal(row) is not False:
+def _no_signal(past: Past) -> str | None:
+    if _has_signal(past.last) is None:
+        return None
+    steps = len(past.signal)
+    if any(past.signal.values()) or steps < FIRST_WITHOUT_SIGNAL or past.last["step"] > LAST_JUDGED:
         return ""
-    values = {name: value for name, value in _training(row, "std") if value == 0}
+    return (
+        f"in each of the first {steps} steps the rewards within every group are equal{_all_are(past.last)}, so that all advantages "
+        "are 0 and nothing is learned"
+    )
+
+
+def _signal_lost(past: Past) -> str | None:
+    known = [value for _, value in _training(past.last, "groups_without_signal") if not math.isnan(value)]
+    if not known:
+        return None
+    if min(known) < 1 - FEW_WITH_SIGNAL or not any(past.signal.values()):
+        return ""
+    return f"{min(known):.0%} of the groups have equal rewards{_mean_reward(past.last)}: they teach nothing any more"
+
+
+def _equal_rewards(past: Past) -> str | None:
+    """Of rewards that no group compares, such as PPO's."""
+    deviations = dict(_training(past.last, "std"))
+    if not deviations or _has_signal(past.last) is not None:
+        return None
+    if any(value != 0 for value in deviations.values()):
+        return ""
+    return f"all rewards are equal{_all_are(past.last)}: they say nothing of one response against another"
+
+
+def _all_are(row: Row) -> str:
+    """What all rewards are, where each group of workers that measures them found one value."""
+    values = {name for name, value in _training(row, "std") if value == 0}
     all_are = [f"all are {row[mean]:g}" for name in values if (mean := name.removesuffix("std") + "mean") in row]
-    which = f" ({all_are[0]})" if all_are else ""
-    return f"the rewards within every group are equal{which}, so that all advantages are 0 and nothing is learned"
+    return f" ({all_are[0]})" if all_are else ""
+
+
+def _mean_reward(row: Row) -> str:
+    return f" (reward {row['reward/mean']:g})" if "reward/mean" in row else ""
 
 
 def all_filtered(row: Row, groups: int) -> str:
@@ -136,18 +216,23 @@ def all_filtered(row: Row, groups: int) -> str:
     shown = f" ({', '.join(means)})" if means else ""
     return (
         f"the rewards within each of the first {dropped:g} groups are equal{shown}, and a filter drops such groups, so that no step "
-        f"is ever over. {SYMPTOMS[0].advice}; Driver(stop_without_signal=False) lets the run go on"
+        f"is ever over. {SYMPTOMS[0].advice}. {GOES_ON}"
     )
 
 
-def _all_cut_off(row: Row) -> str:
-    known = dict(_training(row, "cut_off"))
-    if known and all(value == 1 for value in known.values()):
-        return "every response is cut off at its limit of tokens, so that none comes to its end"
-    return ""
+def _all_cut_off(past: Past) -> str | None:
+    known = dict(_training(past.last, "cut_off"))
+    if not known:
+        return None
+    return (
+        "every response is cut off at its limit of tokens, so that none comes to its end"
+        if all(value == 1 for value in known.values())
+        else ""
+    )
 
 
-def _blown_up(row: Row) -> str:
+def _blown_up(past: Past) -> str:
+    row = past.last
     for name, value in (*_training(row, "loss"), *_training(row, "grad_norm")):
         if not math.isfinite(value):
             return f"{name} is {value}"
@@ -160,6 +245,28 @@ def _blown_up(row: Row) -> str:
     return ""
 
 
+def _collapsed(past: Past) -> str | None:
+    known = {n: (value, past.at_first(n)) for n, value in _training(past.last, "entropy") if math.isfinite(value)}
+    if not known:
+        return None
+    for name, (value, first) in known.items():
+        if value < COLLAPSED * first:
+            return f"{name} is {value:.3g} nats a token, and was {first:.3g} at first: the policy samples almost the same each time"
+    return ""
+
+
+def _drifted(past: Past) -> str | None:
+    known = {n: (value, past.at_first(n)) for n, value in _training(past.last, "mean_logprob_gap")}
+    if not known:
+        return None
+    for name, (value, first) in known.items():
+        if value > DRIFTED_GAP and value > GAP_GROWTH * first:
+            return (
+                f"{name} is {value:.3g} nats a token, and was {first:.3g} at first: generator and trainer drift apart"
+            )
+    return ""
+
+
 def _training(row: Row, metric: str) -> Iterator[tuple[str, float]]:
     """Metrics of this name of the groups that train: not those of evaluations."""
     return ((name, value) for name, value in row.items() if name.count("/") == 1 and name.endswith(f"/{metric}"))
@@ -167,21 +274,88 @@ def _training(row: Row, metric: str) -> Iterator[tuple[str, float]]:
 
 SYMPTOMS = (
     Symptom(
+        NO_SIGNAL,
         _no_signal,
         "Look at the rewards in samples/. Try a reward that tells answers apart, easier prompts, more responses to each (n), or a "
         "model that succeeds now and then",
-        first=FIRST_WITHOUT_SIGNAL,
+        steps=0,
     ),
     Symptom(
+        "signal_lost",
+        _signal_lost,
+        "If the rewards are high, the prompts are learned: end the run, or go on with harder ones. If they are low, try easier prompts, "
+        "more responses to each (n), or a higher temperature; drop_zero_variance spares the work on such groups",
+        steps=5,
+    ),
+    Symptom(
+        "equal_rewards",
+        _equal_rewards,
+        "Look at the rewards in samples/. Try a reward that tells answers apart, or easier prompts",
+        steps=3,
+    ),
+    Symptom(
+        "all_cut_off",
         _all_cut_off,
         "Try a larger Sampling(max_tokens=...), and look in samples/ whether the model ever writes its end-of-text token",
-        first=FIRST,
+        steps=3,
     ),
     Symptom(
+        "diverged",
         _blown_up,
         "Training has probably diverged. Try a learning_rate ten times smaller, warmup_steps, or go back to a checkpoint before it",
+        spoils=True,
+    ),
+    Symptom(
+        "entropy_collapse",
+        _collapsed,
+        "If the reward has stopped rising, go back to a checkpoint before it. Try a smaller learning_rate, an entropy_coefficient, a "
+        "higher upper clip (clip_high), or a penalty on the divergence from a reference",
+        steps=3,
+        spoils=True,
+    ),
+    Symptom(
+        "gap_drift",
+        _drifted,
+        "Try a smaller max_staleness and a correction for it (truncated importance sampling), the same dtype on both sides, or float32 "
+        "for the head",
+        steps=3,
     ),
 )
+SYMPTOM_NAMES = tuple(symptom.name for symptom in SYMPTOMS)
+
+
+def check_stop_on(names: object) -> tuple[str, ...]:
+    """The names of the symptoms that end a run, checked.
+
+    >>> check_stop_on(["no_signal", "diverge"])
+    Traceback (most recent call last):
+    weft.dataflow.errors.UserError: Driver(stop_on=...) names symptoms; there is none called 'diverge'; did you mean 'diverged'? They \
+are no_signal, signal_lost, equal_rewards, all_cut_off, diverged, entropy_collapse, gap_drift
+
+    Raises:
+        UserError: there is none of a name.
+    """
+    if isinstance(names, str) or not isinstance(names, Collection):
+        raise UserError(f"Driver(stop_on={names!r}) is a sequence of names of symptoms, such as stop_on=('no_signal',)")
+    for name in names:
+        if name not in SYMPTOM_NAMES:
+            raise UserError(
+                f"Driver(stop_on=...) names symptoms; there is none called {name!r}{nearest(str(name), SYMPTOM_NAMES) or '.'} "
+                f"They are {', '.join(SYMPTOM_NAMES)}"
+            )
+    return tuple(names)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A symptom that showed."""
+
+    symptom: Symptom
+    text: str
+    """What was seen, and what to try."""
+
+
+GOES_ON = "The run goes on with another Driver(stop_on=...), such as stop_on=()"
 
 
 def mistakes(graph: Graph, handles: Mapping[str, Handle]) -> list[str]:
@@ -193,42 +367,29 @@ class Watch:
     """Looks at each step of a run, and reports each symptom once."""
 
     def __init__(self) -> None:
-        self._said: set[int] = set()
-        self._in_a_row: Counter[int] = Counter()
-        self._signal: dict[int, bool] = {}
-        """Step -> whether it had signal, where that was measured."""
-
-    def see(self, row: Row) -> list[str]:
-        """New symptoms of a finished step, a line for each."""
-        step, new = int(row["step"]), []
-        for number, symptom in enumerate(SYMPTOMS):
-            seen = symptom.shows(row)
-            if number in self._said or not step or not seen:
-                continue
-            self._in_a_row[number] += 1
-            if symptom.first is None:
-                new.append(f"step {step}: {seen}. {symptom.advice}")
-            elif step == symptom.first == self._in_a_row[number]:
-                new.append(f"in each of the first {step} steps {seen}. {symptom.advice}")
-            else:
-                continue
-            self._said.add(number)
-        return new
+        self._said: set[str] = set()
+        self._in_a_row: Counter[str] = Counter()
+        self._past = Past()
 
     def remember(self, rows: Iterable[Row]) -> None:
-        """Note whether there was signal in steps that are over."""
+        """Take note of the steps that a run which goes on has behind it, instead of those that were seen."""
+        self._past = Past()
+        self._in_a_row.clear()
         for row in rows:
-            if row["step"] and (has := _has_signal(row)) is not None:
-                self._signal[int(row["step"])] = has
+            self._past.add(row)
 
-    def without_signal(self, row: Row) -> str:
-        """What is to be said of a run that has had no signal in any step so far, when a step is over; empty: it has had some, or it is
-        too early to say, or too late to say it of the start."""
-        step = int(row["step"])
-        if not step or step > LAST_JUDGED:
-            return ""
-        self.remember([row])
-        seen, steps = _no_signal(row), len(self._signal)
-        if not seen or any(self._signal.values()) or steps < FIRST_WITHOUT_SIGNAL:
-            return ""
-        return f"in each of the first {steps} steps {seen}. {SYMPTOMS[0].advice}; Driver(stop_without_signal=False) lets the run go on"
+    def see(self, row: Row) -> list[Seen]:
+        """New symptoms of a finished step."""
+        self._past.add(row)
+        return [seen for symptom in SYMPTOMS if row["step"] and (seen := self._judge(symptom, int(row["step"])))]
+
+    def _judge(self, symptom: Symptom, step: int) -> Seen | None:
+        if symptom.name in self._said or (text := symptom.shows(self._past)) is None:
+            return None
+        self._in_a_row[symptom.name] = self._in_a_row[symptom.name] + 1 if text else 0
+        if not text or self._in_a_row[symptom.name] < symptom.steps:
+            return None
+        self._said.add(symptom.name)
+        before = f", and {symptom.steps - 1} steps before" if symptom.steps > 1 else ""
+        when = f"step {step}{before}: " if symptom.steps else ""
+        return Seen(symptom, f"{when}{text}. {symptom.advice}")

@@ -4,7 +4,8 @@
      ├─ UserError (ValueError)                 the user can fix it: settings, graph, data, placement; exit code 2
      │   ├─ GraphError                         the graph breaks a rule
      │   ├─ NoSuchNodeError (AttributeError)   a worker class has no such node
-     │   ├─ NoSignalError                      the first steps of a run have nothing to learn from
+     │   ├─ SymptomError                       a sign that a run cannot learn, which `stop_on` names
+     │   │   └─ NoSignalError                  the first steps of a run have nothing to learn from
      │   └─ SampleError                        a mistake that shows on particular samples
      ├─ RunError (RuntimeError)                the run cannot go on; exit code 1
      │   ├─ StalledError                       rows are in flight, and nothing can move
@@ -83,14 +84,19 @@ class SampleError(UserError):
         self.sample_ids = tuple(sample_ids)
 
 
-class NoSignalError(UserError):
-    """The rewards within every group of a run's first steps are equal: all advantages are 0, and nothing is learned. The message has a
-    sample with its reward. A run that makes checkpoints has made one, and goes on from there with `resume="latest"`."""
+class SymptomError(UserError):
+    """A run shows a sign that it cannot learn, and `Driver(stop_on=...)` names it. The message says what was seen, and has a sample
+    with its reward."""
 
     def __init__(self, message: str, sample: object = None) -> None:
         super().__init__(f"{message}\n{sample}" if sample else message)
         self.sample = sample
         """One of the last samples that were recorded; None: there are none."""
+
+
+class NoSignalError(SymptomError):
+    """The rewards within every group of a run's first steps are equal: all advantages are 0, and nothing is learned. A run that makes
+    checkpoints has made one, and goes on from there with `resume="latest"`."""
 
 
 # What ends a run

@@ -80,7 +80,7 @@ def main(settings: Settings) -> None:
         resume=settings.resume,
         seed=settings.seed,
         settings=settings,
-        stop_without_signal=not tiny,  # a tiny model is right too rarely
+        stop_on=() if tiny else ("no_signal",),  # a tiny model is right too rarely
     ) as driver:
         metrics = driver.run()
         for handle, folder in ((actor, "model"), (critic, "critic")):

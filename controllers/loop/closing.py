@@ -11,7 +11,7 @@ from ..recovery.checkpoints import FOLDER, complete_checkpoints
 from ..recovery.saving import Saving
 from ..run_directory import RunDirectory
 from ..run_spec import RunHistory, RunSpec
-from ..symptoms import LAST_JUDGED
+from ..symptoms import Seen
 from ..telling.records import Ending, ending_of
 from .run_parts import RunParts
 
@@ -39,14 +39,13 @@ class Closing:
         self._saving = saving
         self._started = started
         self._closed_at = spec.backend.clock()
-        self.without_signal = ""
-        """Why the run is to end: what was seen in steps that had no signal. Empty: it goes on."""
+        self.ended_by: Seen | None = None
+        """The symptom that ends the run; None: it goes on."""
 
     def resume(self) -> None:
         """The run goes on: the step under way begins now."""
         self._closed_at = self._spec.backend.clock()
-        if self._parts.train.step <= LAST_JUDGED:
-            self._history.watch.remember(self._directory.metrics)
+        self._history.watch.remember(self._directory.metrics)
         self._mark_evaluations()
 
     @property
@@ -91,12 +90,16 @@ class Closing:
         train.tokens.clear()
         self._directory.add_metrics(row)
         self._history.progress.stepped(row)
-        if self._spec.stop_without_signal:
-            self.without_signal = self._history.watch.without_signal(row)
-        for symptom in [] if self.without_signal else self._history.watch.see(row):
-            self._history.progress.warn(symptom)
+        self._look_at(row)
         self._ask_to_stop(row)
         self._mark_evaluations()
+
+    def _look_at(self, row: Mapping[str, float]) -> None:
+        """Report the symptoms that show in a step. Of those that end the run, the first does, and its error says so."""
+        for seen in self._history.watch.see(row):
+            ends = seen.symptom.name in self._spec.stop_on and self.ended_by is None
+            self._history.progress.alert(seen.symptom.name, seen.text, ends=ends)
+            self.ended_by = seen if ends else self.ended_by
 
     def _close_evaluation(self, evaluation: EvaluationRun, step: int) -> None:
         """Note the metrics of an evaluation beside those of the step that it evaluates, when its calls are over, too."""

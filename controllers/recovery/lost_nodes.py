@@ -88,7 +88,7 @@ class LostNodes:
         for node in sorted(set(lost) - self._said):
             self._said.add(node)
             ranks = sum(at == node for *_, at in gone)
-            self._progress.say(f"node {node} is gone, with {ranks} ranks; the run goes on with the others")
+            self._progress.lost_node(f"node {node} is gone, with {ranks} ranks; the run goes on with the others")
         if again:
             self._progress.say(f"{len(again)} groups whose rows lay there are issued again")
         return requests

@@ -12,6 +12,7 @@ from typing import Any
 from ...dataflow.buffer.disk import is_full
 from ...dataflow.graph import Graph
 from ...dataflow.source import Source
+from ..alerts import Alerts
 from ..placement import Place
 from ..signals import redirect_to_null
 from .displays import Display, Nothing
@@ -33,6 +34,7 @@ class Progress:
         self._steps = steps
         self._run_dir = run_dir
         self._display = display
+        self.alerts = Alerts(run_dir)
         self._show_every = show_every
         self._began = time.monotonic()
         self._paced_from: tuple[int, float] | None = None
@@ -75,10 +77,19 @@ class Progress:
     def resumed(self, checkpoint: Path, step: int, damage: Iterable[str]) -> None:
         for what in damage:
             self.say(f"damaged: {what}")
+        self.alerts.step = step
         self.say(f"goes on after step {step}, from {checkpoint}")
 
-    def warn(self, what: str) -> None:
-        self._show(lambda: self._display.say(what, warning=True))
+    def alert(self, name: str, text: str, *, ends: bool = False) -> None:
+        """Note something in the run's alerts, and say it as a warning; what ends the run is said by its error."""
+        self.alerts.add(name, text, ends=ends)
+        if not ends:
+            self._show(lambda: self._display.say(text, warning=True))
+
+    def _happened(self, name: str, text: str) -> None:
+        """Note something in the run's alerts, and say it."""
+        self.alerts.add(name, text)
+        self.say(text)
 
     def say(self, text: str) -> None:
         self._show(lambda: self._display.say(text))
@@ -87,27 +98,32 @@ class Progress:
         self.say(f"the evaluation {evaluation!r} of step {step} was under way, and is given up")
 
     def replaced(self, worker: str, why: str, rows: int, seconds: float) -> None:
-        self.say(f"worker {worker} was replaced after {seconds:.1f} s, {rows} rows are requeued; {why}")
+        self._happened(
+            "replaced", f"worker {worker} was replaced after {seconds:.1f} s, {rows} rows are requeued; {why}"
+        )
 
     def joined(self, worker: str, seconds: float, up: int, most: int) -> None:
         self.say(f"worker {worker} joined after {seconds:.1f} s; {up} of {most} ranks are up")
 
     def left_group(self, worker: str, why: str, rows: int, up: int, most: int) -> None:
-        self.say(f"worker {worker} left, {rows} rows are requeued; {up} of {most} ranks are up; {why}")
+        self._happened("left", f"worker {worker} left, {rows} rows are requeued; {up} of {most} ranks are up; {why}")
 
     def dropped(self, what: str, others: Sequence[int], why: str) -> None:
         more = f", and {len(others)} more" if others else ""
-        self.say(f"{what}{more}; dropped: {why}")
+        self._happened("dropped", f"{what}{more}; dropped: {why}")
 
     def repeated(self, who: str, why: str, samples: Sequence[int]) -> None:
         at = f" at sample {', '.join(map(str, samples[:4]))}" if samples else ""
         self.say(f"{who} failed{at}; its rows are requeued: {why}")
 
     def paused(self, why: str) -> None:
-        self.say(f"paused, for want of room on the disk: {why}; the run goes on when there is some")
+        self._happened("disk_full", f"paused, for want of room on the disk: {why}; the run goes on when there is some")
+
+    def lost_node(self, text: str) -> None:
+        self._happened("node_lost", text)
 
     def died(self, why: str) -> None:
-        self.say(f"{why}\nall groups are started again")
+        self._happened("restarted", f"{why}\nall groups are started again")
 
     def left(self, checkpoints: Path) -> None:
         self.say(f"ended early, and saved in {checkpoints}; resume='latest' goes on from there")
@@ -127,6 +143,7 @@ class Progress:
     def stepped(self, row: Mapping[str, float]) -> None:
         """A step is over; step 0 is the start of the run."""
         step, now = int(row["step"]), time.monotonic()
+        self.alerts.step = step
         if not step:
             return
         if self._paced_from is None:

@@ -87,11 +87,11 @@ def test_a_run_without_signal_ends_with_a_sample_and_goes_on_from_there_when_tol
         run(tmp_path, schedule, checkpoint=saving)
     said = str(refused.value)
     assert "steps the rewards within every group are equal (all are 0.25), so that all advantages are 0" in said
-    assert "sample of step" in said and "reward 0.25" in said and "stop_without_signal=False" in said
+    assert "sample of step" in said and "reward 0.25" in said and "Driver(stop_on=...)" in said
     assert "no signal 100%" in capsys.readouterr().out
     reached = int(next((tmp_path / "run" / "checkpoints").glob("step_*")).name.removeprefix("step_"))
     assert 2 <= reached <= 4, "the asynchronous run may be a little ahead"
-    metrics = run(tmp_path, schedule, checkpoint=saving, resume="latest", stop_without_signal=False)
+    metrics = run(tmp_path, schedule, checkpoint=saving, resume="latest", stop_on=())
     assert [row["step"] for row in metrics] == [float(step) for step in range(21)]
 
 
@@ -111,7 +111,7 @@ def test_a_filter_that_drops_every_group_of_two_steps_ends_the_run_with_the_rewa
     ):
         run(tmp_path, schedule, filtered)
     with pytest.raises(StalledError, match="drop_zero_variance"):
-        run(tmp_path / "told", schedule, filtered, stop_without_signal=False)
+        run(tmp_path / "told", schedule, filtered, stop_on=())
 
 
 def test_groups_that_pass_the_filter_after_the_first_ones_are_enough(tmp_path: Path):
@@ -147,8 +147,7 @@ def judged(shares: Iterable[float | None]) -> list[int]:
     watch, ended = Watch(), []
     for step, share in enumerate(shares):
         row = {"step": float(step)} | ({} if share is None else {"functions/groups_without_signal": share})
-        if watch.without_signal(row):
-            ended.append(step)
+        ended += [step for seen in watch.see(row) if seen.symptom.name == "no_signal"]
     return ended
 
 
@@ -160,4 +159,4 @@ def test_only_a_run_that_never_had_signal_is_judged():
     assert judged([None, *[None] * 10, 1, 1, 1]) == [], "too late to say so of its start"
     watch = Watch()
     row = {"eval/functions/groups_without_signal": 1.0}
-    assert not any(watch.without_signal({"step": float(step), **row}) for step in range(5))
+    assert not any(watch.see({"step": float(step), **row}) for step in range(5))

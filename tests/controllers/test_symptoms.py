@@ -5,18 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy import ToyActor, ToyConfig, ToyReward, ToyRollout, centred, prompts
+from toy import ToyActor, ToyConfig, ToyLoss, ToyReward, ToyRollout, centred, prompts
 
 from weft.algorithms.advantages import greedy_baseline, group_advantages
 from weft.algorithms.sampling import Sampling
+from weft.controllers.alerts import read_alerts
 from weft.controllers.driver import Driver
 from weft.controllers.schedule import Synchronous
 from weft.controllers.symptoms import FIRST_WITHOUT_SIGNAL, Watch, mistakes
 from weft.dataflow.batch import Batch
+from weft.dataflow.errors import SymptomError, UserError
 from weft.dataflow.graph import Graph
 from weft.dataflow.handle import group
 from weft.dataflow.metrics import Mean, Metrics
 from weft.dataflow.operation import Shape
+from weft.dataflow.takes import TrainingBatch
 from weft.dataflow.tracing import graph
 from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
@@ -101,7 +104,7 @@ def test_what_is_right_is_not_warned_of():
 
 def seen(*rows: dict[str, float]) -> list[str]:
     watch = Watch()
-    return [text for step, row in enumerate(rows) for text in watch.see({"step": float(step), **row})]
+    return [seen.text for step, row in enumerate(rows) for seen in watch.see({"step": float(step), **row})]
 
 
 def test_rewards_that_are_equal_from_the_first_step_on_are_said_once():
@@ -111,7 +114,7 @@ def test_rewards_that_are_equal_from_the_first_step_on_are_said_once():
         said.startswith(f"in each of the first {FIRST_WITHOUT_SIGNAL} steps the rewards within every group are equal")
         and "Try " in said
     )
-    assert seen({}, none, some, *[none] * 10) == [], "one group told answers apart"
+    assert seen({}, none, some, *[none] * 3) == [], "one group told answers apart"
     assert seen({}, *[{"eval/functions/groups_without_signal": 1.0}] * 10) == [], "an evaluation learns nothing anyhow"
 
 
@@ -119,6 +122,46 @@ def test_responses_that_are_all_cut_off_are_said_once():
     (said,) = seen({}, *[{"rollout/cut_off": 1.0}] * 10)
     assert "every response is cut off at its limit of tokens" in said and "max_tokens" in said
     assert seen({}, *[{"rollout/cut_off": 0.99}] * 10) == []
+    cut, not_measured = {"rollout/cut_off": 1.0}, {"actor/loss": 0.1}
+    assert len(seen({}, cut, {"rollout/cut_off": 0.5}, cut, not_measured, cut, cut)) == 1, "later, and with a gap"
+    assert seen({}, cut, cut, {"rollout/cut_off": 0.5}, cut, cut) == []
+
+
+def test_groups_that_have_lost_their_signal_are_said_with_the_reward():
+    some, none = (
+        {"functions/groups_without_signal": 0.2},
+        {"functions/groups_without_signal": 0.96, "reward/mean": 0.99},
+    )
+    (said,) = seen({}, some, *[none] * 9)
+    assert said.startswith("step 6, and 4 steps before: 96% of the groups have equal rewards (reward 0.99)")
+    assert "the prompts are learned" in said and "drop_zero_variance" in said
+    assert seen({}, some, *[none] * 4, some, *[none] * 4) == []
+
+
+def test_rewards_that_are_equal_over_all_responses_are_said_where_no_group_compares_them():
+    equal = {"reward/mean": 0.5, "reward/std": 0.0}
+    (said,) = seen({}, *[equal] * 10)
+    assert said.startswith("step 3, and 2 steps before: all rewards are equal (all are 0.5)") and "Try " in said
+    assert seen({}, equal, equal, {"reward/mean": 0.5, "reward/std": 0.1}, equal, equal) == []
+    assert seen({}, *[{"eval/reward/std": 0.0}] * 10) == [], "an evaluation may well be perfect"
+
+
+def test_an_entropy_that_collapses_is_said_beside_what_it_was():
+    undecided, decided = {"actor/entropy": 2.0}, {"actor/entropy": 0.09}
+    (said,) = seen({}, *[undecided] * 3, *[decided] * 5)
+    assert "actor/entropy is 0.09 nats a token, and was 2 at first" in said and "entropy_coefficient" in said
+    assert seen({}, *[undecided] * 3, decided, decided, undecided, decided) == []
+    assert seen({}, *[{"actor/entropy": 0.001}] * 10) == [], "it began so"
+
+
+def test_a_gap_that_drifts_is_said_beside_what_it_was():
+    def gap(value: float) -> dict[str, float]:
+        return {"actor/mean_logprob_gap": value}
+
+    (said,) = seen({}, *[gap(0.01)] * 3, *[gap(0.08)] * 5)
+    assert "actor/mean_logprob_gap is 0.08 nats a token, and was 0.01 at first" in said and "max_staleness" in said
+    assert seen({}, *[gap(1e-6)] * 3, *[gap(1e-3)] * 5) == [], "rounding"
+    assert seen({}, *[gap(0.03)] * 3, *[gap(0.08)] * 5) == [], "a low precision has had it from the start"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +185,7 @@ def test_a_run_says_why_it_cannot_learn(tmp_path: Path, capsys: pytest.CaptureFi
         schedule=Synchronous(steps=5, prompts_per_step=4),
         root=tmp_path,
         name="run",
-        stop_without_signal=False,
+        stop_on=(),
     ) as driver:
         metrics = driver.run()
     assert [row["functions/groups_without_signal"] for row in metrics[1:]] == [1.0] * 5
@@ -150,3 +193,51 @@ def test_a_run_says_why_it_cannot_learn(tmp_path: Path, capsys: pytest.CaptureFi
     assert (
         len(warned) == 2 and "learning_rate=1000" in warned[0] and "rewards within every group are equal" in warned[1]
     )
+    alerts = read_alerts(tmp_path / "run")
+    assert [(alert.name, alert.step, alert.ends) for alert in alerts] == [
+        ("mistake", 0, False),
+        ("no_signal", 2, False),
+    ]
+    assert [f"warning: {alert.text}" for alert in alerts] == warned
+
+
+class DivergingActor(RatedActor):
+    """Its loss is lost in the third step."""
+
+    steps = 0
+
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        reads=lambda loss: ("prompt_ids", "response_ids", *loss.reads),
+        may_read=("response_versions",),
+        takes=TrainingBatch(),
+    )
+    def update(self, samples: Batch, *, loss: ToyLoss = ToyLoss()) -> Metrics:
+        self.steps += 1
+        return {**super().update(samples, loss=loss), "loss": Mean(math.nan if self.steps >= 3 else 0.1)}
+
+
+def test_a_symptom_that_is_named_ends_the_run_and_spoiled_weights_are_not_saved(tmp_path: Path):
+    made = {"rollout": group(SampledRollout), "reward": group(ToyReward), "actor": group(DivergingActor)}
+    made["rollout"].follows(made["actor"])
+    with (
+        Driver(
+            training(prompts(8), **made),
+            schedule=Synchronous(steps=9, prompts_per_step=4),
+            root=tmp_path,
+            name="run",
+            progress=False,
+            stop_on=("no_signal", "diverged"),
+        ) as driver,
+        pytest.raises(SymptomError, match=r"step 3: actor/loss is nan\. .*stop_on=\(\)"),
+    ):
+        driver.run()
+    assert [(alert.name, alert.step, alert.ends) for alert in read_alerts(tmp_path / "run")] == [("diverged", 3, True)]
+    assert len(driver.directory.metrics) == 4
+
+
+@pytest.mark.parametrize("wrong", ["no_signal", ("no_signl",), 3])
+def test_a_symptom_that_there_is_not_is_refused_with_the_nearest(tmp_path: Path, wrong: Any):
+    with pytest.raises(UserError, match=r"Driver\(stop_on=.*no_signal"):
+        Driver(recorded(), schedule=Synchronous(), root=tmp_path, stop_on=wrong)
+    assert not list(tmp_path.iterdir())

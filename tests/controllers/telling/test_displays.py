@@ -55,7 +55,7 @@ def test_text_of_a_model_steers_nothing(display: str, tmp_path: Path):
 
     def tell(progress: Progress, step: int) -> None:
         progress.recorded(step, [file])
-        progress.warn(HOSTILE)
+        progress.alert("mistake", HOSTILE)
 
     run(DISPLAYS[display](to), tmp_path, 10, tell)
     said = written(to)

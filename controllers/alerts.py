@@ -1,0 +1,111 @@
+"""Alerts: what a person has to know of a run, in `alerts.jsonl` of its directory: symptoms, deaths, replacements, memory that runs out.
+
+    {"time": 1763851200.2, "step": 12, "name": "no_signal", "text": "...", "ends": false}
+
+The file is appended to, a JSON object in each line, in the order in which things happened, over all starts of the run. docs/watching.md has
+the table of names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+FILE = "alerts.jsonl"
+MAX_PENDING = 1000
+"""Alerts that are kept while the file cannot be written; the oldest are given up."""
+
+
+@dataclass(frozen=True)
+class Alert:
+    """One thing that a person has to know."""
+
+    name: str
+    """What it is, such as `no_signal` or `replaced`."""
+    text: str
+    """In words, with what to try."""
+    step: int = 0
+    """Steps that were over."""
+    time: float = 0.0
+    """Seconds since 1970."""
+    ends: bool = False
+    """Whether the run ended because of it."""
+
+
+class Alerts:
+    """Writes the alerts of a run.
+
+    Args:
+        run: its directory.
+        clock: seconds since 1970.
+    """
+
+    def __init__(self, run: Path, clock: Callable[[], float] = time.time) -> None:
+        self._path, self._clock = run / FILE, clock
+        self._pending: deque[Alert] = deque(maxlen=MAX_PENDING)
+        """Those that are not on the disk: it was full, say."""
+        self.step = 0
+        """Steps that are over."""
+
+    def add(self, name: str, text: str, *, ends: bool = False) -> Alert:
+        """Note something. If it cannot be written now, it is written with the next; an alert never ends a run."""
+        alert = Alert(name, text, self.step, self._clock(), ends)
+        self._pending.append(alert)
+        self.flush()
+        return alert
+
+    def flush(self) -> None:
+        """Write what could not be written before."""
+        if not self._pending:
+            return
+        lines = "".join(f"{json.dumps(asdict(alert))}\n" for alert in self._pending)
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        except OSError:
+            return
+        try:
+            self._append(descriptor, lines.encode())
+        except OSError:
+            return
+        finally:
+            os.close(descriptor)
+        self._pending.clear()
+
+    @staticmethod
+    def _append(descriptor: int, lines: bytes) -> None:
+        """Append lines completely, or not at all. What a killed process has left of a line is ended first."""
+        before = os.fstat(descriptor).st_size
+        torn = before > 0 and os.pread(descriptor, 1, before - 1) != b"\n"
+        try:
+            os.writev(descriptor, [b"\n" * torn, lines])
+            if os.fstat(descriptor).st_size != before + torn + len(lines):
+                raise OSError("the disk is full")
+        except OSError:
+            os.ftruncate(descriptor, before)
+            raise
+
+
+def read_alerts(run: Path) -> list[Alert]:
+    """The alerts of a run, oldest first; none where it has none.
+
+    A line that is no alert (torn by a full disk, say) is left out.
+
+    Args:
+        run: its directory.
+    """
+    try:
+        lines = (run / FILE).read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    found: list[Alert] = []
+    for line in lines:
+        try:
+            found.append(Alert(**json.loads(line)))
+        except (ValueError, TypeError):
+            continue
+    return found

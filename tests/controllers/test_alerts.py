@@ -1,0 +1,50 @@
+"""What a person has to know of a run is on the disk, whatever happens to the file."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from weft.controllers import alerts as module
+from weft.controllers.alerts import FILE, Alert, Alerts, read_alerts
+
+
+def test_alerts_are_read_as_they_were_written_over_several_starts(tmp_path: Path):
+    first = Alerts(tmp_path, clock=lambda: 7.0)
+    first.step = 3
+    first.add("replaced", "worker rollout[0]\nwas replaced")
+    Alerts(tmp_path, clock=lambda: 9.0).add("failed", "no room", ends=True)
+    assert read_alerts(tmp_path) == [
+        Alert("replaced", "worker rollout[0]\nwas replaced", 3, 7.0, ends=False),
+        Alert("failed", "no room", 0, 9.0, ends=True),
+    ]
+    assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
+    assert read_alerts(tmp_path / "nothing") == []
+
+
+def test_a_line_that_a_killed_process_has_left_half_written_spoils_no_other(tmp_path: Path):
+    Alerts(tmp_path).add("replaced", "one")
+    with (tmp_path / FILE).open("a") as file:
+        file.write(json.dumps({"name": "torn"})[:7])
+    Alerts(tmp_path).add("replaced", "two")
+    assert [alert.text for alert in read_alerts(tmp_path)] == ["one", "two"]
+
+
+def test_what_cannot_be_written_now_is_written_with_the_next(tmp_path: Path):
+    alerts = Alerts(tmp_path / "gone")
+    alerts.add("disk_full", "one")
+    (tmp_path / "gone").mkdir()
+    alerts.add("replaced", "two")
+    assert [alert.text for alert in read_alerts(tmp_path / "gone")] == ["one", "two"]
+
+
+def test_a_disk_that_takes_half_of_a_line_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    alerts = Alerts(tmp_path)
+    alerts.add("replaced", "one")
+    whole = module.os.writev
+    with monkeypatch.context() as full:
+        full.setattr(module.os, "writev", lambda descriptor, parts: whole(descriptor, [parts[1][:5]]))
+        alerts.add("disk_full", "two")
+    assert [alert.text for alert in read_alerts(tmp_path)] == ["one"]
+    alerts.flush()
+    assert [alert.text for alert in read_alerts(tmp_path)] == ["one", "two"]
