@@ -21,7 +21,7 @@ LOG_S = 10.0
 MAX_BYTES = 256 << 10
 """Most bytes of a log in one answer."""
 BRING_S = 5.0
-"""Longest wait for the last of the logs."""
+"""Longest wait for the last of the logs, of all nodes together."""
 
 NewText = Mapping[str, tuple[int, bytes]]
 """Name of a log -> byte at which the text begins, and the text."""
@@ -63,6 +63,8 @@ class NodeLogs:
         """Promise of new text -> its node."""
         self._seen: dict[str, dict[str, int]] = {}
         """Node -> log -> bytes that were brought."""
+        self.silent: set[str] = set()
+        """Nodes that did not answer in time. Nobody waits for them again before they have answered."""
 
     def look(self, hosts: Mapping[str, Any]) -> None:
         """Take what has come, and ask again when it is time. Waits for nobody.
@@ -70,30 +72,34 @@ class NodeLogs:
         Args:
             hosts: node -> the actor that reads its logs.
         """
-        import ray
-
-        if self._asked:
-            ready, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
-            self._take(ready)
-        if not self._asked and self._clock() - self._asked_at >= LOG_S:
+        self._take_ready(0.0, list(self._asked))
+        if self._clock() - self._asked_at >= LOG_S:
             self._ask(hosts)
 
     def bring(self, hosts: Mapping[str, Any]) -> None:
-        """Bring what is there now, waiting for it no longer than BRING_S."""
-        import ray
-
-        for again in (False, True):  # what was asked for before may be older
-            if again:
-                self._ask(hosts)
-            if self._asked:
-                ready, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=BRING_S)
-                self._take(ready)
-        self._asked.clear()
+        """Bring what is there now, waiting no longer than BRING_S for all nodes together."""
+        # What was asked for before may be older; the new answer has its text, too.
+        self._asked = {promise: node for promise, node in self._asked.items() if node in self.silent}
+        self._ask(hosts)
+        self._take_ready(0.0, [promise for promise, node in self._asked.items() if node in self.silent])
+        late = self._take_ready(BRING_S, [promise for promise, node in self._asked.items() if node not in self.silent])
+        self.silent |= {self._asked[promise] for promise in late}
 
     def _ask(self, hosts: Mapping[str, Any]) -> None:
+        """Ask the nodes that have answered what they were asked before."""
         self._asked_at = self._clock()
-        for node, host in hosts.items():
-            self._asked[host.new_text.remote(self._seen.get(node, {}))] = node
+        for node in hosts.keys() - {*self._asked.values()}:
+            self._asked[hosts[node].new_text.remote(self._seen.get(node, {}))] = node
+
+    def _take_ready(self, wait_s: float, promises: list[Any]) -> list[Any]:
+        """Take what has come of some promises; returns the others."""
+        import ray
+
+        if not promises:
+            return []
+        ready, late = ray.wait(promises, num_returns=len(promises), timeout=wait_s)
+        self._take(ready)
+        return late
 
     def _take(self, ready: list[Any]) -> None:
         import ray
@@ -101,6 +107,7 @@ class NodeLogs:
 
         for promise in ready:
             node = self._asked.pop(promise)
+            self.silent.discard(node)
             try:
                 self.add(node, ray.get(promise))
             except RayError:  # its server has ended, and is started again

@@ -296,9 +296,10 @@ class RayBackend:
 
     def sample_at(self, group: WorkerGroup, rank: int) -> int | None:
         noted = SampleNote.read(SampleNote.path(self._run_dir / LOGS, group.name, rank))
-        if noted is not None or (group.name, rank) not in self._links.stands_on:
+        node = self._links.stands_on.get((group.name, rank))
+        if noted is not None or node is None or node in self._links.lost:
             return noted
-        return self._links.servers.sample_at(self.node_of(group, rank), group.name, rank)
+        return self._links.servers.sample_at(node, group.name, rank)
 
     @property
     def nodes(self) -> Collection[str]:

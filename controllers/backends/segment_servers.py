@@ -185,9 +185,11 @@ class SegmentServers:
         import ray
         from ray.exceptions import RayError
 
-        if node not in self._actors:
+        silent = self._logs.silent if self._logs is not None else set[str]()
+        if node not in self._actors or node in silent:
             return None
-        ready, _ = ray.wait([self._actors[node].sample_at.remote(group, rank)], timeout=BRING_S)
+        ready, late = ray.wait([self._actors[node].sample_at.remote(group, rank)], timeout=BRING_S)
+        silent |= {node} if late else set()
         try:
             return ray.get(ready[0]) if ready else None
         except RayError:  # the node is gone, with the note

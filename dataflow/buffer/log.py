@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -181,17 +181,35 @@ class Log:
         return descriptor
 
     def _keep_what_is_cut(self, offset: int) -> None:
+        chunks = raw(self.path, offset)
         try:
-            cut = b"".join(raw(self.path, offset))
+            first = next(chunks, b"")
         except UserError:  # it lay in the history, which is gone
-            cut = b"".join(raw(self.path, start_of(self.path).offset))
+            chunks = raw(self.path, start_of(self.path).offset)
+            first = next(chunks, b"")
+        if not first:
+            return
         number, name = 1, f"{self.path.name}.cut-{offset}"
-        kept = self.path.with_name(name)
-        while kept.exists() and not cut.startswith(kept.read_bytes()):  # of another cut at the same place
-            number += 1
-            kept = self.path.with_name(f"{name}-{number}")
-        if cut:
-            self._disk.write_whole(kept, cut)
+        unnamed, kept = self.path.with_name(name + PARTIAL), self.path.with_name(name)
+        try:
+            self._write_new(unnamed, chain([first], chunks))
+            while kept.exists() and not _begins_with(unnamed, kept):  # of another cut at the same place
+                number += 1
+                kept = self.path.with_name(f"{name}-{number}")
+            self._disk.rename(unnamed, kept)
+        finally:
+            unnamed.unlink(missing_ok=True)
+        self._disk.sync_folder(self.path.parent)
+
+    def _write_new(self, path: Path, chunks: Iterable[bytes]) -> None:
+        remove(path)
+        descriptor = self._disk.open(path)
+        try:
+            for data in chunks:
+                self._disk.write(descriptor, data)
+            self._disk.sync(descriptor)
+        finally:
+            self._disk.close(descriptor)
 
     @property
     def position(self) -> Position:
@@ -478,6 +496,15 @@ def find_fork(path: Path, damage: Position, *, look_back: int = 1000) -> int | N
 
 def _file_start(at: Position) -> FileStart:
     return FileStart(at.offset, at.checksum, len(header(at.offset, at.checksum))) if at.offset else FileStart()
+
+
+def _begins_with(path: Path, beginning: Path) -> bool:
+    """Whether a file begins with the bytes of another one."""
+    with path.open("rb") as file, beginning.open("rb") as first:
+        while data := first.read(_CHUNK_BYTES):
+            if file.read(len(data)) != data:
+                return False
+    return True
 
 
 def line_of(record: Record, checksum: int) -> bytes:

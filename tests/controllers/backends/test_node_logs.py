@@ -1,11 +1,14 @@
 """Logs of other machines come into the run's directory piece by piece, and no more than fits of one that grows too fast."""
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from weft.controllers.backends import node_logs
 from weft.controllers.backends.backend import Files
-from weft.controllers.backends.node_logs import MAX_BYTES, NodeLogs, new_text
+from weft.controllers.backends.node_logs import MAX_BYTES, NewText, NodeLogs, new_text
 from weft.dataflow.buffer.scratch import Scratch
 
 
@@ -49,6 +52,8 @@ def test_what_two_answers_hold_is_written_once(tmp_path: Path):
     assert (tmp_path / "x_0.log").read_bytes() == b"one two "
 
 
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_address")  # which has to be there before Ray is imported
 def test_logs_that_cannot_be_written_end_no_run_and_come_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -82,3 +87,48 @@ def test_a_machine_that_sees_the_directory_of_the_run_writes_into_it(tmp_path: P
     elsewhere = files.logs_of_node("n1", tmp_path / "not" / "here")
     assert elsewhere == files.scratch.path / "n1" / "logs" and not (tmp_path / "not").exists()
     files.scratch.release(over=True)
+
+
+class Host:
+    """The server of a node that answers when a file is there."""
+
+    def __init__(self, answers: Path) -> None:
+        self._answers = answers
+
+    def new_text(self, known: dict[str, int]) -> NewText:
+        while not self._answers.exists():
+            time.sleep(0.02)
+        text = b"one two "
+        seen = known.get("x_0.log", 0)
+        return {"x_0.log": (seen, text[seen:])}
+
+
+@pytest.mark.ray
+def test_a_node_that_does_not_answer_is_waited_for_once_and_the_others_bring_their_logs(
+    tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
+):
+    import ray
+
+    remote: Any = ray.remote
+    (tmp_path / "go").touch()
+    hosts = {
+        node: remote(Host).options(num_cpus=0).remote(tmp_path / file) for node, file in (("n1", "go"), ("n2", "later"))
+    }
+    ray.get(hosts["n1"].new_text.remote({}), timeout=60)
+    logs = NodeLogs(tmp_path / "logs", clock=lambda: 0.0)
+    monkeypatch.setattr(node_logs, "BRING_S", 2.0)
+    logs.bring(hosts)
+    assert logs.silent == {"n2"} and (tmp_path / "logs" / "x_0.log").read_bytes() == b"one two "
+    monkeypatch.setattr(node_logs, "BRING_S", 600.0)
+    logs.bring(hosts)  # it would take ten minutes
+    logs._clock = lambda: 20.0
+    logs.look(hosts)
+    assert "n1" in logs._asked.values(), "a node that is silent keeps the others from nothing"
+    assert list(logs._asked.values()).count("n2") == 1
+    (tmp_path / "later").touch()
+    deadline = time.monotonic() + 60
+    while logs.silent and time.monotonic() < deadline:
+        logs.look(hosts)
+    assert not logs.silent
+    for host in hosts.values():
+        ray.kill(host)

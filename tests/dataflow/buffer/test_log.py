@@ -3,6 +3,7 @@
 import errno
 import tempfile
 import threading
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,22 @@ def test_every_tail_that_is_cut_off_at_one_place_is_kept(tmp_path: Path):
     cut = [tmp_path / f"log.cut-{place.offset}{number}" for number in ("", "-2", "-3", "-4")]
     assert [p.read_bytes() for p in cut] == [tail[place.offset :] for tail in tails]
     assert not list(tmp_path.glob("log.cut-*-5")), "nothing was behind the place the last time"
+
+
+def test_a_long_tail_that_is_cut_off_is_not_held_in_memory(tmp_path: Path):
+    path = tmp_path / "log"
+    place, tail = write(path)[2], b"x" * (32 << 20)
+    before = path.read_bytes()
+    for _ in range(2):  # the second time it is compared with what was kept
+        with path.open("ab") as file:
+            file.write(tail)
+        tracemalloc.start()
+        Log(path, at=place).close()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < len(tail) / 2, f"{peak / 1e6:.0f} MB"
+        path.write_bytes(before)
+    assert [p.stat().st_size for p in tmp_path.glob("log.cut-*")] == [len(before) - place.offset + len(tail)]
 
 
 def test_a_cut_that_was_interrupted_is_made_again(tmp_path: Path):
