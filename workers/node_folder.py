@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..dataflow.errors import UserError
 from ..dataflow.model_location import find_cached, find_model_folder
+from .folder_copy import MARKS
 from .model_folder import CONFIG_FILE, read_index
 from .once_a_node import WAIT_S, growth_told, once_a_node
 
@@ -29,11 +30,26 @@ def node_folder(model: str | Path, *, wait_s: float = WAIT_S, advance: Callable[
     """
     if Path(model).expanduser().is_dir() or not _may_be_downloaded(model):
         return find_model_folder(model, CONFIG_FILE)
-    found = _cached(model)
+    found = cached_folder(model, weights=True)
     if found is None:
         with _one_of_the_node(str(model), wait_s, advance):
-            found = _cached(model) or _download(str(model))
+            found = cached_folder(model, weights=True) or _download(str(model))
     return found
+
+
+def cached_folder(name: str | Path, *, weights: bool) -> Path | None:
+    """The snapshot of a Hugging Face id in the cache of this node; None if it lacks a part, or this is no such id.
+
+    Args:
+        name: of a model or a tokenizer.
+        weights: whether it must hold a model with all of its weights.
+
+    Raises:
+        UserError: the index of the weights is damaged.
+    """
+    marks = (CONFIG_FILE,) if weights else MARKS
+    found = next((path for mark in marks if (path := find_cached(name, mark)) is not None), None)
+    return found.parent if found is not None and (not weights or _has_weights(found.parent)) else None
 
 
 def _may_be_downloaded(model: str | Path) -> bool:
@@ -45,12 +61,6 @@ def _may_be_downloaded(model: str | Path) -> bool:
     except HFValidationError:
         return False
     return not ("/" in str(model) and Path(model).parent.is_dir())
-
-
-def _cached(model: str | Path) -> Path | None:
-    """The snapshot of an id in the cache; None if a part of it is lacking."""
-    config = find_cached(model, CONFIG_FILE)
-    return config.parent if config is not None and _has_weights(config.parent) else None
 
 
 def _has_weights(folder: Path) -> bool:

@@ -1,7 +1,7 @@
 """Model folders: those that settings of worker groups name, and that lie on the driver's node only, reach the other nodes.
 
-A rank on another node asks the `FolderSource` on the driver's node what a folder holds. If the rank sees the same folder at the same path,
-that is used. Else one process of the rank's node fetches it, piece by piece, into the node's cache (`workers/folder_copy.py`), and the rank
+A setting names a folder, or a Hugging Face id, which stands for the snapshot in the cache of the driver's node. A rank on another node asks
+the `FolderSource` on the driver's node what the folder holds. If its own node has the same at the same path, or in its cache, that is used. Else one process of the rank's node fetches it, piece by piece, into the node's cache (`workers/folder_copy.py`), and the rank
 gets settings with the path of the copy. Nothing of this happens on the driver's node.
 """
 
@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...dataflow.errors import WorkerError
+from ...dataflow.errors import UserError, WorkerError
 from ...dataflow.handle import Handle
 from ...workers.folder_copy import FolderListing, copy_of, is_model_folder, list_folder, pieces_of, read_piece
+from ...workers.node_folder import cached_folder
 
 AHEAD = 4
 """Pieces of a file that a rank has asked for at a time."""
@@ -79,13 +80,14 @@ class ModelFolders:
 
     def _here(self, given: Any, setting: str, folder: Path, advance: Callable[[], None]) -> Any:
         """The copy of a folder, as its setting is typed; None: this node sees the folder itself."""
-        weights = "tokenizer" not in setting
+        weights = _has_weights(setting)
         listing: FolderListing = self._ask(self.source.listing.remote(folder, weights), folder)
         own = Path(given).expanduser()
         try:
+            own = own if own.is_dir() else cached_folder(given, weights=weights) or own
             if list_folder(own, weights=weights).contents == listing.contents:
                 return None
-        except OSError:  # it is not here
+        except (OSError, UserError):  # it is not here, or damaged
             pass
         copy = copy_of(listing, lambda name, size: self._pieces(folder, name, size), advance=advance)
         return type(given)(str(copy)) if isinstance(given, str) else copy
@@ -148,16 +150,29 @@ class SentFolders:
 
 
 def named_folders(config: Any) -> dict[str, Path]:
-    """The folders of models and tokenizers that settings name.
+    """The folders of models and tokenizers that settings name, by their paths or by Hugging Face ids that this node has in its cache.
 
     Args:
         config: of a group.
 
     Returns:
         Setting -> the folder.
+
+    Raises:
+        UserError: the index of the weights of a cached model is damaged.
     """
     named: dict[str, Path] = {}
     for name, value in dict(config).items():
-        if isinstance(value, (str, Path)) and is_model_folder(folder := Path(value).expanduser().absolute()):
+        if not isinstance(value, (str, Path)):
+            continue
+        if is_model_folder(folder := Path(value).expanduser().absolute()):
             named[name] = folder
+        elif "model" in name or not _has_weights(name):
+            cached = cached_folder(value, weights=_has_weights(name))
+            named |= {name: cached} if cached is not None else {}
     return named
+
+
+def _has_weights(setting: str) -> bool:
+    """Whether ranks read weights of what a setting names."""
+    return "tokenizer" not in setting

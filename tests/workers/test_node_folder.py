@@ -12,9 +12,11 @@ import huggingface_hub
 import pytest
 from huggingface_hub import try_to_load_from_cache
 
+from weft.controllers.backends.model_folders import named_folders
 from weft.dataflow.errors import RunError, UserError
 from weft.workers import node_folder, once_a_node
 from weft.workers.node_folder import node_folder as find
+from weft.workers.rollout_config import RolloutConfig
 
 MODEL = "somebody/tiny"
 
@@ -70,6 +72,18 @@ def test_a_model_in_the_cache_whose_weights_are_lacking_is_downloaded(cache: Pat
     assert (find(MODEL) / "model-2.safetensors").is_file()
     find(MODEL)
     assert made.downloads == 1
+
+
+def test_the_snapshot_of_an_id_is_known_where_the_cache_has_all_that_is_read(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    hub(cache, monkeypatch, "tokenizer.json").snapshot_download(MODEL, [])
+    found = node_folder.cached_folder(MODEL, weights=False)
+    assert found is not None and found.name == "abc" and node_folder.cached_folder(MODEL, weights=True) is None
+    hub(cache, monkeypatch, "config.json", "model.safetensors").snapshot_download(MODEL, [])
+    assert node_folder.cached_folder(MODEL, weights=True) == found
+    assert named_folders(RolloutConfig.model_construct(model=MODEL, tokenizer=None)) == {"model": found}
+    assert node_folder.cached_folder("somebody/else", weights=False) is None
 
 
 def test_what_was_downloaded_without_weights_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,7 +1,7 @@
 """A run on two Ray nodes of which the second sees neither the user's modules nor the folder of the model. Prints one line of JSON.
 
 Run by `test_folders.py` as a program: a process can be connected to one cluster only. Both nodes are this machine, and differ in what their
-paths lead to: the model is below the home of the user, which is another on the second node, and the modules are below the folder that a
+paths lead to: the model is below the home of the user, which is another on the second node, as is the cache of the hub, and the modules are below the folder that a
 process works in.
 """
 
@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
+os.environ["HF_HUB_OFFLINE"] = "1"
+for name in ("HF_HOME", "HF_HUB_CACHE"):
+    os.environ.pop(name, None)
 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # a cluster by hand makes none, unlike ray.init
 
 import ray
@@ -35,6 +38,7 @@ from weft.workers.rollout import RolloutWorker
 from weft.workers.worker import Worker
 
 MODEL = "~/models/tiny"
+HUB_ID = "somebody/tiny"
 PROJECT = "/proc/self/cwd/project"
 """In this process the folder of the user's modules, in a rank nothing."""
 
@@ -68,6 +72,10 @@ def main(root: Path, model: Path) -> None:
     for path in (root / "project", root / "elsewhere", *homes):
         path.mkdir()
     shutil.copytree(model, homes[0] / "models" / "tiny")
+    cached = homes[0] / ".cache" / "huggingface" / "hub" / "models--somebody--tiny"
+    shutil.copytree(model, cached / "snapshots" / "tiny")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("tiny")
     (root / "project" / "my_rewards.py").write_text(
         "def length(response: str) -> float:\n    return float(len(response))\n"
     )
@@ -85,7 +93,7 @@ def main(root: Path, model: Path) -> None:
     try:
         without = drive(root, "without", RayBackend(cluster.address), MODEL)
         backend = RayBackend(cluster.address, working_dir=PROJECT)
-        sent = drive(root, "sent", backend, MODEL)
+        sent = drive(root, "sent", backend, MODEL, HUB_ID)
         seen = drive(root, "seen", backend, str(homes[0] / "models" / "tiny"))
         print(json.dumps({"without": without, "sent": sent, "seen": seen}))
     finally:
@@ -93,14 +101,14 @@ def main(root: Path, model: Path) -> None:
         cluster.shutdown()
 
 
-def drive(root: Path, name: str, backend: RayBackend, model: str) -> Any:
+def drive(root: Path, name: str, backend: RayBackend, model: str, tokenizer: str = MODEL) -> Any:
     """A run whose rollouts and rewards are on the second node."""
     from my_rewards import length  # pyright: ignore[reportMissingImports]
 
     pool = ResourcePool("generate", cpus=5)
     made: dict[str, Any] = {
         "rollout": group(Rollout, model=model, engine="transformers"),
-        "reward": group(Reward, function=length, tokenizer=model),
+        "reward": group(Reward, function=length, tokenizer=tokenizer),
         "actor": group(ToyActor),
     }
     places = {"rollout": Place(pool, ranks=2), "reward": Place(pool), "actor": Place(ResourcePool("train", cpus=1))}
