@@ -15,8 +15,6 @@ from typing import Any
 
 os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
 os.environ["HF_HUB_OFFLINE"] = "1"
-for name in ("HF_HOME", "HF_HUB_CACHE"):
-    os.environ.pop(name, None)
 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # a cluster by hand makes none, unlike ray.init
 
 import ray

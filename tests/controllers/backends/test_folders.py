@@ -33,9 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.ray
 def test_a_node_that_sees_neither_model_nor_modules_gets_both(tmp_path: Path, model: Path):
     script = Path(__file__).with_name("folders_run.py")
-    done = subprocess.run(
-        [sys.executable, script, tmp_path, model], capture_output=True, text=True, timeout=300, check=False
-    )
+    environment = {name: value for name, value in os.environ.items() if name not in ("HF_HOME", "HF_HUB_CACHE")}
+    command = [sys.executable, script, tmp_path, model]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     assert result["without"].startswith(
