@@ -1,8 +1,9 @@
 """Model folders: those that settings of worker groups name, and that lie on the driver's node only, reach the other nodes.
 
 A setting names a folder, or a Hugging Face id, which stands for the snapshot in the cache of the driver's node. A rank on another node asks
-the `FolderSource` on the driver's node what the folder holds. If its own node has the same at the same path, or in its cache, that is used. Else one process of the rank's node fetches it, piece by piece, into the node's cache (`workers/folder_copy.py`), and the rank
-gets settings with the path of the copy. Nothing of this happens on the driver's node.
+the `FolderSource` on the driver's node what the folder holds. If its own node has the same at the same path, or in its cache, that is used.
+Else one process of the rank's node fetches it, piece by piece, into the node's cache (`workers/folder_copy.py`), and the rank gets settings
+with the path of the copy. Nothing of this happens on the driver's node.
 """
 
 from __future__ import annotations

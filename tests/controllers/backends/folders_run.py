@@ -1,8 +1,8 @@
 """A run on two Ray nodes of which the second sees neither the user's modules nor the folder of the model. Prints one line of JSON.
 
 Run by `test_folders.py` as a program: a process can be connected to one cluster only. Both nodes are this machine, and differ in what their
-paths lead to: the model is below the home of the user, which is another on the second node, as is the cache of the hub, and the modules are below the folder that a
-process works in.
+paths lead to: the model, and the cache of the hub, are below the home of the user, which is another on the second node, and the modules are
+below the folder that a process works in.
 """
 
 import json
