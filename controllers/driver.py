@@ -15,6 +15,7 @@ from ..dataflow.errors import RunError, SymptomError, TakenOverError, UserError,
 from ..dataflow.graph import Graph
 from ..dataflow.handle import Handle
 from ..dataflow.prompts.prompts import Prompts
+from ..workers.adapters_alone import agree_on_adapters
 from .backends.backend import Backend
 from .backends.local import Local
 from .checks import (
@@ -284,6 +285,7 @@ def _checked(
     names = check_names(evaluations)
     graphs = [with_prompts_that_fit(one) for one in (graph, *(e.graph for e in evaluations))]
     handles = check_graphs(graphs)
+    agree_on_adapters(handles.values())
     every_handle = {**handles, **own_groups(graphs, handles, settings["record_every"])}
     settings |= set_deadlines(settings["start_timeout_s"], settings["call_timeout_s"], every_handle.values())
     places = resolve(placement, {**handles, **RESERVED})

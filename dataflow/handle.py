@@ -20,7 +20,10 @@ class Handle:
 
     def __init__(self, worker_class: type, config: Any, name: str | None) -> None:
         self.worker_class = worker_class
+        self.given = config
+        """Its configuration, as it was asked for."""
         self.config = config
+        """The same, with what a run makes of it, such as the adapter that it gets from its leader."""
         self.name = name
         self.leader: Handle | None = None
         """The group whose weights it loads."""

@@ -27,6 +27,7 @@ from .checksum import box_sum
 from .layout import Layout
 from .open_weights import OpenWeights, open_weights
 from .plan import ReshardPlan
+from .vllm_adapter import receive_adapter
 from .vllm_layout import record_layout
 from .vllm_writer import WeightWriter
 from .weights import CHECKSUM_MODULUS, RankWeights, Weights
@@ -168,11 +169,19 @@ class WeightReport:
     """vLLM worker extension: what the engine asks of every rank besides vLLM's own calls."""
 
     weight_transfer_engine: WeightTransferEngine[Any, Any] | None
+    model_runner: Any
 
     def weft_loaded_weights(self) -> tuple[int, dict[str, Received]] | None:
         """Version of this rank's last finished update, and what arrived of each tensor; None before the first."""
         engine = self.weight_transfer_engine
         return engine.loaded if isinstance(engine, SharedMemoryReceiver) else None
+
+    def weft_receive_adapter(self, update_info: dict[str, Any], settings: dict[str, Any]) -> int:
+        """Put a published version of an adapter into this rank's slot; returns the version."""
+        info = WeightsUpdateInfo(**update_info)
+        opened = open_weights(Weights(info.version, tuple(RankWeights(**rank) for rank in info.ranks), info.checksum))
+        receive_adapter(self.model_runner.lora_manager, opened, settings)
+        return info.version
 
     def weft_unlink_shared_memory(self) -> None:
         """Take away the names under which ranks on CPU found each other's memory; it stays as long as they use it.

@@ -64,7 +64,8 @@ class RolloutWorker(Worker):
         self._vocabulary = read_vocabulary(self._folder)
         # Without seeds of their own, the requests of two replicas must not be drawn from equal streams.
         seed = _hash(context.seed, context.rank) % 2**31
-        self.engine = self.new_engine(max_context=self.max_context, dtype=config.dtype, seed=seed)
+        served = {} if config.adapter is None else {"adapter": config.adapter}
+        self.engine = self.new_engine(max_context=self.max_context, dtype=config.dtype, seed=seed, **served)
 
     def new_engine(self, **settings: Any) -> GenerationEngine:
         """The engine that generates; a subclass may bring another."""
@@ -176,6 +177,12 @@ class RolloutWorker(Worker):
     @classmethod
     def check(cls, config: RolloutConfig, nodes: Sequence[Node], source: Source) -> None:
         config.check(nodes, source)
+
+    @classmethod
+    def refuses_adapter(cls, config: RolloutConfig, leader: Any) -> str:
+        if cls.new_engine is not RolloutWorker.new_engine:
+            return f"{cls.__name__} brings an engine of its own"
+        return config.refuses_adapter(leader)
 
     @classmethod
     def longest_prompt(cls, config: RolloutConfig, nodes: Sequence[Node]) -> int | None:

@@ -17,7 +17,7 @@ from ..dataflow.column import PROMPT_IDS
 from ..dataflow.config import Config
 from ..dataflow.errors import UserError
 from .generation.transformers_engine import TransformersSettings
-from .generation.vllm_settings import VllmSettings
+from .generation.vllm_settings import LORA_RANKS, VllmSettings
 from .model_folder import (
     check_causal_lm,
     complete_text_settings,
@@ -26,6 +26,7 @@ from .model_folder import (
     num_heads,
     read_model_config,
 )
+from .training.lora import Lora
 from .vocabulary import check_vocabulary
 from .worker import MAX_FAILED
 
@@ -47,7 +48,9 @@ class RolloutConfig(Config):
     max_context: int | None = Field(default=None, ge=2)
     """Longest prompt and response together, in tokens; None: what the model was made for. A smaller value saves memory."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights; auto: float32 on CPU, bfloat16 on GPUs."""
+    """Type of the weights; auto: float32 on CPU, bfloat16 on GPUs; that of the actor, where its adapter arrives alone."""
+    adapter: Lora | None = None
+    """The adapter that arrives alone and is added to the model. A run fills this in from the actor that is followed (`Lora.published`)."""
     seeded: bool = True
     """Give each response its own seed, so that any placement samples the same tokens (costs vLLM about 8 %)."""
     max_failed: float = Field(default=MAX_FAILED, ge=0, le=1)
@@ -82,6 +85,22 @@ class RolloutConfig(Config):
             check_causal_lm(self.model, settings)
         for node in nodes:
             _check_prompts(source, node.name, _sampling_of(node), self.max_context or of_model, of_model)
+
+    def refuses_adapter(self, leader: Any) -> str:
+        """Why this rollout cannot serve the adapter of the actor that it follows; empty: it can.
+
+        Args:
+            leader: configuration of the actor.
+        """
+        if str(self.model) != str(leader.model):
+            return f"it starts from the model {self.model}, and the adapter belongs to {leader.model}"
+        if self.dtype not in ("auto", leader.dtype):
+            return f"its dtype is {self.dtype}, and the actor's is {leader.dtype}"
+        if self.engine == "vllm" and leader.lora.dora:
+            return "vLLM serves no adapters with dora=True"
+        if self.engine == "vllm" and leader.lora.rank > LORA_RANKS[-1]:
+            return f"vLLM serves adapters up to rank {LORA_RANKS[-1]}, and this one has rank {leader.lora.rank}"
+        return ""
 
     def longest_prompt(self, nodes: Sequence[Node]) -> int | None:
         """Tokens of the longest prompt of the source that these calls can take; None: there is no limit."""

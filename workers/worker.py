@@ -87,6 +87,16 @@ class Worker:
         """Tokens of the longest prompt that these calls can take; None: there is no limit."""
         return None
 
+    @classmethod
+    def refuses_adapter(cls, config: Any, leader: Any) -> str:
+        """Why a group of this class cannot take its leader's adapter alone; empty: it can, and finds it in `config.adapter`.
+
+        Args:
+            config: of the group, as it was given.
+            leader: configuration of the group that it follows, which has `lora`.
+        """
+        return f"{cls.__name__} takes complete weights"
+
     @property
     def coordinates(self) -> Coordinates:
         """Where this rank stands in the mesh of its group; registered with the driver."""

@@ -41,6 +41,9 @@ class Response:
     finish_reason: Literal["stop", "length"]
 
 
+NOT_WHOLE = "no complete version of the weights has arrived, or a later update failed: nothing is generated"
+"""What an engine says that is asked to generate before it has weights of one version."""
+
 Responses = Generator[list[Response], Collection[int] | None, None]
 """Responses as they finish. The engine may be sent the ids of requests that are no longer wanted."""
 

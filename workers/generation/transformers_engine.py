@@ -23,7 +23,7 @@ from ...dataflow.errors import GenerationError
 from ...dataflow.lazy import torch
 from ..model_folder import find_model_config, read_stop_tokens, refusals_named
 from .decoding import DecodingBatch, new_cache
-from .engine import GenerationRequest, Response, Responses
+from .engine import NOT_WHOLE, GenerationRequest, Response, Responses
 from .token_sampling import RequestDraws, draw_tokens
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from ...resharding.open_weights import OpenWeights
     from ...resharding.weights import Part, Weights
+    from ..training.lora import Lora
 
 
 class TransformersSettings(Config):
@@ -48,6 +49,8 @@ class TransformersEngine:
         max_context: longest prompt and response together, in tokens; None: what the model was made for.
         dtype: of the weights; "auto": float32 on CPU, bfloat16 on GPUs.
         seed: of requests that bring none.
+        adapter: that is served: what arrives is the adapter alone, and nothing is generated before the first one; None: complete weights
+            arrive.
 
     Raises:
         UserError: `transformers` refuses the model.
@@ -61,6 +64,7 @@ class TransformersEngine:
         max_context: int | None = None,
         dtype: str = "auto",
         seed: int = 0,
+        adapter: Lora | None = None,
     ) -> None:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
@@ -68,8 +72,8 @@ class TransformersEngine:
         from ..training.packed_attention import caps_scores
 
         self.version = 0
-        self._whole = True
-        """Whether all weights are of one version."""
+        self._whole = adapter is None
+        """Whether all weights are there, and of one version."""
         self._max_num_seqs = settings.max_num_seqs
         self._device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -85,6 +89,11 @@ class TransformersEngine:
         finally:
             if shows_progress:
                 logging.enable_progress_bar()
+        self._serves_adapter = adapter is not None
+        if adapter is not None:
+            from ..training.adapter import serve_adapter
+
+            serve_adapter(self.model, adapter)
         self.model.to(self._device).eval().requires_grad_(False)
         if caps_scores(self.model):
             self.model.set_attn_implementation("eager")
@@ -95,9 +104,7 @@ class TransformersEngine:
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Responses:
         """Responses as they finish; see `GenerationEngine`."""
         if not self._whole:
-            raise GenerationError(
-                "a weight update failed, and no complete version has arrived since: nothing is generated"
-            )
+            raise GenerationError(NOT_WHOLE)
         for request in requests:
             if len(request.prompt_ids) + sampling.max_tokens > self._max_context:
                 raise GenerationError(
@@ -144,6 +151,10 @@ class TransformersEngine:
         """The model's parameters, tied ones under the names under which they were published."""
         from ...resharding.weights import whole
 
+        if self._serves_adapter:
+            from ..training.adapter import adapter_of
+
+            return list(whole(adapter_of(self.model)))
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         names: dict[int, list[str]] = {}
         for name, parameter in parameters.items():

@@ -18,12 +18,14 @@ from ...dataflow.errors import GenerationError, WeightSyncError
 from ...dataflow.lazy import torch
 from ...resharding.weights import Weights
 from ..model_folder import read_stop_tokens
-from .engine import GenerationRequest, Response, Responses
+from .engine import NOT_WHOLE, GenerationRequest, Response, Responses
 from .vllm_settings import VllmSettings
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.llm_engine import LLMEngine
+
+    from ..training.lora import Lora
 
 
 class VllmEngine:
@@ -34,6 +36,8 @@ class VllmEngine:
         max_context: longest prompt and response together, in tokens; None: what the model was made for.
         dtype: of the weights; "auto": float32 on CPU, bfloat16 on GPUs.
         seed: of requests that bring none.
+        adapter: that is served: what arrives is the adapter alone, and nothing is generated before the first one; None: complete weights
+            arrive.
 
     Raises:
         GenerationError: vLLM could not start.
@@ -47,10 +51,12 @@ class VllmEngine:
         max_context: int | None = None,
         dtype: str = "auto",
         seed: int = 0,
+        adapter: Lora | None = None,
     ) -> None:
         self.version = 0
-        self._whole = True
-        """Whether all weights are of one version."""
+        self._whole = adapter is None
+        """Whether all weights are there, and of one version."""
+        self._adapter = adapter
         self._stop_tokens = read_stop_tokens(model)
         self._numbers = itertools.count()
         self._finished: dict[str, Response] = {}
@@ -60,17 +66,22 @@ class VllmEngine:
         self._compile = settings.compiles(on_gpu)
         free, total = torch.cuda.mem_get_info() if on_gpu else (0, 1)
         share = free / total if on_gpu else None
-        arguments = settings.engine_arguments(model, max_context=max_context, dtype=dtype, seed=seed, free_share=share)
+        arguments = settings.engine_arguments(
+            model, max_context=max_context, dtype=dtype, seed=seed, free_share=share, adapter=adapter
+        )
         self._engine = _start(arguments, tensor_parallel=settings.tensor_parallel, on_gpu=on_gpu, compile=self._compile)
+        self._adapter_request: Any = None
+        if adapter is not None:
+            from ...resharding.vllm_adapter import adapter_request
+
+            self._adapter_request = adapter_request()
         if settings.tensor_parallel > 1:
             self._engine.collective_rpc("weft_unlink_shared_memory")
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Responses:
         """Responses as they finish; see `GenerationEngine`. Several generators may be open at once."""
         if not self._whole:
-            raise GenerationError(
-                "a weight update failed, and no complete version has arrived since: nothing is generated"
-            )
+            raise GenerationError(NOT_WHOLE)
         waiting: set[str] = set()
         try:
             for request in requests:
@@ -95,9 +106,17 @@ class VllmEngine:
         Raises:
             WeightSyncError: what arrived is not what was published. Nothing is generated then until a version has arrived completely.
         """
+        self._whole = False
+        self._take(weights) if self._adapter is None else self._take_adapter(weights, self._adapter)
+        self._whole = True
+        self._engine.set_weight_version(_version_name(weights.version))
+        self.version = weights.version
+        return weights.checksum
+
+    def _take(self, weights: Weights) -> None:
+        """Have the ranks overwrite their weights."""
         from ...resharding.vllm_receiver import check_received, to_update_info
 
-        self._whole = False
         try:
             self._engine.collective_rpc("start_weight_update")
             self._engine.collective_rpc("update_weights", args=(to_update_info(weights),))
@@ -113,10 +132,18 @@ class VllmEngine:
                     f"vLLM's rank {rank} holds weights of version {found[0] if found else 'none'}, not {weights.version}"
                 )
         check_received(weights.version, [received for _, received in held])
-        self._whole = True
-        self._engine.set_weight_version(_version_name(weights.version))
-        self.version = weights.version
-        return weights.checksum
+
+    def _take_adapter(self, weights: Weights, adapter: Lora) -> None:
+        """Have the ranks exchange the adapter that they serve."""
+        from ...resharding.vllm_receiver import to_update_info
+
+        settings = {"r": adapter.rank, "lora_alpha": adapter.alpha, "use_rslora": adapter.rslora}
+        try:
+            self._engine.collective_rpc("weft_receive_adapter", args=(to_update_info(weights), settings))
+        except WeightSyncError:
+            raise
+        except Exception as error:
+            raise WeightSyncError(f"vLLM could not take adapter version {weights.version}: {error}") from error
 
     def sleep(self) -> None:
         """Move the weights to host memory and free keys and values (on CPU there is nothing to free)."""
@@ -150,7 +177,8 @@ class VllmEngine:
         if self._prefix_caching:
             prompt["cache_salt"] = _version_name(self.version)  # never another version's keys and values
         try:
-            self._engine.add_request(key, prompt, self._parameters(sampling, request.seed))  # pyright: ignore[reportArgumentType]
+            parameters, adapter = self._parameters(sampling, request.seed), self._adapter_request
+            self._engine.add_request(key, prompt, parameters, lora_request=adapter)  # pyright: ignore[reportArgumentType]
         except Exception as error:
             raise GenerationError(f"vLLM refuses request {request.request_id}: {error}") from error
         self._request_ids[key] = request.request_id

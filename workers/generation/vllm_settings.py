@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from ...dataflow.config import Config
 from ..model_folder import complete_text_settings, find_model_config, head_dim, num_heads
 
+if TYPE_CHECKING:
+    from ..training.lora import Lora
+
 GIB = 1 << 30
 
 
 LARGEST_SHARE = 0.9
 """Of a GPU's memory, which the engine takes where all of it is free."""
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of adapters that vLLM's kernels are made for; others take the room of the next."""
 MARGIN = 0.02
 """Share of a GPU's memory that stays free beside it, where others have theirs: they may take a little more later."""
 
@@ -55,7 +60,14 @@ class VllmSettings(Config):
     4 % more tokens."""
 
     def engine_arguments(
-        self, model: str, *, max_context: int | None, dtype: str, seed: int, free_share: float | None
+        self,
+        model: str,
+        *,
+        max_context: int | None,
+        dtype: str,
+        seed: int,
+        free_share: float | None,
+        adapter: Lora | None = None,
     ) -> dict[str, Any]:
         """The keyword arguments of vLLM's `EngineArgs`.
 
@@ -65,6 +77,7 @@ class VllmSettings(Config):
             dtype: of the weights; "auto": float32 on CPU, bfloat16 on GPUs.
             seed: of requests that bring none.
             free_share: share of the GPU's memory that is free; None: the engine runs on CPU.
+            adapter: that is served; None: none is.
         """
         on_gpu = free_share is not None
         context = max_context or complete_text_settings(model).max_position_embeddings
@@ -96,6 +109,9 @@ class VllmSettings(Config):
             "weight_transfer_config": {"backend": "weft"},
             "worker_extension_cls": "weft.resharding.vllm_receiver.WeightReport",
         }
+        if adapter is not None:
+            room = next(rank for rank in LORA_RANKS if rank >= adapter.rank)
+            arguments |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1, "max_cpu_loras": 1}
         kv_cache_gib = self.kv_cache_gib
         if kv_cache_gib is None and not on_gpu:
             kv_cache_gib = min(2.0, self._kv_cache_gib(complete_text_settings(model), dtype, context))

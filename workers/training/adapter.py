@@ -50,25 +50,12 @@ class Adapter:
 
     def __init__(self, causal_lm: Any, lora: Lora, dtype: torch.dtype, seed: int) -> None:
         self._causal_lm = causal_lm
+        self.travels_alone = lora.published == "adapter"
+        """Whether it is published without the model."""
         scalar = SCALAR_HEAD.removesuffix(".weight")
         self._whole = [scalar] if hasattr(causal_lm, scalar) else []
-        heads = (causal_lm.get_output_embeddings(), getattr(causal_lm, scalar, None))
-        linear = [
-            name
-            for name, module in causal_lm.named_modules()
-            if isinstance(module, nn.Linear) and not any(module is head for head in heads)
-        ]
-        targets = tuple(linear) if lora.targets == "all-linear" else lora.targets
-        check_targets(targets, linear, f"the backbone of {type(causal_lm).__name__}")
-        chosen = [name for name in linear if any(f".{name}".endswith(f".{target}") for target in targets)]
-        self._config = LoraConfig(
-            r=lora.rank,
-            lora_alpha=lora.alpha,
-            target_modules=chosen,
-            use_rslora=lora.rslora,
-            use_dora=lora.dora,
-            task_type="SEQ_CLS" if self._whole else "CAUSAL_LM",
-        )
+        chosen = _adapted_layers(causal_lm, lora)
+        self._config = _peft_settings(lora, chosen, "SEQ_CLS" if self._whole else "CAUSAL_LM")
         with torch.random.fork_rng(devices=[]), _hollow([causal_lm.get_submodule(name) for name in chosen]):
             torch.manual_seed(seed)
             inject_adapter_in_model(self._config, causal_lm, _NAME)
@@ -132,8 +119,50 @@ class Adapter:
         settings |= {"base_model_name_or_path": name, "inference_mode": True}
         content = json.dumps(settings, indent=2, sort_keys=True, default=sorted)  # its sets have no order
         write_file(folder / "adapter_config.json", [content.encode() + b"\n"], disk)
-        named = {_peft_name(name): tensor for name, tensor in tensors.items()}
+        named = {peft_name(name): tensor for name, tensor in tensors.items()}
         write_tensors(folder / "adapter_model.safetensors", named, {"format": "pt"}, disk)
+
+
+def serve_adapter(causal_lm: Any, lora: Lora) -> None:
+    """Put an adapter into a model that generates; it begins as nothing, and is overwritten by those that arrive.
+
+    Args:
+        causal_lm: a `transformers` model with its weights, changed in place.
+    """
+    inject_adapter_in_model(_peft_settings(lora, _adapted_layers(causal_lm, lora), "CAUSAL_LM"), causal_lm, _NAME)
+
+
+def adapter_of(causal_lm: Any) -> dict[str, Tensor]:
+    """The parameters of a model's adapter, by the names under which they are published.
+
+    Args:
+        causal_lm: a `transformers` model with an adapter.
+    """
+    return {peft_name(name): p.detach() for name, p in causal_lm.named_parameters() if is_adapter(name)}
+
+
+def _adapted_layers(causal_lm: Any, lora: Lora) -> list[str]:
+    """Names of the linear layers that get an adapter: no head is among them."""
+    heads = (causal_lm.get_output_embeddings(), getattr(causal_lm, SCALAR_HEAD.removesuffix(".weight"), None))
+    linear = [
+        name
+        for name, module in causal_lm.named_modules()
+        if isinstance(module, nn.Linear) and not any(module is head for head in heads)
+    ]
+    targets = tuple(linear) if lora.targets == "all-linear" else lora.targets
+    check_targets(targets, linear, f"the backbone of {type(causal_lm).__name__}")
+    return [name for name in linear if any(f".{name}".endswith(f".{target}") for target in targets)]
+
+
+def _peft_settings(lora: Lora, layers: list[str], task: str) -> LoraConfig:
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=layers,
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        task_type=task,
+    )
 
 
 @contextmanager
@@ -213,10 +242,13 @@ def tensor_parallel_plan(layer: nn.Module, plan: Mapping[str, ParallelStyle]) ->
     return adapted
 
 
-def _peft_name(name: str) -> str:
+def peft_name(name: str) -> str:
     """The name of a parameter in the files of `peft`.
 
-    >>> _peft_name("model.q_proj.lora_A.default.weight"), _peft_name("model.q_proj.lora_magnitude_vector.default.weight")
+    Args:
+        name: in the model.
+
+    >>> peft_name("model.q_proj.lora_A.default.weight"), peft_name("model.q_proj.lora_magnitude_vector.default.weight")
     ('base_model.model.model.q_proj.lora_A.weight', 'base_model.model.model.q_proj.lora_magnitude_vector')
     """
     short = name.replace(f".lora_magnitude_vector.{_NAME}.weight", ".lora_magnitude_vector")

@@ -177,7 +177,8 @@ class TrainingEngine(Protocol):
 
     def published_parts(self) -> Iterator[Part]:
         """What this rank gives of a version of the weights: those of its parts of which no rank before it holds an equal copy, in the
-        dtype that is computed in. The ranks' parts together are all weights, each element once. Those that have an adapter are merged."""
+        dtype that is computed in. The ranks' parts together are all weights, each element once. A model with an adapter gives the adapter
+        alone, in the names of `peft`, or the weights merged with it (`Lora.published`)."""
         ...
 
     def receive_weights(self, opened: OpenWeights) -> None:

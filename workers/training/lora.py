@@ -33,6 +33,9 @@ class Lora(Config):
     """Linear layers, by the end of their names: "q_proj", "self_attn.q_proj", ...; all: those of the backbone, without the head."""
     rslora: bool = False
     """s = alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732)."""
+    published: Literal["adapter", "merged"] | None = None
+    """What followers get: the adapter alone, which they add to the model of their own folder, or the model with the adapter merged into it.
+    Merged and rounded to bfloat16, small updates are lost. None: the adapter, if the dtype is bfloat16 and all followers serve adapters."""
     dora: bool = False
     """The length of each row of the weight is a parameter of its own: m (W + s B A) / |W + s B A| (DoRA, arXiv:2402.09353). A step
     takes longer: the whole matrix is made in every forward pass."""

@@ -22,7 +22,7 @@ from ...resharding.open_weights import OpenWeights
 from ...resharding.tensor_receiver import receive_parts
 from ...resharding.weights import Part
 from ..model_folder import find_model_config, read_model_config
-from .adapter import Adapter, is_adapter, is_trained, measured_weight, tensor_parallel_plan
+from .adapter import Adapter, is_adapter, is_trained, measured_weight, peft_name, tensor_parallel_plan
 from .engine import ModelConfig
 from .model_files import write_model
 from .precision import rounded_parameters
@@ -240,10 +240,14 @@ class ShardedModel:
     def published_parts(self) -> Iterator[Part]:
         """See `TrainingEngine.published_parts`."""
         dtype = getattr(torch, self.config.dtype)
-        if self.adapter is None:
+        alone = self.adapter is not None and self.adapter.travels_alone
+        if self.adapter is None or alone:
             for part, first in self.held_parts():
-                if first and part.box.numel:
-                    yield part._replace(tensor=part.tensor.to(dtype)) if part.tensor.is_floating_point() else part
+                if not first or not part.box.numel or (alone and not is_adapter(part.name)):
+                    continue
+                name = peft_name(part.name) if alone else part.name
+                tensor = part.tensor.to(dtype) if part.tensor.is_floating_point() else part.tensor
+                yield part._replace(name=name, tensor=tensor)
             return
         # Merging takes gathered tensors; of each, every rank gives an equal share of rows.
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if self.mesh is not None else (0, 1)
