@@ -23,6 +23,7 @@ from ..dataflow.operation import Shape
 from ..workers.dispatch import Coordinates, Dispatch, RowSizes
 from ..workers.remote import dispatch_of
 from .placement import Place
+from .ranks.gathered import gather_s
 from .ranks.tasks import Failure, FailureKind, Reply, RowTask, Task
 
 REGISTER = "register"
@@ -353,6 +354,7 @@ class WorkerGroup:
             if node.group
             else {"function": node.function, "arguments": dict(node.arguments)}
         )
+        waits_s = gather_s(len(ranks)) if call.interruptible else 0.0
         tasks: dict[tuple[tuple[int, ...], bool], tuple[Task, tuple[int, ...]]] = {}
         for rank in ranks:
             share, keeps = tuple(shares[rank]), rank in keep
@@ -361,7 +363,7 @@ class WorkerGroup:
                 task = own[0].rows if own else rows.task(share)
                 assert task is not None
                 ids = own[1] if own else tuple(task.ids.tolist())
-                tasks[share, keeps] = Task(method, arguments, task, keep=keeps, number=call.number), ids
+                tasks[share, keeps] = Task(method, arguments, task, keeps, call.number, waits_s), ids
             task, call.shares[rank] = tasks[share, keeps]
             self._submit(rank, task, call)
         for rank in keep if by_load else ():

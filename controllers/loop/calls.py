@@ -15,16 +15,14 @@ from dataclasses import dataclass
 
 from ..graph_run import TrainingRun
 from ..group import Call, UnderWay, WorkerGroup
+from ..ranks.gathered import gather_s
 from ..recovery.failures import Failures
 from ..request import CallRequest, NodeRequest, Then
 from ..run_directory import RunDirectory
 from .device_turns import DeviceTurns
-from .gathering import MANY_RANKS
 
-REST_S = 1e-4
-"""Seconds for each rank at work for which the driver rests."""
-MAX_REST_S = 0.1
-"""Most seconds for which it does."""
+MAX_REST_S = 0.25
+"""Most seconds for which the driver rests."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +100,7 @@ class Calls:
     @property
     def rest_s(self) -> float:
         """Seconds for which rows that can wait may gather before they are taken: none where few ranks bring them."""
-        number = self.under_way.ranks
-        return min(MAX_REST_S, number * REST_S) if number >= MANY_RANKS else 0.0
+        return min(MAX_REST_S, gather_s(self.under_way.ranks))
 
     @property
     def idle(self) -> bool:

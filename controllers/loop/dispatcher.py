@@ -73,7 +73,7 @@ class Dispatcher:
                 group = self._parts.groups[group_of(node)]
                 share = self._share(graph_run, node, group)
                 if share is None:
-                    self._gathering.look(graph_run, node)
+                    self._gathering.look(graph_run, node, self._parts.calls.under_way)
                 elif self._gathering.holds(graph_run, node, len(group.replicas), self._parts.calls.under_way):
                     continue
                 else:
@@ -96,7 +96,7 @@ class Dispatcher:
                 return False
             group = self._parts.groups[group_of(node)]
             if self._share(graph_run, node, group) is None:
-                self._gathering.look(graph_run, node)
+                self._gathering.look(graph_run, node, self._parts.calls.under_way)
             elif not self._gathering.holds(graph_run, node, len(group.replicas), self._parts.calls.under_way):
                 return False
         return True

@@ -8,12 +8,10 @@ from ...dataflow.node import Node
 from ...dataflow.operation import Shape
 from ..graph_run import GraphRun
 from ..group import UnderWay
+from ..ranks.gathered import MANY_RANKS, gather_s
 
 MAX_WAIT_S = 0.25
-"""Longest time for which rows wait for others, by the run's clock."""
-MANY_RANKS = 64
-"""Number of ranks at work from which on complete groups, too, wait for others, and the driver rests between two turns (`Calls.rest_s`):
-so many ranks bring more rows at once."""
+"""Longest time for which rows wait for others, by the run's clock, where few ranks are at work; many may take longer (`gather_s`)."""
 MAX_ROWS = 32
 """Rows for each replica with which a call is large enough: they wait for no others."""
 CLOCK_S = 1e-6
@@ -25,7 +23,7 @@ class Gathering:
 
     - Only a map or a filter that takes rows gathers them, and only while no group is complete there: what follows could not begin
       with a part of a group. Where MANY_RANKS or more are at work, complete groups wait, too.
-    - No row waits longer than MAX_WAIT_S, which runs while the node's worker group is busy, too.
+    - No row waits longer than MAX_WAIT_S, or `gather_s` of many ranks, which runs while the node's worker group is busy, too.
     - Rows that a quorum may be waiting for do not wait.
     - Nothing waits when no other call of the graph is under way: nobody would bring more.
 
@@ -44,12 +42,12 @@ class Gathering:
         now = self._clock()
         return min((until for until in self._until.values() if until - now > CLOCK_S), default=None)
 
-    def look(self, graph_run: GraphRun, node: Node) -> None:
+    def look(self, graph_run: GraphRun, node: Node, under_way: UnderWay) -> None:
         """Note whether rows are ready for a node, which cannot begin now."""
         if not gathers(node):
             return
         if graph_run.ledger.readiness.ready(node):
-            self._until.setdefault((graph_run.name, node.name), self._clock() + MAX_WAIT_S)
+            self._until.setdefault((graph_run.name, node.name), self._clock() + _wait_s(under_way))
         else:
             self._until.pop((graph_run.name, node.name), None)
 
@@ -63,7 +61,7 @@ class Gathering:
         if not gathers(node):
             return False
         key, ledger, now = (graph_run.name, node.name), graph_run.ledger, self._clock()
-        left_s = self._until.setdefault(key, now + MAX_WAIT_S) - now
+        left_s = self._until.setdefault(key, now + _wait_s(under_way)) - now
         if left_s <= CLOCK_S or ledger.readiness.ready(node) >= MAX_ROWS * replicas or ledger.live.is_awaited(node):
             return False
         if not any(call.ledger is ledger for call in under_way):
@@ -73,6 +71,10 @@ class Gathering:
     def begin(self, graph_run: GraphRun, node: Node) -> None:
         """Note that a node begins with the rows that are ready for it."""
         self._until.pop((graph_run.name, node.name), None)
+
+
+def _wait_s(under_way: UnderWay) -> float:
+    return max(MAX_WAIT_S, gather_s(under_way.ranks))
 
 
 def gathers(node: Node) -> bool:

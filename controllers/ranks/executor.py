@@ -6,7 +6,7 @@ import sys
 import time
 import traceback
 from bdb import BdbQuit
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from ...dataflow.errors import Ended, UserError
 from ...workers.worker import Worker
 from . import row_io
 from .call_order import CallOrder
+from .gathered import Gathered
 from .row_io import DataAccess, Publisher, gather
 from .tasks import Failure, FailureKind, Reply, RowTask, Task
 
@@ -22,6 +23,10 @@ KEEPALIVE_S = 5.0
 """Longest time for which a worker that makes steps says nothing."""
 OnReply = Callable[[Reply], None]
 Replies = Generator[Reply | None, None, None]
+
+
+class _Cancelled(BaseException):
+    """Ends a call where it stands."""
 
 
 def run(worker: Worker, task: Task, data: DataAccess, given_up: list[int]) -> Replies:
@@ -61,17 +66,34 @@ def _run_on_rows(
     publisher = Publisher(task, rows, data.writer)
     last = Reply()
     if isinstance(result, Iterator):
-        for part in _parts(result, given_up):
-            if part is None and rows.operation.interruptible:
-                yield None
-                continue
-            reply = yield from publisher.publish(part)
-            if task.keep:
-                yield reply
+        yield from _publish_parts(task, result, publisher, given_up)
     else:
         last = yield from publisher.publish(result)
     publisher.check_complete()
     return last
+
+
+def _publish_parts(task: Task, result: Iterator[Any], publisher: Publisher, given_up: list[int]) -> Replies:
+    """Publish what a method yields, part by part."""
+    assert task.rows is not None
+    gathered = Gathered(task.gather_s, time.monotonic)
+    try:
+        for part in _parts(result, given_up):
+            gives_way = part is None and task.rows.operation.interruptible
+            yield from _published(task, publisher, gathered.take_due() if gives_way else gathered.add(part))
+            if gives_way:
+                yield None
+    except (Exception, SystemExit, _Cancelled):  # these rows are finished, whatever ends the call
+        yield from _published(task, publisher, gathered.take())
+        raise
+    yield from _published(task, publisher, gathered.take())
+
+
+def _published(task: Task, publisher: Publisher, parts: Sequence[Any]) -> Replies:
+    for part in parts:
+        reply = yield from publisher.publish(part)
+        if task.keep:
+            yield reply
 
 
 def _parts(result: Iterator[Any], given_up: list[int]) -> Iterator[Any]:
@@ -137,6 +159,18 @@ class _Running:
         return self.task.interruptible
 
 
+def _cancelled(replies: Replies) -> Iterator[Reply]:
+    """End a call that was begun; returns its last replies."""
+    try:
+        reply = replies.throw(_Cancelled())
+        while True:
+            if reply is not None:
+                yield reply
+            reply = next(replies)
+    except (_Cancelled, StopIteration):
+        return
+
+
 class Executor:
     """The calls on one worker.
 
@@ -199,8 +233,12 @@ class Executor:
             running.given_up += sample_ids
 
     def cancel(self, number: int) -> None:
-        """End a call where it stands, or as soon as it comes; what it has published counts."""
+        """End a call where it stands, or as soon as it comes; what it has published counts, and rows that are finished are published."""
         running = self._order.cancel(number)
-        if running is not None:
-            running.replies.close()
-            running.on_reply(Reply(done=True))
+        if running is None:
+            return
+        for reply in _cancelled(running.replies) if running.started else ():
+            if not reply.is_last:
+                running.on_reply(reply)
+        running.replies.close()
+        running.on_reply(Reply(done=True))

@@ -57,6 +57,8 @@ class Task:
     """Whether this rank publishes the rows that come back: one rank of each replica does."""
     number: int = 0
     """The call's number in the run."""
+    gather_s: float = 0.0
+    """Seconds for which rows that the call yields one by one may wait on the rank for others (`gathered.py`)."""
 
     @property
     def interruptible(self) -> bool:

@@ -66,6 +66,10 @@ class Generating:
     """[prompts] of [n] versions of the weights that wrote the first token."""
     open: int = field(init=False)
     """Prompts that are not finished."""
+    ended: list[tuple[int, int]] = field(default_factory=list)
+    """(prompt, number) of responses that have ended and wait for others (`../ranks/gathered.py`)."""
+    due_s: float = math.inf
+    """When they are published."""
     interruptible = True
 
     def __post_init__(self) -> None:
@@ -111,6 +115,10 @@ class Replica:
         """Heap of (last step, order, steps made before the first, call, prompt, number of the response)."""
         self._waiting: deque[tuple[Generating, int, int]] = deque()
         """(call, prompt, number of the response) of those that queue for the batch."""
+        self._due_s = math.inf
+        """When the first responses that wait for others are published."""
+        self._gathering: dict[Generating, None] = {}
+        """Calls with such responses."""
         self._order = itertools.count()
         self._changes, self._versions = [0], [0]
         """Step after which each version was taken over, and the versions."""
@@ -120,16 +128,19 @@ class Replica:
         """When something happens next, if nobody calls."""
         current = self._calls.next
         if isinstance(current, Work):
-            return self.at + current.seconds
+            return min(self.at + current.seconds, self._due_s)
         if self._running:
-            return self.at + (self._running[0][0] - self._steps) * self._seconds_by_batch[len(self._running)]
-        return math.inf
+            step_s = self._seconds_by_batch[len(self._running)]
+            return min(self.at + (self._running[0][0] - self._steps) * step_s, self._due_s)
+        return self._due_s
 
     def run(self, until: float) -> None:
         """Do what is due until then."""
-        while self.next_s <= until:
+        while (next_s := self.next_s) <= until:
             current = self._calls.next
-            if isinstance(current, Work):
+            if next_s == self._due_s:
+                self._publish_due()
+            elif isinstance(current, Work):
                 self._end_work(current)
             else:
                 self._decode(self._running[0][0] - self._steps)
@@ -156,6 +167,8 @@ class Replica:
         self._running = [r for r in self._running if r[3] is not call or r[4] not in over]
         heapq.heapify(self._running)
         self._waiting = deque(w for w in self._waiting if w[0] is not call or w[1] not in over)
+        if call.ended:
+            self._publish(call, at)
         for k in over:
             call.open -= call.left[k] > 0
             call.left[k] = 0
@@ -183,7 +196,7 @@ class Replica:
             call.left[k] -= 1
             ended.setdefault(call, []).append((k, index))
         for call, responses in ended.items():
-            self._publish(call, sorted(responses))
+            self._gather(call, sorted(responses))
         self._admit()
 
     def _admit(self) -> None:
@@ -197,8 +210,33 @@ class Replica:
             last = self._steps + int(call.lengths[k][index])
             heapq.heappush(self._running, (last, next(self._order), self._steps, call, k, index))
 
-    def _publish(self, call: Generating, responses: list[tuple[int, int]]) -> None:
-        """Publish responses that ended with one step, each given by its prompt and its number."""
+    def _gather(self, call: Generating, responses: list[tuple[int, int]]) -> None:
+        """Responses ended with one step, each given by its prompt and its number: they wait for others, unless they are the last."""
+        call.open -= sum(not call.left[k] for k in {k for k, _ in responses})
+        gather_s = call.tasks[0][1].gather_s
+        call.ended += responses
+        if not (gather_s and call.open):
+            self._publish(call)
+        elif call.due_s == math.inf:
+            call.due_s = self.at + gather_s
+            self._due_s = min(self._due_s, call.due_s)
+            self._gathering[call] = None
+
+    def _publish_due(self) -> None:
+        for call in [call for call in self._gathering if call.due_s <= self._due_s]:
+            self._publish(call, call.due_s)
+
+    def _publish(self, call: Generating, at: float | None = None) -> None:
+        """Publish the responses that have ended; the call is over with the last of them."""
+        responses, call.ended, call.due_s = call.ended, [], math.inf
+        if self._gathering.pop(call, self) is None:
+            self._due_s = min((other.due_s for other in self._gathering), default=math.inf)
+        if responses:
+            self._report(call, responses, self.at if at is None else at)
+        if not call.open:
+            self._finish(call, self.at)
+
+    def _report(self, call: Generating, responses: list[tuple[int, int]], at: float) -> None:
         rows = call.rows
         assert rows.first_children is not None
         prompts = [k for k, _ in responses]
@@ -207,16 +245,13 @@ class Replica:
         finished = [k for k in dict.fromkeys(prompts) if not call.left[k]]
         knows = str(RESPONSE_VERSIONS) in rows.writes
         versions = np.array([call.versions[k][index] for k, index in responses], np.int64) if knows else None
-        call.open -= len(finished)
         tokens = float(lengths.sum())
         metrics: Metrics = {"tokens": Sum(tokens), "response_length": Mean(tokens, float(len(lengths)))}
         segment = self._invent(BYTES_PER_TOKEN * int(tokens))
         rank = next((rank for rank, task in call.tasks if task.keep), call.tasks[0][0])
         newest = self._versions[-1] if knows else -1
         published = Published(ids, lengths, versions, rows.ids[prompts], rows.ids[finished], newest)
-        self._on_reply(self.at, call.call, rank, Reply(published, segment, metrics))
-        if not call.open:
-            self._finish(call, self.at)
+        self._on_reply(at, call.call, rank, Reply(published, segment, metrics))
 
     def _finish(self, call: Generating, at: float) -> None:
         self._calls.finish(call)

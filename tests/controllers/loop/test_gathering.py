@@ -10,7 +10,8 @@ from weft.algorithms.filters import first_of_group
 from weft.controllers.cursor import positions
 from weft.controllers.graph_run import TrainingRun
 from weft.controllers.group import Call, UnderWay
-from weft.controllers.loop.gathering import MANY_RANKS, MAX_ROWS, MAX_WAIT_S, Gathering
+from weft.controllers.loop.gathering import MAX_ROWS, MAX_WAIT_S, Gathering
+from weft.controllers.ranks.gathered import MANY_RANKS
 from weft.dataflow.buffer.leases import Published
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.graph import Graph
@@ -62,7 +63,7 @@ class Generation:
         self.gathering.begin(self.run, self.run.graph["reward.score"])
 
     def look(self) -> None:
-        self.gathering.look(self.run, self.run.graph["reward.score"])
+        self.gathering.look(self.run, self.run.graph["reward.score"], self.under_way)
 
 
 def generation(made: Any = toy_grpo, number: int = 3) -> Generation:

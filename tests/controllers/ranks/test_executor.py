@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from toy import ToyConfig
 
 from weft.controllers.backends.backend import Files
@@ -14,6 +15,7 @@ from weft.controllers.ranks.executor import KEEPALIVE_S, Executor
 from weft.controllers.ranks.tasks import FailureKind, Reply, RowTask, Task
 from weft.dataflow.batch import Batch
 from weft.dataflow.operation import Shape, declaration_of
+from weft.workers.children import Children
 from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
 from weft.workers.worker import Worker
@@ -102,3 +104,34 @@ def test_a_call_that_makes_steps_says_so_when_it_has_been_silent_for_long(tmp_pa
     now[0] += KEEPALIVE_S
     executor.take_turn()
     assert replies == [Reply()], "it has replied since"
+
+
+class Answering(Generator):
+    """Yields an answer to its prompt in each of three steps, and fails if it is told to."""
+
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, shape=Shape.EXPAND, interruptible=True, reads=(), writes=("length",))
+    def generate(self, prompts: Batch, *, who: str) -> Iterator[Children | None]:
+        for number in range(3):
+            rows = Batch.of(parent_id=prompts.numpy("sample_id"), length=np.array([number]))
+            yield Children(rows, np.array([number]), np.zeros(0, np.int64))
+            yield None
+        raise ValueError(who)
+
+
+@pytest.mark.parametrize("gather_s", [0.0, 60.0])
+@pytest.mark.parametrize("ends", ["cancelled", "failed"])
+def test_rows_that_are_finished_are_published_whatever_ends_the_call(tmp_path: Path, gather_s: float, ends: str):
+    declaration = declaration_of(Answering.generate)
+    assert declaration is not None
+    one = np.array([5])
+    rows = RowTask(declaration.called_with({}), ("length",), one, one, one, first_children=np.array([100]))
+    executor, replies = Executor(Answering(), Files(tmp_path).access("here", "executor")), list[Reply]()
+    executor.add(Task("generate", {"who": "me"}, rows, number=1, gather_s=gather_s), replies.append)
+    steps = 2 if ends == "cancelled" else 4
+    for _ in range(steps if gather_s else 2 * steps):  # a reply ends a turn, and so does a step
+        executor.take_turn()
+    executor.take_turn() if ends == "failed" else executor.cancel(1)
+    published = [reply.published.ids.tolist() for reply in replies if reply.published is not None]
+    made = [100, 101] if ends == "cancelled" else [100, 101, 102]
+    assert published == ([made] if gather_s else [[id] for id in made])
+    assert replies[-1].done == (ends == "cancelled") and bool(replies[-1].failure) == (ends == "failed")
