@@ -106,8 +106,10 @@ def test_a_call_that_makes_steps_says_so_when_it_has_been_silent_for_long(tmp_pa
     assert replies == [Reply()], "it has replied since"
 
 
-class Answering(Generator):
-    """Yields an answer to its prompt in each of three steps, and fails if it is told to."""
+class Answering(Worker):
+    """Yields an answer to its prompt in each of three steps, and then fails."""
+
+    Config = ToyConfig
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, shape=Shape.EXPAND, interruptible=True, reads=(), writes=("length",))
     def generate(self, prompts: Batch, *, who: str) -> Iterator[Children | None]:
@@ -125,7 +127,7 @@ def test_rows_that_are_finished_are_published_whatever_ends_the_call(tmp_path: P
     assert declaration is not None
     one = np.array([5])
     rows = RowTask(declaration.called_with({}), ("length",), one, one, one, first_children=np.array([100]))
-    executor, replies = Executor(Answering(), Files(tmp_path).access("here", "executor")), list[Reply]()
+    executor, replies = Executor(Answering(ToyConfig()), Files(tmp_path).access("here", "executor")), list[Reply]()
     executor.add(Task("generate", {"who": "me"}, rows, number=1, gather_s=gather_s), replies.append)
     steps = 2 if ends == "cancelled" else 4
     for _ in range(steps if gather_s else 2 * steps):  # a reply ends a turn, and so does a step
