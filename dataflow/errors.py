@@ -23,8 +23,10 @@
      │           └─ DeadlineError (TimeoutError)   a call was not answered in time
      └─ BrokenRule                             an event of a log breaks the law of rows; `weft buffer check` reports it
 
-    SystemExit
-     └─ Ended                                  a signal ended the process, wherever it was
+    BaseException
+     ├─ Cancelled                              a call on a rank is ended where it stands; no user sees it
+     └─ SystemExit
+         └─ Ended                              a signal ended the process, wherever it was
 
 `launch` and the command `weft` print the message and the advice, without a traceback. In a traceback, and in a notebook,
 the advice stands below the message. This module imports nothing of Weft, so that every floor may import it.
@@ -57,6 +59,10 @@ class WeftError(Exception):
 
 class Ended(SystemExit):
     """A signal ended the process, wherever it was: in a worker under `Local`, too, whose own `sys.exit` ends nothing."""
+
+
+class Cancelled(BaseException):
+    """A call on a rank is ended where it stands: it publishes what is finished."""
 
 
 # What the user can fix

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...dataflow.buffer.disk import is_full
-from ...dataflow.errors import Ended, UserError
+from ...dataflow.errors import Cancelled, Ended, UserError
 from ...workers.worker import Worker
 from . import row_io
 from .call_order import CallOrder
@@ -23,10 +23,6 @@ KEEPALIVE_S = 5.0
 """Longest time for which a worker that makes steps says nothing."""
 OnReply = Callable[[Reply], None]
 Replies = Generator[Reply | None, None, None]
-
-
-class _Cancelled(BaseException):
-    """Ends a call where it stands."""
 
 
 def run(worker: Worker, task: Task, data: DataAccess, given_up: list[int]) -> Replies:
@@ -83,8 +79,9 @@ def _publish_parts(task: Task, result: Iterator[Any], publisher: Publisher, give
             yield from _published(task, publisher, gathered.take_due() if gives_way else gathered.add(part))
             if gives_way:
                 yield None
-    except (Exception, SystemExit, _Cancelled):  # these rows are finished, whatever ends the call
-        yield from _published(task, publisher, gathered.take())
+    except (Exception, SystemExit, Cancelled) as error:  # these rows are finished, whatever ends the call
+        if not isinstance(error, Ended):
+            yield from _published(task, publisher, gathered.take())
         raise
     yield from _published(task, publisher, gathered.take())
 
@@ -162,12 +159,12 @@ class _Running:
 def _cancelled(replies: Replies) -> Iterator[Reply]:
     """End a call that was begun; returns its last replies."""
     try:
-        reply = replies.throw(_Cancelled())
+        reply = replies.throw(Cancelled())
         while True:
             if reply is not None:
                 yield reply
             reply = next(replies)
-    except (_Cancelled, StopIteration):
+    except (Cancelled, StopIteration):
         return
 
 
