@@ -231,7 +231,7 @@ def kto(responses: Any, *, actor: Any, reference: Scorer, loss: Loss = Desirabil
 @graph
 def preference_accuracy(preferences: Any, *, actor: Scorer, reference: Scorer | None = None) -> Any:
     """An evaluation: how often the actor gives the preferred response the higher likelihood, or, with a reference, the higher
-    implicit reward. Its metrics are `functions/preference_accuracy` and `functions/preference_margin` (nats)."""
+    implicit reward. Its metrics are `preference_accuracy` and `preference_margin` (nats)."""
     rows = actor.logprobs(pairs(preferences), into="policy_logprobs")
     if reference is None:
         return compare(rows, score="policy_logprobs")

@@ -187,7 +187,7 @@ def process_reward_model(
 @graph
 def reward_accuracy(preferences: Any, *, model: Rewarder) -> Any:
     """An evaluation: how often a reward model gives the preferred response the higher reward. Its metrics are
-    `functions/preference_accuracy` and `functions/preference_margin`."""
+    `preference_accuracy` and `preference_margin`."""
     return compare(model.score(pairs(preferences)), score=str(REWARD))
 
 

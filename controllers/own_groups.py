@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from ..dataflow.errors import UserError
 from ..dataflow.graph import Graph
 from ..dataflow.handle import Handle
+from ..dataflow.metric_names import FUNCTIONS
 from ..dataflow.node import Node
 from ..workers.function import FunctionConfig, FunctionWorker
 from ..workers.recorder import RecorderConfig, RecorderWorker
 
-FUNCTIONS = "functions"
-"""The worker group that runs the pure functions of graphs."""
 RECORDER = "recorder"
 """The worker group that writes samples."""
 RESERVED = {FUNCTIONS: "runs the functions of graphs", RECORDER: "writes samples"}

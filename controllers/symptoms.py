@@ -16,6 +16,7 @@ from ..dataflow.column import RESPONSE_IDS
 from ..dataflow.errors import UserError, nearest
 from ..dataflow.graph import Graph
 from ..dataflow.handle import Handle
+from ..dataflow.metric_names import is_of_group
 from ..dataflow.node import Node
 
 Row = Mapping[str, float]
@@ -204,9 +205,9 @@ def all_filtered(row: Row, groups: int) -> str:
         row: the metrics of the step so far.
         groups: dropped groups from which on it is said, if no other has passed.
 
-    >>> all_filtered({"functions/zero_variance_groups": 3.0, "reward/mean": 0.0}, 4)
+    >>> all_filtered({"zero_variance_groups": 3.0, "reward/mean": 0.0}, 4)
     ''
-    >>> all_filtered({"functions/zero_variance_groups": 4.0, "reward/mean": 0.0}, 4)[:64]
+    >>> all_filtered({"zero_variance_groups": 4.0, "reward/mean": 0.0}, 4)[:64]
     'the rewards within each of the first 4 groups are equal (mean 0)'
     """
     dropped = sum(value for _, value in _training(row, "zero_variance_groups"))
@@ -221,7 +222,7 @@ def all_filtered(row: Row, groups: int) -> str:
 
 
 def _all_cut_off(past: Past) -> str | None:
-    known = dict(_training(past.last, "cut_off"))
+    known = dict(_training(past.last, "truncation_rate"))
     if not known:
         return None
     return (
@@ -269,7 +270,7 @@ def _drifted(past: Past) -> str | None:
 
 def _training(row: Row, metric: str) -> Iterator[tuple[str, float]]:
     """Metrics of this name of the groups that train: not those of evaluations."""
-    return ((name, value) for name, value in row.items() if name.count("/") == 1 and name.endswith(f"/{metric}"))
+    return ((name, value) for name, value in row.items() if is_of_group(name, metric))
 
 
 SYMPTOMS = (

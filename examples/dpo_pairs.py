@@ -15,7 +15,7 @@ from weft.algorithms.preference import dpo, preference_accuracy, reference_of_pa
 from weft.algorithms.preference_loss import PreferenceLoss
 
 SYSTEM = "Reason step by step, and put the final answer into \\boxed{}."
-ACCURACY = "eval/functions/preference_accuracy"
+ACCURACY = "eval/preference_accuracy"
 
 
 def main(settings: RealSettings) -> None:

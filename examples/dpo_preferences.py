@@ -21,7 +21,7 @@ from weft.algorithms.preference import dpo, preference_accuracy, reference_of_pa
 from weft.algorithms.preference_loss import LogLikelihood, LogOdds, LogRatio, PreferenceLoss, Squared
 from weft.dashboard.curve import draw_curve
 
-ACCURACY = "pairs/functions/preference_accuracy"
+ACCURACY = "pairs/preference_accuracy"
 METHODS = {
     "rpo": PreferenceLoss(likelihood=1),
     "dpo": PreferenceLoss(),

@@ -32,7 +32,7 @@ from weft.algorithms.values import ValueLoss
 from weft.dashboard.curve import draw_curve
 
 ACCURACY = "eval/reward/mean"
-PAIRS = "pairs/functions/preference_accuracy"
+PAIRS = "pairs/preference_accuracy"
 
 
 class Settings(arithmetic.SamplingSettings):

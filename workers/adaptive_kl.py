@@ -64,7 +64,7 @@ class AdaptiveKlWorker(Worker):
         policy that sampled.
 
         Returns:
-            `coefficient` (that these were rewarded with) and `kl` (nats a response).
+            `kl_coefficient` (that these were rewarded with) and `kl` (nats a response).
         """
         used = self.coefficient
         rows = response_rows(samples, old, REFERENCE_LOGPROBS)
@@ -72,7 +72,7 @@ class AdaptiveKlWorker(Worker):
         total = float(kl[rows.trained > 0].sum())
         if len(samples):
             self.coefficient = used.updated(total / len(samples), len(samples))
-        return {"coefficient": Mean(used.value), "kl": Mean(total, float(len(samples)))}
+        return {"kl_coefficient": Mean(used.value), "kl": Mean(total, float(len(samples)))}
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str | Path) -> float:

@@ -99,7 +99,7 @@ class RolloutWorker(Worker):
             `response_logprobs` [L] float32 nats, `response_versions` [L] int32, `finish_reason`, `temperature` float32.
             Log-probabilities are those of the distribution sampled from. Greedy responses have the model's own (and
             `temperature` 1); a sampling that cuts the distribution writes none (see `Sampling`).
-            Each batch comes with the metrics `tokens`, `response_length` and `cut_off` (share that reached the limit of tokens).
+            Each batch comes with the metrics `tokens`, `response_length` and `truncation_rate` (share that reached the limit of tokens).
 
         Raises:
             SampleError: for prompts that are empty or leave no room in the context, naming their `sample_id`.
@@ -214,9 +214,9 @@ def _batch(parent_ids: np.ndarray, responses: Sequence[Response], sampling: Samp
 
 def _metrics(responses: Sequence[Response]) -> Metrics:
     tokens = float(sum(len(r.token_ids) for r in responses))
-    cut_off = float(sum(r.finish_reason == "length" for r in responses))
+    truncated = float(sum(r.finish_reason == "length" for r in responses))
     count = float(len(responses))
-    return {"tokens": Sum(tokens), "response_length": Mean(tokens, count), "cut_off": Mean(cut_off, count)}
+    return {"tokens": Sum(tokens), "response_length": Mean(tokens, count), "truncation_rate": Mean(truncated, count)}
 
 
 def _hash(*numbers: int, content: bytes = b"") -> int:

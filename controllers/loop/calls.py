@@ -9,9 +9,9 @@ Nothing that follows from a reply is done while replies are taken: it is queued,
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..graph_run import TrainingRun
 from ..group import Call, UnderWay, WorkerGroup
@@ -23,6 +23,39 @@ from .device_turns import DeviceTurns
 
 MAX_REST_S = 0.25
 """Most seconds for which the driver rests."""
+
+
+class BusyTimes:
+    """For how long each group had a call under way. Calls that overlap count once.
+
+    >>> times = BusyTimes()
+    >>> times.add("actor", 1.0, 3.0), times.add("actor", 2.0, 4.0)
+    (None, None)
+    >>> times.take("actor", 0.0, 10.0, begun=[9.0]), times.take("actor", 10.0, 20.0)
+    (4.0, 0.0)
+    """
+
+    def __init__(self) -> None:
+        self._spans: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+        """Group -> start and end of each of its calls that has ended since it was asked last."""
+
+    def add(self, group: str, start: float, end: float) -> None:
+        """A call of the group has ended."""
+        self._spans[group].append((start, end))
+
+    def take(self, group: str, since: float, now: float, begun: Iterable[float] = ()) -> float:
+        """Seconds in which the group had a call under way.
+
+        Args:
+            since: what was before counts no more.
+            begun: when its calls that are still under way began.
+        """
+        spans = sorted([*self._spans.pop(group, ()), *((start, now) for start in begun)])
+        seconds, counted = 0.0, since
+        for start, end in spans:
+            seconds += max(0.0, end - max(start, counted))
+            counted = max(counted, end)
+        return seconds
 
 
 @dataclass(frozen=True)
@@ -40,6 +73,8 @@ class CallTimes:
     train: TrainingRun
     clock: Callable[[], float]
     started: float
+    busy: BusyTimes = field(default_factory=BusyTimes)
+    """Of each group, since the last step was closed."""
 
     def begin(self, call: Call) -> None:
         """Note that a call begins now."""
@@ -47,13 +82,15 @@ class CallTimes:
 
     def end(self, call: Call) -> None:
         """Note a call that ends now in the timeline."""
+        now = self.clock()
+        self.busy.add(call.group.name, call.started, now)
         self.directory.add_call(
             step=self.train.step_under_way,
             graph=call.ledger.name if call.ledger else "",
             group=call.group.name,
             node=call.node.name if call.node else call.method,
             start_s=call.started - self.started,
-            end_s=self.clock() - self.started,
+            end_s=now - self.started,
             worker_s=max(call.seconds.values(), default=0.0),
             rows=len(call.lease.rows) if call.lease else 0,
             tokens=sum([row.tokens for row in call.lease.rows]) if call.lease else 0,
@@ -90,6 +127,19 @@ class Calls:
         """A call was made or has ended since that was asked last."""
         self._committed = False
         """The log is on disk as far as the requests that are being made rely on it."""
+
+    def take_idle_shares(self, since: float, now: float) -> dict[str, float]:
+        """Share of the time since the last step was closed in which each group had no call under way.
+
+        Args:
+            since: when that was, by the run's clock.
+            now: by the same.
+        """
+        begun: defaultdict[str, list[float]] = defaultdict(list)
+        for call in self.under_way:
+            begun[call.group.name].append(call.started)
+        busy_s = {name: self._times.busy.take(name, since, now, begun[name]) for name in self._groups}
+        return {name: max(0.0, 1 - seconds / (now - since)) for name, seconds in busy_s.items()} if now > since else {}
 
     @property
     def at_work(self) -> UnderWay:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from ...dataflow.buffer.run_tables import METRICS, PARQUET
 from ...dataflow.buffer.samples import FOLDER as SAMPLES
 from ..graph_run import EvaluationRun
+from ..own_groups import RESERVED
 from ..recovery.checkpoints import FOLDER, complete_checkpoints
 from ..recovery.saving import Saving
 from ..run_directory import RunDirectory
@@ -81,6 +82,7 @@ class Closing:
                 "step_s": seconds,
                 "tokens_per_s": tokens / seconds if seconds else 0.0,
             }
+            row |= {f"{name}/idle_share": share for name, share in self._idle_shares(now).items()}
         row |= self._history.failures.metrics()
         row |= {f"{g.name}/ranks": float(len(g.up)) for g in self._parts.groups.values() if g.place.is_elastic}
         if pause_s := self._saving.take_pause_s():
@@ -100,6 +102,11 @@ class Closing:
             ends = seen.symptom.name in self._spec.stop_on and self.ended_by is None
             self._history.progress.alert(seen.symptom.name, seen.text, ends=ends)
             self.ended_by = seen if ends else self.ended_by
+
+    def _idle_shares(self, now: float) -> Mapping[str, float]:
+        """Of the groups of the graphs: those that write samples or run pure functions are not told of."""
+        shares = self._parts.calls.take_idle_shares(self._closed_at, now)
+        return {name: share for name, share in shares.items() if name not in RESERVED}
 
     def _close_evaluation(self, evaluation: EvaluationRun, step: int) -> None:
         """Note the metrics of an evaluation beside those of the step that it evaluates, when its calls are over, too."""

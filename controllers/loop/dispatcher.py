@@ -16,6 +16,7 @@ from typing import Any
 from ...dataflow.buffer.leases import Staleness
 from ...dataflow.column import RESPONSE_VERSIONS
 from ...dataflow.errors import StalenessError
+from ...dataflow.metric_names import written_name
 from ...dataflow.node import Node
 from ..graph_run import EvaluationRun, GraphRun
 from ..group import Call, WorkerGroup, publishes_as_it_goes
@@ -201,7 +202,8 @@ class Dispatcher:
         held = graph_run.ledger.leases.holds(lease)
         # A call that lost its rows keeps what it had published, and so its metrics. Otherwise all of it is done, and measured, again.
         if held or publishes_as_it_goes(node):
-            graph_run.take(lease, {f"{group.name}/{name}": metric for name, metric in call.merged_metrics().items()})
+            measured = call.merged_metrics()
+            graph_run.take(lease, {written_name(group.name, name): metric for name, metric in measured.items()})
         if updates and call.last:
             group.updating = False
         if not held:

@@ -50,7 +50,7 @@ class FailureCounts:
 
     def metrics(self) -> dict[str, float]:
         """Counts that are not 0, as metrics."""
-        counts = Counter({"replaced_workers": self.replaced, "repeated_rows": self.requeued})
+        counts = Counter({"replaced_workers": self.replaced, "requeued_rows": self.requeued})
         for (graph, _), rows in self.dropped.items():
             counts["failed_rows" if graph == "train" else f"{graph}/failed_rows"] += rows
         return {name: float(count) for name, count in counts.items() if count}

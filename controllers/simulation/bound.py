@@ -11,9 +11,9 @@ import numpy as np
 
 from ...dataflow.batch import Batch
 from ...dataflow.graph import Graph
+from ...dataflow.metric_names import FUNCTIONS
 from ...dataflow.node import SOURCE
 from ..cursor import positions
-from ..own_groups import FUNCTIONS
 from ..placement import Placement, resolve
 from ..ranks.row_io import num_tokens
 from .costs import CostModel, Generation, LinearCost

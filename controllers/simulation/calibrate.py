@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from ...dataflow.buffer.run_tables import read_timeline
 from ...dataflow.errors import UserError
-from ..own_groups import FUNCTIONS
+from ...dataflow.metric_names import FUNCTIONS
 from .costs import CostModel, Generation, LinearCost
 
 

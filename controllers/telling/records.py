@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...algorithms.evaluation import interval
+from ...dataflow.metric_names import is_of_group
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ KINDS = (
     Kind("pairs right", "preference_accuracy", ".0%"),
     Kind("no signal", "groups_without_signal", ".0%"),
     Kind("length", "response_length", ",.1f"),
-    Kind("cut off", "cut_off", ".0%"),
+    Kind("truncated", "truncation_rate", ".0%"),
     Kind("entropy", "entropy", ".2f"),
     Kind("gap", "mean_logprob_gap", ".0e"),
     Kind("tokens/s", "tokens_per_s", ",.0f"),
@@ -61,8 +62,8 @@ class Step:
     def figures(self) -> tuple[Figure, ...]:
         """The measured figures among `KINDS`; a missing value or NaN is left out.
 
-        >>> Step(1, 9, {"reward/mean": 0.5, "reward/std": 0.25, "rollout/cut_off": 1.0}).figures
-        (Figure(label='reward', text='0.500 ±0.250'), Figure(label='cut off', text='100%'))
+        >>> Step(1, 9, {"reward/mean": 0.5, "reward/std": 0.25, "rollout/truncation_rate": 1.0}).figures
+        (Figure(label='reward', text='0.500 ±0.250'), Figure(label='truncated', text='100%'))
         """
         found: list[Figure] = []
         for kind in KINDS:
@@ -176,11 +177,7 @@ def metric_of(row: Mapping[str, float], metric: str) -> str | None:
     >>> metric_of({"eval/reward/mean": 1.0, "judge/mean": 2.0, "reward/mean": 3.0}, "mean")
     'reward/mean'
     """
-    names = [
-        n
-        for n, v in row.items()
-        if math.isfinite(v) and (n == metric or (n.count("/") == 1 and n.endswith(f"/{metric}")))
-    ]
+    names = [n for n, v in row.items() if math.isfinite(v) and is_of_group(n, metric)]
     return f"reward/{metric}" if f"reward/{metric}" in names else next(iter(names), None)
 
 

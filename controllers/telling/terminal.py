@@ -19,7 +19,7 @@ ROWS_A_HEADER = 20
 WIDEST_FRAME = 100
 APART = 2
 """Spaces between two columns, where there is room."""
-STYLES = {"reward": "bold", "no signal": "yellow", "cut off": "yellow"}
+STYLES = {"reward": "bold", "no signal": "yellow", "truncated": "yellow"}
 """Label of a column -> its style; others have none."""
 NONE = "0%"
 """What is never coloured."""

@@ -146,7 +146,7 @@ def judged(shares: Iterable[float | None]) -> list[int]:
     """Steps after which a run with such shares of groups without signal is ended; None: it was not measured."""
     watch, ended = Watch(), []
     for step, share in enumerate(shares):
-        row = {"step": float(step)} | ({} if share is None else {"functions/groups_without_signal": share})
+        row = {"step": float(step)} | ({} if share is None else {"groups_without_signal": share})
         ended += [step for seen in watch.see(row) if seen.symptom.name == "no_signal"]
     return ended
 
@@ -158,5 +158,5 @@ def test_only_a_run_that_never_had_signal_is_judged():
     assert judged([None, *[None] * 20]) == [], "DPO, SFT and PPO have no groups"
     assert judged([None, *[None] * 10, 1, 1, 1]) == [], "too late to say so of its start"
     watch = Watch()
-    row = {"eval/functions/groups_without_signal": 1.0}
+    row = {"eval/groups_without_signal": 1.0}
     assert not any(watch.see({"step": float(step), **row}) for step in range(5))

@@ -115,6 +115,6 @@ def test_each_step_has_its_number_of_pairs(tmp_path: Path, schedule: Any):
     assert [row["actor/pairs"] for row in metrics[1:]] == [4, 4, 4] and all(
         row["actor/rows"] == 2 for row in metrics[1:]
     )
-    ties = sum(row["functions/tied_groups"] for row in metrics[1:])
+    ties = sum(row["tied_groups"] for row in metrics[1:])
     assert dropped == 3 * ties + 12, "all rows of a group without a best one, and the middle one of each other"
     assert not check_log(tmp_path / "run" / "buffer").violations

@@ -108,29 +108,29 @@ def seen(*rows: dict[str, float]) -> list[str]:
 
 
 def test_rewards_that_are_equal_from_the_first_step_on_are_said_once():
-    none, some = {"functions/groups_without_signal": 1.0}, {"functions/groups_without_signal": 0.9}
+    none, some = {"groups_without_signal": 1.0}, {"groups_without_signal": 0.9}
     (said,) = seen({}, *[none] * 10)
     assert (
         said.startswith(f"in each of the first {FIRST_WITHOUT_SIGNAL} steps the rewards within every group are equal")
         and "Try " in said
     )
     assert seen({}, none, some, *[none] * 3) == [], "one group told answers apart"
-    assert seen({}, *[{"eval/functions/groups_without_signal": 1.0}] * 10) == [], "an evaluation learns nothing anyhow"
+    assert seen({}, *[{"eval/groups_without_signal": 1.0}] * 10) == [], "an evaluation learns nothing anyhow"
 
 
 def test_responses_that_are_all_cut_off_are_said_once():
-    (said,) = seen({}, *[{"rollout/cut_off": 1.0}] * 10)
+    (said,) = seen({}, *[{"rollout/truncation_rate": 1.0}] * 10)
     assert "every response is cut off at its limit of tokens" in said and "max_tokens" in said
-    assert seen({}, *[{"rollout/cut_off": 0.99}] * 10) == []
-    cut, not_measured = {"rollout/cut_off": 1.0}, {"actor/loss": 0.1}
-    assert len(seen({}, cut, {"rollout/cut_off": 0.5}, cut, not_measured, cut, cut)) == 1, "later, and with a gap"
-    assert seen({}, cut, cut, {"rollout/cut_off": 0.5}, cut, cut) == []
+    assert seen({}, *[{"rollout/truncation_rate": 0.99}] * 10) == []
+    cut, not_measured = {"rollout/truncation_rate": 1.0}, {"actor/loss": 0.1}
+    assert len(seen({}, cut, {"rollout/truncation_rate": 0.5}, cut, not_measured, cut, cut)) == 1, "later, and with a gap"
+    assert seen({}, cut, cut, {"rollout/truncation_rate": 0.5}, cut, cut) == []
 
 
 def test_groups_that_have_lost_their_signal_are_said_with_the_reward():
     some, none = (
-        {"functions/groups_without_signal": 0.2},
-        {"functions/groups_without_signal": 0.96, "reward/mean": 0.99},
+        {"groups_without_signal": 0.2},
+        {"groups_without_signal": 0.96, "reward/mean": 0.99},
     )
     (said,) = seen({}, some, *[none] * 9)
     assert said.startswith("step 6, and 4 steps before: 96% of the groups have equal rewards (reward 0.99)")
@@ -188,7 +188,7 @@ def test_a_run_says_why_it_cannot_learn(tmp_path: Path, capsys: pytest.CaptureFi
         stop_on=(),
     ) as driver:
         metrics = driver.run()
-    assert [row["functions/groups_without_signal"] for row in metrics[1:]] == [1.0] * 5
+    assert [row["groups_without_signal"] for row in metrics[1:]] == [1.0] * 5
     warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert (
         len(warned) == 2 and "learning_rate=1000" in warned[0] and "rewards within every group are equal" in warned[1]

@@ -7,15 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import forked
+import pyarrow.parquet as pq
+
+from weft.dataflow.metric_names import undeclared
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(example: str, name: str, *arguments: str, root: Path, backend: str = "local") -> str:
-    """What it prints. It keeps data and models below `root`. Under Ray it is started as a user starts it, else it is forked."""
+    """What it prints. It keeps data and models below `root`. Under Ray it is started as a user starts it, else it is forked, and
+    every metric that it writes is in the table of metrics."""
     arguments = ("--small", "--backend", backend, "--root", str(root), "--name", name, *arguments)
     if backend == "local":
-        return forked.program(root / f"{name}.log", EXAMPLES / example, *arguments).finish()
+        said = forked.program(root / f"{name}.log", EXAMPLES / example, *arguments).finish()
+        assert undeclared(pq.read_schema(root / name / "metrics.parquet").names) == []
+        return said
     command = [sys.executable, str(EXAMPLES / example), *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-4000:]

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from small import run, summary
 
-ACCURACY = "pairs/functions/preference_accuracy"
+ACCURACY = "pairs/preference_accuracy"
 
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:

@@ -121,13 +121,13 @@ def test_a_run_goes_on_from_a_checkpoint_of_actor_critic_and_coefficient(model: 
         return recorded(model, epochs=2, kl=group(AdaptiveKlWorker, coefficient=steered))
 
     whole = run(graph(), tmp_path / "whole", 4)
-    assert whole[1]["kl/coefficient"] == 0.1 and whole[1]["kl/kl"] == pytest.approx(0, abs=1e-4)
-    assert whole[2]["kl/coefficient"] == pytest.approx(0.1 * (1 - 0.2 * 32 / 100)), "it is below its target at first"
+    assert whole[1]["kl/kl_coefficient"] == 0.1 and whole[1]["kl/kl"] == pytest.approx(0, abs=1e-4)
+    assert whole[2]["kl/kl_coefficient"] == pytest.approx(0.1 * (1 - 0.2 * 32 / 100)), "it is below its target at first"
     assert whole[3]["kl/kl"] > 0
     checkpoint = weft.CheckpointConfig(every=2)
     run(graph(), tmp_path / "cut", 2, checkpoint=checkpoint)
     resumed = run(graph(), tmp_path / "cut", 4, checkpoint=checkpoint, resume="latest")
-    for name in ("reward/mean", "critic/loss", "actor/loss", "critic/value", "kl/coefficient", "kl/kl"):
+    for name in ("reward/mean", "critic/loss", "actor/loss", "critic/value", "kl/kl_coefficient", "kl/kl"):
         assert resumed[-1][name] == pytest.approx(whole[-1][name], rel=1e-5, abs=1e-7), name
 
 
@@ -152,7 +152,7 @@ def test_a_trained_reward_model_is_the_reward_of_ppo(model: Path, tmp_path: Path
         metrics = driver.run()
         driver.call(learner, "save", path=tmp_path / "reward")
     assert metrics[1]["model/loss"] == pytest.approx(np.log(2), abs=0.05)
-    assert metrics[-1]["eval/functions/preference_accuracy"] > 0.9
+    assert metrics[-1]["eval/preference_accuracy"] > 0.9
     reward = group(RewardModelWorker, model=str(tmp_path / "reward"))
     metrics = run(recorded(model, reward=reward, kl=0.01), tmp_path, 8)
     assert metrics[-1]["reward/mean"] > metrics[1]["reward/mean"] + 0.3

@@ -106,4 +106,4 @@ def test_a_run_learns_pairs_and_says_so(tmp_path: Path, tiny_model: Path):
     assert metrics[1]["actor/reward_margin"] == pytest.approx(0, abs=1e-4), "the policy begins as its reference"
     assert metrics[1]["samples"] == 32 and metrics[-1]["actor/reward_margin"] > 0.05
     assert metrics[-1]["actor/loss"] < metrics[1]["actor/loss"]
-    assert metrics[-1]["eval/functions/preference_margin"] > metrics[0]["eval/functions/preference_margin"]
+    assert metrics[-1]["eval/preference_margin"] > metrics[0]["eval/preference_margin"]

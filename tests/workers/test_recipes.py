@@ -128,4 +128,4 @@ def test_preferences_among_own_samples_take_a_step(model: str, tmp_path: Path):
 def test_graphs_of_the_docs_made_of_nodes_take_a_step(model: str, tmp_path: Path, name: str):
     judged = {"reference": reference(model)} if name == "reinforce_plus_plus" else {}
     metrics = step(OWN[name](prompts(), **workers(model), **judged, sampling=SAMPLING), tmp_path)
-    assert name != "dapo" or metrics["functions/zero_variance_groups"] == 0
+    assert name != "dapo" or metrics["zero_variance_groups"] == 0

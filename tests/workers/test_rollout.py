@@ -79,7 +79,7 @@ def test_every_batch_comes_with_its_tokens_and_the_share_that_is_cut_off(worker:
     batch = rows_of(parts)
     assert metrics["tokens"] == Sum(float(batch.lengths("response_ids").sum()))
     assert metrics["response_length"].value == batch.lengths("response_ids").mean()
-    assert metrics["cut_off"].value == batch["finish_reason"].to_pylist().count("length") / 8
+    assert metrics["truncation_rate"].value == batch["finish_reason"].to_pylist().count("length") / 8
 
 
 def test_every_prompt_gets_n_responses_with_all_columns(worker: RolloutWorker) -> None:

@@ -139,7 +139,7 @@ def run(root: Path, cluster: Cluster) -> dict[str, Any]:
         "rows": len(weights),
         "trained": len({group for group, _ in weights}),
         "steps": len(metrics) - 1,
-        "repeated": metrics[-1].get("repeated_rows", 0),
+        "repeated": metrics[-1].get("requeued_rows", 0),
         "violations": [str(v) for v in check_log(root / "elastic" / "buffer").violations],
     }
 

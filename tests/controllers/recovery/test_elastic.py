@@ -175,7 +175,7 @@ def test_a_rank_that_leaves_costs_its_leased_rows_and_may_join_again(
     (left,) = re.findall(
         r"worker rollout\[1\] left, (\d+) rows are requeued; 2 of 3 ranks are up; gone", capsys.readouterr().out
     )
-    assert 0 < int(left) == driver.directory.metrics[-1]["repeated_rows"] <= 6, "those that it held, and no others"
+    assert 0 < int(left) == driver.directory.metrics[-1]["requeued_rows"] <= 6, "those that it held, and no others"
     assert "replaced_workers" not in driver.directory.metrics[-1]
 
 

@@ -96,7 +96,7 @@ def test_a_sample_that_always_fails_is_dropped_with_its_reason_and_the_run_goes_
     assert len(asked) == 3 * sum(dropped.values()), "each was tried three times, and no other rows were scored again"
     assert len(trained(weights)) == 4 * 4, "every group is trained on, one of them over its other sample"
     assert len(weights) == 2 * 16 - dropped["train"]
-    assert metrics[-1]["repeated_rows"] == len(asked)
+    assert metrics[-1]["requeued_rows"] == len(asked)
     assert all("eval/reward/mean" in row for row in metrics[::2])
 
 

@@ -279,7 +279,7 @@ def test_a_sample_at_which_the_reward_always_hangs_ends_the_run_and_no_other_is_
 
 def test_a_reward_that_hangs_in_this_process_is_interrupted_and_its_sample_asked_again(tmp_path: Path, words: Path):
     metrics = scored(tmp_path, words, "hangs", 2, Local(), deadline_s=0.02)
-    assert metrics[-1]["repeated_rows"] > 0 and "replaced_workers" not in metrics[-1]
+    assert metrics[-1]["requeued_rows"] > 0 and "replaced_workers" not in metrics[-1]
 
 
 def test_a_reward_that_always_hangs_in_this_process_ends_the_run_with_its_sample(tmp_path: Path, words: Path):
@@ -292,7 +292,7 @@ def test_a_reward_that_always_hangs_in_this_process_ends_the_run_with_its_sample
 
 def test_a_reward_that_fails_now_and_then_is_asked_again(tmp_path: Path, words: Path):
     metrics = scored(tmp_path, words, "raises", 2, Local())
-    assert metrics[-1]["repeated_rows"] > 0 and "replaced_workers" not in metrics[-1]
+    assert metrics[-1]["requeued_rows"] > 0 and "replaced_workers" not in metrics[-1]
 
 
 def test_a_sample_at_which_the_reward_always_fails_ends_the_run_and_is_named(tmp_path: Path, words: Path):
@@ -323,7 +323,7 @@ def test_what_was_measured_before_a_failure_counts_as_often_as_its_rows(tmp_path
     schedule = Synchronous(steps=3, prompts_per_step=4)
     with Driver(graph, schedule=schedule, root=tmp_path, name="run", progress=False) as driver:
         metrics = driver.run()
-    assert metrics[-1]["repeated_rows"] == 2
+    assert metrics[-1]["requeued_rows"] == 2
     assert [row["reward/scored"] for row in metrics[1:]] == [row["samples"] for row in metrics[1:]]
 
 
@@ -356,7 +356,7 @@ def test_what_a_node_measured_that_writes_nothing_counts_once_when_its_rows_are_
     schedule = Synchronous(steps=3, prompts_per_step=4)
     with Driver(graph, schedule=schedule, root=tmp_path, name="run", progress=False) as driver:
         metrics = driver.run()
-    assert metrics[-1]["repeated_rows"] > 0
+    assert metrics[-1]["requeued_rows"] > 0
     assert [row["watcher/watched"] for row in metrics[1:]] == [row["samples"] for row in metrics[1:]]
 
 

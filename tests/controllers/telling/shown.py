@@ -17,9 +17,9 @@ DISPLAYS = {"plain": PlainLines, "json": JsonLines, "rich": Terminal}
 ROW = {
     "reward/mean": 0.5,
     "reward/std": 0.25,
-    "functions/groups_without_signal": 0.75,
+    "groups_without_signal": 0.75,
     "rollout/response_length": 12.0,
-    "rollout/cut_off": 0.5,
+    "rollout/truncation_rate": 0.5,
     "actor/entropy": 1.5,
     "actor/mean_logprob_gap": 0.002,
     "tokens_per_s": 1234.0,

@@ -33,7 +33,15 @@ def test_a_run_is_shown_with_every_figure_a_sample_and_where_it_lies(display: st
     to = stream()
     run(DISPLAYS[display](to), tmp_path, 12, lambda progress, step: progress.recorded(step, [file]))
     said = written(to)
-    shown = ["2+2=", "0.25", "form", "right", "0.125", str(tmp_path), "cut_off" if display == "json" else "cut off"]
+    shown = [
+        "2+2=",
+        "0.25",
+        "form",
+        "right",
+        "0.125",
+        str(tmp_path),
+        "truncation_rate" if display == "json" else "truncated",
+    ]
     assert [text for text in shown if text not in said] == []
     if display == "json":
         events = [json.loads(line, parse_constant=lambda name: pytest.fail(name)) for line in said.splitlines()]

@@ -28,7 +28,7 @@ def test_an_evaluation_is_shown_with_its_interval(tmp_path: Path):
     progress.evaluated(
         "eval", 0, {"eval/reward/mean": 0.25, "eval/reward/std": 0.1875**0.5, "eval/reward/scored": 100.0}
     )
-    progress.evaluated("pairs", 2, {"pairs/functions/preference_accuracy": 0.75, "pairs/functions/margin": 3.0})
+    progress.evaluated("pairs", 2, {"pairs/preference_accuracy": 0.75, "pairs/functions/margin": 3.0})
     assert written(to).splitlines() == [
         "eval before the first step: 0.250 (95 %: 0.175 to 0.343)",
         "pairs of step 2: 0.750",
@@ -81,7 +81,7 @@ def test_a_display_whose_reader_is_gone_does_not_end_the_run(tmp_path: Path):
     [
         ({"actor/loss": 0.5, "tokens_per_s": 9.0}, ["loss", "tokens/s"]),
         ({"actor/loss": 0.5, "actor/preference_accuracy": 0.5}, ["loss", "pairs right"]),
-        ({"reward/mean": 0.5, "actor/loss": 0.1, "rollout/cut_off": float("nan")}, ["reward"]),
+        ({"reward/mean": 0.5, "actor/loss": 0.1, "rollout/truncation_rate": float("nan")}, ["reward"]),
         ({"eval/reward/mean": 0.5}, []),
     ],
 )

@@ -1,0 +1,371 @@
+"""The table of metrics: every number that Weft itself writes of a run, with its unit, and what is good and bad of it.
+
+A new metric is a line here, in the section that it belongs to; `metric_names.py` makes `docs/metrics.md` of the table. What a user's
+own rewards, losses, functions and workers measure is in no table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Place: TypeAlias = Literal["run", "group", "either"]
+"""run: it is written as it is called; group: behind the name of the worker group that measured it; either: both are used."""
+
+
+@dataclass(frozen=True)
+class MetricEntry:
+    """One metric."""
+
+    name: str
+    """Capital letters stand for what a run fills in: `pass@K` is `pass@1`, `pass@8`, ..."""
+    unit: str
+    meaning: str
+    good: str = ""
+    bad: str = ""
+    place: Place = "group"
+
+
+@dataclass(frozen=True)
+class Section:
+    """Metrics that are read together."""
+
+    title: str
+    text: str
+    entries: tuple[MetricEntry, ...]
+
+
+STEP = Section(
+    "The step",
+    "Written by the run itself after every step.",
+    (
+        MetricEntry("step", "count", "number of the step; 0 is the start of the run", place="run"),
+        MetricEntry("time_s", "s", "since the run was started first, at the end of the step", place="run"),
+        MetricEntry(
+            "step_s", "s", "from the end of the step before", "stays as it is", "grows over the run", place="run"
+        ),
+        MetricEntry("samples", "rows", "that the step trained on", place="run"),
+        MetricEntry(
+            "tokens_per_s",
+            "tokens/s",
+            "prompt and response tokens that were trained on, by the time of the step",
+            "as high as the hardware allows",
+            "falls while `rollout/response_length` stays as it is",
+            place="run",
+        ),
+        MetricEntry(
+            "idle_share",
+            "0 to 1",
+            "of the step: the group had no call under way; groups that share devices take turns, and their shares add up to more than 1",
+            "near 0 for the group that costs most",
+            "near 1 for devices that nobody else uses",
+        ),
+        MetricEntry(
+            "checkpoint_pause_s",
+            "s",
+            "longest time for which the latest checkpoint kept a group from training",
+            "below a step",
+            "several steps",
+            place="run",
+        ),
+        MetricEntry("ranks", "count", "of an elastic group that are up", "all that were asked for", "falls", "group"),
+        MetricEntry(
+            "replaced_workers",
+            "count",
+            "processes that were replaced so far",
+            "missing: there were none",
+            "rises with every step",
+            "run",
+        ),
+        MetricEntry(
+            "requeued_rows",
+            "rows",
+            "given back so far because a rank failed",
+            "missing: there were none",
+            "rises with every step",
+            "run",
+        ),
+        MetricEntry(
+            "failed_rows",
+            "rows",
+            "dropped so far because a node failed at them; of an evaluation: `EVALUATION/failed_rows`",
+            "missing: there were none",
+            "rises: the results leave those rows out",
+            "run",
+        ),
+        MetricEntry(
+            "stale/FATE",
+            "groups",
+            "that were too old when an update wanted them, so far, and what became of them: `wait`, `mask`, `requeue` or `drop`",
+            "missing or 0",
+            "`drop` rises: short responses are favoured",
+            "run",
+        ),
+    ),
+)
+
+REWARD = Section(
+    "Rewards",
+    "`GROUP` is the group of reward workers, such as `reward`. With several reward functions, and for the numbers that a function "
+    "logs, there is `GROUP/NAME` for each of them.",
+    (
+        MetricEntry(
+            "mean",
+            "of the reward",
+            "mean over the responses of the step",
+            "rises",
+            "falls, or jumps within a few steps: look at samples for an exploit",
+        ),
+        MetricEntry(
+            "std",
+            "of the reward",
+            "standard deviation over the responses of the step",
+            "above 0",
+            "0: there is nothing to compare",
+        ),
+        MetricEntry("max", "of the reward", "largest of the step"),
+        MetricEntry("scored", "rows", "that were rewarded"),
+        MetricEntry(
+            "COLUMN_mean",
+            "of the reward",
+            "the same of rewards that go to another column, such as `baseline_reward_mean`",
+        ),
+        MetricEntry("COLUMN_std", "of the reward", "the same"),
+        MetricEntry("COLUMN_max", "of the reward", "the same"),
+        MetricEntry("COLUMN_scored", "rows", "the same"),
+        MetricEntry(
+            "groups_without_signal",
+            "0 to 1",
+            "share of groups whose rewards are all equal: their advantages are 0",
+            "below 0.5",
+            "1: nothing is learned; prompts are too easy, too hard, or too few responses (n)",
+            "run",
+        ),
+        MetricEntry(
+            "zero_variance_groups",
+            "groups",
+            "dropped by `drop_zero_variance`",
+            "few",
+            "many: each costs a generation",
+            "run",
+        ),
+        MetricEntry(
+            "tied_groups",
+            "groups",
+            "dropped because no response is better than the others",
+            "few",
+            "many: each costs a generation",
+            "run",
+        ),
+    ),
+)
+
+GENERATION = Section(
+    "Generation",
+    "`GROUP` is the group of rollout workers, such as `rollout`.",
+    (
+        MetricEntry("tokens", "tokens", "of responses that were generated; of an update: that were trained on"),
+        MetricEntry(
+            "response_length",
+            "tokens",
+            "mean over responses",
+            "moves slowly",
+            "collapses, or grows to the limit of tokens",
+        ),
+        MetricEntry(
+            "truncation_rate",
+            "0 to 1",
+            "share of responses that were cut off at the limit of tokens",
+            "below 0.1",
+            "near 1: rewards judge unfinished responses",
+        ),
+        MetricEntry(
+            "length_ratio",
+            "ratio",
+            "mean length of what was trained on over that of what was sampled",
+            "near 1",
+            "below 1: short responses are favoured",
+            "run",
+        ),
+        MetricEntry("mean_trained_length", "tokens", "of responses that the step trained on", place="run"),
+        MetricEntry("mean_finished_length", "tokens", "of responses that were finished in the step", place="run"),
+        MetricEntry(
+            "mean_staleness",
+            "versions",
+            "mean over tokens: updates between sampling and training",
+            "at most what the schedule allows, on average less",
+            "at the bound in every step: generation is ahead of training",
+        ),
+        MetricEntry("max_staleness", "versions", "the oldest token", "at most what the schedule allows"),
+    ),
+)
+
+POLICY = Section(
+    "The policy's update",
+    "`GROUP` is the group that is trained, such as `actor`. All are means over trained tokens, unless something else is said.",
+    (
+        MetricEntry(
+            "loss",
+            "of the loss",
+            "mean over what the loss counts (tokens, rows or pairs)",
+            "supervised: falls; policy gradients: says little",
+            "not finite",
+        ),
+        MetricEntry(
+            "grad_norm", "of the gradient", "before clipping", "steady", "grows over several steps, or is not finite"
+        ),
+        MetricEntry("learning_rate", "per step", "of the last optimizer step"),
+        MetricEntry(
+            "skipped_steps",
+            "count",
+            "optimizer steps that were not taken: bad ones, and those without anything to train on",
+            "0",
+            "above 0",
+        ),
+        MetricEntry(
+            "bad_steps", "count", "optimizer steps whose loss or gradient was not finite or too large", "0", "above 0"
+        ),
+        MetricEntry(
+            "entropy",
+            "nats/token",
+            "of the policy's distributions",
+            "falls slowly",
+            "near 0 within a few steps: it samples one response only",
+        ),
+        MetricEntry(
+            "clip_fraction",
+            "0 to 1",
+            "share of tokens whose ratio was clipped (of a critic: whose value was)",
+            "0.01 to 0.2",
+            "above 0.3: steps are too large",
+        ),
+        MetricEntry(
+            "approx_kl",
+            "nats/token",
+            "divergence from the policy before the update (k3)",
+            "below 0.02",
+            "above 0.1: steps are too large",
+        ),
+        MetricEntry(
+            "kl",
+            "nats/token",
+            "divergence from the reference, by the estimator of the loss; of an adaptive penalty: nats a response",
+            "grows slowly",
+            "grows while the reward falls",
+        ),
+        MetricEntry("kl_coefficient", "per nat", "of the adaptive penalty in this step"),
+        MetricEntry(
+            "mean_logprob_gap",
+            "nats/token",
+            "between the log-probabilities of the generator and of the trainer, for the same weights",
+            "below 0.01 (bfloat16), below 1e-5 (float32)",
+            "grows: the two do not compute the same model",
+        ),
+        MetricEntry("max_logprob_gap", "nats", "the largest of the step", "below 1", "several nats"),
+        MetricEntry(
+            "generator_kl_k1",
+            "nats/token",
+            "estimate of KL(generator || trainer), unbiased",
+            "near 0",
+            "drifts away from 0",
+        ),
+        MetricEntry("generator_kl_k3", "nats/token", "the same, never negative", "below 0.01", "grows"),
+        MetricEntry(
+            "mean_generator_ratio",
+            "ratio",
+            "probability by the trainer over that by the generator",
+            "near 1",
+            "drifts away from 1",
+        ),
+        MetricEntry("max_generator_ratio", "ratio", "the largest of the step", "below 10", "hundreds"),
+        MetricEntry(
+            "mean_importance_weight",
+            "ratio",
+            "weight by which a correction counts a token",
+            "near 1",
+            "far below 1: most of the batch is ignored",
+        ),
+        MetricEntry(
+            "truncated_fraction",
+            "0 to 1",
+            "share of tokens whose importance weight was truncated",
+            "below 0.05",
+            "above 0.3",
+        ),
+        MetricEntry(
+            "masked_fraction", "0 to 1", "share of tokens that a correction leaves out", "below 0.05", "above 0.3"
+        ),
+        MetricEntry("masked_tokens", "tokens", "that a correction leaves out", "few"),
+        MetricEntry("masked_rows", "rows", "of which a correction leaves out every token", "few"),
+    ),
+)
+
+CRITIC = Section(
+    "The critic's update",
+    "`GROUP` is the group of the critic. `loss`, `grad_norm`, `clip_fraction` and others are those of any update.",
+    (
+        MetricEntry(
+            "value",
+            "of the return",
+            "predicted by the critic, mean over tokens",
+            "follows `return`",
+            "far from `return`",
+        ),
+        MetricEntry("return", "of the return", "that the critic is trained towards, mean over tokens"),
+    ),
+)
+
+PREFERENCES = Section(
+    "Preferences and reward models",
+    "Means over pairs. `GROUP` is the group that is trained; the evaluation `preference_accuracy` writes its two without one.",
+    (
+        MetricEntry(
+            "preference_accuracy",
+            "0 to 1",
+            "share of pairs whose preferred response is ahead",
+            "rises from 0.5",
+            "below 0.5",
+            "either",
+        ),
+        MetricEntry("preference_margin", "nats", "by which the preferred response is ahead", "rises", "falls", "run"),
+        MetricEntry("chosen_reward", "of the loss", "implicit reward (or score) of preferred responses", "rises"),
+        MetricEntry("rejected_reward", "of the loss", "the same of the others", "falls"),
+        MetricEntry("reward_margin", "of the loss", "`chosen_reward` less `rejected_reward`", "rises", "falls"),
+        MetricEntry(
+            "chosen_logprob",
+            "nats",
+            "of preferred responses under the policy",
+            "stays as it is",
+            "falls by many nats: the policy forgets them, too",
+        ),
+        MetricEntry("rejected_logprob", "nats", "of the others", "falls"),
+        MetricEntry("chosen_nll", "nats/token", "supervised term on preferred responses", "falls"),
+        MetricEntry("reference_point", "nats", "KTO's z0", "near 0"),
+        MetricEntry("step_reward", "0 to 1", "probability of being right that a process reward model gives steps"),
+        MetricEntry(
+            "step_accuracy",
+            "0 to 1",
+            "share of steps that it judges as they are labelled",
+            "rises",
+            "near the share of the larger class",
+        ),
+    ),
+)
+
+EVALUATION = Section(
+    "Evaluations",
+    "Each is written behind the name of its evaluation, beside the metrics of the step that it evaluates: `eval/reward/mean`. "
+    "What its graph measures has the names of the other sections.",
+    (
+        MetricEntry(
+            "oldest_version",
+            "version",
+            "of the weights that wrote the responses, where training goes on meanwhile",
+            "the version of the step",
+            place="run",
+        ),
+        MetricEntry("newest_version", "version", "the same, the newest", "the version of the step", place="run"),
+    ),
+)
+
+SECTIONS = (STEP, REWARD, GENERATION, POLICY, CRITIC, PREFERENCES, EVALUATION)

@@ -1,0 +1,47 @@
+"""How much of a step each group stood idle is what the timeline says."""
+
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from simulated_runs import KNOWN, apart, costs, run
+
+from weft.controllers.loop.calls import BusyTimes
+from weft.controllers.schedule import Asynchronous, Synchronous, Training
+from weft.controllers.simulation.simulated import Simulated
+from weft.dashboard.timeline import load_timeline
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_busy_time_is_that_of_the_moments_at_which_any_call_went_on(seed: int):
+    draw = random.Random(seed)
+    times, spans = BusyTimes(), []
+    for _ in range(draw.randrange(12)):
+        start = draw.randrange(0, 90)
+        spans.append((start, start + draw.randrange(0, 30)))
+        times.add("actor", *spans[-1])
+    begun = [draw.randrange(0, 100) for _ in range(draw.randrange(3))]
+    since, now = 20, 130
+    busy = {moment for start, end in [*spans, *((b, now) for b in begun)] for moment in range(max(start, since), end)}
+    assert times.take("actor", since, now, begun) == len(busy)
+    assert times.take("actor", since, now) == 0, "it was taken"
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [Synchronous(steps=3, prompts_per_step=4), Asynchronous(steps=4, prompts_per_step=4, max_staleness=1)],
+    ids=["synchronous", "asynchronous"],
+)
+def test_the_idle_share_of_a_step_is_that_of_its_timeline(tmp_path: Path, schedule: Training):
+    driver = run(tmp_path, schedule, Simulated(costs(KNOWN)), apart(2, 1))
+    rows = driver.directory.metrics
+    for before, row in pairwise(rows):
+        step = int(row["step"])
+        lanes = {lane.group: lane for lane in load_timeline(driver.directory.path).lanes}
+        for group in ("rollout", "reward", "actor"):
+            start, end = before["time_s"], row["time_s"]
+            moments = [start + (end - start) * (k + 0.5) / 2000 for k in range(2000)]
+            idle = sum(not any(c.start_s <= m < c.end_s for c in lanes[group].calls) for m in moments) / 2000
+            assert row[f"{group}/idle_share"] == pytest.approx(idle, abs=0.01), f"{group} in step {step}"
+    assert "functions/idle_share" not in rows[1] and "rollout/idle_share" not in rows[0]
