@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 
 from .errors import UserError, nearest
@@ -58,6 +58,16 @@ def is_of_group(name: str, metric: str) -> bool:
     if name == metric:
         return True
     return (entry is None or entry.place != "run") and name.count("/") == 1 and name.endswith(f"/{metric}")
+
+
+def untimed(row: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of a step without those that two runs differ in because one took longer.
+
+    >>> untimed({"step": 1.0, "step_s": 0.5, "actor/idle_share": 0.1, "actor/loss": 2.0})
+    {'step': 1.0, 'actor/loss': 2.0}
+    """
+    timed = [entry.name for entry in entries() if entry.is_timed]
+    return {name: value for name, value in row.items() if name.rpartition("/")[2] not in timed}
 
 
 def entry_of(name: str) -> MetricEntry:

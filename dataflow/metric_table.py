@@ -24,6 +24,8 @@ class MetricEntry:
     good: str = ""
     bad: str = ""
     place: Place = "group"
+    is_timed: bool = False
+    """Two runs that compute the same differ in it, because one took longer."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,17 @@ STEP = Section(
     "Written by the run itself after every step.",
     (
         MetricEntry("step", "count", "number of the step; 0 is the start of the run", place="run"),
-        MetricEntry("time_s", "s", "since the run was started first, at the end of the step", place="run"),
         MetricEntry(
-            "step_s", "s", "from the end of the step before", "stays as it is", "grows over the run", place="run"
+            "time_s", "s", "since the run was started first, at the end of the step", place="run", is_timed=True
+        ),
+        MetricEntry(
+            "step_s",
+            "s",
+            "from the end of the step before",
+            "stays as it is",
+            "grows over the run",
+            place="run",
+            is_timed=True,
         ),
         MetricEntry("samples", "rows", "that the step trained on", place="run"),
         MetricEntry(
@@ -52,6 +62,7 @@ STEP = Section(
             "as high as the hardware allows",
             "falls while `rollout/response_length` stays as it is",
             place="run",
+            is_timed=True,
         ),
         MetricEntry(
             "idle_share",
@@ -59,6 +70,7 @@ STEP = Section(
             "of the step: the group had no call under way; groups that share devices take turns, and their shares add up to more than 1",
             "near 0 for the group that costs most",
             "near 1 for devices that nobody else uses",
+            is_timed=True,
         ),
         MetricEntry(
             "checkpoint_pause_s",
@@ -67,6 +79,7 @@ STEP = Section(
             "below a step",
             "several steps",
             place="run",
+            is_timed=True,
         ),
         MetricEntry("ranks", "count", "of an elastic group that are up", "all that were asked for", "falls", "group"),
         MetricEntry(

@@ -65,7 +65,6 @@ SCHEDULES: list[Training] = [
     Asynchronous(steps=9, prompts_per_step=3, max_staleness=1),
     Asynchronous(steps=9, prompts_per_step=3, max_staleness=2, partial_rollouts="requeue"),
 ]
-TIMES = ("time_s", "step_s", "tokens_per_s", "checkpoint_pause_s")
 
 
 def run(

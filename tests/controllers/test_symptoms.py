@@ -123,7 +123,9 @@ def test_responses_that_are_all_cut_off_are_said_once():
     assert "every response is cut off at its limit of tokens" in said and "max_tokens" in said
     assert seen({}, *[{"rollout/truncation_rate": 0.99}] * 10) == []
     cut, not_measured = {"rollout/truncation_rate": 1.0}, {"actor/loss": 0.1}
-    assert len(seen({}, cut, {"rollout/truncation_rate": 0.5}, cut, not_measured, cut, cut)) == 1, "later, and with a gap"
+    assert len(seen({}, cut, {"rollout/truncation_rate": 0.5}, cut, not_measured, cut, cut)) == 1, (
+        "later, and with a gap"
+    )
     assert seen({}, cut, cut, {"rollout/truncation_rate": 0.5}, cut, cut) == []
 
 

@@ -11,9 +11,10 @@ from forked import Forked, program
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from weft.dataflow.metric_names import untimed
+
 PROGRAM = Path(__file__).with_name("resumed_run.py")
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TIMES = {"time_s", "step_s", "tokens_per_s", "checkpoint_pause_s"}
 
 
 def start(root: Path, engine: str, name: str, *more: str) -> Forked:
@@ -24,9 +25,7 @@ def start(root: Path, engine: str, name: str, *more: str) -> Forked:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    return [
-        {k: v for k, v in row.items() if k not in TIMES} for row in pq.read_table(run / "metrics.parquet").to_pylist()
-    ]
+    return [untimed(row) for row in pq.read_table(run / "metrics.parquet").to_pylist()]
 
 
 @pytest.mark.parametrize(

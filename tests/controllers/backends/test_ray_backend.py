@@ -38,6 +38,7 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.samples import recorded as recorded_parts
 from weft.dataflow.errors import WorkerError
 from weft.dataflow.handle import group
+from weft.dataflow.metric_names import untimed
 from weft.dataflow.metrics import Metrics
 from weft.dataflow.operation import Shape, declaration_of
 from weft.dataflow.source import TableSource
@@ -153,8 +154,7 @@ class Done:
     @property
     def results(self) -> Any:
         """Metrics without the clock, and the rows that were trained on."""
-        clocks = ("time_s", "step_s", "tokens_per_s")
-        numbers = [{k: v for k, v in row.items() if k not in clocks} for row in self.metrics]
+        numbers = [untimed(row) for row in self.metrics]
         return numbers, self.driver.call(self.actor, "seen_groups")
 
     @property

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import psutil
 import pytest
-from saved_runs import PROGRAM, SCHEDULES, TIMES, Killed, SavingActor, begun, run, trained, wait_for_steps
+from saved_runs import PROGRAM, SCHEDULES, Killed, SavingActor, begun, run, trained, wait_for_steps
 from toy import SlowRollout, ToyReward, prompts, toy_grpo
 
 from weft.controllers.cursor import Cursor, positions
@@ -30,6 +30,7 @@ from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.log import LogReader
 from weft.dataflow.errors import DeadlineError, UserError, WorkerDied
 from weft.dataflow.handle import group
+from weft.dataflow.metric_names import untimed
 from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
 
@@ -90,9 +91,7 @@ def test_a_synchronous_run_goes_on_as_if_it_had_never_been_ended(tmp_path: Path,
         run(tmp_path / "ended", schedule, kill_at=kill_at)
     weights, again = run(tmp_path / "ended", schedule, resume="latest")
     assert weights == expected
-    assert [{k: v for k, v in row.items() if k not in TIMES} for row in again] == [
-        {k: v for k, v in row.items() if k not in TIMES} for row in metrics
-    ]
+    assert [untimed(row) for row in again] == [untimed(row) for row in metrics]
     assert [row["time_s"] for row in again] == sorted(row["time_s"] for row in again)
     report = check_log(tmp_path / "ended" / "run" / "buffer")
     assert not report.violations
