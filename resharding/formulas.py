@@ -129,17 +129,41 @@ def generation(
     Raises:
         UserError: a degree does not divide that of training.
     """
+    grouped = generation_coordinates(training, pp, tp)
+    parts = [(c["generation_pp"], c["generation_tp"]) for c in grouped]
+    if not regrouped:
+        parts = [(c["pp"] % pp, c["tp"] % tp) for c in grouped]
+    label = f"generation, PP {pp} x TP {tp}{'' if regrouped else ', not regrouped'}"
+    return _of_stages_and_shards(parameters, pp, tp, parts, ranks, dtype, label)
+
+
+def generation_coordinates(training: Parallelism, pp: int, tp: int) -> list[dict[str, int]]:
+    """For each rank, its "pp", "tp" and "dp" in training, its "generation_pp" and "generation_tp", and its "micro_dp": the ranks with
+    equal "dp" and "micro_dp" hold one model together in generation, so they get equal rows, and others get other rows.
+
+    The paper's wording of its 3D_ALL_MICRO_DP protocol, taken literally, splits rows inside of such a group, which cannot be meant.
+
+    Args:
+        training: degrees of parallelism in training.
+        pp: pipeline stages in generation; divides those of training.
+        tp: tensor-parallel shards in generation; divides those of training.
+
+    Raises:
+        UserError: a degree does not divide that of training.
+
+    >>> [c["micro_dp"] for c in generation_coordinates(Parallelism(tp=4), 1, 2)]
+    [0, 1, 0, 1]
+    """
     for name, mine, other in (("pp", pp, training.pp), ("tp", tp, training.tp)):
         if mine < 1 or other % mine:
             raise UserError(f"generation with {name}={mine}: it must divide the {name}={other} of training")
-    parts: list[tuple[int, int]] = []
-    for c in training.coordinates():
-        if regrouped:
-            parts.append((c["pp"] // (training.pp // pp), c["tp"] // (training.tp // tp)))
-        else:
-            parts.append((c["pp"] % pp, c["tp"] % tp))
-    label = f"generation, PP {pp} x TP {tp}{'' if regrouped else ', not regrouped'}"
-    return _of_stages_and_shards(parameters, pp, tp, parts, ranks, dtype, label)
+    stages, shards = training.pp // pp, training.tp // tp
+    return [
+        c
+        | {"generation_pp": c["pp"] // stages, "generation_tp": c["tp"] // shards}
+        | {"micro_dp": c["pp"] % stages * shards + c["tp"] % shards}
+        for c in training.coordinates()
+    ]
 
 
 def fully_sharded(

@@ -10,6 +10,7 @@ is recorded while its own loaders run. So no table says which projections an eng
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -85,6 +86,13 @@ class TensorLayout:
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
             raise UserError(f"tensor {self.name!r}: dtype {self.dtype!r} is not known{nearest(self.dtype, ITEM_BYTES)}")
+
+    def check_boxes(self) -> None:
+        """See that each box lies inside of the tensor.
+
+        Raises:
+            UserError: naming tensor, rank and box.
+        """
         whole = Box.full(self.shape)
         for rank, pieces in enumerate(self.pieces):
             for piece in pieces:
@@ -137,7 +145,13 @@ class Layout:
     """What `explain` calls this layout, as "FSDP 4"."""
 
     def __post_init__(self) -> None:
+        checked: set[tuple[int, tuple[int, ...]]] = set()
         for tensor in self.tensors.values():
+            if (
+                shared := (id(tensor.pieces), tensor.shape)
+            ) not in checked:  # equal layers share them in layouts from formulas
+                checked.add(shared)
+                tensor.check_boxes()
             if len(tensor.pieces) != len(self.ranks):
                 raise UserError(
                     f"layout {self.label!r}: tensor {tensor.name!r} lies over {len(tensor.pieces)} ranks, the layout has {len(self.ranks)}"
@@ -181,4 +195,15 @@ class Layout:
 
     def num_bytes(self, rank: int) -> int:
         """Bytes that a rank holds; elements that it holds twice count twice."""
-        return sum(t.item_bytes * sum(box.numel for box in t.boxes[rank]) for t in self.tensors.values())
+        return self._bytes_of_ranks[rank]
+
+    @cached_property
+    def _bytes_of_ranks(self) -> list[int]:
+        """`num_bytes` of each rank; what equal layers share is counted once, and multiplied."""
+        shared = {(id(t.pieces), t.item_bytes): t for t in self.tensors.values()}
+        times = Counter((id(t.pieces), t.item_bytes) for t in self.tensors.values())
+        found = [0] * len(self.ranks)
+        for key, tensor in shared.items():
+            for rank, pieces in enumerate(tensor.pieces):
+                found[rank] += times[key] * tensor.item_bytes * sum(piece.box.numel for piece in pieces)
+        return found

@@ -9,15 +9,19 @@ A plan has these invariants (`tests/resharding/test_plan.py` compares them with 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..dataflow.errors import WeightSyncError, nearest
 from .box import Box
 from .layout import IN_PLACE, Layout, TensorLayout, Where
+
+if TYPE_CHECKING:
+    from .formulas import Transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +93,12 @@ class ReshardPlan:
         owners = np.flatnonzero(self._distances[:, rank] <= IN_PLACE)
         return max(0, sum(self.source.num_bytes(int(owner)) for owner in owners) - int(self.in_place_bytes[rank]))
 
-    def explain(self, bucket_bytes: int = 256 << 20) -> str:
-        """A table with a line for each destination rank: what it receives, what it has, and what memory the transfer takes.
+    def explain(self, bucket_bytes: int = 256 << 20, beside: Sequence[Transition] = ()) -> str:
+        """A table with a line for each rank: what it receives and sends, what it has, and what memory the transfer takes.
 
         Args:
             bucket_bytes: the largest part that is under way at once.
+            beside: what published methods cost a rank (`hybridflow_table`), as further lines.
         """
         source, destination = self.source, self.destination
         model_bytes = sum(Box.full(t.shape).numel * t.item_bytes for t in destination.tensors.values())
@@ -102,7 +107,6 @@ class ReshardPlan:
             f"from {source.label or 'source'} ({len(source.ranks)} ranks) to {destination.label or 'destination'} "
             f"({len(destination.ranks)} ranks)",
             f"{len(destination.tensors)} tensors, {_gb(model_bytes)}; {num_copies} copies travel, {_gb(self.received_bytes.sum())} in all",
-            f"each source rank sends {_gb(self.sent_bytes.min())} to {_gb(self.sent_bytes.max())}",
             f"{'rank':>6} {'receives':>12} {'of the model':>12} {'in place':>12} {'peak':>12} {'redundant':>12}",
         ]
         for rank in range(len(destination.ranks)):
@@ -112,7 +116,27 @@ class ReshardPlan:
                 f"{rank:>6} {_gb(received):>12} {received / max(model_bytes, 1):>12.4f} {_gb(self.in_place_bytes[rank]):>12} "
                 f"{_gb(peak):>12} {_gb(self.redundant_bytes(rank)):>12}"
             )
+        lines += [f"{'rank':>6} {'sends':>12} {'copies':>12} {'to ranks':>12}"]
+        given, receivers = self._given()
+        for rank, num_bytes in enumerate(self.sent_bytes):
+            lines.append(f"{rank:>6} {_gb(num_bytes):>12} {given[rank]:>12} {len(receivers[rank]):>12}")
+        if beside:
+            lines.append(f"{'a method that is published':<26} {'receives':>12} {'peak':>12} {'redundant':>12}")
+        for row in beside:
+            sizes = (_gb(size) for size in (row.received_bytes, row.peak_bytes, row.redundant_bytes))
+            lines.append(f"{row.method:<26} " + " ".join(f"{size:>12}" for size in sizes))
         return "\n".join(lines)
+
+    def _given(self) -> tuple[Counter[int], dict[int, set[int]]]:
+        """For each source rank the number of copies that it sends to other devices, and the ranks that get them."""
+        given, receivers = Counter[int](), defaultdict[int, set[int]](set)
+        equal = Counter(map(id, self._copies.values()))
+        for copies in {id(copies): copies for copies in self._copies.values()}.values():
+            for copy in copies:
+                if copy.travels:
+                    given[copy.source] += equal[id(copies)]
+                    receivers[copy.source].add(copy.destination)
+        return given, receivers
 
     def _plan_equal(self, names: Sequence[str]) -> None:
         """Plan tensors that have equal shapes and boxes. Where several ranks have the same box, they take turns over the tensors."""

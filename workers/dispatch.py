@@ -25,6 +25,9 @@ class Coordinates:
     dp: int = 0
     tp: int = 0
     pp: int = 0
+    micro_dp: int = 0
+    """Which of the replicas that its training replica becomes for generation, where the same ranks generate with fewer shards and stages
+    (HybridFlow's micro-DP groups, arXiv:2409.19256; `generation_coordinates` in `resharding/formulas.py`)."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,9 @@ class Dispatch:
     """Every rank gets the same rows and arguments. Of a call with rows the first rank's result is kept, of others every rank's."""
     SPLIT_BY_DP: ClassVar[Dispatch]
     """Rows are split over data-parallel replicas, balanced by tokens; equal copies go to the ranks of a replica."""
+    SPLIT_BY_GENERATION_DP: ClassVar[Dispatch]
+    """Rows are split over the replicas for generation, `micro_dp` of each `dp`; equal copies go to the ranks of one, which hold one model
+    together (the pipeline stages and tensor-parallel shards of generation)."""
 
     def __repr__(self) -> str:
         return f"Dispatch.{self.name}"
@@ -105,15 +111,24 @@ def balance(sizes: Sequence[int] | np.ndarray, parts: int) -> list[list[int]]:
 
 
 def _split_by_dp(rows: RowSizes, mesh: Sequence[Coordinates]) -> Shares:
-    replicas = max(c.dp for c in mesh) + 1
+    parts = _split(rows, max(c.dp for c in mesh) + 1)
+    return [parts[c.dp] for c in mesh]
+
+
+def _split_by_generation_dp(rows: RowSizes, mesh: Sequence[Coordinates]) -> Shares:
+    replicas = sorted({(c.dp, c.micro_dp) for c in mesh})
+    parts = dict(zip(replicas, _split(rows, len(replicas)), strict=True))
+    return [parts[c.dp, c.micro_dp] for c in mesh]
+
+
+def _split(rows: RowSizes, replicas: int) -> list[list[int]]:
+    """The rows of each replica, balanced by tokens."""
     if rows.whole_groups:
         _, index = np.unique(rows.group_ids, return_inverse=True)
         tokens = np.bincount(index, weights=rows.num_tokens).astype(np.int64)
         members = np.split(np.argsort(index, kind="stable"), np.cumsum(np.bincount(index))[:-1])
-        parts = [sorted(i for group in part for i in members[group].tolist()) for part in balance(tokens, replicas)]
-    else:
-        parts = balance(rows.num_tokens, replicas)
-    return [parts[c.dp] for c in mesh]
+        return [sorted(i for group in part for i in members[group].tolist()) for part in balance(tokens, replicas)]
+    return balance(rows.num_tokens, replicas)
 
 
 def one_per_replica(mesh: Sequence[Coordinates]) -> list[int]:
@@ -122,9 +137,20 @@ def one_per_replica(mesh: Sequence[Coordinates]) -> list[int]:
     return [rank for rank, c in enumerate(mesh) if c.tp == 0 and c.pp == last]
 
 
+def one_per_generation_replica(mesh: Sequence[Coordinates]) -> list[int]:
+    """Of each replica for generation, the first rank of its last pipeline stage."""
+    first: dict[tuple[int, int], int] = {}
+    for rank, c in sorted(enumerate(mesh), key=lambda entry: (-entry[1].pp, entry[1].tp)):
+        first.setdefault((c.dp, c.micro_dp), rank)
+    return sorted(first.values())
+
+
 def _everything(rows: RowSizes, mesh: Sequence[Coordinates]) -> Shares:
     return [list(range(len(rows))) for _ in mesh]
 
 
 Dispatch.ONE_TO_ALL = Dispatch("ONE_TO_ALL", _everything, lambda mesh: [0])
 Dispatch.SPLIT_BY_DP = Dispatch("SPLIT_BY_DP", _split_by_dp, one_per_replica)
+Dispatch.SPLIT_BY_GENERATION_DP = Dispatch(
+    "SPLIT_BY_GENERATION_DP", _split_by_generation_dp, one_per_generation_replica
+)

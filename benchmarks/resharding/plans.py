@@ -135,7 +135,7 @@ def seconds_of(plan: ReshardPlan, *, through_host: bool = False) -> float:
     return crossing.max() / NETWORK + inside.max() / NVLINK
 
 
-PROJECTED = {"8B": (8, 32), "70B": (32, 128, 512), "235B, 128 experts": (32, 128)}
+PROJECTED = {"8B": (8, 32, 128), "70B": (32, 128, 512), "235B, 128 experts": (32, 128, 512)}
 """GPUs for each model. Half of them train and half generate; up to 128, also all of them do both in turn."""
 
 

@@ -21,6 +21,7 @@ from weft.dataflow.handle import Handle
 from weft.dataflow.node import Node
 from weft.dataflow.operation import Shape, declaration_of
 from weft.dataflow.source import TableSource
+from weft.resharding.formulas import Parallelism, Parameter, generation, generation_coordinates
 from weft.workers.dispatch import Coordinates, Dispatch, RowSizes, balance, one_per_replica
 from weft.workers.remote import dispatch_of, remote
 from weft.workers.worker import Worker
@@ -66,6 +67,35 @@ def test_ranks_may_go_without_rows():
     assert Dispatch.SPLIT_BY_DP.distribute(sizes([3]), mesh(3)) == [[0], [], []]
     assert Dispatch.SPLIT_BY_DP.distribute(sizes([]), mesh(2)) == [[], []]
     assert Dispatch.SPLIT_BY_DP.distribute(sizes([], groups=[]), mesh(2)) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("p", "t", "d", "p_g", "t_g"), [(1, 4, 2, 1, 2), (2, 4, 1, 1, 2), (4, 2, 2, 2, 1), (2, 2, 1, 2, 2)]
+)
+def test_ranks_that_generate_with_one_model_get_equal_rows_and_others_get_others(
+    p: int, t: int, d: int, p_g: int, t_g: int
+):
+    training = Parallelism(p, t, d)
+    found = generation_coordinates(training, p_g, t_g)
+    ranks = [Coordinates(c["dp"], c["tp"], c["pp"], c["micro_dp"]) for c in found]
+    shares = Dispatch.SPLIT_BY_GENERATION_DP.distribute(sizes(range(1, 50)), ranks)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, share in enumerate(shares):
+        groups.setdefault(tuple(share or ()), []).append(rank)
+    assert sorted(row for rows in groups for row in rows) == list(range(49))  # disjoint over the groups
+    assert len(groups) == d * p * t // (p_g * t_g)
+    layout = generation([Parameter(f"{n}", (8, 2), 0, n) for n in range(8)], training, p_g, t_g)
+    for members in groups.values():  # together they hold each element of each tensor once
+        for tensor in layout.tensors.values():
+            counts = np.zeros(tensor.shape, int)
+            for rank in members:
+                for box in tensor.boxes[rank]:
+                    counts[box.slices] += 1
+            assert (counts == 1).all()
+    kept = Dispatch.SPLIT_BY_GENERATION_DP.collect(ranks)
+    assert sorted(rank in members for rank in kept for members in groups.values()).count(True) == len(groups)
+    last = [(found[rank]["generation_pp"], found[rank]["generation_tp"]) for rank in kept]
+    assert set(last) == {(p_g - 1, 0)} and pickle.loads(pickle.dumps(Dispatch.SPLIT_BY_GENERATION_DP)) is not None
 
 
 @given(tokens=st.lists(st.integers(0, 1000), max_size=40), parts=st.integers(1, 6))
