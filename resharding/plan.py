@@ -118,7 +118,7 @@ class ReshardPlan:
             )
         lines += [f"{'rank':>6} {'sends':>12} {'copies':>12} {'to ranks':>12}"]
         given, receivers = self._given()
-        for rank, num_bytes in enumerate(self.sent_bytes):
+        for rank, num_bytes in enumerate(self.sent_bytes.tolist()):
             lines.append(f"{rank:>6} {_gb(num_bytes):>12} {given[rank]:>12} {len(receivers[rank]):>12}")
         if beside:
             lines.append(f"{'a method that is published':<26} {'receives':>12} {'peak':>12} {'redundant':>12}")
