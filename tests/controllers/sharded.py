@@ -59,20 +59,23 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
-def sent(root: Path, name: str, model: Path, placement: dict[str, Place], backend: Backend) -> dict[str, Any]:
-    """Two updates, after each of which the reference takes the weights over; what both see then."""
-    ids = [[(7 * i + k) % 97 for k in range(4)] for i in range(16)]
-    rows = TableSource("answers", pa.table({"prompt_ids": [[5 + i] for i in range(16)], "response_ids": ids}))
-    actor: Any = group(LookingActor, name="actor", model=str(model), learning_rate=1e-2)
-    reference: Any = group(ReferenceElsewhere, name="reference", model=str(model))
-    reference.follows(actor)
+@graph
+def compared(answers: Any, *, actor: Any, reference: Any) -> Any:
+    return actor.update(reference.logprobs(answers), loss=NegativeLogLikelihood())
 
-    @graph
-    def compared(answers: Any) -> Any:
-        return actor.update(reference.logprobs(answers), loss=NegativeLogLikelihood())
 
+def updated(root: Path, name: str, model: Path, placement: dict[str, Place], backend: Backend) -> dict[str, Any]:
+    """Two updates, each on eight rows of uneven lengths: their losses and gradient norms, and what each rank sees then; also a reference,
+    if it is placed, which takes the weights over after each update."""
+    prompts = [[5 + i] * (1 + i % 3) for i in range(16)]
+    responses = [[(7 * i + k) % 97 for k in range(1 + i % 5)] for i in range(16)]
+    answers = TableSource("answers", pa.table({"prompt_ids": prompts, "response_ids": responses}))
+    made: dict[str, Any] = {"actor": group(LookingActor, name="actor", model=str(model), learning_rate=1e-2)}
+    if "reference" in placement:
+        made["reference"] = group(ReferenceElsewhere, name="reference", model=str(model))
+        made["reference"].follows(made["actor"])
     with Driver(
-        compared(rows),
+        (compared if "reference" in placement else supervised)(answers, **made),
         schedule=Synchronous(steps=2, prompts_per_step=8),
         placement=placement,
         backend=backend,
@@ -81,26 +84,6 @@ def sent(root: Path, name: str, model: Path, placement: dict[str, Place], backen
         record_every=0,
         progress=False,
     ) as driver:
-        driver.run()
-        return {"actor": driver.call(actor, "look"), "reference": driver.call(reference, "look")}
-
-
-def updated(root: Path, name: str, model: Path, placement: dict[str, Place], backend: Backend) -> dict[str, Any]:
-    """One update on eight rows of uneven lengths: its loss and gradient norm, and what each rank sees then."""
-    prompts = [[5 + i] * (1 + i % 3) for i in range(8)]
-    responses = [[(7 * i + k) % 97 for k in range(1 + i % 5)] for i in range(8)]
-    answers = TableSource("answers", pa.table({"prompt_ids": prompts, "response_ids": responses}))
-    actor: Any = group(LookingActor, name="actor", model=str(model), learning_rate=1e-2)
-    with Driver(
-        supervised(answers, actor=actor),
-        schedule=Synchronous(steps=1, prompts_per_step=8),
-        placement=placement,
-        backend=backend,
-        root=root,
-        name=name,
-        record_every=0,
-        progress=False,
-    ) as driver:
-        *_, metrics = driver.run()
-        looks = driver.call(actor, "look")
-    return {"loss": metrics["actor/loss"], "grad_norm": metrics["actor/grad_norm"], "looks": looks}
+        _, *metrics = driver.run()
+        looks = {who: driver.call(handle, "look") for who, handle in made.items()}
+    return {name: [row[f"actor/{name}"] for row in metrics] for name in ("loss", "grad_norm")} | looks

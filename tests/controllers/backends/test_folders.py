@@ -2,48 +2,25 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
-import torch
-from tokenizers import models, pre_tokenizers
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from weft.controllers.backends.ray_backend import RayBackend
 from weft.controllers.backends.user_code import MAX_BYTES, UserCode
 from weft.dataflow.errors import UserError
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    sizes: Any = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    Qwen2ForCausalLM(Qwen2Config(vocab_size=97, num_key_value_heads=2, **sizes)).save_pretrained(folder)
-    words = tokenizers.Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.save(str(folder / "tokenizer.json"))
-    return folder
-
-
 @pytest.mark.ray
-def test_a_node_that_sees_neither_model_nor_modules_gets_both(tmp_path: Path, model: Path):
-    script = Path(__file__).with_name("folders_run.py")
-    environment = {name: value for name, value in os.environ.items() if name not in ("HF_HOME", "HF_HUB_CACHE")}
-    command = [sys.executable, script, tmp_path, model]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+def test_a_node_that_sees_neither_model_nor_modules_gets_both(scenes: Any):
+    result = scenes["folders"]
     assert result["without"].startswith(
         "worker reward[0]: its node cannot import 'my_rewards', which the driver has from "
     )
     assert "RayBackend(working_dir='/proc/self/cwd/project') sends that folder to all nodes" in result["without"]
 
-    home, looks = str(tmp_path / "home_of_node_2"), result["sent"]["looks"]
+    home, looks = str(scenes.root / "home_of_added_nodes"), result["sent"]["looks"]
     assert result["sent"]["rows"] == [8]
     (copy,) = {look["model"] for look in looks["rollout"]}
     (tokenizer,) = {look["tokenizer"] for look in looks["reward"]}
@@ -56,11 +33,10 @@ def test_a_node_that_sees_neither_model_nor_modules_gets_both(tmp_path: Path, mo
     assert {look["home"] for look in looks["rollout"] + looks["reward"]} == {home}
     (folder,) = {look["folder"] for look in looks["rollout"] + looks["reward"]}
     assert "/runtime_resources/working_dir_files/" in folder
-    assert not (tmp_path / "home" / ".cache" / "weft").exists(), "the driver's node needs no copy"
+    assert not (scenes.root / "home" / ".cache" / "weft").exists(), "the driver's node needs no copy"
 
-    seen = str(tmp_path / "home" / "models" / "tiny")
-    assert {look["model"] for look in result["seen"]["looks"]["rollout"]} == {seen}, "both nodes see this path"
-    assert result["seen"]["copies"] == result["sent"]["copies"]
+    seen = str(scenes.root / "home" / "models" / "tiny")
+    assert {look["tokenizer"] for look in looks["judge"]} == {seen}, "both nodes see this path"
 
 
 def test_what_is_to_be_sent_is_checked_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,10 +1,8 @@
 """A run over several Ray nodes: the columns of rows travel by Arrow Flight, once a node, and the results are the same."""
 
-import json
-import subprocess
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_reinforce
@@ -24,12 +22,8 @@ def until_empty(folder: Path) -> None:
         time.sleep(0.2)
 
 
-def test_groups_on_three_nodes_read_each_others_rows(tmp_path: Path):
-    script = Path(__file__).with_name("nodes_run.py")
-    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=180, check=False)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))  # Ray has its say, too
-
+def test_groups_on_three_nodes_read_each_others_rows(scenes: Any, tmp_path: Path):
+    result = scenes["nodes"]
     made = {"rollout": group(ToyRollout), "reward": group(ToyReward), "actor": group(ToyActor)}
     schedule = Synchronous(steps=2, prompts_per_step=4)
     with Driver(
@@ -47,7 +41,7 @@ def test_groups_on_three_nodes_read_each_others_rows(tmp_path: Path):
     assert result["killed"] == 3, "the servers of segments were killed between two steps"
     assert "the last words of a reward" in result["said"], "a log that lies on another machine is quoted"
     assert {"rollout_0.log", "reward_0.log"} <= {*result["kept_apart"]} <= {*result["brought"]}
-    until_empty(tmp_path / "scratch")
+    until_empty(scenes.root / "nodes" / "scratch")
     assert result["recorder_here"], "samples are written where the run's directory is"
     assert (
         result["hidden"].startswith("worker actor[0]: node '")

@@ -1,25 +1,14 @@
-"""Pools over several Ray nodes on this machine, some with GPUs that are pretended. Prints one line of JSON.
+"""Scenes of `test_pools.py`: pools over several Ray nodes, with GPUs that are pretended."""
 
-Run by `test_pools.py` as a program: a process can be connected to one cluster only.
-"""
-
-import json
-import logging
 import os
-import secrets
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
-os.environ |= {"RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0"}  # those would serve nobody
-os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # a cluster by hand makes none, unlike ray.init
-
 import ray
-from ray.cluster_utils import Cluster
-from sharded import make_model, sent, updated
+from nodes import Nodes
+from sharded import make_model, updated
 from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_reinforce
 
 from weft.controllers.backends.backend import Setup
@@ -33,8 +22,6 @@ from weft.dataflow.handle import group
 from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
 from weft.workers.worker import Worker
-
-GPUS = 2
 
 
 def seen_by(worker: Worker) -> dict[str, Any]:
@@ -88,31 +75,22 @@ class LookingRollout(Noting, ToyRollout):
         return seen_by(self)
 
 
-class LookingReward(ToyReward):
+class LookingReward(Noting, ToyReward):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.note("made")
+
+    def offload(self) -> None:
+        self.note("offloaded")
+
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def look(self) -> dict[str, Any]:
         return seen_by(self)
 
 
-def main(root: Path) -> None:
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    for _ in range(2):
-        cluster.add_node(num_cpus=8, num_gpus=GPUS)
-    assert cluster.address is not None
-    ray.init(address=cluster.address, namespace="weft", log_to_driver=False, logging_level=logging.ERROR)
-    try:
-        result = {
-            "over": over_nodes(root, cluster.address),
-            "trained": trained(root, cluster.address),
-            "shared": shared(root, cluster.address),
-            "beside": beside(root, cluster.address),
-            "apart": apart(root, cluster.address),
-            **grows(root, cluster),
-        }
-        print(json.dumps(result))
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+def play(root: Path, nodes: Nodes) -> dict[str, Any]:
+    """Begins with one node beside the head, and ends with two."""
+    return {**grows(root, nodes), "shared": shared(root, nodes.address), "trained": trained(root, nodes.address)}
 
 
 def drive(
@@ -142,37 +120,18 @@ def drive(
     return {"rows": rows, "looks": looks, "order": order}
 
 
-def over_nodes(root: Path, address: str) -> dict[str, Any]:
-    """All GPUs of both nodes, a rank on each, and a CPU pool over both."""
-    train = ResourcePool("train", gpus=2 * GPUS)
-    score = ResourcePool("score", nodes=2, cpus_per_node=2)
-    placement = {"actor": Place(train, 2 * GPUS), "reward": Place(score, 2)}
-    return drive(root, "over", placement, RayBackend(address), follows=False)
+def shared(root: Path, address: str) -> dict[str, Any]:
+    """Two groups on one pool with GPUs, and a third on a GPU of its own beside them."""
+    pool, beside = ResourcePool("both", gpus=2), ResourcePool("score", gpus=1, beside="both")
+    placement = {"actor": Place(pool, 2), "rollout": Place(pool, 2), "reward": Place(beside)}
+    return drive(root, "shared", placement, RayBackend(address))
 
 
 def trained(root: Path, address: str) -> dict[str, Any]:
-    """Two FSDP2 ranks, each on a node of its own."""
-    placement = {"actor": Place(ResourcePool("train", nodes=2, cpus_per_node=1), 2)}
-    return updated(root, "trained", make_model(root / "model"), placement, RayBackend(address))
-
-
-def shared(root: Path, address: str) -> dict[str, Any]:
-    """Two groups on one pool with GPUs."""
-    pool = ResourcePool("both", gpus=GPUS)
-    return drive(root, "shared", {"actor": Place(pool, 2), "rollout": Place(pool, 2)}, RayBackend(address))
-
-
-def beside(root: Path, address: str) -> dict[str, Any]:
-    """A leader and its follower on separate devices of one node."""
-    train, generate = ResourcePool("train", gpus=1), ResourcePool("generate", gpus=1, beside="train")
-    return drive(root, "beside", {"actor": Place(train), "rollout": Place(generate)}, RayBackend(address))
-
-
-def apart(root: Path, address: str) -> dict[str, Any]:
     """Two FSDP2 ranks on two nodes, and a reference on another pool, which believes that it is on another machine."""
     pools = [ResourcePool("train", nodes=2, cpus_per_node=1), ResourcePool("compare", cpus=1)]
     placement = {"actor": Place(pools[0], 2), "reference": Place(pools[1])}
-    return sent(root, "apart", root / "model", placement, RayBackend(address))
+    return updated(root, "trained", make_model(root / "model"), placement, RayBackend(address))
 
 
 def error_of(root: Path, name: str, placement: dict[str, Place], backend: RayBackend) -> str:
@@ -186,29 +145,27 @@ def error_of(root: Path, name: str, placement: dict[str, Place], backend: RayBac
 class GrowingRay(RayBackend):
     """A cluster to which a node is added when the user is told what is missing."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        super().__init__(cluster.address, wait_s=60.0)
-        self._added, self.told = cluster, list[str]()
+    def __init__(self, nodes: Nodes) -> None:
+        super().__init__(nodes.address, wait_s=60.0)
+        self._nodes, self.told = nodes, list[str]()
 
     def start(self, setup: Setup) -> dict[str, WorkerGroup]:
         return super().start(replace(setup, tell=self._tell))
 
     def _tell(self, line: str) -> None:
         if not self.told:
-            self._added.add_node(num_cpus=8, num_gpus=GPUS)
+            self._nodes.add()
         self.told.append(line)
 
 
-def grows(root: Path, cluster: Cluster) -> dict[str, Any]:
-    """A pool that is larger than the cluster, to which a node is added while it is waited for."""
-    placement = {"actor": Place(ResourcePool("train", nodes=3, gpus_per_node=GPUS), 3)}
-    assert cluster.address is not None
-    too_large = error_of(root, "too_large", placement, RayBackend(cluster.address))
-    in_vain = error_of(root, "in_vain", placement, RayBackend(cluster.address, wait_s=2.0))
-    growing = GrowingRay(cluster)
-    found = drive(root, "grown", placement, growing, follows=False)
-    return {"too_large": too_large, "in_vain": in_vain, "grown": found, "told": growing.told}
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+def grows(root: Path, nodes: Nodes) -> dict[str, Any]:
+    """A pool that is larger than the cluster, to which a node is added while it is waited for: two GPUs of each node, a rank on each, and
+    a CPU pool over both."""
+    four = {"actor": Place(ResourcePool("train", gpus=4), 4)}
+    too_large = error_of(root, "too_large", four, RayBackend(nodes.address))
+    train = {"actor": Place(ResourcePool("train", nodes=2, gpus_per_node=2), 4)}
+    in_vain = error_of(root, "in_vain", train, RayBackend(nodes.address, wait_s=1.0))
+    placement = {**train, "reward": Place(ResourcePool("score", nodes=2, cpus_per_node=2), 2)}
+    growing = GrowingRay(nodes)
+    grown = drive(root, "grown", placement, growing, follows=False)
+    return {"too_large": too_large, "in_vain": in_vain, "grown": grown, "told": growing.told}

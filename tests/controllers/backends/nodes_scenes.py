@@ -1,24 +1,13 @@
-"""A run on a Ray cluster of three nodes on this machine, each with files of its own. Prints one line of JSON.
+"""Scenes of `test_nodes.py`: runs on a Ray cluster of three nodes, each with files of its own."""
 
-Run by `test_nodes.py` as a program: a process can be connected to one cluster only.
-"""
-
-import json
-import logging
 import os
-import secrets
 import signal
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
-os.environ |= {"RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0"}  # those would serve nobody
-os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # a cluster by hand makes none, unlike ray.init
-
 import ray
-from ray.cluster_utils import Cluster
+from nodes import Nodes
 from saved_runs import SavingActor
 from toy import SlowRollout, ToyActor, ToyReward, ToyRollout, prompts, toy_reinforce
 
@@ -39,27 +28,19 @@ from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
 
 
-def main(root: Path) -> None:
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    for _ in range(2):
-        cluster.add_node(num_cpus=4)
-    address = cluster.address
-    assert address is not None
-    ray.init(address=address, namespace="weft", log_to_driver=False, logging_level=logging.ERROR)
-    try:
-        found = {**run(root, address), **apart(root, address), "hidden": hidden(root, address), **lost(root, cluster)}
-        print(json.dumps(found))
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+def play(root: Path, nodes: Nodes) -> dict[str, object]:
+    """Two nodes beside the head; another one comes, and one is lost."""
+    nodes.grow_to(2)
+    address = nodes.address
+    return {**run(root, address), **apart(root, address), "hidden": hidden(root, address), **lost(root, nodes)}
 
 
 def pools(ranks: int) -> dict[str, Place]:
     """Two pools that fit on no node together."""
     return {
-        "rollout": Place(ResourcePool("generation", cpus=3), ranks=ranks),
-        "reward": Place(ResourcePool("scoring", cpus=3), ranks=ranks),
-        "actor": Place(ResourcePool("scoring", cpus=3)),
+        "rollout": Place(ResourcePool("generation", cpus=5), ranks=ranks),
+        "reward": Place(ResourcePool("scoring", cpus=5), ranks=ranks),
+        "actor": Place(ResourcePool("scoring", cpus=5)),
     }
 
 
@@ -68,11 +49,12 @@ def run(root: Path, address: str) -> dict[str, object]:
     graph = toy_reinforce(prompts(8), **made)
     schedule = Synchronous(steps=2, prompts_per_step=4)
     killed: list[int] = []
+    others = {*segment_servers()}  # of other runs, which may still be ending
 
     def kill_servers(metrics: Mapping[str, float]) -> bool:
         """Once, between two steps: those who read the rows of other nodes wait until there are others."""
         if metrics["step"] == 1:
-            killed.extend(segment_servers())
+            killed.extend({*segment_servers()} - others)
             for process in killed:
                 os.kill(process, signal.SIGKILL)
         return False
@@ -163,7 +145,7 @@ def hidden(root: Path, address: str) -> str:
     """A group with checkpoints to write is on a machine that does not see the run's directory."""
     rollout, actor = group(ToyRollout), group(SavingActor)
     rollout.follows(actor)
-    pool = ResourcePool("apart", cpus=3)
+    pool = ResourcePool("apart", cpus=5)
     driver = Driver(
         toy_reinforce(prompts(8), rollout=rollout, actor=actor),
         schedule=Synchronous(steps=2, prompts_per_step=4),
@@ -191,18 +173,18 @@ class Standing(ToyReward):
         return ray.get_runtime_context().get_node_id()
 
 
-def lost(root: Path, cluster: Cluster) -> dict[str, object]:
+def lost(root: Path, nodes: Nodes) -> dict[str, object]:
     """A node is gone in the middle of a run."""
-    cluster.add_node(num_cpus=4)
+    nodes.grow_to(3)
     rollout, reward, actor = group(SlowRollout), group(Standing), group(SavingActor)
     rollout.follows(actor)
-    scoring = ResourcePool("scoring", cpus=3)
-    training = ResourcePool("training", cpus=3)
+    scoring = ResourcePool("scoring", cpus=5)
+    training = ResourcePool("training", cpus=5)
 
     def lose(metrics: Mapping[str, float]) -> bool:
-        if metrics["step"] == 3 and len(cluster.worker_nodes) == 3:
+        if metrics["step"] == 3 and len(nodes.added) == 3:
             (stands_on,) = driver.call(reward, "node")
-            cluster.remove_node(next(n for n in cluster.worker_nodes if n.node_id == stands_on), allow_graceful=False)
+            nodes.lose(stands_on)
             time.sleep(3)  # its processes end when they find it gone
         return False
 
@@ -210,7 +192,7 @@ def lost(root: Path, cluster: Cluster) -> dict[str, object]:
         toy_reinforce(prompts(10), rollout=rollout, reward=reward, actor=actor),
         schedule=Pipelined(steps=6, prompts_per_step=4),
         placement={"rollout": Place(training), "actor": Place(training), "reward": Place(scoring)},
-        backend=RayBackend(cluster.address),
+        backend=RayBackend(nodes.address),
         checkpoint=CheckpointConfig(every=2),
         root=root,
         buffer=BufferConfig(scratch=root / "scratch"),
@@ -229,9 +211,5 @@ def lost(root: Path, cluster: Cluster) -> dict[str, object]:
         "violations": [str(v) for v in check_log(root / "lost" / "buffer").violations],
         "starts": driver.directory.starts,
         "replaced": metrics[-1].get("replaced_workers", 0),
-        "nodes_left": len(cluster.worker_nodes),
+        "nodes_left": len(nodes.added),
     }
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,0 +1,56 @@
+"""The nodes of a Ray cluster on this machine."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ray.cluster_utils import Cluster
+
+CPUS, GPUS = 8, 3
+"""Of each node but the head; the GPUs are pretended."""
+
+
+class Nodes:
+    """The head, which has two CPUs, and nodes that are added with `CPUS` and `GPUS` each.
+
+    Args:
+        root: folder with the folder in which processes of added nodes work ("elsewhere"); they get their home there, too.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.home = root / "home_of_added_nodes"
+        self.home.mkdir()
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        assert self.cluster.address is not None
+        self.address = self.cluster.address
+
+    @property
+    def added(self) -> list[Any]:
+        return list(self.cluster.worker_nodes)
+
+    def add(self) -> None:
+        home, folder = os.environ["HOME"], Path.cwd()
+        os.environ["HOME"] = str(self.home)
+        os.chdir(self._root / "elsewhere")
+        try:
+            self.cluster.add_node(num_cpus=CPUS, num_gpus=GPUS)
+        finally:
+            os.environ["HOME"] = home
+            os.chdir(folder)
+
+    def grow_to(self, number: int) -> None:
+        """Add nodes until there are so many beside the head."""
+        while len(self.added) < number:
+            self.add()
+
+    def lose(self, id: str) -> None:
+        """End a node as a machine ends that is taken away.
+
+        Args:
+            id: Ray's.
+        """
+        self.cluster.remove_node(next(n for n in self.added if n.node_id == id), allow_graceful=False)
+
+    def shutdown(self) -> None:
+        self.cluster.shutdown()
