@@ -22,6 +22,7 @@ from ..placement import Place
 from ..ranks.row_io import DataAccess
 from ..ranks.tasks import Reply
 from .node_logs import LOGS
+from .witness.memory import Memory
 
 START_TIMEOUT_S = 300.0
 """Longest wait for workers to be up: vLLM's imports and a large model's loading are in it."""
@@ -268,6 +269,19 @@ class Backend(Protocol):
 
     def sample_at(self, group: WorkerGroup, rank: int) -> int | None:
         """The id of the sample that a rank noted last (`Context.at`), also when its process is gone; None: it noted none."""
+        ...
+
+    def stacks(self, group: WorkerGroup, ranks: Sequence[int]) -> Mapping[int, str]:
+        """Where the processes of ranks stand, in words, within seconds; those of which that is not known are left out.
+
+        Args:
+            group: of the ranks.
+            ranks: in the group.
+        """
+        ...
+
+    def memory(self) -> Mapping[str, Memory]:
+        """Node -> the memory of it and of the run's processes on it, as read last; waits for nobody."""
         ...
 
     def close(self) -> None:

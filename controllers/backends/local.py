@@ -20,6 +20,7 @@ from ..ranks.executor import Executor
 from ..ranks.row_io import DataAccess
 from ..ranks.tasks import Task
 from .backend import Event, Setup, this_node
+from .witness.memory import DRIVER, Memory, memory_of, node_memory
 
 
 class Local:
@@ -118,6 +119,14 @@ class Local:
 
     def sample_at(self, group: WorkerGroup, rank: int) -> None:
         """Nobody asks: an exception names its samples itself."""
+
+    def stacks(self, group: WorkerGroup, ranks: Sequence[int]) -> Mapping[int, str]:
+        """A worker that hangs here holds up the driver, too."""
+        return {}
+
+    def memory(self) -> Mapping[str, Memory]:
+        own = memory_of("self")
+        return {this_node(): Memory({DRIVER: own} if own else {}, node_memory())}
 
     def close(self) -> None:
         with contextlib.ExitStack() as closing:  # each is closed, also when another's close() raises

@@ -20,7 +20,7 @@ from typing import Any
 from ...dataflow.errors import WorkerDied, WorkerError
 from ..group import Call
 from ..ranks.tasks import Failure, FailureKind, Reply
-from .backend import Event, Files
+from .backend import Event, Files, this_node
 from .rank import Standing
 from .segment_servers import SegmentServers
 
@@ -90,6 +90,11 @@ class NodeLinks:
         return [name for name in self._used.values() if name not in self.lost]
 
     @property
+    def hosts(self) -> Mapping[str, Any]:
+        """Other node than the driver's -> the actor that watches the processes there."""
+        return {name: host for name, host in self.servers.hosts.items() if name != this_node()}
+
+    @property
     def settling(self) -> bool:
         """Whether somebody is waited for who did not answer yet."""
         return self._connecting or bool(self._arrivals)
@@ -153,7 +158,7 @@ class NodeLinks:
             return
         if not self._connecting:
             self._by = time.monotonic() + CONNECT_TIMEOUT_S
-        self.servers.start(self._files, nodes)
+        self.servers.start(self._files, nodes, self._logs.parent)
         self.servers.keep_logs(self._logs)
 
     @property

@@ -28,6 +28,7 @@ from .network_interface import network_environment
 from .pools import ReservedPool
 from .rank_process import rank_process
 from .sample_note import SampleNote
+from .witness.stacks import write_on_request
 
 if TYPE_CHECKING:
     from ...dataflow.buffer.peers import Peers
@@ -89,6 +90,7 @@ class Rank:
             context = replace(context, devices=tuple(gpus))
         for variable, value in network_environment(ray.util.get_node_ip_address()).items():
             os.environ.setdefault(variable, value)
+        write_on_request()
         self._activity = Activity()
         address = "" if files.alone else ray.util.get_node_ip_address()
         context = replace(context, advance=self._activity, address=address)
@@ -118,6 +120,10 @@ class Rank:
         self._models = files.models
         self._port: socket.socket | None = None
         self._begun: Future[ExecutorThread] = Future()
+
+    def process(self) -> tuple[str, int]:
+        """Name of its node, and number of its process there; from here on it writes its stacks when it is asked to."""
+        return self._node, os.getpid()
 
     def take_port(self, host: str, secret: str, timeout_s: float) -> Rendezvous:
         """Take a free port, at which the ranks of its group will meet; returns where they come to.

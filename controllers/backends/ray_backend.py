@@ -30,14 +30,18 @@ from .backend import START_TIMEOUT_S, Event, Setup, this_node
 from .model_folders import SentFolders
 from .node_links import POLL_S, NodeLinks, Process
 from .node_logs import LOGS
-from .out_of_memory import kills, why_ended
 from .pools import WAIT_S, Reservations
 from .rank import CONTROL, RankFiles, Standing, start_rank
 from .ray_cluster import RayCluster
 from .sample_note import SampleNote
 from .segment_servers import node_names
 from .user_code import UserCode, cannot_import
+from .witness.memory import Memory
+from .witness.witness import log_name
+from .witness.witnesses import Witnesses
 
+LOOK_S = 1.0
+"""Longest wait, while workers start, before their memory is read."""
 ADVANCED_TIMEOUT_S = 5.0
 """Longest wait for ranks that are starting to say whether they have done anything."""
 CLOSE_TIMEOUT_S = 5.0
@@ -99,8 +103,7 @@ class RayBackend:
         """Calls of ranks that had no process any more."""
         self._streams: dict[Any, tuple[Call, int]] = {}
         """Stream of replies -> call and rank."""
-        self._kills: dict[str, int] = {}
-        """Processes that the kernel of this machine had ended for want of memory, when it was looked at last."""
+        self._witnesses = Witnesses(Path())
 
     @property
     def address(self) -> str | None:
@@ -123,7 +126,7 @@ class RayBackend:
     def start(self, setup: Setup) -> dict[str, WorkerGroup]:
         setup = replace(setup, placement=self._lay_out(setup.placement, setup.handles))
         self._setup, self._run_dir, self._is_open = setup, setup.run_dir, True
-        self._kills = kills()
+        self._witnesses = Witnesses(setup.run_dir / LOGS)
         self._cluster.connect(setup.placement)
         import ray
 
@@ -164,6 +167,7 @@ class RayBackend:
         files = RankFiles(setup.files, self._node_names, replaced, peers, models, written_on, alone)
         actor = start_rank(setup.handles[name], place, context, self._pools[place.pool.name], sharing, files)
         self._processes[name, rank] = Process(actor)
+        self._witnesses.meet(f"{name}[{rank}]", actor.process.options(concurrency_group=CONTROL).remote())
 
     def _begin_in_turn(self, setup: Setup) -> dict[str, list[Coordinates]]:
         """Have all workers made: of groups that share GPUs one group after the other, of all others at once.
@@ -223,14 +227,15 @@ class RayBackend:
         assert self._setup is not None
         timeout_s = self._setup.start_timeout_s
         found: dict[tuple[str, int], Any] = {}
-        pending = list(promises)
+        pending, by = list(promises), time.monotonic() + timeout_s
         while pending:
-            ready, pending = ray.wait(pending, num_returns=1, timeout=timeout_s)
-            if not ready and self._some_advanced({promises[promise] for promise in pending}):
+            ready, pending = ray.wait(pending, num_returns=1, timeout=min(LOOK_S, timeout_s))
+            self._witnesses.look(self._links.hosts)
+            if not ready and time.monotonic() < by:
                 continue
-            if not ready:
-                late = ", ".join("{}[{}]".format(*promises[promise]) for promise in pending)
-                raise WorkerError(f"workers {late} were not up after {timeout_s:.0f} s (Driver(start_timeout_s=...))")
+            if not ready and not self._some_advanced({promises[promise] for promise in pending}):
+                raise WorkerError(self._late([promises[promise] for promise in pending]))
+            by = time.monotonic() + timeout_s
             for promise in ready:
                 who = "{}[{}]".format(*promises[promise])
                 try:
@@ -245,6 +250,14 @@ class RayBackend:
                     raise WorkerError(f"worker {who} could not start: {failure.message}\n{failure.traceback}")
                 found[promises[promise]] = answer
         return found
+
+    def _late(self, ranks: Sequence[tuple[str, int]]) -> str:
+        """What is said of ranks that are not up in time."""
+        assert self._setup is not None
+        late = ["{}[{}]".format(*at) for at in ranks]
+        stacks = self._witnesses.stacks(late, self._links.hosts)
+        said = f"workers {', '.join(late)} were not up after {self._setup.start_timeout_s:.0f} s (Driver(start_timeout_s=...))"
+        return "\n".join([said, *(f"{who}: {text}" for who, text in stacks.items())])
 
     def _some_advanced(self, ranks: Iterable[tuple[str, int]]) -> bool:
         """Whether some of the ranks that are starting have done anything since this was asked last, such as fetching a model."""
@@ -285,6 +298,7 @@ class RayBackend:
             del self._streams[stream]
         if (process := self._processes.pop((group.name, rank), None)) is not None:
             ray.kill(process.actor)  # it may hang, or have lost its connection alone
+        self._witnesses.forget(f"{group.name}[{rank}]")
 
     def vacant(self, group: WorkerGroup) -> Collection[int]:
         room = self._pools.room(group.place.pool.name)
@@ -319,6 +333,13 @@ class RayBackend:
     def clock(self) -> float:
         return time.monotonic()
 
+    def stacks(self, group: WorkerGroup, ranks: Sequence[int]) -> Mapping[int, str]:
+        found = self._witnesses.stacks([f"{group.name}[{rank}]" for rank in ranks], self._links.hosts)
+        return {rank: text for rank in ranks if (text := found.get(f"{group.name}[{rank}]"))}
+
+    def memory(self) -> Mapping[str, Memory]:
+        return self._witnesses.memory()
+
     def _submit(self, rank: int, task: Task, call: Call) -> None:
         if (process := self._processes.get((call.group.name, rank))) is None:  # it left since the call was requested
             self._unheard.append((call, rank))
@@ -344,6 +365,7 @@ class RayBackend:
         import ray
         from ray.exceptions import RayError
 
+        self._witnesses.look(self._links.hosts)
         events, streams = self._links.take(), list(self._streams)
         if self._links.settling:
             timeout_s = min(timeout_s, POLL_S)
@@ -382,10 +404,9 @@ class RayBackend:
     def _died(self, who: str, error: BaseException) -> str:
         """Description of a process that died. It quotes the end of the process's own log, which says more than Ray does."""
         self._links.servers.bring_logs()
-        log = self._run_dir / LOGS / f"{who.replace('[', '_').rstrip(']')}.log"
+        log = self._run_dir / LOGS / log_name(who)
         tail = log.read_text(errors="replace")[-2000:] if log.exists() else str(error)
-        before, self._kills = self._kills, kills()
-        why = why_ended(error, before, self._kills) or type(error).__name__
+        why = self._witnesses.ending(who, error, self._links.hosts)
         return f"its process ended ({why}); the end of {log.name}:\n{tail}"
 
     def close(self) -> None:
@@ -402,6 +423,7 @@ class RayBackend:
             self._streams.clear()
             self._starts.clear()
             self._unheard.clear()
+            self._witnesses.close()
             self._links, self._pools = NodeLinks(self._processes, self._died), Reservations(self._wait_s)
             self._is_open = False
             self._cluster.disconnect()

@@ -17,10 +17,12 @@ from ...dataflow.buffer.segments import Segment
 from .backend import Files, plain_name, this_node
 from .node_logs import BRING_S, LOGS, NewText, NodeLogs, new_text
 from .sample_note import SampleNote
+from .witness.witness import SAMPLE_S, Witness
 
 if TYPE_CHECKING:
     from ...dataflow.buffer.deletions import Deletions
     from ...dataflow.buffer.peers import Peers
+    from .witness.memory import Memory
 
 LOOK_S = 1.0
 """Seconds between two looks whether the servers live."""
@@ -30,13 +32,15 @@ logger = logging.getLogger(__name__)
 class SegmentHost:
     """The server of one node's segments, in its Ray actor process."""
 
-    def __init__(self, files: Files, node: str, host: str, token: str, *, encrypted: bool) -> None:
+    def __init__(self, files: Files, node: str, host: str, token: str, run: Path, *, encrypted: bool) -> None:
         from ...dataflow.buffer.certificate import make_certificate
         from ...dataflow.buffer.flight import SegmentServer
 
         own = make_certificate() if encrypted else None
         folder = files.of_node(node)
         self._logs = folder / LOGS
+        self._witness = Witness(files.logs_of_node(node, run))
+        threading.Thread(target=self._take_readings, name="readings", daemon=True).start()
         self.server = SegmentServer(folder, node, host=host, token=token, certificate=own)
         self._certificate = own.certificate if own else None
         self._notes = [f"node {node!r}: {note}" for note in notes(folder)]
@@ -52,6 +56,25 @@ class SegmentHost:
     def sample_at(self, group: str, rank: int) -> int | None:
         """The sample that a rank of this node noted last."""
         return SampleNote.read(SampleNote.path(self._logs, group, rank))
+
+    def _take_readings(self) -> None:
+        while True:
+            self._witness.look()
+            time.sleep(SAMPLE_S)
+
+    def look(self, processes: Mapping[str, int]) -> Memory:
+        """Watch these processes of this node from here on; returns the memory of the node and of those that were watched before."""
+        self._witness.watch(processes)
+        return self._witness.memory()
+
+    def stacks(self, processes: Mapping[str, int], whose: Collection[str]) -> dict[str, str]:
+        """Where some of the processes of this node stand."""
+        self._witness.watch(processes)
+        return self._witness.stacks(whose)
+
+    def ending(self, who: str, *, blamed: bool) -> str:
+        """How a process of this node ended, if it was watched."""
+        return self._witness.ending(who, blamed=blamed)
 
     def last(self) -> None:
         """Never returns: who waits for it learns that the process has ended."""
@@ -80,12 +103,13 @@ class SegmentServers:
         self._loopback = True
         """All nodes are this machine."""
 
-    def start(self, files: Files, names: Mapping[str, str]) -> None:
+    def start(self, files: Files, names: Mapping[str, str], run: Path) -> None:
         """Start a server on each node that has none; others go on. Returns at once: `advance` until nobody is `awaited`.
 
         Args:
             files: where the nodes keep segments.
             names: Ray's id of a node -> its name in references, of all nodes that are there.
+            run: the directory of the run.
         """
         import ray
 
@@ -96,12 +120,17 @@ class SegmentServers:
         self._loopback = loopback
         for id, name in names.items():
             if name not in self._actors:
-                self._actors[name] = self._start(files, id, name, "127.0.0.1" if loopback else addresses[id])
+                self._actors[name] = self._start(files, id, name, "127.0.0.1" if loopback else addresses[id], run)
         for name in self._actors.keys() - set(names.values()):  # of nodes that are gone
             del self._actors[name]
         self._lives = {life: name for life, name in self._lives.items() if name in self._actors}
         self._asked = {server.location.remote(): name for name, server in self._actors.items()}
         self._standing.clear()
+
+    @property
+    def hosts(self) -> Mapping[str, Any]:
+        """Name of a node -> its server, an actor with the methods of `SegmentHost`; none where the run has one node."""
+        return self._actors
 
     @property
     def awaited(self) -> list[str]:
@@ -155,14 +184,14 @@ class SegmentServers:
                 logger.warning("%s", note)
             self._noted.add(note)
 
-    def _start(self, files: Files, id: str, name: str, host: str) -> Any:
+    def _start(self, files: Files, id: str, name: str, host: str, run: Path) -> Any:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         strategy = NodeAffinitySchedulingStrategy(id, soft=False)
         remote: Any = ray.remote
         server = remote(SegmentHost).options(num_cpus=0, scheduling_strategy=strategy, max_concurrency=2)
-        actor = server.remote(files, name, host, self._token, encrypted=not self._loopback)
+        actor = server.remote(files, name, host, self._token, run, encrypted=not self._loopback)
         self._lives[actor.last.remote()] = name
         return actor
 

@@ -24,6 +24,7 @@ from ..request import CallRequest
 from ..telling.progress import Progress
 from ..weight_sync import WeightSync
 from .full_disk import FullDisk
+from .silence import where_they_stand, who_is_silent
 
 MAX_FAILURES = 3
 """Failures at the same sample after which it is dropped, or of the same call beside the graph after which the run ends."""
@@ -145,12 +146,22 @@ class Failures:
             calls = [call for call in own if rank in call.waiting]
             if not calls or silent_s <= (limit := self._limit(rank, calls)):
                 continue
-            group = calls[0].group
-            what = "; ".join(f"{c.describe(rank)} (called {now - c.started:.0f} s ago)" for c in calls)
+            group, others = calls[0].group, self._silent_with(rank, calls, now)
             if not (self._backend.has_processes and group.handle.worker_class.replaceable):
+                what = who_is_silent(self._backend, calls, rank, others, now)
                 raise DeadlineError(f"nobody answered for {limit:.0f} s. Waited for: {what}")
-            requests += self.replace(group, rank, f"it did not answer for {limit:.0f} s")
+            stack = where_they_stand(self._backend, group, [rank])
+            requests += self.replace(
+                group, rank, f"it did not answer for {limit:.0f} s" + (f"; {stack}" if stack else "")
+            )
         return requests
+
+    def _silent_with(self, rank: int, calls: Sequence[Call], now: float) -> list[int]:
+        """Ranks that have been silent in the same calls for as long as this one, or nearly so."""
+        name = calls[0].group.name
+        since = self._heard[name, rank] + LOOK_S
+        waiting = sorted({other for call in calls for other in call.waiting})
+        return [other for other in waiting if self._heard.get((name, other), now) <= since]
 
     def _least_limit(self, group: WorkerGroup) -> float:
         """Seconds for which any rank of a group may be silent."""

@@ -30,6 +30,7 @@ from ...dataflow.metrics import Max, Mean, Metrics
 from ...dataflow.operation import Shape
 from ...workers.dispatch import Coordinates
 from ..backends.backend import Event, Setup
+from ..backends.witness.memory import Memory
 from ..group import Call, WorkerGroup
 from ..placement import Place
 from ..ranks.tasks import Reply, Task
@@ -126,6 +127,14 @@ class Simulated:
 
     def lost_nodes(self, *, look: bool) -> Collection[str]:
         return ()
+
+    def stacks(self, group: WorkerGroup, ranks: Sequence[int]) -> Mapping[int, str]:
+        """There are no processes."""
+        return {}
+
+    def memory(self) -> Mapping[str, Memory]:
+        """Nothing takes any."""
+        return {}
 
     def node_of(self, group: WorkerGroup, rank: int) -> str:
         return NODE

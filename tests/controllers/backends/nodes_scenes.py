@@ -59,11 +59,12 @@ def run(root: Path, address: str) -> dict[str, object]:
                 os.kill(process, signal.SIGKILL)
         return False
 
+    backend = RayBackend(address)
     driver = Driver(
         graph,
         schedule=schedule,
         placement=pools(2),
-        backend=RayBackend(address),
+        backend=backend,
         root=root,
         name="nodes",
         record_every=0,
@@ -74,6 +75,8 @@ def run(root: Path, address: str) -> dict[str, object]:
     with driver:
         metrics = driver.run()
         seen = driver.call(made["actor"], "seen_groups")
+        stand = {name: dict(backend.stacks(driver.groups[name], range(2))) for name in ("rollout", "reward")}
+        measured = watched(backend, 6)
         [scratch] = (root / "scratch").iterdir()
         folders = sorted(p for p in scratch.iterdir() if p.is_dir())
         wrote = {p.name: sorted({f.name.split(".")[0] for f in p.glob("*.arrows")}) for p in folders}
@@ -84,7 +87,19 @@ def run(root: Path, address: str) -> dict[str, object]:
         "wrote": wrote,
         "fetched": fetched,
         "killed": len(killed),
+        "stand": stand,
+        "measured": measured,
     }
+
+
+def watched(backend: RayBackend, processes: int) -> dict[str, list[str]]:
+    """Node -> the processes whose memory is known, once so many are."""
+    deadline = time.monotonic() + 60
+    while True:
+        backend.wait(0.1)
+        found = {node: sorted(memory.processes) for node, memory in backend.memory().items()}
+        if sum(map(len, found.values())) == processes or time.monotonic() > deadline:
+            return found
 
 
 def segment_servers() -> list[int]:

@@ -22,7 +22,7 @@ from weft.dataflow.errors import WorkerDied, WorkerError
 class Mute(SegmentServers):
     """Servers that start, and never say where they listen."""
 
-    def start(self, files: Files, names: Mapping[str, str]) -> None:
+    def start(self, files: Files, names: Mapping[str, str], run: Path) -> None:
         self._asked = {object(): name for name in names.values()}
 
     def advance(self, wait_s: float = 0.0) -> bool:
@@ -86,7 +86,7 @@ def test_a_rank_on_a_node_that_nobody_can_reach_fails_and_the_run_goes_on_withou
 ):
     links.begin(Files(tmp_path), tmp_path, {"1": "a"}, 0.1)
     links._used["2"] = "b"  # pyright: ignore[reportPrivateUsage]
-    links.servers.start(Files(tmp_path), {"2": "b"})
+    links.servers.start(Files(tmp_path), {"2": "b"}, tmp_path)
     links.came_up(registered(), 0, Reply(done=True))
     links.stands_on["reward", 0] = "b"
     assert links.take() == [] and links.settling, "it is waited for beside the loop"

@@ -38,6 +38,11 @@ def test_groups_on_three_nodes_read_each_others_rows(scenes: Any, tmp_path: Path
     assert "sources" in wrote[here] and {*wrote[second], *wrote[third]} >= {"rollout", "reward"}
     assert {*wrote[here], *wrote[second], *wrote[third]} == {"sources", "rollout", "reward"}
     assert result["fetched"][second] > 0 and result["fetched"][third] > 0, "each node that works reads rows of another"
+    waits = {"0": "it waits for a call, as if it had none", "1": "it waits for a call, as if it had none"}
+    assert result["stand"] == {"rollout": waits, "reward": waits}, "ranks of all nodes say where they stand"
+    measured = sorted(who for found in result["measured"].values() for who in found)
+    assert measured == ["actor[0]", "driver", "reward[0]", "reward[1]", "rollout[0]", "rollout[1]"]
+    assert "driver" in result["measured"][here]
     assert result["killed"] == 3, "the servers of segments were killed between two steps"
     assert "the last words of a reward" in result["said"], "a log that lies on another machine is quoted"
     assert {"rollout_0.log", "reward_0.log"} <= {*result["kept_apart"]} <= {*result["brought"]}

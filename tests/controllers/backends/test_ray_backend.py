@@ -1,7 +1,9 @@
 """The driver on Ray: the same results as in one process, small messages, honest failures, nothing left behind."""
 
+import ctypes
 import io
 import os
+import re
 import signal
 import time
 from collections.abc import Iterable, Iterator
@@ -25,6 +27,7 @@ from toy import (
     toy_reinforce,
 )
 
+from weft.controllers.alerts import read_alerts
 from weft.controllers.backends.backend import Backend
 from weft.controllers.backends.local import Local
 from weft.controllers.backends.rank import MAX_CALLS
@@ -36,7 +39,7 @@ from weft.controllers.ranks.tasks import RowTask, Task
 from weft.controllers.schedule import Synchronous
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.samples import recorded as recorded_parts
-from weft.dataflow.errors import WorkerError
+from weft.dataflow.errors import DeadlineError, WorkerError
 from weft.dataflow.handle import group
 from weft.dataflow.metric_names import untimed
 from weft.dataflow.metrics import Metrics
@@ -284,7 +287,7 @@ def test_a_killed_worker_is_reported_by_name_in_bounded_time(under_ray: Done):
     assert os.getpid() not in under_ray.processes
     os.kill(under_ray.processes[-1], signal.SIGKILL)
     started = time.monotonic()
-    with pytest.raises(WorkerError, match=r"worker actor\[0\], call 'seen_groups': its process ended"):
+    with pytest.raises(WorkerError, match=r"worker actor\[0\], call 'seen_groups': its process ended \(.*SIGKILL"):
         under_ray.driver.call(under_ray.actor, "seen_groups")
     assert time.monotonic() - started < 60, "long before anybody's deadline"
 
@@ -392,6 +395,31 @@ def test_a_worker_that_cannot_start_says_why(tmp_path: Path):
     text = str(caught.value)
     assert text.startswith("worker actor[0] could not start: FileNotFoundError: /no/such/model\n")
     assert "test_ray_backend.py" in text and "/ray/" not in text
+
+
+class Stuck(ToyReward):
+    """Hangs in C, where no thread of Python gets a turn."""
+
+    def score(self, samples: Batch) -> Any:
+        ctypes.PyDLL(None).sleep(600)
+        return super().score(samples)
+
+
+def test_a_rank_that_hangs_is_named_with_its_node_its_rows_and_where_it_stands(tmp_path: Path):
+    made = {**handles(), "reward": group(Stuck, name="reward")}
+    with (
+        drive(tmp_path, made, prompts(4), call_timeout_s=2, name="stuck") as driver,
+        pytest.raises(DeadlineError) as caught,
+    ):
+        driver.run()
+    assert re.search(
+        r"nobody answered for 2 s\. Waited for: worker reward\[0\], node 'reward\.score', on '\S+', samples \d+, .* \(called \d+ s ago\)\n"
+        r"reward\[0\]: it stands at \(the innermost call first\)\n  File \".*test_ray_backend\.py\", line \d+, in score\n"
+        r"\(all threads are at the end of logs/reward_0\.log\)$",
+        str(caught.value),
+    ), str(caught.value)
+    assert (tmp_path / "stuck" / "logs" / "reward_0.log").read_text().count("Thread 0x") > 1
+    assert read_alerts(tmp_path / "stuck")[-1].name == "failed"
 
 
 class SlowActor(ToyActor):

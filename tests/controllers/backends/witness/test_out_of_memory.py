@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from weft.controllers.backends.out_of_memory import kills, why_ended
+from weft.controllers.backends.witness.out_of_memory import kills, said_by_kernel, said_by_ray
 
 
 def test_the_kernels_count_of_the_own_cgroup_is_read(tmp_path: Path):
@@ -13,9 +13,9 @@ def test_the_kernels_count_of_the_own_cgroup_is_read(tmp_path: Path):
     events.write_text("low 0\noom 3\noom_kill 2\n")
     before = kills(tmp_path)
     assert before == {str(events): 2}
-    assert why_ended(RuntimeError("gone"), before, kills(tmp_path)) is None
+    assert said_by_kernel(before, kills(tmp_path)) == ""
     events.write_text("low 0\noom 4\noom_kill 3\n")
-    assert "the kernel has ended a process" in str(why_ended(RuntimeError("gone"), before, kills(tmp_path)))
+    assert "the kernel has ended a process" in said_by_kernel(before, kills(tmp_path))
 
 
 def test_the_older_kind_of_cgroup_and_the_machine_are_read_too(tmp_path: Path):
@@ -29,12 +29,11 @@ def test_the_older_kind_of_cgroup_and_the_machine_are_read_too(tmp_path: Path):
     assert kills(tmp_path / "nothing") == {}
 
 
-def test_rays_memory_monitor_is_named():
-    class OutOfMemoryError(Exception):
-        """As Ray calls it."""
-
-    assert "Ray's memory monitor ended it" in str(why_ended(OutOfMemoryError(), {}, {}))
-    assert "Ray's memory monitor" in str(
-        why_ended(RuntimeError("killed due to the node running low: memory pressure"), {}, {})
+def test_rays_memory_monitor_is_named_with_what_was_in_use():
+    said = said_by_ray(
+        "ActorDiedError: The actor died because of memory pressure. Memory on the node (IP: 10.0.0.1, ID: 1f) where the actor was running "
+        "was 15.20GB / 16.00GB (0.95), which exceeds the memory usage threshold of 0.95."
     )
-    assert why_ended(RuntimeError("connection error code 2. End of file"), {}, {}) is None
+    assert "Ray's memory monitor ended it" in said and "(15.20GB / 16.00GB were in use)" in said
+    assert "Ray's memory monitor" in said_by_ray("OutOfMemoryError: ")
+    assert said_by_ray("ActorDiedError: connection error code 2. End of file") == ""

@@ -1,0 +1,163 @@
+"""How processes ended, and where they stand, is seen from outside, of processes that are no children of ours."""
+
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from weft.controllers.backends.witness import witness as module
+from weft.controllers.backends.witness.exit_status import HeldProcess
+from weft.controllers.backends.witness.stacks import SIGNAL, shown, threads_in
+from weft.controllers.backends.witness.witness import Witness
+
+KERNEL = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
+
+
+@contextmanager
+def process(*arguments: str, log: Path | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    pipe = subprocess.PIPE
+    with (
+        (log or Path(os.devnull)).open("wb") as errors,
+        subprocess.Popen(arguments, stdin=pipe, stdout=pipe, stderr=errors) as started,
+    ):
+        try:
+            yield started
+        finally:
+            started.kill()
+
+
+def python(does: str) -> tuple[str, ...]:
+    """A program that waits for a line first."""
+    return sys.executable, "-S", "-c", f"import os, sys\nsys.stdin.readline()\n{does}"
+
+
+def let_go(started: subprocess.Popen[bytes]) -> None:
+    assert started.stdin is not None
+    started.stdin.write(b"\n")
+    started.stdin.flush()
+
+
+DEATHS = {
+    "os._exit(3)": "exit code 3",
+    "os.kill(os.getpid(), 9)": "signal SIGKILL; the kernel counts nothing that it ended for want of memory",
+    "os.kill(os.getpid(), 11)": "signal SIGSEGV",
+    "raise ValueError('no such token')": "exit code 1",
+}
+
+
+@pytest.mark.parametrize("does", DEATHS)
+@pytest.mark.parametrize("reaped", [False, True])
+def test_a_process_that_ended_says_how(does: str, reaped: bool, tmp_path: Path):
+    if reaped and KERNEL < (6, 15):
+        pytest.skip("this kernel keeps the exit status for the parent alone")
+    witness = Witness(tmp_path)
+    with process(*python(does)) as started:
+        witness.watch({"rollout[0]": started.pid})
+        let_go(started)
+        if reaped:
+            started.wait()
+        assert witness.ending("rollout[0]", 20.0).startswith(DEATHS[does])
+    assert witness.ending("rollout[0]") == "", "it is told once"
+
+
+def test_memory_that_ran_out_is_named_with_how_it_went(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The kernel's files are pretended; the process is real."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/job\n")
+    events = tmp_path / "sys/fs/cgroup/job/memory.events"
+    events.parent.mkdir(parents=True)
+    events.write_text("oom_kill 2\n")
+    monkeypatch.setattr(module, "SAMPLE_S", 0.0)
+    witness = Witness(tmp_path, root=tmp_path)
+    with process(*python("")) as started:
+        status = tmp_path / f"proc/{started.pid}/status"
+        status.parent.mkdir()
+        witness.watch({"actor[1]": started.pid})
+        for gib in (1, 2, 7):
+            status.write_text(f"RssAnon:\t{gib << 20} kB\n")
+            witness.look()
+        events.write_text("oom_kill 3\n")
+        started.kill()
+        said = witness.ending("actor[1]", 20.0)
+    assert said.startswith(
+        f"signal SIGKILL; out of memory: the kernel has ended a process of this machine meanwhile ({events}"
+    )
+    assert "smaller microbatches" in said and said.endswith("s: 1.0 GiB, 2.0 GiB, 7.0 GiB")
+
+
+def test_a_process_that_ended_by_itself_is_not_said_to_have_run_out_of_memory(tmp_path: Path):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/vmstat").write_text("oom_kill 2\n")
+    witness = Witness(tmp_path, root=tmp_path)
+    with process(*python("os._exit(3)")) as started:
+        witness.watch({"actor[1]": started.pid})
+        (tmp_path / "proc/vmstat").write_text("oom_kill 3\n")
+        let_go(started)
+        assert witness.ending("actor[1]", 20.0) == "exit code 3"
+
+
+def test_a_process_that_lives_has_no_exit_code():
+    held = HeldProcess(os.getpid())
+    assert held.exit_code(0.0) is None
+    held.close()
+
+
+WAITING = f"""
+import faulthandler, signal, sys, threading, time
+faulthandler.register(signal.Signals({int(SIGNAL)}), file=2, all_threads=True)
+def wait_for_the_others():
+    time.sleep(600)
+exec(compile("def take_turn():\\n    wait_for_the_others()\\n", "/x/ranks/executor_thread.py", "exec"))
+threading.Thread(target=take_turn, daemon=True).start()
+print("up", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_where_a_process_stands_is_read_from_its_log(tmp_path: Path):
+    log = tmp_path / "actor_0.log"
+    witness = Witness(tmp_path)
+    with process(sys.executable, "-c", WAITING, log=log) as started:
+        assert started.stdout is not None and started.stdout.readline() == b"up\n"
+        witness.watch({"actor[0]": started.pid})
+        said = witness.stacks(["actor[0]", "actor[1]"])
+    assert list(said) == ["actor[0]"]
+    assert said["actor[0]"].splitlines()[0] == "it stands at (the innermost call first)"
+    assert "in wait_for_the_others" in said["actor[0]"] and "take_turn" not in said["actor[0]"]
+    assert log.read_text().count("hread 0x") == 2, "the log has all of them"
+
+
+def test_a_process_that_cannot_say_where_it_stands_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "stacks_of", lambda asked: module_stacks_of(asked, 0.2))
+    witness = Witness(tmp_path)
+    with process(*python("")) as started:
+        witness.watch({"actor[0]": started.pid})
+        assert witness.stacks(["actor[0]"])["actor[0]"].endswith("it answers no signal")
+        started.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 20
+        while "stopped" not in (said := witness.stacks(["actor[0]"])["actor[0]"]) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert said == "its process does not say where it stands: it is stopped, by SIGSTOP or from a terminal"
+        started.kill()
+        started.wait()
+        assert witness.stacks(["actor[0]"]) == {"actor[0]": "its process is gone"}
+
+
+module_stacks_of = module.stacks_of
+
+
+def test_a_worker_that_waits_for_a_call_is_said_to_do_so():
+    text = """Thread 0x01 (most recent call first):
+  File "/weft/controllers/ranks/executor_thread.py", line 9 in _serve
+  File "/weft/controllers/ranks/executor_thread.py", line 8 in _work
+"""
+    assert shown(threads_in(text)[0]) == "it waits for a call, as if it had none"
+    deep = [("a.py", str(k), "f") for k in range(20)]
+    assert shown([*deep, ("/weft/ranks/executor.py", "1", "run")]).endswith("line 11, in f\n  ... and 8 more")
