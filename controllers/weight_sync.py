@@ -1,9 +1,10 @@
-"""WeightSync: the parameter edges of a run. A leader publishes its weights, and each follower that is due receives them.
+"""WeightSync: the parameter edges of a run. A leader gives its weights away, and each follower that is due takes them.
 
-    publish ──> publish_weights on the leader ──> receive_weights on each follower ──> the leader may publish again
+    publish ──> publish_weights on the leader ──> receive_weights on each follower ──> finish_publishing on the leader
 
-A leader publishes one version at a time: what it published stays in memory until every follower has received it. A follower
-receives at once, or, with `partial_rollouts="finish"`, when its unfinished responses are finished.
+Followers take a version straight from the leader's memory, so the leader is not updated before they have it. A follower
+takes part at once, or, with `partial_rollouts="finish"`, when its unfinished responses are finished. A follower on the leader's own
+devices has them first: the leader gives from host memory.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Literal
 
 from ..dataflow.errors import WeightSyncError
 from ..dataflow.node import ParameterEdge
-from .group import Call, WorkerGroup
+from .group import REGISTER, Call, WorkerGroup
 from .request import CallRequest
 
 
@@ -41,16 +42,18 @@ class WeightSync:
         self._partial_rollouts = partial_rollouts
         self._cancel = cancel
         self._owing: dict[str, set[str]] = {}
-        """Leader -> followers that have not received what it publishes now."""
+        """Leader that gives its weights away -> followers that have not taken them."""
+        self._taken: dict[str, list[tuple[str, str]]] = {}
+        """Leader that gives its weights away -> the ranks that have taken them, each with the checksum of what it took."""
         self._sent: dict[str, int] = {}
         """Follower -> the version that it received last."""
-        self._waiting: dict[str, Any] = {}
-        """Follower -> weights that it receives when its responses are finished."""
+        self._waiting: set[str] = set()
+        """Followers that take weights when their responses are finished."""
 
     @property
     def under_way(self) -> bool:
         """Whether a follower has still to receive weights."""
-        return bool(self._owing)
+        return bool(self._owing or self._waiting)
 
     def lag(self, generating: Sequence[str]) -> int:
         """The most versions that one of these groups is behind the group that it follows."""
@@ -79,15 +82,37 @@ class WeightSync:
         """Whether a group may begin nothing new because weights wait for it to finish."""
         return group.name in self._waiting
 
+    def reads(self, group: WorkerGroup) -> bool:
+        """Whether a group's weights must stay what they are, because followers take them."""
+        return group.name in self._owing
+
     def publish(self, leader: str) -> list[CallRequest]:
-        """Send the present weights of a group to its followers that are due, now or when those of an earlier version have arrived."""
+        """Send the present weights of a group to its followers that are due and ready; to the others when they are."""
         group = self._groups[leader]
-        edges = [e for e in self._edges if e.leader == leader and self._is_due(e, group.version)]
-        if not edges or leader in self._owing or group.updating:  # each of these ends with another `publish`
+        if leader in self._owing or group.updating:  # each of these ends with another `publish`
             return []
-        self._owing[leader] = {e.follower for e in edges}
-        then = partial(self._published, edges=edges)
-        return [CallRequest(group, "publish_weights", {"version": group.version}, then=then, on_device=True)]
+        edges = [e for e in self._edges if e.leader == leader and self._is_due(e, group.version)]
+        late = {e.follower for e in edges if not self._is_ready(self._groups[e.follower], group.version)}
+        self._waiting = self._waiting - {e.follower for e in edges} | late
+        ready = [e for e in edges if e.follower not in late]
+        shared = [e for e in ready if group.place.pool.gpus and self._groups[e.follower].place.pool == group.place.pool]
+        if shared:  # one follower after the other has the devices
+            ready = shared[:1]
+        if not ready:
+            return []
+        followers = [self._groups[e.follower] for e in ready]
+        self._owing[leader], self._taken[leader] = {f.name for f in followers}, []
+        receivers = [f"{f.name}[{rank}]" for f in followers for rank in sorted(self._receivers(f, group.version))]
+        request = CallRequest(
+            group,
+            "publish_weights",
+            {"version": group.version, "receivers": receivers},
+            then=partial(self._published, edges=ready),
+            on_device=not shared,
+        )
+        if shared:
+            return [CallRequest(followers[0], REGISTER, then=lambda call: [request], on_device=True)]
+        return [request]
 
     def publish_all(self) -> list[CallRequest]:
         """Send the present weights of every leader."""
@@ -108,24 +133,30 @@ class WeightSync:
         return version // edge.every > self._sent.get(edge.follower, -1) // edge.every
 
     def receive_when_idle(self) -> list[CallRequest]:
-        """Have followers receive the weights that waited for them to finish their responses."""
-        idle = [name for name in self._waiting if not self._groups[name].at_work]
-        return [self._receive(self._groups[name], self._waiting.pop(name)) for name in idle]
+        """Send weights to followers that have finished their responses meanwhile."""
+        leaders = dict.fromkeys(e.leader for e in self._edges if e.follower in self._waiting)
+        return [request for leader in leaders for request in self.publish(leader)]
+
+    def _is_ready(self, follower: WorkerGroup, version: int) -> bool:
+        """Whether a follower can take weights now."""
+        if follower.name in self._owing:  # its own followers take what it has
+            return False
+        ranks = self._receivers(follower, version)
+        finishes = self._partial_rollouts == "finish"
+        return not (finishes and any(c.interruptible and ranks.intersection(c.ranks) for c in follower.calls))
 
     def _published(self, call: Call, edges: Sequence[ParameterEdge]) -> Iterable[CallRequest]:
-        weights = reduce(add, call.results)  # what the ranks published adds up
+        weights = reduce(add, call.results)  # what the ranks publish adds up
         requests: list[CallRequest] = []
         for edge in edges:
             follower = self._groups[edge.follower]
-            ranks = self._receivers(follower, weights)
-            unfinished = [c for c in follower.calls if c.interruptible and ranks.intersection(c.ranks)]
-            if unfinished and self._partial_rollouts == "finish":
-                self._waiting[follower.name] = weights
-                continue
-            if self._partial_rollouts == "requeue":
-                for other in unfinished:
+            ranks = self._receivers(follower, weights.version)
+            for other in list(follower.calls) if self._partial_rollouts == "requeue" else ():
+                if other.interruptible and ranks.intersection(other.ranks):
                     self._requeue(other)
-            requests.append(self._receive(follower, weights))
+            arguments = {"weights": weights}
+            then = partial(self._received, leader=edge.leader, weights=weights)
+            requests.append(CallRequest(follower, "receive_weights", arguments, sorted(ranks), then, on_device=True))
         return requests
 
     def _requeue(self, call: Call) -> None:
@@ -135,33 +166,39 @@ class WeightSync:
             call.ledger.release(call.lease, "new weights came, and what was unfinished is requeued")
             self._cancel(call)
 
-    def _receivers(self, follower: WorkerGroup, weights: Any) -> set[int]:
-        """Ranks that are to receive weights: all that are up, or only those that lack them, if the others have this version."""
-        if follower.lacking and follower.version == weights.version:
+    def _receivers(self, follower: WorkerGroup, version: int) -> set[int]:
+        """Ranks that are to receive a version: all that are up, or only those that lack it, if the others have it."""
+        if follower.lacking and follower.version == version:
             return set(follower.lacking)
         return set(follower.up)
 
-    def _receive(self, follower: WorkerGroup, weights: Any) -> CallRequest:
-        ranks = sorted(self._receivers(follower, weights))
-        then = partial(self._received, weights=weights)
-        return CallRequest(follower, "receive_weights", {"weights": weights}, ranks, then, on_device=True)
-
-    def _received(self, call: Call, weights: Any) -> Iterable[CallRequest]:
-        for rank, checksum in sorted(call.values.items()):
-            if rank not in call.lost and checksum != weights.checksum:
-                raise WeightSyncError(
-                    f"weights of version {weights.version} arrived at {call.group.name}[{rank}] with checksum {checksum}, "
-                    f"but {weights.checksum} was published"
-                )
-        group, requests = call.group, list[CallRequest]()
+    def _received(self, call: Call, leader: str, weights: Any) -> Iterable[CallRequest]:
+        group = call.group
+        took = {rank: checksum for rank, checksum in sorted(call.values.items()) if rank not in call.lost}
+        self._taken[leader] += [(f"{group.name}[{rank}]", checksum) for rank, checksum in took.items()]
         group.version = self._sent[group.name] = weights.version
         group.lacking -= set(call.ranks) - call.lost
         if group.lacking:  # ranks that came up meanwhile
             del self._sent[group.name]
-        for leader, owing in list(self._owing.items()):
-            if group.name in owing:
-                owing.discard(group.name)
-                if not owing:
-                    del self._owing[leader]
-                    requests += self.publish(leader)  # if it was updated meanwhile, or a follower's rank was replaced
-        return [*requests, *self.publish(group.name)]  # for groups that follow the follower
+        self._owing[leader].discard(group.name)
+        requests = self.publish(group.name)  # for groups that follow the follower
+        if not self._owing[leader]:
+            then = partial(self._finished, leader=leader)
+            requests.append(
+                CallRequest(self._groups[leader], "finish_publishing", {"version": weights.version}, then=then)
+            )
+        return requests
+
+    def _finished(self, call: Call, leader: str) -> Iterable[CallRequest]:
+        """Everybody has taken a version: compare what each took with what was given."""
+        given = reduce(add, call.results)
+        for receiver, checksum in self._taken.pop(leader):
+            if checksum != given.checksum:
+                raise WeightSyncError(
+                    f"weights of version {given.version} arrived at {receiver} with checksum {checksum}, "
+                    f"but {given.checksum} was published"
+                )
+        del self._owing[leader]
+        # If it was updated meanwhile, a follower's rank was replaced, or others waited; and if it follows others itself.
+        leaders = dict.fromkeys([leader, *(e.leader for e in self._edges if e.follower == leader)])
+        return [request for each in leaders for request in self.publish(each)]

@@ -52,7 +52,8 @@ class Handle:
             raise UserError(f"{self.name or self.worker_class.__name__}.follows() takes a handle, not {leader!r}")
         if not isinstance(every, int) or every < 1:
             raise UserError(f"{self!r}.follows(every={every!r}): every must be an integer of at least 1")
-        for handle, method in ((leader, "publish_weights"), (self, "receive_weights")):
+        wanted = ((leader, "publish_weights"), (leader, "finish_publishing"), (self, "receive_weights"))
+        for handle, method in wanted:
             if not hasattr(handle.worker_class, method):
                 raise UserError(f"{self!r} cannot follow {leader!r}: {handle.worker_class.__name__} has no {method}()")
         if self.leader is not None and self.leader is not leader:

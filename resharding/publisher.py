@@ -1,136 +1,175 @@
-"""The publishing side: each rank of the trainer writes the parts that it holds into memory that receivers of its machine map.
+"""The publishing side of a transfer: a rank of the trainer gives away the parts that it holds, straight from where they lie.
 
-Receivers on other machines take the same parts from the publisher's process (`part_server.py`). The memory is an anonymous file
-(`memfd_create`) that others open as `/proc/PID/fd/N`. It has no name in any folder, so nothing is left behind when the publisher is
-killed; it is gone with the last process that has it open.
+    publish ──> receivers come, each takes all buckets (`transfer.py`) ──> finish
+
+Receivers on the same machine map the memory of the buckets; those on others are sent what they want of each (`connection.py`). The
+memory is an anonymous file (`memfd_create`) that others open as `/proc/PID/fd/N`. It has no name in any folder, so nothing is left
+behind when the publisher is killed; it is gone with the last process that has it open.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import mmap
 import os
+import queue
 import secrets
-import zlib
-from collections.abc import Iterable
-
-import numpy as np
-import torch
+import socket
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ..dataflow.errors import WeightSyncError
-from .box import Box
-from .checksum import box_sum, tensor_factor
-from .description import Entry, described
-from .part_server import PartServer, this_machine
-from .weights import CHECKSUM_MODULUS, Part, RankWeights, Weights
+from .buckets import BUCKET_BYTES, SLOTS, cut, described, fingerprint
+from .connection import Connection, this_machine
+from .transfer import Transfer
+from .weights import Part, RankWeights, Weights
 
-_ALIGNMENT = 64  # a view as any dtype needs its own size; a cache line is kinder to copies
+LOOPBACK = "127.0.0.1"
 
 
 class WeightPublisher:
-    """Writes versions of a rank's weights, each over the one before: receivers must be done before the next `publish`.
+    """Gives versions of a rank's weights away, one at a time. Together the ranks of a group give each element once.
 
-    Memory beyond the model's own: the published parts, and one part at a time where it is gathered or converted.
+    Memory beyond the model's own: SLOTS buckets.
 
     Args:
         host: address at which receivers on other machines reach this process; empty: there are none.
+        bucket_bytes: of one bucket.
     """
 
-    def __init__(self, host: str = "") -> None:
+    def __init__(self, host: str = "", bucket_bytes: int = BUCKET_BYTES) -> None:
+        self._bucket_bytes = bucket_bytes
         self._file: int | None = os.memfd_create("weft-weights", os.MFD_CLOEXEC)
         self._memory: mmap.mmap | None = None
-        self._host = host
-        self._token = secrets.token_hex(32) if host else ""
-        self._server: PartServer | None = None
-        self._entries: tuple[Entry, ...] = ()
-        self._ends_with: tuple[bytes, bytes] = (b"", b"")
-        """Table and description of what is published now."""
+        self._token = secrets.token_hex(32)
+        self._listener = socket.create_server((host or LOOPBACK, 0), family=_family(host))
+        self._transfer: Transfer | None = None
+        self._description = b""
+        self._filling: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        # One thread for all versions: torch makes a pool of threads for each thread that copies.
+        threading.Thread(target=self._fill, name="weft-weights", daemon=True).start()
+        threading.Thread(target=self._accept, name="weft-weights", daemon=True).start()
 
-    def publish(self, parts: Iterable[Part], version: int) -> Weights:
-        """Write the parts that this rank gives, one after another. Together the ranks of a group give each element once.
+    def publish(self, parts: Iterable[Part], version: int, receivers: Sequence[str] = ()) -> Weights:
+        """Offer the parts that this rank gives; returns at once. They must stay what they are until `finish`.
 
         Args:
-            parts: on any device, of any dtype; may be a generator that gathers each when its turn comes.
+            parts: on any device, of any dtype.
             version: policy version of these weights, at least 0.
+            receivers: names of those who will take them; they begin together. Whoever comes late begins when these are through.
 
         Returns:
-            The record that receivers need to map and check them; the records of several ranks add up.
+            The record that receivers need; the records of several ranks add up.
 
         Raises:
             WeightSyncError: a part occurs twice, or this publisher is closed.
         """
         if self._file is None:
             raise WeightSyncError(f"weights version {version}: this publisher was closed")
-        if self._server is not None:
-            self._server.hang_up()
-        entries: dict[tuple[str, Box], Entry] = {}
-        sums: list[int] = []
-        end, checksum = 0, 0
-        for name, shape, box, tensor in parts:
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            entry = Entry(name, dtype, shape, box, _aligned(end))
-            if entries.setdefault((name, box), entry) is not entry:
-                raise WeightSyncError(f"weights version {version}: {box} of tensor {name!r} was published twice")
-            end = entry.offset + box.numel * tensor.element_size()
-            target = entry.view(self._memory_of(end))
-            target.copy_(tensor.detach())
-            sums.append(box_sum(target, box, shape))
-            checksum += sums[-1] * tensor_factor(name, dtype, shape)
-            del target, tensor  # a mapping with views on it cannot grow
-        header = described(entries.values())
-        table = np.array([version, *sums], np.uint64).tobytes()
-        start = _aligned(end)
-        end = start + len(table) + len(header)
-        self._memory_of(end)[start:end] = table + header
-        self._entries, self._ends_with = tuple(entries.values()), (table, header)
-        rank = RankWeights(
-            f"/proc/{os.getpid()}/fd/{self._file}",
-            end,
-            len(header),
-            f"{zlib.crc32(header):08x}",
-            this_machine(),
-            *self._serve(),
-            token=self._token,
-        )
-        return Weights(version, (rank,), f"{checksum % CHECKSUM_MODULUS:016x}")
+        self.finish()
+        try:
+            entries = cut(parts, self._bucket_bytes)
+        except WeightSyncError as error:
+            raise WeightSyncError(f"weights version {version}: {error}") from None
+        slot_bytes = max((entry.offset + entry.num_bytes for entry, _ in entries), default=0)
+        memory = self._memory_of(SLOTS * (-(-slot_bytes // mmap.PAGESIZE) or 1) * mmap.PAGESIZE)
+        self._description = described(entry for entry, _ in entries)
+        self._transfer = Transfer(version, entries, memory, receivers)
+        self._idle.clear()
+        self._filling.put(self._transfer)
+        host, port = self._listener.getsockname()[:2]
+        return Weights(version, (RankWeights(host, port, this_machine(), self._token),))
+
+    def finish(self) -> str | None:
+        """End the transfer that is under way: the weights may change from here on. Whoever has not taken everything is given an error.
+
+        Returns:
+            The checksum of what was given (see `checksum.py`): ranks' sums add up. None: nobody took it, or nothing was published.
+
+        Raises:
+            WeightSyncError: the parts could not be read, or were changed meanwhile.
+        """
+        transfer, self._transfer = self._transfer, None
+        if transfer is None:
+            return None
+        try:
+            return transfer.end()
+        finally:
+            self._idle.wait()
+
+    @property
+    def lost(self) -> dict[str, str]:
+        """Receivers of the present version that did not take everything -> how far they came."""
+        return {} if self._transfer is None else dict(self._transfer.lost)
 
     def close(self) -> None:
-        """Free the memory as soon as no receiver has it mapped."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        """End what is under way, listen no more, and free the memory as soon as no receiver has it mapped."""
+        if self._file is None:
+            return
+        with contextlib.suppress(WeightSyncError):
+            self.finish()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._filling.put(None)
+        self._memory = None  # freed with the last view on it
+        os.close(self._file)
+        self._file = None
 
-    def __del__(self) -> None:
-        self.close()
+    def _fill(self) -> None:
+        while transfer := self._filling.get():
+            transfer.fill()
+            self._idle.set()
+            del transfer
 
-    def _serve(self) -> tuple[str, int]:
-        """Host and port for receivers on other machines; nobody listens where there are none."""
-        if not self._host:
-            return "", 0
-        if self._server is None:
-            self._server = PartServer(self._host, self._token, lambda: self._ends_with, self._part)
-        return self._server.address
+    def _accept(self) -> None:
+        while True:
+            try:
+                connected, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._serve, args=(connected,), name="weft-weights", daemon=True).start()
 
-    def _part(self, number: int, box: Box) -> torch.Tensor:
+    def _serve(self, connected: socket.socket) -> None:
+        # A receiver that dies, or strays, costs its own connection and nothing else.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            connection = Connection.accept(connected, self._token)
+            try:
+                _, content = connection.receive()
+                hello = json.loads(content)
+                transfer = self._transfer
+                if transfer is None or transfer.version != hello["version"]:
+                    now = "none is published" if transfer is None else f"version {transfer.version} is published"
+                    connection.send(b"F", f"version {hello['version']} is not there any more: {now}".encode())
+                    return
+                transfer.serve(connection, hello, lambda: self._introduce(connection, hello))
+            finally:
+                connection.close()
+
+    def _introduce(self, connection: Connection, hello: dict[str, Any]) -> bytes:
+        """Tell a receiver what comes and where it lies; returns what it wants."""
         assert self._memory is not None
-        entry = self._entries[number]
-        return entry.view(self._memory)[box.within(entry.box)]
+        description = self._description
+        known = fingerprint(description) == hello["known"]
+        place = {"path": f"/proc/{os.getpid()}/fd/{self._file}", "num_bytes": len(self._memory), "known": known}
+        connection.send(b"D", json.dumps(place).encode())
+        if not known:
+            connection.send(b"L", description)
+        _, wants = connection.receive()
+        return wants
 
     def _memory_of(self, num_bytes: int) -> mmap.mmap:
-        """The mapped memory, with at least so many bytes. Pages that were never written take no memory."""
+        """The memory of the buckets, which grows with the largest of them."""
         assert self._file is not None
-        if self._memory is None:
-            os.ftruncate(self._file, max(num_bytes, mmap.PAGESIZE))
-            self._memory = mmap.mmap(self._file, 0)
-        elif num_bytes > len(self._memory):
-            self._memory.resize(max(num_bytes, 2 * len(self._memory)))
+        if self._memory is None or num_bytes > len(self._memory):
+            os.ftruncate(self._file, num_bytes)
+            self._memory = mmap.mmap(self._file, num_bytes)
         return self._memory
 
 
-def _aligned(offset: int) -> int:
-    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

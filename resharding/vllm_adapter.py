@@ -15,7 +15,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
 from ..dataflow.errors import WeightSyncError, nearest
-from .open_weights import OpenWeights
+from .incoming import IncomingWeights
 from .tensor_receiver import receive_parts
 from .weights import whole
 
@@ -28,12 +28,12 @@ def adapter_request() -> LoRARequest:
     return LoRARequest("weft", _SLOT, "received, not read")
 
 
-def receive_adapter(manager: Any, opened: OpenWeights, settings: Mapping[str, Any]) -> None:
-    """Take a published version of an adapter, check it, and put it into vLLM's slot. vLLM cuts it for this rank by itself.
+def receive_adapter(manager: Any, incoming: IncomingWeights, settings: Mapping[str, Any]) -> str:
+    """Take a version of an adapter, check it, and put it into vLLM's slot; returns its checksum. vLLM cuts it for this rank by itself.
 
     Args:
         manager: vLLM's `WorkerLoRAManager`.
-        opened: the version, in the names of `peft`.
+        incoming: the version, in the names of `peft`.
         settings: "r", "lora_alpha" and "use_rslora", as `peft` has them.
 
     Raises:
@@ -41,9 +41,9 @@ def receive_adapter(manager: Any, opened: OpenWeights, settings: Mapping[str, An
     """
     tensors = {
         name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
-        for name, tensor in opened.layout.tensors.items()
+        for name, tensor in incoming.layout.tensors.items()
     }
-    receive_parts(opened, list(whole(tensors)))
+    checksum = receive_parts(incoming, list(whole(tensors)))
     slots = manager._adapter_manager
     mapper = getattr(slots.model, "hf_to_vllm_mapper", None)
     adapter = LoRAModel.from_lora_tensors(
@@ -57,9 +57,10 @@ def receive_adapter(manager: Any, opened: OpenWeights, settings: Mapping[str, An
     served = {part for name in slots.modules for part in slots.packed_modules.get(name, [name])}
     if unserved := [name for name in adapter.loras if name not in served]:
         raise WeightSyncError(
-            f"weights version {opened.version}: vLLM's {type(slots.model).__name__} serves no adapter of layer {unserved[0]!r}"
+            f"weights version {incoming.version}: vLLM's {type(slots.model).__name__} serves no adapter of layer {unserved[0]!r}"
             f"{nearest(unserved[0], served)}; Lora(targets=...) without it, or Lora(published='merged'), needs none"
         )
     slots.remove_adapter(_SLOT)
     slots.add_adapter(adapter)
     slots.activate_adapter(_SLOT)
+    return checksum

@@ -24,8 +24,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from ..dataflow.errors import WeightSyncError
 from .box import Box
 from .checksum import box_sum
+from .incoming import IncomingWeights, open_weights
 from .layout import Layout
-from .open_weights import OpenWeights, open_weights
 from .plan import ReshardPlan
 from .vllm_adapter import receive_adapter
 from .vllm_layout import record_layout
@@ -38,7 +38,7 @@ BACKEND = "weft"
 
 @dataclass
 class NoInitInfo(WeightTransferInitInfo):
-    """Shared memory needs no rendezvous."""
+    """Each version says where it is given away."""
 
 
 @dataclass
@@ -47,7 +47,12 @@ class WeightsUpdateInfo(WeightTransferUpdateInfo):
 
     version: int
     ranks: list[dict[str, Any]]
-    checksum: str
+    receiver: str
+
+    @property
+    def weights(self) -> Weights:
+        """The record that it came from."""
+        return Weights(self.version, tuple(RankWeights(**rank) for rank in self.ranks), self.receiver)
 
 
 def to_update_info(weights: Weights) -> dict[str, Any]:
@@ -63,6 +68,17 @@ class Received:
     """`box_sum` over the whole tensor, as its publishers computed it."""
     boxes: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
     """Starts, stops and `box_sum` of each box that this rank has written."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The last version that a rank has taken. Plain data."""
+
+    version: int
+    checksum: str
+    """Of the whole version, as its publishers say."""
+    received: dict[str, Received]
+    """What arrived of each tensor."""
 
 
 def check_received(version: int, ranks: Sequence[dict[str, Received]]) -> None:
@@ -92,18 +108,18 @@ def check_received(version: int, ranks: Sequence[dict[str, Received]]) -> None:
             )
 
 
-class SharedMemoryReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
-    """Maps a published version, and writes this rank's part of it into vLLM's model in place."""
+class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
+    """Takes a version as it comes, and writes this rank's part of it into vLLM's model in place."""
 
     init_info_cls = NoInitInfo
     update_info_cls = WeightsUpdateInfo
 
-    loaded: tuple[int, dict[str, Received]] | None = None
-    """Version of the weights in the model, and what arrived of each tensor; None before the first update, and where one failed."""
+    loaded: Loaded | None = None
+    """What is in the model; None before the first update, and where one failed."""
     _writer: WeightWriter | None = None
     _source: Layout | None = None
     _plan: ReshardPlan | None = None
-    _arriving: tuple[int, dict[str, Received]] | None = None
+    _arriving: Loaded | None = None
     _sums: dict[str, dict[Box, int]]
 
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
@@ -118,18 +134,17 @@ class SharedMemoryReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
             torch.accelerator.synchronize(self.device)  # the memory is the sender's again when this returns
 
     def receive_weights(self, update_info: WeightsUpdateInfo) -> None:
-        ranks = tuple(RankWeights(**rank) for rank in update_info.ranks)
-        opened = open_weights(Weights(update_info.version, ranks, update_info.checksum))
-        if self._writer is None or self._source is not opened.layout:
-            self._prepare(opened)
-        assert self._writer is not None and self._plan is not None
-        self._sums = {}
-        self._writer.apply(self._slices(opened))
-        received: dict[str, Received] = {}
-        for name, sums in self._sums.items():
-            boxes = tuple((box.starts, box.stops, found) for box, found in sums.items())
-            received[name] = Received(opened.published_sum(name), boxes)
-        self._arriving = (opened.version, received)
+        with open_weights(update_info.weights, self.parallel_config.rank, self.parallel_config.world_size) as incoming:
+            if self._writer is None or self._source is not incoming.layout:
+                self._prepare(incoming)
+            assert self._writer is not None and self._plan is not None
+            self._sums = {}
+            self._writer.apply(self._slices(incoming))
+            received: dict[str, Received] = {}
+            for name, sums in self._sums.items():
+                boxes = tuple((box.starts, box.stops, found) for box, found in sums.items())
+                received[name] = Received(incoming.published_sum(name), boxes)
+            self._arriving = Loaded(incoming.version, incoming.finish(), received)
 
     def finish_weight_update(self) -> None:
         self.loaded = self._arriving
@@ -137,22 +152,24 @@ class SharedMemoryReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
     def shutdown(self) -> None:
         """Nothing is held."""
 
-    def _prepare(self, opened: OpenWeights) -> None:
+    def _prepare(self, incoming: IncomingWeights) -> None:
         """Record what this rank takes of these tensors, and plan which rank gives it."""
-        checkpoint = {name: (tensor.shape, tensor.dtype) for name, tensor in opened.layout.tensors.items()}
+        checkpoint = {name: (tensor.shape, tensor.dtype) for name, tensor in incoming.layout.tensors.items()}
         recording = record_layout(self.model, checkpoint)
         self._writer = WeightWriter(self.model, self.model_config, recording, self._note)
-        self._plan = ReshardPlan(opened.layout, Layout.of_ranks([recording.layout], "vLLM"))
-        self._source = opened.layout
+        self._plan = ReshardPlan(incoming.layout, Layout.of_ranks([recording.layout], "vLLM"))
+        self._source = incoming.layout
 
-    def _slices(self, opened: OpenWeights) -> Iterator[tuple[str, Box, torch.Tensor]]:
-        """What this rank takes, in the order in which vLLM's layers are written."""
+    def _slices(self, incoming: IncomingWeights) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        """What this rank takes, as it comes."""
         assert self._plan is not None
-        for name, copy, source in opened.slices(self._plan.received_by(0)):
+        for name, copy, source in incoming.slices(self._plan.received_by(0)):
             wanted = self._plan.destination.tensors[name].dtype
-            if wanted != opened.layout.tensors[name].dtype:  # the bits change: what was read is compared
-                self._add(name, copy.box, box_sum(source, copy.box, opened.layout.tensors[name].shape))
+            if wanted != incoming.layout.tensors[name].dtype:  # the bits change: what was read is compared
+                self._add(name, copy.box, box_sum(source, copy.box, incoming.layout.tensors[name].shape))
             yield name, copy.box, source.to(self.device, getattr(torch, wanted))
+            if (found := self._sums[name].get(copy.box)) is not None:  # it was written in one piece
+                incoming.check(name, copy, found)
 
     def _note(self, name: str, box: Box, elements: torch.Tensor) -> None:
         assert self._plan is not None and self._source is not None
@@ -170,18 +187,19 @@ class WeightReport:
 
     weight_transfer_engine: WeightTransferEngine[Any, Any] | None
     model_runner: Any
+    parallel_config: Any
+    rank: int
 
-    def weft_loaded_weights(self) -> tuple[int, dict[str, Received]] | None:
-        """Version of this rank's last finished update, and what arrived of each tensor; None before the first."""
+    def weft_loaded_weights(self) -> Loaded | None:
+        """What this rank has taken in its last finished update; None before the first."""
         engine = self.weight_transfer_engine
-        return engine.loaded if isinstance(engine, SharedMemoryReceiver) else None
+        return engine.loaded if isinstance(engine, BucketReceiver) else None
 
-    def weft_receive_adapter(self, update_info: dict[str, Any], settings: dict[str, Any]) -> int:
-        """Put a published version of an adapter into this rank's slot; returns the version."""
-        info = WeightsUpdateInfo(**update_info)
-        opened = open_weights(Weights(info.version, tuple(RankWeights(**rank) for rank in info.ranks), info.checksum))
-        receive_adapter(self.model_runner.lora_manager, opened, settings)
-        return info.version
+    def weft_receive_adapter(self, update_info: dict[str, Any], settings: dict[str, Any]) -> str:
+        """Put a version of an adapter into this rank's slot; returns its checksum."""
+        weights = WeightsUpdateInfo(**update_info).weights
+        with open_weights(weights, self.rank, self.parallel_config.world_size) as incoming:
+            return receive_adapter(self.model_runner.lora_manager, incoming, settings)
 
     def weft_unlink_shared_memory(self) -> None:
         """Take away the names under which ranks on CPU found each other's memory; it stays as long as they use it.
@@ -193,4 +211,4 @@ class WeightReport:
                 file.unlink(missing_ok=True)
 
 
-WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryReceiver)
+WeightTransferEngineFactory.register_engine(BACKEND, BucketReceiver)

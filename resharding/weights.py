@@ -1,9 +1,9 @@
-"""One published version of a model's weights: where each rank of the trainer has put its part. The contract between the two sides."""
+"""Where a version of the weights is given away, as plain data, and the parts that it is made of."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from .box import Box
@@ -24,6 +24,8 @@ class Part(NamedTuple):
     box: Box
     tensor: torch.Tensor
     """The elements, of the box's shape."""
+    dtype: torch.dtype | None = None
+    """In which they travel; None: their own. They are cast as they are copied, so that no second copy is held."""
 
 
 def whole(named_tensors: Mapping[str, torch.Tensor]) -> Iterator[Part]:
@@ -34,35 +36,46 @@ def whole(named_tensors: Mapping[str, torch.Tensor]) -> Iterator[Part]:
 
 @dataclass(frozen=True)
 class RankWeights:
-    """What one rank published. Plain data, of a size that does not depend on the model."""
+    """Where one rank gives its parts away. Plain data, of a size that does not depend on the model."""
 
-    location: str
-    """A path that every process of the node can open while the publisher lives."""
-    num_bytes: int
-    header_bytes: int
-    """Length of the description of its parts, which ends the published bytes."""
-    header_checksum: str
-    """CRC-32 of the description. It stays the same from version to version, so receivers plan once."""
+    host: str
+    """Address on which it listens."""
+    port: int
     machine: str
-    """Where the location can be opened (see `this_machine`)."""
-    host: str = ""
-    """Address at which receivers on other machines reach the publisher; empty: it serves this machine alone."""
-    port: int = 0
+    """Where its memory can be mapped (see `this_machine`). Receivers on other machines are sent what they take."""
     token: str = field(default="", repr=False)
-    """The secret that these receivers show."""
+    """The secret that receivers show."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A version of the weights. Those of several ranks add up to those of their group."""
+    """A version that is given away. Those of several ranks add up to those of their group."""
 
     version: int
     ranks: tuple[RankWeights, ...]
-    checksum: str
-    """Sum over all elements, as 16 hexadecimal digits (see `checksum.py`); every receiver must arrive at the same."""
+    receiver: str = ""
+    """Who takes it, in the words of messages: "rollout[0]"."""
 
     def __add__(self, other: Weights) -> Weights:
         if other.version != self.version:
             raise ValueError(f"weights of the versions {self.version} and {other.version} do not add up")
-        checksum = (int(self.checksum, 16) + int(other.checksum, 16)) % CHECKSUM_MODULUS
-        return Weights(self.version, self.ranks + other.ranks, f"{checksum:016x}")
+        return Weights(self.version, self.ranks + other.ranks, self.receiver)
+
+    def to(self, receiver: str) -> Weights:
+        """The same for this receiver."""
+        return replace(self, receiver=receiver)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What was given of a version. That of several ranks adds up to that of their group."""
+
+    version: int
+    checksum: str | None
+    """Sum over all elements, as 16 hexadecimal digits (see `checksum.py`); every receiver must arrive at the same. None: nobody took all
+    of it."""
+
+    def __add__(self, other: Given) -> Given:
+        if self.checksum is None or other.checksum is None:
+            return Given(self.version, None)
+        return Given(self.version, f"{(int(self.checksum, 16) + int(other.checksum, 16)) % CHECKSUM_MODULUS:016x}")

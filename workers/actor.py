@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from ..dataflow.node import Node
     from ..dataflow.source import Source
-    from ..resharding.weights import Weights
+    from ..resharding.weights import Given, Weights
 
 
 class ActorConfig(TrainedConfig):
@@ -99,6 +99,8 @@ class ActorWorker(TrainedWorker):
         Raises:
             DivergedError: `stop_after_bad_steps` steps in a row were bad. The rows of each are in the run's `skipped/`.
         """
+        if last and self._publisher is not None:
+            self._publisher.finish()  # nobody is given a mixture of two versions
         staleness = self._staleness(batch)
         first = _WithGap(loss) if RESPONSE_LOGPROBS in batch else None
         made = self._updates.update(batch, loss, epochs=epochs, minibatches=minibatches, last=last, first=first)
@@ -114,13 +116,30 @@ class ActorWorker(TrainedWorker):
         return {"mean_staleness": Mean(float(lag.sum()), float(len(lag))), "max_staleness": Max(float(lag.max()))}
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
-    def publish_weights(self, version: int) -> Weights:
-        """Publish what this rank holds of the weights, and say where. The records of all ranks add up to those of the group."""
+    def publish_weights(self, version: int, receivers: Sequence[str] = ()) -> Weights:
+        """Offer what this rank holds of the weights, and say where. The records of all ranks add up to those of the group. Receivers
+        take it straight from the parameters, which stay what they are until `finish_publishing`.
+
+        Args:
+            version: policy version.
+            receivers: who will take it, as "rollout[0]".
+        """
         if self._publisher is None:
             from ..resharding.publisher import WeightPublisher
 
             self._publisher = WeightPublisher(self.context.address)
-        return self._publisher.publish(self.engine.published_parts(), version)
+        return self._publisher.publish(self.engine.published_parts(), version, receivers)
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def finish_publishing(self, version: int) -> Given:
+        """The receivers have taken this version: the weights may change again. Returns what this rank gave; what the ranks gave adds up.
+
+        Raises:
+            WeightSyncError: the weights could not be read, or changed while they were given away.
+        """
+        from ..resharding.weights import Given
+
+        return Given(version, None if self._publisher is None else self._publisher.finish())
 
     def close(self) -> None:
         if self._publisher is not None:

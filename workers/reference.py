@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..dataflow.batch import Batch
 from ..dataflow.column import PROMPT_IDS, REFERENCE_LOGPROBS, RESPONSE_IDS, TEMPERATURE
+from ..dataflow.errors import WeightSyncError
 from .dispatch import Dispatch
 from .engine_worker import EngineWorker
 from .remote import remote
@@ -39,6 +40,8 @@ class ReferenceWorker(EngineWorker):
         super().__init__(config, context, engine)
         self.version = 0
         """Policy version of its weights."""
+        self._whole = True
+        """Whether all weights are of one version."""
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
@@ -57,17 +60,22 @@ class ReferenceWorker(EngineWorker):
         Returns:
             The batch with `into`, [L] float32 nats.
         """
+        if not self._whole:
+            raise WeightSyncError("an update of these weights failed, and no complete version has arrived since")
         return batch.with_columns(**{into: self.engine.logprobs(batch.with_columns(response_ids=batch[of]))})
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def receive_weights(self, weights: Weights) -> str:
-        """Load a published version of the weights; returns the checksum of the bytes that were loaded.
+        """Take over a version that is given away; returns the checksum of what was taken.
 
         Raises:
             WeightSyncError: they do not fit the model, or are not those that were published.
         """
-        from ..resharding.open_weights import open_weights
+        from ..resharding.incoming import open_weights
 
-        self.engine.receive_weights(open_weights(weights))
+        self._whole = False
+        with open_weights(weights.to(f"{self.context.name}[{self.context.rank}]")) as incoming:
+            checksum = self.engine.receive_weights(incoming)
+        self._whole = True
         self.version = weights.version
-        return weights.checksum
+        return checksum

@@ -133,12 +133,12 @@ class RolloutWorker(Worker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def receive_weights(self, weights: Weights) -> str:
-        """Load a published version of the weights; returns the checksum of the bytes that were loaded.
+        """Take over a version that is given away; returns the checksum of what was taken.
 
         Raises:
             WeightSyncError: the bytes are not those that were published, or do not fit the model.
         """
-        return self.engine.update_weights(weights)
+        return self.engine.update_weights(weights.to(f"{self.context.name}[{self.context.rank}]"))
 
     def onload(self) -> None:
         self.engine.wake_up()

@@ -53,7 +53,7 @@ class Trainer:
         return self._taken.getsockname()[1]
 
     def start(self, model: str, rank: int, port: int) -> None:
-        from weft.resharding import publisher
+        from weft.resharding import transfer
         from weft.workers.actor import ActorConfig, ActorWorker
         from weft.workers.worker import Context
 
@@ -64,7 +64,8 @@ class Trainer:
         self._flat = torch.cat([part.tensor.flatten() for part in self._engine.published_parts()])
         self._target = torch.zeros_like(self._flat)
         self._timed = Timed()
-        self._timed.watch("checksums", publisher, "box_sum")
+        self._timed.watch("checksums", transfer, "box_sum")
+        self._timed.watch("copies", transfer.Transfer, "_fill")
 
     def change(self) -> None:
         """The weights are others now, as after a step."""
@@ -77,12 +78,16 @@ class Trainer:
         self._target.copy_(self._flat)
         return time.perf_counter() - start
 
-    def publish(self, version: int) -> tuple[Any, float, float]:
-        """Weft's way: the record, seconds in all, and those of checksums."""
+    def publish(self, version: int) -> Any:
+        """Weft's way: the record of a version, which receivers take from here on."""
         self._timed.seconds.clear()
-        start = time.perf_counter()
-        weights = self._worker.publish_weights(version)
-        return weights, time.perf_counter() - start, self._timed.seconds["checksums"]
+        return self._worker.publish_weights(version, ["rollout[0]"])
+
+    def finish(self, version: int) -> tuple[Any, float, float]:
+        """The receiver has it: what was given, and the seconds of copies and of checksums."""
+        given = self._worker.finish_publishing(version)
+        spent = self._timed.seconds
+        return given, spent["copies"] - spent["checksums"], spent["checksums"]
 
     def gather(self) -> tuple[str, int, list[Entry], int]:
         """Weft's way before: rank 0 writes all tensors to shared memory. Where, how many bytes, what lies there, and its CRC-32."""

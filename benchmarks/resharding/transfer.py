@@ -78,7 +78,7 @@ class Ways:
 
         self._engine = VllmEngine(str(model), VllmSettings(kv_cache_gib=1 / 16, max_num_seqs=4), max_context=64)
         from weft.resharding import vllm_receiver, vllm_writer
-        from weft.resharding.open_weights import OpenWeights
+        from weft.resharding.incoming import IncomingWeights
 
         self._llm: Any = self._engine._engine  # pyright: ignore[reportPrivateUsage]
         self._receiver = self._llm.collective_rpc(lambda worker: worker.weight_transfer_engine)[0]
@@ -87,14 +87,14 @@ class Ways:
         repacking = ("initialize_layerwise_reload", "_layerwise_process", "finalize_layerwise_reload", "process_tied")
         self._timed.watch("repacking", vllm_writer, *repacking)
         self._read: Counter[int] = Counter()
-        slices = OpenWeights.slices
+        slices = IncomingWeights.slices
 
-        def counted(opened: OpenWeights, copies: Any) -> Iterator[tuple[str, Any, torch.Tensor]]:
-            for name, copy, elements in slices(opened, copies):
+        def counted(incoming: IncomingWeights, copies: Any) -> Iterator[tuple[str, Any, torch.Tensor]]:
+            for name, copy, elements in slices(incoming, copies):
                 self._read[copy.source] += elements.nbytes
                 yield name, copy, elements
 
-        cast(Any, OpenWeights).slices = counted
+        cast(Any, IncomingWeights).slices = counted
 
     def close(self) -> None:
         self._engine.close()
@@ -120,18 +120,20 @@ class Ways:
 
     def weft(self) -> Iterator[None]:
         self._version += 1
-        given = self._all("publish", self._version)
-        weights = reduce(add, (each for each, _, _ in given))
+        weights = reduce(add, self._all("publish", self._version))
         yield
         self._timed.seconds.clear()
         self._read.clear()
         start = time.perf_counter()
-        self._engine.update_weights(weights)
+        checksum = self._engine.update_weights(weights.to("rollout[0]"))
         taken_s = time.perf_counter() - start
         spent = self._timed.seconds
+        finished = self._all("finish", self._version)
+        if reduce(add, (given for given, _, _ in finished)).checksum != checksum:
+            raise RuntimeError("another checksum arrived than was given")
         self.parts = {
-            "publish: copies": max(total - checksums for _, total, checksums in given),
-            "publish: checksums": max(checksums for _, _, checksums in given),
+            "publish: copies": max(copies for _, copies, _ in finished),
+            "publish: checksums": max(checksums for _, _, checksums in finished),
             "receive: copies": taken_s - spent["checksums"] - spent["repacking"],
             "receive: checksums": spent["checksums"],
             "receive: repacking by vLLM": spent["repacking"],

@@ -29,6 +29,7 @@ HERE = Path(__file__).resolve().parent
 PARTS = {
     "actor.update": "update",
     "publish_weights": "weights",
+    "finish_publishing": "weights",
     "receive_weights": "weights",
     "rollout.generate": "generate",
     "group_advantages": "advantages",

@@ -56,8 +56,11 @@ def weight_sync(folder: Path, gpu: bool) -> Figures:
     weights = actor.publish_weights(1)
     assert weights is not None
     received = rollout.receive_weights(weights)
+    given = actor.finish_publishing(1)
     seconds = time.perf_counter() - started
-    assert received == weights.checksum, "the checksum of what was loaded is not that of what was published"
+    assert given is not None and received == given.checksum, (
+        "what was loaded has another checksum than what was published"
+    )
     prompts, responses, theirs = _sampled(rollout)
     mine = _logprobs(actor, prompts, responses)
     gap = np.abs(np.concatenate(mine) - np.concatenate(theirs))
@@ -90,6 +93,7 @@ def colocated(folder: Path, gpu: bool) -> Figures:
     weights = actor.publish_weights(1)
     assert weights is not None
     rollout.receive_weights(weights)
+    actor.finish_publishing(1)
     again = _sampled(rollout)[1]
     rollout.offload()
     actor.onload()

@@ -129,7 +129,10 @@ class Dispatcher:
             return Share() if self._parts.train.observes(node) else None
         if node.operation.updates and (self._is_evaluated(group) or self._parts.recording.is_full(self._parts.train)):
             return None
-        return self._parts.schedule.share(self._parts.train, node, group.version, len(group.replicas))
+        share = self._parts.schedule.share(self._parts.train, node, group.version, len(group.replicas))
+        if share is not None and share.last and node.operation.updates and self._parts.weights.reads(group):
+            return None
+        return share
 
     def _pool_is_taken(self, group: WorkerGroup) -> bool:
         """Whether another group on the same pool is busy: they take turns."""

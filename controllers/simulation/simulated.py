@@ -310,7 +310,7 @@ class Simulated:
 
 def _value(task: Task, rank: int) -> Any:
     """The result of a method that belongs to no node."""
-    if task.method == "publish_weights":
+    if task.method in ("publish_weights", "finish_publishing"):
         return SimulatedWeights(task.arguments["version"])
     if task.method == "receive_weights":
         return task.arguments["weights"].checksum

@@ -1,51 +1,143 @@
-"""A leader publishes its weights, and its followers receive each version once."""
+"""A leader gives its weights away, and its followers take each version once."""
 
 from typing import Any
 
 import pytest
-from toy import ToyWeights
-from worker_groups import Asked, answer, rollout_and_actor
+from toy import SlowRollout, ToyActor, ToyTeacher, ToyWeights, prompts, toy_reinforce
+from worker_groups import Asked, answer
 
 from weft.controllers.group import Call, WorkerGroup
+from weft.controllers.placement import ResourcePool
 from weft.controllers.request import CallRequest
 from weft.controllers.weight_sync import WeightSync
 from weft.dataflow.errors import WeightSyncError
 from weft.dataflow.graph import ParameterEdge
+from weft.dataflow.handle import group as handle
+from weft.workers.dispatch import Dispatch
+from weft.workers.remote import remote
 
 
-def synced(every: int = 1, partial: Any = "continue") -> tuple[WeightSync, dict[str, WorkerGroup], list[Call]]:
-    groups = rollout_and_actor(Asked())
+class Middle(ToyActor):
+    """Follows one group, and is followed by another."""
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def receive_weights(self, weights: ToyWeights) -> str:
+        return weights.checksum
+
+
+def synced(
+    every: int = 1, partial: Any = "continue", pool: ResourcePool = ResourcePool()
+) -> tuple[WeightSync, dict[str, WorkerGroup], list[Call]]:
+    asked = Asked()
+    groups = {
+        "actor": asked.group("actor", pool),
+        "rollout": asked.group("rollout", pool, SlowRollout),
+        "teacher": asked.group("teacher", pool, ToyTeacher),
+    }
     cancelled: list[Call] = []
     edges = [ParameterEdge("rollout", "actor", every)]
     return WeightSync(edges, groups, partial, cancelled.append), groups, cancelled
 
 
-def over(request: CallRequest, value: Any) -> list[CallRequest]:
+def over(request: CallRequest, value: Any = None) -> list[CallRequest]:
     """What follows when every rank has answered with this value."""
     return list(request.then(answer(request.call(), value)))
+
+
+def sent(publish: CallRequest) -> list[CallRequest]:
+    """What follows when one follower has taken what is published."""
+    version = publish.arguments["version"]
+    (receive,) = over(publish, ToyWeights(version))
+    (finish,) = over(receive, ToyWeights(version).checksum)
+    return over(finish, ToyWeights(version))
+
+
+def generating(group: WorkerGroup) -> Call:
+    """A call of a group that generates, under way."""
+    source = prompts()
+    graph = toy_reinforce(source, rollout=group.handle, actor=handle(ToyActor, name="actor"))
+    call = Call(group, "generate", (0,), node=graph.nodes[0])
+    assert call.interruptible
+    group.watch(call)
+    return call
 
 
 def test_a_version_is_published_and_received_and_then_the_next_may_be():
     weights, groups, _ = synced()
     (publish,) = weights.publish("actor")
-    assert publish.on_device and (publish.method, publish.arguments) == ("publish_weights", {"version": 0})
+    assert publish.on_device and publish.method == "publish_weights"
+    assert publish.arguments == {"version": 0, "receivers": ["rollout[0]"]}
     assert weights.under_way and not weights.publish("actor"), "one version at a time"
+    assert weights.reads(groups["actor"]), "it is not updated meanwhile"
     (receive,) = over(publish, ToyWeights(0))
-    assert (receive.group.name, receive.method) == ("rollout", "receive_weights") and weights.under_way
-    assert not over(receive, ToyWeights(0).checksum)
+    assert (receive.group.name, receive.method) == ("rollout", "receive_weights") and receive.on_device
+    (finish,) = over(receive, ToyWeights(0).checksum)
+    assert (finish.group.name, finish.method) == ("actor", "finish_publishing")
+    assert weights.under_way and weights.reads(groups["actor"])
+    assert not over(finish, ToyWeights(0))
     assert not weights.under_way and not weights.publish("actor"), "it has this version"
+    assert not weights.reads(groups["actor"])
     groups["actor"].version = 1
     assert weights.lag(["rollout"]) == 1 and weights.coming(["rollout"]) == {"rollout": 1}
     assert weights.publish("actor")
+
+
+def test_several_followers_take_one_version_together():
+    weights, groups, _ = synced()
+    weights._edges = [*weights._edges, ParameterEdge("teacher", "actor", 1)]
+    (publish,) = weights.publish("actor")
+    assert publish.arguments["receivers"] == ["rollout[0]", "teacher[0]"]
+    first, second = over(publish, ToyWeights(0))
+    assert not over(first, ToyWeights(0).checksum) and weights.reads(groups["actor"])
+    (finish,) = over(second, ToyWeights(0).checksum)
+    assert not over(finish, ToyWeights(0)) and not weights.under_way
+
+
+def test_a_follower_that_finishes_its_responses_first_does_not_hold_up_the_leader():
+    weights, groups, _ = synced(partial="finish")
+    call = generating(groups["rollout"])
+    assert not weights.publish("actor") and weights.under_way
+    assert weights.holds_back(groups["rollout"]) and not weights.reads(groups["actor"])
+    groups["actor"].version = 1
+    assert not weights.receive_when_idle()
+    groups["rollout"].forget(call)
+    (publish,) = weights.receive_when_idle()
+    assert publish.arguments["version"] == 1, "it takes what there is by then"
+    assert not weights.holds_back(groups["rollout"])
+    sent(publish)
+    assert not weights.under_way and groups["rollout"].version == 1
+
+
+def test_a_follower_on_the_leaders_own_devices_has_them_first():
+    weights, _, _ = synced(pool=ResourcePool("shared", gpus=1))
+    (turn,) = weights.publish("actor")
+    assert (turn.group.name, turn.on_device) == ("rollout", True)
+    (publish,) = over(turn)
+    assert (publish.group.name, publish.method, publish.on_device) == ("actor", "publish_weights", False)
+    (receive,) = over(publish, ToyWeights(0))
+    assert (receive.group.name, receive.on_device) == ("rollout", True)
+
+
+def test_followers_of_a_follower_take_its_weights_before_it_takes_others():
+    weights, groups, _ = synced()
+    groups["middle"] = Asked().group("middle", ResourcePool(), Middle)
+    weights._edges = [ParameterEdge("middle", "actor", 1), ParameterEdge("teacher", "middle", 1)]
+    (publish,) = weights.publish("actor")
+    (receive,) = over(publish, ToyWeights(0))
+    onward, finish = over(receive, ToyWeights(0).checksum)
+    assert (onward.group.name, onward.method) == ("middle", "publish_weights")
+    groups["actor"].version = 1
+    assert not over(finish, ToyWeights(0)) and weights.under_way
+    (again,) = sent(onward)
+    assert (again.group.name, again.arguments["version"]) == ("actor", 1)
 
 
 def test_what_was_updated_meanwhile_is_published_when_its_followers_have_the_version_before():
     weights, groups, _ = synced()
     (publish,) = weights.publish("actor")
     groups["actor"].version = 1
-    (receive,) = over(publish, ToyWeights(0))
-    (again,) = over(receive, ToyWeights(0).checksum)
-    assert again.arguments == {"version": 1} and groups["rollout"].version == 0
+    (again,) = sent(publish)
+    assert again.arguments["version"] == 1 and groups["rollout"].version == 0
 
 
 def test_a_group_whose_update_is_under_way_publishes_when_it_is_over():
@@ -58,9 +150,7 @@ def test_a_group_whose_update_is_under_way_publishes_when_it_is_over():
 
 def test_a_follower_of_every_second_version_receives_no_other():
     weights, groups, _ = synced(every=2)
-    (publish,) = weights.publish("actor")
-    (receive,) = over(publish, ToyWeights(0))
-    assert not over(receive, ToyWeights(0).checksum)
+    assert not sent(*weights.publish("actor"))
     for version, due in ((1, 0), (2, 1)):
         groups["actor"].version = version
         assert weights.coming(["rollout"]) == {"rollout": version if due else 0}
@@ -69,19 +159,30 @@ def test_a_follower_of_every_second_version_receives_no_other():
 
 def test_a_rank_that_was_replaced_receives_the_version_that_the_others_have():
     weights, groups, _ = synced()
-    (publish,) = weights.publish("actor")
-    (receive,) = over(publish, ToyWeights(0))
-    over(receive, ToyWeights(0).checksum)
+    sent(*weights.publish("actor"))
     (publish,) = weights.resend(groups["rollout"], 0)
     assert groups["rollout"].lacking == {0} and not groups["rollout"].replicas
-    (receive,) = over(publish, ToyWeights(0))
-    over(receive, ToyWeights(0).checksum)
+    assert publish.arguments["receivers"] == ["rollout[0]"]
+    sent(publish)
     assert not groups["rollout"].lacking and groups["rollout"].replicas == [0]
+
+
+def test_a_rank_that_is_replaced_while_others_receive_is_given_the_weights_afterwards():
+    weights, groups, _ = synced()
+    (publish,) = weights.publish("actor")
+    (receive,) = over(publish, ToyWeights(0))
+    call = receive.call()
+    call.lose(0)
+    assert not weights.resend(groups["rollout"], 0), "the leader is giving away"
+    (finish,) = receive.then(call)
+    (again,) = over(finish, ToyWeights(0))
+    assert again.method == "publish_weights" and groups["rollout"].lacking == {0}
 
 
 def test_a_wrong_checksum_ends_the_run_and_names_the_rank():
     weights, _, _ = synced()
     (publish,) = weights.publish("actor")
     (receive,) = over(publish, ToyWeights(0))
+    (finish,) = over(receive, "garbled")
     with pytest.raises(WeightSyncError, match=r"version 0 arrived at rollout\[0\] with checksum garbled"):
-        over(receive, "garbled")
+        over(finish, ToyWeights(0))

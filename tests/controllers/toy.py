@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -133,7 +133,11 @@ class ToyActor(Worker):
         return samples.with_columns(**{into: (values.astype(np.float32) * 0.5, offsets)})
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
-    def publish_weights(self, version: int) -> ToyWeights:
+    def publish_weights(self, version: int, receivers: Sequence[str] = ()) -> ToyWeights:
+        return ToyWeights(version)
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def finish_publishing(self, version: int) -> ToyWeights:
         return ToyWeights(version)
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)

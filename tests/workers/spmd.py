@@ -17,7 +17,7 @@ from weft.algorithms.loss import Loss
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.dataflow.batch import Batch
 from weft.dataflow.metrics import merge
-from weft.resharding.open_weights import open_weights
+from weft.resharding.incoming import open_weights
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import whole
 from weft.workers.actor import ActorConfig, ActorWorker
@@ -31,8 +31,11 @@ LOSS = PolicyLoss(aggregation=sequence_mean, kl=KlPenalty(coefficient=0.1), old=
 def take_over(engine: TrainingEngine, weights: dict[str, torch.Tensor]) -> None:
     """Give an engine these full tensors, as if they had been published."""
     publisher = WeightPublisher()
-    engine.receive_weights(open_weights(publisher.publish(whole(weights), 1)))
-    publisher.close()
+    try:
+        with open_weights(publisher.publish(whole(weights), 1)) as incoming:
+            assert engine.receive_weights(incoming) == publisher.finish()
+    finally:
+        publisher.close()
 
 
 def one_step(

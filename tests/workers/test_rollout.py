@@ -169,7 +169,8 @@ def test_weights_are_taken_over_and_stamped_on_tokens(worker: RolloutWorker) -> 
     assert isinstance(worker.engine, TransformersEngine)
     publisher = WeightPublisher()
     weights = publisher.publish(whole({n: p * 1.5 for n, p in worker.engine.model.named_parameters()}), version=2)
-    assert worker.receive_weights(weights) == weights.checksum
+    assert worker.receive_weights(weights) == publisher.finish()
+    publisher.close()
     versions, _ = rows_of(worker.generate(prompts_of([3, 4]))).ragged("response_versions")
     assert set(versions.tolist()) == {2}
     worker.offload()

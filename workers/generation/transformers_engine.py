@@ -29,7 +29,7 @@ from .token_sampling import RequestDraws, draw_tokens
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ...resharding.open_weights import OpenWeights
+    from ...resharding.incoming import IncomingWeights
     from ...resharding.weights import Part, Weights
     from ..training.lora import Lora
 
@@ -118,22 +118,22 @@ class TransformersEngine:
                 yield from self._generate(wanted, sampling, given_up)
 
     def update_weights(self, weights: Weights) -> str:
-        """Copy a published version over the model's parameters.
+        """Copy a version that is given away over the model's parameters.
 
         Raises:
             WeightSyncError: the bytes are not those published, or names or shapes are not the model's.
         """
-        from ...resharding.open_weights import open_weights
+        from ...resharding.incoming import open_weights
         from ...resharding.tensor_receiver import receive_parts
 
-        opened = open_weights(weights)
-        self._whole = False
-        receive_parts(opened, self._parts(opened))
-        self._whole = True
+        with open_weights(weights) as incoming:
+            self._whole = False
+            checksum = receive_parts(incoming, self._parts(incoming))
+            self._whole = True
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)  # the memory is the sender's again when this returns
         self.version = weights.version
-        return weights.checksum
+        return checksum
 
     def sleep(self) -> None:
         """Move the model to host memory."""
@@ -147,7 +147,7 @@ class TransformersEngine:
         """Free the model's memory."""
         del self.model
 
-    def _parts(self, opened: OpenWeights) -> list[Part]:
+    def _parts(self, incoming: IncomingWeights) -> list[Part]:
         """The model's parameters, tied ones under the names under which they were published."""
         from ...resharding.weights import whole
 
@@ -159,7 +159,7 @@ class TransformersEngine:
         names: dict[int, list[str]] = {}
         for name, parameter in parameters.items():
             names.setdefault(id(parameter), []).append(name)
-        published = opened.layout.tensors
+        published = incoming.layout.tensors
         chosen = [name for tied in names.values() for name in ([n for n in tied if n in published] or tied[:1])]
         return list(whole({name: parameters[name].data for name in chosen}))
 

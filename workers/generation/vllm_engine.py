@@ -101,20 +101,20 @@ class VllmEngine:
             self._abort(waiting)
 
     def update_weights(self, weights: Weights) -> str:
-        """Have each rank take its part of a published version, and check that what they hold adds up to it.
+        """Have each rank take its part of a version that is given away, and check that what they hold adds up to it.
 
         Raises:
             WeightSyncError: what arrived is not what was published. Nothing is generated then until a version has arrived completely.
         """
         self._whole = False
-        self._take(weights) if self._adapter is None else self._take_adapter(weights, self._adapter)
+        checksum = self._take(weights) if self._adapter is None else self._take_adapter(weights, self._adapter)
         self._whole = True
         self._engine.set_weight_version(_version_name(weights.version))
         self.version = weights.version
-        return weights.checksum
+        return checksum
 
-    def _take(self, weights: Weights) -> None:
-        """Have the ranks overwrite their weights."""
+    def _take(self, weights: Weights) -> str:
+        """Have the ranks overwrite their weights; returns the checksum of the version."""
         from ...resharding.vllm_receiver import check_received, to_update_info
 
         try:
@@ -127,19 +127,20 @@ class VllmEngine:
         except Exception as error:
             raise WeightSyncError(f"vLLM could not load weights version {weights.version}: {error}") from error
         for rank, found in enumerate(held):
-            if found is None or found[0] != weights.version:
+            if found is None or found.version != weights.version:
                 raise WeightSyncError(
-                    f"vLLM's rank {rank} holds weights of version {found[0] if found else 'none'}, not {weights.version}"
+                    f"vLLM's rank {rank} holds weights of version {found.version if found else 'none'}, not {weights.version}"
                 )
-        check_received(weights.version, [received for _, received in held])
+        check_received(weights.version, [found.received for found in held])
+        return held[0].checksum
 
-    def _take_adapter(self, weights: Weights, adapter: Lora) -> None:
-        """Have the ranks exchange the adapter that they serve."""
+    def _take_adapter(self, weights: Weights, adapter: Lora) -> str:
+        """Have the ranks exchange the adapter that they serve; returns the checksum of what they took."""
         from ...resharding.vllm_receiver import to_update_info
 
         settings = {"r": adapter.rank, "lora_alpha": adapter.alpha, "use_rslora": adapter.rslora}
         try:
-            self._engine.collective_rpc("weft_receive_adapter", args=(to_update_info(weights), settings))
+            return self._engine.collective_rpc("weft_receive_adapter", args=(to_update_info(weights), settings))[0]
         except WeightSyncError:
             raise
         except Exception as error:

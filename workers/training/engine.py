@@ -26,7 +26,7 @@ from ..model_folder import check_causal_lm, read_model_config, text_settings
 if TYPE_CHECKING:
     import torch
 
-    from ...resharding.open_weights import OpenWeights
+    from ...resharding.incoming import IncomingWeights
     from ...resharding.weights import Part
 
 
@@ -178,11 +178,12 @@ class TrainingEngine(Protocol):
     def published_parts(self) -> Iterator[Part]:
         """What this rank gives of a version of the weights: those of its parts of which no rank before it holds an equal copy, in the
         dtype that is computed in. The ranks' parts together are all weights, each element once. A model with an adapter gives the adapter
-        alone, in the names of `peft`, or the weights merged with it (`Lora.published`)."""
+        alone, in the names of `peft`, or the weights merged with it (`Lora.published`). They are views of the parameters, except where an
+        adapter is merged: then each rank makes its share of the merged weights."""
         ...
 
-    def receive_weights(self, opened: OpenWeights) -> None:
-        """Take over a published version; each rank takes its own parts.
+    def receive_weights(self, incoming: IncomingWeights) -> str:
+        """Take over a version that is given away; each rank takes its own parts. Returns the checksum of the version.
 
         Raises:
             WeightSyncError: names or shapes are not the model's, or something did not arrive as it was published.

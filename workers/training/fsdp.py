@@ -24,7 +24,7 @@ from ...dataflow.batch import Batch
 from ...dataflow.buffer.disk import Disk
 from ...dataflow.column import GROUP_ID
 from ...dataflow.metrics import Mean, Metric, Metrics, Sum, merge
-from ...resharding.open_weights import OpenWeights
+from ...resharding.incoming import IncomingWeights
 from ...resharding.weights import Part
 from ..device import rank_device
 from ..dispatch import Coordinates
@@ -273,8 +273,8 @@ class FsdpEngine:
     def published_parts(self) -> Iterator[Part]:
         return self._sharded.published_parts()
 
-    def receive_weights(self, opened: OpenWeights) -> None:
-        self._sharded.receive_weights(opened)
+    def receive_weights(self, incoming: IncomingWeights) -> str:
+        return self._sharded.receive_weights(incoming)
 
     def save(self, folder: Path, *, merged: bool = False) -> None:
         gathered: dict[str, Tensor] = {}

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from ...dataflow.buffer.disk import Disk
 from ...resharding.box import Box
-from ...resharding.open_weights import OpenWeights
+from ...resharding.incoming import IncomingWeights
 from ...resharding.tensor_receiver import receive_parts
 from ...resharding.weights import Part
 from ..model_folder import find_model_config, read_model_config
@@ -246,8 +246,7 @@ class ShardedModel:
                 if not first or not part.box.numel or (alone and not is_adapter(part.name)):
                     continue
                 name = peft_name(part.name) if alone else part.name
-                tensor = part.tensor.to(dtype) if part.tensor.is_floating_point() else part.tensor
-                yield part._replace(name=name, tensor=tensor)
+                yield part._replace(name=name, dtype=dtype if part.tensor.is_floating_point() else None)
             return
         # Merging takes gathered tensors; of each, every rank gives an equal share of rows.
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if self.mesh is not None else (0, 1)
@@ -257,9 +256,10 @@ class ShardedModel:
             start, stop = rows * rank // ranks, rows * (rank + 1) // ranks
             if start < stop:
                 box = Box.along(shape, 0, start, stop) if shape else Box.full(shape)
-                yield Part(name, shape, box, tensor[start:stop] if shape else tensor)
+                # A copy: what was gathered is freed.
+                yield Part(name, shape, box, (tensor[start:stop] if shape else tensor).clone())
 
-    def receive_weights(self, opened: OpenWeights) -> None:
+    def receive_weights(self, incoming: IncomingWeights) -> str:
         """See `TrainingEngine.receive_weights`."""
         if self.adapter is not None:
             raise RuntimeError(
@@ -267,7 +267,7 @@ class ShardedModel:
             )
         held = list(self.held_parts())
         parts, first = [part for part, _ in held], [counted for _, counted in held]
-        receive_parts(opened, parts, first, None if self.mesh is None else self._sum_over_ranks)
+        return receive_parts(incoming, parts, first, None if self.mesh is None else self._sum_over_ranks)
 
     def _sum_over_ranks(self, numbers: np.ndarray) -> np.ndarray:
         total = torch.from_numpy(numbers.copy()).to(self.device)

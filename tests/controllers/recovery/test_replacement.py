@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,9 +156,9 @@ class MortalConfig(ToyConfig):
 class MortalActor(SavingActor):
     Config = MortalConfig
 
-    def publish_weights(self, version: int) -> Any:
+    def publish_weights(self, version: int, receivers: Sequence[str] = ()) -> Any:
         die(self.config, version == 3)
-        return super().publish_weights(version)
+        return super().publish_weights(version, receivers)
 
 
 def mortal(tmp_path: Path, schedule: Training, actor_class: type[MortalActor] = MortalActor, **settings: Any) -> Driver:
@@ -361,12 +361,12 @@ def test_what_a_node_measured_that_writes_nothing_counts_once_when_its_rows_are_
 
 
 class HangingActor(MortalActor):
-    def publish_weights(self, version: int) -> Any:
+    def publish_weights(self, version: int, receivers: Sequence[str] = ()) -> Any:
         number = len(list(self.config.folder.iterdir()))
         if version == 3 and number < self.config.deaths:
             (self.config.folder / str(number)).touch()
             time.sleep(1000)
-        return SavingActor.publish_weights(self, version)
+        return SavingActor.publish_weights(self, version, receivers)
 
 
 def test_an_actor_that_hangs_has_the_run_go_on_from_its_checkpoint(tmp_path: Path):

@@ -56,10 +56,11 @@ def test_pipelined_by_hand(tmp_path: Path):
 def test_asynchronous_by_hand(tmp_path: Path):
     schedule = Asynchronous(steps=2, prompts_per_step=2, shuffle=False)
     driver = run(tmp_path, schedule, Simulated(costs(KNOWN)), number=2)
-    # Both steps are generated at once; the two groups that are done at 5.75 make the first update.
+    # Both steps are generated at once; the two groups that are done at 5.75 make the first update. The second begins when the
+    # weights of the first have arrived.
     assert calls(driver, "rollout.generate") == pytest.approx(np.array([(0.75, 7.75)]))
-    assert calls(driver, "actor.update") == pytest.approx(np.array([(6.75, 11.15), (11.65, 16.65)]))
-    assert times(driver) == pytest.approx([11.15, 16.65])
+    assert calls(driver, "actor.update") == pytest.approx(np.array([(6.75, 11.15), (11.9, 16.9)]))
+    assert times(driver) == pytest.approx([11.15, 16.9])
 
 
 def test_weights_go_in_between_two_steps_and_the_oldest_token_counts(tmp_path: Path):
@@ -70,7 +71,7 @@ def test_weights_go_in_between_two_steps_and_the_oldest_token_counts(tmp_path: P
     # Weights come at 4.25, go in at 4.75, and what was half done ends a quarter of a second later: at 11.
     assert calls(driver, "rollout.generate") == pytest.approx(np.array([(5.0, 6.0), (0.75, 11.0)]))
     assert calls(driver, "receive_weights")[1] == pytest.approx((4.25, 5.0))
-    assert times(driver) == pytest.approx([3.75, 13.0, 15.5])
+    assert times(driver) == pytest.approx([3.75, 13.0, 15.75])
     log = LogReader(driver.directory.path / "buffer" / LOG)
     assert [r["versions"] for r in log if r["do"] == "publish" and "versions" in r] == [[0], [1], [0]]
 

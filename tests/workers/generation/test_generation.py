@@ -20,6 +20,7 @@ import torch
 from weft.algorithms.sampling import Sampling
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import GenerationError, WeightSyncError
+from weft.resharding import incoming
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import Weights, whole
 from weft.workers.generation.engine import GenerationEngine, GenerationRequest, Response
@@ -279,7 +280,7 @@ def test_logprobs_follow_new_weights_and_show_a_skipped_update(
         stale = all_of(engine, requests, sampling)
         largest, _ = largest_and_mean_gap(model, requests, stale.values(), sampling)
         assert largest > 1e-2, "weights that were not taken over must show"
-        assert engine.update_weights(weights) == weights.checksum
+        assert engine.update_weights(weights) == publisher.finish()
         assert engine.version == version
         fresh = all_of(engine, requests, sampling)
         largest, mean = largest_and_mean_gap(model, requests, fresh.values(), sampling)
@@ -303,14 +304,15 @@ def test_every_token_knows_its_version_when_weights_change_in_the_middle(
 
 
 def test_changed_bytes_are_refused_and_nothing_is_generated_before_all_weights_have_come_again(
-    engine: GenerationEngine, model: Any, publisher: WeightPublisher
+    engine: GenerationEngine, model: Any, publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests, sampling = requests_of(prompts_of(3)), Sampling(max_tokens=16)
     weights = published(model, publisher, version=4, scale=1.2)
-    with open(weights.ranks[0].location, "r+b") as file:
-        file.write(b"\x00\x01\x02")
-    with pytest.raises(WeightSyncError, match=r"version 4: tensor 'model.embed_tokens.weight' did not arrive"):
-        engine.update_weights(weights)
+    with monkeypatch.context() as patch:
+        real = incoming._Source.elements
+        patch.setattr(incoming._Source, "elements", lambda *arguments: real(*arguments) + 1)
+        with pytest.raises(WeightSyncError, match=r"version 4: tensor 'model.embed_tokens.weight' did not arrive"):
+            engine.update_weights(weights)
     assert engine.version == 0
     with pytest.raises(
         GenerationError, match="no complete version of the weights has arrived, or a later update failed"
@@ -388,7 +390,7 @@ def test_vllm_through_the_worker_gives_whole_groups_and_takes_over_weights(
     assert len(parts) > 1
     assert sorted(Batch.concat(parts).numpy("parent_id").tolist()) == sorted(3 * list(range(50, 62)))
     weights = published(model, publisher, version=1, scale=1.1)
-    assert vllm_worker.receive_weights(weights) == weights.checksum
+    assert vllm_worker.receive_weights(weights) == publisher.finish()
     again = [part[0].rows for part in vllm_worker.generate(prompts) if part]
     versions, _ = Batch.concat(again).ragged("response_versions")
     assert set(versions.tolist()) == {1}
@@ -448,7 +450,7 @@ def test_vllm_on_a_gpu_sleeps_and_takes_over_weights(folder: Path, model: Any, p
     after = all_of(engine, requests, sampling)
     assert all(before[i].token_ids.tolist() == after[i].token_ids.tolist() for i in before)
     weights = published(model, publisher, version=1, scale=1.2)
-    assert engine.update_weights(weights) == weights.checksum
+    assert engine.update_weights(weights) == publisher.finish()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.2)

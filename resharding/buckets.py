@@ -1,0 +1,173 @@
+"""Buckets: the parts of a version in the order in which they travel, cut so that each bucket fits into its memory.
+
+    parts of a rank      | embed_tokens 80 MB                    | q_proj 2 MB | k_proj 2 MB | ...
+    buckets of 16 MB     | rows 0-5461 | rows 5461-10922 | ...   | rest of the rows, q_proj, k_proj, ...
+
+A bucket is a list of entries: a box of a tensor, its dtype, and where its bytes lie in the memory of the bucket. Both sides go through
+the same list, and one bucket after the other uses the same memory. Whatever changes the bytes of an entry on their way (a delta, say)
+does so in two places: where the publisher writes an entry into its bucket (`Transfer._fill`), and where a receiver reads it
+(`IncomingWeights._elements`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..dataflow.errors import WeightSyncError
+from .box import Box
+from .layout import Held, Layout, Piece, Place, RankLayout, Where
+from .weights import Part
+
+BUCKET_BYTES = 16 << 20
+"""Of one bucket, where nothing else is asked for."""
+
+SLOTS = 2
+"""Buckets that have memory at the same time: one is written while the other is read."""
+
+_ALIGNMENT = 64  # a view as any dtype needs its own size; a cache line is kinder to copies
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A box of a tensor, and where its elements lie in a bucket."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    box: Box
+    bucket: int
+    """Number of its bucket."""
+    offset: int
+    """In bytes, from the start of the bucket."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its elements."""
+        return self.box.numel * getattr(torch, self.dtype).itemsize
+
+    def view(self, memory: Any, start: int) -> torch.Tensor:
+        """Its elements in the memory of a bucket that starts there."""
+        dtype = getattr(torch, self.dtype)
+        if not self.box.numel:
+            return torch.empty(self.box.shape, dtype=dtype)
+        found = torch.frombuffer(memory, dtype=dtype, count=self.box.numel, offset=start + self.offset)
+        return found.reshape(self.box.shape)
+
+
+def cut(parts: Iterable[Part], bucket_bytes: int) -> list[tuple[Entry, torch.Tensor]]:
+    """Entries in the order of their buckets, each with its elements. A part that is larger than a bucket is cut into several.
+
+    Args:
+        parts: what a rank gives.
+        bucket_bytes: what a bucket holds; one element takes more only if it is alone in it.
+
+    Raises:
+        WeightSyncError: a part occurs twice.
+    """
+    found: list[tuple[Entry, torch.Tensor]] = []
+    seen: set[tuple[str, Box]] = set()
+    bucket = end = 0
+    for part in parts:
+        if (part.name, part.box) in seen:
+            raise WeightSyncError(f"{part.box} of tensor {part.name!r} was published twice")
+        seen.add((part.name, part.box))
+        dtype = part.dtype or part.tensor.dtype
+        for box in _boxes_of(part.box, max(1, bucket_bytes // dtype.itemsize)):
+            num_bytes = box.numel * dtype.itemsize
+            if end and _aligned(end) + num_bytes > bucket_bytes:
+                bucket, end = bucket + 1, 0
+            name = str(dtype).removeprefix("torch.")
+            entry = Entry(part.name, name, part.shape, box, bucket, _aligned(end))
+            found.append((entry, part.tensor.detach()[box.within(part.box)]))
+            end = entry.offset + num_bytes
+    return found
+
+
+def _boxes_of(box: Box, max_elements: int) -> Iterator[Box]:
+    """Boxes of at most so many elements that make up a box: cut along its first dimensions, so that each is contiguous in it."""
+    if box.numel <= max_elements:
+        yield box
+        return
+    dim = next(d for d, extent in enumerate(box.shape) if extent > 1)
+    row = box.numel // box.shape[dim]
+    step = max(1, max_elements // row)
+    for start in range(box.starts[dim], box.stops[dim], step):
+        starts, stops = list(box.starts), list(box.stops)
+        starts[dim], stops[dim] = start, min(start + step, box.stops[dim])
+        yield from _boxes_of(Box(tuple(starts), tuple(stops)), max_elements)
+
+
+@dataclass(frozen=True, eq=False)
+class Description:
+    """The entries of one publisher. It is the same object for as long as they are the same, so that receivers plan once."""
+
+    entries: tuple[Entry, ...]
+    numbers: dict[str, list[int]]
+    """For each tensor, the numbers of its entries: those of its pieces in the layout."""
+    buckets: tuple[tuple[int, ...], ...]
+    """For each bucket, the numbers of its entries."""
+
+
+def described(entries: Iterable[Entry]) -> bytes:
+    """Entries as JSON."""
+    fields = [[e.name, e.dtype, e.shape, e.box.starts, e.box.stops, e.bucket, e.offset] for e in entries]
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def fingerprint(description: bytes) -> str:
+    """By which a receiver knows a description that it has."""
+    return f"{zlib.crc32(description):08x}{len(description):x}"
+
+
+@functools.lru_cache(maxsize=64)
+def read_description(description: bytes) -> Description:
+    """What `described` has written."""
+    entries = tuple(
+        Entry(name, dtype, tuple(shape), Box(tuple(starts), tuple(stops)), bucket, offset)
+        for name, dtype, shape, starts, stops, bucket, offset in json.loads(description)
+    )
+    numbers: dict[str, list[int]] = {}
+    buckets: list[list[int]] = [[] for _ in range(1 + max((e.bucket for e in entries), default=-1))]
+    for number, entry in enumerate(entries):
+        numbers.setdefault(entry.name, []).append(number)
+        buckets[entry.bucket].append(number)
+    return Description(entries, numbers, tuple(map(tuple, buckets)))
+
+
+@functools.lru_cache(maxsize=8)
+def layout_of(ranks: tuple[Description, ...]) -> Layout:
+    """The layout of a trainer, from the descriptions of its ranks.
+
+    Raises:
+        WeightSyncError: together they do not have each element of each tensor once.
+    """
+    layout = Layout.of_ranks([_rank_layout(rank.entries) for rank in ranks], "the trainer")
+    for name, tensor in layout.tensors.items():
+        given = sum(box.numel for boxes in tensor.boxes for box in boxes)
+        if given != (whole := Box.full(tensor.shape).numel):
+            raise WeightSyncError(f"the ranks publish {given} elements of tensor {name!r}, which has {whole}")
+    return layout
+
+
+def _rank_layout(entries: Sequence[Entry]) -> RankLayout:
+    pieces: dict[str, list[Piece]] = {}
+    first: dict[str, Entry] = {}
+    for entry in entries:
+        first.setdefault(entry.name, entry)
+        strides = torch.empty(entry.box.shape, device="meta").stride()
+        place = Place("", entry.offset // getattr(torch, entry.dtype).itemsize, strides)
+        pieces.setdefault(entry.name, []).append(Piece(entry.box, place))
+    held = {name: Held(e.shape, e.dtype, tuple(pieces[name])) for name, e in first.items()}
+    return RankLayout(Where(), held)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT

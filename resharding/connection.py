@@ -1,0 +1,136 @@
+"""Connection: messages between a publisher of weights and a receiver, over TCP.
+
+    receiver                                         publisher
+    connects                        <── nonce ──     listens
+    HMAC of the nonce, own nonce    ── proof ──>     checks it; whoever has not the token is cut off
+    checks it                       <── proof ──     HMAC of the receiver's nonce
+
+Then both send messages: a letter, a length, and bytes. The token travels in the record of the weights, which only the driver and its
+ranks see. Weights themselves travel in the clear, as they do with gloo and NCCL: the network of a run has to be one that strangers do
+not reach.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+SILENCE_S = 60.0
+"""Longest time that either side waits for the other's next message."""
+
+_HEADER = struct.Struct("<cq")
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+
+
+def this_machine() -> str:
+    """Identifies the kernel and the namespace of processes: where they are equal, one process can map what another one published.
+
+    >>> this_machine() == this_machine()
+    True
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+class Connection:
+    """One side of an open connection whose two sides know each other's token. Made by `connect` and `accept`.
+
+    All methods raise `OSError` when the other side is gone, and `TimeoutError` when it was silent for SILENCE_S.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        connected.settimeout(SILENCE_S)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @classmethod
+    def connect(cls, host: str, port: int, token: str) -> Connection:
+        """Connect to a publisher.
+
+        Raises:
+            OSError: it is not there, is silent, or does not have the token.
+        """
+        connection = cls(socket.create_connection((host, port), SILENCE_S))
+        try:
+            nonce = secrets.token_bytes(_NONCE_BYTES)
+            proof = _proof(token, b"receiver", connection._receive(_NONCE_BYTES))
+            connection._socket.sendall(proof + nonce)
+            if not hmac.compare_digest(connection._receive(_PROOF_BYTES), _proof(token, b"publisher", nonce)):
+                raise ConnectionRefusedError("whoever answers does not have the token of these weights")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    @classmethod
+    def accept(cls, connected: socket.socket, token: str) -> Connection:
+        """Let a receiver in.
+
+        Raises:
+            OSError: it is silent, or does not have the token. The socket is closed.
+        """
+        connection = cls(connected)
+        try:
+            nonce = secrets.token_bytes(_NONCE_BYTES)
+            connected.sendall(nonce)
+            proof, other = connection._receive(_PROOF_BYTES), connection._receive(_NONCE_BYTES)
+            if not hmac.compare_digest(proof, _proof(token, b"receiver", nonce)):
+                raise ConnectionRefusedError("the receiver does not have the token of these weights")
+            connected.sendall(_proof(token, b"publisher", other))
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._socket.fileno()
+
+    def send(self, kind: bytes, content: bytes = b"") -> None:
+        """Send a message.
+
+        Args:
+            kind: one letter.
+        """
+        self._socket.sendall(_HEADER.pack(kind, len(content)) + content)
+
+    def receive(self) -> tuple[bytes, bytes]:
+        """The next message: its letter, and its content."""
+        kind, length = _HEADER.unpack(self._receive(_HEADER.size))
+        return kind, self._receive(length)
+
+    def send_bytes(self, content: Any) -> None:
+        """Send bytes of which the other side knows how many they are."""
+        self._socket.sendall(content)
+
+    def receive_into(self, target: memoryview) -> None:
+        """Fill a memory with the next bytes."""
+        while target:
+            received = self._socket.recv_into(target)
+            if not received:
+                raise ConnectionResetError("the other side ended the connection")
+            target = target[received:]
+
+    def hang_up(self) -> None:
+        """End the connection; whoever waits for the other side on another thread is given an error."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Free the socket."""
+        self._socket.close()
+
+    def _receive(self, num_bytes: int) -> bytes:
+        content = bytearray(num_bytes)
+        self.receive_into(memoryview(content))
+        return bytes(content)
+
+
+def _proof(token: str, whose: bytes, nonce: bytes) -> bytes:
+    return hmac.digest(token.encode(), whose + nonce, "sha256")

@@ -1,0 +1,309 @@
+"""The receiving side of a transfer: connected to every rank of the trainer, it takes the buckets as they come.
+
+open_weights ──> layout of what comes ──> slices, which are written as they come ──> finish: all has come, and is right
+
+with open_weights(weights) as incoming:
+    plan = ReshardPlan(incoming.layout, mine)
+    for name, copy, elements in incoming.slices(plan.received_by(0)):
+        ...                          # written, and summed where they were written
+        incoming.check(name, copy, found)
+    incoming.finish()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import mmap
+import os
+import selectors
+from collections.abc import Iterable, Iterator
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from ..dataflow.errors import WeightSyncError
+from .buckets import SLOTS, Description, Entry, fingerprint, layout_of, read_description
+from .checksum import tensor_factor
+from .connection import SILENCE_S, Connection, this_machine
+from .layout import Layout
+from .plan import Copy
+from .transfer import GRACE_S, NUMBER
+from .weights import CHECKSUM_MODULUS, RankWeights, Weights
+
+PATIENCE_S = 2 * SILENCE_S + GRACE_S
+"""Longest time that a receiver waits for the next bucket: the publisher may be waiting for another receiver, for SILENCE_S."""
+
+LOOPBACKS = ("127.0.0.1", "::1")
+"""Addresses at which nobody listens for other machines."""
+
+
+class IncomingWeights:
+    """A version of the weights that is being given away. Closed, it tells the publishers that this receiver takes no more.
+
+    Args:
+        weights: where it is given.
+        part: number of this process, where the receiver has several.
+        parts: how many it has.
+
+    Raises:
+        WeightSyncError: a publisher has ended, gives another version, or the ranks' parts do not make up each tensor.
+    """
+
+    def __init__(self, weights: Weights, part: int = 0, parts: int = 1) -> None:
+        self.version = weights.version
+        self.receiver = weights.receiver or "a receiver"
+        self._sources: list[_Source] = []
+        self._came = 0
+        try:
+            for number, rank in enumerate(weights.ranks):
+                where = f"weights version {weights.version}, rank {number} of the trainer"
+                self._sources.append(_Source(rank, where, weights, part, parts))
+            try:
+                self.layout: Layout = layout_of(tuple(source.parts for source in self._sources))
+                """Which rank gives which boxes: the same object for all versions whose parts are the same."""
+            except WeightSyncError as error:
+                raise WeightSyncError(f"weights version {weights.version}: {error}") from None
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def slices(self, copies: Iterable[tuple[str, Copy]]) -> Iterator[tuple[str, Copy, torch.Tensor]]:
+        """The elements of these copies, with the copies, in the order in which they come. A tensor is valid until the next one is taken.
+
+        Args:
+            copies: of a plan whose source is this layout, with the tensors' names.
+
+        Raises:
+            WeightSyncError: a publisher has ended, has given up, or was silent for too long; the message says which and when.
+        """
+        wanted: list[dict[int, list[tuple[str, Copy, int]]]] = [{} for _ in self._sources]
+        for name, copy in copies:
+            number = self._sources[copy.source].parts.numbers[name][copy.source_piece]
+            bucket = self._sources[copy.source].parts.entries[number].bucket
+            wanted[copy.source].setdefault(bucket, []).append((name, copy, number))
+        for source, of in zip(self._sources, wanted, strict=True):
+            source.ask([(number, copy) for bucket in sorted(of) for _, copy, number in of[bucket]])
+        with selectors.DefaultSelector() as selector:
+            for number, source in enumerate(self._sources):
+                if not source.is_through:
+                    selector.register(source.connection, selectors.EVENT_READ, number)
+            while selector.get_map():
+                for number in self._ready(selector):
+                    source = self._sources[number]
+                    bucket = source.next_bucket()
+                    for name, copy, entry in wanted[number].get(bucket, ()):
+                        yield name, copy, source.elements(entry, copy)
+                    source.release(bucket)
+                    if source.is_through:
+                        selector.unregister(source.connection)
+
+    def _ready(self, selector: selectors.BaseSelector) -> list[int]:
+        """Numbers of the sources from which a bucket comes."""
+        ready = [key.data for key, _ in selector.select(PATIENCE_S)]
+        if not ready:
+            silent = [self._sources[key.data] for key in selector.get_map().values()]
+            raise WeightSyncError("; ".join(f"{s.where}: nothing came for {PATIENCE_S:.0f} s, {s.at}" for s in silent))
+        return ready
+
+    def piece_sum(self, name: str, rank: int, piece: int) -> int:
+        """`box_sum` of one piece that has come, as the rank that publishes it computed it."""
+        source = self._sources[rank]
+        return source.sums[source.parts.numbers[name][piece]]
+
+    def published_sum(self, name: str) -> int:
+        """`box_sum` over all of a tensor that has come, as the ranks that publish it computed it."""
+        pieces = self.layout.tensors[name].pieces
+        sums = (self.piece_sum(name, rank, n) for rank, own in enumerate(pieces) for n in range(len(own)))
+        return sum(sums) % CHECKSUM_MODULUS
+
+    def check(self, name: str, copy: Copy, found: int) -> None:
+        """Compare what has arrived of one copy with what was published, where it is a whole piece.
+
+        Args:
+            found: `box_sum` of what has arrived, in the dtype of the publisher.
+
+        Raises:
+            WeightSyncError: they differ.
+        """
+        whole = copy.box == self.layout.tensors[name].boxes[copy.source][copy.source_piece]
+        if whole and found != self.piece_sum(name, copy.source, copy.source_piece):
+            raise WeightSyncError(
+                f"weights version {self.version}: tensor {name!r} did not arrive as it was published: {copy.box} from rank "
+                f"{copy.source} of the trainer differs at {self.receiver}"
+            )
+
+    def finish(self) -> str:
+        """Everything was taken and is right: tell the publishers, and return the checksum of the version.
+
+        Raises:
+            WeightSyncError: the sums of the parts are not those that the publishers add up, or a publisher has ended.
+        """
+        total = 0
+        for source in self._sources:
+            own = sum(
+                found * tensor_factor(entry.name, entry.dtype, entry.shape)
+                for found, entry in zip(source.sums, source.parts.entries, strict=True)
+            )
+            if (found := source.checksum()) != own % CHECKSUM_MODULUS:
+                raise WeightSyncError(
+                    f"{source.where}: checksum {found:016x} was published, {own % CHECKSUM_MODULUS:016x} came"
+                )
+            total += own
+        for source in self._sources:
+            source.thank()
+        return f"{total % CHECKSUM_MODULUS:016x}"
+
+    def close(self) -> None:
+        """End the connections."""
+        for source in self._sources:
+            source.connection.close()
+
+
+def open_weights(weights: Weights, part: int = 0, parts: int = 1) -> IncomingWeights:
+    """Connect to those who give a version away; see `IncomingWeights`."""
+    return IncomingWeights(weights, part, parts)
+
+
+class _Source:
+    """One rank of the trainer."""
+
+    def __init__(self, rank: RankWeights, where: str, weights: Weights, part: int, parts: int) -> None:
+        self.where = f"{where} at {rank.host}:{rank.port}"
+        self.at = "before the first bucket"
+        self.sums: list[int] = []
+        self._taken = 0
+        self._buffer = bytearray()
+        self._memory: mmap.mmap | None = None
+        here = this_machine() == rank.machine
+        if not here and rank.host in LOOPBACKS:
+            raise WeightSyncError(f"{where} is on another machine, and serves its own alone")
+        with self._named():
+            self.connection = Connection.connect(rank.host, rank.port, rank.token)
+        try:
+            known = _descriptions.get((rank.host, rank.port, rank.token), b"")
+            hello = {"version": weights.version, "receiver": weights.receiver, "part": part, "parts": parts}
+            with self._named():
+                self.connection.send(b"H", json.dumps({**hello, "known": fingerprint(known)}).encode())
+            place = json.loads(self._receive(b"D"))
+            description = known if place["known"] else self._receive(b"L")
+            _remember((rank.host, rank.port, rank.token), description)
+            self.parts: Description = read_description(description)
+            self.sums = [0] * len(self.parts.entries)
+            if here:
+                self._memory = self._map(place["path"], place["num_bytes"], rank.token)
+        except BaseException:
+            self.connection.close()
+            raise
+
+    @property
+    def is_through(self) -> bool:
+        """Whether all buckets were taken."""
+        return self._taken == len(self.parts.buckets)
+
+    def ask(self, wanted: list[tuple[int, Copy]]) -> None:
+        """Say what is wanted, of which bytes come in this order; of a memory that is mapped, everything is there."""
+        boxes = [[number, copy.box.starts, copy.box.stops] for number, copy in wanted]
+        with self._named():
+            self.connection.send(b"W", b"" if self._memory is not None else json.dumps(boxes).encode())
+
+    def next_bucket(self) -> int:
+        """Wait for the next bucket; returns its number."""
+        content = self._receive(b"B")
+        (bucket,) = NUMBER.unpack_from(content)
+        numbers = self.parts.buckets[bucket]
+        self.at = f"after {bucket} of {len(self.parts.buckets)} buckets"
+        for number, found in zip(numbers, np.frombuffer(content, np.uint64, offset=NUMBER.size).tolist(), strict=True):
+            self.sums[number] = found
+        return bucket
+
+    def elements(self, number: int, copy: Copy) -> torch.Tensor:
+        """The elements of a copy, of the entry of this number, which is in the bucket that came last."""
+        entry = self.parts.entries[number]
+        if self._memory is not None:
+            start = entry.bucket % SLOTS * (len(self._memory) // SLOTS)
+            return entry.view(self._memory, start)[copy.box.within(entry.box)]
+        return self._streamed(entry, copy)
+
+    def release(self, bucket: int) -> None:
+        """The bucket's memory may be written again."""
+        self._taken = bucket + 1
+        self.at = f"after {self._taken} of {len(self.parts.buckets)} buckets"
+        if self._memory is not None:
+            with self._named():
+                self.connection.send(b"T")
+
+    def checksum(self) -> int:
+        """Of everything, as the rank adds it up."""
+        return int(self._receive(b"E"), 16)
+
+    def thank(self) -> None:
+        """Say that everything was taken."""
+        with contextlib.suppress(OSError):  # it knows what it has given
+            self.connection.send(b"K")
+
+    def _streamed(self, entry: Entry, copy: Copy) -> torch.Tensor:
+        dtype: torch.dtype = getattr(torch, entry.dtype)
+        num_bytes = copy.box.numel * dtype.itemsize
+        if not num_bytes:
+            return torch.empty(copy.box.shape, dtype=dtype)
+        if len(self._buffer) < num_bytes:
+            self._buffer = bytearray(num_bytes)
+        with self._named():
+            self.connection.receive_into(memoryview(self._buffer)[:num_bytes])
+        return torch.frombuffer(self._buffer, dtype=dtype, count=copy.box.numel).reshape(copy.box.shape)
+
+    def _receive(self, wanted: bytes) -> bytes:
+        with self._named():
+            kind, content = self.connection.receive()
+        if kind == b"F":
+            raise WeightSyncError(f"{self.where}: {content.decode(errors='replace')}, {self.at}")
+        if kind != wanted:
+            raise WeightSyncError(f"{self.where}: it sent {kind!r} where {wanted!r} was due, {self.at}")
+        return content
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Errors of the connection say who was waited for."""
+        try:
+            yield
+        except OSError as error:
+            reason = f"was silent for {SILENCE_S:.0f} s" if isinstance(error, TimeoutError) else f"is gone ({error})"
+            raise WeightSyncError(f"{self.where}: the publisher {reason}, {self.at}") from None
+
+    def _map(self, path: str, num_bytes: int, token: str) -> mmap.mmap:
+        try:
+            return _mapped(path, num_bytes, token)
+        except OSError as error:
+            raise WeightSyncError(f"{self.where}: {path} cannot be mapped ({error.strerror})") from None
+
+
+_descriptions: dict[tuple[str, int, str], bytes] = {}
+"""Of the publishers that this process knows. They describe their parts once, as long as these are the same."""
+
+
+def _remember(publisher: tuple[str, int, str], description: bytes) -> None:
+    _descriptions.pop(publisher, None)
+    _descriptions[publisher] = description
+    while len(_descriptions) > 64:
+        del _descriptions[next(iter(_descriptions))]
+
+
+@functools.lru_cache(maxsize=64)
+def _mapped(path: str, num_bytes: int, token: str) -> Any:
+    """The memory of a publisher's buckets, which stays mapped from version to version. The token tells apart publishers that have, one
+    after the other, the same path."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        # Private rather than read-only: torch wants writable memory, and no receiver may change what others read.
+        return mmap.mmap(file, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(file)

@@ -1,0 +1,274 @@
+"""Transfer: one version of a rank's parts on its way to its receivers, bucket by bucket.
+
+    filler (one thread)                               session (a thread for each connection)
+    waits for receivers                               hello, description, what the receiver wants  ──> joins the next pass
+    pass: for each bucket
+      waits until everyone has taken the bucket       waits until the bucket is filled
+      whose memory it needs
+      copies the parts into the memory, sums them     tells the receiver, or sends it what it wants
+                                                      waits until the receiver has taken it
+    next pass: whoever came later                     the checksum of all; the receiver's word that it has everything
+
+So a receiver never gets more than SLOTS buckets behind, memory beyond the model is that of SLOTS buckets, and whoever comes late (a
+rank that was replaced) gets a pass of its own. A receiver that is gone, or silent for SILENCE_S, is left behind by the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..dataflow.errors import WeightSyncError
+from .box import Box
+from .buckets import SLOTS, Entry
+from .checksum import box_sum, tensor_factor
+from .connection import Connection
+from .weights import CHECKSUM_MODULUS
+
+GRACE_S = 1.0
+"""Longest time that the first receivers wait for the others, before they get a pass without them."""
+
+NUMBER = struct.Struct("<q")
+
+Want = tuple[int, Box]
+"""Number of an entry, and the box that is wanted of it."""
+
+
+@dataclass(eq=False)
+class _Pass:
+    """The buckets, once through."""
+
+    filled: int = 0
+    """Buckets that were written."""
+    sums: list[list[int]] = field(default_factory=list)
+    """Of the entries of each of them."""
+
+
+@dataclass(eq=False)
+class _Session:
+    """A receiver that is connected."""
+
+    receiver: str
+    part: int
+    """Number of this process of the receiver, which may have several."""
+    parts: int
+    connection: Connection
+    wants: dict[int, list[Want]] | None = None
+    """By bucket, what it is sent; None: it maps the memory."""
+    turn: _Pass | None = None
+    taken: int = 0
+    """Buckets that it needs no more."""
+    gone: bool = False
+
+    def __str__(self) -> str:
+        return self.receiver + (f" (part {self.part + 1} of {self.parts})" if self.parts > 1 else "")
+
+
+class Transfer:
+    """One version of a rank's parts, and whoever takes it.
+
+    Args:
+        version: policy version.
+        parts: entries in the order of their buckets, each with its elements, which must not change before `end`.
+        memory: of SLOTS buckets.
+        expected: names of the receivers; they begin together if they come within GRACE_S of each other. Others are served as well.
+    """
+
+    def __init__(
+        self, version: int, parts: Sequence[tuple[Entry, torch.Tensor]], memory: Any, expected: Sequence[str]
+    ) -> None:
+        self.version = version
+        self._expected = set(expected)
+        self._memory = memory
+        self._slot_bytes = len(memory) // SLOTS
+        self.entries = [entry for entry, _ in parts]
+        self._tensors = [tensor for _, tensor in parts]
+        self._buckets: list[list[int]] = [[] for _ in range(1 + max((e.bucket for e in self.entries), default=-1))]
+        for number, entry in enumerate(self.entries):
+            self._buckets[entry.bucket].append(number)
+        self._condition = threading.Condition()
+        self._sessions: list[_Session] = []
+        self._served: set[tuple[str, int]] = set()
+        self._ended = False
+        self._failure = ""
+        self._checksum: int | None = None
+        self.lost: dict[str, str] = {}
+        """Receivers that did not take everything -> how far they came."""
+
+    # The filler's thread
+
+    def fill(self) -> None:
+        """Serve passes until the transfer ends. An error is told to everyone, and raised by `end`."""
+        try:
+            while members := self._gather():
+                self._fill_pass(members)
+        except BaseException as error:
+            with self._condition:
+                self._failure = f"{type(error).__name__}: {error}"
+                self._condition.notify_all()
+        self._tensors = []
+
+    def _gather(self) -> list[_Session]:
+        """The receivers of the next pass; none when the transfer has ended."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._ended or self._waiting())
+            self._condition.wait_for(lambda: self._ended or self._complete(), GRACE_S)
+            if self._ended:
+                return []
+            members, turn = self._waiting(), _Pass()
+            for session in members:
+                session.turn = turn
+            return members
+
+    def _waiting(self) -> list[_Session]:
+        return [s for s in self._sessions if s.turn is None and not s.gone]
+
+    def _complete(self) -> bool:
+        """Whether everyone has come who is expected, with all parts."""
+        here = self._waiting()
+        came = self._served | {(s.receiver, s.part) for s in here}
+        parts = {s.receiver: s.parts for s in here}
+        names = {name for name, _ in came}
+        return self._expected <= names and all((r, p) in came for r, count in parts.items() for p in range(count))
+
+    def _fill_pass(self, members: Sequence[_Session]) -> None:
+        turn = members[0].turn
+        assert turn is not None
+        for number, entries in enumerate(self._buckets):
+            if not self._await_taken(members, number + 1 - SLOTS):
+                return
+            sums = [self._fill(entry, number % SLOTS) for entry in entries]
+            with self._condition:
+                turn.sums.append(sums)
+                turn.filled = number + 1
+                self._condition.notify_all()
+        with self._condition:
+            self._add_up(turn)
+            self._condition.notify_all()
+        self._await_taken(members, len(self._buckets))
+
+    def _await_taken(self, members: Sequence[_Session], number: int) -> bool:
+        """Wait until nobody needs the buckets below this number; False: nobody is there any more. A session ends by its own deadline."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._ended or all(s.gone or s.taken >= number for s in members))
+            return not self._ended and not all(s.gone for s in members)
+
+    def _fill(self, number: int, slot: int) -> int:
+        """Write an entry into its bucket; returns its sum. The elements are cast here."""
+        entry = self.entries[number]
+        target = entry.view(self._memory, slot * self._slot_bytes)
+        target.copy_(self._tensors[number])
+        return box_sum(target, entry.box, entry.shape)
+
+    def _add_up(self, turn: _Pass) -> None:
+        total = 0
+        for numbers, sums in zip(self._buckets, turn.sums, strict=True):
+            for number, found in zip(numbers, sums, strict=True):
+                entry = self.entries[number]
+                total += found * tensor_factor(entry.name, entry.dtype, entry.shape)
+        total %= CHECKSUM_MODULUS
+        if self._checksum not in (None, total):
+            raise WeightSyncError(f"the weights of version {self.version} changed while they were given away")
+        self._checksum = total
+
+    # The sessions' threads
+
+    def serve(self, connection: Connection, hello: dict[str, Any], answer: Callable[[], bytes]) -> None:
+        """Give a receiver everything, on the thread of its connection.
+
+        Args:
+            hello: `receiver`, `part` and `parts` say who it is.
+            answer: sends it what it has to know, and returns what it wants.
+        """
+        session = _Session(str(hello["receiver"]), int(hello["part"]), int(hello["parts"]), connection)
+        try:
+            with self._condition:
+                self._sessions.append(session)
+                session.turn = _Pass()  # it takes no part before it has said what it wants
+            session.wants = self._read_wants(answer())
+            with self._condition:
+                session.turn = None
+                self._condition.notify_all()
+            for number in range(len(self._buckets)):
+                self._give(session, number)
+            with self._condition:
+                self._condition.wait_for(lambda: self._stops() or self._checksum is not None)
+            connection.send(b"E", f"{self._checksum or 0:016x}".encode())
+            connection.receive()
+            with self._condition:
+                self._served.add((session.receiver, session.part))
+        except (OSError, ValueError, KeyError, TypeError, IndexError, struct.error) as error:
+            self._lose(session, error)
+
+    def _give(self, session: _Session, number: int) -> None:
+        """Give a receiver one bucket, and wait until it needs it no more."""
+        with self._condition:
+            self._condition.wait_for(
+                lambda: self._stops() or (session.turn is not None and session.turn.filled > number)
+            )
+            if self._stops():
+                with contextlib.suppress(OSError):
+                    session.connection.send(b"F", (self._failure or "the publisher has ended the transfer").encode())
+                raise ConnectionAbortedError(self._failure or "the transfer was ended")
+            assert session.turn is not None
+            sums = np.array(session.turn.sums[number], np.uint64).tobytes()
+        session.connection.send(b"B", NUMBER.pack(number) + sums)
+        if session.wants is None:
+            session.connection.receive()
+        else:
+            for entry, box in session.wants.get(number, ()):
+                self._send(session.connection, self.entries[entry], box, number % SLOTS)
+        with self._condition:
+            session.taken = number + 1
+            self._condition.notify_all()
+
+    def _send(self, connection: Connection, entry: Entry, box: Box, slot: int) -> None:
+        elements = entry.view(self._memory, slot * self._slot_bytes)[box.within(entry.box)].contiguous()
+        content: Any = elements.reshape(-1).view(torch.uint8).numpy()
+        connection.send_bytes(memoryview(content))
+
+    def _read_wants(self, content: bytes) -> dict[int, list[Want]] | None:
+        if not content:
+            return None
+        wants: dict[int, list[Want]] = {}
+        for number, starts, stops in json.loads(content):
+            wants.setdefault(self.entries[number].bucket, []).append((number, Box(tuple(starts), tuple(stops))))
+        return wants
+
+    def _stops(self) -> bool:
+        return self._ended or bool(self._failure)
+
+    def _lose(self, session: _Session, error: Exception) -> None:
+        with self._condition:
+            session.gone = True
+            why = "was silent" if isinstance(error, TimeoutError) else f"is gone ({error})"
+            where = f"after {session.taken} of {len(self._buckets)} buckets"
+            self.lost[str(session)] = f"{session} {why} {where} of version {self.version}"
+            self._condition.notify_all()
+
+    # Whoever publishes
+
+    def end(self) -> str | None:
+        """End what is under way; returns the checksum, or None if nobody took it all.
+
+        Raises:
+            WeightSyncError: the parts could not be read, or changed meanwhile.
+        """
+        with self._condition:
+            self._ended = True
+            self._condition.notify_all()
+            sessions = list(self._sessions)
+        for session in sessions:
+            if (session.receiver, session.part) not in self._served:
+                session.connection.hang_up()
+        if self._failure:
+            raise WeightSyncError(self._failure)
+        return None if self._checksum is None else f"{self._checksum:016x}"

@@ -1,0 +1,401 @@
+"""A version that ranks give away arrives at receivers bucket by bucket, bit for bit, mapped and streamed."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from weft.dataflow.errors import WeightSyncError
+from weft.resharding import connection as connections
+from weft.resharding import incoming as receiving
+from weft.resharding import transfer as transfers
+from weft.resharding.box import Box
+from weft.resharding.buckets import SLOTS
+from weft.resharding.incoming import open_weights
+from weft.resharding.publisher import WeightPublisher
+from weft.resharding.tensor_receiver import receive_parts
+from weft.resharding.weights import Given, Part, Weights, whole
+
+Tensors = dict[str, torch.Tensor]
+BUCKET = 1024
+
+
+def tensors(scale: int = 1) -> Tensors:
+    torch.manual_seed(0)
+    found = {
+        "embed": torch.randn(33, 70),
+        "norm": torch.randn(7, dtype=torch.bfloat16),
+        "transposed": torch.randn(50, 30).t(),
+        "scalar": torch.tensor(3.5, dtype=torch.float64),
+        "nothing": torch.empty(0, 4),
+        "steps": torch.arange(900),
+    }
+    return {name: tensor * scale for name, tensor in found.items()}
+
+
+NewPublisher = Callable[..., WeightPublisher]
+
+
+@pytest.fixture
+def new_publisher() -> Iterator[NewPublisher]:
+    publishers: list[WeightPublisher] = []
+
+    def make(bucket_bytes: int = BUCKET) -> WeightPublisher:
+        publishers.append(WeightPublisher(bucket_bytes=bucket_bytes))
+        return publishers[-1]
+
+    yield make
+    for publisher in publishers:
+        publisher.close()
+
+
+@pytest.fixture(params=["mapped", "streamed"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether receivers map the publisher's memory, or believe that they are on another machine."""
+    if request.param == "streamed":
+        elsewhere(monkeypatch)
+    return request.param
+
+
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiving, "this_machine", lambda: "another machine")
+    monkeypatch.setattr(receiving, "LOOPBACKS", ())
+
+
+def empty_like(like: Tensors) -> Tensors:
+    return {name: torch.full_like(tensor, 7) for name, tensor in like.items()}
+
+
+def received(weights: Weights, like: Tensors | None = None) -> tuple[Tensors, str]:
+    found = empty_like(like or tensors())
+    with open_weights(weights) as incoming:
+        checksum = receive_parts(incoming, list(whole(found)))
+    return found, checksum
+
+
+def equal(found: Tensors, wanted: Tensors) -> bool:
+    return all(found[n].dtype == wanted[n].dtype and torch.equal(found[n], wanted[n]) for n in wanted)
+
+
+def rows(of: Tensors, rank: int, ranks: int) -> list[Part]:
+    """What one of several ranks gives: a share of the rows of each tensor; what has no rows is the first rank's."""
+    parts: list[Part] = []
+    for part in whole(of):
+        if not part.shape:
+            parts += [part] * (rank == 0)
+            continue
+        start, stop = part.shape[0] * rank // ranks, part.shape[0] * (rank + 1) // ranks
+        parts.append(part._replace(box=Box.along(part.shape, 0, start, stop), tensor=part.tensor[start:stop]))
+    return parts
+
+
+def test_version_after_version_arrives_in_the_same_memory(way: str, new_publisher: NewPublisher) -> None:
+    publisher, layouts, checksums = new_publisher(), set[int](), set[str]()
+    for version in (1, 2, 3):
+        weights = publisher.publish(whole(tensors(version)), version)
+        found, checksum = received(weights)
+        assert equal(found, tensors(version))
+        assert publisher.finish() == checksum
+        with open_weights(publisher.publish(whole(tensors(version)), version)) as incoming:
+            layouts.add(id(incoming.layout))
+        checksums.add(checksum)
+    assert len(layouts) == 1, "so that plans are used again"
+    assert len(checksums) == 3
+    assert publisher._memory is not None and len(publisher._memory) == SLOTS * 4096, "of the buckets, not of the model"
+
+
+def test_several_ranks_give_to_several_receivers_at_once(way: str, new_publisher: NewPublisher) -> None:
+    names = ["a", "b", "c"]
+    publishers = [new_publisher() for _ in range(3)]
+    parts = [rows(tensors(), rank, 3) for rank in range(3)]
+    first, second, third = (p.publish(own, 1, names) for p, own in zip(publishers, parts, strict=True))
+    weights = first + second + third
+    with ThreadPoolExecutor(3) as threads:
+        results = list(threads.map(lambda name: received(weights.to(name)), names))
+    assert all(equal(found, tensors()) for found, _ in results)
+    one, two, three = (Given(1, publisher.finish()) for publisher in publishers)
+    assert {checksum for _, checksum in results} == {(one + two + three).checksum}
+    alone = new_publisher()
+    _, checksum = received(alone.publish(whole(tensors()), 1))
+    assert {checksum} == {found for _, found in results}, "however it is cut"
+
+
+def test_who_comes_late_gets_everything_too(new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "GRACE_S", 0.05)
+    publisher = new_publisher()
+    weights = publisher.publish(whole(tensors()), 1, ["early", "late", "never"])
+    early, checksum = received(weights.to("early"))
+    late, again = received(weights.to("late"))
+    assert equal(early, tensors()) and equal(late, tensors()) and checksum == again == publisher.finish()
+
+
+def test_receivers_that_hold_parts_add_up_what_arrived(way: str, new_publisher: NewPublisher) -> None:
+    of = {name: tensor for name, tensor in tensors().items() if tensor.ndim}
+    weights = new_publisher().publish(whole(of), 1)
+    sums: list[np.ndarray] = []
+    for rank in range(2):
+        with (
+            pytest.raises(WeightSyncError, match="or what other ranks of the receiver have of it"),
+            open_weights(weights) as i,
+        ):
+            receive_parts(i, rows(empty_like(of), rank, 2), None, lambda own: sums.append(own.copy()) or own)
+    for rank in range(2):
+        parts = rows(empty_like(of), rank, 2)
+        with open_weights(weights) as incoming:
+            receive_parts(incoming, parts, None, lambda own: sums[0] + sums[1])
+        assert all(torch.equal(part.tensor, of[part.name][part.box.slices]) for part in parts)
+
+
+def test_of_ranks_that_hold_equal_parts_one_is_counted(new_publisher: NewPublisher) -> None:
+    weights = new_publisher().publish(whole(tensors()), 1)
+    found = empty_like(tensors())
+    with open_weights(weights) as incoming:
+
+        def others(own: np.ndarray) -> np.ndarray:
+            assert not own.any()
+            return np.array([incoming.published_sum(name) for name in found], np.uint64).view(np.int64)
+
+        receive_parts(incoming, list(whole(found)), [False] * len(found), others)
+    assert equal(found, tensors())
+
+
+def test_over_the_network_go_the_bytes_of_the_plan_and_no_others(
+    new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere(monkeypatch)
+    sent: list[int] = []
+    real = connections.Connection.send_bytes
+    monkeypatch.setattr(
+        connections.Connection, "send_bytes", lambda self, content: sent.append(len(content)) or real(self, content)
+    )
+    weights = new_publisher().publish(whole({"a": torch.arange(8000.0).view(1000, 8)}), 1)
+    columns = torch.zeros(500, 3)  # a part of each row, so that what travels is strided at its source
+    with pytest.raises(WeightSyncError, match="or what other ranks"), open_weights(weights) as incoming:
+        receive_parts(incoming, [Part("a", (1000, 8), Box((10, 2), (510, 5)), columns)])
+    assert sum(sent) == columns.nbytes and len(sent) > 10
+    assert torch.equal(columns, torch.arange(8000.0).view(1000, 8)[10:510, 2:5])
+
+
+def test_weights_of_another_dtype_are_cast_and_checked_as_they_came(way: str, new_publisher: NewPublisher) -> None:
+    exact = torch.tensor([1.0, 1 + 2**-12])
+    weights = new_publisher().publish(whole({"a": exact}), 1)
+    assert received(weights, {"a": torch.zeros(2, dtype=torch.bfloat16)})[0]["a"].tolist() == [1.0, 1.0]
+    part = Part("a", (2,), Box.full((2,)), exact, torch.bfloat16)
+    assert received(new_publisher().publish([part], 1), {"a": torch.zeros(2)})[0]["a"].tolist() == [1.0, 1.0]
+
+
+def test_memory_grows_with_the_largest_bucket(new_publisher: NewPublisher) -> None:
+    publisher = new_publisher(bucket_bytes=1 << 16)
+    for version, size in enumerate((10, 5_000, 3, 100_000)):
+        of = {"a": torch.randn(size), "b": torch.randn(size, 2)}
+        assert equal(received(publisher.publish(whole(of), version), of)[0], of)
+
+
+def test_no_receiver_changes_what_others_are_given(new_publisher: NewPublisher) -> None:
+    weights = new_publisher().publish(whole({"a": torch.ones(4)}), 1, ["first", "second"])
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(lambda: received(weights.to("second"), {"a": torch.ones(4)}))
+        with open_weights(weights.to("first")) as incoming:
+            plan = receiving_plan(incoming, {"a": torch.zeros(4)})
+            for _, _, elements in incoming.slices(plan.received_by(0)):
+                elements.zero_()
+            incoming.finish()
+        assert other.result()[0]["a"].tolist() == [1, 1, 1, 1]
+
+
+def receiving_plan(incoming: receiving.IncomingWeights, like: Tensors):
+    from weft.resharding.layout import Held, Layout, Piece, RankLayout, Where
+    from weft.resharding.plan import ReshardPlan
+
+    held = {p.name: Held(p.shape, str(p.tensor.dtype)[6:], (Piece(p.box),)) for p in whole(like)}
+    return ReshardPlan(incoming.layout, Layout.of_ranks([RankLayout(Where(), held)]))
+
+
+# What goes wrong
+
+
+def test_a_receiver_of_an_older_version_is_told(new_publisher: NewPublisher) -> None:
+    publisher = new_publisher()
+    old = publisher.publish(whole(tensors()), 1)
+    publisher.publish(whole(tensors()), 2)
+    with pytest.raises(
+        WeightSyncError, match=r"version 1, rank 0 .*: version 1 is not there any more: version 2 is published"
+    ):
+        open_weights(old)
+    publisher.finish()
+    with pytest.raises(WeightSyncError, match=r"version 1 is not there any more: none is published"):
+        open_weights(old)
+
+
+def test_weights_that_change_while_they_are_given_are_found(
+    new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "GRACE_S", 0.05)
+    of = tensors()
+    publisher = new_publisher()
+    weights = publisher.publish(whole(of), 4, ["first", "second"])
+    received(weights.to("first"))
+    of["steps"][3] = 0
+    with pytest.raises(WeightSyncError, match="version 4 changed while they were given away"):
+        received(weights.to("second"))
+    with pytest.raises(WeightSyncError, match="version 4 changed while they were given away"):
+        publisher.finish()
+
+
+def test_bytes_that_change_on_their_way_are_named_with_tensor_box_and_both_ranks(
+    way: str, new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, seen = receiving._Source.elements, list[int]()
+
+    def once_wrong(*arguments: object) -> torch.Tensor:
+        found = real(*arguments)  # pyright: ignore[reportArgumentType]
+        seen.append(1)
+        return found + 1 if len(seen) == 3 else found
+
+    monkeypatch.setattr(receiving._Source, "elements", once_wrong)
+    publisher = new_publisher(256)
+    weights = publisher.publish(whole({"a": torch.ones(40, 8)}), 1).to("rollout[2]")
+    named = r"tensor 'a' did not arrive .* Box\(\[16:24, 0:8\]\) from rank 0 of the trainer differs at rollout\[2\]"
+    with pytest.raises(WeightSyncError, match=named):
+        received(weights, {"a": torch.zeros(40, 8)})
+
+
+def test_a_wrong_sum_of_sums_is_found(new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = new_publisher().publish(whole(tensors()), 7)
+    real = receiving._Source.checksum
+    monkeypatch.setattr(receiving._Source, "checksum", lambda self: real(self) ^ 1)
+    with pytest.raises(
+        WeightSyncError, match=r"version 7, rank 0 .*: checksum [0-9a-f]{16} was published, [0-9a-f]{16} came"
+    ):
+        received(weights)
+
+
+def test_a_receiver_that_stops_in_the_middle_holds_up_the_others_for_its_deadline_and_is_named(
+    way: str, new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "SILENCE_S", 0.3)
+    publisher = new_publisher(1 << 18)
+    large = {"a": torch.zeros(4_000_000)}
+    weights = publisher.publish(whole(large), 1, ["idle", "other"])
+    idle = open_weights(weights.to("idle"))
+    steps = idle.slices(receiving_plan(idle, large).received_by(0))
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(lambda: received(weights.to("other"), large))
+        next(steps)
+        assert equal(other.result(timeout=30)[0], large)
+    assert [*publisher.lost] == ["idle"]
+    assert "idle was silent after" in publisher.lost["idle"] and "of 62 buckets of version 1" in publisher.lost["idle"]
+    with pytest.raises(WeightSyncError, match=r"rank 0 of the trainer at 127.0.0.1:\d+: .*after \d+ of 62 buckets"):
+        for _ in steps:
+            pass
+    idle.close()
+
+
+def test_a_publisher_that_says_nothing_is_given_up(
+    new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiving, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(transfers.Transfer, "_fill", lambda *arguments: time.sleep(1) or 0)
+    weights = new_publisher().publish(whole(tensors()), 3)
+    with pytest.raises(WeightSyncError, match=r"version 3, rank 0 .* nothing came for 0 s, before the first bucket"):
+        received(weights)
+
+
+def test_a_publisher_that_cannot_read_its_parts_says_so_on_both_sides(
+    new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object) -> int:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(transfers.Transfer, "_fill", broken)
+    publisher = new_publisher()
+    weights = publisher.publish(whole(tensors()), 3)
+    with pytest.raises(WeightSyncError, match=r"rank 0 .*: RuntimeError: the device is gone, before the first bucket"):
+        received(weights)
+    with pytest.raises(WeightSyncError, match="RuntimeError: the device is gone"):
+        publisher.finish()
+
+
+def test_a_transfer_that_is_ended_tells_its_receivers(new_publisher: NewPublisher) -> None:
+    publisher = new_publisher()
+    weights = publisher.publish(whole(tensors()), 1)
+    incoming = open_weights(weights)
+    steps = incoming.slices(receiving_plan(incoming, tensors()).received_by(0))
+    next(steps)
+    assert publisher.finish() is None, "nobody took it all"
+    with pytest.raises(
+        WeightSyncError, match=r"version 1, rank 0 .*(is gone|ended the transfer).*after [01] of 26 buckets"
+    ):
+        list(steps)
+    incoming.close()
+
+
+def test_who_has_not_the_token_is_given_nothing(new_publisher: NewPublisher) -> None:
+    (rank,) = new_publisher().publish(whole(tensors()), 1).ranks
+    assert rank.token not in repr(rank)
+    with pytest.raises(OSError, match="ended the connection"):
+        connections.Connection.connect(rank.host, rank.port, "another token")
+
+
+def test_whoever_answers_in_the_publishers_place_is_not_believed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connected, _ = listener.accept()
+            with connected:
+                connected.sendall(b"n" * 32)
+                connected.recv(64)
+                connected.sendall(b"p" * 32)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ConnectionRefusedError, match="does not have the token"):
+            connections.Connection.connect("127.0.0.1", listener.getsockname()[1], "token")
+        thread.join()
+
+
+def test_nonsense_costs_its_own_connection(new_publisher: NewPublisher) -> None:
+    weights = new_publisher().publish(whole(tensors()), 1)
+    (rank,) = weights.ranks
+    with socket.create_connection((rank.host, rank.port)) as stray:
+        stray.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+    connection = connections.Connection.connect(rank.host, rank.port, rank.token)
+    connection.send(b"H", b"[")
+    with pytest.raises(OSError, match="ended the connection"):
+        connection.receive()
+    connection.close()
+    assert equal(received(weights)[0], tensors())
+
+
+def test_weights_of_another_machine_that_nobody_serves_are_refused(
+    new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = new_publisher().publish(whole(tensors()), 1)
+    monkeypatch.setattr(receiving, "this_machine", lambda: "another machine")
+    with pytest.raises(WeightSyncError, match="rank 0 of the trainer is on another machine, and serves its own alone"):
+        open_weights(weights)
+
+
+def test_a_publisher_that_has_ended_is_named(new_publisher: NewPublisher) -> None:
+    publisher = new_publisher()
+    weights = publisher.publish(whole(tensors()), 5)
+    publisher.close()
+    with pytest.raises(
+        WeightSyncError, match=r"version 5, rank 0 of the trainer at 127.0.0.1:\d+: the publisher is gone"
+    ):
+        open_weights(weights)
+    with pytest.raises(WeightSyncError, match="this publisher was closed"):
+        publisher.publish(whole(tensors()), 6)
+
+
+def test_versions_of_different_numbers_do_not_add_up(new_publisher: NewPublisher) -> None:
+    first, second = (new_publisher().publish(whole({"a": torch.ones(1)}), version) for version in (1, 2))
+    with pytest.raises(ValueError, match="versions 1 and 2 do not add up"):
+        _ = first + second
