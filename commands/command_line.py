@@ -22,6 +22,11 @@ from ..dataflow.errors import UserError, WeftError, nearest
 from .command import Answer, Command
 
 TREE: Mapping[str, Any] = {
+    "runs": "runs:Runs",
+    "watch": "watch:Watch",
+    "stop": "stop:Stop",
+    "samples": "samples:Samples",
+    "diff": "diff:Diff",
     "timeline": "timeline:Timeline",
     "buffer": {
         "check": "buffer:Check",

@@ -15,6 +15,7 @@ from ..dataflow.errors import RunError, SymptomError, TakenOverError, UserError,
 from ..dataflow.graph import Graph
 from ..dataflow.handle import Handle
 from ..dataflow.prompts.prompts import Prompts
+from ..dataflow.source import fingerprint
 from ..workers.adapters_alone import agree_on_adapters
 from .backends.backend import Backend
 from .backends.local import Local
@@ -42,6 +43,7 @@ from .start import start
 from .symptoms import check_stop_on, mistakes
 from .telling.displays import Form, display_for
 from .telling.progress import Progress
+from .versions import versions
 
 MAX_RESTARTS = 3
 """Largest number of automatic restarts from the same checkpoint."""
@@ -157,13 +159,21 @@ class Driver:
             self._history.progress.alert("mistake", mistake)
         try:
             self._start()
-        except BaseException:
+        except BaseException as error:
+            self._note(error)
             self.close()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _note(self, error: BaseException) -> None:
+        """Keep what ends the run among its alerts. A symptom is there already, a run that was taken over has another writer, and
+        whoever asked for the end knows it."""
+        if isinstance(error, Exception) and not isinstance(error, SymptomError | TakenOverError):
+            text = error.text if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
+            self._history.progress.alerts.add("failed", text, ends=True)
 
     def _start(self) -> None:
         self._run = start(self._spec, self._history, self.directory, self._point)
@@ -203,11 +213,8 @@ class Driver:
                     except WorkerDied as error:
                         died = error
                     run = self._start_again(died)
-        except WeftError as error:
-            if not isinstance(
-                error, SymptomError | TakenOverError
-            ):  # the former is noted, the latter has another writer
-                self._history.progress.alerts.add("failed", error.text, ends=True)
+        except BaseException as error:
+            self._note(error)
             raise
 
     def _start_again(self, error: WorkerDied) -> Run:
@@ -318,5 +325,8 @@ def _described(spec: RunSpec, handles: Mapping[str, Handle]) -> dict[str, Any]:
         "groups": {n: {"class": h.worker_class, **dict(h.config)} for n, h in handles.items()},
         "graphs": {n: str(g).splitlines() for n, g in spec.graphs.items()},
         "data": {n: g.source.understood for n, g in spec.graphs.items() if isinstance(g.source, Prompts)},
-        "python": platform.python_version(),
+        "sources": {
+            n: {"rows": len(g.source.table), "checksum": fingerprint(g.source)} for n, g in spec.graphs.items()
+        },
+        "versions": {"python": platform.python_version(), **versions()},
     }

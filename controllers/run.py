@@ -44,6 +44,7 @@ from .run_directory import RunDirectory
 from .run_spec import RunHistory, RunSpec
 from .schedule import Asynchronous
 from .signals import asked_to_end
+from .stop_request import StopRequests
 from .symptoms import GOES_ON, NO_SIGNAL, Seen
 from .weight_sync import WeightSync
 
@@ -102,7 +103,8 @@ class Run:
         parts = RunParts(schedule, buffer, groups, graph_runs, weights, recording, calls)
         self._admission = Admission(parts, stop_without_signal=NO_SIGNAL in spec.stop_on)
         self._dispatcher = Dispatcher(parts, self._backend.clock)
-        self._closing = Closing(spec, history, directory, parts, self._saving, self._started)
+        self._stop = StopRequests(directory.path, directory.starts + 1)
+        self._closing = Closing(spec, history, directory, parts, self._saving, self._started, self._stop)
         self.failed = False
         """A reply ended the run."""
         self.ended = False
@@ -150,7 +152,7 @@ class Run:
         """Take turns until nothing is left to do."""
         self._begin()
         while not self._finished:
-            if asked_to_end() and self._can_be_saved:
+            if self._asked_to_leave and self._can_be_saved:
                 self._leave()
             if self._closing.ended_by is not None and self._can_be_saved:
                 self._refuse(self._closing.ended_by)
@@ -159,6 +161,11 @@ class Run:
             self._settle()
             self._close()
             self._save()
+
+    @property
+    def _asked_to_leave(self) -> bool:
+        """Whether the run is to save itself and end now. One that makes no checkpoints ends after its step (`Closing`)."""
+        return asked_to_end() or (self._spec.checkpoint.writes and self._stop.asked)
 
     def _begin(self) -> None:
         if self._point is None:

@@ -34,6 +34,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
 
 from ..dataflow.buffer.disk import make_folder
@@ -321,6 +322,37 @@ def _refuse_while_held(run: Path, epoch: int, path: Path, now: float) -> None:
             f"run {run} is held by {who}, heard of {max(silent, 0.0):.0f} s ago: one run has one driver. End it there, or, when that "
             f"machine is gone, start again in {DEAD_AFTER_S - silent:.0f} s: who is silent for {DEAD_AFTER_S:.0f} s is taken for dead"
         )
+
+
+class Life(Enum):
+    """What is known of a run's driver, from the file that names it."""
+
+    ALIVE = "alive"
+    """Its process lives; or it is on another machine, and was heard of within DEAD_AFTER_S."""
+    ENDED = "ended"
+    """It said that it ended."""
+    DEAD = "dead"
+    """Its process is gone, or was not heard of, and it said nothing."""
+    UNKNOWN = "unknown"
+    """No file names a driver, or none can be read."""
+
+
+def life_of(run: Path) -> tuple[Life, Holder | None]:
+    """What is known of the latest driver of a run. Nothing is written, and no error is raised.
+
+    Args:
+        run: its directory.
+    """
+    try:
+        path = max(epochs(run).items())[1]
+        touched, lines = path.stat().st_mtime, path.read_bytes().splitlines()
+        holder = Holder(**json.loads(lines[0]))
+    except (OSError, ValueError, TypeError, IndexError):
+        return Life.UNKNOWN, None
+    if len(lines) > 1:
+        return Life.ENDED, holder
+    lives = not holder.has_ended if holder.is_here else time.time() - touched < DEAD_AFTER_S
+    return (Life.ALIVE if lives else Life.DEAD), holder
 
 
 def epochs(run: Path) -> dict[int, Path]:

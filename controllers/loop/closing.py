@@ -12,6 +12,7 @@ from ..recovery.checkpoints import FOLDER, complete_checkpoints
 from ..recovery.saving import Saving
 from ..run_directory import RunDirectory
 from ..run_spec import RunHistory, RunSpec
+from ..stop_request import StopRequests
 from ..symptoms import Seen
 from ..telling.records import Ending, ending_of
 from .run_parts import RunParts
@@ -22,6 +23,7 @@ class Closing:
 
     Args:
         started: when the run started, by the backend's clock; a run that goes on counts from its first start.
+        stop: says whether somebody wants the run to end.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class Closing:
         parts: RunParts,
         saving: Saving,
         started: float,
+        stop: StopRequests,
     ) -> None:
         self._spec = spec
         self._history = history
@@ -39,6 +42,7 @@ class Closing:
         self._parts = parts
         self._saving = saving
         self._started = started
+        self._stop = stop
         self._closed_at = spec.backend.clock()
         self.ended_by: Seen | None = None
         """The symptom that ends the run; None: it goes on."""
@@ -128,10 +132,15 @@ class Closing:
         evaluation.mark(self._parts.train.step, self._parts.weights.coming(evaluation.graph.handles))
 
     def _ask_to_stop(self, row: Mapping[str, float]) -> None:
-        if self._spec.stop is not None and not self._parts.train.stopped and self._spec.stop(row):
+        if not self._parts.train.stopped and self._is_to_stop(row):
             self._parts.train.stopped = True
             for evaluation in self._parts.graph_runs.evaluations.values():  # a run ends with all of its evaluations
                 self._mark(evaluation)
+
+    def _is_to_stop(self, row: Mapping[str, float]) -> bool:
+        """Whether no step comes after this one. (A run that makes checkpoints leaves as it stands when it is asked to end.)"""
+        wanted = self._spec.stop is not None and self._spec.stop(row)
+        return wanted or (self._stop.asked and not self._spec.checkpoint.writes)
 
     def ending(self, seconds: float) -> Ending:
         """The summary of a finished run that took this many seconds."""

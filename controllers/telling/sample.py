@@ -82,13 +82,20 @@ def read_sample(paths: Iterable[Path], step: int) -> Sample | None:
                 reader = pa.ipc.open_file(file)
                 batch = reader.get_batch(0) if reader.num_record_batches else None
                 if batch is not None and batch.num_rows:
-                    return _of_row(batch.slice(0, 1), step)
+                    return sample_of(batch.slice(0, 1), step)
         except (pa.ArrowException, OSError, UnicodeDecodeError):  # it is shown another time
             continue
     return None
 
 
-def _of_row(row: pa.RecordBatch, step: int) -> Sample:
+def sample_of(row: pa.RecordBatch, step: int) -> Sample:
+    """A row of a file of samples, as a person sees it.
+
+    Args:
+        row: a batch of one row.
+        step: that it was recorded in.
+    """
+
     def value(name: object) -> Any:
         return row.column(str(name))[0].as_py() if str(name) in row.schema.names else None
 

@@ -1,5 +1,6 @@
 """Runs that the tests of commands look into."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,9 @@ from weft.dataflow.buffer.sample_buffer import SampleBuffer
 from weft.dataflow.operation import node
 from weft.dataflow.source import TableSource
 from weft.dataflow.tracing import graph
+
+sys.path.append(str(Path(__file__).parent))
+import recorded_runs
 
 
 @node(reads=("prompt",), writes=("length",))
@@ -40,3 +44,19 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     buffer.log.close()
     monkeypatch.chdir(tmp_path)
     return tmp_path / "runs"
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with runs/one and runs/two, which are done; the second had another seed and made checkpoints."""
+    root = tmp_path_factory.mktemp("finished") / "runs"
+    recorded_runs.run(root, "one")
+    recorded_runs.run(root, "two", seed=1, every=2)
+    return root
+
+
+@pytest.fixture
+def done(finished: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of these runs, in the present one."""
+    monkeypatch.chdir(finished.parent)
+    return finished

@@ -1,0 +1,52 @@
+"""`weft runs`: the runs of a folder, and how each stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from ..dataflow.errors import UserError
+from .command import Answer, Command
+from .run_folder import RUNS, run_names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs(Command):
+    """List the runs of a folder: status, step, time, reward, and the last warning or error of each."""
+
+    folder: Annotated[Positional[Path], arg(metavar="FOLDER")] = RUNS
+    """The folder of all runs."""
+
+    def answer(self) -> Answer:
+        from .run_facts import facts_of, is_run
+
+        if not self.folder.is_dir():
+            raise UserError(
+                f"there is no folder {self.folder}: name the one that your runs are in (the default is {RUNS}/)"
+            )
+        found = [facts_of(self.folder / name) for name in run_names(self.folder) if is_run(self.folder / name)]
+        notes = [f"damaged: {what}" for facts in found for what in facts.damage]
+        if not found:
+            return Answer({"runs": []}, f"no runs in {self.folder}", notes)
+        import pyarrow as pa
+
+        from ..controllers.telling.readable import readable
+        from ..controllers.telling.records import clock
+        from ..dataflow.buffer.text_table import render_table
+
+        rows = [
+            {
+                "run": readable(facts.path.name),
+                "status": facts.status,
+                "step": f"{facts.step}/{facts.steps}" if facts.steps is not None else str(facts.step),
+                "time": clock(facts.last.get("time_s", 0.0)),
+                "reward": facts.reward,
+                "trouble": readable(facts.trouble) or None,
+            }
+            for facts in found
+        ]
+        shown = render_table(pa.Table.from_pylist(rows), limit=len(rows), width=80)
+        return Answer({"runs": [facts.for_programs for facts in found]}, shown, notes)

@@ -1,0 +1,72 @@
+"""`weft stop`: ends a run in good order, on whichever machine it is."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..dataflow.errors import RunError
+from .command import Answer, Command, RunName
+from .run_folder import find_run
+
+if TYPE_CHECKING:
+    from .run_facts import RunFacts
+
+LOOK_S = 0.5
+"""Seconds between two looks at a run that was asked to end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop(Command):
+    """Have a run save itself and end with exit code 0, on whichever machine it is. A run that makes checkpoints writes one and ends; one
+    that makes none ends after the step that is under way, as if it were its last."""
+
+    run: RunName
+    timeout: float = 600
+    """Seconds to wait for the end; 0: do not wait."""
+
+    def answer(self) -> Answer:
+        from ..controllers.run_lock import Life
+        from ..controllers.stop_request import request_stop
+        from .run_facts import facts_of
+
+        run = find_run(self.run)
+        facts = facts_of(run)
+        if facts.life is not Life.ALIVE or facts.holder is None:
+            return Answer(
+                {"asked": False, "ended": True, **facts.for_programs}, f"{run} is not going on: {_state(facts)}"
+            )
+        try:
+            request_stop(run, facts.holder.epoch)
+        except OSError as error:
+            raise RunError(f"{run} cannot be asked to end: {error}") from None
+        if not self.timeout:
+            return Answer({"asked": True, "ended": False, **facts.for_programs}, f"{run} was asked to end")
+        print(f"{run} is asked to end, held by {facts.holder} ...", file=sys.stderr)
+        return self._ended(run, facts)
+
+    def _ended(self, run: Path, asked: RunFacts) -> Answer:
+        from ..controllers.run_lock import Life, life_of
+        from .run_facts import facts_of
+
+        deadline = time.monotonic() + self.timeout
+        while life_of(run) == (Life.ALIVE, asked.holder):
+            if time.monotonic() > deadline:
+                raise RunError(
+                    f"{run} did not end within {self.timeout:g} s: its driver is {asked.holder}. It looks for the request each second, "
+                    "but not while it starts, and not before an evaluation that training waits for is over; --timeout SECONDS waits longer"
+                )
+            time.sleep(LOOK_S)
+        facts = facts_of(run)
+        return Answer({"asked": True, "ended": True, **facts.for_programs}, f"{run} has ended: {_state(facts)}")
+
+
+def _state(facts: RunFacts) -> str:
+    of = f" of {facts.steps}" if facts.steps is not None else ""
+    said = f"{facts.status}, after step {facts.step}{of}"
+    if facts.status in ("killed", "stopped", "failed") and any((facts.path / "checkpoints").glob("step_*")):
+        said += "; resume='latest' goes on from its last checkpoint"
+    return said

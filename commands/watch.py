@@ -1,0 +1,164 @@
+"""`weft watch`: a run as it goes on, seen from another terminal; or as it went."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .command import Answer, Command, RunName
+from .run_folder import find_run
+
+if TYPE_CHECKING:
+    from ..controllers.telling.displays import Display
+
+LOOK_S = 1.0
+"""Seconds between two looks at a run that goes on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch(Command):
+    """Show a run as it goes on, or as it went: its steps, evaluations, warnings and its end. On a terminal in columns and colours, else as
+    plain lines; with --json its present state, without waiting. Ctrl-C leaves the run alone."""
+
+    run: RunName
+    last: int = 20
+    """Steps of the past that are shown first."""
+    once: bool = False
+    """Show what there is, and do not wait for more."""
+
+    def answer(self) -> Answer:
+        from ..controllers.telling.displays import display_for
+        from .run_facts import facts_of
+
+        run = find_run(self.run)
+        if not self.json:
+            view = View(run, display_for("auto"), self.last)
+            view.show()
+            while not self.once and view.goes_on:
+                time.sleep(LOOK_S)
+                view.show()
+            view.end()
+        facts = facts_of(run)
+        found = {"metrics": dict(facts.last), "alerts": [asdict(alert) for alert in facts.alerts[-self.last :]]}
+        return Answer({**facts.for_programs, **found}, notes=[f"damaged: {what}" for what in facts.damage])
+
+
+@dataclass
+class View:
+    """A run on a display. Each look reads what is new in its files."""
+
+    run: Path
+    display: Display
+    last: int
+    """Steps of the past that are shown first."""
+    _rows: dict[float, dict[str, float]] = field(default_factory=dict[float, dict[str, float]])
+    """Step -> its metrics."""
+    _shown: float = -1.0
+    """The last step that was shown."""
+    _scored: set[tuple[str, float]] = field(default_factory=set[tuple[str, float]])
+    """Evaluations that were shown, with their steps."""
+    _alerts: int = 0
+    """Alerts that were shown or passed over."""
+
+    def __post_init__(self) -> None:
+        from ..dataflow.buffer.run_tables import METRICS, STREAM
+        from ..dataflow.buffer.stream_tail import StreamTail
+        from .run_facts import facts_of
+
+        self._facts = facts_of(self.run)
+        self._stream = StreamTail(self.run / f"{METRICS}{STREAM}")
+        held = f", held by {self._facts.holder}" if self.goes_on else ""
+        self.display.say(
+            f"run {self.run.name}: {self._facts.status}, step {self._facts.step}{held}; files in {self.run}"
+        )
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether more may come."""
+        from ..controllers.run_lock import Life, life_of
+
+        return life_of(self.run)[0] is Life.ALIVE
+
+    def show(self) -> None:
+        """Show what is new. A step is shown when the next one has begun, or the run has ended: by then all of its metrics are there."""
+        self._show_alerts()
+        self._take_metrics()
+        steps = sorted(step for step in self._rows if step > max(self._shown, 0.0))
+        if self.goes_on:
+            steps = steps[:-1]
+        for step in steps[-self.last :] if self._shown < 0 else steps:
+            self._show_step(step)
+        self._shown = max([self._shown, 0.0, *steps])
+
+    def end(self) -> None:
+        """Show how the run ended; nothing while it goes on."""
+        from ..controllers.telling.records import ending_of
+
+        if self.goes_on:
+            return
+        self.show()
+        rows = [self._rows[step] for step in sorted(self._rows)]
+        seconds = rows[-1].get("time_s", 0.0) if rows else 0.0
+        places = {"run": self.run, "checkpoints": self.run / "checkpoints", "samples": self.run / "samples"}
+        there = {what: path for what, path in places.items() if path.exists()}
+        self.display.ended(ending_of(self.run.name, rows, self._evaluations, seconds, there))
+
+    def _show_step(self, step: float) -> None:
+        from ..controllers.telling.records import Step, score_of
+
+        row = self._rows[step]
+        for name in self._evaluations:
+            score = score_of(name, int(step), row)
+            if score is not None and (name, step) not in self._scored:
+                self._scored.add((name, step))
+                self.display.evaluated(score)
+        of = self._facts.steps or int(step)
+        self.display.step(Step(int(step), of, row, self._left_s(step, of) if self.goes_on else None))
+
+    def _left_s(self, step: float, of: int) -> float | None:
+        """Seconds to the end at the pace of the last steps."""
+        took = [row["step_s"] for row in list(self._rows.values())[-20:] if "step_s" in row]
+        return statistics.median(took) * (of - step) if took else None
+
+    def _show_alerts(self) -> None:
+        from ..controllers.alerts import read_alerts
+
+        alerts = read_alerts(self.run)
+        for alert in alerts[-self.last :] if not self._alerts else alerts[self._alerts :]:
+            said = f"ended at step {alert.step}: {alert.text}" if alert.ends else f"step {alert.step}: {alert.text}"
+            self.display.say(said, warning=True)
+        self._alerts = len(alerts)
+
+    @property
+    def _evaluations(self) -> Sequence[str]:
+        graphs = self._facts.config.get("graphs")
+        return [name for name in graphs if name != "train"] if isinstance(graphs, Mapping) else []
+
+    def _take_metrics(self) -> None:
+        """Read what is new of the stream; once the run is over, the file that it became."""
+        from ..dataflow.buffer.run_tables import VALUES
+
+        for batch in self._stream.read():
+            for step, name, value in zip(*(batch[c].to_pylist() for c in VALUES.names), strict=True):
+                self._rows.setdefault(step, {"step": step})[name] = value
+        if not self.goes_on:
+            self._rows |= {row["step"]: row for row in _whole(self.run)}
+
+
+def _whole(run: Path) -> list[dict[str, float]]:
+    """The metrics of every step; none where they cannot be read."""
+    import pyarrow as pa
+
+    from ..dataflow.buffer.run_tables import present, read_metrics
+
+    try:
+        table = read_metrics(run)
+    except (OSError, pa.ArrowException):
+        return []
+    if table is None or "step" not in table.column_names:
+        return []
+    return [present(row) for row in table.to_pylist() if row["step"] is not None]

@@ -1,0 +1,84 @@
+"""Every command that takes a run says what is wrong with a damaged one, in words: no traceback, no code but 0, 1 or 2."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from weft.__main__ import main
+
+
+def empty(run: Path) -> None:
+    for inside in run.iterdir():
+        shutil.rmtree(inside) if inside.is_dir() else inside.unlink()
+
+
+def torn(run: Path) -> None:
+    """Every file is cut in half."""
+    for file in run.rglob("*"):
+        if file.is_file():
+            os.truncate(file, file.stat().st_size // 2)
+
+
+def garbled(run: Path) -> None:
+    for file in run.rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"\xff\x00{not what it was" * 9)
+
+
+def swapped(run: Path) -> None:
+    """Where files are expected there are folders, and the reverse."""
+    for inside in list(run.iterdir()):
+        if inside.is_dir():
+            shutil.rmtree(inside)
+            inside.write_text("a file")
+        else:
+            inside.unlink()
+            inside.mkdir()
+
+
+def of_another_shape(run: Path) -> None:
+    """JSON that is sound, and says nothing that was expected."""
+    (run / "config.json").write_text(json.dumps({"schedule": [1], "graphs": 3, "versions": None, "groups": "many"}))
+    (run / "alerts.jsonl").write_text('[1]\n{"step": 3}\n"text"\n')
+
+
+COMMANDS = {
+    "runs": ["runs", "."],
+    "watch": ["watch", "./run"],
+    "stop": ["stop", "./run"],
+    "samples": ["samples", "./run"],
+    "samples sql": ["samples", "./run", "--sql", "select count(*) from samples"],
+    "diff": ["diff", "./run", "./sound"],
+    "timeline": ["timeline", "./run"],
+    "buffer check": ["buffer", "check", "./run"],
+    "buffer why": ["buffer", "why", "./run", "1"],
+    "buffer table": ["buffer", "table", "./run"],
+    "buffer sql": ["buffer", "sql", "./run", "select count(*) from rows"],
+    "buffer archive": ["buffer", "archive", "./run"],
+}
+
+
+@pytest.mark.parametrize("damage", [empty, torn, garbled, swapped, of_another_shape])
+def test_no_command_ends_with_a_traceback(
+    damage: Callable[[Path], None],
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(finished / "two", tmp_path / "run")
+    shutil.copytree(finished / "one", tmp_path / "sound")
+    damage(tmp_path / "run")
+    for name, words in COMMANDS.items():
+        code = main(words)
+        said = capsys.readouterr()
+        assert code in (0, 1, 2), name
+        assert (said.out or said.err) and "Traceback" not in said.err, name
+        assert (
+            code == 0 or said.err.startswith(("error: ", "RecoveryError: ", "FormatError: ")) or "NOT OK" in said.out
+        ), name

@@ -1,0 +1,30 @@
+"""docs/commands.md names every command, and each of its examples runs."""
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from test_command_line import ROOT, commands
+
+from weft.__main__ import main
+
+ROWS = re.findall(r"^\| `(weft [\w ]+)` \| .* \| `(weft .*)` \|$", (ROOT / "docs" / "commands.md").read_text(), re.M)
+TRIED_ELSEWHERE = {"weft doctor"}
+"""It takes minutes; tests/controllers/test_doctor.py makes its checks."""
+
+
+def test_every_command_has_a_line():
+    assert {command for command, _ in ROWS} == {f"weft {' '.join(words)}" for words in commands()}
+
+
+@pytest.mark.parametrize("example", [example for command, example in ROWS if command not in TRIED_ELSEWHERE])
+def test_the_example_of_a_command_runs(
+    example: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for name, run in (("my-run", "two"), ("your-run", "one")):
+        shutil.copytree(finished / run, tmp_path / "runs" / name)
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(example)[1:]) == 0
+    assert capsys.readouterr().out

@@ -1,0 +1,69 @@
+"""`weft watch`: a run from another process, while it goes on and afterwards."""
+
+import io
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from recorded_runs import Live
+
+from weft.__main__ import main
+from weft.commands.watch import View
+from weft.controllers.telling.lines import PlainLines
+from weft.controllers.telling.terminal import Terminal
+
+
+def test_a_run_that_is_over_is_shown_as_it_went(done: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["watch", "one"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "run one: done, step 3; files in runs/one"
+    steps = [line for line in said if line.startswith(("step", "eval"))]
+    assert [line.split("  ")[0] for line in steps] == [
+        "step 1/3",
+        "eval of step 2: 1.000",
+        "step 2/3",
+        "eval of step 3: 1.000",
+        "step 3/3",
+    ]
+    assert "run one: 3 steps, 0:00" in said and "\x1b" not in "".join(said)
+    assert main(["watch", "one", "--last", "1"]) == 0
+    assert "step 2/3" not in capsys.readouterr().out
+
+
+def test_with_json_it_is_the_present_state(done: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["watch", "one", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["status"], found["step"], found["metrics"]["samples"]) == ("done", 3, 8.0)
+    assert found["alerts"] == []
+
+
+def test_a_live_run_is_followed_until_it_ends(tmp_path: Path):
+    live, shown = Live(tmp_path, "live"), io.StringIO()
+    view = View(live.path, PlainLines(shown), last=3)
+    view.show()
+    assert view.goes_on and "run live: running" in shown.getvalue() and "held by host" in shown.getvalue()
+    assert main(["stop", str(live.path)]) == 0
+    live.join()
+    view.end()
+    said = shown.getvalue().splitlines()
+    numbers = [int(line.split("/")[0].removeprefix("step ")) for line in said if line.startswith("step ")]
+    assert numbers == list(range(numbers[0], numbers[-1] + 1)), "no step is left out, none comes twice"
+    assert any(line.startswith(f"run live: {numbers[-1]} steps") for line in said)
+
+
+def test_a_terminal_gets_columns(done: Path):
+    shown = io.StringIO()
+    view = View(done / "one", Terminal(shown), last=3)
+    view.end()
+    header = next(line for line in shown.getvalue().splitlines() if line.split()[:2] == ["step", "reward"])
+    assert "tokens/s" in header
+
+
+def test_watch_waits_for_the_end_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    live = Live(tmp_path, "live")
+    stop = threading.Timer(0.5, lambda: (live.path / "stop.json").write_text('{"epoch": 1}'))
+    stop.start()
+    assert main(["watch", str(live.path)]) == 0
+    assert live.join() == "returned"
+    assert capsys.readouterr().out.splitlines()[-1].split()[0] == "samples:"

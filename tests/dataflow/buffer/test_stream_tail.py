@@ -1,0 +1,55 @@
+"""StreamTail: only what is new of a stream is read."""
+
+from pathlib import Path
+
+import pyarrow as pa
+
+from weft.dataflow.buffer.run_tables import TableStream
+from weft.dataflow.buffer.stream_tail import StreamTail
+
+NUMBERS = pa.schema([("number", pa.int64())])
+
+
+def test_each_look_has_what_was_appended_since(tmp_path: Path):
+    path = tmp_path / "numbers.arrows"
+    tail, stream = StreamTail(path), TableStream(path, NUMBERS)
+
+    def seen() -> list[int]:
+        return [number for batch in tail.read() for number in batch["number"].to_pylist()]
+
+    def append(*numbers: int) -> None:
+        for number in numbers:
+            stream.add(number=number)
+        stream.flush()
+
+    assert seen() == []
+    append(1, 2)
+    assert (seen(), seen()) == ([1, 2], [])
+    append(3)
+    append(4)
+    assert seen() == [3, 4]
+    whole = path.read_bytes()
+    append(5)
+    torn = path.read_bytes()[: len(whole) + 9]
+    stream.close()
+    complete = path.read_bytes()
+    path.write_bytes(torn)
+    assert seen() == [], "a message that is being written is left for later"
+    path.write_bytes(complete)
+    assert seen() == [5]
+
+
+def test_a_stream_that_is_replaced_is_read_from_its_beginning(tmp_path: Path):
+    path = tmp_path / "numbers.arrows"
+    tail = StreamTail(path)
+    for name, number in (("first", 1), ("second", 2)):
+        stream = TableStream(tmp_path / name, NUMBERS)
+        stream.add(number=number)
+        stream.close()
+        (tmp_path / name).replace(path)
+        assert [batch["number"].to_pylist() for batch in tail.read()] == [[number]]
+
+
+def test_what_is_no_stream_has_nothing_to_read(tmp_path: Path):
+    (tmp_path / "garbled").write_bytes(b"\xff\x00 not a stream" * 40)
+    assert StreamTail(tmp_path / "garbled").read() == []
