@@ -493,6 +493,7 @@ def test_the_run_directory_has_everything(tmp_path: Path, model: str):
         "graph.mmd",
         "lock",
         "logs",
+        "messages.jsonl",
         "metrics.parquet",
         "samples",
         "timeline.parquet",
