@@ -1,0 +1,82 @@
+"""`weft export`: the model of a checkpoint as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from ..dataflow.errors import RunError, UserError, nearest
+from .command import Answer, Command, RunName
+from .run_folder import find_run
+
+MODEL = "model"
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export(Command):
+    """Write the model of a run's checkpoint as a Hugging Face folder, with its tokenizer. Of an adapter (LoRA), the adapter alone, or with
+    --merged the whole model."""
+
+    run: RunName
+    out: Annotated[Positional[Path], arg(metavar="FOLDER")]
+    """A new folder."""
+    step: int | None = None
+    """The checkpoint of this step. Default: the last one."""
+    group: str | None = None
+    """The worker group whose model it is. Default: actor, or the only one that has a model."""
+    merged: bool = False
+    """Add an adapter's weights to those of the model that it belongs to."""
+
+    def answer(self) -> Answer:
+        from ..dataflow.buffer.manifest import verify_manifest
+
+        if self.out.exists():
+            raise UserError(f"{self.out} is there already; name a new folder")
+        checkpoint = _checkpoint(find_run(self.run), self.step)
+        model = _model(checkpoint, self.group)
+        if damage := verify_manifest(checkpoint):
+            raise RunError(f"{checkpoint} is damaged: {damage[0]}; --step exports another checkpoint")
+        is_adapter = (model / ADAPTER_CONFIG).is_file()
+        if self.merged and is_adapter:
+            from ..workers.training.merged_folder import write_merged
+
+            write_merged(model, self.out)
+        else:
+            partial = self.out.with_name(f".{self.out.name}.partial")
+            shutil.copytree(model, partial, dirs_exist_ok=True)
+            partial.rename(self.out)
+        kind = "adapter" if is_adapter and not self.merged else "model"
+        found = {"folder": str(self.out), "kind": kind, "checkpoint": str(checkpoint), "group": model.parent.name}
+        return Answer(found, f"{self.out}: the {kind} of {model.parent.name!r} in {checkpoint}")
+
+
+def _checkpoint(run: Path, step: int | None) -> Path:
+    from ..controllers.recovery.checkpoints import FOLDER, complete_checkpoints, step_of
+
+    there = {step_of(path): path for path in complete_checkpoints(run / FOLDER)}
+    if not there:
+        raise UserError(
+            f"{run} has no checkpoint: CheckpointConfig(every=...) makes them, and a script may save its model itself"
+        )
+    if step is None:
+        return there[max(there)]
+    if step not in there:
+        raise UserError(f"{run} has no checkpoint of step {step}; it has those of steps {', '.join(map(str, sorted(there)))}")
+    return there[step]
+
+
+def _model(checkpoint: Path, group: str | None) -> Path:
+    """The folder of a model in a checkpoint."""
+    there = {path.parent.name: path for path in sorted(checkpoint.glob(f"*/{MODEL}")) if path.is_dir()}
+    if not there:
+        raise UserError(f"{checkpoint} has no model: none of its worker groups trains one")
+    name = group or (next(iter(there)) if len(there) == 1 else "actor")
+    if name not in there:
+        hint = nearest(name, there) or f"; it has models of {', '.join(there)}"
+        raise UserError(f"{checkpoint} has no model of a group {name!r}{hint}")
+    return there[name]
