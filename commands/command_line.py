@@ -27,6 +27,7 @@ TREE: Mapping[str, Any] = {
     "stop": "stop:Stop",
     "samples": "samples:Samples",
     "diff": "diff:Diff",
+    "export": "export:Export",
     "timeline": "timeline:Timeline",
     "buffer": {
         "check": "buffer:Check",

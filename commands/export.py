@@ -66,7 +66,9 @@ def _checkpoint(run: Path, step: int | None) -> Path:
     if step is None:
         return there[max(there)]
     if step not in there:
-        raise UserError(f"{run} has no checkpoint of step {step}; it has those of steps {', '.join(map(str, sorted(there)))}")
+        raise UserError(
+            f"{run} has no checkpoint of step {step}; it has those of steps {', '.join(map(str, sorted(there)))}"
+        )
     return there[step]
 
 

@@ -53,6 +53,7 @@ COMMANDS = {
     "samples": ["samples", "./run"],
     "samples sql": ["samples", "./run", "--sql", "select count(*) from samples"],
     "diff": ["diff", "./run", "./sound"],
+    "export": ["export", "./run", "./model"],
     "timeline": ["timeline", "./run"],
     "buffer check": ["buffer", "check", "./run"],
     "buffer why": ["buffer", "why", "./run", "1"],

@@ -27,6 +27,7 @@ from weft.dataflow.errors import UserError
 from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.training.lora import Lora
+from weft.workers.training.merged_folder import write_merged
 
 NO_ROWS = TableSource("no rows", pa.table({"x": []}))
 
@@ -425,3 +426,14 @@ def test_supervised_fine_tuning_learns_what_it_is_shown(tiny_model: Path, rows: 
     worker = actor(tiny_model)
     losses = [values(worker.update(rows, loss=NegativeLogLikelihood()))["loss"] for _ in range(30)]
     assert losses[-1] < 0.8 * losses[0]
+
+
+def test_a_folder_of_an_adapter_is_merged_into_that_of_a_whole_model(tiny_model: Path, rows: Batch, tmp_path: Path):
+    worker = with_adapter(actor(tiny_model, KINDS["dora"]), rows)
+    worker.save(tmp_path / "adapter")
+    worker.save(tmp_path / "merged", merged=True)
+    write_merged(tmp_path / "adapter", tmp_path / "exported")
+    ours, exported = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "exported"))
+    assert ours.keys() == exported.keys()
+    assert all(torch.allclose(ours[name], exported[name], atol=1e-5) for name in ours)
+    assert not (tmp_path / "exported" / "adapter_config.json").exists()

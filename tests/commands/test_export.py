@@ -1,0 +1,50 @@
+"""`weft export`: the model of a checkpoint, complete and under its own name."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from weft.__main__ import main
+from weft.dataflow.buffer.manifest import write_manifest
+
+
+@pytest.fixture
+def saved(done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """runs/two with a model in each of its checkpoints."""
+    run = Path(shutil.copytree(done / "two", tmp_path / "runs" / "two"))
+    for checkpoint in sorted((run / "checkpoints").glob("step_*")):
+        (checkpoint / "actor" / "model").mkdir()
+        (checkpoint / "actor" / "model" / "config.json").write_text(json.dumps({"of": checkpoint.name}))
+        (checkpoint / "manifest.json").unlink()
+        write_manifest(checkpoint)
+    monkeypatch.chdir(tmp_path)
+    return run
+
+
+def test_the_model_of_the_last_checkpoint_or_of_a_step_is_copied(saved: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["export", "two", "last"]) == 0
+    assert capsys.readouterr().out == "last: the model of 'actor' in runs/two/checkpoints/step_000003\n"
+    assert json.loads(Path("last/config.json").read_text()) == {"of": "step_000003"}
+    assert main(["export", "two", "second", "--step", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == "model"
+    assert json.loads(Path("second/config.json").read_text()) == {"of": "step_000002"}
+    assert not list(Path().glob(".*")), "nothing unfinished is left"
+
+
+def test_what_cannot_be_exported_is_told(saved: Path, done: Path, capsys: pytest.CaptureFixture[str]):
+    shutil.copytree(done / "one", "runs/one")
+    Path("there").mkdir()
+    damaged = saved / "checkpoints" / "step_000002" / "actor" / "model" / "config.json"
+    damaged.write_text("{}")
+    for words, code, says in (
+        (["two", "there"], 2, "there is there already; name a new folder"),
+        (["one", "new"], 2, "runs/one has no checkpoint: CheckpointConfig(every=...) makes them"),
+        (["two", "new", "--step", "1"], 2, "no checkpoint of step 1; it has those of steps 2, 3"),
+        (["two", "new", "--group", "actr"], 2, "no model of a group 'actr'; did you mean 'actor'?"),
+        (["two", "new", "--step", "2"], 1, "step_000002 is damaged: "),
+    ):
+        assert main(["export", *words]) == code
+        assert says in capsys.readouterr().err
+    assert not Path("new").exists()
