@@ -493,7 +493,6 @@ def test_the_run_directory_has_everything(tmp_path: Path, model: str):
         "graph.mmd",
         "lock",
         "logs",
-        "messages.jsonl",
         "metrics.parquet",
         "samples",
         "timeline.parquet",
