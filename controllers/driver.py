@@ -30,6 +30,7 @@ from .checks import (
 )
 from .deadlines import set_deadlines
 from .group import WorkerGroup
+from .job_environment import resume_of, root_of
 from .own_groups import RESERVED, own_groups
 from .placement import Placement, check_elastic, resolve
 from .recovery.checkpoints import FOLDER, CheckpointConfig, complete_checkpoints
@@ -92,6 +93,7 @@ class Driver:
             buffer: how much the sample buffer may hold, and how it keeps it.
             checkpoint: when the run saves what it needs to go on.
             name: of the run's directory below `root`; default: the time. A run has one driver: while it lives, another is refused.
+            root: the folder that has the run's directory. In a job of a cluster a relative one lies below `WEFT_ROOT`, or `~/weft`.
             resume: "none" for a new run; "latest" to go on from the last sound checkpoint of the run `name` (of the newest that has
                 any, without a name), or to begin where there is none; "weights" for the same without the rows in flight, where the
                 log is lost or the graph was changed; or the folder of a run or of one of its checkpoints.
@@ -129,7 +131,10 @@ class Driver:
         def accept(point: ResumePoint | None) -> None:
             check_resumes(self._spec, handles, point)
 
-        self.directory, self._point = open_run(resume, Path(root), name, accept, checkpoint.copy_to)
+        at, resume = root_of(root), resume_of(resume) if checkpoint.writes else resume
+        self.directory, self._point = open_run(resume, at, name, accept, checkpoint.copy_to)
+        if at != Path(root):
+            self.directory.notes.append(f"the run's directory is {self.directory.path}: this is a job of a cluster")
         shown = Progress(schedule.steps, self.directory.path, display, show_every=show_every)
         self._history = RunHistory(shown, FullDisk(self.directory.path, shown))
         self._described = {"settings": settings, "buffer": dict(buffer), **_described(self._spec, handles)}

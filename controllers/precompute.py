@@ -20,6 +20,7 @@ from ..dataflow.operation import declaration_of, node
 from ..dataflow.source import TableSource
 from .backends.backend import Backend
 from .driver import Driver
+from .job_environment import root_of
 from .placement import Placement
 from .run_directory import require_folder
 from .schedule import Synchronous
@@ -60,7 +61,7 @@ def precompute(
     """
     if rows_per_step < 1:
         raise UserError(f"precompute(rows_per_step={rows_per_step}): it must be at least 1")
-    writers = _writers(graph)
+    writers, root = _writers(graph), root_of(root)
     table, number = graph.source.table, len(graph.source.table)
     steps = max(1, math.ceil(number / rows_per_step))
     require_folder(Path(root), f"root {str(root)!r}")
