@@ -33,6 +33,11 @@ class Command(ABC):
     json: bool = False
     """Print one JSON object on standard output, and nothing else there."""
 
+    @classmethod
+    def split(cls, words: Sequence[str]) -> list[str]:
+        """The words of the command line as tyro is to read them; `--` stands before those that are no options."""
+        return list(words)
+
     @abstractmethod
     def answer(self) -> Answer:
         """Do what the command says.

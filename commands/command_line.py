@@ -36,6 +36,8 @@ TREE: Mapping[str, Any] = {
         "sql": "buffer:Sql",
         "archive": "buffer:Archive",
     },
+    "submit": "submit:Submit",
+    "jobs": {"list": "jobs:List", "follow": "jobs:Follow", "stop": "jobs:Stop"},
     "doctor": "doctor:Doctor",
     "completion": "completion:Completion",
 }
@@ -88,7 +90,8 @@ def parse(words: Sequence[str]) -> Command:
             hint = nearest(rest[0], tree) or f"; it has {', '.join(tree)}"
             raise UserError(f"{name} has no command {rest[0]!r}{hint}")
         tree, name = tree[rest[0]], f"{name} {rest.pop(0)}"
-    return tyro.cli(_command(tree), prog=name, args=rest, config=(FlagCreatePairsOff,))
+    command = _command(tree)
+    return tyro.cli(command, prog=name, args=command.split(rest), config=(FlagCreatePairsOff,))
 
 
 def _about(name: str) -> str:

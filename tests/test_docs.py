@@ -77,9 +77,14 @@ def check_command(words: list[str]) -> None:
     elif name.startswith("python") and arguments[0].endswith(".py"):
         check_options(arguments[0], arguments[1:])
     elif name == "weft":
-        command = [word for word in arguments[:2] if not word.startswith("-")]
+        scripts = (number for number, word in enumerate(arguments) if word.endswith(".py"))
+        at = next(scripts, len(arguments))  # what follows a script belongs to it
+        own, script = arguments[:at], arguments[at:]
+        command = [word for word in own[:2] if not word.startswith("-")]
         known = run(sys.executable, "-m", "weft", *command, "--help", cwd=ROOT)
-        for option in (word.split("=")[0] for word in arguments if word.startswith("--")):
+        if script:
+            check_options(script[0], script[1:])
+        for option in (word.split("=")[0] for word in own if word.startswith("--")):
             assert re.search(rf"{option}(?![\w-])", known), f"weft {shlex.join(command)} --help does not know {option}"
     elif name == "pip":
         named = {extra for group in re.findall(r"\[([\w,]+)\]", " ".join(arguments)) for extra in group.split(",")}

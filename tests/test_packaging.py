@@ -7,6 +7,7 @@ import sys
 import tomllib
 import zipfile
 from importlib import import_module
+from importlib.metadata import requires
 from pathlib import Path
 from shutil import copy, copytree, ignore_patterns
 
@@ -110,8 +111,8 @@ def test_the_wheel_installs_and_imports_in_an_empty_environment(wheel: Path, tmp
     assert (version, listed) == (PYPROJECT["project"]["version"], "True")
 
 
-def locked_versions() -> dict[str, str]:
-    lines = (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
+def locked_versions(lock: str = "cpu.txt") -> dict[str, str]:
+    lines = (ROOT / "requirements" / lock).read_text().splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
     assert all(re.fullmatch(r"[\w.-]+==[\w.+]+", pin) for pin in pins), "a lock pins every line: name==version"
     return {canonicalize_name(name): version for name, version in (pin.split("==") for pin in pins)}
@@ -119,7 +120,7 @@ def locked_versions() -> dict[str, str]:
 
 def test_the_lock_satisfies_pyproject():
     extras = PYPROJECT["project"]["optional-dependencies"]
-    assert set(extras) == {"cpu", "cuda", "datasets", "dev", "inspect"}
+    assert set(extras) == {"cpu", "cuda", "datasets", "dev", "inspect", "jobs"}
     locked = locked_versions()
     for needed in (
         PYPROJECT["project"]["dependencies"]
@@ -132,6 +133,18 @@ def test_the_lock_satisfies_pyproject():
         requirement = Requirement(needed)
         version = locked.get(canonicalize_name(requirement.name))
         assert version and requirement.specifier.contains(version), f"{needed}: requirements/cpu.txt has {version}"
+
+
+def test_what_a_job_server_needs_is_locked_beside_the_rest():
+    """In a lock of its own: with it, Ray starts more processes on every node."""
+    needed = [
+        r for r in map(Requirement, requires("ray") or []) if r.marker and r.marker.evaluate({"extra": "default"})
+    ]
+    locked = locked_versions() | locked_versions("jobs.txt")
+    for requirement in needed:
+        version = locked.get(canonicalize_name(requirement.name))
+        assert version and requirement.specifier.contains(version), f"{requirement}: the locks have {version}"
+    assert not locked_versions().keys() & locked_versions("jobs.txt").keys()
 
 
 def test_the_lock_leaves_out_what_breaks_a_cpu_install():

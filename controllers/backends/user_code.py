@@ -70,7 +70,9 @@ class UserCode:
             UserError: one is too large; the message names what is largest in it.
         """
         for folder in self.folders:
-            sizes = _sizes(folder, [*EXCLUDES, *self.excludes])
+            sizes = Counter[str]()
+            for name, size in self.files(folder).items():
+                sizes[name.partition("/")[0]] += size
             if (total := sum(sizes.values())) > MAX_BYTES:
                 largest = ", ".join(f"{name} ({size / 1e6:.0f} MB)" for name, size in Counter(sizes).most_common(3))
                 raise UserError(
@@ -78,6 +80,20 @@ class UserCode:
                     f"{largest}. RayBackend(excludes=[...]) leaves out what ranks do not need, as a .gitignore there does; models, "
                     "which settings name, travel by themselves"
                 )
+
+    def files(self, folder: Path) -> dict[str, int]:
+        """What of a folder would be sent: path below it -> bytes."""
+        from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
+
+        sizes: dict[str, int] = {}
+
+        def add(path: Path) -> None:
+            if path.is_file() and not path.is_symlink():
+                sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
+
+        excludes = [_get_excludes(folder, [*EXCLUDES, *self.excludes])]
+        _dir_travel(folder, excludes, add, include_gitignore=True, logger=logging.getLogger(__name__))
+        return sizes
 
     def runtime_env(self, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
         """What `ray.init` is told. Nothing, if `ray job submit` has sent the working directory already."""
@@ -102,19 +118,3 @@ def cannot_import(error: Exception) -> str | None:
         f"its node cannot import {lacking.group(1)!r}, which the driver has from {file}. RayBackend(working_dir={str(folder)!r}) sends "
         "that folder to all nodes; it need not be sent where they all see it, or under `ray job submit --working-dir`"
     )
-
-
-def _sizes(folder: Path, excludes: Sequence[str]) -> dict[str, int]:
-    """Bytes of what would be sent, by its first name in the folder."""
-    from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
-
-    sizes: Counter[str] = Counter()
-
-    def add(path: Path) -> None:
-        if path.is_file() and not path.is_symlink():
-            sizes[path.relative_to(folder).parts[0]] += path.stat().st_size
-
-    _dir_travel(
-        folder, [_get_excludes(folder, list(excludes))], add, include_gitignore=True, logger=logging.getLogger(__name__)
-    )
-    return dict(sizes)

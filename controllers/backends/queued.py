@@ -1,0 +1,92 @@
+"""A program that waits in its job until earlier jobs of the same queue are over, and then becomes the job's own command.
+
+    python -m weft.controllers.backends.queued QUEUE COMMAND...
+
+Ray's own record of jobs is the queue: a job that ended, or was killed, holds nobody up.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from ...dataflow.errors import RunError
+from .job_request import NUMBER
+from .jobs import Job, Jobs
+
+LOOK_S = 3.0
+"""Seconds between two looks at the jobs before this one."""
+MAX_WAIT_S = 30 * 86400.0
+"""Longest wait for one's turn."""
+
+
+def ahead_of(job: str, jobs: Sequence[Job]) -> list[Job]:
+    """The jobs of the same queue that come before one, the next of them last.
+
+    Args:
+        job: its id.
+        jobs: all jobs of the cluster.
+    """
+    own = next((one for one in jobs if one.id == job), None)
+    if own is None:
+        return []
+    line = [one for one in jobs if one.queue == own.queue and not one.is_over]
+    return sorted(
+        (one for one in line if (one.submitted_s, one.id) < (own.submitted_s, own.id)),
+        key=lambda one: (one.submitted_s, one.id),
+    )
+
+
+def wait_for_turn(
+    job: str,
+    jobs: Callable[[], Sequence[Job]],
+    tell: Callable[[str], None],
+    rest: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Wait until no job of the queue is ahead of this one.
+
+    Args:
+        job: its id.
+        jobs: asks for all jobs of the cluster.
+        tell: told whom it waits for, whenever that changes.
+        rest: waits so many seconds.
+        clock: seconds.
+
+    Raises:
+        RunError: the turn did not come within MAX_WAIT_S.
+    """
+    end, told = clock() + MAX_WAIT_S, ""
+    while ahead := ahead_of(job, jobs()):
+        if clock() > end:
+            raise RunError(f"job {job} waited {MAX_WAIT_S:.0f} s for its turn; ahead of it: {ahead[-1].id}")
+        said = f"{len(ahead)} jobs of the queue {ahead[-1].queue!r} are ahead; the one that runs is {ahead[0].id}"
+        if said != told:
+            tell(said)
+            told = said
+        rest(LOOK_S)
+
+
+def main(words: Sequence[str]) -> None:
+    """Wait, and become the command.
+
+    Args:
+        words: the name of the queue, and the command.
+    """
+    _, *command = words
+    server = Jobs(_server_of_this_cluster())
+    wait_for_turn(os.environ[NUMBER], server.list, lambda line: print(line, flush=True))
+    os.execvp(command[0], command)
+
+
+def _server_of_this_cluster() -> str:
+    """The address of the job server of the cluster that this job runs on."""
+    from ray.dashboard.utils import get_address_for_submission_client
+
+    return get_address_for_submission_client(os.environ["RAY_ADDRESS"])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

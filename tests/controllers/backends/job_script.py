@@ -1,0 +1,66 @@
+"""GRPO with a tiny model, as a user's script: in this process, on a local Ray, or as a job of a cluster. Prints the weights' digest.
+
+Run by `test_job_server.py`.
+"""
+
+import argparse
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+import weft
+from weft.algorithms.grpo import grpo
+from weft.algorithms.sampling import Sampling
+from weft.controllers.backends.backend import Backend
+from weft.controllers.backends.local import Local
+from weft.controllers.backends.ray_backend import RayBackend
+from weft.dataflow.source import TableSource
+from weft.workers.actor import ActorWorker
+from weft.workers.dispatch import Dispatch
+from weft.workers.remote import remote
+from weft.workers.reward import RewardWorker
+from weft.workers.rollout import RolloutWorker
+
+
+class Actor(ActorWorker):
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def digest(self) -> str:
+        """Of all bytes of all weights."""
+        found = hashlib.sha256()
+        for name, tensor in sorted(self.engine.named_tensors()):
+            found.update(name.encode())
+            found.update(tensor.contiguous().numpy().tobytes())
+        return found.hexdigest()
+
+
+def length(response: str) -> float:
+    return float(len(response) % 3)
+
+
+def main(model: Path, until: int, backend: Backend) -> None:
+    rollout: Any = weft.group(RolloutWorker, model=str(model), engine="transformers")
+    reward: Any = weft.group(RewardWorker, function=length, tokenizer=str(model))
+    actor: Any = weft.group(Actor, model=str(model), learning_rate=1e-2)
+    rollout.follows(actor)
+    rows = TableSource("prompts", pa.table({"prompt_ids": [[5 + i, 7] for i in range(8)]}))
+    with weft.Driver(
+        grpo(rows, rollout=rollout, reward=reward, actor=actor, n=4, sampling=Sampling(max_tokens=4)),
+        schedule=weft.Synchronous(steps=100_000, prompts_per_step=4),
+        backend=backend,
+        checkpoint=weft.CheckpointConfig(every=1),
+        stop=lambda metrics: metrics["step"] >= until,
+        progress="plain",
+    ) as driver:
+        driver.run()
+        print("digest", driver.call(actor, "digest"), flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--until", type=int, required=True)
+    parser.add_argument("--in-process", action="store_true")
+    given = parser.parse_args()
+    main(given.model, given.until, Local() if given.in_process else RayBackend())

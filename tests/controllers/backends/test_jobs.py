@@ -1,0 +1,119 @@
+"""Jobs are checked before a cluster is asked; those of a queue take turns."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.controllers.backends.job_request import JobRequest
+from weft.controllers.backends.jobs import Job, Jobs, server_address
+from weft.controllers.backends.queued import ahead_of, wait_for_turn
+from weft.dataflow.errors import RunError, UserError
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "train.py").touch()
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "train.py").touch()
+    return tmp_path / "project"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            {"script": Path("trian.py")},
+            r"script 'trian.py': there is no such file in .*project; did you mean 'train.py'",
+        ),
+        ({"script": Path("../below/train.py")}, r"lies outside of .*project, which is sent; choose --working-dir"),
+        ({"name": "a/b"}, r"--name='a/b' cannot name a folder: .*; did you mean 'a-b'"),
+        ({"queue": ""}, r"--queue='' cannot name a folder"),
+        ({"root": "runs"}, r"--root='runs' is a folder of the head node: an absolute path, or one below ~"),
+        ({"stop_wait_s": 0}, r"--stop-wait-s=0: it is a whole number of seconds above 0"),
+        ({"environment": {"WANDB_API_KEY": "x"}}, r"--env WANDB_API_KEY=\.\.\.: Ray shows the settings"),
+        ({"environment": {"HF_TOKEN": "x"}}, r"--env HF_TOKEN=\.\.\.: Ray shows the settings"),
+        ({"environment": {"1X": "x"}}, r"--env 1X=\.\.\.: this is no name of a variable"),
+        ({"environment": {"WEFT_ROOT": "/x"}}, r"--env WEFT_ROOT=\.\.\.: --root says that"),
+    ],
+    ids=str,
+)
+def test_a_request_that_makes_no_sense_is_refused_with_its_option(project: Path, given: dict[str, Any], says: str):
+    with pytest.raises(UserError, match=says) as refused:
+        JobRequest(**{"script": Path("train.py"), "working_dir": project, **given})
+    assert "=x" not in str(refused.value)
+
+
+def test_the_words_of_a_script_reach_it_as_they_are(project: Path):
+    request = JobRequest(script=Path("train.py"), arguments=["--note", "it's $HOME"], working_dir=project)
+    assert request.entrypoint == """python train.py --note 'it'"'"'s $HOME'"""
+    queued = JobRequest(script=project / "train.py", working_dir=project, queue="night", python="python3.11")
+    assert queued.entrypoint == "python3.11 -m weft.controllers.backends.queued night python3.11 train.py"
+
+
+def test_a_job_knows_where_its_runs_lie_and_that_it_goes_on(project: Path):
+    request = JobRequest(script=Path("train.py"), working_dir=project, name="a", root="/shared/", resume=True)
+    variables = request.variables("a-1")
+    assert variables["WEFT_ROOT"] == "/shared/a" == request.folder and variables["WEFT_RESUME"] == "latest"
+    assert "WEFT_RESUME" not in JobRequest(script=Path("train.py"), working_dir=project).variables("train-1")
+
+
+def test_an_address_that_is_none_of_a_job_server_is_refused_with_the_nearest(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
+    for given, says in (
+        (None, "no cluster is named: give --address http://ray-head:8265, or set RAY_API_SERVER_ADDRESS"),
+        ("head:6379", "did you mean 'http://head:8265'"),
+        ("head:9000", "did you mean 'http://head:9000'"),
+        ("ray://head:10001", "did you mean 'http://head:10001'"),
+        ("http://me:secret@head:8265", "holds a name or a password"),
+    ):
+        with pytest.raises(UserError, match=says) as refused:
+            server_address(given)
+        assert "secret" not in str(refused.value)
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "https://head/")
+    assert server_address(None) == "https://head"
+    with pytest.raises(UserError, match=r"no job server answers at http://127.0.0.1:1 .*ray\[default\]"):
+        Jobs("http://127.0.0.1:1")
+
+
+def job(id: str, status: str, queue: str = "night", submitted_s: float = 0.0) -> Job:
+    return Job(id, status, "", queue, submitted_s, "", "", 3.0)
+
+
+def test_a_job_waits_for_those_of_its_queue_that_were_submitted_before_it():
+    jobs = [
+        job("d", "RUNNING", submitted_s=4.0),
+        job("c", "PENDING", submitted_s=3.0),
+        job("b", "PENDING", submitted_s=2.0),
+        job("a", "RUNNING", submitted_s=2.0),
+        job("over", "FAILED", submitted_s=1.0),
+        job("other", "RUNNING", queue="", submitted_s=1.0),
+    ]
+    assert [one.id for one in ahead_of("c", jobs)] == ["a", "b"] and not ahead_of("a", jobs)
+    assert ahead_of("unknown", jobs) == []
+
+
+def test_a_turn_comes_when_all_before_are_over_and_whom_it_waits_for_is_said_once():
+    own = job("z", "RUNNING", submitted_s=9.0)
+    looks = iter(
+        [[job("a", "RUNNING"), job("b", "PENDING"), own]] * 3 + [[job("a", "STOPPED"), job("b", "RUNNING"), own], [own]]
+    )
+    said: list[str] = []
+    wait_for_turn("z", lambda: next(looks), said.append, rest=lambda seconds: None, clock=lambda: 0.0)
+    assert said == [
+        "2 jobs of the queue 'night' are ahead; the one that runs is a",
+        "1 jobs of the queue 'night' are ahead; the one that runs is b",
+    ]
+
+
+def test_a_turn_that_never_comes_ends_with_the_job_before():
+    time = iter([0.0, 1.0, 1e9])
+    with pytest.raises(RunError, match=r"waited 2592000 s for its turn; ahead of it: a"):
+        wait_for_turn(
+            "z",
+            lambda: [job("a", "RUNNING"), job("z", "RUNNING", submitted_s=9.0)],
+            print,
+            lambda s: None,
+            lambda: next(time),
+        )
