@@ -1,0 +1,96 @@
+"""Deltas: what is coded comes out, one element in a hundred costs less than three bytes in a hundred, damage is refused."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.dataflow.errors import WeightSyncError
+from weft.resharding.box import Box
+from weft.resharding.delta import (
+    MOST_CHANGED,
+    Delta,
+    Shadow,
+    apply_delta,
+    bits_of,
+    changed_positions,
+    delta_of,
+    within,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.randoms(use_true_random=False), st.sampled_from([1, 2, 4, 8]))
+def test_the_version_before_and_the_delta_make_the_version_after(rng: random.Random, item_bytes: int):
+    generator = np.random.default_rng(rng.randrange(1 << 30))
+    count = rng.choice([0, 1, 2, 255, 256, 257, 5000])
+    before = generator.integers(0, 1 << 8 * item_bytes, count, dtype=np.dtype(f"u{item_bytes}"), endpoint=False)
+    after = before.copy()
+    after[generator.random(count) < rng.choice([0, 0.001, 0.01, 0.5, 1])] += 1
+    changed = np.flatnonzero(before != after)
+    found = changed_positions(before, after)
+    if found is None:
+        assert len(changed) > MOST_CHANGED * count
+    else:
+        assert len(changed) <= MOST_CHANGED * count
+        np.testing.assert_array_equal(found, changed)
+    delta = delta_of(after, changed)
+    assert len(delta.values) == len(changed)
+    apply_delta(before, delta)
+    np.testing.assert_array_equal(before, after)
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [(torch.bfloat16, 0.0156), (torch.float32, 0.0129)])
+def test_one_element_in_a_hundred_takes_less_than_three_bytes_in_a_hundred(dtype: torch.dtype, largest: float):
+    torch.manual_seed(0)
+    tensor = torch.randn(1000, 1000).to(dtype)
+    changed = np.flatnonzero((torch.rand(1_000_000) < 0.01).numpy())
+    share = delta_of(bits_of(tensor), changed).num_bytes / (tensor.numel() * tensor.element_size())
+    assert 0.01 < share < largest
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_positions_in_a_part_of_a_box_are_those_of_its_elements(rng: random.Random):
+    outer = Box.full(tuple(rng.randint(1, 6) for _ in range(rng.randint(0, 3))))
+    pairs = [sorted(rng.sample(range(extent + 1), 2)) for extent in outer.shape]
+    inner = Box(tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
+    marked = np.array([rng.random() < 0.4 for _ in range(outer.numel)], bool).reshape(outer.shape)
+    expected = np.flatnonzero(marked[inner.within(outer)])
+    np.testing.assert_array_equal(within(np.flatnonzero(marked), outer, inner), expected)
+
+
+def test_a_shadow_says_what_has_changed_since_the_version_before():
+    shadow, tensor = Shadow(), torch.zeros(30)
+    assert shadow.changed(0, bits_of(tensor)) is None  # nothing was given before
+    tensor[[3, 29]] *= -1
+    found = shadow.changed(0, bits_of(tensor))
+    assert found is not None and found.tolist() == [3, 29]  # a zero has changed its sign
+    found = shadow.changed(0, bits_of(tensor))
+    assert found is not None and found.tolist() == []
+    tensor += 1
+    assert shadow.changed(0, bits_of(tensor)) is None  # too much of it
+    assert shadow.changed(0, bits_of(tensor.bfloat16())) is None and shadow.num_bytes == 60
+    shadow.forget()
+    assert shadow.num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("gaps", "values", "message"),
+    [
+        ([3], [1, 2], "2 values and positions for 1"),
+        ([3, 255], [1], "1 values and positions for 1"),
+        ([255], [], "0 values and positions for 0"),
+        ([255, 7], [1], "changes element 262 of a box that has 10"),
+    ],
+)
+def test_a_damaged_delta_is_refused_and_nothing_is_written(gaps: list[int], values: list[int], message: str):
+    bits = np.zeros(10, np.uint16)
+    with pytest.raises(WeightSyncError, match=message):
+        apply_delta(bits, Delta(np.array(gaps, np.uint8), np.array(values, np.uint16)))
+    assert not bits.any()
