@@ -86,23 +86,6 @@ def apply_delta(bits: np.ndarray, delta: Delta) -> None:
     bits[positions] = delta.values
 
 
-def changed_positions(before: np.ndarray, bits: np.ndarray) -> np.ndarray | None:
-    """Positions of the elements that differ, ascending; None: they are so many that a delta would be slower than the whole.
-
-    Args:
-        before: [elements] bits of the version before.
-        bits: [elements] bits of the same size.
-
-    >>> before = np.zeros(1000, np.uint16)
-    >>> bits = before.copy()
-    >>> bits[[3, 999]] = 1
-    >>> changed_positions(before, bits).tolist()
-    [3, 999]
-    """
-    differs = before != bits
-    return None if np.count_nonzero(differs) > MOST_CHANGED * len(bits) else np.flatnonzero(differs)
-
-
 def within(positions: np.ndarray, outer: Box, inner: Box) -> np.ndarray:
     """Of the positions in a box those that lie in a part of it, as positions in the part.
 
@@ -130,7 +113,17 @@ class Shadow:
     def __init__(self) -> None:
         self.version: int | None = None
         """Of all entries; None: they are of several versions, or there are none."""
+        self.compared = 0
+        """Elements of the last version that were compared with the one before."""
+        self.differed = 0
+        """Those of them that differed."""
         self._bits: dict[int, np.ndarray] = {}
+
+    def begin(self) -> int | None:
+        """A version comes. Until `version` is set again, it says None; returns what it was."""
+        self.compared = self.differed = 0
+        base, self.version = self.version, None
+        return base
 
     def forget(self) -> None:
         """Free the memory; the next version is given whole."""
@@ -151,11 +144,15 @@ class Shadow:
         if before is None or before.shape != bits.shape or before.dtype != bits.dtype:
             self._bits[number] = bits.copy()
             return None
-        positions = changed_positions(before, bits)
-        if positions is None:
+        differs = before != bits
+        count = int(np.count_nonzero(differs))
+        self.compared += len(bits)
+        self.differed += count
+        if count > MOST_CHANGED * len(bits):
             np.copyto(before, bits)
-        else:
-            before[positions] = bits[positions]
+            return None
+        positions = np.flatnonzero(differs)
+        before[positions] = bits[positions]
         return positions
 
     @property

@@ -28,9 +28,11 @@ from ..dataflow.errors import WeightSyncError
 from .buckets import SLOTS, Description, Entry, fingerprint, layout_of, read_description
 from .checksum import tensor_factor
 from .connection import SILENCE_S, Connection, this_machine
+from .delta import Delta, apply_delta
+from .held_boxes import HeldBoxes, held_boxes
 from .layout import Layout
 from .plan import Copy
-from .transfer import GRACE_S, NUMBER
+from .transfer import FORM, GRACE_S, NUMBER, WHOLE
 from .weights import CHECKSUM_MODULUS, RankWeights, Weights
 
 PATIENCE_S = 2 * SILENCE_S + GRACE_S
@@ -196,6 +198,11 @@ class _Source:
             place = json.loads(self._receive(b"D"))
             description = known if place["known"] else self._receive(b"L")
             _remember((rank.host, rank.port, rank.token), description)
+            self._version = weights.version
+            self._held: HeldBoxes | None = None
+            if place["deltas"] and not here:
+                number = weights.ranks.index(rank)
+                self._held = held_boxes(weights.receiver, part, number, rank.token + fingerprint(description))
             self.parts: Description = read_description(description)
             self.sums = [0] * len(self.parts.entries)
             if here:
@@ -212,8 +219,9 @@ class _Source:
     def ask(self, wanted: list[tuple[int, Copy]]) -> None:
         """Say what is wanted, of which bytes come in this order; of a memory that is mapped, everything is there."""
         boxes = [[number, copy.box.starts, copy.box.stops] for number, copy in wanted]
+        base = self._held.begin([(number, copy.box) for number, copy in wanted]) if self._held is not None else None
         with self._named():
-            self.connection.send(b"W", b"" if self._memory is not None else json.dumps(boxes).encode())
+            self.connection.send(b"W", b"" if self._memory is not None else json.dumps([base, boxes]).encode())
 
     def next_bucket(self) -> int:
         """Wait for the next bucket; returns its number."""
@@ -231,6 +239,8 @@ class _Source:
         if self._memory is not None:
             start = entry.bucket % SLOTS * (len(self._memory) // SLOTS)
             return entry.view(self._memory, start)[copy.box.within(entry.box)]
+        if self._held is not None and copy.box.numel:
+            return self._updated(self._held, number, copy)
         return self._streamed(entry, copy)
 
     def release(self, bucket: int) -> None:
@@ -247,8 +257,32 @@ class _Source:
 
     def thank(self) -> None:
         """Say that everything was taken."""
+        if self._held is not None:
+            self._held.version = self._version
         with contextlib.suppress(OSError):  # it knows what it has given
             self.connection.send(b"K")
+
+    def _updated(self, held: HeldBoxes, number: int, copy: Copy) -> torch.Tensor:
+        """The elements of a copy that come as a delta, or whole: they are held for the next version."""
+        dtype: torch.dtype = getattr(torch, self.parts.entries[number].dtype)
+        bits = held.box(number, copy.box, np.dtype(f"u{dtype.itemsize}"))
+        with self._named():
+            form = bytearray(FORM.size)
+            self.connection.receive_into(memoryview(form))
+            if (counts := FORM.unpack(form)) == WHOLE:
+                self._receive_array(bits)
+            elif not 0 <= counts[1] <= counts[0] <= bits.nbytes:
+                raise WeightSyncError(f"{self.where}: it sent a delta of {counts} for {copy.box}, {self.at}")
+            else:
+                delta = Delta(np.empty(counts[0], np.uint8), np.empty(counts[1], bits.dtype))
+                self._receive_array(delta.gaps)
+                self._receive_array(delta.values)
+                apply_delta(bits, delta)
+        return torch.from_numpy(bits.view(np.uint8)).view(dtype).reshape(copy.box.shape)
+
+    def _receive_array(self, target: np.ndarray) -> None:
+        own_bytes: Any = target.view(np.uint8)
+        self.connection.receive_into(memoryview(own_bytes))
 
     def _streamed(self, entry: Entry, copy: Copy) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, entry.dtype)

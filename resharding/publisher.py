@@ -23,7 +23,8 @@ from typing import Any
 from ..dataflow.errors import WeightSyncError
 from .buckets import BUCKET_BYTES, SLOTS, cut, described, fingerprint
 from .connection import Connection, this_machine
-from .transfer import Transfer
+from .delta import Shadow
+from .transfer import Sent, Transfer
 from .weights import Part, RankWeights, Weights
 
 LOOPBACK = "127.0.0.1"
@@ -37,10 +38,15 @@ class WeightPublisher:
     Args:
         host: address at which receivers on other machines reach this process; empty: there are none.
         bucket_bytes: of one bucket.
+        deltas: send receivers on other machines what has changed since the version that they hold. Where there are any, a copy of all parts
+            is kept in host memory, in the dtype in which they travel, and each of them keeps one of what it takes.
     """
 
-    def __init__(self, host: str = "", bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, host: str = "", bucket_bytes: int = BUCKET_BYTES, *, deltas: bool = False) -> None:
         self._bucket_bytes = bucket_bytes
+        self._shadow = Shadow() if deltas else None
+        self.sent = Sent()
+        """What the last version sent over the network."""
         self._file: int | None = os.memfd_create("weft-weights", os.MFD_CLOEXEC)
         self._memory: mmap.mmap | None = None
         self._token = secrets.token_hex(32)
@@ -77,8 +83,11 @@ class WeightPublisher:
             raise WeightSyncError(f"weights version {version}: {error}") from None
         slot_bytes = max((entry.offset + entry.num_bytes for entry, _ in entries), default=0)
         memory = self._memory_of(SLOTS * (-(-slot_bytes // mmap.PAGESIZE) or 1) * mmap.PAGESIZE)
-        self._description = described(entry for entry, _ in entries)
-        self._transfer = Transfer(version, entries, memory, receivers)
+        before, self._description = self._description, described(entry for entry, _ in entries)
+        if self._shadow is not None and before != self._description:
+            self._shadow.forget()
+        self._transfer = Transfer(version, entries, memory, receivers, self._shadow)
+        self.sent = self._transfer.sent
         self._idle.clear()
         self._filling.put(self._transfer)
         host, port = self._listener.getsockname()[:2]
@@ -155,8 +164,9 @@ class WeightPublisher:
         assert self._memory is not None
         description = self._description
         known = fingerprint(description) == hello["known"]
-        place = {"path": f"/proc/{os.getpid()}/fd/{self._file}", "num_bytes": len(self._memory), "known": known}
-        connection.send(b"D", json.dumps(place).encode())
+        place = {"path": f"/proc/{os.getpid()}/fd/{self._file}", "num_bytes": len(self._memory)}
+        said = {**place, "known": known, "deltas": self._shadow is not None}
+        connection.send(b"D", json.dumps(said).encode())
         if not known:
             connection.send(b"L", description)
         _, wants = connection.receive()

@@ -31,6 +31,7 @@ from .box import Box
 from .buckets import SLOTS, Entry
 from .checksum import box_sum, tensor_factor
 from .connection import Connection
+from .delta import Shadow, bits_of, delta_of, within
 from .weights import CHECKSUM_MODULUS
 
 GRACE_S = 1.0
@@ -38,8 +39,27 @@ GRACE_S = 1.0
 
 NUMBER = struct.Struct("<q")
 
+FORM = struct.Struct("<qq")
+"""Bytes of gaps and number of values of a delta, before the bytes of each box that a receiver is sent."""
+
+WHOLE = (-1, -1)
+"""What stands in their place before a box that is sent whole."""
+
 Want = tuple[int, Box]
 """Number of an entry, and the box that is wanted of it."""
+
+
+@dataclass(eq=False)
+class Sent:
+    """What went to receivers on other machines."""
+
+    num_bytes: int = 0
+    whole_bytes: int = 0
+    """The same without deltas."""
+    compared: int = 0
+    """Elements of this rank that were compared with the version before."""
+    changed: int = 0
+    """Those of them that had changed."""
 
 
 @dataclass(eq=False)
@@ -50,6 +70,10 @@ class _Pass:
     """Buckets that were written."""
     sums: list[list[int]] = field(default_factory=list)
     """Of the entries of each of them."""
+    base: int | None = None
+    """Version from which `changed` counts; None: there is none."""
+    changed: dict[int, np.ndarray | None] = field(default_factory=dict)
+    """Positions of the changed elements of the entries that are in memory, by number; None: the entry is given whole."""
 
 
 @dataclass(eq=False)
@@ -63,6 +87,8 @@ class _Session:
     connection: Connection
     wants: dict[int, list[Want]] | None = None
     """By bucket, what it is sent; None: it maps the memory."""
+    base: int | None = None
+    """Version that it holds of all that it wants; None: of none."""
     turn: _Pass | None = None
     taken: int = 0
     """Buckets that it needs no more."""
@@ -80,12 +106,21 @@ class Transfer:
         parts: entries in the order of their buckets, each with its elements, which must not change before `end`.
         memory: of SLOTS buckets.
         expected: names of the receivers; they begin together if they come within GRACE_S of each other. Others are served as well.
+        shadow: what was given last: receivers on other machines that hold it are sent deltas (`delta.py`). None: they are sent everything.
     """
 
     def __init__(
-        self, version: int, parts: Sequence[tuple[Entry, torch.Tensor]], memory: Any, expected: Sequence[str]
+        self,
+        version: int,
+        parts: Sequence[tuple[Entry, torch.Tensor]],
+        memory: Any,
+        expected: Sequence[str],
+        shadow: Shadow | None = None,
     ) -> None:
         self.version = version
+        self._shadow = shadow
+        self.sent = Sent()
+        """What went over the network."""
         self._expected = set(expected)
         self._memory = memory
         self._slot_bytes = len(memory) // SLOTS
@@ -142,16 +177,26 @@ class Transfer:
     def _fill_pass(self, members: Sequence[_Session]) -> None:
         turn = members[0].turn
         assert turn is not None
+        shadow = self._shadow if any(s.wants is not None for s in members) else None
+        if shadow is not None:
+            turn.base = shadow.begin()
         for number, entries in enumerate(self._buckets):
             if not self._await_taken(members, number + 1 - SLOTS):
                 return
+            for entry in self._buckets[number - SLOTS] if number >= SLOTS else ():
+                turn.changed.pop(entry, None)
             sums = [self._fill(entry, number % SLOTS) for entry in entries]
+            if shadow is not None:
+                turn.changed |= {entry: shadow.changed(entry, self._bits(entry, number % SLOTS)) for entry in entries}
             with self._condition:
                 turn.sums.append(sums)
                 turn.filled = number + 1
                 self._condition.notify_all()
         with self._condition:
             self._add_up(turn)
+            if shadow is not None:
+                shadow.version = self.version
+                self.sent.compared, self.sent.changed = shadow.compared, shadow.differed
             self._condition.notify_all()
         self._await_taken(members, len(self._buckets))
 
@@ -167,6 +212,9 @@ class Transfer:
         target = entry.view(self._memory, slot * self._slot_bytes)
         target.copy_(self._tensors[number])
         return box_sum(target, entry.box, entry.shape)
+
+    def _bits(self, number: int, slot: int) -> np.ndarray:
+        return bits_of(self.entries[number].view(self._memory, slot * self._slot_bytes))
 
     def _add_up(self, turn: _Pass) -> None:
         total = 0
@@ -193,7 +241,7 @@ class Transfer:
             with self._condition:
                 self._sessions.append(session)
                 session.turn = _Pass()  # it takes no part before it has said what it wants
-            session.wants = self._read_wants(answer())
+            session.base, session.wants = self._read_wants(answer())
             with self._condition:
                 session.turn = None
                 self._condition.notify_all()
@@ -224,24 +272,42 @@ class Transfer:
         if session.wants is None:
             session.connection.receive()
         else:
+            turn = session.turn
             for entry, box in session.wants.get(number, ()):
-                self._send(session.connection, self.entries[entry], box, number % SLOTS)
+                changed = turn.changed.get(entry) if turn.base is not None and turn.base == session.base else None
+                self._send(session.connection, self.entries[entry], box, number % SLOTS, changed)
         with self._condition:
             session.taken = number + 1
             self._condition.notify_all()
 
-    def _send(self, connection: Connection, entry: Entry, box: Box, slot: int) -> None:
-        elements = entry.view(self._memory, slot * self._slot_bytes)[box.within(entry.box)].contiguous()
-        content: Any = elements.reshape(-1).view(torch.uint8).numpy()
-        connection.send_bytes(memoryview(content))
+    def _send(self, connection: Connection, entry: Entry, box: Box, slot: int, changed: np.ndarray | None) -> None:
+        """Send a box of an entry: where there is a shadow, with a word on its form before it."""
+        bits = bits_of(entry.view(self._memory, slot * self._slot_bytes)[box.within(entry.box)].contiguous())
+        delta = None
+        if changed is not None:
+            delta = delta_of(bits, within(changed, entry.box, box))
+        if delta is not None and delta.num_bytes < bits.nbytes:
+            connection.send_bytes(FORM.pack(len(delta.gaps), len(delta.values)))
+            contents = [delta.gaps, delta.values]
+        else:
+            if self._shadow is not None:
+                connection.send_bytes(FORM.pack(*WHOLE))
+            contents = [bits]
+        for content in contents:
+            own_bytes: Any = content.view(np.uint8)
+            connection.send_bytes(memoryview(own_bytes))
+        self.sent.num_bytes += sum(content.nbytes for content in contents)
+        self.sent.whole_bytes += bits.nbytes
 
-    def _read_wants(self, content: bytes) -> dict[int, list[Want]] | None:
+    def _read_wants(self, content: bytes) -> tuple[int | None, dict[int, list[Want]] | None]:
+        """The version that a receiver holds, and what it wants; None: it maps the memory."""
         if not content:
-            return None
+            return None, None
         wants: dict[int, list[Want]] = {}
-        for number, starts, stops in json.loads(content):
+        base, boxes = json.loads(content)
+        for number, starts, stops in boxes:
             wants.setdefault(self.entries[number].bucket, []).append((number, Box(tuple(starts), tuple(stops))))
-        return wants
+        return base, wants
 
     def _stops(self) -> bool:
         return self._ended or bool(self._failure)

@@ -1,0 +1,200 @@
+"""Versions that travel as deltas: receivers on other machines are sent what has changed, and everything where that is of no use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from weft.dataflow.errors import WeightSyncError
+from weft.resharding import held_boxes as held_by_receivers
+from weft.resharding import incoming as receiving
+from weft.resharding import transfer as transfers
+from weft.resharding.box import Box
+from weft.resharding.delta import Delta
+from weft.resharding.held_boxes import held_boxes
+from weft.resharding.incoming import open_weights
+from weft.resharding.layout import Held, Layout, Piece, RankLayout, Where
+from weft.resharding.plan import ReshardPlan
+from weft.resharding.publisher import WeightPublisher
+from weft.resharding.tensor_receiver import receive_parts
+from weft.resharding.weights import Part, Weights, whole
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Receivers believe that they are on another machine."""
+    monkeypatch.setattr(receiving, "this_machine", lambda: "another machine")
+    monkeypatch.setattr(receiving, "LOOPBACKS", ())
+    monkeypatch.setattr(held_by_receivers, "_held", {})
+
+
+@pytest.fixture
+def publisher() -> Iterator[WeightPublisher]:
+    publisher = WeightPublisher(bucket_bytes=64 << 10, deltas=True)
+    yield publisher
+    publisher.close()
+
+
+@pytest.fixture
+def model() -> Tensors:
+    torch.manual_seed(0)
+    return {"a": torch.randn(300, 200).bfloat16(), "b": torch.randn(777), "scalar": torch.tensor(2.0)}
+
+
+def step(model: Tensors, share: float, seed: int = 0) -> None:
+    """Change the bits of this share of the elements, in place."""
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in model.values():
+        changed = torch.rand(tensor.shape, generator=generator) < share
+        tensor.copy_(torch.where(changed, tensor * 1.5 + 1, tensor))
+
+
+def take(weights: Weights, model: Tensors, receiver: str) -> str:
+    """Receive a version, and compare it bit for bit; returns its checksum."""
+    found = {name: torch.full_like(tensor, 7) for name, tensor in model.items()}
+    with open_weights(weights.to(receiver)) as incoming:
+        checksum = receive_parts(incoming, list(whole(found)))
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.items())
+    return checksum
+
+
+def bytes_of(model: Tensors) -> int:
+    return sum(tensor.nbytes for tensor in model.values())
+
+
+def test_a_step_that_changes_one_element_in_a_hundred_sends_less_than_three_bytes_in_a_hundred(
+    publisher: WeightPublisher, model: Tensors
+):
+    for version in range(1, 5):
+        checksum = take(publisher.publish(whole(model), version, ["one[0]"]), model, "one[0]")
+        assert publisher.finish() == checksum
+        sent = publisher.sent
+        assert sent.whole_bytes == bytes_of(model)
+        if version == 1:
+            assert sent.num_bytes == sent.whole_bytes and sent.compared == 0
+        else:
+            assert sent.num_bytes < 0.03 * sent.whole_bytes
+            assert sent.compared == sum(tensor.numel() for tensor in model.values())
+            assert 0.005 < sent.changed / sent.compared < 0.015
+        plain = WeightPublisher()
+        assert take(plain.publish(whole(model), version), model, "checks") == checksum  # as if all had been sent
+        plain.close()
+        step(model, 0.01, seed=version)
+
+
+def test_who_lacks_the_version_before_is_sent_everything(publisher: WeightPublisher, model: Tensors):
+    def share(version: int, receiver: str) -> float:
+        take(publisher.publish(whole(model), version, [receiver]), model, receiver)
+        publisher.finish()
+        step(model, 0.01, seed=version)
+        return publisher.sent.num_bytes / publisher.sent.whole_bytes
+
+    assert share(1, "steady[0]") == 1
+    assert share(2, "steady[0]") < 0.03
+    assert share(3, "replaced[0]") == 1
+    assert share(4, "replaced[0]") < 0.03
+    assert share(5, "steady[0]") == 1, "it missed two versions"
+    assert share(6, "steady[0]") < 0.03
+
+
+def test_who_comes_late_in_the_same_version_is_sent_everything(
+    publisher: WeightPublisher, model: Tensors, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(transfers, "GRACE_S", 0.05)
+    for version in (1, 2):
+        weights = publisher.publish(whole(model), version, ["early[0]", "late[0]"])
+        assert take(weights, model, "early[0]") == take(weights, model, "late[0]") == publisher.finish()
+        step(model, 0.01)
+    assert bytes_of(model) < publisher.sent.num_bytes < 1.05 * bytes_of(model)  # a delta, and everything
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_boxes_of_which_most_has_changed_are_sent_whole(publisher: WeightPublisher, model: Tensors, share: float):
+    for version in (1, 2):
+        take(publisher.publish(whole(model), version), model, "one[0]")
+        publisher.finish()
+        step(model, share)
+    assert publisher.sent.num_bytes == (0 if share == 0 else bytes_of(model))
+    assert publisher.sent.changed / publisher.sent.compared == pytest.approx(share, abs=0.02)
+
+
+def receiving_plan(incoming: receiving.IncomingWeights) -> ReshardPlan:
+    tensors = incoming.layout.tensors.values()
+    held = {t.name: Held(t.shape, t.dtype, (Piece(Box.full(t.shape)),)) for t in tensors}
+    return ReshardPlan(incoming.layout, Layout.of_ranks([RankLayout(Where(), held)]))
+
+
+def test_after_a_transfer_that_broke_off_everything_comes_again(publisher: WeightPublisher, model: Tensors):
+    take(publisher.publish(whole(model), 1), model, "one[0]")
+    publisher.finish()
+    step(model, 0.01)
+    with pytest.raises(RuntimeError), open_weights(publisher.publish(whole(model), 2).to("one[0]")) as incoming:
+        plan = receiving_plan(incoming)
+        for _ in incoming.slices(plan.received_by(0)):
+            raise RuntimeError("in the middle")
+    publisher.finish()
+    step(model, 0.01, seed=1)
+    take(publisher.publish(whole(model), 3), model, "one[0]")
+    publisher.finish()
+    assert publisher.sent.num_bytes == publisher.sent.whole_bytes
+
+
+def test_a_delta_that_arrives_damaged_is_found_by_the_checksum(
+    publisher: WeightPublisher, model: Tensors, monkeypatch: pytest.MonkeyPatch
+):
+    take(publisher.publish(whole(model), 1), model, "one[0]")
+    publisher.finish()
+    step(model, 0.01)
+    real = receiving.apply_delta
+
+    def damaged(bits: np.ndarray, delta: Delta) -> None:
+        if len(delta.values):
+            delta.values[0] ^= 1
+        real(bits, delta)
+
+    monkeypatch.setattr(receiving, "apply_delta", damaged)
+    with pytest.raises(WeightSyncError, match=r"tensor 'a' did not arrive as it was published: .* from rank 0"):
+        take(publisher.publish(whole(model), 2), model, "one[0]")
+    monkeypatch.undo()
+
+
+def test_of_a_part_of_each_row_only_its_own_changes_are_sent(publisher: WeightPublisher):
+    matrix = torch.randn(100, 50)
+    for version in (1, 2):
+        columns = torch.full((100, 10), 7.0)
+        with open_weights(publisher.publish(whole({"a": matrix}), version).to("half[0]")) as incoming:
+            parts = [Part("a", (100, 50), Box((0, 20), (100, 30)), columns)]
+            with pytest.raises(WeightSyncError, match="what other ranks"):  # it adds up a part, and calls it the whole
+                receive_parts(incoming, parts)
+            for source in incoming._sources:
+                source.thank()
+        publisher.finish()
+        assert torch.equal(columns, matrix[:, 20:30])
+        matrix[::10, :25] += 1
+    assert publisher.sent.changed == 10 * 25 and publisher.sent.compared == 5000
+    assert publisher.sent.num_bytes < 0.3 * publisher.sent.whole_bytes
+
+
+def test_other_entries_are_other_boxes(publisher: WeightPublisher, model: Tensors):
+    take(publisher.publish(whole(model), 1), model, "one[0]")
+    publisher.finish()
+    model["more"] = torch.randn(50)
+    take(publisher.publish(whole(model), 2), model, "one[0]")
+    publisher.finish()
+    assert publisher.sent.num_bytes == publisher.sent.whole_bytes
+
+
+def test_what_is_held_of_another_publisher_is_dropped():
+    first = held_boxes("one[0]", 0, 0, "publisher")
+    assert first.begin([(0, Box.full((4,)))]) is None
+    first.box(0, Box.full((4,)), np.dtype("u2"))
+    first.version = 3
+    assert held_boxes("one[0]", 0, 0, "publisher") is first and first.num_bytes == 8
+    assert first.begin([(0, Box.full((4,)))]) == 3 and first.version is None
+    assert held_boxes("one[0]", 0, 0, "another").num_bytes == 0
+    assert held_boxes("", 0, 0, "publisher") is not held_boxes("", 0, 0, "publisher")
