@@ -12,10 +12,11 @@
 | `speedup_over_disk` | the same, by safetensors on disk and vLLM's `reload_weights` | 3 |
 | `speedup_over_gather` | the same, by gathering on every rank, a CRC-32 by rank 0, shared memory, another CRC-32, and `load_weights` | 4 |
 | `plan_70b_s` | seconds to plan 70B parameters from 64 FSDP ranks to 64 ranks of TP 8 | 5 |
+| `delta_bytes_share` | bytes that travel after a step that has changed one published element in a hundred, over all bytes | 0.03 |
 | `pause_share` | of the time of a transfer, the part in which vLLM cannot generate | 0.5 |
 
 Two ranks (FSDP2 over gloo) give 125 million float32 parameters to one engine of vLLM on the CPUs of this machine; ways take turns, and
-seconds are medians. `delta_bytes_share` does not exist: there are no deltas yet. A table projects the plans of large models at the rates of
+seconds are medians. A table projects the plans of large models at the rates of
 links; it is no measurement. The last line printed is one JSON object; a figure that was not asked for is null.
 """
 
@@ -32,8 +33,11 @@ HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE / "resharding"), str(HERE)]
 FIGURES = (
     "plan_equals_bound", "wire_equals_plan", "wire_over_memcpy", "speedup_over_object_store", "speedup_over_disk",
-    "speedup_over_gather", "plan_70b_s", "pause_share",
+    "speedup_over_gather", "plan_70b_s", "pause_share", "delta_bytes_share",
 )  # fmt: skip
+
+
+PARTS = ("plans", "wire", "deltas")
 
 
 def plans(small: bool) -> dict[str, Any]:
@@ -51,13 +55,15 @@ def wire(small: bool, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=("plans", "wire"), default=("plans", "wire"))
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rounds", type=int, default=7, help="transfers in each way that count")
     parser.add_argument("--small", action="store_true", help="a tiny model and few layouts, to see that it works")
     asked = parser.parse_args()
     figures: dict[str, Any] = dict.fromkeys(FIGURES)
     if "wire" in asked.only:
         figures |= wire(asked.small, asked.rounds)
+    if "deltas" in asked.only:
+        figures |= importlib.import_module("deltas").measure(asked.rounds, small=asked.small)
     if "plans" in asked.only:
         figures |= plans(asked.small)
     print(json.dumps(figures))

@@ -210,6 +210,13 @@ GENERATION = Section(
             "at the bound in every step: generation is ahead of training",
         ),
         MetricEntry("max_staleness", "versions", "the oldest token", "at most what the schedule allows"),
+        MetricEntry(
+            "changed_share",
+            "0 to 1",
+            "with `deltas`: elements of the published weights that differ from the version before",
+            "a few hundredths",
+            "above a tenth: deltas are of no use",
+        ),
     ),
 )
 

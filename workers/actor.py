@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 
 class ActorConfig(TrainedConfig):
     """The policy, how it lies over its ranks, and how it is optimised."""
+
+    deltas: Literal["off", "auto"] = "off"
+    """auto: send followers on other machines only the elements that have changed since the version that they hold, wherever that is fewer
+    bytes. A copy of what is published, and of what each of them takes, then stays in host memory; and comparing takes time."""
 
 
 def _may_read(loss: Loss) -> tuple[str, ...]:
@@ -94,17 +98,21 @@ class ActorWorker(TrainedWorker):
         Returns:
             What `Updates.update` returns, and of the first step, where the columns are there: `mean_logprob_gap` and
             `max_logprob_gap` (nats between the generator's log-probabilities and the trainer's own, under the weights
-            before the update), `mean_staleness` and `max_staleness` (versions).
+            before the update), `mean_staleness` and `max_staleness` (versions); with deltas, `changed_share` (of the elements that
+            were published, since the version before them).
 
         Raises:
             DivergedError: `stop_after_bad_steps` steps in a row were bad. The rows of each are in the run's `skipped/`.
         """
+        published: Metrics = {}
         if last and self._publisher is not None:
             self._publisher.finish()  # nobody is given a mixture of two versions
+            if compared := self._publisher.sent.compared:
+                published["changed_share"] = Mean(float(self._publisher.sent.changed), float(compared))
         staleness = self._staleness(batch)
         first = _WithGap(loss) if RESPONSE_LOGPROBS in batch else None
         made = self._updates.update(batch, loss, epochs=epochs, minibatches=minibatches, last=last, first=first)
-        return {**staleness, **made}
+        return {**staleness, **published, **made}
 
     def _staleness(self, batch: Batch) -> Metrics:
         if RESPONSE_VERSIONS not in batch:
@@ -127,7 +135,7 @@ class ActorWorker(TrainedWorker):
         if self._publisher is None:
             from ..resharding.publisher import WeightPublisher
 
-            self._publisher = WeightPublisher(self.context.address)
+            self._publisher = WeightPublisher(self.context.address, deltas=self.config.deltas == "auto")
         return self._publisher.publish(self.engine.published_parts(), version, receivers)
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)

@@ -39,6 +39,10 @@ def test_the_projection_counts_the_busiest_gpu_over_each_link(load: Any):
     assert plans.seconds_of(far, through_host=True) == 64 / plans.NETWORK + 2 * 64 / plans.HOST
 
 
+def test_the_delta_of_a_small_step_is_a_small_part_of_the_bytes(load: Any):
+    assert 0.01 < load("resharding/deltas").measure(1, small=True)["delta_bytes_share"] < 0.03
+
+
 @pytest.mark.slow
 def test_every_way_carries_weights_in_the_small_setting():
     command = [sys.executable, str(PROGRAM), "--small", "--rounds", "1"]

@@ -19,6 +19,7 @@ from weft.dataflow.errors import UserError, WeightSyncError
 from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.reference import ReferenceConfig, ReferenceWorker
+from weft.workers.worker import Context
 
 NO_ROWS = TableSource("no rows", pa.table({"x": []}))
 
@@ -175,6 +176,25 @@ def test_a_reference_follows_the_actor(tiny_model: Path, rows: Batch):
     given = worker.finish_publishing(version=1)
     assert given is not None and given.checksum == checksum
     assert reference.version == 1 and reference.logprobs(rows, into="x") == mine
+    worker.close()
+
+
+def test_with_deltas_the_share_of_changed_elements_is_a_metric(
+    tiny_model: Path, rows: Batch, monkeypatch: pytest.MonkeyPatch
+):
+    from weft.resharding import incoming
+
+    monkeypatch.setattr(incoming, "this_machine", lambda: "another machine")
+    monkeypatch.setattr(incoming, "LOOPBACKS", ())
+    worker = ActorWorker(ActorConfig(model=str(tiny_model), deltas="auto", learning_rate=1e-2))
+    reference = ReferenceWorker(ReferenceConfig(model=str(tiny_model)), Context("reference"))
+    shares: list[float] = []
+    for version in range(3):
+        taken = reference.receive_weights(worker.publish_weights(version=version))
+        assert worker.finish_publishing(version=version).checksum == taken
+        metrics = worker.update(rows, loss=LOSS)
+        shares += [metrics["changed_share"].value] if "changed_share" in metrics else []
+    assert len(shares) == 2 and all(0.5 < share <= 1 for share in shares)  # float32 changes nearly everywhere
     worker.close()
 
 
