@@ -48,7 +48,7 @@ def transfer(publisher: WeightPublisher, model: Tensors, found: Tensors, version
 
 
 def measure(rounds: int, *, small: bool) -> dict[str, object]:
-    """`delta_bytes_share`: bytes that travel after one element in a hundred has changed, over all bytes. Prints seconds for several shares."""
+    """`delta_bytes_share`: bytes that travel after one element in a hundred has changed, over all bytes. Prints seconds, too."""
     torch.manual_seed(0)
     rows = 256 if small else 4096
     model = {f"{n}.weight": torch.randn(rows, 1024).bfloat16() for n in range(8)}
