@@ -21,7 +21,7 @@ from ..request import CallRequest, NodeRequest, Then
 from ..run_directory import RunDirectory
 from .device_turns import DeviceTurns
 
-MAX_REST_S = 0.25
+MAX_REST_S = 0.5
 """Most seconds for which the driver rests."""
 
 

@@ -115,22 +115,25 @@ class Replies:
             WorkerError, WorkerDied, DeadlineError, UserError: the run cannot go on; the message names the worker.
         """
         events = self._backend.wait(timeout_s=timeout_s)
-        alone = all([_is_rows_alone(event.reply) for event in events])  # noqa: C419 a driver does it for every row
         requests = self._remedies.hear(events, self._calls.under_way)
         if self._remedies.take_lost() or requests:
             self._calls.queue(requests)
             self._calls.end_lost()
             alone = False
+        else:
+            alone = True
         rows: dict[Call, list[Event]] = {}
         """Replies that bring rows of a call: those of all its ranks are published together."""
         for event in events:
-            if event.rank not in event.call.waiting:  # it was lost, or was cancelled just as it ended
+            call, reply = event.call, event.reply
+            alone = alone and _is_rows_alone(reply)
+            if event.rank not in call.waiting:  # it was lost, or was cancelled just as it ended
                 continue
-            if _brings_rows(event):
-                rows.setdefault(event.call, []).append(event)
+            if reply.published is not None and _brings_rows(call, reply):
+                rows.setdefault(call, []).append(event)
                 continue
-            for call in list(rows) if event.reply.failure else [event.call]:
-                self._publish(call, rows.pop(call, []))
+            for other in list(rows) if reply.failure else [call] if call in rows else ():
+                self._publish(other, rows.pop(other))
             self._take(event)
         for call, own in rows.items():
             self._publish(call, own)
@@ -175,7 +178,7 @@ class Replies:
     def _publish(self, call: Call, events: Sequence[Event]) -> None:
         """Take replies of a call that bring rows."""
         lease = call.lease
-        if not events or lease is None or call.ledger is None or not call.ledger.leases.holds(lease):
+        if lease is None or call.ledger is None or not call.ledger.leases.holds(lease):
             for event in events:
                 self._take(event)
             return
@@ -203,11 +206,10 @@ class Replies:
             self._graph_runs[call.ledger.name].generates(call.lease, published)
 
 
-def _brings_rows(event: Event) -> bool:
-    """Whether a reply brings rows that may be published with those of other ranks of its call."""
-    call, reply = event.call, event.reply
-    written = reply.published is not None and reply.segment is not None
-    return written and reply.failure is None and call.node is not None and not call.node.operation.takes_groups
+def _brings_rows(call: Call, reply: Reply) -> bool:
+    """Whether a reply with published rows may be published with those of other ranks of its call."""
+    written = reply.segment is not None and reply.failure is None
+    return written and call.node is not None and not call.node.operation.takes_groups
 
 
 def _is_rows_alone(reply: Reply) -> bool:

@@ -192,19 +192,19 @@ class Lease:
 
     @cached_property
     def num_groups(self) -> int:
-        return len({r.group.id for r in self.rows})
+        return len(set(self.group_ids.tolist()))
 
-    @property
+    @cached_property
     def ids(self) -> np.ndarray:
         """[rows] int64 sample ids."""
         return np.array([r.id for r in self.rows], np.int64)
 
-    @property
+    @cached_property
     def group_ids(self) -> np.ndarray:
         """[rows] int64 group of each row."""
         return np.array([r.group.id for r in self.rows], np.int64)
 
-    @property
+    @cached_property
     def parent_ids(self) -> np.ndarray:
         """[rows] int64 row that each was made of; a row of the source is its own parent."""
         return np.array([r.parent.id if r.parent else r.id for r in self.rows], np.int64)
@@ -227,11 +227,10 @@ class Lease:
         makes, open = parents is not None, self.open
         finished = finished or []
         held = ids if parents is None else parents
-        for id in (*held, *finished) if finished else held:
-            if id not in open:
-                who = f"node {self.node.name!r}"
-                what = "published row" if not makes else "made a row of" if id in held else "finished row"
-                raise LeaseError(f"{who} {what} {id}, which is not (or no longer) in lease {self.token}")
+        if not (open.keys() >= set(held) and open.keys() >= set(finished)):
+            id = next(id for id in (*held, *finished) if id not in open)
+            what = "published row" if not makes else "made a row of" if id in held else "finished row"
+            raise LeaseError(f"node {self.node.name!r} {what} {id}, which is not (or no longer) in lease {self.token}")
         if not len(ids) == len(held) == len(tokens) == len(ids if versions is None else versions):
             lengths = {len(column) for column in (ids, held, tokens, versions) if column is not None}
             raise LeaseError(
@@ -239,8 +238,8 @@ class Lease:
             )
         again = len(set(ids)) != len(ids) or len(set(finished)) != len(finished)
         if makes and not again:
-            staged = {id for _, before, _ in self.staged for id in before.ids.tolist()} if self.staged else ()
-            again = any(id in rows or id in staged for id in ids)
+            staged = {id for _, before, _ in self.staged for id in before.ids.tolist()}
+            again = not (rows.keys().isdisjoint(ids) and staged.isdisjoint(ids))
         if again:
             raise LeaseError(f"node {self.node.name!r} published a row twice in lease {self.token}")
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from ..errors import LeaseError
 from ..graph import Graph
@@ -147,7 +147,8 @@ class Ledger:
         if node.makes_level is not None:
             self.claims.set_ids_aside(rows, node.makes_level)
         stale = [staleness.version, staleness.bound, staleness.fate] if staleness else None
-        self._note(Claim(token, node.name, [r.id for r in rows], max_rows, max_groups, stale, version, holder))
+        ids = [row.id for row in rows]
+        self._note(Claim(token, node.name, ids, max_rows, max_groups, stale, version, holder))
         if not rows:
             return None
         bit = 1 << i
@@ -156,7 +157,7 @@ class Ledger:
             if version is not None and row.group.version is None:
                 self.readiness.set_version(row.group, version)
         deadline = None if deadline_s is None else self._clock() + deadline_s
-        lease = Lease(token, node, rows, holder, deadline, masked, open={r.id: r for r in rows})
+        lease = Lease(token, node, rows, holder, deadline, masked, open=dict(zip(ids, rows, strict=True)))
         self.leases.begin(lease)
         return lease
 
@@ -195,18 +196,19 @@ class Ledger:
         self._accept(lease.node, [lease.open.pop(id) for id in through] if through else [], made_of, lists, written)
 
     def _accept(
-        self, node: Node, rows: list[Row], parents: dict[int, Row], published: PublishedLists, written: Written
+        self, node: Node, rows: list[Row], parents: Mapping[int, Row], published: PublishedLists, written: Written
     ) -> None:
         """Rows are done, and rows made of these parents are there."""
         parts = self._parts_of(node, written, len(published.ids))
         if published.parents is not None:
             self._add_children(node, parents, published, parts)
         else:
-            name = node.name
-            for row, tokens in zip(rows, published.num_tokens, strict=True):
-                row.tokens += tokens
+            if any(published.num_tokens):
+                for row, tokens in zip(rows, published.num_tokens, strict=True):
+                    row.tokens += tokens
+            i, number = self._index[node.name], len(self._index)
             for row, part in zip(rows, parts, strict=True) if parts else ():
-                row.parts[name] = part  # of all rows, before one is finished: it may be the last of its group
+                row.put(part, i, number)  # of all rows, before one is finished: it may be the last of its group
         if rows:
             self.live.finish(rows, self._index[node.name])
 
@@ -225,17 +227,18 @@ class Ledger:
         return parts
 
     def _add_children(
-        self, node: Node, parents: dict[int, Row], published: PublishedLists, parts: Sequence[Part]
+        self, node: Node, parents: Mapping[int, Row], published: PublishedLists, parts: Sequence[Part]
     ) -> None:
         ids, tokens, versions, of, _ = published
         assert of is not None and node.makes_level is not None
-        level, name, rows = node.makes_level, node.name, list[Row]()
+        level, rows = node.makes_level, list[Row]()
+        i, number = self._index[node.name], len(self._index)
         for k, id in enumerate(ids):
             parent = parents[of[k]]
             version = parent.version if versions is None else versions[k]
-            row = Row(id, parent.group, parent, level, parent.position, parent.tokens + tokens[k], version)
+            row = Row(id, parent.group, parent, level, parent.tokens + tokens[k], version)
             if parts:
-                row.parts[name] = parts[k]
+                row.put(parts[k], i, number)
             if parent.children is None:
                 parent.children = [row]
             else:
@@ -267,9 +270,9 @@ class Ledger:
         if step is not None:
             for row in lease.rows:
                 row.group.trained_in = step
-        by_id = {r.id: r for r in lease.rows} if lease.staged else {}
+        known = self.live.rows
         for ids, published, segment in lease.staged:
-            self._accept(node, [by_id[id] for id in ids], by_id, published.to_lists(), segment)
+            self._accept(node, [known[id] for id in ids], known, published.to_lists(), segment)
         if shape is Shape.FILTER:
             for row in lease.open.values():
                 self.live.drop_downstream(row, i, node.name)
@@ -322,7 +325,7 @@ class Ledger:
         row.leased &= ~(1 << i)
         if self.graph.nodes[i].makes_level is not None and row.level == SOURCE and not any(row.group.levels[1:]):
             self.readiness.set_version(row.group, None)  # its generation begins again
-        self.readiness.offer_row(row, i)
+        self.readiness.offer_rows((row,), i)
         self.live.note_if_whole(row.group, i)
         if row.cancelled & self.live.wiring.serves[i]:  # meanwhile
             self.live.skip(row, i)

@@ -60,15 +60,14 @@ def _group_record(ledger: Ledger, group: Group, numbers: dict[Part, int]) -> Rec
     Args:
         numbers: of the parts that were saved before; a group brings those that it is the first to need.
     """
-    index = ledger.live.wiring.index
     parts: list[Any] = []
     rows: list[Any] = []
     for row in (row for level in group.levels for row in level):
-        for part in row.parts.values():
-            if part not in numbers:
+        for part in row.parts:
+            if part is not None and part not in numbers:
                 numbers[part] = len(numbers)
                 parts.append([part.segment.to_json(), part.written])
-        own = [[index[name], numbers[part]] for name, part in row.parts.items()]
+        own = [[i, numbers[part]] for i, part in enumerate(row.parts) if part is not None]
         masks = [row.done, row.offered, row.leased, row.skipped, row.cancelled]
         parent = row.parent.id if row.parent else row.id
         aside = list((row.first_children or {}).items())
@@ -128,17 +127,18 @@ def _load_totals(ledger: Ledger, record: Record) -> None:
 
 def _load_group(ledger: Ledger, record: Record, parts: list[Part]) -> None:
     live, nodes = ledger.live, ledger.graph.nodes
-    group = Group(record["id"], record["issued_in"], record["tokens"], live.wiring.num_levels, len(nodes))
+    position, tokens = record["rows"][0][3], record["tokens"]
+    group = Group(record["id"], position, record["issued_in"], tokens, live.wiring.num_levels, len(nodes))
     group.version, group.trained_in = record["version"], record["trained_in"]
     group.offered, group.held, group.closed = record["offered"], record["held"], record["closed"]
     for fields in record["rows"]:
-        id, level, parent, position, tokens, version, done, offered, leased, skipped, cancelled, own, aside = fields
+        id, level, parent, _, tokens, version, done, offered, leased, skipped, cancelled, own, aside = fields
         above = live.rows[parent] if level != SOURCE else None
-        row = Row(id, group, above, level, position, tokens, version)
+        row = Row(id, group, above, level, tokens, version)
         row.done, row.offered, row.leased, row.skipped, row.cancelled = done, offered, leased, skipped, cancelled
         row.first_children = dict(aside) or None
         for i, number in own:
-            row.parts[nodes[i].name] = parts[number]
+            row.put(parts[number], i, len(nodes))
             parts[number].rows += 1
         if above is not None:
             above.children = above.children or []

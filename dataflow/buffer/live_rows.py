@@ -62,17 +62,17 @@ class LiveRows:
 
     def issue(self, position: int, tokens: int, step: int) -> None:
         """A row of the source comes in, the root of a new group."""
-        group = Group(self._ids.take_group(), step, tokens, self.wiring.num_levels, len(self.graph.nodes))
+        group = Group(self._ids.take_group(), position, step, tokens, self.wiring.num_levels, len(self.graph.nodes))
         self.groups[group.id] = group
         self.groups_of_step[step] += 1
         self.readiness.open_group()
         group.complete[SOURCE] = True
-        self.add([Row(self._ids.take(1), group, None, SOURCE, position, tokens, None)])
+        self.add([Row(self._ids.take(1), group, None, SOURCE, tokens, None)])
         self.retire_if_finished(group)
 
     def issue_again(self, group: Group) -> None:
         """The prompt of a group that is lost or too old comes in once more."""
-        self.issue(group.levels[SOURCE][0].position, group.tokens, group.issued_in)
+        self.issue(group.position, group.tokens, group.issued_in)
 
     def restore(self, group: Group) -> None:
         """A group that was in flight when it was saved is in flight again; its quorums have their whole deadlines."""
@@ -107,8 +107,8 @@ class LiveRows:
                     self.cancel(row, i, f"late at {self.graph.nodes[i].name}")
             if row.parent is not None and (row.parent.skipped or row.parent.parent is not None):
                 self._skip_what_is_cut_off(row)
-            for i in first:
-                self._offer_if_ready((row,), i)
+        for i in first:
+            self._offer_if_ready(rows, i)
 
     def _skip_what_is_cut_off(self, row: Row) -> None:
         """Skip the nodes that wait for something which the row's ancestors will never be through: they were dropped before it came."""
@@ -126,35 +126,37 @@ class LiveRows:
 
     def _offer_if_ready(self, rows: Iterable[Row], i: int) -> None:
         """Offer those of these rows to node i for which nothing else is left to be done before it."""
-        wiring, bit, needs = self.wiring, 1 << i, self.wiring.needs[i]
-        takes_groups, offer_row = wiring.takes_groups[i], self.readiness.offer_row
-        groups: dict[Group, None] = {}
+        wiring, bit, own, above = self.wiring, 1 << i, self.wiring.needs_of_row[i], self.wiring.needs_above[i]
+        ready: list[Row] = []
         for row in rows:
-            if (row.offered | row.skipped | row.done) & bit or (needs and not wiring.is_ready(row, i)):
+            done = row.done
+            if done & own != own or (row.offered | row.skipped | done) & bit or (above and not wiring.is_ready(row, i)):
                 continue
             row.offered |= bit
-            group = row.group
-            if not takes_groups:
-                offer_row(row, i)
-                if group.complete[row.level]:
-                    self.note_if_whole(group, i)
-                continue
-            group.ready[i] += 1
-            if wiring.quorum[i]:
-                self._await_quorum(row, i)
-                self.readiness.num_rows[i] += group.offered >> i & 1 and group.ready[i] <= wiring.quorum[i]
+            ready.append(row)
+        if wiring.quorum[i]:
+            for row in ready:
+                self._offer_to_quorum(row, i)
+        elif wiring.takes_groups[i]:
+            counts = Counter([row.group for row in ready])
+            for group, number in counts.items():
+                group.ready[i] += number
                 self._offer_group_if_ready(group, i)
-            else:
-                groups[group] = None
-        for group in groups:
-            self._offer_group_if_ready(group, i)
+        elif ready:
+            self.readiness.offer_rows(ready, i)
+            level = wiring.level[i]
+            for group in {row.group: None for row in ready if row.group.complete[level]}:
+                self.note_if_whole(group, i)
 
-    def _await_quorum(self, row: Row, i: int) -> None:
+    def _offer_to_quorum(self, row: Row, i: int) -> None:
         group = row.group
+        group.ready[i] += 1
         group.order = group.order or {}
         group.order.setdefault(i, []).append(row)
         if group.ready[i] == 1:
             self._set_quorum_deadline(group, i)
+        self.readiness.num_rows[i] += group.offered >> i & 1 and group.ready[i] <= self.wiring.quorum[i]
+        self._offer_group_if_ready(group, i)
 
     def _set_quorum_deadline(self, group: Group, i: int) -> None:
         """From now on a quorum waits no longer than its deadline says for more rows of a group."""
@@ -200,15 +202,15 @@ class LiveRows:
     def finish(self, rows: Sequence[Row], i: int) -> None:
         """Node i is done with some rows."""
         wiring, bit, behind = self.wiring, 1 << i, self.wiring.behind[i]
+        others = ~bit
         self.readiness.todo[i] -= len(rows)
-        groups: dict[Group, None] = {}
         for row in rows:
             row.done |= bit
-            row.leased &= ~bit
-            group = row.group
-            group.open -= 1
-            group.behind -= behind
-            groups[group] = None
+            row.leased &= others
+        groups = Counter([row.group for row in rows])
+        for group, number in groups.items():
+            group.open -= number
+            group.behind -= number * behind
         for j in wiring.then[i]:
             level = wiring.level[j]
             if level == wiring.level[i]:
@@ -217,9 +219,8 @@ class LiveRows:
                 self._offer_if_ready([below for row in rows for below in wiring.descendants(row, level)], j)
         made = self.graph.nodes[i].makes_level
         if made is not None:
-            for row in rows:
-                row.group.expanded[i] += 1
-            for group in groups:
+            for group, number in groups.items():
+                group.expanded[i] += number
                 self._finish_level_if_complete(group, made)
         for group in groups:
             if group.open == group.behind:
@@ -293,10 +294,11 @@ class LiveRows:
             return
         rows = [row for level in group.levels for row in level]
         self.parts.finish(rows)
+        known = self.rows
         for row in rows:
-            self.done += not row.skipped
             row.children = None
-            del self.rows[row.id]
+            del known[row.id]
+        self.done += len([1 for row in rows if not row.skipped])
         self.readiness.close_group(group)
         group.levels, group.order = [[] for _ in group.levels], None  # without circles its memory is free at once
         self.largest_group = max(self.largest_group, len(rows))
@@ -329,7 +331,7 @@ class LiveRows:
     def positions_before(self, nodes: Iterable[Node]) -> list[int]:
         """Rows of the source of those groups in flight that none of these nodes has claimed, oldest first."""
         mask = sum(1 << self.wiring.index[node.name] for node in nodes)
-        return [group.levels[SOURCE][0].position for group in self.groups.values() if not group.claimed & mask]
+        return [group.position for group in self.groups.values() if not group.claimed & mask]
 
     def note_if_whole(self, group: Group, i: int) -> None:
         """Note if rows of a group may be ready for node i, which takes rows, and no more rows of it can become ready there."""
@@ -366,7 +368,7 @@ class LiveRows:
             queued = [self.groups.get(id) for id in sorted(self.readiness.group_queues[i])]
             groups = [group for group in queued if group is not None and group.state(i) is GroupState.READY]
         else:
-            rows = [self.rows.get(id) for _, id in sorted(self.readiness.row_queues[i])]
+            rows = [self.rows.get(id) for _, id in self.readiness.queued_rows(i)]
             groups = [row.group for row in rows if row is not None and row.awaits(i)]
         if not groups:
             return -1, 0
@@ -383,8 +385,8 @@ class LiveRows:
         """Groups with columns in one of these segments, each with the first that it has."""
         found: dict[int, Segment] = {}
         for row in self.rows.values():
-            for part in row.parts.values():
-                if part.segment in segments:
+            for part in row.parts:
+                if part is not None and part.segment in segments:
                     found.setdefault(row.group.id, part.segment)
         return list(found.items())
 

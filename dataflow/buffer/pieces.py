@@ -44,12 +44,14 @@ class Pieces:
         self._source = source
         self._found: list[tuple[tuple[str, ...], np.ndarray, list[Part] | None]] = []
         """Columns, the keys of all rows, and the part of each; None: they are the source's."""
+        places = {other.name: i for i, other in enumerate(graph.nodes)}
         for writer, columns in by_writer.items():
             level = graph.level_of(writer) if writer else SOURCE
             owners = rows if level == node.level else [r.ancestor(level) for r in rows]
             if writer:
                 keys = np.array([r.id for r in owners], np.int64)
-                self._found.append((tuple(columns), keys, [r.parts[writer] for r in owners]))
+                i = places[writer]
+                self._found.append((tuple(columns), keys, [part for r in owners if (part := r.parts[i])]))
             else:
                 assert source is not None, f"graph {graph.name!r} has no segment with the rows of its source"
                 self._found.append((tuple(columns), np.array([r.position for r in owners], np.int64), None))

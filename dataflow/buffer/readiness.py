@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import attrgetter
 from typing import Any
@@ -19,6 +19,9 @@ from typing import Any
 from ..node import Node
 from .rows import Group, GroupState, Row
 from .wiring import Wiring
+
+FEW = 8
+"""Rows that are fewer than one in so many of a heap are pushed on it one by one; of more, the heap is made anew."""
 
 
 def group_order(group: Group) -> int:
@@ -37,6 +40,8 @@ class Readiness:
         self._wiring = wiring
         self.row_queues: list[list[tuple[int, int]]] = [[] for _ in range(number)]
         """Heaps of (group id, sample id), the order in which a node claims rows: the oldest group comes first."""
+        self.fresh_row_queues: list[list[tuple[int, int]]] = [[] for _ in range(number)]
+        """The same of rows that have come since the last claim, in no order yet."""
         self.group_queues: list[list[int]] = [[] for _ in range(number)]
         """Heaps of `group_order`."""
         self.num_rows = [0] * number
@@ -73,9 +78,7 @@ class Readiness:
             bit = 1 << i
             self.todo[i] += len([1 for row in rows if not (row.done | row.skipped) & bit])
             if not self._wiring.takes_groups[i]:
-                for row in rows:
-                    if row.offered & ~(row.done | row.leased | row.skipped) & bit:
-                        self.offer_row(row, i)
+                self.offer_rows([r for r in rows if r.offered & ~(r.done | r.leased | r.skipped) & bit], i)
                 continue
             state = group.state(i)
             self.num_unclaimed[i] += state is not GroupState.CLAIMED
@@ -116,18 +119,25 @@ class Readiness:
 
     # Rows
 
-    def offer_row(self, row: Row, i: int) -> None:
-        """A row is ready for node i."""
-        heapq.heappush(self.row_queues[i], (row.group.id, row.id))
-        self.num_rows[i] += 1
+    def offer_rows(self, rows: Sequence[Row], i: int) -> None:
+        """Rows are ready for node i."""
+        self.fresh_row_queues[i] += [(row.group.id, row.id) for row in rows]
+        self.num_rows[i] += len(rows)
 
     def take_rows(self, i: int, number: int | None, known: Mapping[int, Row]) -> list[Row]:
         """At most so many of the rows in flight that are ready for node i, in their order."""
-        queue, rows = self.row_queues[i], []
-        if number is None or number >= len(queue):
-            entries, queue[:] = sorted(queue), []
+        queue, fresh, rows = self.row_queues[i], self.fresh_row_queues[i], []
+        if number is None or number >= len(queue) + len(fresh):
+            entries, self.row_queues[i] = sorted(queue + fresh), []
         else:
+            if len(fresh) * FEW > len(queue):
+                queue += fresh
+                heapq.heapify(queue)
+            else:
+                for entry in fresh:
+                    heapq.heappush(queue, entry)
             entries = _popped(queue)
+        self.fresh_row_queues[i] = []
         bit = 1 << i
         for _, id in entries:
             row = known.get(id)
@@ -137,6 +147,10 @@ class Readiness:
                     break
         self.num_rows[i] -= len(rows)
         return rows
+
+    def queued_rows(self, i: int) -> list[tuple[int, int]]:
+        """(group id, sample id) of what a claim of node i looks at, in its order; rows that were taken away may be among them."""
+        return sorted(self.row_queues[i] + self.fresh_row_queues[i])
 
     # Groups
 

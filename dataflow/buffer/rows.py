@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 from .segments import Segment
 
@@ -101,34 +102,34 @@ class Row:
         "offered",
         "parent",
         "parts",
-        "position",
         "skipped",
         "tokens",
         "version",
     )
 
-    def __init__(
-        self, id: int, group: Group, parent: Row | None, level: int, position: int, tokens: int, version: int | None
-    ) -> None:
+    def __init__(self, id: int, group: Group, parent: Row | None, level: int, tokens: int, version: int | None) -> None:
         self.id = id
         self.group = group
         self.parent = parent
         self.level = level
-        self.position = position
-        """Row of the source that it comes from."""
         self.tokens = tokens
         self.version = version
         """Oldest policy version in it; None where no policy made it."""
         self.done = self.offered = self.leased = self.skipped = self.cancelled = 0
         """`cancelled` are the nodes that have their quorum without it; it is among the skipped there."""
-        self.parts: dict[str, Part] = {}
-        """Node -> where the columns lie that it wrote of this row."""
+        self.parts: Sequence[Part | None] = ()
+        """[nodes] where the columns lie that each node wrote of this row; empty: none has written any."""
         self.children: list[Row] | None = None
         self.first_children: dict[int, int] | None = None
         """Level -> where the MAX_CHILDREN sample ids begin that are set aside for the rows of this level made of this row."""
 
         self.made_under: dict[int, int] | None = None
         """Level -> token of the latest lease under which rows of this level are made of it."""
+
+    @property
+    def position(self) -> int:
+        """Row of the source that it comes from."""
+        return self.group.position
 
     def state(self, i: int) -> RowState:
         """Its state at node i, which is of its level."""
@@ -139,6 +140,12 @@ class Row:
         if self.skipped >> i & 1:
             return RowState.DROPPED
         return RowState.READY if self.offered >> i & 1 else RowState.BLOCKED
+
+    def put(self, part: Part, i: int, num_nodes: int) -> None:
+        """Node i, of so many, has written columns of it."""
+        parts = list(self.parts) if self.parts else [None] * num_nodes
+        parts[i] = part
+        self.parts = parts
 
     def awaits(self, i: int) -> bool:
         """Whether node i has still to finish it: it is blocked, ready or leased there."""
@@ -191,6 +198,7 @@ class Group:
         "offered",
         "open",
         "order",
+        "position",
         "ready",
         "rested",
         "skipped",
@@ -199,8 +207,10 @@ class Group:
         "version",
     )
 
-    def __init__(self, id: int, step: int, tokens: int, num_levels: int, num_nodes: int) -> None:
+    def __init__(self, id: int, position: int, step: int, tokens: int, num_levels: int, num_nodes: int) -> None:
         self.id = id
+        self.position = position
+        """Row of the source that was issued."""
         self.issued_in = step
         """The step in which it was issued."""
         self.trained_in: int | None = None

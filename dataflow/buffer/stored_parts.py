@@ -51,7 +51,9 @@ class StoredParts:
         """All rows of a group are finished."""
         num_bytes = 0.0
         for row in rows:
-            for part in row.parts.values():
+            for part in row.parts:
+                if part is None:
+                    continue
                 num_bytes += part.row_bytes
                 part.rows -= 1
                 if not part.rows:

@@ -30,6 +30,10 @@ class Wiring:
         self._parent_level = {lv: graph.parent_level(lv) for lv in range(1, self.num_levels)}
         self.needs = [self._needs(n) for n in nodes]
         """For each node, (level, mask of nodes of that level) that must be done with a row before the row is ready."""
+        self.needs_of_row = [sum(m for lv, m in self.needs[i] if lv == n.level) for i, n in enumerate(nodes)]
+        """For each node, the mask of those that must be done with the row itself."""
+        self.needs_above = [any(lv != n.level for lv, _ in self.needs[i]) for i, n in enumerate(nodes)]
+        """For each node, whether others must be done with an ancestor of the row."""
         self.first_on_level = [
             [i for i in own if not any(level == lv for level, _ in self.needs[i])]
             for lv, own in enumerate(self.on_level)

@@ -205,8 +205,8 @@ def readiness_state(ledger: Ledger, readiness: Readiness) -> dict[str, Any]:
     del state["_wiring"]
     rows, groups = ledger.live.rows, ledger.live.groups
     state["queued rows"] = [
-        sorted(id for _, id in queue if id in rows and rows[id].state(i) is RowState.READY)
-        for i, queue in enumerate(readiness.row_queues)
+        sorted(id for _, id in readiness.queued_rows(i) if id in rows and rows[id].state(i) is RowState.READY)
+        for i in range(len(ledger.graph.nodes))
     ]
     state["queued groups"] = [
         sorted(id for id in queue if id in groups and groups[id].state(i) is GroupState.READY)
