@@ -21,12 +21,12 @@ from ..dataflow.buffer.log import Position
 from ..dataflow.buffer.sample_buffer import SampleBuffer
 from ..dataflow.buffer.samples import FOLDER as SAMPLES
 from ..dataflow.errors import NoSignalError, StalledError, SymptomError
+from .collecting import collected_seldom
 from .graph_run import GraphRuns
 from .group import Call, WorkerGroup
 from .loop.admission import Admission
 from .loop.calls import Calls, CallTimes
 from .loop.closing import Closing
-from .loop.collecting import collected_seldom
 from .loop.dispatcher import Dispatcher
 from .loop.recording import Recording
 from .loop.replies import Remedies, Replies

@@ -17,6 +17,7 @@ from ...dataflow.buffer.scratch import Scratch
 from ...dataflow.errors import UserError, nearest
 from ...dataflow.graph import Graph
 from ..backends.backend import this_node
+from ..collecting import collected_seldom
 from ..cursor import CURSOR
 from ..run_directory import RunDirectory, check_name, check_rights, hold, is_used
 from ..run_lock import RunLock
@@ -189,9 +190,10 @@ def open_buffer(
         scratch.remove_earlier(run.path)
     if point is not None and point.with_rows:
         at = point.state.position
-        return SampleBuffer.recover(
-            folder, graphs, config=config, node=this_node(), at=at, clock=clock, fence=run.lock, scratch=scratch
-        )
+        with collected_seldom(True):  # all that is made of the rows stays
+            return SampleBuffer.recover(
+                folder, graphs, config=config, node=this_node(), at=at, clock=clock, fence=run.lock, scratch=scratch
+            )
     ids = None if point is None else Ids(point.state.next_id, point.state.next_group)
     buffer = SampleBuffer.create(
         folder, graphs, config=config, node=this_node(), clock=clock, fence=run.lock, ids=ids, scratch=scratch

@@ -10,12 +10,13 @@ import heapq
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ..errors import LeaseError
-from ..node import Node
+from ..node import SOURCE, Node
 from .rows import Row
 from .segments import Segment
 
@@ -197,22 +198,22 @@ class Lease:
     @cached_property
     def ids(self) -> np.ndarray:
         """[rows] int64 sample ids."""
-        return np.array([r.id for r in self.rows], np.int64)
+        return _column(_id, self.rows)
 
     @cached_property
     def group_ids(self) -> np.ndarray:
         """[rows] int64 group of each row."""
-        return np.array([r.group.id for r in self.rows], np.int64)
+        return _column(_group_id, self.rows)
 
     @cached_property
     def parent_ids(self) -> np.ndarray:
         """[rows] int64 row that each was made of; a row of the source is its own parent."""
-        return np.array([r.parent.id if r.parent else r.id for r in self.rows], np.int64)
+        return self.ids if self.node.level == SOURCE else _column(_parent_id, self.rows)
 
     @property
     def num_tokens(self) -> np.ndarray:
         """[rows] int64 tokens of each row."""
-        return np.array([r.tokens for r in self.rows], np.int64)
+        return _column(_tokens, self.rows)
 
     def check(self, published: PublishedLists, rows: Mapping[int, Row]) -> None:
         """Refuse what may not be published under this lease.
@@ -242,6 +243,13 @@ class Lease:
             again = not (rows.keys().isdisjoint(ids) and staged.isdisjoint(ids))
         if again:
             raise LeaseError(f"node {self.node.name!r} published a row twice in lease {self.token}")
+
+
+def _column(value: attrgetter[int], rows: Sequence[Row]) -> np.ndarray:
+    return np.fromiter(map(value, rows), np.int64, len(rows))
+
+
+_id, _group_id, _parent_id, _tokens = map(attrgetter, ("id", "group.id", "parent.id", "tokens"))
 
 
 class Leases:

@@ -143,7 +143,7 @@ class Row:
 
     def put(self, part: Part, i: int, num_nodes: int) -> None:
         """Node i, of so many, has written columns of it."""
-        parts = list(self.parts) if self.parts else [None] * num_nodes
+        parts: list[Part | None] = list(self.parts) if self.parts else [None] * num_nodes
         parts[i] = part
         self.parts = parts
 

@@ -171,7 +171,10 @@ def _streamed(path: Path, schema: pa.Schema) -> pa.Table:
 
 def read_parquet(path: Path) -> pa.Table | None:
     """The table in a Parquet file; None if the file does not exist."""
-    return pq.read_table(path) if path.is_file() else None
+    if not path.is_file():
+        return None
+    with pq.ParquetFile(path) as file:  # `read_table` imports a good deal for one file
+        return file.read()
 
 
 # The end of a run, and going on

@@ -1,4 +1,4 @@
-"""Garbage collection while a run goes on."""
+"""Garbage collection while a run goes on, or is restored."""
 
 from __future__ import annotations
 
