@@ -11,7 +11,7 @@ from weft.controllers.cursor import positions
 from weft.controllers.graph_run import TrainingRun
 from weft.controllers.group import Call, UnderWay
 from weft.controllers.loop.gathering import MAX_ROWS, MAX_WAIT_S, Gathering
-from weft.controllers.ranks.gathered import MANY_RANKS
+from weft.controllers.ranks.gathered import MANY_RANKS, gather_s
 from weft.dataflow.buffer.leases import Published
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.graph import Graph
@@ -105,6 +105,8 @@ def test_where_many_ranks_bring_rows_complete_groups_wait_for_more_unless_a_quor
     run.answer(0, SAMPLES, finished=True)
     assert run.holds() == (made is toy_grpo)
     run.now += MAX_WAIT_S
+    assert run.holds() == (made is toy_grpo), "so many ranks may take longer"
+    run.now = 100 + gather_s(MANY_RANKS)
     assert not run.holds()
 
 
