@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ from .start import start
 from .symptoms import check_stop_on, mistakes
 from .telling.displays import Form, display_for
 from .telling.progress import Progress
+from .trackers.following import Following
+from .trackers.tracker import check_trackers
 from .versions import versions
 
 MAX_RESTARTS = 3
@@ -78,6 +81,7 @@ class Driver:
         show_every: int = 10,
         stop_on: Sequence[str] = ("no_signal",),
         stop: Callable[[Mapping[str, float]], bool] | None = None,
+        trackers: Sequence[str] = (),
         settings: object = None,
     ) -> None:
         """Check everything that can be checked before a process is started.
@@ -103,6 +107,8 @@ class Driver:
             stop_on: symptoms that end the run when they show (docs/watching.md has the table); others are warnings. By default a run ends
                 whose first steps have no signal: the rewards within every group are equal.
             stop: called with each step's metrics; the run ends early when it returns true.
+            trackers: what metrics are sent to besides the run's own files: "tensorboard", "wandb", "mlflow", "trackio", "prometheus", or
+                "module:Class" of your own. A tracker that fails or hangs never disturbs the run.
             settings: the script's own settings, kept with the run.
 
         Raises:
@@ -112,6 +118,7 @@ class Driver:
         check_kinds(
             graph=graph, schedule=schedule, buffer=buffer, checkpoint=checkpoint, placement=placement, backend=backend
         )
+        check_trackers(trackers, has_endpoint=(backend or Local()).has_endpoint)
         self._spec, handles = _checked(
             graph,
             evaluations,
@@ -136,8 +143,14 @@ class Driver:
         if at != Path(root):
             self.directory.notes.append(f"the run's directory is {self.directory.path}: this is a job of a cluster")
         shown = Progress(schedule.steps, self.directory.path, display, show_every=show_every)
-        self._history = RunHistory(shown, FullDisk(self.directory.path, shown))
-        self._described = {"settings": settings, "buffer": dict(buffer), **_described(self._spec, handles)}
+        following = Following(trackers, self.directory.path, self._spec.backend.report, partial(shown.alert, "tracker"))
+        self._history = RunHistory(shown, FullDisk(self.directory.path, shown), following)
+        self._described = {
+            "settings": settings,
+            "buffer": dict(buffer),
+            "trackers": [*trackers],
+            **_described(self._spec, handles),
+        }
         self._restarts: Counter[str] = Counter()
         """Checkpoint -> number of automatic restarts from it."""
         self._run: Run | None = None
@@ -182,6 +195,7 @@ class Driver:
 
     def _start(self) -> None:
         self._run = start(self._spec, self._history, self.directory, self._point)
+        self._history.trackers.start(self._point.state.step if self._point else None)
 
     def close(self) -> None:
         """End every process of the run. What was measured is on disk, and another driver may go on with the run."""
@@ -199,8 +213,11 @@ class Driver:
             if not is_full(error):  # a full disk was reported before
                 raise
         finally:
-            if self._run is not None and not self._run.closed:
-                self._run.close()
+            try:
+                if self._run is not None and not self._run.closed:
+                    self._run.close()
+            finally:  # last: what is sent is what lies on the disk
+                self._history.trackers.end(finished=self._run is not None and self._run.ended)
 
     def run(self) -> list[dict[str, float]]:
         """Run to the end of the schedule; returns the metrics of every step.

@@ -20,6 +20,7 @@ from .recovery.full_disk import FullDisk
 from .schedule import Training
 from .symptoms import Watch
 from .telling.progress import Progress
+from .trackers.following import Following
 
 
 @names_arguments
@@ -79,5 +80,6 @@ class RunHistory:
 
     progress: Progress
     disk: FullDisk
+    trackers: Following
     watch: Watch = field(default_factory=Watch)
     failures: FailureCounts = field(default_factory=FailureCounts)

@@ -43,6 +43,8 @@ class RunSettings(weft.Config):
     """Steps between two checkpoints; 0: none."""
     resume: str = "none"
     """latest: go on with the run of that name (or the newest); or the folder of a run or a checkpoint."""
+    trackers: tuple[str, ...] = ()
+    """What metrics go to besides the run's own files: tensorboard, wandb, mlflow, trackio, prometheus (under Ray)."""
     small: bool = False
     """A few steps on little data from a barely trained model: does everything work? Sizes that are given stay as they are."""
 

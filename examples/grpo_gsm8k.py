@@ -72,6 +72,7 @@ def main(settings: RealSettings) -> None:
         name=settings.name,
         resume=settings.resume,
         seed=settings.seed,
+        trackers=settings.trackers,
         settings=settings,
     ) as driver:
         metrics = driver.run()

@@ -79,6 +79,7 @@ def main(settings: Settings) -> None:
         name=settings.name,
         resume=settings.resume,
         seed=settings.seed,
+        trackers=settings.trackers,
         settings=settings,
         stop_on=() if tiny else ("no_signal",),  # a tiny model is right too rarely
     ) as driver:

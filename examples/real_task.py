@@ -44,6 +44,8 @@ class RealSettings(weft.Config):
     """Name of the run and its directory. Default: the time."""
     resume: str = "none"
     """latest: go on with the run of that name (or the newest); or the folder of a run or a checkpoint."""
+    trackers: tuple[str, ...] = ()
+    """What metrics go to besides the run's own files: tensorboard, wandb, mlflow, trackio, prometheus (under Ray)."""
     seed: int = 0
     """Seed of sampling and order."""
 

@@ -80,6 +80,7 @@ def main(settings: Settings) -> None:
         checkpoint=weft.CheckpointConfig(every=settings.checkpoint_every),
         resume=settings.resume,
         seed=settings.seed,
+        trackers=settings.trackers,
         settings=settings,
     ) as driver:
         metrics = driver.run()

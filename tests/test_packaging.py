@@ -120,7 +120,8 @@ def locked_versions(lock: str = "cpu.txt") -> dict[str, str]:
 
 def test_the_lock_satisfies_pyproject():
     extras = PYPROJECT["project"]["optional-dependencies"]
-    assert set(extras) == {"cpu", "cuda", "datasets", "dev", "inspect", "jobs"}
+    trackers = {"mlflow", "tensorboard", "trackio", "wandb"}
+    assert set(extras) == {"cpu", "cuda", "datasets", "dev", "inspect", "jobs"} | trackers
     locked = locked_versions()
     for needed in (
         PYPROJECT["project"]["dependencies"]
@@ -128,6 +129,7 @@ def test_the_lock_satisfies_pyproject():
         + extras["dev"]
         + extras["inspect"]
         + extras["datasets"]
+        + extras["tensorboard"]
         + PYPROJECT["build-system"]["requires"]
     ):
         requirement = Requirement(needed)

@@ -284,6 +284,20 @@ class Backend(Protocol):
         """Node -> the memory of it and of the run's processes on it, as read last; waits for nobody."""
         ...
 
+    @property
+    def has_endpoint(self) -> bool:
+        """Whether Prometheus can read metrics of its cluster."""
+        ...
+
+    def report(self, run: str, metrics: Mapping[str, float]) -> None:
+        """Have the endpoint show metrics of a step.
+
+        Args:
+            run: its name.
+            metrics: as the run writes them.
+        """
+        ...
+
     def close(self) -> None:
         """End every process, and remove what the backend left on any node. To close again is allowed."""
         ...

@@ -90,6 +90,10 @@ class Local:
     has_processes = False
     in_process = True
     spans_machines = False
+    has_endpoint = False
+
+    def report(self, run: str, metrics: Mapping[str, float]) -> None:
+        """There is no endpoint."""
 
     def unreadable(self, segments: Collection[Segment]) -> Mapping[Segment, str]:
         """There is one node, and the buffer looks at its files itself."""

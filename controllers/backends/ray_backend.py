@@ -33,6 +33,7 @@ from .node_logs import LOGS
 from .pools import WAIT_S, Reservations
 from .rank import CONTROL, RankFiles, Standing, start_rank
 from .ray_cluster import RayCluster
+from .ray_gauges import RayGauges
 from .sample_note import SampleNote
 from .segment_servers import node_names
 from .user_code import UserCode, cannot_import
@@ -93,6 +94,7 @@ class RayBackend:
         self._node_names: Mapping[str, str] = {}
         """Ray's id -> name in references, of all nodes of the cluster."""
         self._pools = Reservations(self._wait_s)
+        self._gauges = RayGauges()
         self._models = SentFolders({}, "")
         self._processes: dict[tuple[str, int], Process] = {}
         """(group, rank) -> its process."""
@@ -273,6 +275,10 @@ class RayBackend:
 
     has_processes = True
     in_process = False
+    has_endpoint = True
+
+    def report(self, run: str, metrics: Mapping[str, float]) -> None:
+        self._gauges.report(run, metrics)
 
     @property
     def spans_machines(self) -> bool:

@@ -96,6 +96,7 @@ class Closing:
         train.tokens.clear()
         self._directory.add_metrics(row)
         self._history.progress.stepped(row)
+        self._history.trackers.stepped(row)
         self._look_at(row)
         self._ask_to_stop(row)
         self._mark_evaluations()
@@ -120,6 +121,7 @@ class Closing:
         metrics = evaluation.close(step, overlaps=self._spec.schedule.overlaps)
         row = self._directory.add_metrics({"step": float(step), **metrics, **self._history.failures.metrics()})
         self._history.progress.evaluated(evaluation.name, step, metrics)
+        self._history.trackers.stepped(metrics)
         self._ask_to_stop(row)
 
     def _mark_evaluations(self) -> None:

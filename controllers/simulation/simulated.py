@@ -119,6 +119,11 @@ class Simulated:
     has_processes = False
     in_process = False
     spans_machines = False
+    has_endpoint = False
+
+    def report(self, run: str, metrics: Mapping[str, float]) -> None:
+        """There is no endpoint."""
+
     nodes = (NODE,)
 
     def unreadable(self, segments: Collection[Segment]) -> Mapping[Segment, str]:

@@ -1,0 +1,64 @@
+"""Trackers that write what they get to a file of the run's directory, and trackers that misbehave."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from weft.controllers.trackers.tracker import TrackedRun
+
+
+class Kept:
+    """Appends to `kept.jsonl`: a line for each call."""
+
+    overwrites = False
+
+    def open(self, run: TrackedRun) -> str:
+        self.file = run.folder / "kept.jsonl"
+        self._write({"open": run.id, "after": run.after, "logged": run.logged, "config": dict(run.config)})
+        return run.id or "first"
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._write({"step": step, **metrics})
+
+    def flush(self) -> None:
+        pass
+
+    def close(self, *, failed: bool) -> None:
+        self._write({"closed": "failed" if failed else "well"})
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        with self.file.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+class Overwriting(Kept):
+    overwrites = True
+
+
+class Raising(Kept):
+    """It says a secret of the environment, too."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        raise ConnectionError(f"refused with the key {os.environ.get('TRACKER_API_KEY')}")
+
+
+class Dying(Kept):
+    """As the kernel ends what takes too much memory."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Hanging(Kept):
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        time.sleep(1e6)
+
+
+class HangingAtOnce(Kept):
+    def open(self, run: TrackedRun) -> str:
+        (run.folder / "hangs").touch()
+        time.sleep(1e6)
+        return ""

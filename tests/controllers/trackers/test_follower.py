@@ -1,0 +1,143 @@
+"""A follower hands each metric of a run to its tracker once, over all starts of the run, and ends with its driver."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_trackers import Kept
+from test_new_values import add, stream
+
+from weft.controllers.trackers.follower import FINISHED, Follower
+from weft.controllers.trackers.hiding import public, without_secrets
+from weft.controllers.trackers.sent import Sent, path_of
+
+
+def rows(*steps: int, value: float = 0.0) -> list[dict[str, float]]:
+    return [{"step": float(step), "loss": step + value} for step in steps]
+
+
+def kept(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "kept.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in kept(run) if "loss" in line]
+
+
+def scripted(*doing: Callable[[], object], last: str = FINISHED) -> Callable[[float], str | None]:
+    """A driver that does something between two looks of the follower, and then says how the run ended."""
+    todo = list(doing)
+
+    def said_within(seconds: float) -> str | None:
+        if todo:
+            todo.pop(0)()
+            return None
+        return last
+
+    return said_within
+
+
+def test_metrics_are_sent_as_they_come_and_the_run_is_closed(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"seed": 1, "settings": {"api_key": "abc"}}))
+    writer = stream(tmp_path)
+    late = {"step": 1.0, "eval/reward/mean": 0.5}
+    Follower(tmp_path, "fake_trackers:Kept", None).follow(
+        scripted(lambda: add(writer, *rows(1, 2)), lambda: None, lambda: add(writer, *rows(3), late))
+    )
+    writer.close()
+    config = {"seed": 1, "settings": {"api_key": "(hidden)"}}
+    assert kept(tmp_path) == [
+        {"open": "", "after": None, "logged": 0, "config": config},
+        {"step": 1, "loss": 1.0},
+        {"step": 2, "loss": 2.0},
+        {"step": 3, "loss": 3.0},
+        {"step": 1, "eval/reward/mean": 0.5},
+        {"closed": "well"},
+    ]
+
+
+@pytest.mark.parametrize(("tracker", "again"), [("Kept", []), ("Overwriting", [(3, 3.5), (4, 4.5)])])
+def test_a_run_that_goes_back_sends_its_steps_again_only_where_they_replace_the_earlier_ones(
+    tmp_path: Path, tracker: str, again: list[tuple[int, float]]
+):
+    name, first = f"fake_trackers:{tracker}", stream(tmp_path)
+    Follower(tmp_path, name, None).follow(scripted(lambda: add(first, *rows(0, 1, 2, 3, 4)), last=""))
+    first.close()
+    assert losses(tmp_path) == [(step, float(step)) for step in range(5)] and kept(tmp_path)[-1] == {"closed": "failed"}
+    first.path.unlink()
+    second = stream(tmp_path)  # the directory of a run that goes on after step 2 begins with what was until then
+    Follower(tmp_path, name, 2).follow(scripted(lambda: add(second, *rows(0, 1, 2), *rows(3, 4, 5, value=0.5))))
+    second.close()
+    assert losses(tmp_path)[5:] == [*again, (5, 5.5)]
+    opened = [line for line in kept(tmp_path) if "open" in line]
+    assert [(line["open"], line["after"], line["logged"]) for line in opened] == [("", None, 0), ("first", 2, 5)]
+
+
+def test_what_was_not_sent_before_a_kill_is_sent_when_the_run_goes_on(tmp_path: Path):
+    writer = stream(tmp_path)
+    add(writer, *rows(1, 2, 3))
+    writer.close()
+    Sent(id="first", logged=1, steps={"loss": 1}).write(path_of(tmp_path, "fake_trackers:Kept"))
+    Follower(tmp_path, "fake_trackers:Kept", 3).follow(scripted())
+    assert losses(tmp_path) == [(2, 2.0), (3, 3.0)]
+
+
+@pytest.mark.parametrize("damage", ["", "[]", '{"id": 1}', "{"])
+def test_a_damaged_note_of_what_was_sent_counts_as_none(tmp_path: Path, damage: str):
+    path = path_of(tmp_path, "wandb")
+    path.parent.mkdir()
+    path.write_text(damage)
+    assert Sent.read(path) == Sent()
+
+
+def program(run: Path, tracker: str, patience_s: float = 60.0) -> subprocess.Popen[bytes]:
+    code = f"from weft.controllers.trackers import follower as f; f.PATIENCE_S = {patience_s}; f.main({str(run)!r}, {tracker!r})"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, env=environment)
+
+
+def test_the_process_ends_by_itself_when_its_driver_is_gone(tmp_path: Path):
+    writer = stream(tmp_path)
+    add(writer, *rows(1, 2))
+    writer.close()
+    process = program(tmp_path, "fake_trackers:Kept")
+    assert process.stdin is not None
+    process.stdin.close()  # as the kernel does when the driver is killed
+    assert process.wait(120) == 0
+    assert losses(tmp_path) == [(1, 1.0), (2, 2.0)] and kept(tmp_path)[-1] == {"closed": "failed"}
+
+
+def test_a_process_that_is_stuck_does_not_outlive_its_driver(tmp_path: Path):
+    process = program(tmp_path, "fake_trackers:HangingAtOnce", patience_s=0.2)
+    assert process.stdin is not None
+    while not (tmp_path / "hangs").exists():
+        assert process.poll() is None
+    process.stdin.close()
+    assert process.wait(120) != 0
+
+
+def test_secrets_are_left_out_of_what_a_tracker_gets(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_SERVICE_TOKEN", "s3cr3t-value")
+    config = {
+        "model": "folder",
+        "url": "https://user:s3cr3t-value@host",
+        "tokens": 4,
+        "HF_TOKEN": "x",
+        "tokenizer": "t",
+    }
+    assert public(config) == {
+        "model": "folder", "url": "https://user:(hidden)@host", "tokens": 4, "HF_TOKEN": "(hidden)", "tokenizer": "t"
+    }  # fmt: skip
+    assert without_secrets("401 for s3cr3t-value") == "401 for (hidden)"
+
+
+def test_a_tracker_of_ones_own_is_any_class_with_these_methods():
+    from weft.controllers.trackers.tracker import Tracker, new_tracker
+
+    tracker: Tracker = new_tracker("fake_trackers:Kept")
+    assert isinstance(tracker, Kept)

@@ -1,0 +1,118 @@
+"""A run never notices its trackers: those that raise, hang or die are said once, and the run goes on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_follower import kept
+from toy_runs import drive, training
+
+from weft.controllers.alerts import read_alerts
+from weft.controllers.backends.local import Local
+from weft.controllers.trackers import following
+from weft.controllers.trackers.following import Following
+from weft.dataflow.errors import UserError
+from weft.dataflow.metric_names import untimed
+
+ALL = [f"fake_trackers:{name}" for name in ("Kept", "Raising", "Dying", "Hanging", "HangingAtOnce")]
+
+
+def test_a_run_comes_to_its_end_whatever_its_trackers_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(following, "FINISH_S", 12.0)
+    monkeypatch.setenv("TRACKER_API_KEY", "k3y-of-a-service")
+    with drive(training(), tmp_path / "plain") as driver:
+        expected = driver.run()
+    with drive(training(), tmp_path, trackers=ALL) as driver:
+        metrics = driver.run()
+        processes = [one.process for one in driver._history.trackers._processes]
+    assert [untimed(row) for row in metrics] == [untimed(row) for row in expected]
+    assert all(process.returncode is not None for process in processes), "none is left"
+    run = tmp_path / "run"
+    sent: dict[float, dict[str, Any]] = {}
+    for line in kept(run):
+        if "step" in line:
+            step = sent.setdefault(line["step"], {"step": float(line["step"])})
+            assert not step.keys() & (line.keys() - {"step"}), "a metric of a step is sent once"
+            step |= line
+    assert list(sent.values()) == metrics and kept(run)[-1] == {"closed": "well"}
+    said = [alert.text for alert in read_alerts(run) if alert.name == "tracker"]
+    about = {name: [text for text in said if repr(name) in text] for name in ALL}
+    assert {name: len(texts) for name, texts in about.items()} == {ALL[0]: 0, **dict.fromkeys(ALL[1:], 1)}
+    assert "ConnectionError: refused with the key (hidden)" in about[ALL[1]][0] and "signal 9" in about[ALL[2]][0]
+    assert all("had not sent everything 12 s after the end" in about[name][0] for name in ALL[3:])
+    left = [file for file in (run / "trackers").iterdir() if "k3y-of-a-service" in file.read_text()]
+    assert not left and "k3y-of-a-service" not in (run / "alerts.jsonl").read_text()
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_tracker_that_shows_no_sign_of_life_is_said_once(tmp_path: Path):
+    (tmp_path / "logs").mkdir()
+    said: list[str] = []
+    clock = Clock()
+    one = Following(["fake_trackers:HangingAtOnce"], tmp_path, lambda run, row: None, said.append, clock)
+    one.start(None)
+    try:
+        for now in (1.0, following.STUCK_S, following.STUCK_S + 1, 1000.0):
+            clock.now = now
+            one.stepped({"step": 1.0})
+            assert len(said) == (now > following.STUCK_S)
+    finally:
+        clock.now = 1e9
+        one.end(finished=False)
+    assert len(said) == 1 and "has shown no sign of life for 60 s. The run goes on" in said[0]
+
+
+def test_an_endpoint_that_fails_is_said_once_and_left_alone(tmp_path: Path):
+    said: list[str] = []
+    asked: list[str] = []
+
+    def report(run: str, row: object) -> None:
+        asked.append(run)
+        raise RuntimeError("the agent is gone")
+
+    one = Following(["prometheus"], tmp_path / "sums", report, said.append)
+    one.start(None)
+    one.stepped({"step": 1.0})
+    one.stepped({"step": 2.0})
+    one.end(finished=True)
+    assert asked == ["sums"] and len(said) == 1 and "the agent is gone" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("trackers", "message"),
+    [
+        (("tensorbord",), "there is no 'tensorbord'; did you mean 'tensorboard'?"),
+        (("prometheus",), "'prometheus' is the endpoint of a Ray cluster, so it needs backend=RayBackend()"),
+        ("wandb", r"trackers='wandb' is a text; it is a sequence of names: trackers=\('wandb',\)"),
+        (("my_module:Mine", "my_module:Mine"), "'my_module:Mine' is named twice"),
+        ((3,), "there is no 3"),
+    ],
+)
+def test_a_tracker_that_cannot_be_is_refused_before_anything_starts(tmp_path: Path, trackers: Any, message: str):
+    with pytest.raises(UserError, match=message):
+        drive(training(), tmp_path, trackers=trackers)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"needs the package wandb, .*: pip install 'weft\[wandb\]'"):
+        drive(training(), tmp_path, trackers=("wandb",))
+
+
+def test_a_run_without_trackers_starts_no_process(tmp_path: Path):
+    assert not Local().has_endpoint
+    with drive(training(), tmp_path) as driver:
+        driver.run()
+        assert driver._history.trackers._processes == []
+    assert not (tmp_path / "run" / "trackers").exists()
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["trackers"] == []

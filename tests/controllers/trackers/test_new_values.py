@@ -1,0 +1,65 @@
+"""What is added to the metrics of a run is read once, whatever moment it is read at."""
+
+from pathlib import Path
+
+import pytest
+
+from weft.controllers.trackers.new_values import NewValues
+from weft.dataflow.buffer.run_tables import METRICS, STREAM, VALUES, TableStream, to_parquet, values_from
+
+ROWS = [{"step": float(step), "loss": 1.0 / step, "reward/mean": step / 10} for step in range(1, 7)]
+
+
+def stream(run: Path) -> TableStream:
+    return TableStream(run / f"{METRICS}{STREAM}", VALUES)
+
+
+def add(to: TableStream, *rows: dict[str, float]) -> None:
+    for row in rows:
+        for value in values_from(row):
+            to.add(**value)
+    to.flush()
+
+
+def read(values: NewValues) -> list[dict[str, float]]:
+    return [{"step": float(step), **metrics} for step, metrics in values]
+
+
+def test_each_value_is_read_once_as_it_is_added(tmp_path: Path):
+    values, writer = NewValues(tmp_path), stream(tmp_path)
+    assert read(values) == [], "nothing is there yet"
+    add(writer, *ROWS[:2])
+    assert read(values) == ROWS[:2] and read(values) == []
+    add(writer, ROWS[2], {"step": 1.0, "eval/reward/mean": 0.25})
+    assert read(values) == [ROWS[2], {"step": 1.0, "eval/reward/mean": 0.25}]
+    values.close()
+    writer.close()
+
+
+def test_a_message_that_is_being_written_is_read_when_it_is_complete(tmp_path: Path):
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    for folder in (whole, torn):
+        folder.mkdir()
+    writer = stream(whole)
+    for row in ROWS[:3]:
+        add(writer, row)
+    writer.close()
+    data, found, values = writer.path.read_bytes(), [], NewValues(torn)
+    for end in [*range(1, len(data), 7), len(data)]:
+        (torn / writer.path.name).write_bytes(data[:end])  # the same file, longer
+        found += read(values)
+    assert found == ROWS[:3]
+    values.close()
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_what_is_left_when_the_run_is_over_is_read_from_the_stream_or_the_parquet_file(tmp_path: Path, opened: bool):
+    values, writer = NewValues(tmp_path), stream(tmp_path)
+    add(writer, *ROWS[:2])
+    before = read(values) if opened else []
+    add(writer, *ROWS[2:])
+    writer.close()
+    to_parquet(tmp_path)
+    assert not writer.path.exists()
+    assert before + read(values) == ROWS and read(values) == []
+    values.close()
