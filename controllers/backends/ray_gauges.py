@@ -39,8 +39,8 @@ def _new_gauge(gauge: str, metric: str) -> Any:
 def labelled(name: str) -> tuple[str, str]:
     """The gauge of a metric, and its evaluation.
 
-    >>> labelled("actor/entropy"), labelled("heldout/pass@8"), labelled("eval/reward/mean"), labelled("reward/my own")
-    (('weft_actor_entropy', ''), ('weft_pass_at_8', 'heldout'), ('weft_reward_mean', 'eval'), ('weft_reward_my_own', ''))
+    >>> labelled("actor/entropy"), labelled("heldout/failed_rows"), labelled("eval/reward/mean"), labelled("reward/my own")
+    (('weft_actor_entropy', ''), ('weft_failed_rows', 'heldout'), ('weft_reward_mean', 'eval'), ('weft_reward_my_own', ''))
     """
     parts, evaluation = name.split("/"), ""
     if not undeclared([name]):
