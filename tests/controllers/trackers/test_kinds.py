@@ -54,7 +54,7 @@ def tracked(tmp_path: Path, name: str) -> Path:
 
 def events(folder: Path) -> list[Any]:
     """The events of all files, in the order in which they were made."""
-    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
     found = []
     for file in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns):
