@@ -72,11 +72,13 @@ def growth_told(folder: Path, advance: Callable[[], None]) -> Iterator[None]:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Bytes of the files in a folder, which need not exist."""
+    """Bytes of the files in a folder, which need not exist, nor keep its name."""
     total = 0
-    for file in folder.rglob("*"):
-        with suppress(OSError):  # it has another name now
-            total += 0 if file.is_symlink() else file.stat().st_size
+    for path, _, names in os.walk(folder):  # it passes over a folder that is gone
+        for name in names:
+            with suppress(OSError):  # it has another name now
+                file = Path(path, name)
+                total += 0 if file.is_symlink() else file.stat().st_size
     return total
 
 

@@ -1,0 +1,26 @@
+"""What one process of a node does for all of them."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.workers.once_a_node import growth_told
+
+
+def test_a_folder_that_is_renamed_while_it_is_looked_at_ends_no_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    partial, whole, scan = tmp_path / ".copy", tmp_path / "copy", os.scandir
+    partial.mkdir()
+    looked: list[Any] = []
+
+    def rename_first(path: Any) -> Any:
+        if partial.exists():
+            partial.rename(whole)
+        looked.append(path)
+        return scan(path)
+
+    monkeypatch.setattr("os.scandir", rename_first)
+    with growth_told(partial, lambda: None):  # an exception in its thread is an error of this test
+        pass
+    assert looked and whole.exists()
