@@ -36,19 +36,20 @@ def metrics(run: Path) -> list[dict[str, Any]]:
         pytest.param("vllm", [1, 2], marks=[pytest.mark.vllm, pytest.mark.slow]),
     ],
 )
-def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path: Path, engine: str, steps: list[int]):
-    start(tmp_path, engine, "whole").finish()
-    before = load_file(tmp_path / "arithmetic-0-small" / "model" / "model.safetensors")
-    whole = load_file(tmp_path / "whole" / "model" / "model.safetensors")
+def test_a_run_that_was_killed_ends_with_the_same_bits(root: Path, engine: str, steps: list[int]):
+    unbroken = root / f"whole-{engine}-{steps[0]}"
+    start(root, engine, unbroken.name).finish()
+    before = load_file(root / "arithmetic-0-small" / "model" / "model.safetensors")
+    whole = load_file(unbroken / "model" / "model.safetensors")
     assert not all(torch.equal(before[key], whole[key]) for key in before), "it learns something"
     for step in steps:
-        name = f"killed-{step}"
-        start(tmp_path, engine, name).kill_when(tmp_path / name / "checkpoints" / f"step_{step:06d}")
-        said = start(tmp_path, engine, name, "--resume", "latest").finish()
+        name = f"killed-{engine}-{step}"
+        start(root, engine, name).kill_when(root / name / "checkpoints" / f"step_{step:06d}")
+        said = start(root, engine, name, "--resume", "latest").finish()
         assert "goes on after step" in said
-        resumed = load_file(tmp_path / name / "model" / "model.safetensors")
+        resumed = load_file(root / name / "model" / "model.safetensors")
         assert all(torch.equal(whole[key], resumed[key]) for key in whole)
-        assert metrics(tmp_path / name) == metrics(tmp_path / "whole")
-    saved = tmp_path / "whole" / "checkpoints" / "step_000003" / "actor" / "model"
+        assert metrics(root / name) == metrics(unbroken)
+    saved = unbroken / "checkpoints" / "step_000003" / "actor" / "model"
     loaded = AutoModelForCausalLM.from_pretrained(saved).state_dict()
     assert all(torch.equal(loaded[key], whole[key]) for key in whole)
