@@ -46,3 +46,18 @@ class Command(ABC):
             UserError: what the user can mend; exit code 2.
             WeftError: anything else that went wrong; exit code 1.
         """
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptCommand(Command):
+    """A command that takes a script. What stands behind the script is the script's own."""
+
+    script: Annotated[Positional[str], arg(metavar="SCRIPT.py")]
+    """A Python file."""
+    arguments: Annotated[Positional[tuple[str, ...]], arg(metavar="ARGUMENTS")] = ()
+    """Arguments of the script: whatever stands behind it."""
+
+    @classmethod
+    def split(cls, words: Sequence[str]) -> list[str]:
+        at = next((number for number, word in enumerate(words) if word.endswith(".py")), len(words))
+        return [*words[:at], *(["--"] if at < len(words) else []), *words[at:]]

@@ -22,6 +22,7 @@ from ..dataflow.errors import UserError, WeftError, nearest
 from .command import Answer, Command
 
 TREE: Mapping[str, Any] = {
+    "run": "run:Run",
     "runs": "runs:Runs",
     "watch": "watch:Watch",
     "stop": "stop:Stop",

@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from ..dataflow.config import Config
 from ..dataflow.errors import Ended, UserError, WeftError
+from .settings import compose
 from .signals import ask_to_end, redirect_to_null, terminals, write_line
 
 P = ParamSpec("P")
@@ -20,19 +21,19 @@ R = TypeVar("R")
 
 
 def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> int:
-    """Run `main(settings)`, its settings read from the command line; the type of its parameter says which there are.
+    """Run `main(settings)`, its settings read from the command line, and from a YAML or TOML file if it has `--config FILE`; the type of
+    its parameter says which there are.
 
     Returns the exit code: 0; 2 when the user can mend it (one message, no traceback); 1 when the run cannot go on; 130 after
     Ctrl-C. SIGTERM, or SIGHUP from a terminal that is closed (unless it is ignored, as `nohup` has it), has a run that makes
     checkpoints write one and leave with 0; a second one, or a run that makes none, leaves at once with 143 (129). All with
     everything cleaned up. Other exceptions pass through.
     """
-    import tyro
-
     parameter = next(iter(inspect.signature(main).parameters))
     settings_class: type[Config] = typing.get_type_hints(main)[parameter]
     try:
-        settings = tyro.cli(settings_class, description=main.__doc__ or settings_class.__doc__, args=arguments)
+        words = sys.argv[1:] if arguments is None else arguments
+        settings = compose(settings_class, words, main.__doc__ or settings_class.__doc__).settings
         heeded = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
         end = functools.partial(_terminate, terminals())
         previous = {number: signal.signal(number, end) for number in heeded}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pydantic
 
-from .errors import UserError, nearest
+from .errors import SettingError, nearest
 
 
 class Config(pydantic.BaseModel):
@@ -16,10 +17,10 @@ class Config(pydantic.BaseModel):
     ...     rate: float = pydantic.Field(1.0, gt=0)
     >>> Toy(rtae=2)
     Traceback (most recent call last):
-    weft.dataflow.errors.UserError: Toy has no setting 'rtae' (value 2); did you mean 'rate'?
+    weft.dataflow.errors.SettingError: Toy has no setting 'rtae' (value 2); did you mean 'rate'?
     >>> Toy(rate=-1)
     Traceback (most recent call last):
-    weft.dataflow.errors.UserError: Toy.rate: input should be greater than 0, not -1
+    weft.dataflow.errors.SettingError: Toy.rate: input should be greater than 0, not -1
     """
 
     model_config = pydantic.ConfigDict(
@@ -30,7 +31,10 @@ class Config(pydantic.BaseModel):
         try:
             super().__init__(**settings)
         except pydantic.ValidationError as error:
-            raise UserError("\n".join(self._explain(problem) for problem in error.errors())) from None
+            problems = error.errors()
+            told = [(".".join(str(part) for part in each["loc"]), self.problem(each)) for each in problems]
+            text = "\n".join(self._explain(problem) for problem in problems)
+            raise SettingError(text, type(self).__name__, told) from None
 
     @classmethod
     def _explain(cls, problem: Any) -> str:
@@ -41,9 +45,25 @@ class Config(pydantic.BaseModel):
                 hint = nearest(path, known) or f"; it has {', '.join(known)}"
                 return f"{cls.__name__} has no setting {path!r} (value {problem['input']!r}){hint}"
             case "missing":
-                return f"{cls.__name__}.{path} must be given"
-            case "value_error":  # one of our own rules: the message says everything
-                return f"{cls.__name__}{'.' + path if path else ''}: {problem['ctx']['error']}"
+                return f"{cls.__name__}.{path} {cls.problem(problem)}"
             case _:
-                message = problem["msg"][:1].lower() + problem["msg"][1:]
-                return f"{cls.__name__}.{path}: {message}, not {problem['input']!r}"
+                return f"{cls.__name__}{'.' + path if path else ''}: {cls.problem(problem)}"
+
+    @staticmethod
+    def problem(problem: Any) -> str:
+        """What pydantic says of a value, with the value, and the nearest that is allowed.
+
+        Args:
+            problem: one of the errors of a `ValidationError`.
+        """
+        message, value = problem["msg"][:1].lower() + problem["msg"][1:], problem["input"]
+        match problem["type"]:
+            case "missing":
+                return "must be given"
+            case "value_error":  # one of our own rules: the message says everything
+                return str(problem["ctx"]["error"])
+            case "literal_error":
+                allowed = re.findall(r"'([^']*)'", problem["ctx"]["expected"])
+                return f"{message}, not {value!r}{nearest(str(value), allowed)}"
+            case _:
+                return f"{message}, not {value!r}"

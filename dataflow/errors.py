@@ -2,6 +2,7 @@
 
     WeftError
      ├─ UserError (ValueError)                 the user can fix it: settings, graph, data, placement; exit code 2
+     │   ├─ SettingError                        a configuration class refuses its settings
      │   ├─ GraphError                         the graph breaks a rule
      │   ├─ NoSuchNodeError (AttributeError)   a worker class has no such node
      │   ├─ SymptomError                       a sign that a run cannot learn, which `stop_on` names
@@ -71,6 +72,16 @@ class Cancelled(BaseException):
 class UserError(WeftError, ValueError):
     """A mistake in what the user wrote (settings, graph, data, placement). The message says the place, the rule, the value and
     the nearest right name: fix it there. The command line ends with exit code 2."""
+
+
+class SettingError(UserError):
+    """A configuration class refuses its settings. The message has a line for each; `problems` has them by name, without the class."""
+
+    def __init__(self, message: str, of: str = "", problems: Iterable[tuple[str, str]] = ()) -> None:
+        super().__init__(message)
+        self.of = of
+        """Name of the class."""
+        self.problems = tuple(problems)
 
 
 class GraphError(UserError):

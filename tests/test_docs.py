@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 from forked import program
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,7 +27,7 @@ EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["op
 MAKEFILE = (ROOT / "Makefile").read_text()
 
 SHELLS = {"bash", "console", "sh"}
-DATA_PARSERS = {"json": json.loads, "toml": tomllib.loads, "python": ast.parse, "text": str, "mermaid": str}
+DATA_PARSERS = {"json": json.loads, "toml": tomllib.loads, "python": ast.parse, "text": str, "mermaid": str, "yaml": yaml.safe_load}
 COMMANDS_OF_OTHERS = {"cd", "export", "git", "ray", "source"}
 """There is nothing of ours to check in them."""
 

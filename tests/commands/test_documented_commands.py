@@ -11,8 +11,8 @@ from test_command_line import ROOT, commands
 from weft.__main__ import main
 
 ROWS = re.findall(r"^\| `(weft [\w ]+)` \| .* \| `(weft .*)` \|$", (ROOT / "docs" / "commands.md").read_text(), re.M)
-TRIED_ELSEWHERE = {"weft doctor", "weft export"}
-"""The checks of the first take minutes, and the second needs a model: tests/controllers/test_doctor.py, test_export.py."""
+TRIED_ELSEWHERE = {"weft doctor", "weft export", "weft run"}
+"""They take minutes, or need a model or a process: tests/controllers/test_doctor.py; test_export.py and test_run.py here."""
 
 
 def test_every_command_has_a_line():

@@ -1,0 +1,308 @@
+"""Settings of a script: the defaults of its class, a file (`--config FILE`), and flags; each wins over what comes before it."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import pydantic
+
+from ..dataflow.config import Config
+from ..dataflow.errors import SettingError, UserError, nearest
+from .settings_file import Placed, read_settings_file
+
+OPTION = "--config"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value comes from."""
+
+    kind: Literal["default", "file", "flag"]
+    place: str = ""
+    """File and line, or the flag."""
+
+    def __str__(self) -> str:
+        return self.place or self.kind
+
+
+@dataclass(frozen=True)
+class Composed:
+    """Settings, and where each value comes from."""
+
+    settings: Config
+    origins: Mapping[str, Origin]
+    """Name, with dots for what is nested -> origin."""
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """The value of each name."""
+        return {name: _at(self.settings, name) for name in self.origins}
+
+
+def compose(settings_class: type[Config], arguments: Sequence[str], description: str | None = None) -> Composed:
+    """Read settings from the command line, and from a file if it names one.
+
+    Args:
+        settings_class: says which settings there are.
+        arguments: of the command line.
+        description: of the script, for its help.
+
+    Raises:
+        UserError: a value is not allowed; the message has its place (flag, or file and line), the value, and what is allowed.
+        SystemExit: help was printed (0), or an argument is wrong and was told (2).
+    """
+    import tyro
+
+    rest, file = _without_config(settings_class, arguments)
+    given = check(settings_class, read_settings_file(file)) if file is not None else {}
+    about = f"{description or ''}\n\n{OPTION} FILE reads settings from a YAML or TOML file; flags win over it.".strip()
+    _check_flags(settings_class, rest)
+    default = _default(settings_class, given) if given else tyro.MISSING_NONPROP
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            settings = tyro.cli(settings_class, default=default, description=about, args=rest)
+    except SystemExit as end:
+        if (refused := _refusal(end)) is not None:
+            raise UserError("\n".join(_placed(settings_class, refused, given, rest))) from None
+        sys.stderr.write(said.getvalue())
+        raise
+    return Composed(settings, dict(_origins(settings, given, rest)))
+
+
+def _refusal(end: BaseException | None) -> SettingError | None:
+    """What a class of settings had refused when tyro ended the process; None: tyro ended it for another reason."""
+    while end is not None and not isinstance(end, SettingError):
+        end = end.__context__
+    return end
+
+
+def _check_flags(settings_class: type[Config], arguments: Sequence[str]) -> None:
+    """Check the names of flags, and the values of those that take a single one. What else is wrong tyro finds.
+
+    Raises:
+        UserError: with a line for each that is wrong.
+    """
+    leaves = dict(_leaves(settings_class))
+    if any(config_of(field.annotation) for field in leaves.values()):
+        return  # of alternatives, tyro makes commands with flags of their own
+    wrong: list[str] = []
+    for flag, values in _given_flags(arguments):
+        name = flag.removeprefix("--").replace("-", "_")
+        field = leaves.get(name) or leaves.get(re.sub(r"(^|\.)no_", r"\1", name))
+        said = " ".join([flag, *values])
+        if field is None and not name.startswith(("help", "tyro_")):
+            flags = [f"--{known.replace('_', '-')}" for known in leaves]
+            hint = nearest(flag, flags) or f"; there are {', '.join(flags)}"
+            wrong.append(f"{said}: there is no such setting{hint}")
+        elif field is not None and len(values) == 1 and _takes_one(field.annotation) and values[0] != "None":
+            try:
+                _valid("", field, Placed(values[0], said))
+            except UserError as error:
+                wrong.append(str(error))
+    if wrong:
+        raise UserError("\n".join(wrong))
+
+
+def _takes_one(annotation: Any) -> bool:
+    """Whether a setting has one plain value, which pydantic reads from text as tyro does."""
+    kinds = [kind for kind in get_args(annotation) if kind is not type(None)] or [annotation]
+    is_choice = get_origin(annotation) is Literal or any(get_origin(kind) is Literal for kind in kinds)
+    return is_choice or all(kind in (int, float) for kind in kinds)
+
+
+def _leaves(settings_class: type[Config], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Name of each setting, with dots for what is nested -> its field."""
+    for name, field in settings_class.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Config):
+            yield from _leaves(field.annotation, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", field
+
+
+def check(settings_class: type[Config], found: Mapping[str, Placed], above: str = "") -> dict[str, Placed]:
+    """Check each value of a file by itself: its name and its type.
+
+    Args:
+        settings_class: says which settings there are.
+        found: in the file, by name.
+        above: name of what they are nested in, with a dot.
+
+    Returns:
+        Full names of the settings and their values, as the class has them.
+
+    Raises:
+        UserError: with a line for each that is wrong.
+    """
+    checked: dict[str, Placed] = {}
+    wrong: list[str] = []
+    for name, placed in found.items():
+        field = settings_class.model_fields.get(name)
+        inner = None if field is None else config_of(field.annotation)
+        try:
+            if field is None:
+                raise UserError(_unknown(settings_class, f"{above}{name}", placed))
+            if isinstance(placed.value, Mapping) and inner is not None:
+                checked |= check(inner, placed.value, f"{above}{name}.")
+            else:
+                checked[f"{above}{name}"] = Placed(_valid(f"{above}{name}", field, placed), placed.place)
+        except UserError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise UserError("\n".join(wrong))
+    return checked
+
+
+def config_of(annotation: Any) -> type[Config] | None:
+    """The configuration class that a field holds, on its own or as an alternative to None; None: it holds no such class."""
+    for each in (annotation, *get_args(annotation)):
+        if isinstance(each, type) and issubclass(each, Config):
+            return each
+    return None
+
+
+def _unknown(settings_class: type[Config], name: str, placed: Placed) -> str:
+    known = list(settings_class.model_fields)
+    hint = nearest(name.rpartition(".")[2].replace("-", "_"), known) or f"; there are {', '.join(known)}"
+    return f"{placed.place}: there is no setting {name!r} (value {_plain(placed.value)!r}){hint}"
+
+
+def _valid(name: str, field: Any, placed: Placed) -> Any:
+    value = _plain(placed.value)
+    try:
+        made: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+        return pydantic.TypeAdapter(made, config=_LOOSE(made)).validate_python(value)
+    except pydantic.ValidationError as error:
+        what = f"{placed.place}: {name}" if name else placed.place
+        raise UserError(f"{what}: {Config.problem(error.errors()[0])}") from None
+
+
+def _LOOSE(made: Any) -> pydantic.ConfigDict | None:
+    """Fields may be of any class; a model has its own settings."""
+    return None if config_of(made) is made else pydantic.ConfigDict(arbitrary_types_allowed=True)
+
+
+def _plain(value: Any) -> Any:
+    """A value without places."""
+    return {name: _plain(each.value) for name, each in value.items()} if isinstance(value, Mapping) else value
+
+
+def _without_config(settings_class: type[Config], arguments: Sequence[str]) -> tuple[list[str], Path | None]:
+    """The other arguments, and the file; a script with a setting `config` of its own has no file."""
+    if "config" in settings_class.model_fields:
+        return list(arguments), None
+    rest, files = list[str](), list[str]()
+    words = iter(arguments)
+    for word in words:
+        if word == OPTION:
+            files.append(next(words, ""))
+        elif word.startswith(f"{OPTION}="):
+            files.append(word.partition("=")[2])
+        else:
+            rest.append(word)
+    if len(files) > 1:
+        raise UserError(f"{OPTION} is given {len(files)} times ({', '.join(files)}): one file of settings is read")
+    if files and not files[0]:
+        raise UserError(f"{OPTION} needs a file, such as {OPTION} settings.yaml")
+    return rest, Path(files[0]) if files else None
+
+
+def _default(settings_class: type[Config], given: Mapping[str, Placed], above: str = "") -> Config:
+    """The settings before the flags are read. They are not checked as a whole: a flag may still make them right."""
+    import tyro
+
+    values: dict[str, Any] = {}
+    for name, field in settings_class.model_fields.items():
+        full = f"{above}{name}"
+        inner = config_of(field.annotation)
+        if full in given:
+            values[name] = given[full].value
+        elif inner is not None and any(key.startswith(f"{full}.") for key in given):
+            values[name] = _default(inner, given, f"{full}.")
+        else:
+            values[name] = tyro.MISSING_NONPROP if field.is_required() else field.get_default(call_default_factory=True)
+    return settings_class.model_construct(_fields_set=set(values), **values)
+
+
+def _given_flags(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each flag, with the words that stand behind it.
+
+    >>> list(_given_flags(["--seed=3", "--sizes", "1", "2", "--small"]))
+    [('--seed', ['3']), ('--sizes', ['1', '2']), ('--small', [])]
+    """
+    for at, word in enumerate(arguments):
+        if word.startswith("--"):
+            flag, has_value, value = word.partition("=")
+            behind = itertools.takewhile(lambda each: not each.startswith("--"), arguments[at + 1 :])
+            yield flag, [value] if has_value else list(behind)
+
+
+def _flags(arguments: Sequence[str]) -> dict[str, str]:
+    """Name of a setting that a flag sets -> the flag with its value.
+
+    >>> _flags(["--lora.max-rank", "8", "--no-small", "--seed=3"])
+    {'lora.max_rank': '--lora.max-rank 8', 'no_small': '--no-small', 'small': '--no-small', 'seed': '--seed 3'}
+    """
+    found: dict[str, str] = {}
+    for flag, values in _given_flags(arguments):
+        name, said = flag.removeprefix("--").replace("-", "_"), " ".join([flag, *values])
+        found[name] = said
+        if (path := name.rpartition("."))[2].startswith("no_"):
+            found[f"{path[0]}{path[1]}{path[2].removeprefix('no_')}"] = said
+    return found
+
+
+def _origins(
+    settings: Config, given: Mapping[str, Placed], arguments: Sequence[str], above: str = ""
+) -> Iterator[tuple[str, Origin]]:
+    flags = _flags(arguments)
+    for name in type(settings).model_fields:
+        full, value = f"{above}{name}", getattr(settings, name)
+        if isinstance(value, Config):
+            yield from _origins(value, given, arguments, f"{full}.")
+        elif full in flags:
+            yield full, Origin("flag", flags[full])
+        elif full in given:
+            yield full, Origin("file", given[full].place)
+        else:
+            yield full, Origin("default")
+
+
+def _at(settings: Any, name: str) -> Any:
+    for part in name.split("."):
+        settings = getattr(settings, part)
+    return settings
+
+
+def _placed(
+    settings_class: type[Config], error: SettingError, given: Mapping[str, Placed], arguments: Sequence[str]
+) -> Iterator[str]:
+    """The problems of a class of settings, each with its place."""
+    flags = _flags(arguments)
+    above = next(iter(_names_of(settings_class, error.of)), "")
+    for name, problem in error.problems:
+        full = f"{above}{name}"
+        if full in flags:
+            yield f"{flags[full]}: {problem}"
+        elif full in given:
+            yield f"{given[full].place}: {full}: {problem}"
+        else:
+            yield f"--{full.replace('_', '-')}: {problem}" if full else problem
+
+
+def _names_of(settings_class: type[Config], name: str, above: str = "") -> Iterator[str]:
+    """The names, each with a dot behind it, under which a class is nested in another; the class itself has the name ''."""
+    if settings_class.__name__ == name:
+        yield above
+    for field, about in settings_class.model_fields.items():
+        inner = config_of(about.annotation)
+        if inner is not None:
+            yield from _names_of(inner, name, f"{above}{field}.")
