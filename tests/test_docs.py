@@ -27,7 +27,14 @@ EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["op
 MAKEFILE = (ROOT / "Makefile").read_text()
 
 SHELLS = {"bash", "console", "sh"}
-DATA_PARSERS = {"json": json.loads, "toml": tomllib.loads, "python": ast.parse, "text": str, "mermaid": str, "yaml": yaml.safe_load}
+DATA_PARSERS = {
+    "json": json.loads,
+    "toml": tomllib.loads,
+    "python": ast.parse,
+    "text": str,
+    "mermaid": str,
+    "yaml": yaml.safe_load,
+}
 COMMANDS_OF_OTHERS = {"cd", "export", "git", "ray", "source"}
 """There is nothing of ours to check in them."""
 
