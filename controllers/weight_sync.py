@@ -47,6 +47,8 @@ class WeightSync:
         """Leader that gives its weights away -> the ranks that have taken them, each with the checksum of what it took."""
         self._sent: dict[str, int] = {}
         """Follower -> the version that it received last."""
+        self._compared: dict[str, set[int]] = {}
+        """Follower -> ranks whose log-probabilities were compared with the leader's."""
         self._waiting: set[str] = set()
         """Followers that take weights when their responses are finished."""
 
@@ -173,6 +175,41 @@ class WeightSync:
         return set(follower.up)
 
     def _received(self, call: Call, leader: str, weights: Any) -> Iterable[CallRequest]:
+        """Ranks that took weights for the first time answer a few prompts before those of the run, and the leader compares."""
+        group = call.group
+        compared = self._compared.setdefault(group.name, set())
+        compared -= group.lacking  # a rank that was replaced is another one
+        fresh = sorted(set(call.ranks) - call.lost - compared)
+        if not fresh or not self._compares(self._groups[leader], group):
+            return self._arrived(call, leader, weights)
+        then = partial(self._sampled, received=call, leader=leader, weights=weights)
+        return [CallRequest(group, "canary", {}, fresh, then, on_device=True)]
+
+    def _compares(self, leader: WorkerGroup, follower: WorkerGroup) -> bool:
+        """Whether these groups can compare log-probabilities. Groups that take turns on GPUs cannot: each would need them at once."""
+        shared = leader.place.pool.gpus and leader.place.pool == follower.place.pool
+        classes = (leader.handle.worker_class, "compare_canaries"), (follower.handle.worker_class, "canary")
+        return not shared and all(hasattr(worker_class, method) for worker_class, method in classes)
+
+    def _sampled(self, call: Call, received: Call, leader: str, weights: Any) -> Iterable[CallRequest]:
+        received.lost |= call.lost
+        found = {rank: canary for rank, canary in sorted(call.values.items()) if rank not in call.lost and canary}
+        self._compared[call.group.name] |= found.keys()
+        canaries = {f"{call.group.name}[{rank}]": canary for rank, canary in found.items()}
+        if not canaries:
+            return self._arrived(received, leader, weights)
+        arguments = {"canaries": canaries, "version": weights.version}
+        return [
+            CallRequest(
+                self._groups[leader],
+                "compare_canaries",
+                arguments,
+                then=lambda _: self._arrived(received, leader, weights),
+                on_device=True,
+            )
+        ]
+
+    def _arrived(self, call: Call, leader: str, weights: Any) -> Iterable[CallRequest]:
         group = call.group
         took = {rank: checksum for rank, checksum in sorted(call.values.items()) if rank not in call.lost}
         self._taken[leader] += [(f"{group.name}[{rank}]", checksum) for rank, checksum in took.items()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,6 +22,7 @@ from ..dataflow.column import (
 )
 from ..dataflow.errors import UserError
 from ..dataflow.metrics import Max, Mean, Metrics
+from .canary import Canary, canary_rows, check_canary
 from .dispatch import Dispatch
 from .remote import remote
 from .trained import TrainedConfig, TrainedWorker, loss_may_read, loss_reads, training_batch
@@ -148,6 +149,21 @@ class ActorWorker(TrainedWorker):
         from ..resharding.weights import Given
 
         return Given(version, None if self._publisher is None else self._publisher.finish())
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def compare_canaries(self, canaries: Mapping[str, Canary], version: int) -> None:
+        """Compare what ranks sampled with a version of the weights with the log-probabilities of this group, which still has it.
+
+        Args:
+            canaries: by the name of the rank, as "rollout[0]".
+            version: policy version.
+
+        Raises:
+            WeightSyncError: naming the rank, the version, and how far they are apart.
+        """
+        for receiver, canary in canaries.items():
+            found, _ = self.engine.logprobs(canary_rows(canary))
+            check_canary(receiver, version, canary, found, exact=self.config.dtype == "float32")
 
     def close(self) -> None:
         if self._publisher is not None:

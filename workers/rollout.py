@@ -25,8 +25,10 @@ from ..dataflow.column import (
     TEMPERATURE,
 )
 from ..dataflow.errors import SampleError
+from ..dataflow.lazy import torch
 from ..dataflow.metrics import Mean, Metrics, Sum
 from ..dataflow.operation import Shape
+from .canary import PROMPT_TOKENS, RESPONSE_TOKENS, Canary, canary_prompts
 from .children import Children
 from .device import rank_device
 from .dispatch import Dispatch
@@ -139,6 +141,21 @@ class RolloutWorker(Worker):
             WeightSyncError: the bytes are not those that were published, or do not fit the model.
         """
         return self.engine.update_weights(weights.to(f"{self.context.name}[{self.context.rank}]"))
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def canary(self) -> Canary:
+        """A few responses to drawn prompts, for the trainer to compare their log-probabilities."""
+        prompts = canary_prompts(self._vocabulary)
+        max_tokens = min(RESPONSE_TOKENS, self.max_context - PROMPT_TOKENS)
+        requests = [GenerationRequest(row, ids, seed=row) for row, ids in enumerate(prompts)]
+        steps = self.engine.generate(requests, Sampling(max_tokens=max_tokens, ignore_stop=True))
+        found = sorted((one for step in steps for one in step), key=lambda one: one.request_id)
+        return Canary(
+            tuple(tuple(ids.tolist()) for ids in prompts),
+            tuple(tuple(one.token_ids.tolist()) for one in found),
+            tuple(tuple(one.logprobs.tolist()) for one in found),
+            exact=self.config.dtype == "float32" or (self.config.dtype == "auto" and not torch.cuda.is_available()),
+        )
 
     def onload(self) -> None:
         self.engine.wake_up()

@@ -25,6 +25,22 @@ class Middle(ToyActor):
         return weights.checksum
 
 
+class Comparing(ToyActor):
+    """Compares what followers sample."""
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def compare_canaries(self, canaries: dict[str, str], version: int) -> None:
+        """Nothing is found."""
+
+
+class Sampling(SlowRollout):
+    """Samples for its leader."""
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def canary(self) -> str:
+        return "sampled"
+
+
 def synced(
     every: int = 1, partial: Any = "continue", pool: ResourcePool = ResourcePool()
 ) -> tuple[WeightSync, dict[str, WorkerGroup], list[Call]]:
@@ -177,6 +193,44 @@ def test_a_rank_that_is_replaced_while_others_receive_is_given_the_weights_after
     (finish,) = receive.then(call)
     (again,) = over(finish, ToyWeights(0))
     assert again.method == "publish_weights" and groups["rollout"].lacking == {0}
+
+
+def test_a_rank_is_compared_with_its_leader_after_its_first_weights_and_again_when_it_was_replaced():
+    weights, groups, _ = synced()
+    asked = Asked()
+    groups["actor"] = asked.group("actor", ResourcePool(), Comparing)
+    groups["rollout"] = asked.group("rollout", ResourcePool(), Sampling, ranks=2)
+    groups["rollout"].lacking |= {0, 1}
+    for version, fresh in ((0, [0, 1]), (1, []), (2, [1])):
+        groups["actor"].version = version
+        if version == 2:
+            weights.resend(groups["rollout"], 1)
+        else:
+            assert weights.publish("actor")
+        given = ToyWeights(version)
+        receive = CallRequest(groups["rollout"], "receive_weights", {"weights": given})
+        followed = list(weights._received(answer(receive.call(), given.checksum), "actor", given))
+        if fresh:
+            (canary,) = followed
+            assert (canary.method, list(canary.ranks or ())) == ("canary", fresh)
+            assert set(fresh) <= groups["rollout"].lacking, "it answers no prompt of the run before"
+            (compare,) = over(canary, "sampled")
+            assert (compare.group.name, compare.method) == ("actor", "compare_canaries")
+            assert compare.arguments["canaries"] == {f"rollout[{rank}]": "sampled" for rank in fresh}
+            assert weights.reads(groups["actor"]), "it still has this version"
+            followed = over(compare)
+        assert not groups["rollout"].lacking
+        (finish,) = followed
+        assert not over(finish, given) and not weights.under_way
+
+
+def test_groups_that_take_turns_on_gpus_are_not_compared():
+    weights, groups, _ = synced(pool=(shared := ResourcePool("shared", gpus=1)))
+    groups["actor"] = Asked().group("actor", shared, Comparing)
+    groups["rollout"] = Asked().group("rollout", shared, Sampling)
+    assert not weights._compares(groups["actor"], groups["rollout"])
+    groups["rollout"] = Asked().group("rollout", ResourcePool("own", gpus=1), Sampling)
+    assert weights._compares(groups["actor"], groups["rollout"])
 
 
 def test_a_wrong_checksum_ends_the_run_and_names_the_rank():

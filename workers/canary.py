@@ -1,0 +1,79 @@
+"""Canary: a few responses whose log-probabilities trainer and generator compare before a rank answers the run's own prompts.
+
+Checksums show that weights have arrived. The canary shows that both sides compute the same with them: after the first weights of a
+rank, so at the start of a run and after each rank that was replaced or has joined, it samples a few tokens from drawn prompts, and the
+trainer computes their log-probabilities with the same version.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..dataflow.batch import Batch
+from ..dataflow.column import PROMPT_IDS, RESPONSE_IDS
+from ..dataflow.errors import WeightSyncError
+
+NUM_ROWS = 4
+PROMPT_TOKENS = 4
+RESPONSE_TOKENS = 12
+
+LARGEST_GAP = 1e-3
+"""Nats, mean over tokens, where both sides compute in float32; 1e-6 is usual (docs/benchmarks.md)."""
+LARGEST_HALF_GAP = 0.2
+"""The same where one of them computes in half precision; a few hundredths are usual."""
+
+
+@dataclass(frozen=True)
+class Canary:
+    """What a rank sampled. Plain data."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    responses: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[float, ...], ...]
+    """Of the tokens of each response, in nats."""
+    exact: bool
+    """Whether the rank computes in float32."""
+
+
+def canary_prompts(vocabulary: int | None) -> list[np.ndarray]:
+    """The prompts that every rank answers, [PROMPT_TOKENS] int32 each.
+
+    Args:
+        vocabulary: number of token ids of the model; None: it is not known.
+
+    >>> len(canary_prompts(100)), int(max(ids.max() for ids in canary_prompts(3))) < 3
+    (4, True)
+    """
+    drawn = np.random.default_rng(0).integers(0, vocabulary or 2, (NUM_ROWS, PROMPT_TOKENS))
+    return list(drawn.astype(np.int32))
+
+
+def canary_rows(canary: Canary) -> Batch:
+    """The same as rows, for the trainer's log-probabilities."""
+    columns = {str(PROMPT_IDS): list(map(list, canary.prompts)), str(RESPONSE_IDS): list(map(list, canary.responses))}
+    return Batch.of(**columns)
+
+
+def check_canary(receiver: str, version: int, canary: Canary, logprobs: np.ndarray, *, exact: bool) -> None:
+    """Compare a rank's log-probabilities with the trainer's.
+
+    Args:
+        receiver: the rank, as "rollout[0]".
+        version: of the weights.
+        logprobs: [tokens] the trainer's, response after response.
+        exact: whether the trainer computes in float32.
+
+    Raises:
+        WeightSyncError: their mean difference is too large, or not a number; naming group, rank and version.
+    """
+    own = np.array([value for response in canary.logprobs for value in response])
+    gap = float(np.abs(own - logprobs).mean())
+    bound = LARGEST_GAP if exact and canary.exact else LARGEST_HALF_GAP
+    if not gap <= bound:
+        raise WeightSyncError(
+            f"weights version {version}: {receiver} has taken them, and gives {len(own)} tokens log-probabilities that are {gap:.3g} nats "
+            f"from the trainer's in the mean, more than {bound:g}. It computes something else with the same weights: compare model "
+            "folders, dtypes and engine settings of both groups"
+        )
