@@ -37,6 +37,8 @@ CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 10.0, 120.0
 """Longest waits for the job server: to accept a connection, and to answer a request."""
 LOST_TIMEOUT_S = 300.0
 """Longest time for which a job is followed while its server does not answer."""
+QUIET_S = 300.0
+"""Longest time without a line of a job's log, after which it is seen whether the job and the connection are still there."""
 POLL_S = 1.0
 """Seconds between two questions how a job is doing."""
 OVER = ("SUCCEEDED", "FAILED", "STOPPED")
@@ -179,10 +181,10 @@ class Jobs:
             UserError: there is no such job.
             RunError: its server did not answer for LOST_TIMEOUT_S.
         """
-        written, heard = 0, time.monotonic()
+        log, heard = _Log(write), time.monotonic()
         while True:
             try:
-                written = asyncio.run(self._tail(job, written, write))
+                asyncio.run(self._tail(job, log))
                 found, heard = self.get(job), time.monotonic()
                 if found.is_over:
                     return found
@@ -194,20 +196,50 @@ class Jobs:
                     ) from error
             time.sleep(POLL_S)
 
-    async def _tail(self, job: str, skip: int, write: Callable[[str], None]) -> int:
-        """Follow the log of a job until its server ends that; returns the characters of the log that are known then.
+    async def _tail(self, job: str, log: _Log) -> None:
+        """Follow the log of a job until its server ends that, or sends nothing for QUIET_S.
+
+        Raises:
+            RunError: the connection broke.
+        """
+        import aiohttp
+
+        seen, stream = 0, self._client.tail_job_logs(job)
+        try:
+            while True:
+                text = await asyncio.wait_for(anext(stream), QUIET_S)
+                seen += len(text)
+                log.take(text, seen)
+        except (StopAsyncIteration, TimeoutError):
+            return
+        except aiohttp.ClientError as error:
+            raise RunError(f"the log of job {job} broke off: {error}") from error
+        finally:
+            await stream.aclose()
+
+
+class _Log:
+    """Passes on the text of a log once, though it comes from its beginning after each break.
+
+    Args:
+        write: called with new text.
+    """
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+        self._written = 0
+        """Characters of the log that were passed on."""
+
+    def take(self, text: str, end: int) -> None:
+        """A piece has come.
 
         Args:
-            skip: characters that were written before.
+            text: the piece.
+            end: characters of the log up to its end.
         """
-        seen = 0
-        async for text in self._client.tail_job_logs(job):
-            seen += len(text)
-            new = text[max(0, len(text) - (seen - skip)) :] if seen > skip else ""
-            if new:
-                write(new)
-                skip = seen
-        return skip
+        if end > self._written:
+            self._write(text[max(0, len(text) - (end - self._written)) :])
+            self._written = end
 
 
 def server_address(given: str | None) -> str:

@@ -41,6 +41,9 @@ stopped=0
 trap 'stopped=1; kill -TERM $run' TERM
 code=0
 wait $run || code=$?
-while kill -0 $run 2> /dev/null; do wait $run && code=0 || code=$?; done
-if [ "$stopped" = 1 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+if [ "$stopped" = 1 ]; then  # the signal ended the wait; the run is saving itself
+  code=0
+  wait $run || code=$?
+  scontrol requeue "$SLURM_JOB_ID"
+fi
 exit "$code"

@@ -54,7 +54,7 @@ def main(model: Path, until: int, backend: Backend) -> None:
         progress="plain",
     ) as driver:
         driver.run()
-        print("digest", driver.call(actor, "digest"), flush=True)
+        print("digest", driver.call(actor, "digest")[0], flush=True)
 
 
 if __name__ == "__main__":

@@ -83,29 +83,37 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
     environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "HF_HUB_OFFLINE": "1"}
     environment |= {"RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0", "HOME": str(home)}
-    dashboard, agent, client = free_ports(3)
-    command = f"start --head --block --disable-usage-stats --port=0 --node-ip-address=127.0.0.1 --num-cpus=4 --temp-dir={temporary} "
-    command += f"--dashboard-host=127.0.0.1 --dashboard-port={dashboard} --dashboard-agent-listen-port={agent} "
-    command += f"--ray-client-server-port={client} --object-store-memory=200000000"
-    with (root / "head.log").open("w") as log:
-        process = subprocess.Popen(
-            [Path(sys.executable).with_name("ray"), *command.split()],
-            env=environment | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
     try:
-        address = f"http://127.0.0.1:{dashboard}"
-        wait_until(lambda: "Ray runtime started" in (root / "head.log").read_text() or process.poll() is not None)
-        assert process.poll() is None, (root / "head.log").read_text()
-        yield Head(address, environment, home, project, model)
-    finally:
-        process.terminate()
+        address, process = started(root / "head.log", temporary, environment)
         try:
-            process.wait(60)
+            yield Head(address, environment, home, project, model)
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            process.terminate()
+            process.wait(60)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def started(log: Path, temporary: Path, environment: Mapping[str, str]) -> tuple[str, subprocess.Popen[bytes]]:
+    """The address of a head's job server, and its process. Ray gives a node 30 s to start, which a busy machine may exceed: it is then
+    tried again."""
+    for _ in range(3):
+        dashboard, agent, client = free_ports(3)
+        command = f"start --head --block --disable-usage-stats --port=0 --node-ip-address=127.0.0.1 --num-cpus=4 --temp-dir={temporary} "
+        command += f"--dashboard-host=127.0.0.1 --dashboard-port={dashboard} --dashboard-agent-listen-port={agent} "
+        command += f"--ray-client-server-port={client} --object-store-memory=200000000"
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                [Path(sys.executable).with_name("ray"), *command.split()],
+                env={**environment, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        wait_until(lambda p=process: "Ray runtime started" in log.read_text() or p.poll() is not None)
+        if process.poll() is None:
+            return f"http://127.0.0.1:{dashboard}", process
+    raise AssertionError(log.read_text())
 
 
 def wait_until(condition, timeout_s: float = 180.0) -> None:

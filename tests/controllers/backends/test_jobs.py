@@ -1,14 +1,23 @@
 """Jobs are checked before a cluster is asked; those of a queue take turns."""
 
+from collections.abc import AsyncIterator
+from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from weft.controllers.backends import jobs as backend_jobs
 from weft.controllers.backends.job_request import JobRequest
 from weft.controllers.backends.jobs import Job, Jobs, server_address
 from weft.controllers.backends.queued import ahead_of, wait_for_turn
 from weft.dataflow.errors import RunError, UserError
+
+
+class JobStatus(Enum):
+    RUNNING = "RUNNING"
+    SUCCEEDED = "SUCCEEDED"
 
 
 @pytest.fixture
@@ -117,3 +126,35 @@ def test_a_turn_that_never_comes_ends_with_the_job_before():
             lambda s: None,
             lambda: next(time),
         )
+
+
+class Server:
+    """A job server whose connections break off after each piece of the log but the last."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self.pieces, self.connections = pieces, 0
+
+    async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
+        self.connections += 1
+        for piece in self.pieces[: self.connections]:
+            yield piece
+        if self.connections < len(self.pieces):
+            raise RuntimeError("the connection broke")
+
+    def list_jobs(self) -> list[Any]:
+        status = JobStatus.SUCCEEDED if self.connections >= len(self.pieces) else JobStatus.RUNNING
+        return [
+            SimpleNamespace(
+                submission_id="a", status=status, metadata={}, runtime_env={}, message="", start_time=0, entrypoint=""
+            )
+        ]
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_address")  # which has to be there before Ray is imported
+def test_a_log_whose_connection_breaks_off_is_passed_on_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(backend_jobs, "POLL_S", 0.0)
+    jobs, said = object.__new__(Jobs), list[str]()
+    jobs.address, jobs._client = "http://head:8265", Server(["one\n", "two\n", "three\n"])
+    assert jobs.follow("a", said.append).status == "SUCCEEDED"
+    assert said == ["one\n", "two\n", "three\n"] and jobs._client.connections == 3

@@ -1,0 +1,100 @@
+"""What `weft submit` takes longer than `ray job submit` with the same script: a head with a token is started, and both are called in turns.
+
+    python benchmarks/operate/submit.py --rounds 5
+
+Prints one line of JSON: `submit_overhead_s` (median difference), and the medians of both, in seconds. It needs `ray[default]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+START_S = 180.0
+"""Longest wait for the head."""
+RAY = str(Path(sys.executable).with_name("ray"))
+
+
+@contextmanager
+def head(folder: Path, environment: Mapping[str, str]) -> Iterator[str]:
+    """A head with a job server; gives its address.
+
+    Args:
+        folder: for its files; a short path, since sockets lie there.
+        environment: with its token.
+
+    Raises:
+        RuntimeError: it did not start in time.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        dashboard, agent = one.getsockname()[1], other.getsockname()[1]
+    words = f"start --head --block --disable-usage-stats --port=0 --node-ip-address=127.0.0.1 --num-cpus=2 --temp-dir={folder}/r"
+    words += f" --dashboard-host=127.0.0.1 --dashboard-port={dashboard} --dashboard-agent-listen-port={agent}"
+    log = folder / "head.log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [RAY, *words.split()], env=environment, stdout=file, stderr=file, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + START_S
+        while "Ray runtime started" not in log.read_text():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the head did not start: {log.read_text()}")
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{dashboard}"
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def seconds_of(command: list[str], project: Path, environment: Mapping[str, str]) -> float:
+    """Wall time of a command, which has to succeed."""
+    began = time.perf_counter()
+    subprocess.run(command, cwd=project, env=environment, check=True, capture_output=True, timeout=300)
+    return time.perf_counter() - began
+
+
+def measure(rounds: int) -> dict[str, float]:
+    """Submit a script that prints a line in both ways.
+
+    Args:
+        rounds: how often; the two ways take turns.
+
+    Returns:
+        `submit_overhead_s`, `weft_submit_s` and `ray_job_submit_s`, medians in seconds.
+    """
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | token
+    with tempfile.TemporaryDirectory(prefix="weft-", dir="/tmp") as name:
+        folder, project = Path(name), Path(name) / "project"
+        project.mkdir()
+        (project / "hello.py").write_text("print('hello')\n")
+        with head(folder, environment) as address:
+            ours = [sys.executable, "-m", "weft", "submit", "--address", address, "hello.py"]
+            rays = [RAY, "job", "submit", "--address", address, "--working-dir", ".", "--", "python", "hello.py"]
+            seconds_of(rays, project, environment)  # the first job of a cluster is slower
+            took = [
+                (seconds_of(ours, project, environment), seconds_of(rays, project, environment)) for _ in range(rounds)
+            ]
+    return {
+        "submit_overhead_s": statistics.median(weft - ray for weft, ray in took),
+        "weft_submit_s": statistics.median(weft for weft, _ in took),
+        "ray_job_submit_s": statistics.median(ray for _, ray in took),
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="how often each way is tried")
+    print(json.dumps({name: round(value, 2) for name, value in measure(parser.parse_args().rounds).items()}))
