@@ -3,7 +3,6 @@
 Run by `test_job_server.py`.
 """
 
-import argparse
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pyarrow as pa
 import weft
 from weft.algorithms.grpo import grpo
 from weft.algorithms.sampling import Sampling
-from weft.controllers.backends.backend import Backend
 from weft.controllers.backends.local import Local
 from weft.controllers.backends.ray_backend import RayBackend
 from weft.dataflow.source import TableSource
@@ -39,7 +37,18 @@ def length(response: str) -> float:
     return float(len(response) % 3)
 
 
-def main(model: Path, until: int, backend: Backend) -> None:
+class Settings(weft.Config):
+    model: Path
+    """Folder of the model."""
+    until: int
+    """The step at which the run ends."""
+    in_process: bool = False
+    """Without Ray."""
+
+
+def main(settings: Settings) -> None:
+    """Train."""
+    model = settings.model
     rollout: Any = weft.group(RolloutWorker, model=str(model), engine="transformers")
     reward: Any = weft.group(RewardWorker, function=length, tokenizer=str(model))
     actor: Any = weft.group(Actor, model=str(model), learning_rate=1e-2)
@@ -48,9 +57,9 @@ def main(model: Path, until: int, backend: Backend) -> None:
     with weft.Driver(
         grpo(rows, rollout=rollout, reward=reward, actor=actor, n=4, sampling=Sampling(max_tokens=4)),
         schedule=weft.Synchronous(steps=100_000, prompts_per_step=4),
-        backend=backend,
+        backend=Local() if settings.in_process else RayBackend(),
         checkpoint=weft.CheckpointConfig(every=1),
-        stop=lambda metrics: metrics["step"] >= until,
+        stop=lambda metrics: metrics["step"] >= settings.until,
         progress="plain",
     ) as driver:
         driver.run()
@@ -58,9 +67,4 @@ def main(model: Path, until: int, backend: Backend) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--until", type=int, required=True)
-    parser.add_argument("--in-process", action="store_true")
-    given = parser.parse_args()
-    main(given.model, given.until, Local() if given.in_process else RayBackend())
+    raise SystemExit(weft.launch(main))

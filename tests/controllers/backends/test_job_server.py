@@ -172,7 +172,7 @@ def test_a_job_that_fails_says_so(head: Head):
     failed = head.submit("--json", "--name", "fails", script=["--until", "no"], code=1)
     answer = json.loads(failed.stdout)
     assert answer["status"] == "FAILED" and "exit code" in answer["message"]
-    assert "argument --until: invalid int value: 'no'" in failed.stderr
+    assert "--until" in failed.stderr, "the log of the job"
     refused = head.weft("jobs", "stop", answer["job"][:-1], "--address", head.address, code=2)
     assert f"did you mean '{answer['job']}'?" in refused.stderr
 
