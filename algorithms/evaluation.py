@@ -1,44 +1,141 @@
-"""Evaluation: responses to held-out prompts, scored. The mean of its rewards is the run's `eval/reward/mean`."""
+"""Evaluation: responses to held-out prompts, scored. The mean of its rewards is the run's `eval/reward/mean`; its means over prompts are
+`eval/avg@N` and `eval/pass@K`, with intervals."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from ..dataflow.batch import Batch
+from ..dataflow.column import REWARD
+from ..dataflow.errors import UserError
+from ..dataflow.metrics import Estimate, Metrics, Sum
+from ..dataflow.operation import Shape, node
 from ..dataflow.tracing import graph
 from .protocols import Rewarder, Rollout
 from .sampling import Sampling
 
 
+def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
+    """Unbiased estimate of the probability that at least one of k samples solves a prompt: 1 - C(n - c, k) / C(n, k)
+    (arXiv:2107.03374, eq. 1).
+
+    Args:
+        num_samples: n, samples of the prompt.
+        num_solved: c, how many of them solve it.
+        k: at most n.
+
+    Returns:
+        0 where none solves it; 1 where fewer than k do not.
+
+    Raises:
+        ValueError: k is not between 1 and n, or c not between 0 and n.
+
+    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 1, 4), pass_at_k(4, 0, 4)
+    (0.25, 0.5, 1.0, 0.0)
+    """
+    if not 1 <= k <= num_samples or not 0 <= num_solved <= num_samples:
+        raise ValueError(f"pass@{k} of {num_samples} samples, {num_solved} of which solve the prompt, is not defined")
+    if num_samples - num_solved < k:
+        return 1.0
+    return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
+
+
+@node(shape=Shape.GROUP, reads=lambda reward: (reward,))
+def score_prompts(
+    samples: Batch, *, n: int, k: tuple[int, ...], solved: float = 1.0, reward: str = str(REWARD)
+) -> Metrics:
+    """Of each prompt the mean reward of its samples (avg@n), and pass@k for each k. All are means over prompts, so that a metric knows how
+    prompts scatter: samples of one prompt are not independent of each other.
+
+    Args:
+        samples: whole groups, with the column `reward`.
+        n: samples of each prompt that were asked for. Where some were dropped, their prompt counts with those that are left.
+        k: of each pass@k. Prompts with fewer samples are left out of it.
+        solved: reward from which on a sample solves its prompt.
+        reward: the column.
+
+    Returns:
+        `avg@N` and `pass@K` (estimates over prompts), and `prompts`.
+
+    >>> samples = Batch.of(group_id=[3, 3, 7, 7], reward=[1.0, 0.0, 0.0, 0.0])
+    >>> {name: metric.value for name, metric in score_prompts(samples, n=2, k=(1, 2)).items()}
+    {'avg@2': 0.25, 'pass@1': 0.25, 'pass@2': 0.5, 'prompts': 2.0}
+    """
+    rewards = samples.numpy(reward).astype(np.float64)
+    groups, index = samples.groups()
+    numbers = np.bincount(index, minlength=len(groups))
+    means = np.bincount(index, weights=rewards, minlength=len(groups)) / np.maximum(numbers, 1)
+    solving = np.bincount(index, weights=rewards >= solved, minlength=len(groups)).astype(np.int64)
+    metrics: Metrics = {f"avg@{n}": Estimate.of(means.tolist())}
+    counts = list(zip(numbers.tolist(), solving.tolist(), strict=True))
+    metrics |= {
+        f"pass@{one}": Estimate.of([pass_at_k(*count, one) for count in counts if count[0] >= one]) for one in k
+    }
+    return {**metrics, "prompts": Sum(float(len(groups)))}
+
+
 @graph
-def evaluate(prompts: Any, *, rollout: Rollout, reward: Rewarder, sampling: Sampling = Sampling(), n: int = 1) -> Any:
-    """Generate and score; greedy decoding is `sampling=weft.Sampling(temperature=0, ...)`."""
+def evaluate(
+    prompts: Any,
+    *,
+    rollout: Rollout,
+    reward: Rewarder,
+    sampling: Sampling = Sampling(),
+    n: int = 1,
+    k: Sequence[int] = (),
+    solved: float = 1.0,
+) -> Any:
+    """Generate n responses to each prompt, score them, and measure avg@n and pass@k with their 95 % intervals over prompts.
+
+    Greedy decoding is `sampling=weft.Sampling(temperature=0, ...)`.
+
+    Args:
+        prompts: held-out rows.
+        rollout, reward: worker groups.
+        sampling: of the responses.
+        n: responses to each prompt.
+        k: of each pass@k, at most n; default: 1 and n.
+        solved: reward from which on a response solves its prompt.
+
+    Raises:
+        UserError: a k is below 1 or above n.
+    """
+    if wrong := [one for one in k if not 1 <= one <= n]:
+        raise UserError(
+            f"evaluate(n={n}, k={tuple(k)}): pass@{wrong[0]} needs n of at least {wrong[0]}, and k of at least 1"
+        )
     samples = rollout.generate(prompts, n=n, sampling=sampling)
-    return reward.score(samples)
+    samples = reward.score(samples)
+    return score_prompts(samples, n=n, k=tuple(dict.fromkeys(k or (1, n))), solved=solved)
 
 
-Z = 1.96
+Z = 1.959964
 """Standard deviations of a normal distribution within which 95 % of it lie."""
 
 
 def interval(mean: float, std: float, number: float) -> tuple[float, float] | None:
-    """The 95 % interval of a mean over samples that are independent, such as one response to each of many prompts.
+    """The 95 % interval of a mean over things that are independent of each other, such as prompts.
 
-    Of rewards that are all 0 or 1 it is Wilson's score interval (JASA 22, 1927), which does not shrink to nothing where all are equal;
-    of others that of the normal distribution. Rewards from 0 to 1 are all 0 or 1 just when their variance is mean (1 - mean).
+    Where all values are 0 or 1 it is Wilson's score interval (JASA 22, 1927), which does not shrink to nothing where all are equal; of
+    others Student's t interval. Values from 0 to 1 are all 0 or 1 just when their variance is mean (1 - mean). For several samples of
+    each prompt give it the means of the prompts: an interval over all samples would be too narrow (clustered errors, arXiv:2411.00640).
 
     Args:
-        mean: of the rewards.
+        mean: of the values.
         std: their standard deviation, not an estimate for others.
         number: of them.
 
     Returns:
-        Lower and upper end; None for fewer than two samples.
+        Lower and upper end; None for fewer than two values.
 
     >>> [round(end, 3) for end in interval(0.5, 0.5, 100)], [round(end, 3) for end in interval(0.0, 0.0, 100)]
     ([0.404, 0.596], [0.0, 0.037])
-    >>> [round(end, 3) for end in interval(3.0, 1.0, 101)]
-    [2.804, 3.196]
+    >>> [round(end, 3) for end in interval(3.0, 1.0, 5)]
+    [1.612, 4.388]
     """
     if number < 2:
         return None
@@ -46,5 +143,29 @@ def interval(mean: float, std: float, number: float) -> tuple[float, float] | No
         middle = (mean + Z**2 / (2 * number)) / (1 + Z**2 / number)
         half = Z / (1 + Z**2 / number) * math.sqrt(mean * (1 - mean) / number + Z**2 / (4 * number**2))
         return max(0.0, middle - half), min(1.0, middle + half)
-    half = Z * std / math.sqrt(number - 1)
+    half = student_t(number - 1) * std / math.sqrt(number - 1)
     return mean - half, mean + half
+
+
+def student_t(freedom: float) -> float:
+    """The number of standard errors within which 95 % of Student's t distribution lie, by its expansion around the normal distribution
+    (Abramowitz and Stegun, 26.7.5); within 0.2 % from 3 degrees of freedom on, and exact for 1 and 2.
+
+    Args:
+        freedom: degrees of freedom, at least 1.
+
+    >>> [round(student_t(freedom), 3) for freedom in (1, 2, 4, 30, 1e9)]
+    [12.706, 4.303, 2.776, 2.042, 1.96]
+    """
+    if freedom < 2:
+        return math.tan(math.pi * 0.475)
+    if freedom < 3:
+        return 0.95 / math.sqrt(2 * 0.975 * 0.025)
+    z, v = Z, freedom
+    return (
+        z
+        + (z**3 + z) / (4 * v)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
+        + (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * v**4)
+    )

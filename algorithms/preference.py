@@ -36,7 +36,7 @@ from ..dataflow.column import (
     SAMPLE_ID,
     Column,
 )
-from ..dataflow.metrics import Mean, Metrics, Sum
+from ..dataflow.metrics import Estimate, Mean, Metrics, Sum
 from ..dataflow.operation import Shape, node
 from ..dataflow.takes import GROUPS
 from ..dataflow.tracing import graph
@@ -164,7 +164,7 @@ def compare(rows: Batch, *, score: str, against: str = "") -> Metrics:
     margins = np.bincount(index, weights=signs * totals, minlength=len(groups))
     number = float(len(groups))
     return {
-        "preference_accuracy": Mean(float((margins > 0).sum()), number),
+        "preference_accuracy": Estimate.of((margins > 0).astype(np.float64).tolist()),
         "preference_margin": Mean(float(margins.sum()), number),
     }
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..dataflow.buffer.capacity import expected_rows
 from ..dataflow.buffer.sample_buffer import BufferConfig
 from ..dataflow.column import OLD_LOGPROBS, RESPONSE_LOGPROBS, RESPONSE_VERSIONS
-from ..dataflow.errors import UserError
+from ..dataflow.errors import UserError, nearest
 from ..dataflow.graph import Graph
 from ..dataflow.handle import Handle
 from ..dataflow.operation import Shape
@@ -71,6 +71,21 @@ def check_names(evaluations: Sequence[Evaluation]) -> list[str]:
         if names.count(taken) > 1:
             raise UserError(f"two graphs of the run are called {taken!r}; give each Evaluation(..., name=...) its own")
     return names
+
+
+def check_best(best: str | None, evaluations: Sequence[Evaluation], handles: Mapping[str, Handle]) -> None:
+    """Check that the metric by which the best checkpoint is chosen is of an evaluation or a worker group of the run, or the run's own.
+
+    Raises:
+        UserError: naming the nearest.
+    """
+    owner, _, _ = (best or "").removeprefix("-").rpartition("/")
+    known = [*(e.name for e in evaluations), *handles]
+    if owner and owner.split("/")[0] not in known:
+        raise UserError(
+            f"CheckpointConfig(best={best!r}): the run has no evaluation or worker group {owner.split('/')[0]!r}"
+            f"{nearest(owner.split('/')[0], known)}; it has {', '.join(known)}"
+        )
 
 
 def check_graphs(graphs: Sequence[Graph]) -> dict[str, Handle]:

@@ -21,6 +21,7 @@ from ..workers.adapters_alone import agree_on_adapters
 from .backends.backend import Backend
 from .backends.local import Local
 from .checks import (
+    check_best,
     check_graphs,
     check_kinds,
     check_names,
@@ -314,6 +315,7 @@ def _checked(
     names = check_names(evaluations)
     graphs = [with_prompts_that_fit(one) for one in (graph, *(e.graph for e in evaluations))]
     handles = check_graphs(graphs)
+    check_best(settings["checkpoint"].best, evaluations, handles)
     agree_on_adapters(handles.values())
     every_handle = {**handles, **own_groups(graphs, handles, settings["record_every"])}
     settings |= set_deadlines(settings["start_timeout_s"], settings["call_timeout_s"], every_handle.values())

@@ -12,16 +12,31 @@ from functools import cached_property
 import numpy as np
 
 from ..algorithms.diagnostics import length_bias
+from ..algorithms.evaluation import interval
 from ..dataflow.buffer.leases import Lease, Published
 from ..dataflow.buffer.ledger import Ledger
 from ..dataflow.graph import Graph
-from ..dataflow.metrics import Metric, merge
+from ..dataflow.metrics import Estimate, Metric, merge
 from ..dataflow.node import Node
 from ..dataflow.operation import Shape
 from .cursor import Cursor
 
 TRAIN = "train"
 """Name of the training graph in its run."""
+
+
+def values_of(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """The numbers that a run writes of metrics: their values, and `NAME_low` and `NAME_high` of estimates, the ends of 95 % intervals.
+
+    >>> {name: round(value, 3) for name, value in values_of({"pass@1": Estimate.of([1.0, 0.0, 1.0, 1.0])}).items()}
+    {'pass@1': 0.75, 'pass@1_low': 0.301, 'pass@1_high': 0.954}
+    """
+    values: dict[str, float] = {}
+    for name, metric in metrics.items():
+        values[name] = metric.value
+        if isinstance(metric, Estimate) and (ends := interval(metric.mean, metric.std, metric.number)):
+            values |= {f"{name}_low": ends[0], f"{name}_high": ends[1]}
+    return values
 
 
 @dataclass
@@ -142,7 +157,7 @@ class TrainingRun(GraphRun):
     @property
     def measured(self) -> dict[str, float]:
         """The metrics of the step so far."""
-        return {name: metric.value for name, metric in merge(self.metrics).items()}
+        return values_of(merge(self.metrics))
 
     def take(self, lease: Lease, measured: Mapping[str, Metric]) -> None:
         self.metrics.append(measured)
@@ -173,7 +188,7 @@ class TrainingRun(GraphRun):
         if overlaps and self.updates and self.generated:  # else both are the same rows
             trained = self.lengths[self.updates[-1].name]
             self.metrics.append(length_bias(np.array(trained), np.concatenate(self.generated)))
-        merged = {name: metric.value for name, metric in merge(self.metrics).items()}
+        merged = values_of(merge(self.metrics))
         merged |= {f"stale/{fate}": float(groups) for fate, groups in self.ledger.claims.stale.items()}
         for noted in (self.metrics, self.generated, self.lengths, self.taken, self.trained):
             noted.clear()
@@ -238,7 +253,7 @@ class EvaluationRun(GraphRun):
         """
         ended = self.under_way.pop(step)
         self.closed_at = max(self.closed_at, step)
-        metrics = {name: metric.value for name, metric in merge(ended.metrics).items()}
+        metrics = values_of(merge(ended.metrics))
         if overlaps and ended.versions:
             metrics |= {"oldest_version": float(min(ended.versions)), "newest_version": float(max(ended.versions))}
         return {f"{self.name}/{name}": value for name, value in metrics.items()}

@@ -26,7 +26,8 @@ from .trackers.following import Following
 @names_arguments
 @dataclass(frozen=True)
 class Evaluation:
-    """A graph over held-out rows, run before the first step, after each `every`-th, and after the last.
+    """A graph over held-out rows, run before the first step, after each `every`-th, and after the last. A run may have several, each
+    with its own rows, name and times.
 
     Training waits for it, unless its schedule overlaps generation and training (`Asynchronous`). Then it begins when the weights of
     its step have arrived, and its rows take their place among those of training. Responses that are unfinished when the next weights
@@ -36,11 +37,34 @@ class Evaluation:
 
     graph: Graph
     every: int = 10
+    """Steps from one evaluation to the next; 0: none but those at the start and the end."""
     name: str = "eval"
+    """Its metrics are `NAME/...`."""
+    at_start: bool = True
+    """Whether the model is evaluated before the first step."""
+    at_end: bool = True
+    """Whether it is evaluated after the last step, whichever that is."""
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise UserError(f"Evaluation(every={self.every}): every must be at least 1")
+        if self.every < 0:
+            raise UserError(f"Evaluation(every={self.every}): every must be at least 0")
+        if not (self.every or self.at_start or self.at_end):
+            raise UserError("Evaluation(every=0, at_start=False, at_end=False) never evaluates anything")
+
+    def is_due(self, step: int, *, over: bool) -> bool:
+        """Whether a step is evaluated.
+
+        Args:
+            step: that is over; 0 is the start of the run.
+            over: no step comes after it.
+
+        >>> graph: Any = None
+        >>> [step for step in range(6) if Evaluation(graph, every=2, at_start=False).is_due(step, over=step == 5)]
+        [2, 4, 5]
+        """
+        if step == 0:
+            return self.at_start
+        return (bool(self.every) and step % self.every == 0) or (self.at_end and over)
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def train(
     rewards: Rewards | None = None,
     *,
     method: str = "grpo",
-    held_out: Data | None = None,
+    held_out: Data | Mapping[str, Data] | None = None,
     reading: ReadArguments | None = None,
     steps: int = 100,
     prompts_per_step: int = 64,
@@ -83,7 +83,8 @@ def train(
         data: prompts, or, for the methods that take them, pairs or responses.
         rewards: what a `RewardWorker` takes, where the method samples responses.
         method: a name of `algorithms/methods.py`.
-        held_out: rows that are evaluated before the first step, after each `evaluate_every`-th, and after the last.
+        held_out: rows that are evaluated before the first step, after each `evaluate_every`-th, and after the last; or several such sets
+            by name.
         reading: how `data` and `held_out` are read, such as `{"prompt": "problem_text", "too_long": "drop"}`: fields of `ReadSettings`.
         steps: updates to make.
         prompts_per_step: rows of the data in each of them.
@@ -110,9 +111,11 @@ def train(
     sampled = {"sampling": Sampling(max_tokens=max_tokens)} | ({} if n is None else {"n": n}) if chosen.samples else {}
     training = program.assign("training", chosen.graph, prompts, **groups, **sampled, **chosen.settings)
     evaluations: list[Evaluation] = []
-    if held_out is not None:
-        accuracy = _evaluated(program, chosen, _read(program, "held_out", held_out, model, reading), groups, max_tokens)
-        evaluations.append(Evaluation(accuracy, every=evaluate_every))
+    for number, (each, rows) in enumerate(_held_out_sets(held_out).items(), start=1):
+        which = f"_{number}" if isinstance(held_out, Mapping) else ""
+        source = _read(program, f"held_out{which}", rows, model, reading)
+        accuracy = _evaluated(program, f"accuracy{which}", chosen, source, groups, max_tokens)
+        evaluations.append(Evaluation(accuracy, every=evaluate_every, name=each))
     schedule = Synchronous(steps=steps, prompts_per_step=prompts_per_step)
     run = {"name": name, "root": root, "seed": seed, "checkpoint": checkpoint, "resume": resume, "progress": progress}
     run |= {"trackers": trackers}
@@ -244,9 +247,18 @@ def shared_devices(program: Program, groups: Sequence[str], *, cpus: int, gpus: 
     )
 
 
-def _evaluated(program: Program, method: Method, rows: Source, groups: Mapping[str, Any], max_tokens: int) -> Graph:
+def _held_out_sets(held_out: Data | Mapping[str, Data] | None) -> Mapping[str, Data]:
+    """Held-out rows by the names of their evaluations."""
+    if held_out is None:
+        return {}
+    return held_out if isinstance(held_out, Mapping) else {"eval": held_out}
+
+
+def _evaluated(
+    program: Program, name: str, method: Method, rows: Source, groups: Mapping[str, Any], max_tokens: int
+) -> Graph:
     """Greedy responses to held-out prompts; or how often the better response of a pair is the likelier one."""
     if not method.samples:
-        return program.assign("accuracy", preference_accuracy, rows, actor=groups["actor"])
+        return program.assign(name, preference_accuracy, rows, actor=groups["actor"])
     greedy, judges = Sampling(max_tokens=max_tokens, temperature=0), {n: groups[n] for n in ("rollout", "reward")}
-    return program.assign("accuracy", evaluate, rows, **judges, sampling=greedy)
+    return program.assign(name, evaluate, rows, **judges, sampling=greedy)

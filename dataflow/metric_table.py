@@ -347,6 +347,12 @@ PREFERENCES = Section(
             "below 0.5",
             "either",
         ),
+        MetricEntry(
+            "preference_accuracy_low", "0 to 1", "lower end of its 95 % interval, of an evaluation", place="run"
+        ),
+        MetricEntry(
+            "preference_accuracy_high", "0 to 1", "upper end of its 95 % interval, of an evaluation", place="run"
+        ),
         MetricEntry("preference_margin", "nats", "by which the preferred response is ahead", "rises", "falls", "run"),
         MetricEntry("chosen_reward", "of the loss", "implicit reward (or score) of preferred responses", "rises"),
         MetricEntry("rejected_reward", "of the loss", "the same of the others", "falls"),
@@ -374,9 +380,31 @@ PREFERENCES = Section(
 
 EVALUATION = Section(
     "Evaluations",
-    "Each is written behind the name of its evaluation, beside the metrics of the step that it evaluates: `eval/reward/mean`. "
-    "What its graph measures has the names of the other sections.",
+    "Each is written behind the name of its evaluation, beside the metrics of the step that it evaluates: `eval/pass@1`. "
+    "What its graph measures besides has the names of the other sections: `eval/reward/mean`. Intervals are over prompts, which are "
+    "independent of each other: Wilson's where all values are 0 or 1, else Student's t.",
     (
+        MetricEntry(
+            "avg@K",
+            "of the reward",
+            "mean reward of K responses to each prompt, mean over prompts",
+            "rises",
+            "falls while the reward in training rises: the policy fits the prompts it trains on",
+            "run",
+        ),
+        MetricEntry("avg@K_low", "of the reward", "lower end of its 95 % interval", place="run"),
+        MetricEntry("avg@K_high", "of the reward", "upper end of its 95 % interval", place="run"),
+        MetricEntry(
+            "pass@K",
+            "0 to 1",
+            "probability that one of K responses to a prompt solves it, mean over prompts; unbiased",
+            "rises",
+            "falls for large K while `pass@1` rises: the policy loses variety",
+            "run",
+        ),
+        MetricEntry("pass@K_low", "0 to 1", "lower end of its 95 % interval", place="run"),
+        MetricEntry("pass@K_high", "0 to 1", "upper end of its 95 % interval", place="run"),
+        MetricEntry("prompts", "count", "that were evaluated", "all of the held-out set", place="run"),
         MetricEntry(
             "oldest_version",
             "version",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ...dataflow.buffer.run_tables import METRICS, PARQUET
 from ...dataflow.buffer.samples import FOLDER as SAMPLES
+from ...dataflow.errors import nearest
 from ..graph_run import EvaluationRun
 from ..own_groups import RESERVED
 from ..recovery.checkpoints import FOLDER, complete_checkpoints
@@ -44,6 +46,7 @@ class Closing:
         self._started = started
         self._stop = stop
         self._closed_at = spec.backend.clock()
+        self._best_is_checked = False
         self.ended_by: Seen | None = None
         """The symptom that ends the run; None: it goes on."""
 
@@ -51,6 +54,8 @@ class Closing:
         """The run goes on: the step under way begins now."""
         self._closed_at = self._spec.backend.clock()
         self._history.watch.remember(self._directory.metrics)
+        if best := self._saving.folder.best(self._directory.values):
+            self._history.progress.say(f"the best checkpoint so far is {best}")
         self._mark_evaluations()
 
     @property
@@ -121,13 +126,25 @@ class Closing:
         metrics = evaluation.close(step, overlaps=self._spec.schedule.overlaps)
         row = self._directory.add_metrics({"step": float(step), **metrics, **self._history.failures.metrics()})
         self._history.progress.evaluated(evaluation.name, step, metrics)
+        self._check_best(evaluation.name, metrics)
         self._history.trackers.stepped(metrics)
         self._ask_to_stop(row)
+
+    def _check_best(self, evaluation: str, metrics: Mapping[str, float]) -> None:
+        """Say once that the metric that the best checkpoint is chosen by is none of its evaluation."""
+        name = (self._spec.checkpoint.best or "").removeprefix("-")
+        if name.startswith(f"{evaluation}/") and name not in metrics and not self._best_is_checked:
+            near = nearest(name, metrics)
+            self._history.progress.alert(
+                "mistake",
+                f"CheckpointConfig(best={name!r}): that evaluation does not measure it{near}, so no checkpoint is the best",
+            )
+        self._best_is_checked |= name.startswith(f"{evaluation}/")
 
     def _mark_evaluations(self) -> None:
         """Mark the evaluations that are due at this step."""
         for name, evaluation in self._spec.evaluations.items():
-            if self._parts.train.step % evaluation.every == 0 or self._parts.train.over:
+            if evaluation.is_due(self._parts.train.step, over=self._parts.train.over):
                 self._mark(self._parts.graph_runs.evaluations[name])
 
     def _mark(self, evaluation: EvaluationRun) -> None:
@@ -136,8 +153,7 @@ class Closing:
     def _ask_to_stop(self, row: Mapping[str, float]) -> None:
         if not self._parts.train.stopped and self._is_to_stop(row):
             self._parts.train.stopped = True
-            for evaluation in self._parts.graph_runs.evaluations.values():  # a run ends with all of its evaluations
-                self._mark(evaluation)
+            self._mark_evaluations()  # those that are made after the last step
 
     def _is_to_stop(self, row: Mapping[str, float]) -> bool:
         """Whether no step comes after this one. (A run that makes checkpoints leaves as it stands when it is asked to end.)"""
@@ -153,4 +169,7 @@ class Closing:
         }
         places = {"run": path, "metrics": path / f"{METRICS}{PARQUET}"}
         places |= {what: where for what, where in found.items() if where.exists()}
-        return ending_of(path.name, self._directory.metrics, self._spec.evaluations, seconds, places)
+        best = self._saving.folder.best(self._directory.values)
+        places |= {"best checkpoint": best.path} if best else {}
+        ending = ending_of(path.name, self._directory.metrics, self._spec.evaluations, seconds, places)
+        return replace(ending, best_checkpoint=str(best)) if best else ending

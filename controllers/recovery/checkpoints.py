@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import Field
@@ -29,6 +30,8 @@ from ..run_directory import RunDirectory
 from .run_state import RunState
 
 FOLDER = "checkpoints"
+MAX_UNJUDGED = 4
+"""Checkpoints that are kept beyond the latest until it is known whether they are the best."""
 REPLACED = ".before_"
 """Prefix of a checkpoint that is being replaced by another one of the same step."""
 Values = Callable[[str], Mapping[int, float]]
@@ -46,8 +49,8 @@ class CheckpointConfig(Config):
     keep: int = Field(default=2, ge=1)
     """Latest checkpoints that are kept."""
     best: str | None = None
-    """A metric, such as "eval/reward/mean": the checkpoint of the step at which it was largest is kept too. With a "-" in front,
-    smallest."""
+    """A metric, such as "eval/pass@1": the checkpoint of the step at which it was largest is kept too, whatever `keep` says. With a "-"
+    in front, smallest."""
     copy_to: str | None = None
     """An address, such as "s3://bucket/runs" or "gs://bucket/runs", or a path. Each checkpoint is copied to a folder of the run's name
     there, in the background, with what is needed to go on from it on another machine. `resume="latest"` looks there if there is no
@@ -57,6 +60,18 @@ class CheckpointConfig(Config):
     def writes(self) -> bool:
         """Whether the run writes checkpoints at all."""
         return bool(self.every or self.every_s)
+
+
+@dataclass(frozen=True)
+class BestCheckpoint:
+    """The checkpoint that is kept because a metric was best at its step."""
+
+    path: Path
+    metric: str
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.path} ({self.metric} {self.value:.4g})"
 
 
 def has_state(handle: Handle) -> bool:
@@ -163,18 +178,32 @@ class CheckpointFolder:
     def _prune(self, values: Values) -> None:
         self._run.check(sure=True)
         present = complete_checkpoints(self.path)
-        keep = {*present[: self._config.keep], self._best(present, values)}
+        best = self.best(values)
+        keep = {*present[: self._config.keep], *self._unjudged(present, values), *([best.path] if best else [])}
         for path in present:
             if path not in keep:
                 _remove(path)
 
-    def _best(self, present: Sequence[Path], values: Values) -> Path | None:
-        name = self._config.best or ""
-        sign, name = (-1, name[1:]) if name.startswith("-") else (1, name)
-        of_step = values(name) if name else {}
-        known = {path: sign * of_step.get(step_of(path), math.nan) for path in present}
+    def best(self, values: Values) -> BestCheckpoint | None:
+        """The complete checkpoint that `CheckpointConfig.best` names; None: it names none, or no step that has one was measured.
+
+        Args:
+            values: metric -> step -> its value.
+        """
+        if not self._config.best:
+            return None
+        name = self._config.best.removeprefix("-")
+        sign = -1 if self._config.best.startswith("-") else 1
+        of_step = values(name)
+        known = {p: of_step.get(step_of(p), math.nan) for p in complete_checkpoints(self.path)}
         known = {path: value for path, value in known.items() if math.isfinite(value)}
-        return max(known, key=lambda path: known[path], default=None)
+        path = max(known, key=lambda path: sign * known[path], default=None)
+        return None if path is None else BestCheckpoint(path, name, known[path])
+
+    def _unjudged(self, present: Sequence[Path], values: Values) -> list[Path]:
+        """Checkpoints of steps that may still be evaluated, where evaluations come late; not more than MAX_UNJUDGED."""
+        of_step = values((self._config.best or "").removeprefix("-"))
+        return [path for path in present if of_step and step_of(path) > max(of_step)][:MAX_UNJUDGED]
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,8 +100,8 @@ class EvaluationScore:
         return f"{self.value:.3f}{between}"
 
 
-SCORES = ("reward/mean", "/mean", "/preference_accuracy")
-"""Ends of the metrics that an evaluation is judged by, the first one that it has; more is better."""
+SCORES = (r"avg@\d+", "reward/mean", ".*/mean", "(.*/)?preference_accuracy")
+"""Patterns of the metrics that an evaluation is judged by, the first one that it has; more is better."""
 
 
 def score_of(evaluation: str, step: int, metrics: Mapping[str, float]) -> EvaluationScore | None:
@@ -110,14 +111,21 @@ def score_of(evaluation: str, step: int, metrics: Mapping[str, float]) -> Evalua
         metrics: named `EVALUATION/...`; others are passed over.
     """
     own = {name: value for name, value in metrics.items() if name.startswith(f"{evaluation}/")}
-    name = next((n for end in SCORES for n in own if n.endswith(end)), None)
+    name = next((n for pattern in SCORES for n in own if re.fullmatch(f"{re.escape(evaluation)}/{pattern}", n)), None)
     if name is None:
         first = next(iter(own.values()), None)
         return None if first is None else EvaluationScore(evaluation, step, first, larger_is_better=False)
+    return EvaluationScore(evaluation, step, own[name], _interval_of(name, own))
+
+
+def _interval_of(name: str, metrics: Mapping[str, float]) -> tuple[float, float] | None:
+    """The interval that was measured with a metric; of rewards of one response to each prompt, that of their mean."""
+    if f"{name}_low" in metrics and f"{name}_high" in metrics:
+        return metrics[f"{name}_low"], metrics[f"{name}_high"]
     of = name.removesuffix("mean")
-    std, number = own.get(f"{of}std"), own.get(f"{of}scored")
-    known = std is not None and number is not None and math.isfinite(own[name])
-    return EvaluationScore(evaluation, step, own[name], interval(own[name], std, number) if known else None)  # pyright: ignore[reportArgumentType]
+    std, number = metrics.get(f"{of}std"), metrics.get(f"{of}scored")
+    known = std is not None and number is not None and math.isfinite(metrics[name])
+    return interval(metrics[name], std, number) if known else None  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True)
@@ -132,6 +140,8 @@ class Ending:
     last: tuple[EvaluationScore, ...]
     places: Mapping[str, Path]
     """Name of a result, such as the samples -> its path."""
+    best_checkpoint: str = ""
+    """That of `CheckpointConfig.best`, with its value; it is among the places."""
 
     @property
     def lines(self) -> list[tuple[str, str]]:
@@ -142,7 +152,10 @@ class Ending:
             (f"{word} {score.evaluation if several else 'evaluation'}", f"{score.text} at step {score.step}")
             for word, score in named
         ]
-        return told + [(what, str(where)) for what, where in self.places.items()]
+        places = {what: str(where) for what, where in self.places.items()}
+        if self.best_checkpoint:
+            places["best checkpoint"] = self.best_checkpoint
+        return [*told, *places.items()]
 
 
 def ending_of(

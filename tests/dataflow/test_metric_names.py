@@ -71,7 +71,10 @@ def test_every_metric_that_the_library_writes_is_in_the_table():
 
 def test_every_entry_of_the_table_is_written_somewhere():
     source = "\n".join(file.read_text() for floor in FLOORS for file in (ROOT / floor).rglob("*.py"))
-    plain = [entry.name for entry in entries() if not any(c.isupper() for c in entry.name)]
+    measured = [
+        entry.name.removesuffix("_low").removesuffix("_high") for entry in entries()
+    ]  # ends of intervals follow
+    plain = [name for name in measured if not any(c.isupper() for c in name)]
     unused = [
         name for name in plain if f'"{name}"' not in source and f"/{name}" not in source and f" {name}=" not in source
     ]

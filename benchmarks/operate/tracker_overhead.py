@@ -1,0 +1,111 @@
+"""What trackers cost a run: the time of a step that the driver spends on them, and the same steps with and without, interleaved."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+import weft
+from weft.controllers.trackers.following import Following
+from weft.dataflow.batch import Batch
+from weft.dataflow.config import Config
+from weft.dataflow.metrics import Mean, Metrics
+from weft.dataflow.takes import TrainingBatch
+from weft.workers.dispatch import Dispatch
+from weft.workers.remote import remote
+from weft.workers.worker import Worker
+
+TRACKERS = ("tensorboard",)
+"""What is installed for development; what the driver does for any other is the same."""
+METRICS = 60
+"""Numbers of a step: as many as a PPO run writes."""
+
+
+class RestConfig(Config):
+    step_s: float = 0.25
+    """Seconds of an update: short for a real one, so that the share is not flattered."""
+
+
+class Resting(Worker):
+    """Waits, and measures as much as an update of PPO does."""
+
+    Config = RestConfig
+
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("prompt_ids",), takes=TrainingBatch())
+    def update(self, rows: Batch) -> Metrics:
+        time.sleep(self.config.step_s)
+        return {f"metric_{number}": Mean(float(number)) for number in range(METRICS)}
+
+
+@weft.graph
+def training(rows: Any, *, actor: Any) -> Any:
+    """One update a step."""
+    return actor.update(rows)
+
+
+class Timed:
+    """Adds up the time that the driver spends in a method."""
+
+    def __init__(self, following: Following) -> None:
+        self.seconds = 0.0
+        self._stepped = following.stepped
+        following.stepped = self.stepped  # pyright: ignore[reportAttributeAccessIssue]
+
+    def stepped(self, row: Any) -> None:
+        began = time.perf_counter()
+        self._stepped(row)
+        self.seconds += time.perf_counter() - began
+
+
+def steps_of(root: Path, name: str, trackers: Sequence[str], steps: int, step_s: float) -> dict[str, float]:
+    """Run so many steps; returns seconds a step (median), of the driver for trackers, and of the processors for the trackers' processes."""
+    source = weft.TableSource("rows", pa.table({"prompt_ids": pa.array([[1, 2]] * 8, pa.list_(pa.int32()))}))
+    actor = weft.group(Resting, step_s=step_s, name="actor")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with weft.Driver(
+        training(source, actor=actor),
+        schedule=weft.Synchronous(steps=steps, prompts_per_step=4),
+        trackers=trackers,
+        root=root,
+        name=name,
+        record_every=0,
+        progress=False,
+    ) as driver:
+        timed = Timed(driver._history.trackers)
+        began = time.perf_counter()
+        metrics = driver.run()
+        run_s = time.perf_counter() - began
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    step = statistics.median(row["step_s"] for row in metrics[2:])
+    return {"step_s": step, "driver_share": timed.seconds / run_s, "processes_cpu_s": cpu_s}
+
+
+def tracker_overhead(*, steps: int = 40, rounds: int = 3, step_s: float = 0.25) -> dict[str, float]:
+    """The figures of `benchmarks/operate.py` about trackers.
+
+    Returns:
+        `tracker_overhead_share`: the share of a run's time that its driver spends on trackers, the largest of all rounds;
+        `tracker_step_ratio`: median step with trackers over that without, median over rounds (on a busy machine mostly noise);
+        `tracker_cpu_s`: processor time of the trackers' processes for such a run, their start included, in seconds.
+    """
+    with tempfile.TemporaryDirectory(prefix="weft-trackers-") as folder:
+        run = partial(steps_of, Path(folder), steps=steps, step_s=step_s)
+        pairs = [(run(f"plain-{k}", ()), run(f"tracked-{k}", TRACKERS)) for k in range(rounds)]
+    return {
+        "tracker_overhead_share": max(tracked["driver_share"] for _, tracked in pairs),
+        "tracker_step_ratio": statistics.median(tracked["step_s"] / plain["step_s"] for plain, tracked in pairs),
+        "tracker_cpu_s": statistics.median(tracked["processes_cpu_s"] for _, tracked in pairs),
+    }
+
+
+if __name__ == "__main__":
+    print(tracker_overhead())

@@ -1,0 +1,130 @@
+"""Several held-out sets in one run, each on its own schedule, and the best checkpoint by any of them."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from saved_runs import SCHEDULES, Killed
+from saved_runs import run as saved_run
+from toy import prompts, toy_evaluation, toy_grpo
+from toy_runs import drive, handles, training
+
+from weft.algorithms.evaluation import score_prompts
+from weft.controllers.alerts import read_alerts
+from weft.controllers.driver import Evaluation
+from weft.controllers.recovery.checkpoints import CheckpointConfig, CheckpointFolder, complete_checkpoints, step_of
+from weft.controllers.recovery.run_state import RunState
+from weft.controllers.run_directory import RunDirectory
+from weft.controllers.schedule import Asynchronous, Synchronous, Training
+from weft.dataflow.buffer.log import Position
+from weft.dataflow.errors import UserError
+from weft.dataflow.metric_names import undeclared
+from weft.dataflow.tracing import graph
+
+
+def steps_with(metrics: list[dict[str, float]], name: str) -> list[int]:
+    return [int(row["step"]) for row in metrics if name in row]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [Synchronous(steps=7, prompts_per_step=2), Asynchronous(steps=7, prompts_per_step=2, max_staleness=1)],
+    ids=["synchronous", "asynchronous"],
+)
+def test_each_held_out_set_has_its_own_schedule(tmp_path: Path, schedule: Training):
+    made = handles()
+    own = {name: made[name] for name in ("rollout", "reward")}
+    evaluations = [
+        Evaluation(toy_evaluation(prompts(2, "easy"), **own), every=3, name="easy"),
+        Evaluation(toy_evaluation(prompts(3, "hard"), **own), every=2, name="hard", at_start=False, at_end=False),
+        Evaluation(toy_evaluation(prompts(4, "ends"), **own), every=0, name="ends"),
+    ]
+    with drive(toy_grpo(prompts(8), **made), tmp_path, schedule=schedule, evaluations=evaluations) as driver:
+        metrics = driver.run()
+    assert steps_with(metrics, "easy/reward/mean") == [0, 3, 6, 7]
+    assert steps_with(metrics, "hard/reward/mean") == [2, 4, 6]
+    assert steps_with(metrics, "ends/reward/mean") == [0, 7]
+
+
+def test_an_evaluation_that_never_happens_is_refused():
+    with pytest.raises(UserError, match="never evaluates anything"):
+        Evaluation(training(), every=0, at_start=False, at_end=False)
+    with pytest.raises(UserError, match="every must be at least 0"):
+        Evaluation(training(), every=-1)
+
+
+@graph
+def three_answers(rows: Any, *, rollout: Any, reward: Any) -> Any:
+    """Three responses to each prompt, 1, 2 and 3 tokens long, which is their reward."""
+    return score_prompts(reward.score(rollout.generate(rows, n=3)), n=3, k=(1, 3), solved=3.0)
+
+
+def test_pass_at_k_and_its_interval_are_written_beside_the_step(tmp_path: Path):
+    made = handles()
+    held_out = three_answers(prompts(4, "held_out"), rollout=made["rollout"], reward=made["reward"])
+    evaluations = [Evaluation(held_out, every=1, name="sums")]
+    with drive(toy_grpo(prompts(8), **made), tmp_path, steps=2, evaluations=evaluations) as driver:
+        metrics = driver.run()
+    for row in metrics:
+        assert row["sums/avg@3"] == row["sums/avg@3_low"] == row["sums/avg@3_high"] == 2.0
+        assert row["sums/pass@1"] == pytest.approx(1 / 3) and row["sums/pass@3"] == 1.0 and row["sums/prompts"] == 4
+        assert row["sums/pass@3_low"] == pytest.approx(0.5101, abs=1e-4) and row["sums/pass@3_high"] == pytest.approx(
+            1
+        ), "Wilson's"
+    assert undeclared(name for row in metrics for name in row if name.startswith("sums/")) == []
+
+
+# The best checkpoint
+
+
+def state(step: int) -> RunState:
+    return RunState(step, 0, 0.0, {}, Position())
+
+
+def kept(folder: CheckpointFolder) -> list[int]:
+    return sorted(step_of(path) for path in complete_checkpoints(folder.path))
+
+
+def test_the_best_is_never_pruned_even_where_its_evaluation_comes_late(tmp_path: Path):
+    score = {1: 0.1, 2: 0.2, 3: 0.9, 4: 0.3, 5: 0.4, 6: 0.5, 7: 0.6, 8: 0.7}
+    directory = RunDirectory.create(tmp_path, "run")
+    known: dict[int, float] = {}
+    folder = CheckpointFolder(directory, CheckpointConfig(every=1, keep=1, best="eval/pass@1"))
+    values: Mapping[str, Mapping[int, float]] = {"eval/pass@1": known}
+    for step in score:
+        if step > 2:
+            known[step - 2] = score[step - 2]  # evaluated two steps later
+        folder.begin(state(step))
+        folder.complete(step, lambda name: values.get(name, {}), lambda: None)
+        assert step < 4 or 3 in kept(folder), "it is there until it is known, and then because it is the best"
+    assert kept(folder) == [3, 7, 8]
+    best = folder.best(lambda name: values.get(name, {}))
+    assert best is not None and str(best) == f"{folder.path / 'step_000003'} (eval/pass@1 0.9)"
+    assert directory.lock is not None
+    directory.lock.release()
+
+
+def test_the_best_checkpoint_is_named_at_the_end_and_when_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    checkpoint = CheckpointConfig(every=1, keep=1, best="time_s")  # the latest, always
+    with pytest.raises(Killed):
+        saved_run(tmp_path, SCHEDULES[0], checkpoint=checkpoint, kill_at=5, progress="plain")
+    assert "best checkpoint" not in capsys.readouterr().out
+    saved_run(tmp_path, SCHEDULES[0], checkpoint=checkpoint, resume="latest", progress="plain")
+    said = capsys.readouterr().out
+    assert re.search(r"the best checkpoint so far is \S+/step_00000[345] \(time_s [\d.]+\)", said)
+    assert re.search(r"best checkpoint: +\S+/step_000009 \(time_s [\d.]+\)", said)
+
+
+def test_a_best_checkpoint_by_what_the_run_does_not_have_is_refused(tmp_path: Path):
+    with pytest.raises(UserError, match="no evaluation or worker group 'evla'; did you mean 'eval'"):
+        saved_run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig(every=1, best="evla/reward/mean"))
+
+
+def test_a_best_checkpoint_by_what_its_evaluation_does_not_measure_is_said_once(tmp_path: Path):
+    saved_run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig(every=2, best="eval/reward/men"))
+    said = [alert.text for alert in read_alerts(tmp_path / "run") if alert.name == "mistake"]
+    assert len(said) == 1 and "did you mean 'eval/reward/mean'" in said[0]
