@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..graph import Graph
-from ..node import SOURCE, Node
+from ..node import Node
 from .rows import Part, Row
 from .segments import Segment
 
@@ -45,16 +45,21 @@ class Pieces:
         self._found: list[tuple[tuple[str, ...], np.ndarray, list[Part] | None]] = []
         """Columns, the keys of all rows, and the part of each; None: they are the source's."""
         places = {other.name: i for i, other in enumerate(graph.nodes)}
+        on_level: dict[int, tuple[np.ndarray, list[list[Part | None]]]] = {}
+        """Level -> ids and parts of the rows, or of their ancestors, of this level."""
         for writer, columns in by_writer.items():
-            level = graph.level_of(writer) if writer else SOURCE
-            owners = rows if level == node.level else [r.ancestor(level) for r in rows]
-            if writer:
-                keys = np.array([r.id for r in owners], np.int64)
-                i = places[writer]
-                self._found.append((tuple(columns), keys, [part for r in owners if (part := r.parts[i])]))
-            else:
+            if not writer:
                 assert source is not None, f"graph {graph.name!r} has no segment with the rows of its source"
-                self._found.append((tuple(columns), np.array([r.position for r in owners], np.int64), None))
+                positions = np.fromiter([r.group.position for r in rows], np.int64, len(rows))
+                self._found.append((tuple(columns), positions, None))
+                continue
+            level, i = graph.level_of(writer), places[writer]
+            if level not in on_level:
+                owners = rows if level == node.level else [r.ancestor(level) for r in rows]
+                ids = np.fromiter([r.id for r in owners], np.int64, len(owners))
+                on_level[level] = ids, [r.parts for r in owners]
+            ids, parts = on_level[level]
+            self._found.append((tuple(columns), ids, [part for own in parts if (part := own[i])]))
 
     def of(self, share: Sequence[int]) -> list[Piece]:
         """The pieces of some of the rows.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 
 from .segments import Segment
 
@@ -86,6 +85,10 @@ class Part:
         self.rows = rows
 
 
+NO_PARTS: list[Part | None] = []
+"""Of all rows of which nothing is written. It stays empty."""
+
+
 class Row:
     """State of one row. Bit i of each mask is node i of the graph."""
 
@@ -117,8 +120,8 @@ class Row:
         """Oldest policy version in it; None where no policy made it."""
         self.done = self.offered = self.leased = self.skipped = self.cancelled = 0
         """`cancelled` are the nodes that have their quorum without it; it is among the skipped there."""
-        self.parts: Sequence[Part | None] = ()
-        """[nodes] where the columns lie that each node wrote of this row; empty: none has written any."""
+        self.parts: list[Part | None] = NO_PARTS
+        """[nodes] where the columns lie that each node wrote of this row; empty: none has written any (see `put`)."""
         self.children: list[Row] | None = None
         self.first_children: dict[int, int] | None = None
         """Level -> where the MAX_CHILDREN sample ids begin that are set aside for the rows of this level made of this row."""
@@ -143,9 +146,10 @@ class Row:
 
     def put(self, part: Part, i: int, num_nodes: int) -> None:
         """Node i, of so many, has written columns of it."""
-        parts: list[Part | None] = list(self.parts) if self.parts else [None] * num_nodes
-        parts[i] = part
-        self.parts = parts
+        if not self.parts:
+            parts: list[Part | None] = [None] * num_nodes
+            self.parts = parts
+        self.parts[i] = part
 
     def awaits(self, i: int) -> bool:
         """Whether node i has still to finish it: it is blocked, ready or leased there."""
