@@ -10,6 +10,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ..algorithms.advantages import group_advantages
 from ..dataflow.column import RESPONSE_IDS
@@ -18,6 +19,7 @@ from ..dataflow.graph import Graph
 from ..dataflow.handle import Handle
 from ..dataflow.metric_names import is_of_group
 from ..dataflow.node import Node
+from .backends.witness.memory import gib
 
 Row = Mapping[str, float]
 """The metrics of a step."""
@@ -43,6 +45,15 @@ COLLAPSED = 0.05
 """Share of its first entropy below which a policy has collapsed."""
 FEW_WITH_SIGNAL = 0.05
 """Share of the groups of a step that have signal at most where hardly any have."""
+
+
+LITTLE_FREE = 0.1
+"""Share of a node's memory that is little."""
+OWN_SHARE = 0.05
+"""Share of a node's memory that a run takes at least, of which it is told that memory is low."""
+GROWS_OVER = 32
+"""Steps over which memory that grows is judged at least."""
+GROWN_BYTES, GROWN_SHARE = 256 << 20, 0.1
 
 
 @dataclass(frozen=True)
@@ -273,6 +284,42 @@ def _training(row: Row, metric: str) -> Iterator[tuple[str, float]]:
     return ((name, value) for name, value in row.items() if is_of_group(name, metric))
 
 
+def _memory_low(past: Past) -> str | None:
+    free, limit = past.last.get("host_free_bytes"), past.last.get("host_limit_bytes")
+    if free is None or not limit:
+        return None
+    own = _resident(past.last)
+    if free > LITTLE_FREE * limit or sum(own.values()) < OWN_SHARE * limit:
+        return ""
+    largest = sorted(own, key=lambda group: -own[group])[:3]
+    takes = ", ".join(f"{group} {gib(own[group])}" for group in largest)
+    return f"{gib(free)} of the {gib(limit)} of host memory of a node are left ({takes})"
+
+
+def _memory_grows(past: Past) -> str | None:
+    if len(past.rows) < GROWS_OVER or "host_free_bytes" not in past.last:
+        return None
+    for group, now in _resident(past.last).items():
+        values = [_resident(row).get(group, now) for row in past.rows]
+        each = len(values) // 4
+        quarters = [sum(values[k * each : (k + 1) * each]) / each for k in range(4)]
+        rises = [after - before for before, after in pairwise(quarters)]
+        grown = quarters[3] - quarters[0]
+        if grown >= max(GROWN_BYTES, GROWN_SHARE * quarters[0]) and min(rises) > grown / 6:
+            a_step = grown / (3 * each)
+            left = past.last["host_free_bytes"] / a_step
+            return (
+                f"the host memory of {group} grows by {gib(a_step)} a step, in each of the last {len(values)} steps alike, and is "
+                f"{gib(now)}; what is left lasts for about {left:.0f} steps"
+            )
+    return ""
+
+
+def _resident(row: Row) -> dict[str, float]:
+    """Group -> host memory of its processes."""
+    return {name.partition("/")[0]: value for name, value in _training(row, "resident_bytes")}
+
+
 SYMPTOMS = (
     Symptom(
         NO_SIGNAL,
@@ -321,6 +368,18 @@ SYMPTOMS = (
         "for the head",
         steps=3,
     ),
+    Symptom(
+        "memory_low",
+        _memory_low,
+        "Ray ends a worker when a twentieth is left, the kernel when nothing is. Try smaller microbatches, fewer ranks on a node, "
+        "BufferConfig(max_bytes=...), or a node with more memory",
+    ),
+    Symptom(
+        "memory_grows",
+        _memory_grows,
+        "Something keeps what it should let go: look in your reward functions and workers for lists and caches that only grow. A run that "
+        "makes checkpoints begins afresh with resume='latest'",
+    ),
 )
 SYMPTOM_NAMES = tuple(symptom.name for symptom in SYMPTOMS)
 
@@ -331,7 +390,7 @@ def check_stop_on(names: object) -> tuple[str, ...]:
     >>> check_stop_on(["no_signal", "diverge"])
     Traceback (most recent call last):
     weft.dataflow.errors.UserError: Driver(stop_on=...) names symptoms; there is none called 'diverge'; did you mean 'diverged'? They \
-are no_signal, signal_lost, equal_rewards, all_cut_off, diverged, entropy_collapse, gap_drift
+are no_signal, signal_lost, equal_rewards, all_cut_off, diverged, entropy_collapse, gap_drift, memory_low, memory_grows
 
     Raises:
         UserError: there is none of a name.

@@ -335,6 +335,67 @@ CRITIC = Section(
     ),
 )
 
+MEMORY = Section(
+    "Memory",
+    "Read once a second at most, from outside of the processes. `GROUP` may be `driver`. On nodes other than the driver's the numbers are up "
+    "to ten seconds old.",
+    (
+        MetricEntry(
+            "resident_bytes",
+            "bytes",
+            "of all processes of the group: their own host memory, with the files that they have mapped",
+            "stays as it is after the first steps",
+            "grows step by step: something is kept",
+            is_timed=True,
+        ),
+        MetricEntry(
+            "shared_bytes",
+            "bytes",
+            "of shared memory that a process of the group has touched (segments of rows, weights on their way, Ray's object store); of the "
+            "largest process",
+            "stays as it is",
+            is_timed=True,
+        ),
+        MetricEntry(
+            "device_bytes",
+            "bytes",
+            "most that PyTorch has held on the device of a rank so far; missing without a GPU. An engine in a process of its own (vLLM's, with "
+            "several ranks) is not among it",
+            "stays below the device's memory",
+            "rises until the device is full: smaller microbatches",
+            is_timed=True,
+        ),
+        MetricEntry(
+            "segment_bytes",
+            "bytes",
+            "columns of all rows in flight, in memory or spilled",
+            "stays as it is",
+            "grows: rows wait for a node that is too slow; `BufferConfig(max_bytes=...)` bounds it",
+            "run",
+            is_timed=True,
+        ),
+        MetricEntry(
+            "object_store_bytes",
+            "bytes",
+            "Ray's object stores, on the nodes of the run: Weft sends calls and replies alone through them",
+            "near 0",
+            "grows: something else on the cluster, or a function of yours, puts objects there",
+            "run",
+            is_timed=True,
+        ),
+        MetricEntry(
+            "host_free_bytes",
+            "bytes",
+            "left on the node of the run with least left, under the limit of its cgroup or of the machine",
+            "a tenth of `host_limit_bytes` or more",
+            "falls: Ray ends a worker when a twentieth is left",
+            "run",
+            is_timed=True,
+        ),
+        MetricEntry("host_limit_bytes", "bytes", "that limit", place="run", is_timed=True),
+    ),
+)
+
 PREFERENCES = Section(
     "Preferences and reward models",
     "Means over pairs. `GROUP` is the group that is trained; the evaluation `preference_accuracy` writes its two without one.",
@@ -416,4 +477,4 @@ EVALUATION = Section(
     ),
 )
 
-SECTIONS = (STEP, REWARD, GENERATION, POLICY, CRITIC, PREFERENCES, EVALUATION)
+SECTIONS = (STEP, MEMORY, REWARD, GENERATION, POLICY, CRITIC, PREFERENCES, EVALUATION)

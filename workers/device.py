@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from ..dataflow.errors import UserError
 from ..dataflow.lazy import torch
 from .worker import Context
@@ -28,6 +30,14 @@ def device_index(context: Context, visible: int) -> int:
             f"only {visible} GPUs there: two ranks would share one; take fewer ranks on a node"
         )
     return context.local_rank
+
+
+def peak_device_bytes() -> int:
+    """Most bytes that PyTorch has held on the current GPU of this process; 0: it has used none."""
+    loaded = sys.modules.get("torch")
+    if loaded is None or not loaded.cuda.is_available() or not loaded.cuda.is_initialized():
+        return 0
+    return loaded.cuda.max_memory_reserved()
 
 
 def rank_device(context: Context) -> torch.device:

@@ -17,6 +17,7 @@ from ..run_spec import RunHistory, RunSpec
 from ..stop_request import StopRequests
 from ..symptoms import Seen
 from ..telling.records import Ending, ending_of
+from .memory_ledger import MemoryLedger
 from .run_parts import RunParts
 
 
@@ -45,6 +46,7 @@ class Closing:
         self._saving = saving
         self._started = started
         self._stop = stop
+        self._memory = MemoryLedger(spec.backend, parts.buffer)
         self._closed_at = spec.backend.clock()
         self._best_is_checked = False
         self.ended_by: Seen | None = None
@@ -92,6 +94,7 @@ class Closing:
                 "tokens_per_s": tokens / seconds if seconds else 0.0,
             }
             row |= {f"{name}/idle_share": share for name, share in self._idle_shares(now).items()}
+        row |= self._memory.metrics()
         row |= self._history.failures.metrics()
         row |= {f"{g.name}/ranks": float(len(g.up)) for g in self._parts.groups.values() if g.place.is_elastic}
         if pause_s := self._saving.take_pause_s():

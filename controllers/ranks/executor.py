@@ -12,6 +12,8 @@ from typing import Any
 
 from ...dataflow.buffer.disk import is_full
 from ...dataflow.errors import Cancelled, Ended, UserError
+from ...dataflow.metrics import Max
+from ...workers.device import peak_device_bytes
 from ...workers.worker import Worker
 from . import row_io
 from .call_order import CallOrder
@@ -41,6 +43,9 @@ def run(worker: Worker, task: Task, data: DataAccess, given_up: list[int]) -> Re
             last = Reply(value=value if task.keep else None)
         else:
             last = yield from _run_on_rows(worker, task, task.rows, data, given_up)
+        held = peak_device_bytes() if task.rows is not None and last.failure is None else 0
+        if held:
+            last = replace(last, metrics={**last.metrics, "device_bytes": Max(float(held))})
         yield replace(last, done=last.failure is None, seconds=time.perf_counter() - started)
     except Ended:  # the process was asked to end meanwhile
         raise

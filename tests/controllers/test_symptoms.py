@@ -181,6 +181,27 @@ def test_numbers_that_are_absurd_are_said_at_once_and_once(row: dict[str, float]
     assert said.startswith(says) and "learning_rate" in said
 
 
+GIB = float(1 << 30)
+
+
+def memory(resident: float, free: float) -> dict[str, float]:
+    return {"host_limit_bytes": 64 * GIB, "host_free_bytes": free, "reward/resident_bytes": resident, "driver/resident_bytes": GIB}
+
+
+def test_memory_that_is_nearly_used_up_is_said_with_who_takes_it():
+    (said,) = seen({}, memory(40 * GIB, 20 * GIB), *[memory(55 * GIB, 5 * GIB)] * 5)
+    assert said.startswith("step 2: 5.0 GiB of the 64.0 GiB of host memory of a node are left (reward 55.0 GiB, driver 1.0 GiB). ")
+    assert seen({}, *[memory(GIB, 5 * GIB)] * 5) == [], "others take it"
+
+
+def test_memory_that_grows_step_by_step_is_said_with_how_long_it_lasts():
+    (said,) = seen({}, *[memory((2 + 0.1 * k) * GIB, (50 - 0.1 * k) * GIB) for k in range(60)])
+    assert "step 32: the host memory of reward grows by 102 MiB a step" in said
+    assert said.count("lasts for about 469 steps. ") == 1 and "resume='latest'" in said
+    assert seen({}, *[memory(2 * GIB + 40 * GIB * (k > 5), 20 * GIB) for k in range(90)]) == [], "it came up and stays"
+    assert seen({}, *[memory((2 + k % 7) * GIB, 20 * GIB) for k in range(90)]) == [], "it goes up and down"
+
+
 def test_a_run_says_why_it_cannot_learn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with Driver(
         recorded(reward=ConstantReward, rate=1000.0),
