@@ -41,7 +41,7 @@ from .recovery.resume import ResumePoint, find_checkpoint, open_run
 from .run import Run
 from .run_spec import Evaluation, RunHistory, RunSpec
 from .schedule import Training
-from .signals import asked_to_end, can_be_ended
+from .signals import asked_to_end, can_be_ended, signals_end_runs
 from .start import start
 from .symptoms import check_stop_on, mistakes
 from .telling.displays import Form, display_for
@@ -223,12 +223,16 @@ class Driver:
     def run(self) -> list[dict[str, float]]:
         """Run to the end of the schedule; returns the metrics of every step.
 
+        SIGTERM, SIGHUP and Ctrl-C have a run that makes checkpoints write one and end (with exit code 0, at Ctrl-C 130), unless the script
+        has handlers of its own.
+
         When a worker's process ends that cannot be replaced by itself, all groups are started again, and the run goes on from its last
         checkpoint.
         """
         run = self._usable()
         try:
-            with can_be_ended(self._spec.checkpoint.writes):
+            saves = self._spec.checkpoint.writes
+            with can_be_ended(saves), signals_end_runs(saves=saves):
                 while True:
                     try:
                         run.to_the_end()

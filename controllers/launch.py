@@ -12,9 +12,9 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from ..dataflow.config import Config
-from ..dataflow.errors import Ended, UserError, WeftError
+from ..dataflow.errors import UserError, WeftError
 from .settings import compose
-from .signals import ask_to_end, redirect_to_null, terminals, write_line
+from .signals import end_run, terminals
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,9 +25,9 @@ def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> in
     its parameter says which there are.
 
     Returns the exit code: 0; 2 when the user can mend it (one message, no traceback); 1 when the run cannot go on; 130 after
-    Ctrl-C. SIGTERM, or SIGHUP from a terminal that is closed (unless it is ignored, as `nohup` has it), has a run that makes
-    checkpoints write one and leave with 0; a second one, or a run that makes none, leaves at once with 143 (129). All with
-    everything cleaned up. Other exceptions pass through.
+    Ctrl-C, at which a run that makes checkpoints writes one first. SIGTERM, or SIGHUP from a terminal that is closed (unless it
+    is ignored, as `nohup` has it), has a run that makes checkpoints write one and leave with 0; a second one, or a run that makes
+    none, leaves at once with 143 (129). All with everything cleaned up. Other exceptions pass through.
     """
     parameter = next(iter(inspect.signature(main).parameters))
     settings_class: type[Config] = typing.get_type_hints(main)[parameter]
@@ -35,7 +35,11 @@ def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> in
         words = sys.argv[1:] if arguments is None else arguments
         settings = compose(settings_class, words, main.__doc__ or settings_class.__doc__).settings
         heeded = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-        end = functools.partial(_terminate, terminals())
+        standing = terminals()
+
+        def end(number: int, frame: object) -> None:
+            end_run(number, standing)
+
         previous = {number: signal.signal(number, end) for number in heeded}
         try:
             main(settings)
@@ -86,15 +90,3 @@ def _show(kind: type[BaseException], error: BaseException, traceback: TracebackT
         print(f"error: {error}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, traceback)
-
-
-def _terminate(terminal: list[int], number: int, frame: object) -> None:
-    """Leave the way an exception does, so that every `with` closes what it opened."""
-    name = signal.Signals(number).name
-    if number == signal.SIGHUP and terminal:
-        redirect_to_null(terminal)
-    if ask_to_end():
-        write_line(f"{name}: the run writes a checkpoint and ends")
-        return
-    write_line(f"{name}: the run ends without a checkpoint")
-    raise Ended(128 + number)

@@ -12,6 +12,7 @@ weights, to change who has a device, to save) is a `CallRequest` in a queue, mad
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -165,7 +166,7 @@ class Run:
     @property
     def _asked_to_leave(self) -> bool:
         """Whether the run is to save itself and end now. One that makes no checkpoints ends after its step (`Closing`)."""
-        return asked_to_end() or (self._spec.checkpoint.writes and self._stop.asked)
+        return bool(asked_to_end()) or (self._spec.checkpoint.writes and self._stop.asked)
 
     def _begin(self) -> None:
         if self._point is None:
@@ -319,10 +320,11 @@ class Run:
 
     def _leave(self) -> NoReturn:
         """Save the run, record what it is through with, and end the process."""
+        number = asked_to_end()
         self._save_as_it_stands()
         self._end_copies(LEAVE_S)
         self._history.progress.left(self._saving.folder.path)
-        raise SystemExit(0)
+        raise SystemExit(128 + number if number == signal.SIGINT else 0)
 
     def _refuse(self, seen: Seen) -> NoReturn:
         """End the run because of a symptom. It saves itself first, if it makes checkpoints and its weights have not suffered."""

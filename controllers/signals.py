@@ -1,8 +1,8 @@
 """Signals that end a run: SIGTERM from a batch system, SIGHUP from a terminal that is closed, SIGINT from the keyboard.
 
-A handler only asks the run of its process to end (`ask_to_end`). The run saves itself when its loop comes to it. While a cluster starts,
-an interruption would leave half of its processes behind, and libraries install handlers of their own: a signal is deferred until the
-cluster is up.
+A handler only asks the run of its process to end (`ask_to_end`). The run saves itself when its loop comes to it. `launch` sets
+handlers for a whole script, and each run for itself where nobody else has. While a cluster starts, an interruption would leave half of
+its processes behind, and libraries install handlers of their own: a signal is deferred until the cluster is up.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import NoReturn
+
+from ..dataflow.errors import Ended
 
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 STREAMS = (0, 1, 2)
@@ -23,19 +26,24 @@ class _Ending:
 
     runs = 0
     """Runs that can save themselves."""
-    asked = False
+    asked = 0
+    """The signal that asked them to end; 0: none did."""
 
 
-def ask_to_end() -> bool:
-    """Have the run that goes on write a checkpoint and end; False when no run could, or it was asked already."""
+def ask_to_end(number: int) -> bool:
+    """Have the run that goes on write a checkpoint and end; False when no run could, or it was asked already.
+
+    Args:
+        number: of the signal.
+    """
     if _Ending.asked or not _Ending.runs:
         return False
-    _Ending.asked = True
+    _Ending.asked = number
     return True
 
 
-def asked_to_end() -> bool:
-    """Whether the run that goes on was asked to end."""
+def asked_to_end() -> int:
+    """The signal by which the run that goes on was asked to end; 0: it was not."""
     return _Ending.asked
 
 
@@ -47,7 +55,7 @@ def can_be_ended(able: bool) -> Iterator[None]:
         yield
     finally:
         _Ending.runs -= able
-        _Ending.asked = False
+        _Ending.asked = 0
 
 
 def write_line(line: str) -> None:
@@ -70,32 +78,92 @@ def redirect_to_null(streams: list[int]) -> None:
 
 
 @contextmanager
-def interrupt_noted(said: str) -> Iterator[Callable[[], bool]]:
-    """Note the first Ctrl-C, and answer it with a line; a second one interrupts, as does the first where Python's own handler is not set.
+def endings_noted(said: str, *, of_systems: bool) -> Iterator[Callable[[], int]]:
+    """Note the first signal that would end the process, and answer it with a line; a second one ends it, as does the first where somebody
+    else has set a handler.
 
     Args:
-        said: the line.
+        said: the line, behind the name of the signal.
+        of_systems: note SIGTERM and SIGHUP, too; else Ctrl-C alone.
 
     Returns:
-        Says whether one was noted.
+        Says which was noted; 0: none.
     """
     noted: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
         if noted:
-            raise KeyboardInterrupt
+            _end_now(number)
         noted.append(number)
-        write_line(said)
+        write_line(f"{_name(number)}: {said}")
 
-    before = signal.getsignal(signal.SIGINT)
-    heeded = threading.current_thread() is threading.main_thread() and before is signal.default_int_handler
-    if heeded:
-        signal.signal(signal.SIGINT, note)
+    with _handlers(dict.fromkeys(_UNSET if of_systems else [signal.SIGINT], note)):
+        yield lambda: noted[0] if noted else 0
+
+
+@contextmanager
+def signals_end_runs(*, saves: bool) -> Iterator[None]:
+    """Have signals end the run that goes on, where nobody else has set a handler: it saves itself, if it can, and a second signal
+    ends it at once.
+
+    Args:
+        saves: whether it can. Else Ctrl-C interrupts, as always.
+    """
+    standing = terminals()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        end_run(number, standing)
+
+    with _handlers(dict.fromkeys(_UNSET if saves else [signal.SIGTERM, signal.SIGHUP], end)):
+        yield
+
+
+def end_run(number: int, terminal: list[int]) -> None:
+    """Ask the run that goes on to save itself and end, or else leave the way an exception does, so that every `with` closes what it opened.
+
+    Args:
+        number: of the signal.
+        terminal: streams that went to the terminal, which is gone at SIGHUP.
+    """
+    if number == signal.SIGHUP and terminal:
+        redirect_to_null(terminal)
+    if ask_to_end(number):
+        again = "; a second Ctrl-C ends it at once" if number == signal.SIGINT else ""
+        write_line(f"{_name(number)}: the run writes a checkpoint and ends{again}")
+        return
+    write_line(f"{_name(number)}: the run ends without a checkpoint")
+    _end_now(number)
+
+
+def _end_now(number: int) -> NoReturn:
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise Ended(128 + number)
+
+
+def _name(number: int) -> str:
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+_UNSET: Mapping[signal.Signals, object] = {
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+}
+"""Signal -> its handler where nobody has set one."""
+
+
+@contextmanager
+def _handlers(handlers: Mapping[signal.Signals, Callable[[int, FrameType | None], None]]) -> Iterator[None]:
+    """Set handlers where nobody has, for as long as the block lasts; only the main thread may."""
+    main = threading.current_thread() is threading.main_thread()
+    free = [number for number in handlers if main and signal.getsignal(number) is _UNSET[number]]
+    before = {number: signal.signal(number, handlers[number]) for number in free}
     try:
-        yield lambda: bool(noted)
+        yield
     finally:
-        if heeded:
-            signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +37,7 @@ from .program import Program
 from .recovery.checkpoints import CheckpointConfig
 from .run_spec import Evaluation
 from .schedule import Synchronous
-from .signals import interrupt_noted, write_line
+from .signals import endings_noted, write_line
 from .telling.displays import Form
 
 Rewards = Callable[..., Any] | Reward | Judge | Sequence[Callable[..., Any] | Reward | Judge]
@@ -74,9 +73,9 @@ def train(
 ) -> list[dict[str, float]]:
     """Train a model with a method that has a name; the model is saved in `model/` of the run directory.
 
-    On a machine with GPUs all groups share all of them, under Ray and with vLLM; else everything runs in this process. Ctrl-C ends the
-    run after its step, and the model is saved; a second Ctrl-C ends it at once. A script that does not catch a `UserError` ends with
-    its message alone, without a traceback.
+    On a machine with GPUs all groups share all of them, under Ray and with vLLM; else everything runs in this process. Ctrl-C, SIGTERM
+    and SIGHUP end the run after its step, and the model is saved; a second one ends it at once. With checkpoints, SIGTERM and SIGHUP
+    make one at once instead. A script that does not catch a `UserError` ends with its message alone, without a traceback.
 
     Args:
         model: folder of the model, or its Hugging Face id.
@@ -190,23 +189,22 @@ def _explain(program: Program, training: Graph, settings: Mapping[str, Any]) -> 
 
 def _run(training: Graph, actor: Any, settings: Mapping[str, Any]) -> list[dict[str, float]]:
     """Run to the end, or to that of the step in which Ctrl-C was pressed, and save the model."""
-    said = (
-        "Ctrl-C: the run ends after this step, and saves its model; a second Ctrl-C ends it at once, and saves nothing"
-    )
+    said = "the run ends after this step, and saves its model; a second one ends it at once, and saves nothing"
+    checkpoint: CheckpointConfig = settings["checkpoint"]
     with (
-        interrupt_noted(said) as interrupted,
-        Driver(training, stop=lambda metrics: interrupted(), **settings) as driver,
+        endings_noted(said, of_systems=not checkpoint.writes) as noted,  # else a checkpoint is made at once
+        Driver(training, stop=lambda metrics: bool(noted()), **settings) as driver,
     ):
         path = driver.directory.path / MODEL
         try:
             metrics = driver.run()
             driver.call(actor, "save", path=path)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Ended):
             write_line(f"interrupted: the model was not saved in {path}")
             raise
         driver.say(f"the model is saved in {path}")
-    if interrupted():
-        raise Ended(128 + signal.SIGINT)
+    if noted():
+        raise Ended(128 + noted())
     return metrics
 
 

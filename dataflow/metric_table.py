@@ -337,8 +337,8 @@ CRITIC = Section(
 
 MEMORY = Section(
     "Memory",
-    "Read once a second at most, from outside of the processes. `GROUP` may be `driver`. On nodes other than the driver's the numbers are up "
-    "to ten seconds old.",
+    "Read once a second at most, from outside of the processes. `GROUP` may be `driver`. On nodes other than the driver's the numbers are "
+    "up to ten seconds old.",
     (
         MetricEntry(
             "resident_bytes",
@@ -359,8 +359,8 @@ MEMORY = Section(
         MetricEntry(
             "device_bytes",
             "bytes",
-            "most that PyTorch has held on the device of a rank so far; missing without a GPU. An engine in a process of its own (vLLM's, with "
-            "several ranks) is not among it",
+            "most that PyTorch has held on the device of a rank so far; missing without a GPU. An engine in a process of its own (vLLM's, "
+            "with several ranks) is not among it",
             "stays below the device's memory",
             "rises until the device is full: smaller microbatches",
             is_timed=True,

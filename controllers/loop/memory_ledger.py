@@ -1,5 +1,5 @@
-"""MemoryLedger: who takes how much memory, as metrics of a step: worker groups, the driver, segments of rows, Ray's object store, and what is
-left on the node that has least."""
+"""MemoryLedger: who takes how much memory, as metrics of a step: worker groups, the driver, segments of rows, Ray's object store; and what
+is left on the node that has least."""
 
 from __future__ import annotations
 

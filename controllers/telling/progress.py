@@ -126,7 +126,7 @@ class Progress:
         self._happened("restarted", f"{why}\nall groups are started again")
 
     def left(self, checkpoints: Path) -> None:
-        self.say(f"ended early, and saved in {checkpoints}; resume='latest' goes on from there")
+        self._happened("ended_early", f"ended early, and saved in {checkpoints}; resume='latest' goes on from there")
 
     def started(self, graphs: Mapping[str, Graph], groups: Mapping[str, Any], placement: Mapping[str, Place]) -> None:
         fewer = [f"{n} {placement[n].ranks}" for n, group in groups.items() if placement[n].ranks > len(group.mesh)]

@@ -185,12 +185,19 @@ GIB = float(1 << 30)
 
 
 def memory(resident: float, free: float) -> dict[str, float]:
-    return {"host_limit_bytes": 64 * GIB, "host_free_bytes": free, "reward/resident_bytes": resident, "driver/resident_bytes": GIB}
+    return {
+        "host_limit_bytes": 64 * GIB,
+        "host_free_bytes": free,
+        "reward/resident_bytes": resident,
+        "driver/resident_bytes": GIB,
+    }
 
 
 def test_memory_that_is_nearly_used_up_is_said_with_who_takes_it():
     (said,) = seen({}, memory(40 * GIB, 20 * GIB), *[memory(55 * GIB, 5 * GIB)] * 5)
-    assert said.startswith("step 2: 5.0 GiB of the 64.0 GiB of host memory of a node are left (reward 55.0 GiB, driver 1.0 GiB). ")
+    assert said.startswith(
+        "step 2: 5.0 GiB of the 64.0 GiB of host memory of a node are left (reward 55.0 GiB, driver 1.0 GiB). "
+    )
     assert seen({}, *[memory(GIB, 5 * GIB)] * 5) == [], "others take it"
 
 

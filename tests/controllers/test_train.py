@@ -185,25 +185,33 @@ def heeds_ctrl_c() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("heeds_ctrl_c")
-def test_ctrl_c_ends_a_run_after_its_step_and_saves_the_model(
-    even: Any, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("number", "said_as"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+def test_a_signal_ends_a_run_after_its_step_and_saves_the_model(
+    even: Any,
+    folder: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    number: signal.Signals,
+    said_as: str,
 ):
     def impatient(response_ids: list[int]) -> float:
         calls.append(1)
         if len(calls) == 20:  # in the second step of 16 responses
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
         return even(response_ids)
+
+    before = signal.getsignal(number)
 
     calls: list[int] = []
     tiny: dict[str, Any] = {"prompts_per_step": 4, "n": 4, "max_tokens": 6, "method": "rloo", "root": tmp_path}
     with pytest.raises(SystemExit) as left:
         weft.train("model", "prompts.jsonl", impatient, steps=500, name="run", **tiny)
     said, errors = capfd.readouterr()
-    assert left.value.code == 130
-    assert "the run ends after this step, and saves its model; a second Ctrl-C ends it at once" in errors
+    assert left.value.code == 128 + number
+    assert f"{said_as}: the run ends after this step, and saves its model; a second one ends it at once" in errors
     assert f"the model is saved in {tmp_path / 'run' / 'model'}" in said
     assert "run run: 2 steps" in said and (tmp_path / "run" / "model" / "model.safetensors").exists()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(number) is before
 
 
 @pytest.mark.usefixtures("heeds_ctrl_c")

@@ -19,13 +19,14 @@ import pytest
 from saved_runs import PROGRAM, SCHEDULES, Killed, SavingActor, begun, run, trained, wait_for_steps
 from toy import SlowRollout, ToyReward, prompts, toy_grpo
 
+from weft.controllers.alerts import read_alerts
 from weft.controllers.cursor import Cursor, positions
 from weft.controllers.driver import Driver
 from weft.controllers.recovery.checkpoints import CheckpointConfig, complete_checkpoints
 from weft.controllers.recovery.resume import find_checkpoint
 from weft.controllers.run import Run
 from weft.controllers.schedule import Asynchronous, Training
-from weft.controllers.signals import ask_to_end
+from weft.controllers.signals import ask_to_end, asked_to_end
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.log import LogReader
 from weft.dataflow.errors import DeadlineError, UserError, WorkerDied
@@ -228,12 +229,12 @@ def test_a_run_that_is_asked_to_end_saves_itself_wherever_it_is(
         settle(run)
         waits += run.graph_runs.train.step >= 3
         if waits == 4:
-            assert ask_to_end() and not ask_to_end()
+            assert ask_to_end(signal.SIGTERM) and not ask_to_end(signal.SIGTERM)
 
     monkeypatch.setattr(Run, "_settle", settle_and_ask)
     with pytest.raises(SystemExit) as left:
         run(tmp_path, schedule, checkpoint=CheckpointConfig(every=100))
-    assert left.value.code == 0 and not ask_to_end()
+    assert left.value.code == 0 and not ask_to_end(signal.SIGTERM)
     weights, metrics = run(tmp_path, schedule, resume="latest")
     assert [row["step"] for row in metrics] == list(range(10))
     assert sorted(group for group, _ in weights) == sorted(2 * trained(weights)) and len(trained(weights)) == 27
@@ -247,6 +248,40 @@ def test_a_run_that_was_ended_while_a_checkpoint_took_the_place_of_another_has_t
     latest.rename(folder / f".before_{latest.name}")
     found = find_checkpoint(tmp_path / "run")
     assert found is not None and found.path == latest and complete_checkpoints(folder) == [latest, earlier]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGHUP, 0), (signal.SIGINT, 130)])
+def test_a_run_outside_of_launch_heeds_signals_as_well(
+    tmp_path: Path,
+    number: signal.Signals,
+    code: int,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A notebook, or a script that calls its driver itself."""
+    usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    before = signal.signal(number, usual)
+    settle = Run._settle
+
+    def settle_and_signal(run: Run) -> None:
+        settle(run)
+        if run.graph_runs.train.step == 3 and not asked_to_end():
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(Run, "_settle", settle_and_signal)
+    try:
+        with pytest.raises(SystemExit) as left:
+            run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig(every=100))
+        assert signal.getsignal(number) is usual
+    finally:
+        signal.signal(number, before)
+    found = find_checkpoint(tmp_path / "run")
+    assert left.value.code == code and found is not None and found.state.step >= 3
+    assert (
+        f"{'Ctrl-C' if number == signal.SIGINT else number.name}: the run writes a checkpoint and ends"
+        in capfd.readouterr().err
+    )
+    assert [alert.name for alert in read_alerts(tmp_path / "run")] == ["ended_early"]
 
 
 def test_sigterm_has_a_run_save_itself_and_leave_with_0(tmp_path: Path):

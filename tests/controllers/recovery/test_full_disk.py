@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -135,6 +136,6 @@ def test_a_pause_ends_when_the_run_is_asked_to_end(tmp_path: Path):
         can_be_ended(True),
         pytest.raises(RunError, match=r"No space left on device: 'metrics.parquet'; the run waited 0 s for room in "),
     ):
-        assert ask_to_end()
+        assert ask_to_end(signal.SIGTERM)
         disk.write(write)
     assert time.monotonic() - began < 1
