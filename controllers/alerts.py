@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..dataflow.redaction import redacted
+
 FILE = "alerts.jsonl"
 MAX_PENDING = 1000
 """Alerts that are kept while the file cannot be written; the oldest are given up."""
@@ -54,7 +56,7 @@ class Alerts:
 
     def add(self, name: str, text: str, *, ends: bool = False) -> Alert:
         """Note something. If it cannot be written now, it is written with the next; an alert never ends a run."""
-        alert = Alert(name, text, self.step, self._clock(), ends)
+        alert = Alert(name, redacted(text), self.step, self._clock(), ends)
         self._pending.append(alert)
         self.flush()
         return alert

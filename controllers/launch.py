@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from ..dataflow.config import Config
 from ..dataflow.errors import UserError, WeftError
+from ..dataflow.redaction import redacted
 from .settings import compose
 from .signals import end_run, terminals
 
@@ -48,11 +49,11 @@ def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> in
                 signal.signal(number, handler)
         return 0
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(redacted(f"error: {error}"), file=sys.stderr)
         return 2
     except (WeftError, TimeoutError, ConnectionError) as error:
         said = error.text if isinstance(error, WeftError) else str(error)
-        print(f"{type(error).__name__}: {said}", file=sys.stderr)
+        print(redacted(f"{type(error).__name__}: {said}"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -87,6 +88,6 @@ class _Shortly:
 def _show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     """Show what ends a script: this error in one message, any other as always."""
     if error is _Shortly.error:
-        print(f"error: {error}", file=sys.stderr)
+        print(redacted(f"error: {error}"), file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, traceback)

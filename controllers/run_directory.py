@@ -41,6 +41,7 @@ from ..dataflow.buffer.samples import FOLDER as SAMPLES
 from ..dataflow.buffer.samples import sample_files, unfinished_files
 from ..dataflow.config import Config
 from ..dataflow.errors import UserError
+from ..dataflow.redaction import redacted, without_secrets
 from .run_lock import FOLDER as LOCK
 from .run_lock import RunLock, epochs
 
@@ -200,7 +201,7 @@ class RunDirectory:
             path.unlink(missing_ok=True)
 
     def write_config(self, config: Mapping[str, Any], drawing: str) -> None:
-        """Write `config.json` and `graph.mmd`.
+        """Write `config.json` and `graph.mmd`, without secrets.
 
         Args:
             config: the resolved configuration; values that JSON lacks are written as text.
@@ -210,9 +211,8 @@ class RunDirectory:
             TakenOverError: another driver goes on with the run.
         """
         self.check()
-        described = (
-            json.dumps({**config, "starts": self.starts, "origin": self.origin}, indent=2, default=_plain) + "\n"
-        )
+        plain = json.loads(json.dumps({**config, "starts": self.starts, "origin": self.origin}, default=_plain))
+        described = redacted(json.dumps(without_secrets(plain), indent=2)) + "\n"
         self._disk.write_whole(self.path / CONFIG, described.encode())
         self._disk.write_whole(self.path / "graph.mmd", drawing.encode())
 

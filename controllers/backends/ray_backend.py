@@ -19,6 +19,7 @@ from ...dataflow.arguments import names_arguments
 from ...dataflow.buffer.segments import Segment
 from ...dataflow.errors import UserError, WorkerError
 from ...dataflow.handle import Handle
+from ...dataflow.redaction import redacted
 from ...workers.dispatch import Coordinates
 from ...workers.rendezvous import LOOPBACK
 from ...workers.worker import Context
@@ -130,6 +131,8 @@ class RayBackend:
         self._setup, self._run_dir, self._is_open = setup, setup.run_dir, True
         self._witnesses = Witnesses(setup.run_dir / LOGS)
         self._cluster.connect(setup.placement)
+        for note in self._cluster.notes:
+            setup.tell(note)
         import ray
 
         self._pools.reserve(setup)
@@ -413,7 +416,7 @@ class RayBackend:
         log = self._run_dir / LOGS / log_name(who)
         tail = log.read_text(errors="replace")[-2000:] if log.exists() else str(error)
         why = self._witnesses.ending(who, error, self._links.hosts)
-        return f"its process ended ({why}); the end of {log.name}:\n{tail}"
+        return redacted(f"its process ended ({why}); the end of {log.name}:\n{tail}")
 
     def close(self) -> None:
         if not self._is_open:

@@ -21,6 +21,7 @@ from ..bundles import Nodes
 from ..placement import Place, machine_cpus, machine_gpus
 from ..signals import signals_deferred
 from .cluster import address_of, may_be_same, nodes_of, sizes
+from .token_file import keep_private, unprotected
 from .user_code import UserCode
 
 CLOSE_TIMEOUT_S = 5.0
@@ -62,6 +63,12 @@ class RayCluster:
         self._code.check()
         return Nodes(self._node_sizes(self.address), f"the cluster at {self.address}", self._grows)
 
+    @property
+    def notes(self) -> list[str]:
+        """What speaks against the cluster that was joined."""
+        said = unprotected(self.address, os.environ) if self.address else ""
+        return [said] if said else []
+
     def connect(self, placement: Mapping[str, Place]) -> None:
         """Start or join the cluster, unless this process is connected.
 
@@ -76,6 +83,7 @@ class RayCluster:
             # A rank has an environment of its own, so a worker that Ray starts beforehand, one for each CPU, would serve nobody.
             os.environ.setdefault("RAY_enable_worker_prestart", "0")
             os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+        keep_private(os.environ, Path.home(), make=not self.address)
         import ray
         from ray._private import utils
 

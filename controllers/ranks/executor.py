@@ -13,6 +13,7 @@ from typing import Any
 from ...dataflow.buffer.disk import is_full
 from ...dataflow.errors import Cancelled, Ended, UserError
 from ...dataflow.metrics import Max
+from ...dataflow.redaction import redacted
 from ...workers.device import peak_device_bytes
 from ...workers.worker import Worker
 from . import row_io
@@ -129,7 +130,8 @@ def failure_of(error: Exception | SystemExit) -> Failure:
             )
     kind = FailureKind.USER_ERROR if isinstance(error, UserError | BdbQuit) else FailureKind.EXCEPTION
     kind = FailureKind.DISK_FULL if is_full(error) else kind
-    return Failure(message, text, kind, tuple(getattr(error, "sample_ids", ())), getattr(error, "sample", ""))
+    ids, sample = tuple(getattr(error, "sample_ids", ())), getattr(error, "sample", "")
+    return Failure(redacted(message), redacted(text), kind, ids, redacted(sample))
 
 
 def _below_executor(error: BaseException) -> Any:

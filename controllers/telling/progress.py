@@ -11,6 +11,7 @@ from typing import Any
 
 from ...dataflow.buffer.disk import is_full
 from ...dataflow.graph import Graph
+from ...dataflow.redaction import redacted
 from ...dataflow.source import Source
 from ..alerts import Alerts
 from ..placement import Place
@@ -84,7 +85,7 @@ class Progress:
         """Note something in the run's alerts, and say it as a warning; what ends the run is said by its error."""
         self.alerts.add(name, text, ends=ends)
         if not ends:
-            self._show(lambda: self._display.say(text, warning=True))
+            self._show(lambda: self._display.say(redacted(text), warning=True))
 
     def _happened(self, name: str, text: str) -> None:
         """Note something in the run's alerts, and say it."""
@@ -92,7 +93,7 @@ class Progress:
         self.say(text)
 
     def say(self, text: str) -> None:
-        self._show(lambda: self._display.say(text))
+        self._show(lambda: self._display.say(redacted(text)))
 
     def given_up(self, evaluation: str, step: int) -> None:
         self.say(f"the evaluation {evaluation!r} of step {step} was under way, and is given up")

@@ -265,6 +265,7 @@ def session_logs() -> Path:
 def test_a_token_of_the_drivers_environment_is_in_no_log_of_ray(under_ray: Done):
     logs = [p for p in session_logs().rglob("*") if p.is_file()]
     assert any(b"RankProcess" in p.read_bytes() for p in logs), "they are those of the ranks"
+    logs += [p for p in under_ray.driver.directory.path.rglob("*") if p.is_file()]
     assert not [p for p in logs if TOKEN.encode() in p.read_bytes()]
 
 

@@ -1,0 +1,84 @@
+"""What the source may not do: run text as code, or read what can run code when it is read."""
+
+import ast
+
+import pytest
+from test_house import ROOT, library_files, parsed
+
+READ_AS_CODE = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+RUN_AS_CODE = {"eval", "exec"}
+CALLS = {
+    "torch.load",
+    "yaml.load",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "os.system",
+    "os.popen",
+    "numpy.load",
+    "np.load",
+}
+WITHIN_A_MESSAGE_OF_RAY = {
+    "controllers/ranks/tasks.py": "a part of a call or a reply, which Ray carries as a pickle and authenticates with its token",
+    "controllers/backends/rank.py": "the arguments with which Ray makes an actor, read when its environment is set",
+    "controllers/backends/rank_process.py": "the other side of it",
+}
+"""File -> which bytes it pickles. None of them comes from a file, or over a socket of ours."""
+
+
+def breaks(source: ast.Module) -> list[tuple[int, str]]:
+    """Line and what stands there."""
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(source):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found += [(node.lineno, name) for name in names if READ_AS_CODE.intersection(name.split("."))]
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            safe = any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
+            plain = called in ("numpy.load", "np.load") and not any(k.arg == "allow_pickle" for k in node.keywords)
+            if called in RUN_AS_CODE or (called in CALLS and not plain and not safe):
+                found.append((node.lineno, called))
+            found += [
+                (node.lineno, f"{called}(shell=...)")
+                for k in node.keywords
+                if k.arg == "shell" and ast.unparse(k.value) != "False"
+            ]
+    return found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "from ray import cloudpickle",
+        "def f():\n    import numpy, marshal",
+        "eval(text)",
+        "exec(text)",
+        "torch.load(path)",
+        "yaml.load(file)",
+        "subprocess.run(text, shell=True)",
+        "subprocess.run(text, shell=wanted)",
+        "os.system(text)",
+        "np.load(path, allow_pickle=True)",
+    ],
+)
+def test_what_runs_text_or_reads_code_is_found(text: str):
+    assert breaks(ast.parse(text))
+
+
+@pytest.mark.parametrize(
+    "text", ["model.eval()", "yaml.safe_load(file)", "np.load(path)", "subprocess.run([a], shell=False)"]
+)
+def test_what_does_not_is_left_alone(text: str):
+    assert not breaks(ast.parse(text))
+
+
+def test_the_source_runs_no_text_and_reads_no_code():
+    found = {str(file.relative_to(ROOT)): breaks(parsed(file)) for file in library_files()}
+    library = {name: lines for name, lines in found.items() if lines and not name.startswith(("tests/", "benchmarks/"))}
+    wrong = {name: lines for name, lines in library.items() if name not in WITHIN_A_MESSAGE_OF_RAY}
+    assert not wrong, wrong
+    assert {name for name in library if name in WITHIN_A_MESSAGE_OF_RAY} == {*WITHIN_A_MESSAGE_OF_RAY}, (
+        "nothing is excused for nothing"
+    )
