@@ -41,7 +41,7 @@ from .recovery.resume import ResumePoint, find_checkpoint, open_run
 from .run import Run
 from .run_spec import Evaluation, RunHistory, RunSpec
 from .schedule import Training
-from .signals import asked_to_end, can_be_ended, signals_end_runs
+from .signals import asked_to_end, can_be_ended, hold_streams, signals_end_runs
 from .start import start
 from .symptoms import check_stop_on, mistakes
 from .telling.displays import Form, display_for
@@ -115,6 +115,7 @@ class Driver:
         Raises:
             UserError: naming the place, the rule, the value and the nearest right name.
         """
+        hold_streams()
         display = display_for(progress)
         check_kinds(
             graph=graph, schedule=schedule, buffer=buffer, checkpoint=checkpoint, placement=placement, backend=backend

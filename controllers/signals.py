@@ -69,12 +69,23 @@ def terminals() -> list[int]:
     return [stream for stream in STREAMS if os.isatty(stream)]
 
 
+def hold_streams() -> None:
+    """Give the null device to standard streams that are closed: else a file that is opened next takes the place of one, and what a library
+    prints goes into it."""
+    for stream in STREAMS:
+        try:
+            os.fstat(stream)
+        except OSError:
+            redirect_to_null([stream])
+
+
 def redirect_to_null(streams: list[int]) -> None:
     """Redirect streams to the null device, because writing to a terminal that is gone is an error."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in streams:
         os.dup2(nowhere, stream)
-    os.close(nowhere)
+    if nowhere not in streams:
+        os.close(nowhere)
 
 
 @contextmanager

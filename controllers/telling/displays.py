@@ -53,6 +53,11 @@ class Nothing:
         pass
 
 
+def is_closed() -> bool:
+    """Whether standard output is closed, as `>&-` has it, or a script: then it is written to no more."""
+    return sys.stdout is None or sys.stdout.closed  # pyright: ignore[reportUnnecessaryComparison]
+
+
 def display_for(form: Form | bool) -> Display:
     """The display of this form, on standard output.
 
@@ -68,6 +73,8 @@ def display_for(form: Form | bool) -> Display:
     """
     if isinstance(form, bool):
         form = "auto" if form else "none"
+    if form in get_args(Form) and is_closed():
+        form = "none"
     if form not in get_args(Form):
         raise UserError(
             f"progress={form!r}{nearest(form, get_args(Form))}? It is one of {', '.join(get_args(Form))}".replace(

@@ -16,7 +16,7 @@ from ...dataflow.source import Source
 from ..alerts import Alerts
 from ..placement import Place
 from ..signals import redirect_to_null
-from .displays import Display, Nothing
+from .displays import Display, Nothing, is_closed
 from .records import Ending, Step, score_of
 from .sample import Sample, read_sample
 
@@ -201,7 +201,9 @@ class Progress:
     def _show(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            if isinstance(error, ValueError) and not is_closed():
+                raise
             if is_full(error):  # of the disk that it is written to; there may be room for what comes later
                 return
             self._display = (

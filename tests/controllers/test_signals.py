@@ -1,6 +1,9 @@
 """Signals that come while nobody can be interrupted are heeded afterwards."""
 
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +54,32 @@ def test_what_fails_meanwhile_gives_way_to_the_signal():
     with pytest.raises(Ended), signals_deferred("it is up"):
         signal.raise_signal(signal.SIGTERM)
         raise ValueError("half a cluster")
+
+
+CLOSED = """
+import os, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[2:]
+from toy import prompts, toy_grpo
+from toy_runs import handles
+from weft.controllers.driver import Driver
+from weft.controllers.schedule import Synchronous
+graph, schedule = toy_grpo(prompts(8), **handles()), Synchronous(steps=2, prompts_per_step=4)
+with Driver(graph, schedule=schedule, root=Path(sys.argv[1]), name="run") as driver:
+    driver.run()
+    os.write(1, b"a library says something")
+    os.write(2, b"a library says something")
+print("not shown")
+"""
+
+
+def test_a_run_whose_standard_streams_are_closed_goes_on_and_no_file_takes_their_place(tmp_path: Path):
+    here = str(Path(__file__).parent)
+    command = 'exec "$0" "$@" <&- >&- 2>&-'
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable, "-c", CLOSED, str(tmp_path), here], check=False, timeout=120
+    )
+    assert done.returncode == 0
+    assert (tmp_path / "run" / "metrics.parquet").exists()
+    written = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert not [file for file in written if b"a library says" in file.read_bytes()]

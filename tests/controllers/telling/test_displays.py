@@ -3,12 +3,14 @@
 import io
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
 from telling.shown import DISPLAYS, ROW, run, stream, write_samples, written
 
-from weft.controllers.telling.displays import display_for
+from weft.controllers.alerts import read_alerts
+from weft.controllers.telling.displays import Nothing, display_for
 from weft.controllers.telling.lines import JsonLines, PlainLines
 from weft.controllers.telling.progress import Progress
 from weft.controllers.telling.records import Ending, EvaluationScore, Step
@@ -125,3 +127,16 @@ def test_names_do_not_steer_a_terminal_and_json_has_finite_numbers():
         display(stream).evaluated(score)
         display(stream).ended(Ending("run\x1b[2J", 1, 1.0, (), (score,), {"samples\x1b[2J": Path("a\x1b[2J")}))
         assert "\x1b[2J" not in stream.getvalue() and (display is not JsonLines or "NaN" not in stream.getvalue())
+
+
+def test_a_stream_that_is_closed_meanwhile_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    standard = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", standard)
+    progress = Progress(3, tmp_path, display_for("plain"))
+    progress.say("before")
+    assert standard.getvalue() == "before\n"
+    standard.close()
+    progress.say("after")
+    progress.alert("mistake", "after")
+    assert isinstance(display_for("rich"), Nothing)
+    assert [alert.text for alert in read_alerts(tmp_path)] == ["after"]
