@@ -108,6 +108,15 @@ def test_the_program_of_each_method_has_its_graph_with_its_settings(
     assert {name: settings[name] for name in chosen.settings} == dict(chosen.settings)
 
 
+def test_each_held_out_set_that_has_a_name_is_an_evaluation(even: Any, capsys: pytest.CaptureFixture[str]):
+    sets = {"easy": "prompts.jsonl", "hard": "prompts.jsonl"}
+    program = printed(capsys, "model", "prompts.jsonl", even, held_out=sets, evaluate_every=5, max_tokens=6)
+    names: dict[str, Any] = {}
+    exec(compile(program.split("with weft.Driver(")[0], "program", "exec"), names)
+    assert names["held_out_1"].name == names["held_out_2"].name == "prompts" and names["accuracy_2"].name == "evaluate"
+    assert "name='easy'" in program.replace('"', "'") and "name='hard'" in program.replace('"', "'")
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from saved_runs import SCHEDULES, Killed
+from saved_runs import run as saved_run
 from test_follower import kept
 from toy_runs import drive, training
 
@@ -43,6 +45,19 @@ def test_a_run_comes_to_its_end_whatever_its_trackers_do(tmp_path: Path, monkeyp
     assert all("had not sent everything 12 s after the end" in about[name][0] for name in ALL[3:])
     left = [file for file in (run / "trackers").iterdir() if "k3y-of-a-service" in file.read_text()]
     assert not left and "k3y-of-a-service" not in (run / "alerts.jsonl").read_text()
+
+
+def test_a_run_that_is_killed_and_goes_on_sends_each_step_once(tmp_path: Path):
+    trackers = ("fake_trackers:Kept",)
+    with pytest.raises(Killed):
+        saved_run(tmp_path, SCHEDULES[0], kill_at=5, trackers=trackers)
+    _, metrics = saved_run(tmp_path, SCHEDULES[0], resume="latest", trackers=trackers)
+    lines = kept(tmp_path / "run")
+    assert [line["open"] for line in lines if "open" in line] == ["", "first"]
+    assert [line["closed"] for line in lines if "closed" in line] == ["failed", "well"]
+    for name in ("actor/rows", "time_s", "eval/reward/mean"):
+        sent = [line["step"] for line in lines if name in line]
+        assert sent == [row["step"] for row in metrics if name in row], f"{name}: each step once, in order"
 
 
 class Clock:
