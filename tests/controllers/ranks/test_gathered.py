@@ -16,6 +16,7 @@ def children(parent: int, number: int, *, last: bool = False, **columns: list[in
 def test_rows_wait_until_the_first_of_them_has_waited_long_enough():
     now = [0.0]
     gathered = Gathered(1.0, lambda: now[0])
+    assert gathered.take_due() == [], "nothing waits yet"
     assert gathered.add((children(3, 0), {"rows": Sum(1.0)})) == [] == gathered.take_due()
     now[0] = 0.9
     assert gathered.add(children(4, 7, last=True, seen=[1])) == []
