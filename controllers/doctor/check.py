@@ -114,4 +114,4 @@ def _end(process: BaseProcess) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid or 0, signal.SIGKILL)
     process.kill()  # it may not lead its group yet
-    process.join()
+    process.join(0.5)  # one that waits for a device in the kernel ends when that answers

@@ -103,6 +103,10 @@ def colocated(folder: Path, gpu: bool) -> Figures:
     return {"GiB with both": both, "GiB with vLLM asleep": asleep, "GiB with training away as well": away}
 
 
+END_S = 10.0
+"""Longest wait for a process that has answered to end; the check has a process group of its own, which is ended with it."""
+
+
 def collectives(folder: Path, gpu: bool) -> Figures:
     """The collectives of training over all GPUs (NCCL), or over two processes (gloo)."""
     import torch
@@ -115,7 +119,7 @@ def collectives(folder: Path, gpu: bool) -> Figures:
         process.start()
     found = [answers.get(timeout=50) for _ in started]
     for process in started:
-        process.join()
+        process.join(END_S)
     wrong = [said for said, _ in found if said]
     assert not wrong, wrong[0]
     slowest = max(seconds for _, seconds in found)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from toy_runs import drive, training
 
 from weft.controllers.recovery.resume import find_checkpoint
 
@@ -100,6 +101,18 @@ def piped(command: list[str], environment: dict[str, str]) -> Iterator[subproces
 def test_addresses_are_read_as_the_kernel_writes_them():
     assert readable("0100007F") == "127.0.0.1" and readable("00000000") == "0.0.0.0"
     assert readable("00000000000000000000000001000000") == "::1"
+
+
+def test_a_run_in_one_process_listens_nowhere(tmp_path: Path):
+    def own() -> set[tuple[str, int]]:
+        return {(x.address, x.port) for x in listeners([Path("/proc/self")])}
+
+    with socket.create_server(("127.0.0.1", 0)) as seen:
+        before = own()
+        assert seen.getsockname() in before, "the test sees sockets of this process"
+        with drive(training(), tmp_path) as driver:
+            driver.run()
+            assert own() == before
 
 
 @pytest.mark.ray
