@@ -23,6 +23,7 @@ from .command import Answer, Command
 
 TREE: Mapping[str, Any] = {
     "run": "run:Run",
+    "plan": "plan:PlanRun",
     "runs": "runs:Runs",
     "watch": "watch:Watch",
     "stop": "stop:Stop",

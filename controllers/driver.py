@@ -35,6 +35,7 @@ from .group import WorkerGroup
 from .job_environment import resume_of, root_of
 from .own_groups import RESERVED, own_groups
 from .placement import Placement, check_elastic, resolve
+from .planning import end_if_planned
 from .recovery.checkpoints import FOLDER, CheckpointConfig, complete_checkpoints
 from .recovery.full_disk import FullDisk
 from .recovery.resume import ResumePoint, find_checkpoint, open_run
@@ -136,6 +137,8 @@ class Driver:
             stop=stop,
             stop_on=check_stop_on(stop_on),
         )
+
+        end_if_planned(self._spec)
 
         def accept(point: ResumePoint | None) -> None:
             check_resumes(self._spec, handles, point)

@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 from ..dataflow.config import Config
 from ..dataflow.errors import UserError, WeftError
 from ..dataflow.redaction import redacted
+from .planning import note_settings
 from .settings import compose
 from .signals import end_run, terminals
 
@@ -34,7 +35,9 @@ def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> in
     settings_class: type[Config] = typing.get_type_hints(main)[parameter]
     try:
         words = sys.argv[1:] if arguments is None else arguments
-        settings = compose(settings_class, words, main.__doc__ or settings_class.__doc__).settings
+        composed = compose(settings_class, words, main.__doc__ or settings_class.__doc__)
+        note_settings(composed)
+        settings = composed.settings
         heeded = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
         standing = terminals()
 

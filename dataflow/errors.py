@@ -2,7 +2,7 @@
 
     WeftError
      ├─ UserError (ValueError)                 the user can fix it: settings, graph, data, placement; exit code 2
-     │   ├─ SettingError                        a configuration class refuses its settings
+     │   ├─ SettingError                       a configuration class refuses its settings
      │   ├─ GraphError                         the graph breaks a rule
      │   ├─ NoSuchNodeError (AttributeError)   a worker class has no such node
      │   ├─ SymptomError                       a sign that a run cannot learn, which `stop_on` names
@@ -26,6 +26,7 @@
 
     BaseException
      ├─ Cancelled                              a call on a rank is ended where it stands; no user sees it
+     ├─ Planned                                `weft plan` has seen the driver of a script; no user sees it
      └─ SystemExit
          └─ Ended                              a signal ended the process, wherever it was
 
@@ -64,6 +65,10 @@ class Ended(SystemExit):
 
 class Cancelled(BaseException):
     """A call on a rank is ended where it stands: it publishes what is finished."""
+
+
+class Planned(BaseException):
+    """A script that is planned has made its driver, and ends there."""
 
 
 # What the user can fix

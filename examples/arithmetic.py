@@ -20,6 +20,7 @@ from pydantic import Field
 import weft
 from weft.algorithms.evaluation import evaluate
 from weft.algorithms.supervised import supervised
+from weft.controllers.planning import planning_folder
 from weft.controllers.run_directory import require_folder
 
 HELD_OUT = 512
@@ -178,6 +179,10 @@ def warm_start(
 def prepare(root: Path, seed: int, small: bool = False) -> Path:
     """Folder with data, tokenizer and warm-started model, made on first use."""
     folder = root / f"arithmetic-{seed}{'-small' if small else ''}"
+    if not (folder / "model").exists() and (scratch := planning_folder()) is not None:
+        make_data(scratch, seed)  # `weft plan` wants to know the sizes: no warm start
+        make_model(scratch / "model", seed)
+        return scratch
     if not (folder / "model").exists():
         shutil.rmtree(folder, ignore_errors=True)  # what an interrupted warm start left
         require_folder(folder, f"root {str(root)!r}")

@@ -25,7 +25,8 @@ def test_the_drawing_is_the_tree():
             if above:
                 drawn[name] = above[-1][1]
             above.append((depth, name))
-    apart = {"Cancelled": "BaseException", "SystemExit": "BaseException", "Ended": "SystemExit"}
+    apart = {"SystemExit": "BaseException", "Ended": "SystemExit"}
+    apart |= dict.fromkeys(("Cancelled", "Planned"), "BaseException")
     assert drawn == {**tree(), **apart}, "what ends a call or a process is no error of Weft's, and is drawn apart"
 
 

@@ -1,0 +1,58 @@
+"""Operating runs: how quick and how clear the command line is, and how near a plan comes.
+
+    python benchmarks/operate.py                  # minutes
+    python benchmarks/operate.py --only help plan
+
+| figure | what it is | wanted |
+|---|---|---|
+| `help_ms` | milliseconds of `weft --help`, the quickest of several; `help_median_ms` is their median | 500 |
+| `bad_settings_clear` | share of `tests/controllers/mistakes.py` that ends with exit code 2 and the place, without a traceback | 1 |
+| `bad_settings_max_s` | seconds of the slowest of them, a process of its own each | 2 |
+| `plan_memory_error` | largest relative error of a planned number of bytes, beside the tensors and files of one rank | 0.1 |
+| `submit_overhead_s` | seconds of `weft submit` beyond `ray job submit` of the same script | 5 |
+| `tracker_overhead_share` | share of the driver's time that trackers take | 0.01 |
+
+A figure that was not asked for, or whose module is not there, is null. The last line printed is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path += [str(HERE / "operate"), str(HERE)]
+FIGURES = (
+    "help_ms", "bad_settings_clear", "bad_settings_max_s", "plan_memory_error", "submit_overhead_s", "tracker_overhead_share",
+)  # fmt: skip
+PARTS = {
+    "help": "help_time",
+    "bad_settings": "bad_settings",
+    "plan": "plan_memory",
+    "submit": "submit",
+    "trackers": "trackers",
+}
+"""Part -> its module, whose `measure()` returns figures by name."""
+
+
+def main() -> None:
+    from machine import load
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    figures = dict.fromkeys(FIGURES)
+    for part in parser.parse_args().only:
+        if not (HERE / "operate" / f"{PARTS[part]}.py").is_file():
+            print(f"{part}: there is no benchmark of it yet", flush=True)
+            continue
+        found = importlib.import_module(PARTS[part]).measure()
+        print(f"{part}: {found}; load {load()}", flush=True)
+        figures |= found
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

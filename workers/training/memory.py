@@ -1,0 +1,155 @@
+"""Memory of a model: how many bytes its weights, gradients and moments take, from its files, without torch.
+
+Parameters, gradients and moments are float32, whatever a pass computes in; with an adapter the model itself is frozen, and of the dtype of
+passes. FSDP shares all of it evenly over the ranks of a group.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..model_folder import find_model_config, read_model_config, text_settings
+from .engine import ModelConfig
+from .lora import Lora
+
+FLOAT32 = 4
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The sizes of a model that its memory follows from."""
+
+    shapes: dict[str, tuple[int, ...]]
+    """Name of each tensor in its files -> shape; tied ones once."""
+    vocabulary: int
+
+    @property
+    def parameters(self) -> int:
+        """Number of all of them."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, ...]]:
+        """Linear layers of the backbone."""
+        return {
+            name.removesuffix(".weight"): shape
+            for name, shape in self.shapes.items()
+            if len(shape) == 2 and name.endswith(".weight") and "embed" not in name and "head" not in name
+        }
+
+    def adapter(self, lora: Lora) -> int:
+        """Parameters of an adapter: A [rank, in] and B [out, rank] of each layer, with DoRA the length of each row."""
+        chosen = [
+            shape
+            for name, shape in self.matrices.items()
+            if lora.targets == "all-linear" or any(f".{name}".endswith(f".{target}") for target in lora.targets)
+        ]
+        return sum(lora.rank * (out + into) + (out if lora.dora else 0) for out, into in chosen)
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes of one rank; those of a pass are there while it goes on."""
+
+    weights: int
+    gradients: int
+    moments: int
+    gathered: int
+    """Of a pass: the whole model, in the dtype of passes, where the rank holds a part of it, or another dtype."""
+    logits: int
+    """Of a pass, at most: those that are kept for the backward pass, or are computed at once."""
+    snapshot: int
+    """On the host, from the first checkpoint on: a copy of what a rank writes of it."""
+
+    @property
+    def resident(self) -> int:
+        """What is there between two steps, without the host's copy."""
+        return self.weights + self.gradients + self.moments
+
+
+def model_size(model: str | Path) -> ModelSize:
+    """Read the sizes of a model from its folder.
+
+    Raises:
+        UserError: there is no such model.
+        OSError: its files cannot be read.
+        ValueError: they are no safetensors files.
+    """
+    settings = text_settings(read_model_config(model))
+    folder = find_model_config(model).parent
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        shapes |= _header(file)
+    if not shapes:
+        raise ValueError(f"{folder} has no safetensors files")
+    return ModelSize(shapes, int(settings.get("vocab_size", 0)))
+
+
+def training_memory(
+    size: ModelSize,
+    config: ModelConfig,
+    *,
+    ranks: int,
+    trains: bool,
+    lora: Lora | None,
+    tokens: int,
+    saves: bool,
+) -> TrainingMemory:
+    """What a rank of a training group holds.
+
+    Args:
+        size: of the model.
+        config: of the group.
+        ranks: of the group.
+        trains: whether the group is updated.
+        lora: the adapter that is trained in the model's place.
+        tokens: most tokens of a pass.
+        saves: whether the run makes checkpoints.
+    """
+    whole, width = size.parameters, BYTES[config.dtype]
+    adapter = size.adapter(lora) if lora is not None else 0
+    trained = (adapter if lora is not None else whole) if trains else 0
+    frozen = width if lora is not None else FLOAT32
+    weights = (whole * frozen + adapter * FLOAT32) // ranks
+    rounds = config.dtype != "float32" and lora is None
+    kept = FLOAT32 * tokens * size.vocabulary
+    return TrainingMemory(
+        weights=weights,
+        gradients=FLOAT32 * trained // ranks,
+        moments=2 * FLOAT32 * trained // ranks,
+        gathered=whole * width if ranks > 1 or rounds else 0,
+        logits=kept if kept <= _KEPT_BYTES else min(kept, _CHUNK_BYTES),
+        snapshot=3 * FLOAT32 * trained // ranks if saves and trains else 0,
+    )
+
+
+_CHUNK_BYTES, _KEPT_BYTES = 128 << 20, 1 << 30
+"""As in `head_logprobs.py`, which imports torch."""
+
+
+def checkpoint_bytes(size: ModelSize, config: ModelConfig, lora: Lora | None) -> int:
+    """Bytes of a group in a checkpoint: parameters and moments in float32, and the model's folder (of an adapter, its own)."""
+    trained = size.adapter(lora) if lora is not None else size.parameters
+    folder = FLOAT32 if lora is not None else BYTES[config.dtype]
+    return trained * (3 * FLOAT32 + folder)
+
+
+def _header(file: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors in a safetensors file, of which only the header is read.
+
+    Raises:
+        ValueError: it is none.
+    """
+    with file.open("rb") as opened:
+        try:
+            [length] = struct.unpack("<Q", opened.read(8))
+            header: dict[str, Any] = json.loads(opened.read(length))
+            return {name: tuple(about["shape"]) for name, about in header.items() if name != "__metadata__"}
+        except (struct.error, KeyError, ValueError, OverflowError, MemoryError) as error:
+            raise ValueError(f"{file} is damaged, or no safetensors file ({error})") from None
