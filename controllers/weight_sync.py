@@ -52,6 +52,15 @@ class WeightSync:
         self._waiting: set[str] = set()
         """Followers that take weights when their responses are finished."""
 
+        self._times: dict[str, float] = {}
+        """Seconds of transfers since they were asked for last, by the names of metrics."""
+
+    def take_times(self) -> dict[str, float]:
+        """Seconds of the longest transfer since this was asked last, as metrics: `GROUP/weights_transfer_s`, and `GROUP/weights_pause_s`,
+        the part of it in which the group could do nothing else."""
+        times, self._times = self._times, {}
+        return times
+
     @property
     def under_way(self) -> bool:
         """Whether a follower has still to receive weights."""
@@ -217,6 +226,7 @@ class WeightSync:
         group.lacking -= set(call.ranks) - call.lost
         if group.lacking:  # ranks that came up meanwhile
             del self._sent[group.name]
+        self._note_times(call)
         self._owing[leader].discard(group.name)
         requests = self.publish(group.name)  # for groups that follow the follower
         if not self._owing[leader]:
@@ -225,6 +235,14 @@ class WeightSync:
                 CallRequest(self._groups[leader], "finish_publishing", {"version": weights.version}, then=then)
             )
         return requests
+
+    def _note_times(self, call: Call) -> None:
+        transfer_s = max(call.seconds.values(), default=0.0)
+        pause = call.merged_metrics().get("pause_s")
+        pause_s = transfer_s if pause is None else pause.value
+        for name, seconds in (("weights_transfer_s", transfer_s), ("weights_pause_s", pause_s)):
+            key = f"{call.group.name}/{name}"
+            self._times[key] = max(self._times.get(key, 0.0), seconds)
 
     def _finished(self, call: Call, leader: str) -> Iterable[CallRequest]:
         """Everybody has taken a version: compare what each took with what was given."""

@@ -81,6 +81,22 @@ STEP = Section(
             place="run",
             is_timed=True,
         ),
+        MetricEntry(
+            "weights_transfer_s",
+            "s",
+            "of a group that follows another: longest time that it took to receive a version of the weights",
+            "stays as it is",
+            "grows over the run",
+            is_timed=True,
+        ),
+        MetricEntry(
+            "weights_pause_s",
+            "s",
+            "the part of it in which the group could do nothing else",
+            "below half of it with `double_buffer`",
+            "a large share of the step: set `double_buffer` where memory allows it",
+            is_timed=True,
+        ),
         MetricEntry("ranks", "count", "of an elastic group that are up", "all that were asked for", "falls", "group"),
         MetricEntry(
             "replaced_workers",

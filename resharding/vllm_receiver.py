@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -120,6 +122,7 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
     _source: Layout | None = None
     _plan: ReshardPlan | None = None
     _arriving: Loaded | None = None
+    _staged: Future[Loaded] | None = None
     _sums: dict[str, dict[Box, int]]
 
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
@@ -134,17 +137,65 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
             torch.accelerator.synchronize(self.device)  # the memory is the sender's again when this returns
 
     def receive_weights(self, update_info: WeightsUpdateInfo) -> None:
-        with open_weights(update_info.weights, self.parallel_config.rank, self.parallel_config.world_size) as incoming:
+        staged, self._staged = self._staged, None
+        if staged is not None and (found := staged.result(timeout=0)).version == update_info.version:
+            assert self._writer is not None
+            self._writer.apply_staged()
+            self._arriving = found
+            return
+        with self._open(update_info.weights) as incoming:
+            assert self._writer is not None
+            self._arriving = self._take(incoming, self._writer.apply)
+
+    def stage(self, weights: Weights) -> None:
+        """Begin to take a version into memory beside the model, on a thread of its own, while the model goes on computing."""
+        incoming = self._open(weights)
+        assert self._writer is not None
+        write, done = self._writer.stage, Future[Loaded]()
+
+        def work() -> None:
+            try:
+                with incoming:
+                    done.set_result(self._take(incoming, write))
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._staged = done
+        threading.Thread(target=work, name="weft-staging", daemon=True).start()
+
+    def is_staged(self) -> bool:
+        """Whether the version that is being staged has come.
+
+        Raises:
+            WeightSyncError: it did not arrive as it was published.
+        """
+        assert self._staged is not None
+        if self._staged.done() and (error := self._staged.exception()) is not None:
+            self._staged = None
+            raise error
+        return self._staged.done()
+
+    def _open(self, weights: Weights) -> IncomingWeights:
+        """Connect to those who give a version away, and plan what this rank takes of it."""
+        incoming = open_weights(weights, self.parallel_config.rank, self.parallel_config.world_size)
+        try:
             if self._writer is None or self._source is not incoming.layout:
                 self._prepare(incoming)
-            assert self._writer is not None and self._plan is not None
-            self._sums = {}
-            self._writer.apply(self._slices(incoming))
-            received: dict[str, Received] = {}
-            for name, sums in self._sums.items():
-                boxes = tuple((box.starts, box.stops, found) for box, found in sums.items())
-                received[name] = Received(incoming.published_sum(name), boxes)
-            self._arriving = Loaded(incoming.version, incoming.finish(), received)
+        except BaseException:
+            incoming.close()
+            raise
+        return incoming
+
+    def _take(
+        self, incoming: IncomingWeights, write: Callable[[Iterator[tuple[str, Box, torch.Tensor]]], None]
+    ) -> Loaded:
+        self._sums = {}
+        write(self._slices(incoming))
+        received: dict[str, Received] = {}
+        for name, sums in self._sums.items():
+            boxes = tuple((box.starts, box.stops, found) for box, found in sums.items())
+            received[name] = Received(incoming.published_sum(name), boxes)
+        return Loaded(incoming.version, incoming.finish(), received)
 
     def finish_weight_update(self) -> None:
         self.loaded = self._arriving
@@ -167,7 +218,7 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
             wanted = self._plan.destination.tensors[name].dtype
             if wanted != incoming.layout.tensors[name].dtype:  # the bits change: what was read is compared
                 self._add(name, copy.box, box_sum(source, copy.box, incoming.layout.tensors[name].shape))
-            yield name, copy.box, source.to(self.device, getattr(torch, wanted))
+            yield name, copy.box, source.to(dtype=getattr(torch, wanted))
             if (found := self._sums[name].get(copy.box)) is not None:  # it was written in one piece
                 incoming.check(name, copy, found)
 
@@ -200,6 +251,18 @@ class WeightReport:
         weights = WeightsUpdateInfo(**update_info).weights
         with open_weights(weights, self.rank, self.parallel_config.world_size) as incoming:
             return receive_adapter(self.model_runner.lora_manager, incoming, settings)
+
+    def weft_stage_weights(self, update_info: dict[str, Any]) -> None:
+        """Begin to take a version into memory beside the model."""
+        engine = self.weight_transfer_engine
+        assert isinstance(engine, BucketReceiver)
+        engine.stage(WeightsUpdateInfo(**update_info).weights)
+
+    def weft_is_staged(self) -> bool:
+        """Whether it has come."""
+        engine = self.weight_transfer_engine
+        assert isinstance(engine, BucketReceiver)
+        return engine.is_staged()
 
     def weft_unlink_shared_memory(self) -> None:
         """Take away the names under which ranks on CPU found each other's memory; it stays as long as they use it.

@@ -26,7 +26,8 @@ def remote(
 
     A method with columns takes a `Batch` first and returns a `Batch`, metrics, `(Batch, metrics)`, or an iterator of
     these. Each part of an iterator is published as soon as it is yielded; None has no rows and lets another call have its turn.
-    A map returns a row for each row, in the same order.
+    A map returns a row for each row, in the same order. A method without rows returns its result, or a generator that yields None
+    and returns its result with metrics.
 
     Args:
         dispatch: how rows are distributed over the ranks, and whose results are kept.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import time
 from collections import Counter
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from ..dataflow.column import (
 )
 from ..dataflow.errors import SampleError
 from ..dataflow.lazy import torch
-from ..dataflow.metrics import Mean, Metrics, Sum
+from ..dataflow.metrics import Max, Mean, Metrics, Sum
 from ..dataflow.operation import Shape
 from .canary import PROMPT_TOKENS, RESPONSE_TOKENS, Canary, canary_prompts
 from .children import Children
@@ -47,6 +48,10 @@ if TYPE_CHECKING:
     from ..resharding.weights import Weights
 
 
+POLL_S = 0.001
+"""Time between two looks at whether weights have come, where no responses are sampled."""
+
+
 def _writes(sampling: Sampling) -> tuple[str, ...]:
     return (str(RESPONSE_IDS), *sampling.writes, *map(str, (RESPONSE_VERSIONS, FINISH_REASON, TEMPERATURE)))
 
@@ -64,6 +69,8 @@ class RolloutWorker(Worker):
         self._folder = node_folder(config.model, advance=context.advance)
         self.max_context = config.max_context or context_at_start(self._folder)
         self._vocabulary = read_vocabulary(self._folder)
+        self._generating = 0
+        """Calls that sample responses."""
         # Without seeds of their own, the requests of two replicas must not be drawn from equal streams.
         seed = _hash(context.seed, context.rank) % 2**31
         served = {} if config.adapter is None else {"adapter": config.adapter}
@@ -121,7 +128,11 @@ class RolloutWorker(Worker):
         ]
         left = Counter(request.request_id // n for request in requests)
         given_up: list[int] = []
-        with contextlib.closing(self.engine.generate(requests, sampling)) as steps, contextlib.suppress(StopIteration):
+        with (
+            self._counted(),
+            contextlib.closing(self.engine.generate(requests, sampling)) as steps,
+            contextlib.suppress(StopIteration),
+        ):
             while True:
                 responses = sorted(steps.send(given_up or None), key=lambda response: response.request_id)
                 self.context.advance()
@@ -133,14 +144,36 @@ class RolloutWorker(Worker):
                 rows = np.flatnonzero(np.isin(sample_ids, list(sent))) if sent else ()
                 given_up = [row * n + index for row in rows for index in range(n)]
 
-    @remote(dispatch=Dispatch.ONE_TO_ALL)
-    def receive_weights(self, weights: Weights) -> str:
-        """Take over a version that is given away; returns the checksum of what was taken.
+    @remote(dispatch=Dispatch.ONE_TO_ALL, interruptible=True)
+    def receive_weights(self, weights: Weights) -> str | Generator[None, None, tuple[str, Metrics]]:
+        """Take over a version that is given away; returns the checksum of what was taken. With `double_buffer`, and where responses are
+        being sampled, a generator: it yields while the version comes, and returns the metric `pause_s` with the checksum.
 
         Raises:
             WeightSyncError: the bytes are not those that were published, or do not fit the model.
         """
-        return self.engine.update_weights(weights.to(f"{self.context.name}[{self.context.rank}]"))
+        weights = weights.to(f"{self.context.name}[{self.context.rank}]")
+        if self.config.double_buffer and self._generating:
+            return self._stage(weights)
+        return self.engine.update_weights(weights)
+
+    def _stage(self, weights: Weights) -> Generator[None, None, tuple[str, Metrics]]:
+        for _ in self.engine.stage_weights(weights):
+            self.context.advance()
+            if not self._generating:
+                time.sleep(POLL_S)
+            yield
+        started = time.perf_counter()
+        checksum = self.engine.update_weights(weights)
+        return checksum, {"pause_s": Max(time.perf_counter() - started)}
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._generating += 1
+        try:
+            yield
+        finally:
+            self._generating -= 1
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def canary(self) -> Canary:

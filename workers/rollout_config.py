@@ -56,6 +56,9 @@ class RolloutConfig(Config):
     max_failed: float = Field(default=MAX_FAILED, ge=0, le=1)
     """Share of the prompts that may be dropped after failing three times each (counted as `failed_rows`). A larger share ends the run.
     It is taken of at least 100 prompts; at 0 the first one ends the run."""
+    double_buffer: bool = False
+    """Take new weights into memory of their own while responses are sampled, and only then pause to exchange them: a shorter pause for as
+    much host memory as the engine's weights. Otherwise they are written as they come, and sampling pauses for all of the transfer."""
     vllm: VllmSettings = VllmSettings()
     """Settings of the vLLM engine."""
     transformers: TransformersSettings = TransformersSettings()

@@ -12,7 +12,8 @@ from typing import Any
 
 from ...dataflow.buffer.disk import is_full
 from ...dataflow.errors import Cancelled, Ended, UserError
-from ...dataflow.metrics import Max
+from ...dataflow.handle import declared
+from ...dataflow.metrics import Max, Metrics
 from ...dataflow.redaction import redacted
 from ...workers.device import peak_device_bytes
 from ...workers.worker import Worker
@@ -41,7 +42,10 @@ def run(worker: Worker, task: Task, data: DataAccess, given_up: list[int]) -> Re
     try:
         if task.rows is None:
             value = getattr(worker, task.method)(**task.arguments)
-            last = Reply(value=value if task.keep else None)
+            measured: Metrics = {}
+            if isinstance(value, Generator):
+                value, measured = yield from value
+            last = Reply(value=value if task.keep else None, metrics=measured)
         else:
             last = yield from _run_on_rows(worker, task, task.rows, data, given_up)
         held = peak_device_bytes() if task.rows is not None and last.failure is None else 0
@@ -152,15 +156,12 @@ class _Running:
     on_reply: OnReply
     on_start: Callable[[], None]
     given_up: list[int]
+    interruptible: bool
     started: bool = False
 
     @property
     def number(self) -> int:
         return self.task.number
-
-    @property
-    def interruptible(self) -> bool:
-        return self.task.interruptible
 
 
 def _cancelled(replies: Replies) -> Iterator[Reply]:
@@ -205,7 +206,9 @@ class Executor:
         """
         given_up: list[int] = []
         replies = run(self._worker, task, self._data, given_up)
-        if not self._order.add(_Running(task, replies, on_reply, on_start, given_up)):
+        declaration = declared(type(self._worker), task.method) if task.rows is None else None
+        interruptible = task.interruptible or (declaration is not None and declaration.interruptible)
+        if not self._order.add(_Running(task, replies, on_reply, on_start, given_up, interruptible)):
             on_reply(Reply(done=True))
 
     def take_turn(self) -> None:

@@ -8,11 +8,13 @@ from worker_groups import Asked, answer
 
 from weft.controllers.group import Call, WorkerGroup
 from weft.controllers.placement import ResourcePool
+from weft.controllers.ranks.tasks import Reply
 from weft.controllers.request import CallRequest
 from weft.controllers.weight_sync import WeightSync
 from weft.dataflow.errors import WeightSyncError
 from weft.dataflow.graph import ParameterEdge
 from weft.dataflow.handle import group as handle
+from weft.dataflow.metrics import Max
 from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
 
@@ -96,6 +98,17 @@ def test_a_version_is_published_and_received_and_then_the_next_may_be():
     groups["actor"].version = 1
     assert weights.lag(["rollout"]) == 1 and weights.coming(["rollout"]) == {"rollout": 1}
     assert weights.publish("actor")
+
+
+def test_the_longest_transfer_and_its_pause_are_metrics():
+    weights, _, _ = synced()
+    (publish,) = weights.publish("actor")
+    (receive,) = over(publish, ToyWeights(0))
+    call = receive.call()
+    call.take(0, Reply(value=ToyWeights(0).checksum, metrics={"pause_s": Max(0.25)}, done=True, seconds=1.0))
+    receive.then(call)
+    assert weights.take_times() == {"rollout/weights_transfer_s": 1.0, "rollout/weights_pause_s": 0.25}
+    assert weights.take_times() == {}
 
 
 def test_several_followers_take_one_version_together():

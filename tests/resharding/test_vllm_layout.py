@@ -213,6 +213,14 @@ def test_slices_leave_the_bits_that_vllms_own_loaders_leave(ranks: Ranks, tmp_pa
         writer = writer_of(model, recording)
         writer.apply(slices)
         assert_equal(parameters_of(model), parameters_of(plain))
+        for parameter in model.parameters():
+            parameter.data.fill_(-1)
+        writer.stage(slices)
+        assert all(torch.all(parameter == -1) for parameter in model.parameters()), (
+            "what is staged lies beside the model"
+        )
+        writer.apply_staged()
+        assert_equal(parameters_of(model), parameters_of(plain))
         layouts.append(recording.layout)
     layout = Layout.of_ranks(layouts)
     assert layout.tensors.keys() == tensors.keys()

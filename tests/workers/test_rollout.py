@@ -178,6 +178,30 @@ def test_weights_are_taken_over_and_stamped_on_tokens(worker: RolloutWorker) -> 
     worker.close()
 
 
+def test_with_a_double_buffer_weights_come_while_responses_are_sampled(
+    worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(worker.engine, TransformersEngine)
+    worker.config = worker.config.model_copy(update={"double_buffer": True})
+    monkeypatch.setattr(worker.engine, "stage_weights", lambda weights: iter([None, None]))
+    publisher = WeightPublisher()
+    tensors = {n: p.detach() * 1.5 for n, p in worker.engine.model.named_parameters()}
+    assert isinstance(worker.receive_weights(publisher.publish(whole(tensors), version=1)), str), "nobody waits for it"
+    steps = worker.generate(prompts_of([3, 5]), sampling=Sampling(max_tokens=6, ignore_stop=True))
+    assert next(steps) is None
+    taking = worker.receive_weights(publisher.publish(whole(tensors), version=2))
+    assert not isinstance(taking, str)
+    for _ in range(2):
+        assert next(taking) is None and next(steps) is None and worker.engine.version == 1
+    with pytest.raises(StopIteration) as end:
+        next(taking)
+    checksum, metrics = end.value.value
+    assert checksum == publisher.finish() and metrics["pause_s"].value > 0
+    versions, _ = rows_of(steps).ragged("response_versions")
+    assert versions.tolist() == [1, 1, 1, 2, 2, 2] * 2
+    publisher.close()
+
+
 def test_greedy_rows_say_that_their_logprobs_are_undivided(worker: RolloutWorker) -> None:
     batch = rows_of(worker.generate(prompts_of([3]), sampling=Sampling(temperature=0, max_tokens=3)))
     assert batch.numpy("temperature").tolist() == [1.0]

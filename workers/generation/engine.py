@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -66,6 +66,15 @@ class GenerationEngine(Protocol):
 
         Raises:
             GenerationError: the engine refuses a request, or fails.
+        """
+        ...
+
+    def stage_weights(self, weights: Weights) -> Iterator[None]:
+        """Take a version into memory beside the model while requests go on, so that `update_weights` has only to exchange it. Yields until
+        it has come; an engine that cannot do so yields nothing.
+
+        Raises:
+            WeightSyncError: the bytes are not those that were published.
         """
         ...
 

@@ -11,7 +11,7 @@ through the rounding of matrix products.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -116,6 +116,10 @@ class TransformersEngine:
             wanted = [r for r in requests[start : start + self._max_num_seqs] if r.request_id not in given_up]
             if wanted:
                 yield from self._generate(wanted, sampling, given_up)
+
+    def stage_weights(self, weights: Weights) -> Iterator[None]:
+        """Nothing is staged."""
+        yield from ()
 
     def update_weights(self, weights: Weights) -> str:
         """Copy a version that is given away over the model's parameters.

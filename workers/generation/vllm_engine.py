@@ -100,6 +100,21 @@ class VllmEngine:
         finally:
             self._abort(waiting)
 
+    def stage_weights(self, weights: Weights) -> Iterator[None]:
+        """See `GenerationEngine`. The ranks take the version on threads of their own."""
+        from ...resharding.vllm_receiver import to_update_info
+
+        if self._adapter is not None:  # it is small
+            return
+        try:
+            self._engine.collective_rpc("weft_stage_weights", args=(to_update_info(weights),))
+            while not all(self._engine.collective_rpc("weft_is_staged")):
+                yield
+        except WeightSyncError:
+            raise
+        except Exception as error:
+            raise WeightSyncError(f"vLLM could not stage weights version {weights.version}: {error}") from error
+
     def update_weights(self, weights: Weights) -> str:
         """Have each rank take its part of a version that is given away, and check that what they hold adds up to it.
 

@@ -1,5 +1,6 @@
 """The executor of a rank: which call goes on, and what is replied."""
 
+import collections.abc as steps
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,7 @@ from weft.controllers.backends.backend import Files
 from weft.controllers.ranks.executor import KEEPALIVE_S, Executor
 from weft.controllers.ranks.tasks import FailureKind, Reply, RowTask, Task
 from weft.dataflow.batch import Batch
+from weft.dataflow.metrics import Max, Metrics
 from weft.dataflow.operation import Shape, declaration_of
 from weft.workers.children import Children
 from weft.workers.dispatch import Dispatch
@@ -41,6 +43,13 @@ class Generator(Worker):
         self.steps.append(who)
         return who
 
+    @remote(dispatch=Dispatch.ONE_TO_ALL, interruptible=True)
+    def stage_weights(self, who: str) -> steps.Generator[None, None, tuple[str, Metrics]]:
+        for _ in range(2):
+            self.steps.append(who)
+            yield
+        return who, {"pause_s": Max(0.5)}
+
 
 def generating(number: int) -> Task:
     declaration = declaration_of(Generator.generate)
@@ -67,6 +76,18 @@ def test_weights_go_in_between_two_steps_of_generation(tmp_path: Path):
     assert worker.steps == ["generate 0", "receive 2", *rounds]
     assert started == [0, 2, 1], "a call starts when it has its first turn, not when it comes"
     assert [(r.value, r.done) for r in replies] == [("receive 2", True), (None, True), (None, True)]
+
+
+def test_a_method_without_rows_may_give_way_and_returns_its_metrics(tmp_path: Path):
+    worker = Generator()
+    executor, replies = Executor(worker, Files(tmp_path).access("here", "executor")), []
+    executor.add(generating(0), lambda reply: None)
+    executor.add(Task("stage_weights", {"who": "stage 1"}, number=1), replies.append)
+    while executor.busy:
+        executor.take_turn()
+    assert worker.steps == ["generate 0", "stage 1", "generate 0", "stage 1", "generate 0"]
+    (reply,) = replies
+    assert reply.done and reply.value == "stage 1" and reply.metrics["pause_s"].value == 0.5
 
 
 def test_a_call_that_is_cancelled_ends_where_it_stands_or_before_it_begins(tmp_path: Path):

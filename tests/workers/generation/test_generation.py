@@ -303,6 +303,39 @@ def test_every_token_knows_its_version_when_weights_change_in_the_middle(
         assert response.versions.tolist() == [0] * length + [3] * (len(response.token_ids) - length)
 
 
+@pytest.mark.vllm
+def test_vllm_goes_on_while_weights_are_staged_and_every_token_knows_its_version(
+    vllm: VllmEngine, model: Any, publisher: WeightPublisher
+) -> None:
+    requests, sampling = requests_of(prompts_of(6)), Sampling(max_tokens=24)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for version, scale in ((3, 1.2), (4, 0.9)):
+        steps = vllm.generate(requests, sampling)
+        next(steps)
+        earlier = vllm.version
+        weights = published(model, publisher, version=version, scale=scale)
+        turns = 0
+        for _ in vllm.stage_weights(weights):
+            if turns < 3:  # some responses are unfinished when it has come
+                next(steps)
+            turns += 1
+            assert vllm.version == earlier
+        assert turns, "it came while requests went on"
+        assert vllm.update_weights(weights) == publisher.finish()
+        rest = [response for step in steps for response in step]
+        assert any(set(r.versions.tolist()) == {earlier, version} for r in rest)
+        assert all(r.versions.tolist() == sorted(r.versions.tolist()) for r in rest)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(before[name] * scale)
+        fresh = all_of(vllm, requests, sampling)
+        largest, mean = largest_and_mean_gap(model, requests, fresh.values(), sampling)
+        assert largest <= 5e-4 and mean <= 1e-5
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(before[name])
+
+
 def test_changed_bytes_are_refused_and_nothing_is_generated_before_all_weights_have_come_again(
     engine: GenerationEngine, model: Any, publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
