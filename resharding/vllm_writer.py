@@ -69,9 +69,9 @@ class _Layer:
         return tensor.as_strided(view.shape, view.strides, tensor.storage_offset() + view.offset)
 
     def loading_format(self, name: str) -> torch.Tensor:
-        """One of its parameters as the loaders write it, on `meta`."""
+        """One of its parameters as the loaders write it: of a bias, which has no loading format of its own, the one that kernels read."""
         parameters, buffers = get_layerwise_info(self.module).restore_metadata
-        return parameters[name] if name in parameters else buffers[name]
+        return {**buffers, **parameters}.get(name, getattr(self.module, name))
 
     @property
     def is_copied(self) -> bool:
