@@ -71,7 +71,8 @@ class _Layer:
     def loading_format(self, name: str) -> torch.Tensor:
         """One of its parameters as the loaders write it: of a bias, which has no loading format of its own, the one that kernels read."""
         parameters, buffers = get_layerwise_info(self.module).restore_metadata
-        return {**buffers, **parameters}.get(name, getattr(self.module, name))
+        found = parameters.get(name, buffers.get(name))
+        return getattr(self.module, name) if found is None else found
 
     @property
     def is_copied(self) -> bool:
