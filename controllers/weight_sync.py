@@ -238,7 +238,7 @@ class WeightSync:
 
     def _note_times(self, call: Call) -> None:
         transfer_s = max(call.seconds.values(), default=0.0)
-        pause = call.merged_metrics().get("pause_s")
+        pause = call.merged_metrics().get("weights_pause_s")
         pause_s = transfer_s if pause is None else pause.value
         for name, seconds in (("weights_transfer_s", transfer_s), ("weights_pause_s", pause_s)):
             key = f"{call.group.name}/{name}"

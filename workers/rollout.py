@@ -147,7 +147,7 @@ class RolloutWorker(Worker):
     @remote(dispatch=Dispatch.ONE_TO_ALL, interruptible=True)
     def receive_weights(self, weights: Weights) -> str | Generator[None, None, tuple[str, Metrics]]:
         """Take over a version that is given away; returns the checksum of what was taken. With `double_buffer`, and where responses are
-        being sampled, a generator: it yields while the version comes, and returns the metric `pause_s` with the checksum.
+        being sampled, a generator: it yields while the version comes, and returns the metric `weights_pause_s` with the checksum.
 
         Raises:
             WeightSyncError: the bytes are not those that were published, or do not fit the model.
@@ -165,7 +165,7 @@ class RolloutWorker(Worker):
             yield
         started = time.perf_counter()
         checksum = self.engine.update_weights(weights)
-        return checksum, {"pause_s": Max(time.perf_counter() - started)}
+        return checksum, {"weights_pause_s": Max(time.perf_counter() - started)}
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:

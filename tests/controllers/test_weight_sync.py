@@ -105,7 +105,7 @@ def test_the_longest_transfer_and_its_pause_are_metrics():
     (publish,) = weights.publish("actor")
     (receive,) = over(publish, ToyWeights(0))
     call = receive.call()
-    call.take(0, Reply(value=ToyWeights(0).checksum, metrics={"pause_s": Max(0.25)}, done=True, seconds=1.0))
+    call.take(0, Reply(value=ToyWeights(0).checksum, metrics={"weights_pause_s": Max(0.25)}, done=True, seconds=1.0))
     receive.then(call)
     assert weights.take_times() == {"rollout/weights_transfer_s": 1.0, "rollout/weights_pause_s": 0.25}
     assert weights.take_times() == {}

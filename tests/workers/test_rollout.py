@@ -196,7 +196,7 @@ def test_with_a_double_buffer_weights_come_while_responses_are_sampled(
     with pytest.raises(StopIteration) as end:
         next(taking)
     checksum, metrics = end.value.value
-    assert checksum == publisher.finish() and metrics["pause_s"].value > 0
+    assert checksum == publisher.finish() and metrics["weights_pause_s"].value > 0
     versions, _ = rows_of(steps).ragged("response_versions")
     assert versions.tolist() == [1, 1, 1, 2, 2, 2] * 2
     publisher.close()
