@@ -89,7 +89,7 @@ def steps_of(root: Path, name: str, trackers: Sequence[str], steps: int, step_s:
     return {"step_s": step, "driver_share": timed.seconds / run_s, "processes_cpu_s": cpu_s}
 
 
-def tracker_overhead(*, steps: int = 40, rounds: int = 3, step_s: float = 0.25) -> dict[str, float]:
+def measure(*, steps: int = 40, rounds: int = 3, step_s: float = 0.25) -> dict[str, float]:
     """The figures of `benchmarks/operate.py` about trackers.
 
     Returns:
@@ -108,4 +108,4 @@ def tracker_overhead(*, steps: int = 40, rounds: int = 3, step_s: float = 0.25) 
 
 
 if __name__ == "__main__":
-    print(tracker_overhead())
+    print(measure())
