@@ -33,7 +33,7 @@ PARTS = {
     "bad_settings": "bad_settings",
     "plan": "plan_memory",
     "submit": "submit",
-    "trackers": "trackers",
+    "trackers": "tracker_overhead",
 }
 """Part -> its module, whose `measure()` returns figures by name."""
 

@@ -38,6 +38,8 @@ def test_the_endpoint_shows_the_latest_step_and_evaluation(tmp_path: Path):
     with drive(training, tmp_path, steps=2, backend=RayBackend(), **settings) as driver:
         metrics = driver.run()
         port = ray.nodes()[0]["MetricsExportPort"]
+        if port <= 0:
+            pytest.skip("this Ray has no agent that Prometheus can read: pip install 'ray[default]'")
         deadline = time.monotonic() + 120
         while (shown := endpoint(port)).get(("ray_weft_step", "")) != 2.0 and time.monotonic() < deadline:
             time.sleep(1)
