@@ -22,8 +22,9 @@ import torch
 
 from ..dataflow.errors import WeightSyncError
 from .box import Box
+from .checksum import tensor_factor
 from .layout import Held, Layout, Piece, Place, RankLayout, Where
-from .weights import Part
+from .weights import CHECKSUM_MODULUS, Part
 
 BUCKET_BYTES = 16 << 20
 """Of one bucket, where nothing else is asked for."""
@@ -114,6 +115,20 @@ class Description:
     """For each tensor, the numbers of its entries: those of its pieces in the layout."""
     buckets: tuple[tuple[int, ...], ...]
     """For each bucket, the numbers of its entries."""
+
+
+def checksum_of(entries: Iterable[Entry], sums: Iterable[int]) -> int:
+    """The checksum over all elements of entries: it also differs where the same bits have another name, dtype or shape.
+
+    Args:
+        entries: of one rank.
+        sums: `box_sum` of each.
+
+    Returns:
+        A number in [0, 2^64). Those of several ranks add up, modulo 2^64.
+    """
+    found = (value * tensor_factor(e.name, e.dtype, e.shape) for e, value in zip(entries, sums, strict=True))
+    return sum(found) % CHECKSUM_MODULUS
 
 
 def described(entries: Iterable[Entry]) -> bytes:

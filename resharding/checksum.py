@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from .box import Box
+from .weights import CHECKSUM_MODULUS
 
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MODULUS = 1 << 64
 _BLOCK_ELEMENTS = 1 << 16
 
 
@@ -46,11 +46,11 @@ def box_sum(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
     rows = _row_weights(box, shape)
     if bits.device.type == "cpu":
         with np.errstate(over="ignore"):
-            return int((np.einsum("rc,c->r", bits.numpy(), columns) * rows).sum(dtype=np.int64)) % _MODULUS
+            return int((np.einsum("rc,c->r", bits.numpy(), columns) * rows).sum(dtype=np.int64)) % CHECKSUM_MODULUS
     on_device = torch.from_numpy(columns.copy()).to(bits.device)
     step = max(1, _BLOCK_ELEMENTS * 16 // bits.shape[1])
     sums = torch.cat([(bits[first : first + step] * on_device).sum(1) for first in range(0, len(bits), step)])
-    return int((sums * torch.from_numpy(rows.copy()).to(bits.device)).sum().item()) % _MODULUS
+    return int((sums * torch.from_numpy(rows.copy()).to(bits.device)).sum().item()) % CHECKSUM_MODULUS
 
 
 def tensor_factor(name: str, dtype: str, shape: tuple[int, ...]) -> int:
@@ -58,16 +58,6 @@ def tensor_factor(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     are other weights."""
     header = f"{name}|{dtype}|{tuple(shape)}".encode()
     return int(_mixed(np.array([zlib.crc32(header) << 32 | zlib.crc32(header[::-1])], np.uint64))[0]) | 1
-
-
-def model_sum(sums: dict[str, int], factors: dict[str, int]) -> str:
-    """The checksum of a model, as 16 hexadecimal digits.
-
-    Args:
-        sums: `box_sum` over all of each tensor, by name.
-        factors: `tensor_factor` of each tensor, by name.
-    """
-    return f"{sum(value * factors[name] for name, value in sums.items()) % _MODULUS:016x}"
 
 
 @functools.lru_cache(maxsize=256)

@@ -25,8 +25,7 @@ import numpy as np
 import torch
 
 from ..dataflow.errors import WeightSyncError
-from .buckets import SLOTS, Description, Entry, fingerprint, layout_of, read_description
-from .checksum import tensor_factor
+from .buckets import SLOTS, Description, Entry, checksum_of, fingerprint, layout_of, read_description
 from .connection import SILENCE_S, Connection, this_machine
 from .delta import Delta, apply_delta
 from .held_boxes import HeldBoxes, held_boxes
@@ -151,14 +150,9 @@ class IncomingWeights:
         """
         total = 0
         for source in self._sources:
-            own = sum(
-                found * tensor_factor(entry.name, entry.dtype, entry.shape)
-                for found, entry in zip(source.sums, source.parts.entries, strict=True)
-            )
-            if (found := source.checksum()) != own % CHECKSUM_MODULUS:
-                raise WeightSyncError(
-                    f"{source.where}: checksum {found:016x} was published, {own % CHECKSUM_MODULUS:016x} came"
-                )
+            own = checksum_of(source.parts.entries, source.sums)
+            if (found := source.checksum()) != own:
+                raise WeightSyncError(f"{source.where}: checksum {found:016x} was published, {own:016x} came")
             total += own
         for source in self._sources:
             source.thank()

@@ -81,10 +81,6 @@ class ReshardPlan:
             (name, copy) for name in self.destination.tensors for copy in self._copies[name] if copy.destination == rank
         )
 
-    def sent_by(self, rank: int) -> Iterator[tuple[str, Copy]]:
-        """What one source rank gives, with the tensors' names, in the order of the transfer."""
-        return ((name, copy) for name in self.destination.tensors for copy in self._copies[name] if copy.source == rank)
-
     def redundant_bytes(self, rank: int) -> int:
         """Bytes that the device of a destination rank holds for the source layout, and that the destination layout does not have there.
 

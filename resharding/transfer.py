@@ -16,6 +16,7 @@ rank that was replaced) gets a pass of its own. A receiver that is gone, or sile
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import struct
 import threading
@@ -28,11 +29,10 @@ import torch
 
 from ..dataflow.errors import WeightSyncError
 from .box import Box
-from .buckets import SLOTS, Entry
-from .checksum import box_sum, tensor_factor
+from .buckets import SLOTS, Entry, checksum_of
+from .checksum import box_sum
 from .connection import Connection
 from .delta import Shadow, bits_of, delta_of, within
-from .weights import CHECKSUM_MODULUS
 
 GRACE_S = 1.0
 """Longest time that the first receivers wait for the others, before they get a pass without them."""
@@ -217,12 +217,9 @@ class Transfer:
         return bits_of(self.entries[number].view(self._memory, slot * self._slot_bytes))
 
     def _add_up(self, turn: _Pass) -> None:
-        total = 0
-        for numbers, sums in zip(self._buckets, turn.sums, strict=True):
-            for number, found in zip(numbers, sums, strict=True):
-                entry = self.entries[number]
-                total += found * tensor_factor(entry.name, entry.dtype, entry.shape)
-        total %= CHECKSUM_MODULUS
+        total = checksum_of(
+            self.entries, itertools.chain.from_iterable(turn.sums)
+        )  # entries are in the order of buckets
         if self._checksum not in (None, total):
             raise WeightSyncError(f"the weights of version {self.version} changed while they were given away")
         self._checksum = total

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 CHECKSUM_MODULUS = 1 << 64
+"""Checksums are counted modulo this number."""
 
 
 class Part(NamedTuple):

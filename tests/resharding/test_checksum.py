@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from weft.resharding.box import Box
-from weft.resharding.checksum import box_sum, model_sum, tensor_factor
+from weft.resharding.buckets import Entry, checksum_of
+from weft.resharding.checksum import box_sum, tensor_factor
 
 
 def splitmix(number: int) -> int:
@@ -77,12 +78,15 @@ def test_each_mistake_on_the_way_changes_the_sum():
 
 
 def test_the_sum_of_a_model_knows_names_dtypes_and_shapes():
-    factors = [
-        tensor_factor(*of)
-        for of in (("a", "float32", (2, 3)), ("b", "float32", (2, 3)), ("a", "int32", (2, 3)), ("a", "float32", (3, 2)))
-    ]
+    kinds = (("a", "float32", (2, 3)), ("b", "float32", (2, 3)), ("a", "int32", (2, 3)), ("a", "float32", (3, 2)))
+    factors = [tensor_factor(*of) for of in kinds]
     assert len(set(factors)) == 4
     assert all(factor % 2 for factor in factors)
-    one = model_sum({"a": 5, "b": 6}, {"a": factors[0], "b": factors[1]})
-    assert one != model_sum({"a": 6, "b": 5}, {"a": factors[0], "b": factors[1]})
-    assert len(one) == 16
+    entries = [Entry(name, dtype, shape, Box.full(shape), 0, 0) for name, dtype, shape in kinds]
+    assert (
+        checksum_of(entries[:2], [5, 6])
+        == (5 * factors[0] + 6 * factors[1]) % 2**64
+        != checksum_of(entries[:2], [6, 5])
+    )
+    ranks = [checksum_of(entries[:1], [5]), checksum_of(entries[1:], [6, 7, 8])]
+    assert sum(ranks) % 2**64 == checksum_of(entries, [5, 6, 7, 8])
