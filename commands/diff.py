@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
+from ..dataflow.config import flattened
 from .command import Answer, Command
 from .run_folder import find_run
 
@@ -61,21 +62,10 @@ def compare_configs(
     own = [{key: value for key, value in one.items() if key not in OF_ONE_START} for one in (a, b)]
     data = [{"sources": one.get("sources", {}), "data": one.get("data", {})} for one in (a, b)]
     return (
-        _differences(flat(own[0]), flat(own[1])),
-        _differences(flat(a.get("versions", {})), flat(b.get("versions", {}))),
-        _differences(flat(data[0]), flat(data[1])),
+        _differences(flattened(own[0]), flattened(own[1])),
+        _differences(flattened(a.get("versions", {})), flattened(b.get("versions", {}))),
+        _differences(flattened(data[0]), flattened(data[1])),
     )
-
-
-def flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Nested mappings as one; a list stays a value.
-
-    >>> flat({"schedule": {"steps": 3}, "seed": 0})
-    {'schedule.steps': 3, 'seed': 0}
-    """
-    if not isinstance(value, Mapping):
-        return {name: value}
-    return {k: v for key, each in value.items() for k, v in flat(each, f"{name}.{key}" if name else str(key)).items()}
 
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import pydantic
@@ -67,3 +68,19 @@ class Config(pydantic.BaseModel):
                 return f"{message}, not {value!r}{nearest(str(value), allowed)}"
             case _:
                 return f"{message}, not {value!r}"
+
+
+def flattened(settings: Any, name: str = "") -> dict[str, Any]:
+    """Nested mappings as one, whose names have dots; a list stays a value.
+
+    Args:
+        settings: names and values, of which some are mappings themselves.
+        name: of what they are nested in.
+
+    >>> flattened({"schedule": {"steps": 3}, "seed": 0, "graphs": ["a"]})
+    {'schedule.steps': 3, 'seed': 0, 'graphs': ['a']}
+    """
+    if not isinstance(settings, Mapping):
+        return {name: settings}
+    of = f"{name}." if name else ""
+    return {full: value for key, inner in settings.items() for full, value in flattened(inner, f"{of}{key}").items()}

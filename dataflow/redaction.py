@@ -8,8 +8,18 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
-SECRET_WORDS = {"token", "secret", "password", "passwd", "passphrase", "credential", "credentials", "apikey"}
-"""Words that make a name that of a secret. `key` does where it is the last: `WANDB_API_KEY`, but not `KEY_COLUMN`."""
+SECRET_WORDS = {
+    "token",
+    "secret",
+    "secrets",
+    "password",
+    "passwords",
+    "passwd",
+    "passphrase",
+    "credential",
+    "credentials",
+}
+"""Words that make a name that of a secret. `key` and `auth` do where they are the last: `WANDB_API_KEY`, but not `KEY_COLUMN`."""
 PLACES = {"path", "file", "dir", "id", "ids", "env", "variable", "name", "url"}
 """Last words of names that say where a secret is, and not what it is."""
 SHORTEST = 8
@@ -20,15 +30,15 @@ HIDDEN = "[hidden]"
 def is_secret_name(name: str) -> bool:
     """Whether a variable, or a field of settings, of this name holds a secret.
 
-    >>> [name for name in ("HF_TOKEN", "WANDB_API_KEY", "dbPassword", "AWS_SECRET_ACCESS_KEY") if not is_secret_name(name)]
-    []
-    >>> [name for name in ("max_tokens", "TOKENIZERS_PARALLELISM", "tokenizer", "eos_token_id", "key_variable") if is_secret_name(name)]
-    []
+    >>> all(map(is_secret_name, ("HF_TOKEN", "WANDB_API_KEY", "dbPassword", "AWS_SECRET_ACCESS_KEY", "api_keys", "PROXY_AUTH")))
+    True
+    >>> any(map(is_secret_name, ("max_tokens", "TOKENIZERS_PARALLELISM", "tokenizer", "eos_token_id", "key_variable")))
+    False
     """
     words = [word for word in re.split(r"[^a-z0-9]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower()) if word]
     if not words or words[-1] in PLACES:
         return False
-    return words[-1] == "key" or not SECRET_WORDS.isdisjoint(words)
+    return words[-1] in ("key", "auth", "apikey") or words[-2:] == ["api", "keys"] or not SECRET_WORDS.isdisjoint(words)
 
 
 def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
@@ -38,6 +48,7 @@ def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
     '401 for [value of HF_TOKEN]'
 
     Args:
+        text: for a person, or a file.
         environment: default: that of this process.
     """
     found = os.environ if environment is None else environment
@@ -48,15 +59,18 @@ def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
     return text
 
 
-def without_secrets(settings: Any) -> Any:
-    """Settings as JSON has them, without the text of fields whose names are those of secrets.
+def without_secrets(settings: Any, name: str = "") -> Any:
+    """Settings as JSON has them, without the texts of fields whose names are those of secrets.
 
-    >>> without_secrets({"judge": {"api_key": "sk-1"}, "max_tokens": 8, "token": None})
-    {'judge': {'api_key': '[hidden]'}, 'max_tokens': 8, 'token': None}
+    Args:
+        settings: the value of a field, or of all.
+        name: of the field.
+
+    >>> without_secrets({"judge": {"api_key": "sk-1"}, "max_tokens": 8, "token": None, "passwords": ["a"], "password": ["a"]})
+    {'judge': {'api_key': '[hidden]'}, 'max_tokens': 8, 'token': None, 'passwords': ['[hidden]'], 'password': ['[hidden]']}
     """
     if isinstance(settings, dict):
-        return {
-            name: HIDDEN if isinstance(value, str) and value and is_secret_name(str(name)) else without_secrets(value)
-            for name, value in settings.items()
-        }
-    return [without_secrets(value) for value in settings] if isinstance(settings, list) else settings
+        return {key: without_secrets(value, str(key)) for key, value in settings.items()}
+    if isinstance(settings, list):
+        return [without_secrets(value, name) for value in settings]
+    return HIDDEN if isinstance(settings, str) and settings and is_secret_name(name) else settings

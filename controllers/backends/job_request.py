@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...dataflow.errors import UserError, nearest
+from ...dataflow.redaction import is_secret_name
 from ..job_environment import DEFAULT_ROOT, RESUME, ROOT
 from ..run_directory import check_name
 from .user_code import UserCode
@@ -17,7 +18,6 @@ NUMBER = "WEFT_JOB"
 """Environment variable of a job: its id."""
 STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
 """Environment variable of a job: seconds after SIGTERM before Ray kills it."""
-_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|PRIVATE|(^|_)(API_?)?KEY(_|$)", re.IGNORECASE)
 _OWN = {ROOT: "--root", RESUME: "--resume", NUMBER: "Weft", STOP_WAIT: "--stop-wait-s"}
 """Variables that are not given by --env, and what sets each."""
 _QUEUED = "weft.controllers.backends.queued"
@@ -121,7 +121,7 @@ def _check_variable(name: str, value: str) -> None:
         raise UserError(f"--env {name}=...: this is no name of a variable")
     if name in _OWN:
         raise UserError(f"--env {name}=...: {_OWN[name]} says that")
-    if _SECRET.search(name):
+    if is_secret_name(name):
         raise UserError(
             f"--env {name}=...: Ray shows the settings of a job to everybody who may use the cluster. Set a secret in the environment in "
             "which the nodes of the cluster start (a Kubernetes secret, for example)"

@@ -9,6 +9,7 @@ sent (`sent.py`), whose time of change shows the driver that it is not stuck.
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import signal
@@ -18,8 +19,9 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from .hiding import readable_config, without_secrets
+from ...dataflow.redaction import redacted, without_secrets
 from .new_values import NewValues
 from .sent import Sent, path_of
 from .tracker import TrackedRun, Tracker, new_tracker
@@ -58,7 +60,7 @@ class Follower:
         tracker = new_tracker(self._name)
         if tracker.overwrites and self._after is not None:
             self._sent.go_back(self._after)
-        config = readable_config(self._run / "config.json")
+        config = _config(self._run / "config.json")
         run = TrackedRun(self._run.name, self._run, config, self._sent.id, self._after, self._sent.logged)
         self._sent.id = tracker.open(run)
         said = None
@@ -83,7 +85,7 @@ class Follower:
 
     def failed(self, error: BaseException) -> None:
         """Note why it ended."""
-        self._sent.error = without_secrets(f"{type(error).__name__}: {error}")
+        self._sent.error = redacted(f"{type(error).__name__}: {error}")
         with suppress(OSError):
             self._sent.write(self._path)
 
@@ -106,6 +108,14 @@ class Input:
             return self._lines.get(timeout=seconds)
         except queue.Empty:
             return None
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """The configuration of a run without secrets, also those of this environment; empty where it cannot be read."""
+    try:
+        return without_secrets(json.loads(redacted(path.read_text())))
+    except (OSError, ValueError):
+        return {}
 
 
 def main(run: str, name: str, *after: str) -> int:

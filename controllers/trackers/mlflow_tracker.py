@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from .hiding import flat
+from ...dataflow.config import flattened
 from .tracker import TrackedRun, plain
 
 EXPERIMENT = "weft"
@@ -39,7 +39,7 @@ class MlflowTracker:
         known = self._client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else self._client.create_experiment(name)
         self._id = self._client.create_run(experiment, run_name=run.name).info.run_id
-        settings = [Param(plain(key), str(value)[:LONGEST]) for key, value in flat(run.config).items()]
+        settings = [Param(plain(key), str(value)[:LONGEST]) for key, value in flattened(run.config).items()]
         for first in range(0, len(settings), MOST):
             self._client.log_batch(self._id, params=settings[first : first + MOST])
         return self._id

@@ -13,7 +13,6 @@ from fake_trackers import Kept
 from test_new_values import add, stream
 
 from weft.controllers.trackers.follower import FINISHED, Follower
-from weft.controllers.trackers.hiding import public, without_secrets
 from weft.controllers.trackers.sent import Sent, path_of
 
 
@@ -50,7 +49,7 @@ def test_metrics_are_sent_as_they_come_and_the_run_is_closed(tmp_path: Path):
         scripted(lambda: add(writer, *rows(1, 2)), lambda: None, lambda: add(writer, *rows(3), late))
     )
     writer.close()
-    config = {"seed": 1, "settings": {"api_key": "(hidden)"}}
+    config = {"seed": 1, "settings": {"api_key": "[hidden]"}}
     assert kept(tmp_path) == [
         {"open": "", "after": None, "logged": 0, "config": config},
         {"step": 1, "loss": 1.0},
@@ -121,19 +120,21 @@ def test_a_process_that_is_stuck_does_not_outlive_its_driver(tmp_path: Path):
     assert process.wait(120) != 0
 
 
-def test_secrets_are_left_out_of_what_a_tracker_gets(monkeypatch: pytest.MonkeyPatch):
+def test_secrets_are_left_out_of_what_a_tracker_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_SERVICE_TOKEN", "s3cr3t-value")
-    config = {
-        "model": "folder",
-        "url": "https://user:s3cr3t-value@host",
-        "tokens": 4,
-        "HF_TOKEN": "x",
+    config = {"url": "https://user:s3cr3t-value@host", "max_tokens": 4, "HF_TOKEN": "x", "tokenizer": "t"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    Follower(tmp_path, "fake_trackers:Kept", None).follow(lambda _: FINISHED)
+    told = {
+        "url": "https://user:[value of MY_SERVICE_TOKEN]@host",
+        "max_tokens": 4,
+        "HF_TOKEN": "[hidden]",
         "tokenizer": "t",
     }
-    assert public(config) == {
-        "model": "folder", "url": "https://user:(hidden)@host", "tokens": 4, "HF_TOKEN": "(hidden)", "tokenizer": "t"
-    }  # fmt: skip
-    assert without_secrets("401 for s3cr3t-value") == "401 for (hidden)"
+    assert kept(tmp_path)[0]["config"] == told
+    follower = Follower(tmp_path, "fake_trackers:Kept", None)
+    follower.failed(ConnectionError("401 for s3cr3t-value"))
+    assert "s3cr3t-value" not in Sent.error_in(path_of(tmp_path, "fake_trackers:Kept"))
 
 
 def test_a_tracker_of_ones_own_is_any_class_with_these_methods():

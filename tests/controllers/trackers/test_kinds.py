@@ -152,7 +152,7 @@ def test_mlflow_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [(metric.step, metric.value) for metric in client.get_metric_history(id, "eval/pass_at_1")] == [LATE]
     kept = client.get_run(id)
     assert kept.info.status == "FINISHED" and kept.info.run_name == "sums"
-    assert kept.data.params["seed"] == "7" and kept.data.params["settings/hub_token"] == "(hidden)"
+    assert kept.data.params["seed"] == "7" and kept.data.params["settings.hub_token"] == "[hidden]"
 
 
 @pytest.mark.slow
