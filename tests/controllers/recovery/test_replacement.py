@@ -41,11 +41,11 @@ class DyingConfig(SlowConfig):
     max_failed: float = 0.0
 
 
-def die(config: Any, where: bool) -> None:
-    """Once for each file that is not there yet."""
-    number = len(list(config.folder.iterdir())) if where else config.deaths
-    if number < config.deaths:
-        (config.folder / str(number)).touch()
+def die(folder: Path, what: str, times: int) -> None:
+    """Once for each file of this name that is not there yet."""
+    number = len(list(folder.glob(f"{what}_*")))
+    if number < times:
+        (folder / f"{what}_{number}").touch()
         os._exit(9)
 
 
@@ -55,11 +55,13 @@ class DyingRollout(SlowRollout):
 
     def generate(self, prompts: Batch, *, n: int = 2) -> Iterator[tuple[Batch, Metrics] | None]:
         yield None
-        die(self.config, any(ids[0] == self.config.dies_at for ids in prompts["prompt_ids"].to_pylist()))
+        if any(ids[0] == self.config.dies_at for ids in prompts["prompt_ids"].to_pylist()):
+            die(self.config.folder, "generates", self.config.deaths)
         yield from super().generate(prompts, n=n)
 
     def receive_weights(self, weights: Any) -> str:
-        die(self.config, self.context.rank == 1 and weights.version == self.config.dies_at_version)
+        if self.context.rank == 1 and weights.version == self.config.dies_at_version:
+            die(self.config.folder, "takes_weights_over", self.config.deaths)
         return super().receive_weights(weights)
 
 
@@ -74,7 +76,8 @@ class DyingReward(ToyReward):
     replaceable = True
 
     def score(self, samples: Batch) -> tuple[Batch, Metrics]:
-        die(self.config, str(self.config.dies_at) in samples["answer"].to_pylist())
+        if str(self.config.dies_at) in samples["answer"].to_pylist():
+            die(self.config.folder, "scores", self.config.deaths)
         return super().score(samples)
 
 
@@ -120,22 +123,29 @@ def run(
 
 SYNCHRONOUS = Synchronous(steps=4, prompts_per_step=4)
 ASYNCHRONOUS = Asynchronous(steps=4, prompts_per_step=4)
-both = pytest.mark.parametrize(
-    "schedule", [pytest.param(SYNCHRONOUS, marks=pytest.mark.slow), ASYNCHRONOUS], ids=lambda s: type(s).__name__
-)
+both = pytest.mark.parametrize("schedule", [SYNCHRONOUS, ASYNCHRONOUS], ids=lambda s: type(s).__name__)
 
 
+def test_ranks_that_die_while_they_generate_score_and_take_weights_over_are_replaced(tmp_path: Path):
+    metrics = run(tmp_path, ASYNCHRONOUS, {"dies_at": 31, "dies_at_version": 2}, {"dies_at": 3}, whole=True)
+    assert metrics[-1]["replaced_workers"] == 3
+    assert all(row.get("actor/lag", 0) <= (ASYNCHRONOUS.max_staleness or 0) for row in metrics)
+
+
+@pytest.mark.slow
 @both
 def test_a_rollout_that_dies_while_it_generates(tmp_path: Path, schedule: Training):
     metrics = run(tmp_path, schedule, {"dies_at": 31, "deaths": 2}, whole=True)
     assert all(row.get("actor/lag", 0) <= (schedule.max_staleness or 0) for row in metrics)
 
 
+@pytest.mark.slow
 @both
 def test_a_rollout_that_dies_while_it_takes_weights_over(tmp_path: Path, schedule: Training):
     run(tmp_path, schedule, {"dies_at_version": 2})
 
 
+@pytest.mark.slow
 def test_a_reward_that_dies(tmp_path: Path):
     run(tmp_path, ASYNCHRONOUS, {}, {"dies_at": 3})
 
@@ -157,7 +167,8 @@ class MortalActor(SavingActor):
     Config = MortalConfig
 
     def publish_weights(self, version: int, receivers: Sequence[str] = ()) -> Any:
-        die(self.config, version == 3)
+        if version == 3:
+            die(self.config.folder, "publishes", self.config.deaths)
         return super().publish_weights(version, receivers)
 
 
@@ -180,6 +191,7 @@ def mortal(tmp_path: Path, schedule: Training, actor_class: type[MortalActor] = 
     )
 
 
+@pytest.mark.slow
 def test_an_actor_that_dies_ends_a_run_without_checkpoints(tmp_path: Path):
     with (
         pytest.raises(WorkerError, match=r"worker actor.0., call 'publish_weights': its process ended"),
@@ -188,6 +200,31 @@ def test_an_actor_that_dies_ends_a_run_without_checkpoints(tmp_path: Path):
         driver.run()
 
 
+class FrailActor(MortalActor):
+    """Dies once and later hangs once."""
+
+    def publish_weights(self, version: int, receivers: Sequence[str] = ()) -> Any:
+        if version == 2:
+            die(self.config.folder, "publishes", 1)
+        if version == 3 and not (self.config.folder / "hangs").exists():
+            (self.config.folder / "hangs").touch()
+            time.sleep(1000)
+        return SavingActor.publish_weights(self, version, receivers)
+
+
+def test_a_run_with_checkpoints_goes_on_when_its_actor_dies_and_when_it_hangs(tmp_path: Path):
+    every = CheckpointConfig(every=1)
+    with mortal(tmp_path, ASYNCHRONOUS, FrailActor, checkpoint=every, call_timeout_s=3) as driver:
+        metrics = driver.run()
+        (actor,) = (g.handle for g in driver.groups.values() if g.name == "actor")
+        weights = driver.call(actor, "weights")[0]
+    assert {path.name for path in (tmp_path / "deaths").iterdir()} == {"publishes_0", "hangs"}
+    assert [row["step"] for row in metrics] == list(range(ASYNCHRONOUS.steps + 1))
+    assert len(weights) == 2 * len(trained(weights)) == 2 * 4 * ASYNCHRONOUS.steps
+    assert not check_log(tmp_path / "run" / "buffer").violations
+
+
+@pytest.mark.slow
 @both
 def test_a_run_with_checkpoints_goes_on_when_its_actor_dies(tmp_path: Path, schedule: Training):
     with mortal(tmp_path, schedule, checkpoint=CheckpointConfig(every=1)) as driver:
@@ -369,6 +406,7 @@ class HangingActor(MortalActor):
         return SavingActor.publish_weights(self, version, receivers)
 
 
+@pytest.mark.slow
 def test_an_actor_that_hangs_has_the_run_go_on_from_its_checkpoint(tmp_path: Path):
     every = CheckpointConfig(every=1)
     with mortal(tmp_path, SYNCHRONOUS, HangingActor, checkpoint=every, call_timeout_s=3) as driver:
