@@ -1,6 +1,54 @@
-"""The tests of this folder import `dying`."""
+"""What tests of vLLM's side share: the group that its models ask for, and models as a rank of a larger one builds them."""
 
+from __future__ import annotations
+
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from vllm_models import Ranks
+
+sys.path.insert(0, str(Path(__file__).parent))  # what tests here import: `dying`, `vllm_models`
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[Any]:
+    """vLLM's group of tensor-parallel ranks, of one rank: that of an engine in this process, if there is one."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    set_num_threads = torch.set_num_threads
+    from torch._C._distributed_c10d import HashStore
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    own = not parallel_state.model_parallel_is_initialized()
+    if own:
+        with set_current_vllm_config(VllmConfig()):
+            store = HashStore()
+            torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+            parallel_state.init_distributed_environment(1, 0, local_rank=0, backend="gloo")
+            parallel_state.initialize_model_parallel(1)
+    without_experts = (
+        parallel_state._EP is None
+    )  # an engine of a dense model in this process has made no group for experts
+    if without_experts:
+        parallel_state._EP = parallel_state.get_tp_group()
+    yield parallel_state.get_tp_group()
+    if without_experts:
+        parallel_state._EP = None
+    if own:
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+    torch.set_num_threads = set_num_threads
+
+
+@pytest.fixture
+def ranks(group: Any, monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    from vllm_models import Ranks
+
+    return Ranks(group, monkeypatch)

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from ranks import rendezvous
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -44,6 +46,17 @@ def check_alike(engine: Any, folder: str) -> None:
     assert model.config.get_text_config()._attn_implementation == agreement.attention
 
 
+def check_published(engine: Any, folder: str) -> None:
+    """What the ranks give is, box by box, what the files hold, and together all of it."""
+    stored = {name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()}
+    given = torch.tensor(0)
+    for part in engine.published_parts():
+        given += part.box.numel
+        assert torch.equal(part.tensor, stored[part.name][part.box.slices].float()), part.name
+    dist.all_reduce(given)
+    assert given == sum(tensor.numel() for tensor in stored.values())
+
+
 def main(folder: Path, rank: int) -> None:
     case: dict[str, Any] = json.loads((folder / "case.json").read_text())
     torch.set_num_threads(1)
@@ -52,6 +65,7 @@ def main(folder: Path, rank: int) -> None:
         worker = ActorWorker(ActorConfig(**settings), context)
         engine = cast(Any, worker.engine)
         check_alike(engine, settings["model"])
+        check_published(engine, settings["model"])
         # A rank reads as many elements as it holds; those of a file may be half as large.
         stored = torch.finfo(getattr(torch, case["dtypes"][number])).bits // 8
         read_whole = case["converts"][number]

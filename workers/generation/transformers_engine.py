@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from ...resharding.incoming import IncomingWeights
     from ...resharding.weights import Part, Weights
+    from ..training.checkpoint_names import CheckpointNames
     from ..training.lora import Lora
 
 
@@ -152,7 +154,7 @@ class TransformersEngine:
         del self.model
 
     def _parts(self, incoming: IncomingWeights) -> list[Part]:
-        """The model's parameters, tied ones under the names under which they were published."""
+        """The model's parameters by the names of its checkpoint, tied ones under those under which they were published."""
         from ...resharding.weights import whole
 
         if self._serves_adapter:
@@ -160,12 +162,21 @@ class TransformersEngine:
 
             return list(whole(adapter_of(self.model)))
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        names: dict[int, list[str]] = {}
+        tied: dict[int, list[str]] = {}
         for name, parameter in parameters.items():
-            names.setdefault(id(parameter), []).append(name)
-        published = incoming.layout.tensors
-        chosen = [name for tied in names.values() for name in ([n for n in tied if n in published] or tied[:1])]
-        return list(whole({name: parameters[name].data for name in chosen}))
+            tied.setdefault(id(parameter), []).append(name)
+        names, published = self._checkpoint_names, incoming.layout.tensors.keys()
+        chosen = [
+            name for each in tied.values() for name in ([n for n in each if published & set(names.of(n))] or each[:1])
+        ]
+        held = whole({name: parameters[name].data for name in chosen})
+        return [part for tensor in held for part in names.parts(tensor)]
+
+    @cached_property
+    def _checkpoint_names(self) -> CheckpointNames:
+        from ..training.checkpoint_names import CheckpointNames
+
+        return CheckpointNames(self.model, dict(self.model.named_parameters(remove_duplicate=False)))
 
     def _generate(self, requests: Sequence[GenerationRequest], sampling: Sampling, given_up: set[int]) -> Responses:
         """Sample one batch of requests, from the prompts to the last finished response; ids that it is sent are put into `given_up`."""

@@ -177,9 +177,10 @@ class TrainingEngine(Protocol):
 
     def published_parts(self) -> Iterator[Part]:
         """What this rank gives of a version of the weights: those of its parts of which no rank before it holds an equal copy, in the
-        dtype that is computed in. The ranks' parts together are all weights, each element once. A model with an adapter gives the adapter
-        alone, in the names of `peft`, or the weights merged with it (`Lora.published`). They are views of the parameters, except where an
-        adapter is merged: then each rank makes its share of the merged weights."""
+        dtype that is computed in. The ranks' parts together are all weights, each element once, by the names and in the shapes of the
+        checkpoint. A model with an adapter gives the adapter alone, in the names of `peft`, or the weights merged with it
+        (`Lora.published`). They are views of the parameters, except where an adapter is merged: then each rank makes its share of the
+        merged weights."""
         ...
 
     def receive_weights(self, incoming: IncomingWeights) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ...resharding.tensor_receiver import receive_parts
 from ...resharding.weights import Part
 from ..model_folder import find_model_config, read_model_config
 from .adapter import Adapter, is_adapter, is_trained, measured_weight, peft_name, tensor_parallel_plan
+from .checkpoint_names import CheckpointNames
 from .engine import ModelConfig
 from .model_files import write_model
 from .precision import rounded_parameters
@@ -237,18 +239,28 @@ class ShardedModel:
             box = Box(starts, tuple(start + extent for start, extent in zip(starts, local.shape, strict=True)))
             yield Part(name, tuple(tensor.shape), box, local), writes(tensor, rank)
 
+    @cached_property
+    def checkpoint_names(self) -> CheckpointNames:
+        """How the tensors of the model without its adapter are named and cut in its checkpoint; the model must be filled."""
+        own = {name.replace(".base_layer.", "."): t for name, t in self.own_tensors().items() if not is_adapter(name)}
+        return CheckpointNames(self.model.causal_lm, own)
+
     def published_parts(self) -> Iterator[Part]:
         """See `TrainingEngine.published_parts`."""
         dtype = getattr(torch, self.config.dtype)
-        alone = self.adapter is not None and self.adapter.travels_alone
-        if self.adapter is None or alone:
-            for part, first in self.held_parts():
-                if not first or not part.box.numel or (alone and not is_adapter(part.name)):
-                    continue
-                name = peft_name(part.name) if alone else part.name
-                yield part._replace(name=name, dtype=dtype if part.tensor.is_floating_point() else None)
-            return
-        # Merging takes gathered tensors; of each, every rank gives an equal share of rows.
+        if self.adapter is not None and not self.adapter.travels_alone:
+            parts = self._merged_parts()
+        else:
+            given = (part for part, first in self.held_parts() if first and part.box.numel)
+            parts = (part._replace(dtype=dtype if part.tensor.is_floating_point() else None) for part in given)
+        for part in parts:
+            if self.adapter is None or not self.adapter.travels_alone:
+                yield from (stored for stored in self.checkpoint_names.parts(part) if stored.box.numel)
+            elif is_adapter(part.name):
+                yield part._replace(name=peft_name(part.name))
+
+    def _merged_parts(self) -> Iterator[Part]:
+        """Merging takes gathered tensors; of each, every rank gives an equal share of rows."""
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if self.mesh is not None else (0, 1)
         for name, tensor in self.named_tensors():
             shape = tuple(tensor.shape)
@@ -265,7 +277,7 @@ class ShardedModel:
             raise RuntimeError(
                 "a model with an adapter receives no weights: which part of them would belong to the adapter?"
             )
-        held = list(self.held_parts())
+        held = [(part, first) for whole, first in self.held_parts() for part in self.checkpoint_names.parts(whole)]
         parts, first = [part for part, _ in held], [counted for _, counted in held]
         return receive_parts(incoming, parts, first, None if self.mesh is None else self._sum_over_ranks)
 

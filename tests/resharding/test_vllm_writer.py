@@ -1,0 +1,235 @@
+"""Slices written into vLLM's model: what goes wrong while they come, and what an engine generates afterwards."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm_models import (
+    MODELS,
+    TOY,
+    Ranks,
+    Slices,
+    Tensors,
+    Toy,
+    assert_equal,
+    described,
+    first,
+    make_model,
+    numbered,
+    parameters_of,
+    record,
+    saved,
+    slices_of,
+    writer_of,
+)
+
+from weft.dataflow.errors import WeightSyncError
+from weft.resharding.box import Box
+from weft.resharding.layout import RankLayout
+from weft.workers.generation.vllm_settings import VllmSettings
+
+pytestmark = pytest.mark.usefixtures("group")
+
+A = TOY["a"]
+WHOLE = Box.full((4, 6))
+
+
+@pytest.mark.parametrize(
+    ("slices", "message"),
+    [
+        ([("a", WHOLE, A.bfloat16())], "tensor 'a' came as bfloat16, and vLLM holds it as float32"),
+        ([("aa", WHOLE, A)], "tensor 'aa': this rank holds nothing of it"),
+        ([("a", WHOLE, A[:3])], r"tensor 'a' of shape \(4, 6\): \(3, 6\) elements came for Box\(\[0:4, 0:6\]\)"),
+        ([("a", Box((0, 0), (2, 6)), A[:2]), ("a", WHOLE, A)], r"'a': elements of Box\(\[0:4, 0:6\]\) came twice"),
+        (
+            [("a", Box((0, 0), (5, 6)), torch.zeros(5, 6))],
+            r"'a': Box\(\[4:5, 0:6\]\) was sent to a rank that holds nothing",
+        ),
+        ([("a", Box((1, 0), (4, 6)), A[1:])], r"weights are missing: 'a' Box\(\[0:1, 0:6\]\), 'b' Box"),
+    ],
+)
+def test_a_wrong_slice_is_refused_and_the_model_keeps_its_weights(slices: Slices, message: str):
+    from weft.resharding.vllm_writer import ModelState
+
+    toy = Toy(first(lambda weight, a: weight.copy_(a)))
+    before = parameters_of(toy)
+    writer = writer_of(toy, record(toy, TOY))
+    with pytest.raises(WeightSyncError, match=message):
+        writer.apply(slices)
+    assert writer.state is ModelState.WHOLE
+    assert_equal(parameters_of(toy), before)
+
+
+def test_a_bias_is_written_at_once_and_makes_a_model_of_two_versions():
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    from weft.resharding.vllm_writer import ModelState
+
+    def load(toy: Toy, tensors: Tensors) -> None:
+        toy.first.weight.data.copy_(tensors["a"])
+        toy.second.weight.data.copy_(tensors["b"])
+        toy.first.bias.data.copy_(tensors["bias"])
+
+    toy, tensors = Toy(load), TOY | {"bias": torch.ones(4)}
+    toy.first.bias = torch.nn.Parameter(torch.zeros(4), requires_grad=False)  # vLLM gives a bias no loading format
+    record_metadata_for_reloading(toy)
+    writer = writer_of(toy, record(toy, tensors))
+    assert torch.equal(toy.first.bias, torch.zeros(4))
+    weight = toy.first.weight.clone()
+    with pytest.raises(WeightSyncError, match="weights are missing: 'a'"):
+        writer.apply([("bias", Box((0,), (4,)), tensors["bias"])])
+    assert writer.state is ModelState.PARTIAL
+    assert torch.equal(toy.first.bias, torch.ones(4)) and torch.equal(toy.first.weight, weight)
+
+
+def test_one_layer_at_a_time_has_memory_besides_the_models_own(ranks: Ranks, tmp_path: Path):
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    kind, settings = MODELS["experts"]
+    tensors = numbered(saved(make_model(kind, **settings), tmp_path))
+    model = ranks.build(tmp_path, 1, 2)
+    recording = record(model, dict(reversed(tensors.items())))  # in whatever order the checkpoint has them
+    most = 0
+
+    def watched() -> Iterator[tuple[str, Box, torch.Tensor]]:
+        nonlocal most
+        for entry in slices_of(recording.layout, tensors, rows=16):
+            yield entry
+            waiting = [layer for layer in model.modules() if get_layerwise_info(layer).can_load()]
+            most = max(most, sum(any(not p.is_meta for p in layer.parameters(recurse=False)) for layer in waiting))
+
+    writer_of(model, recording).apply(watched())
+    assert most == 1
+
+
+def test_a_model_of_two_versions_says_so_until_everything_has_come():
+    from weft.resharding.vllm_writer import ModelState
+
+    toy = Toy(first(lambda weight, a: weight.copy_(a)))
+    recording = record(toy, TOY)
+    writer = writer_of(toy, recording)
+    slices = slices_of(recording.layout, TOY)
+
+    def broken() -> Iterator[tuple[str, Box, torch.Tensor]]:
+        yield slices[0]
+        assert writer.state is ModelState.WRITING
+        with pytest.raises(WeightSyncError, match="under way"):
+            writer.begin()
+        raise ConnectionError("the sender is gone")
+
+    with pytest.raises(ConnectionError):
+        writer.apply(broken())
+    assert writer.state is ModelState.PARTIAL
+    with pytest.raises(WeightSyncError, match="'b' came outside of an update"):
+        writer.write(*slices[1])
+    with pytest.raises(WeightSyncError, match="missing"):
+        writer.apply([])
+    assert writer.state is ModelState.PARTIAL  # nothing came, and it is still of two versions
+    writer.apply(slices)
+    assert writer.state is ModelState.WHOLE
+    assert_equal(parameters_of(toy), {"first.weight": TOY["a"], "second.weight": TOY["b"]})
+
+
+# In an engine, where vLLM repacks what it has loaded
+
+
+def check_engine(folder: Path, tensors: Tensors, *, size: int = 1) -> None:
+    """Record, write other weights, and compare what is generated with what it is after vLLM's own loading of them."""
+    import numpy as np
+
+    from weft.algorithms.sampling import Sampling
+    from weft.workers.generation.engine import GenerationRequest
+    from weft.workers.generation.vllm_engine import VllmEngine
+
+    settings = VllmSettings(max_num_seqs=8, kv_cache_gib=0.05, tensor_parallel=size)
+    engine = VllmEngine(str(folder), settings)
+
+    def generated() -> list[tuple[list[int], list[float]]]:
+        requests = [GenerationRequest(row, np.arange(3, 9 + row).astype(np.int32), seed=row) for row in range(4)]
+        found = [each for part in engine.generate(requests, Sampling(max_tokens=16, ignore_stop=True)) for each in part]
+        return [(each.token_ids.tolist(), each.logprobs.tolist()) for each in sorted(found, key=lambda x: x.request_id)]
+
+    # vLLM calls both in each of its ranks, with the rank's worker.
+    def recorded(worker: Any) -> RankLayout:
+        from weft.resharding.vllm_layout import record_layout
+        from weft.resharding.vllm_writer import WeightWriter
+
+        model = worker.model_runner.model
+        recording = record_layout(model, described(tensors))
+        worker.weft_writer = WeightWriter(model, worker.vllm_config.model_config, recording)
+        worker.weft_layout = recording.layout
+        return recording.layout
+
+    def written(worker: Any, factor: float) -> None:
+        worker.weft_writer.apply(slices_of(worker.weft_layout, {name: factor * each for name, each in tensors.items()}))
+
+    def reloaded(worker: Any, factor: float) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        from weft.resharding.vllm_writer import experts_packed_anew, process_tied
+
+        model = worker.model_runner.model
+        with experts_packed_anew(model.modules()):
+            initialize_layerwise_reload(model)
+            model.load_weights((name, factor * each) for name, each in tensors.items())
+            finalize_layerwise_reload(model, worker.vllm_config.model_config)
+            process_tied(model)
+
+    try:
+        first = generated()
+        layouts = engine._engine.collective_rpc(recorded)  # pyright: ignore[reportArgumentType]
+        assert len(layouts) == size and generated() == first
+        engine._engine.collective_rpc(written, args=(0.9,))  # pyright: ignore[reportArgumentType]
+        other = generated()
+        assert other != first
+        engine._engine.collective_rpc(written, args=(1.0,))  # pyright: ignore[reportArgumentType]
+        assert generated() == first  # what updates leave is what the start has left
+        engine._engine.collective_rpc(reloaded, args=(0.9,))  # pyright: ignore[reportArgumentType]
+        assert generated() == other
+    finally:
+        engine.close()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("odd experts", 1),
+        pytest.param("one key head", 2, marks=pytest.mark.slow),
+        pytest.param("Mixtral", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_an_engine_generates_the_same_after_recording_and_after_each_update(tmp_path: Path, name: str, size: int):
+    program = """
+        import sys
+        from pathlib import Path
+        import cloudpickle
+        import test_vllm_writer as t
+        import vllm_models as m
+
+        if __name__ == "__main__":
+            cloudpickle.register_pickle_by_value(t)
+            cloudpickle.register_pickle_by_value(m)
+            folder, (kind, settings) = Path(sys.argv[1]), m.MODELS[sys.argv[2]]
+            t.check_engine(folder, m.saved(m.make_model(kind, **settings), folder), size=int(sys.argv[3]))
+            print("done", flush=True)
+    """
+    # A program of its own: vLLM's ranks are processes, and start from a main module that they can import.
+    file = tmp_path / "engine.py"
+    file.write_text(textwrap.dedent(program))
+    done = subprocess.run(
+        [sys.executable, str(file), str(tmp_path), name, str(size)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0 and "done" in done.stdout, done.stderr[-3000:]
