@@ -35,7 +35,7 @@ from .transfer import FORM, GRACE_S, NUMBER, WHOLE
 from .weights import CHECKSUM_MODULUS, RankWeights, Weights
 
 PATIENCE_S = 2 * SILENCE_S + GRACE_S
-"""Longest time that a receiver waits for the next bucket: the publisher may be waiting for another receiver, for SILENCE_S."""
+"""Longest time that a receiver hears of no bucket, its own or another's: the publisher may be waiting for a receiver, for SILENCE_S."""
 
 LOOPBACKS = ("127.0.0.1", "::1")
 """Addresses at which nobody listens for other machines."""
@@ -100,7 +100,8 @@ class IncomingWeights:
             while selector.get_map():
                 for number in self._ready(selector):
                     source = self._sources[number]
-                    bucket = source.next_bucket()
+                    if (bucket := source.next_bucket()) is None:
+                        continue
                     for name, copy, entry in wanted[number].get(bucket, ()):
                         yield name, copy, source.elements(entry, copy)
                     source.release(bucket)
@@ -217,9 +218,11 @@ class _Source:
         with self._named():
             self.connection.send(b"W", b"" if self._memory is not None else json.dumps([base, boxes]).encode())
 
-    def next_bucket(self) -> int:
-        """Wait for the next bucket; returns its number."""
-        content = self._receive(b"B")
+    def next_bucket(self) -> int | None:
+        """Wait for the next message; returns the number of the bucket that has come. None: the publisher serves others meanwhile."""
+        kind, content = self._receive_one_of(b"BP")
+        if kind == b"P":
+            return None
         (bucket,) = NUMBER.unpack_from(content)
         numbers = self.parts.buckets[bucket]
         self.at = f"after {bucket} of {len(self.parts.buckets)} buckets"
@@ -290,13 +293,17 @@ class _Source:
         return torch.frombuffer(self._buffer, dtype=dtype, count=copy.box.numel).reshape(copy.box.shape)
 
     def _receive(self, wanted: bytes) -> bytes:
+        return self._receive_one_of(wanted)[1]
+
+    def _receive_one_of(self, wanted: bytes) -> tuple[bytes, bytes]:
+        """The next message, whose letter has to be one of these."""
         with self._named():
             kind, content = self.connection.receive()
         if kind == b"F":
             raise WeightSyncError(f"{self.where}: {content.decode(errors='replace')}, {self.at}")
-        if kind != wanted:
+        if kind not in wanted:
             raise WeightSyncError(f"{self.where}: it sent {kind!r} where {wanted!r} was due, {self.at}")
-        return content
+        return kind, content
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ import queue
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -29,6 +30,9 @@ from .weights import Part, RankWeights, Weights
 
 LOOPBACK = "127.0.0.1"
 
+_AGAIN_S = 0.05
+"""Pause before receivers are let in again when one could not be."""
+
 
 class WeightPublisher:
     """Gives versions of a rank's weights away, one at a time. Together the ranks of a group give each element once.
@@ -40,6 +44,9 @@ class WeightPublisher:
         bucket_bytes: of one bucket.
         deltas: send receivers on other machines what has changed since the version that they hold. Where there are any, a copy of all parts
             is kept in host memory, in the dtype in which they travel, and each of them keeps one of what it takes.
+
+    Raises:
+        WeightSyncError: this machine does not have that address.
     """
 
     def __init__(self, host: str = "", bucket_bytes: int = BUCKET_BYTES, *, deltas: bool = False) -> None:
@@ -47,10 +54,16 @@ class WeightPublisher:
         self._shadow = Shadow() if deltas else None
         self.sent = Sent()
         """What the last version sent over the network."""
+        try:
+            self._listener = socket.create_server((host or LOOPBACK, 0), family=_family(host))
+        except OSError as error:
+            raise WeightSyncError(
+                f"weights cannot be given away at {host or LOOPBACK}: {error.strerror or error}; receivers on other machines need an address "
+                "of this one"
+            ) from None
         self._file: int | None = os.memfd_create("weft-weights", os.MFD_CLOEXEC)
         self._memory: mmap.mmap | None = None
         self._token = secrets.token_hex(32)
-        self._listener = socket.create_server((host or LOOPBACK, 0), family=_family(host))
         self._transfer: Transfer | None = None
         self._description = b""
         self._filling: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
@@ -140,7 +153,10 @@ class WeightPublisher:
             try:
                 connected, _ = self._listener.accept()
             except OSError:
-                return  # closed
+                if self._file is None:
+                    return  # closed
+                time.sleep(_AGAIN_S)  # this one is gone, or too many files are open: others are let in
+                continue
             threading.Thread(target=self._serve, args=(connected,), name="weft-weights", daemon=True).start()
 
     def _serve(self, connected: socket.socket) -> None:

@@ -10,7 +10,7 @@
     next pass: whoever came later                     the checksum of all; the receiver's word that it has everything
 
 So a receiver never gets more than SLOTS buckets behind, memory beyond the model is that of SLOTS buckets, and whoever comes late (a
-rank that was replaced) gets a pass of its own. A receiver that is gone, or silent for SILENCE_S, is left behind by the others.
+rank that was replaced) gets a pass of its own, and is told meanwhile that the others get on. A receiver that is gone, or silent for SILENCE_S, is left behind by the others.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ from .delta import Shadow, bits_of, delta_of, within
 
 GRACE_S = 1.0
 """Longest time that the first receivers wait for the others, before they get a pass without them."""
+
+NEWS_S = 15.0
+"""How often a receiver that waits for its pass is told that the pass of the others goes on: it may take longer than anyone's patience."""
 
 NUMBER = struct.Struct("<q")
 
@@ -68,6 +71,8 @@ class _Pass:
 
     filled: int = 0
     """Buckets that were written."""
+    through: bool = False
+    """All were, and their sums agree with those of earlier passes."""
     sums: list[list[int]] = field(default_factory=list)
     """Of the entries of each of them."""
     base: int | None = None
@@ -93,6 +98,10 @@ class _Session:
     taken: int = 0
     """Buckets that it needs no more."""
     gone: bool = False
+
+    def has_come(self, far: Callable[[_Pass], bool]) -> bool:
+        """Whether its pass has begun, and come so far."""
+        return self.turn is not None and far(self.turn)
 
     def __str__(self) -> str:
         return self.receiver + (f" (part {self.part + 1} of {self.parts})" if self.parts > 1 else "")
@@ -132,6 +141,8 @@ class Transfer:
         self._condition = threading.Condition()
         self._sessions: list[_Session] = []
         self._served: set[tuple[str, int]] = set()
+        self._filled = 0
+        """Buckets that were written in all passes."""
         self._ended = False
         self._failure = ""
         self._checksum: int | None = None
@@ -191,9 +202,11 @@ class Transfer:
             with self._condition:
                 turn.sums.append(sums)
                 turn.filled = number + 1
+                self._filled += 1
                 self._condition.notify_all()
         with self._condition:
             self._add_up(turn)
+            turn.through = True
             if shadow is not None:
                 shadow.version = self.version
                 self.sent.compared, self.sent.changed = shadow.compared, shadow.differed
@@ -244,38 +257,46 @@ class Transfer:
                 self._condition.notify_all()
             for number in range(len(self._buckets)):
                 self._give(session, number)
-            with self._condition:
-                self._condition.wait_for(lambda: self._stops() or self._checksum is not None)
+            self._await(session, lambda turn: turn.through)
             connection.send(b"E", f"{self._checksum or 0:016x}".encode())
             connection.receive()
             with self._condition:
                 self._served.add((session.receiver, session.part))
-        except (OSError, ValueError, KeyError, TypeError, IndexError, struct.error) as error:
+        except Exception as error:  # whatever it is, the others must not wait for this one
             self._lose(session, error)
 
     def _give(self, session: _Session, number: int) -> None:
         """Give a receiver one bucket, and wait until it needs it no more."""
-        with self._condition:
-            self._condition.wait_for(
-                lambda: self._stops() or (session.turn is not None and session.turn.filled > number)
-            )
-            if self._stops():
-                with contextlib.suppress(OSError):
-                    session.connection.send(b"F", (self._failure or "the publisher has ended the transfer").encode())
-                raise ConnectionAbortedError(self._failure or "the transfer was ended")
-            assert session.turn is not None
-            sums = np.array(session.turn.sums[number], np.uint64).tobytes()
+        turn = self._await(session, lambda turn: turn.filled > number)
+        sums = np.array(turn.sums[number], np.uint64).tobytes()
         session.connection.send(b"B", NUMBER.pack(number) + sums)
         if session.wants is None:
             session.connection.receive()
         else:
-            turn = session.turn
             for entry, box in session.wants.get(number, ()):
                 changed = turn.changed.get(entry) if turn.base is not None and turn.base == session.base else None
                 self._send(session.connection, self.entries[entry], box, number % SLOTS, changed)
         with self._condition:
             session.taken = number + 1
             self._condition.notify_all()
+
+    def _await(self, session: _Session, come: Callable[[_Pass], bool]) -> _Pass:
+        """Wait until the pass of a receiver has come so far. While others have theirs, it is told that this goes on."""
+        seen = self._filled
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._stops(session) or session.has_come(come), NEWS_S)
+                why = self._stops(session)
+                if not why and session.has_come(come):
+                    assert session.turn is not None
+                    return session.turn
+                seen, goes_on = self._filled, self._filled > seen
+            if why:
+                with contextlib.suppress(OSError):
+                    session.connection.send(b"F", why.encode())
+                raise ConnectionAbortedError(why)
+            if goes_on:
+                session.connection.send(b"P")
 
     def _send(self, connection: Connection, entry: Entry, box: Box, slot: int, changed: np.ndarray | None) -> None:
         """Send a box of an entry: where there is a shadow, with a word on its form before it."""
@@ -293,8 +314,9 @@ class Transfer:
         for content in contents:
             own_bytes: Any = content.view(np.uint8)
             connection.send_bytes(memoryview(own_bytes))
-        self.sent.num_bytes += sum(content.nbytes for content in contents)
-        self.sent.whole_bytes += bits.nbytes
+        with self._condition:  # other receivers are sent theirs on other threads
+            self.sent.num_bytes += sum(content.nbytes for content in contents)
+            self.sent.whole_bytes += bits.nbytes
 
     def _read_wants(self, content: bytes) -> tuple[int | None, dict[int, list[Want]] | None]:
         """The version that a receiver holds, and what it wants; None: it maps the memory."""
@@ -306,8 +328,11 @@ class Transfer:
             wants.setdefault(self.entries[number].bucket, []).append((number, Box(tuple(starts), tuple(stops))))
         return base, wants
 
-    def _stops(self) -> bool:
-        return self._ended or bool(self._failure)
+    def _stops(self, session: _Session) -> str:
+        """Why a receiver is given nothing more; empty if it is."""
+        if self._failure and not session.has_come(lambda turn: turn.through):
+            return self._failure
+        return "the publisher has ended the transfer" if self._ended else ""
 
     def _lose(self, session: _Session, error: Exception) -> None:
         with self._condition:

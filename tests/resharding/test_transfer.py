@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
 import threading
 import time
@@ -215,7 +217,94 @@ def receiving_plan(incoming: receiving.IncomingWeights, like: Tensors):
     return ReshardPlan(incoming.layout, Layout.of_ranks([RankLayout(Where(), held)]))
 
 
+def test_who_comes_in_the_middle_waits_for_longer_than_its_patience_while_others_get_on(
+    new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "GRACE_S", 0.05)
+    monkeypatch.setattr(transfers, "NEWS_S", 0.05, raising=False)
+    monkeypatch.setattr(receiving, "PATIENCE_S", 1.0)
+    of = {"a": torch.randn(4000)}
+    weights = new_publisher().publish(whole(of), 1, ["early"])
+    with ThreadPoolExecutor(1) as threads, open_weights(weights.to("early")) as early:
+        steps = early.slices(receiving_plan(early, of).received_by(0))
+        next(steps)
+        late = threads.submit(lambda: received(weights.to("late"), of))
+        for _ in steps:
+            time.sleep(0.15)
+        early.finish()
+        assert equal(late.result(timeout=30)[0], of)
+
+
 # What goes wrong
+
+
+def test_a_receiver_that_cannot_be_served_does_not_hold_up_the_others(
+    new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere(monkeypatch)
+    monkeypatch.setattr(receiving, "PATIENCE_S", 5.0)
+    real, failed = transfers.Transfer._send, list[int]()
+
+    def once_without_memory(*arguments: object) -> None:
+        failed.append(1)
+        if len(failed) == 1:
+            raise MemoryError("none left")
+        real(*arguments)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(transfers.Transfer, "_send", once_without_memory)
+    publisher = new_publisher()
+    weights = publisher.publish(whole(tensors()), 1, ["a", "b"])
+    with ThreadPoolExecutor(2) as threads:
+        results = [threads.submit(lambda name: received(weights.to(name)), name) for name in ("a", "b")]
+        errors = [result.exception(timeout=60) for result in results]
+    assert sum(error is None for error in errors) == 1
+    assert isinstance(next(filter(None, errors)), WeightSyncError)
+    assert ["none left" in line for line in publisher.lost.values()] == [True]
+
+
+def test_too_many_open_files_keep_receivers_out_only_as_long_as_they_are_open(new_publisher: NewPublisher) -> None:
+    weights = new_publisher().publish(whole(tensors()), 1)
+    (rank,) = weights.ranks
+    with socket.socket() as stray, socket.socket() as early:
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        next_file = os.dup(early.fileno())
+        os.close(next_file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (next_file, before[1]))
+        try:
+            stray.connect((rank.host, rank.port))  # the kernel set a number aside for it
+            assert stray.recv(1)
+            early.connect((rank.host, rank.port))
+            early.settimeout(0.3)
+            with pytest.raises(TimeoutError):
+                early.recv(1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        early.settimeout(30)
+        assert early.recv(1)
+    assert equal(received(weights)[0], tensors())
+
+
+def test_an_address_of_another_machine_is_named() -> None:
+    files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(WeightSyncError, match=r"cannot be given away at 203\.0\.113\.7: .*address"):
+        WeightPublisher("203.0.113.7")
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_a_late_receiver_is_told_that_the_weights_changed_before_it_is_told_a_sum(
+    new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "GRACE_S", 0.05)
+    real = transfers.Transfer._add_up
+    monkeypatch.setattr(
+        transfers.Transfer, "_add_up", lambda *arguments: arguments[0]._condition.wait_for(lambda: False, 0.3) or real(*arguments)
+    )
+    of = tensors()
+    weights = new_publisher().publish(whole(of), 4)
+    received(weights.to("first"))
+    of["steps"][3] = 0
+    with pytest.raises(WeightSyncError, match="version 4 changed while they were given away"):
+        received(weights.to("second"))
 
 
 def test_a_receiver_of_an_older_version_is_told(new_publisher: NewPublisher) -> None:
