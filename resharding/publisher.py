@@ -58,8 +58,8 @@ class WeightPublisher:
             self._listener = socket.create_server((host or LOOPBACK, 0), family=_family(host))
         except OSError as error:
             raise WeightSyncError(
-                f"weights cannot be given away at {host or LOOPBACK}: {error.strerror or error}; receivers on other machines need an address "
-                "of this one"
+                f"weights cannot be given away at {host or LOOPBACK}: {error.strerror or error}; "
+                "receivers on other machines need an address of this one"
             ) from None
         self._file: int | None = os.memfd_create("weft-weights", os.MFD_CLOEXEC)
         self._memory: mmap.mmap | None = None

@@ -10,7 +10,8 @@
     next pass: whoever came later                     the checksum of all; the receiver's word that it has everything
 
 So a receiver never gets more than SLOTS buckets behind, memory beyond the model is that of SLOTS buckets, and whoever comes late (a
-rank that was replaced) gets a pass of its own, and is told meanwhile that the others get on. A receiver that is gone, or silent for SILENCE_S, is left behind by the others.
+rank that was replaced) gets a pass of its own, and is told meanwhile that the others get on. A receiver that is gone, or silent for
+SILENCE_S, is left behind by the others.
 """
 
 from __future__ import annotations
