@@ -297,7 +297,9 @@ def test_a_late_receiver_is_told_that_the_weights_changed_before_it_is_told_a_su
     monkeypatch.setattr(transfers, "GRACE_S", 0.05)
     real = transfers.Transfer._add_up
     monkeypatch.setattr(
-        transfers.Transfer, "_add_up", lambda *arguments: arguments[0]._condition.wait_for(lambda: False, 0.3) or real(*arguments)
+        transfers.Transfer,
+        "_add_up",
+        lambda *arguments: arguments[0]._condition.wait_for(lambda: False, 0.3) or real(*arguments),
     )
     of = tensors()
     weights = new_publisher().publish(whole(of), 4)
