@@ -64,6 +64,8 @@ class WeightPublisher:
         self._file: int | None = os.memfd_create("weft-weights", os.MFD_CLOEXEC)
         self._memory: mmap.mmap | None = None
         self._token = secrets.token_hex(32)
+        self._version = -1
+        """Published last."""
         self._transfer: Transfer | None = None
         self._description = b""
         self._filling: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
@@ -78,7 +80,8 @@ class WeightPublisher:
 
         Args:
             parts: on any device, of any dtype.
-            version: policy version of these weights, at least 0.
+            version: policy version of these weights, at least 0. One that is lower than the version before begins anew: records and deltas
+                of earlier versions are of no use from here on.
             receivers: names of those who will take them; they begin together. Whoever comes late begins when these are through.
 
         Returns:
@@ -96,6 +99,11 @@ class WeightPublisher:
             raise WeightSyncError(f"weights version {version}: {error}") from None
         slot_bytes = max((entry.offset + entry.num_bytes for entry, _ in entries), default=0)
         memory = self._memory_of(SLOTS * (-(-slot_bytes // mmap.PAGESIZE) or 1) * mmap.PAGESIZE)
+        if (
+            version < self._version
+        ):  # later versions will be others than those that receivers hold under the same numbers
+            self._token, self._description = secrets.token_hex(32), b""
+        self._version = version
         before, self._description = self._description, described(entry for entry, _ in entries)
         if self._shadow is not None and before != self._description:
             self._shadow.forget()

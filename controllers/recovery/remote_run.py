@@ -20,7 +20,6 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import urlsplit
 
 import pyarrow as pa
 import pyarrow.fs as pf
@@ -66,13 +65,13 @@ class RemoteRun:
             name: of the run.
 
         Raises:
-            UserError: the address is none, or holds a password.
+            UserError: the address is none (see `check_address`), or no file system of it can be had.
         """
         check_address(address)
         try:
-            given = address if "://" in address else Path(address).absolute().as_uri()
+            given = address if "://" in address else Path(address).expanduser().absolute().as_uri()
             files, base = pf.FileSystem.from_uri(given)
-        except FAILURES as error:
+        except (*FAILURES, RuntimeError) as error:  # the latter of a home folder that there is not
             raise UserError(f"CheckpointConfig.copy_to={address!r} cannot be used: {error}") from None
         return cls(files, f"{base}/{name}", f"{address.rstrip('/')}/{name}")
 
@@ -291,15 +290,26 @@ class RemoteRun:
 
 
 def check_address(address: str) -> None:
-    """Refuse an address of copies that holds a password: it would stand in the run's configuration.
+    """Refuse an address of copies that is none, or that holds a password: it would stand in the run's configuration.
 
     Raises:
-        UserError: it does, or is empty.
+        UserError: saying what is wrong with it, without the password.
     """
     if not address.strip():
         raise UserError("CheckpointConfig.copy_to is empty; it is an address such as s3://bucket/runs, or a path")
-    if "@" in urlsplit(address).netloc:
+    scheme, colon, rest = address.partition(":")
+    if colon and re.fullmatch(r"[A-Za-z]\w+", scheme) and rest.startswith("/") and not rest.startswith("//"):
+        raise UserError(
+            f"CheckpointConfig.copy_to: an address begins with {scheme}://, not with {scheme}:/; "
+            f"write ./{scheme}:/... for a folder of that name"
+        )
+    host = re.split(r"[/?#]", address.partition("://")[2], maxsplit=1)[0]
+    if "@" in host:
         raise UserError(
             "CheckpointConfig.copy_to holds a name or a password, which would be written to disk with the settings; give these by the "
             "environment (AWS_ACCESS_KEY_ID, ...) or a profile"
+        )
+    if "://" in address and not host and scheme != "file":
+        raise UserError(
+            f"CheckpointConfig.copy_to={address!r} names no bucket; it is an address such as {scheme}://bucket/runs"
         )

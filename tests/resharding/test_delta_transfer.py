@@ -180,6 +180,22 @@ def test_of_a_part_of_each_row_only_its_own_changes_are_sent(publisher: WeightPu
     assert publisher.sent.num_bytes < 0.3 * publisher.sent.whole_bytes
 
 
+def test_versions_that_go_back_are_not_taken_for_those_that_had_their_numbers(
+    publisher: WeightPublisher, model: Tensors
+):
+    first = publisher.publish(whole(model), 5)
+    take(first, model, "away[0]")
+    for version in (4, 5):
+        step(model, 0.01, seed=version)
+        take(publisher.publish(whole(model), version), model, "one[0]")
+    with pytest.raises(WeightSyncError, match=r"rank 0 of the trainer at .*: the publisher is gone"):
+        open_weights(first)
+    step(model, 0.01, seed=6)
+    take(publisher.publish(whole(model), 6), model, "away[0]")
+    publisher.finish()
+    assert publisher.sent.num_bytes == publisher.sent.whole_bytes
+
+
 def test_other_entries_are_other_boxes(publisher: WeightPublisher, model: Tensors):
     take(publisher.publish(whole(model), 1), model, "one[0]")
     publisher.finish()

@@ -271,8 +271,7 @@ def test_too_many_open_files_keep_receivers_out_only_as_long_as_they_are_open(ne
         os.close(next_file)
         resource.setrlimit(resource.RLIMIT_NOFILE, (next_file, before[1]))
         try:
-            stray.connect((rank.host, rank.port))  # the kernel set a number aside for it
-            assert stray.recv(1)
+            stray.connect((rank.host, rank.port))  # the kernel may have set a number aside for it
             early.connect((rank.host, rank.port))
             early.settimeout(0.3)
             with pytest.raises(TimeoutError):

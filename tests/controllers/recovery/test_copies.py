@@ -329,9 +329,26 @@ def test_a_start_copies_what_an_earlier_one_did_not_come_to(tmp_path: Path, buck
     assert copies.copied == [], "it is there"
 
 
+def test_a_mistyped_address_is_refused_rather_than_taken_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for address, says in (
+        ("s3:/bucket/runs", r"begins with s3://, not with s3:/"),
+        ("s3://", r"copy_to='s3://' names no bucket"),
+        ("s3://[bucket", r"copy_to='s3://\[bucket' cannot be used"),
+        ("~nobody-of-this-name/runs", r"copy_to='~nobody-of-this-name/runs' cannot be used: .*home"),
+    ):
+        with pytest.raises(UserError, match=says):
+            RemoteRun.at(address, "run")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "runs" / "run" / "checkpoints").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    there = RemoteRun.at("~/runs", "run")
+    assert "checkpoints" in there._names(""), "of the user's home"
+
+
 def test_an_address_with_a_password_and_one_that_is_none_are_refused(tmp_path: Path):
     for address, says in (
         ("s3://me:secret@bucket/x", "by the environment"),
+        ("s3://me:secret@[bucket/x", "by the environment"),
         ("", "is empty"),
         ("gopher://x/y", "cannot be used"),
     ):
