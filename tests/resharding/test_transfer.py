@@ -287,7 +287,7 @@ def test_an_address_of_another_machine_is_named() -> None:
     files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(WeightSyncError, match=r"cannot be given away at 203\.0\.113\.7: .*address"):
         WeightPublisher("203.0.113.7")
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert len(os.listdir("/proc/self/fd")) <= files, "none is left open"
 
 
 def test_a_late_receiver_is_told_that_the_weights_changed_before_it_is_told_a_sum(
