@@ -10,11 +10,11 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from ..dataflow.errors import RunError, UserError, nearest
+from ..workers.model_folder import ADAPTER_CONFIG_FILE
 from .command import Answer, Command, RunName
 from .run_folder import find_run
 
 MODEL = "model"
-ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Export(Command):
         model = _model(checkpoint, self.group)
         if damage := verify_manifest(checkpoint):
             raise RunError(f"{checkpoint} is damaged: {damage[0]}; --step exports another checkpoint")
-        is_adapter = (model / ADAPTER_CONFIG).is_file()
+        is_adapter = (model / ADAPTER_CONFIG_FILE).is_file()
         if self.merged and is_adapter:
             from ..workers.training.merged_folder import write_merged
 

@@ -179,13 +179,13 @@ def _valid(name: str, field: Any, placed: Placed) -> Any:
     value = _plain(placed.value)
     try:
         made: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
-        return pydantic.TypeAdapter(made, config=_LOOSE(made)).validate_python(value)
+        return pydantic.TypeAdapter(made, config=_pydantic_config(made)).validate_python(value)
     except pydantic.ValidationError as error:
         what = f"{placed.place}: {name}" if name else placed.place
         raise UserError(f"{what}: {Config.problem(error.errors()[0])}") from None
 
 
-def _LOOSE(made: Any) -> pydantic.ConfigDict | None:
+def _pydantic_config(made: Any) -> pydantic.ConfigDict | None:
     """Fields may be of any class; a model has its own settings."""
     return None if config_of(made) is made else pydantic.ConfigDict(arbitrary_types_allowed=True)
 

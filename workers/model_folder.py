@@ -15,6 +15,8 @@ from ..dataflow.errors import UserError, nearest
 from ..dataflow.model_location import find_cached, find_model_folder, folders_near
 
 CONFIG_FILE = "config.json"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+"""The same of an adapter (LoRA) in the format of `peft`."""
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 _HEADS_NAMES = ("num_attention_heads", "n_head", "n_heads")
 _HIDDEN_NAMES = ("hidden_size", "n_embd", "d_model")

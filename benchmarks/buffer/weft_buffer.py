@@ -42,7 +42,7 @@ from weft_nodes import NODE, PROCESSES, Reply, block, get, queue, serve, streami
 
 from weft.controllers.ranks.tasks import RowTask
 from weft.dataflow.buffer.leases import Lease, Published
-from weft.dataflow.buffer.pieces import find_pieces
+from weft.dataflow.buffer.pieces import Pieces
 from weft.dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
 from weft.dataflow.buffer.segments import Segment
 from weft.dataflow.graph import Graph
@@ -132,7 +132,8 @@ class Driver:
         if lease is None:
             return False
         self.leases[lease.token] = lease
-        parents, pieces = lease.parent_ids, find_pieces(self.ledger.graph, self.ledger.source, node, lease.rows)
+        parents = lease.parent_ids
+        pieces = Pieces(self.ledger.graph, self.ledger.source, node, lease.rows).of(range(len(lease.rows)))
         task = RowTask(self._operation, (), lease.ids, parents, parents, pieces)
         self.workers[worker].tell(do, lease=lease.token, task=task, **more)
         return True

@@ -81,8 +81,3 @@ class Pieces:
                 own = dict.fromkeys([parts[k] for k in share or (0,)])
                 pieces.append(Piece(columns, keys[index], tuple([part.segment for part in own])))
         return pieces
-
-
-def find_pieces(graph: Graph, source: Segment | None, node: Node, rows: Sequence[Row]) -> list[Piece]:
-    """Where the columns that a node reads of these rows lie; arguments and result as of `Pieces`."""
-    return Pieces(graph, source, node, rows).of(range(len(rows)))

@@ -21,7 +21,7 @@ from weft.controllers.schedule import Synchronous
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.folder import LOG
 from weft.dataflow.buffer.log import LogReader
-from weft.dataflow.buffer.pieces import Piece, find_pieces
+from weft.dataflow.buffer.pieces import Piece, Pieces
 from weft.dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
 from weft.dataflow.buffer.segment_writer import SegmentWriter
 from weft.dataflow.buffer.segments import SegmentReader
@@ -141,7 +141,7 @@ def test_a_killed_run_can_be_recovered_from_its_log_and_segments(tmp_path: Path)
     lease = ledger.claim(score)
     assert lease is not None
     reader = SegmentReader(buffer.segments, node)
-    (answers, responses) = find_pieces(ledger.graph, ledger.source, score, lease.rows)
+    (answers, responses) = Pieces(ledger.graph, ledger.source, score, lease.rows).of(range(len(lease.rows)))
     operation = score.operation
     rows = gather(RowTask(operation, (), lease.ids, lease.group_ids, lease.parent_ids, (answers, responses)), reader)
     assert set(rows["group_id"].to_pylist()) == {4, 5, 6, 7} and rows["response_ids"].null_count == 0

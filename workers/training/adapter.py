@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from ...dataflow.buffer.disk import Disk
+from ..model_folder import ADAPTER_CONFIG_FILE
 from .engine import SCALAR_HEAD
 from .lora import Lora, check_targets
 from .model_files import copy_companions
@@ -118,7 +119,7 @@ class Adapter:
         settings = {**self._config.to_dict(), "modules_to_save": self._whole or None}
         settings |= {"base_model_name_or_path": name, "inference_mode": True}
         content = json.dumps(settings, indent=2, sort_keys=True, default=sorted)  # its sets have no order
-        write_file(folder / "adapter_config.json", [content.encode() + b"\n"], disk)
+        write_file(folder / ADAPTER_CONFIG_FILE, [content.encode() + b"\n"], disk)
         named = {peft_name(name): tensor for name, tensor in tensors.items()}
         write_tensors(folder / "adapter_model.safetensors", named, {"format": "pt"}, disk)
 

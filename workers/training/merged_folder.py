@@ -7,9 +7,8 @@ from pathlib import Path
 
 from ...dataflow.buffer.disk import Disk
 from ...dataflow.errors import UserError
+from ..model_folder import ADAPTER_CONFIG_FILE
 from .model_files import copy_companions
-
-ADAPTER_CONFIG = "adapter_config.json"
 
 
 def write_merged(adapter: Path, folder: Path) -> None:
@@ -27,7 +26,7 @@ def write_merged(adapter: Path, folder: Path) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    settings = json.loads((adapter / ADAPTER_CONFIG).read_text())
+    settings = json.loads((adapter / ADAPTER_CONFIG_FILE).read_text())
     base, is_scored = settings["base_model_name_or_path"], settings.get("task_type") == "SEQ_CLS"
     if Path(base).is_absolute() and not Path(base).is_dir():
         raise UserError(f"the adapter in {adapter} belongs to the model in {base}, which is not there any more")
@@ -37,5 +36,5 @@ def write_merged(adapter: Path, folder: Path) -> None:
     partial = folder.with_name(f".{folder.name}.partial")
     model.merge_and_unload().save_pretrained(partial)
     copy_companions(partial, adapter, Disk())
-    (partial / ADAPTER_CONFIG).unlink(missing_ok=True)
+    (partial / ADAPTER_CONFIG_FILE).unlink(missing_ok=True)
     partial.rename(folder)

@@ -9,7 +9,7 @@ from ledgers import Clock, Drawing, claim, dapo, do, expand, forgotten, generate
 from weft.dataflow.buffer.history import waits_for
 from weft.dataflow.buffer.leases import Published, Spread
 from weft.dataflow.buffer.ledger import Ledger
-from weft.dataflow.buffer.pieces import find_pieces
+from weft.dataflow.buffer.pieces import Pieces
 from weft.dataflow.buffer.rows import Ids
 from weft.dataflow.errors import LeaseError
 from weft.dataflow.operation import Shape
@@ -299,7 +299,8 @@ def test_pieces_lead_to_the_ancestor_that_has_the_column():
     assert ledger.claim(node(ledger, "join")) is None, "the prompts' difficulty is not known yet"
     do(ledger, "difficulty")
     lease = claim(ledger, "join")
-    found = {p.columns: p for p in find_pieces(ledger.graph, ledger.source, lease.node, lease.rows[1:])}
+    pieces = Pieces(ledger.graph, ledger.source, lease.node, lease.rows)
+    found = {p.columns: p for p in pieces.of([1, 2, 3])}
     assert lease.ids.tolist() == [100, 101, 200, 201]
     assert found[("prompt",)].by_position and found[("prompt",)].keys.tolist() == [5, 9, 9]
     assert found[("difficulty_c",)].keys.tolist() == [0, 1, 1]

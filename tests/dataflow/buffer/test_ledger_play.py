@@ -21,7 +21,7 @@ from weft.dataflow.buffer.leases import Fate, Lease, Published, Staleness
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.ledger_state import count, load, save
 from weft.dataflow.buffer.log import Log, LogReader
-from weft.dataflow.buffer.pieces import find_pieces
+from weft.dataflow.buffer.pieces import Pieces
 from weft.dataflow.buffer.readiness import Readiness
 from weft.dataflow.buffer.replay import replay
 from weft.dataflow.buffer.rows import Ids
@@ -150,7 +150,7 @@ class Play:
     def check_columns(self, lease: Lease) -> None:
         model, n = self.model, lease.node
         columns: set[str] = set()
-        for piece in find_pieces(self.graph, self.ledger.source, n, lease.rows):
+        for piece in Pieces(self.graph, self.ledger.source, n, lease.rows).of(range(len(lease.rows))):
             columns |= set(piece.columns)
             store: dict[Any, Any] = {}
             for found in piece.segments:
