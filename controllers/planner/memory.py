@@ -8,14 +8,12 @@ from typing import Any
 
 from ...dataflow.handle import Handle
 from ...workers.training.engine import ModelConfig
-from ...workers.training.memory import BYTES, checkpoint_bytes, model_size, training_memory
+from ...workers.training.memory import BYTES, CPU_TOKENS, GPU_TOKENS, checkpoint_bytes, model_size, training_memory
 from ..graph_run import TRAIN
 from ..placement import Place
 from ..run_spec import RunSpec
 
 GIB = 1 << 30
-CPU_TOKENS, GPU_TOKENS = 1280, 16384
-"""Tokens of a pass where a group does not say how many (`ModelConfig.microbatch_tokens`)."""
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,12 @@ from ...dataflow.column import PROMPT_IDS
 from ...dataflow.graph import Graph
 from ...dataflow.node import Node
 from ...dataflow.operation import Shape
+from ...workers.training.memory import CPU_TOKENS, GPU_TOKENS
 from ..graph_run import TRAIN
 from ..placement import machine_cpus, machine_gpus
 from ..ranks.row_io import num_tokens
 from ..run_spec import RunSpec
-from .memory import CPU_TOKENS, GPU_TOKENS, GroupMemory, group_memory
+from .memory import GroupMemory, group_memory
 
 
 @dataclass(frozen=True)

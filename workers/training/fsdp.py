@@ -35,6 +35,7 @@ from .agreement import find_agreement
 from .causal_lm import build_causal_lm, move_buffers
 from .engine import Head, ModelConfig, OptimizerConfig, OptimizerStep
 from .lora import Lora
+from .memory import CPU_TOKENS, GPU_TOKENS
 from .microbatches import Microbatches, tokens_of
 from .replicated import check_alike
 from .response_model import ResponseModel
@@ -78,7 +79,7 @@ class FsdpEngine:
         """What this rank read of the model's files."""
         self.device = rank_device(context)
         self.mesh = join_mesh(context, config.tensor_parallel, self.device)
-        self.microbatch_tokens = config.microbatch_tokens or (16384 if self.device.type == "cuda" else 1280)
+        self.microbatch_tokens = config.microbatch_tokens or (GPU_TOKENS if self.device.type == "cuda" else CPU_TOKENS)
         self.head: Head = head
         self.model, self._sharded = self._load(optimizer is not None, lora, activation_checkpointing)
         self.vocabulary = self.model.causal_lm.get_input_embeddings().weight.shape[0]

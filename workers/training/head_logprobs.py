@@ -13,10 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-_CHUNK_BYTES = 128 * 2**20
-"""Bytes of logits computed at once."""
-_KEPT_BYTES = 2**30
-"""Bytes of logits kept for the backward pass; if there are more, they are computed a second time."""
+from .memory import CHUNK_BYTES, KEPT_BYTES
+
 _CACHED = 2**17
 """Number of logits that stay in the cache of a CPU during a pass over them."""
 
@@ -34,8 +32,8 @@ class HeadLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, factors: Tensor | None, needs_grad: bool
     ) -> tuple[Tensor, Tensor]:
         num_tokens, vocabulary = len(targets), len(weight)
-        ctx.chunk = max(1, _CHUNK_BYTES // (4 * vocabulary))
-        keep = needs_grad and 4 * num_tokens * vocabulary <= _KEPT_BYTES
+        ctx.chunk = max(1, CHUNK_BYTES // (4 * vocabulary))
+        keep = needs_grad and 4 * num_tokens * vocabulary <= KEPT_BYTES
         out = torch.empty(num_tokens, dtype=torch.float32, device=hidden.device)
         log_sums, entropies = torch.empty_like(out), torch.empty_like(out)
         ctx.kept = []
@@ -138,8 +136,8 @@ def logprobs_of_any_head(
             return chosen, -(log_p.exp() * log_p).sum(-1)
 
     vocabulary = logits_of(hidden[:1].detach()).shape[-1]
-    size = max(1, _CHUNK_BYTES // (4 * vocabulary))
-    again = trains and 4 * len(targets) * vocabulary > _KEPT_BYTES
+    size = max(1, CHUNK_BYTES // (4 * vocabulary))
+    again = trains and 4 * len(targets) * vocabulary > KEPT_BYTES
     parts = []
     for start in range(0, max(1, len(targets)), size):
         part = slice(start, start + size)

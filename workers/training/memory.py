@@ -19,6 +19,12 @@ from .lora import Lora
 
 FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+CHUNK_BYTES = 128 << 20
+"""Bytes of logits computed at once."""
+KEPT_BYTES = 1 << 30
+"""Bytes of logits kept for the backward pass; if there are more, they are computed a second time."""
+CPU_TOKENS, GPU_TOKENS = 1280, 16384
+"""Tokens of a pass where a group does not say how many (`ModelConfig.microbatch_tokens`)."""
 
 
 @dataclass(frozen=True)
@@ -124,13 +130,9 @@ def training_memory(
         gradients=FLOAT32 * trained // ranks,
         moments=2 * FLOAT32 * trained // ranks,
         gathered=whole * width if ranks > 1 or rounds else 0,
-        logits=kept if kept <= _KEPT_BYTES else min(kept, _CHUNK_BYTES),
+        logits=kept if kept <= KEPT_BYTES else min(kept, CHUNK_BYTES),
         snapshot=3 * FLOAT32 * trained // ranks if saves and trains else 0,
     )
-
-
-_CHUNK_BYTES, _KEPT_BYTES = 128 << 20, 1 << 30
-"""As in `head_logprobs.py`, which imports torch."""
 
 
 def checkpoint_bytes(size: ModelSize, config: ModelConfig, lora: Lora | None) -> int:

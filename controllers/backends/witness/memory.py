@@ -114,7 +114,8 @@ def object_store(root: Path = Path("/")) -> int:
 
 
 def gib(num_bytes: float) -> str:
-    """
+    """Bytes in words.
+
     >>> gib(1.5 * GIB), gib(3 << 20)
     ('1.5 GiB', '3 MiB')
     """

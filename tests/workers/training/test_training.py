@@ -92,8 +92,8 @@ def test_a_head_in_chunks_and_one_that_computes_logits_twice_give_the_same(monke
 
     plain = gradients(lambda h, w: F.log_softmax(h @ w.T / temperatures[:, None], -1).gather(1, targets[:, None])[:, 0])
     for chunk_bytes, kept_bytes in ((2**20, 2**20), (5 * 50 * 4, 2**20), (5 * 50 * 4, 0)):
-        monkeypatch.setattr(head_logprobs, "_CHUNK_BYTES", chunk_bytes)
-        monkeypatch.setattr(head_logprobs, "_KEPT_BYTES", kept_bytes)
+        monkeypatch.setattr(head_logprobs, "CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr(head_logprobs, "KEPT_BYTES", kept_bytes)
         mine = gradients(lambda h, w: head_logprobs.HeadLogprobs.apply(h, w, targets, 1 / temperatures, True)[0])
         general = gradients(
             lambda h, w: head_logprobs.logprobs_of_any_head(lambda x: x @ w.T, h, targets, temperatures, entropy=True)[
