@@ -32,13 +32,10 @@ from .held_boxes import HeldBoxes, held_boxes
 from .layout import Layout
 from .plan import Copy
 from .transfer import FORM, GRACE_S, NUMBER, WHOLE
-from .weights import CHECKSUM_MODULUS, RankWeights, Weights
+from .weights import CHECKSUM_MODULUS, LOOPBACK, RankWeights, Weights
 
 PATIENCE_S = 2 * SILENCE_S + GRACE_S
 """Longest time that a receiver hears of no bucket, its own or another's: the publisher may be waiting for a receiver, for SILENCE_S."""
-
-LOOPBACKS = ("127.0.0.1", "::1")
-"""Addresses at which nobody listens for other machines."""
 
 
 class IncomingWeights:
@@ -174,17 +171,18 @@ class _Source:
     """One rank of the trainer."""
 
     def __init__(self, rank: RankWeights, where: str, weights: Weights, part: int, parts: int) -> None:
-        self.where = f"{where} at {rank.host}:{rank.port}"
+        host = rank.host or LOOPBACK
+        self.where = f"{where} at {host}:{rank.port}"
         self.at = "before the first bucket"
         self.sums: list[int] = []
         self._taken = 0
         self._buffer = bytearray()
         self._memory: mmap.mmap | None = None
         here = this_machine() == rank.machine
-        if not here and rank.host in LOOPBACKS:
+        if not here and not rank.host:
             raise WeightSyncError(f"{where} is on another machine, and serves its own alone")
         with self._named():
-            self.connection = Connection.connect(rank.host, rank.port, rank.token)
+            self.connection = Connection.connect(host, rank.port, rank.token)
         try:
             known = _descriptions.get((rank.host, rank.port, rank.token), b"")
             hello = {"version": weights.version, "receiver": weights.receiver, "part": part, "parts": parts}

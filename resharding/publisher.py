@@ -26,9 +26,7 @@ from .buckets import BUCKET_BYTES, SLOTS, cut, described, fingerprint
 from .connection import Connection, this_machine
 from .delta import Shadow
 from .transfer import Sent, Transfer
-from .weights import Part, RankWeights, Weights
-
-LOOPBACK = "127.0.0.1"
+from .weights import LOOPBACK, Part, RankWeights, Weights
 
 _AGAIN_S = 0.05
 """Pause before receivers are let in again when one could not be."""
@@ -54,6 +52,7 @@ class WeightPublisher:
         self._shadow = Shadow() if deltas else None
         self.sent = Sent()
         """What the last version sent over the network."""
+        self._host = host
         try:
             self._listener = socket.create_server((host or LOOPBACK, 0), family=_family(host))
         except OSError as error:
@@ -111,8 +110,8 @@ class WeightPublisher:
         self.sent = self._transfer.sent
         self._idle.clear()
         self._filling.put(self._transfer)
-        host, port = self._listener.getsockname()[:2]
-        return Weights(version, (RankWeights(host, port, this_machine(), self._token),))
+        port: int = self._listener.getsockname()[1]
+        return Weights(version, (RankWeights(self._host, port, this_machine(), self._token),))
 
     def finish(self) -> str | None:
         """End the transfer that is under way: the weights may change from here on. Whoever has not taken everything is given an error.

@@ -35,12 +35,16 @@ def whole(named_tensors: Mapping[str, torch.Tensor]) -> Iterator[Part]:
         yield Part(name, tuple(tensor.shape), Box.full(tuple(tensor.shape)), tensor)
 
 
+LOOPBACK = "127.0.0.1"
+"""Where a rank listens that no other machine has to reach."""
+
+
 @dataclass(frozen=True)
 class RankWeights:
     """Where one rank gives its parts away. Plain data, of a size that does not depend on the model."""
 
     host: str
-    """Address on which it listens."""
+    """Address at which receivers on other machines reach it; empty: there are none, and it listens on LOOPBACK."""
     port: int
     machine: str
     """Where its memory can be mapped (see `this_machine`). Receivers on other machines are sent what they take."""

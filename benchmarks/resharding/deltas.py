@@ -13,7 +13,7 @@ from weft.resharding import incoming
 from weft.resharding.incoming import open_weights
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.tensor_receiver import receive_parts
-from weft.resharding.weights import whole
+from weft.resharding.weights import LOOPBACK, whole
 
 Tensors = dict[str, torch.Tensor]
 SHARES = (0.001, 0.01, 0.05, 0.5)
@@ -23,12 +23,12 @@ SHARES = (0.001, 0.01, 0.05, 0.5)
 @contextmanager
 def another_machine() -> Iterator[None]:
     """Receivers take the publisher to be on another machine, and are sent what they take."""
-    before = incoming.this_machine, incoming.LOOPBACKS
-    incoming.this_machine, incoming.LOOPBACKS = lambda: "another machine", ()
+    before = incoming.this_machine
+    incoming.this_machine = lambda: "another machine"
     try:
         yield
     finally:
-        incoming.this_machine, incoming.LOOPBACKS = before
+        incoming.this_machine = before
 
 
 def step(model: Tensors, share: float) -> None:
@@ -53,7 +53,7 @@ def measure(rounds: int, *, small: bool) -> dict[str, object]:
     rows = 256 if small else 4096
     model = {f"{n}.weight": torch.randn(rows, 1024).bfloat16() for n in range(8)}
     found = {name: torch.empty_like(tensor) for name, tensor in model.items()}
-    ways = {name: WeightPublisher(deltas=name == "delta") for name in ("delta", "whole")}
+    ways = {name: WeightPublisher(LOOPBACK, deltas=name == "delta") for name in ("delta", "whole")}
     seconds: dict[tuple[float, str], list[float]] = {(share, name): [] for share in SHARES for name in ways}
     shares: dict[float, float] = {}
     version = 0

@@ -51,7 +51,7 @@ def receive(after: int) -> None:
 
     weights = json.loads(sys.stdin.readline())
     (rank,) = weights["ranks"]
-    connection = Connection.connect(rank["host"], rank["port"], rank["token"])
+    connection = Connection.connect(rank["host"] or "127.0.0.1", rank["port"], rank["token"])
     hello = {"version": weights["version"], "receiver": f"mortal[{after}]", "part": 0, "parts": 1, "known": ""}
     connection.send(b"H", json.dumps(hello).encode())
     connection.receive()

@@ -20,7 +20,7 @@ from weft.resharding.layout import Held, Layout, Piece, RankLayout, Where
 from weft.resharding.plan import ReshardPlan
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.tensor_receiver import receive_parts
-from weft.resharding.weights import Part, Weights, whole
+from weft.resharding.weights import LOOPBACK, Part, Weights, whole
 
 Tensors = dict[str, torch.Tensor]
 
@@ -29,13 +29,12 @@ Tensors = dict[str, torch.Tensor]
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Receivers believe that they are on another machine."""
     monkeypatch.setattr(receiving, "this_machine", lambda: "another machine")
-    monkeypatch.setattr(receiving, "LOOPBACKS", ())
     monkeypatch.setattr(held_by_receivers, "_held", {})
 
 
 @pytest.fixture
 def publisher() -> Iterator[WeightPublisher]:
-    publisher = WeightPublisher(bucket_bytes=64 << 10, deltas=True)
+    publisher = WeightPublisher(LOOPBACK, 64 << 10, deltas=True)
     yield publisher
     publisher.close()
 
@@ -81,7 +80,7 @@ def test_a_step_that_changes_one_element_in_a_hundred_sends_less_than_three_byte
             assert sent.num_bytes < 0.03 * sent.whole_bytes
             assert sent.compared == sum(tensor.numel() for tensor in model.values())
             assert 0.005 < sent.changed / sent.compared < 0.015
-        plain = WeightPublisher()
+        plain = WeightPublisher(LOOPBACK)
         assert take(plain.publish(whole(model), version), model, "checks") == checksum  # as if all had been sent
         plain.close()
         step(model, 0.01, seed=version)

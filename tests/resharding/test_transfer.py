@@ -23,7 +23,7 @@ from weft.resharding.buckets import SLOTS
 from weft.resharding.incoming import open_weights
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.tensor_receiver import receive_parts
-from weft.resharding.weights import Given, Part, Weights, whole
+from weft.resharding.weights import LOOPBACK, Given, Part, Weights, whole
 
 Tensors = dict[str, torch.Tensor]
 BUCKET = 1024
@@ -49,8 +49,8 @@ NewPublisher = Callable[..., WeightPublisher]
 def new_publisher() -> Iterator[NewPublisher]:
     publishers: list[WeightPublisher] = []
 
-    def make(bucket_bytes: int = BUCKET) -> WeightPublisher:
-        publishers.append(WeightPublisher(bucket_bytes=bucket_bytes))
+    def make(bucket_bytes: int = BUCKET, host: str = LOOPBACK) -> WeightPublisher:
+        publishers.append(WeightPublisher(host, bucket_bytes))
         return publishers[-1]
 
     yield make
@@ -68,7 +68,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiving, "this_machine", lambda: "another machine")
-    monkeypatch.setattr(receiving, "LOOPBACKS", ())
 
 
 def empty_like(like: Tensors) -> Tensors:
@@ -428,7 +427,7 @@ def test_who_has_not_the_token_is_given_nothing(new_publisher: NewPublisher) -> 
     (rank,) = new_publisher().publish(whole(tensors()), 1).ranks
     assert rank.token not in repr(rank)
     with pytest.raises(OSError, match="ended the connection"):
-        connections.Connection.connect(rank.host, rank.port, "another token")
+        connections.Connection.connect(LOOPBACK, rank.port, "another token")
 
 
 def test_whoever_answers_in_the_publishers_place_is_not_believed() -> None:
@@ -453,7 +452,7 @@ def test_nonsense_costs_its_own_connection(new_publisher: NewPublisher) -> None:
     (rank,) = weights.ranks
     with socket.create_connection((rank.host, rank.port)) as stray:
         stray.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
-    connection = connections.Connection.connect(rank.host, rank.port, rank.token)
+    connection = connections.Connection.connect(LOOPBACK, rank.port, rank.token)
     connection.send(b"H", b"[")
     with pytest.raises(OSError, match="ended the connection"):
         connection.receive()
@@ -464,7 +463,7 @@ def test_nonsense_costs_its_own_connection(new_publisher: NewPublisher) -> None:
 def test_weights_of_another_machine_that_nobody_serves_are_refused(
     new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights = new_publisher().publish(whole(tensors()), 1)
+    weights = new_publisher(host="").publish(whole(tensors()), 1)
     monkeypatch.setattr(receiving, "this_machine", lambda: "another machine")
     with pytest.raises(WeightSyncError, match="rank 0 of the trainer is on another machine, and serves its own alone"):
         open_weights(weights)

@@ -185,8 +185,8 @@ def test_with_deltas_the_share_of_changed_elements_is_a_metric(
     from weft.resharding import incoming
 
     monkeypatch.setattr(incoming, "this_machine", lambda: "another machine")
-    monkeypatch.setattr(incoming, "LOOPBACKS", ())
-    worker = ActorWorker(ActorConfig(model=str(tiny_model), deltas="auto", learning_rate=1e-2))
+    alone = Context("actor", address="127.0.0.1")
+    worker = ActorWorker(ActorConfig(model=str(tiny_model), deltas="auto", learning_rate=1e-2), alone)
     reference = ReferenceWorker(ReferenceConfig(model=str(tiny_model)), Context("reference"))
     shares: list[float] = []
     for version in range(3):
