@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 OF_ONE_START = ("origin", "starts", "versions", "sources", "data")
 """Parts of a configuration that are compared by themselves, or not at all."""
-OF_THE_CLOCK = ("time_s", "step_s", "per_s", "pause_s", "seconds", "_bytes")
+OF_THE_CLOCK = ("_s", "idle_share", "_bytes")
 """Ends of the names of metrics that differ from run to run by themselves."""
 MOST = 12
 """Metrics that are listed."""
@@ -43,13 +43,14 @@ class Diff(Command):
         facts = facts_of(a), facts_of(b)
         notes += [f"damaged: {what}" for one in facts for what in one.damage]
         settings, versions, data = compare_configs(facts[0].config, facts[1].config)
-        step, metrics = compare_metrics(_metrics(a, notes), _metrics(b, notes))
+        measured = _metrics(a, notes), _metrics(b, notes)
+        step, metrics = compare_metrics(*measured)
         sample = first_difference(a, b, notes)
         found = {
             "settings": settings,
             "versions": versions,
             "data": data,
-            "metrics": {"first_step": step, "values": metrics},
+            "metrics": {"steps": len(set(measured[0]) & set(measured[1])), "first_step": step, "values": metrics},
             "sample": sample.for_programs if sample else None,
         }
         return Answer(found, _text(found, sample), notes)
@@ -119,10 +120,12 @@ def _text(found: Mapping[str, Any], sample: SampleDifference | None) -> str:
     for part in ("settings", "versions", "data"):
         lines += _part(part, found[part])
     metrics = found["metrics"]
-    if metrics["first_step"] is None:
+    if not metrics["steps"]:
+        lines.append("metrics: not compared, because the runs have no step in common that can be read")
+    elif metrics["first_step"] is None:
         lines.append("metrics: the same")
     else:
-        lines.append(f"metrics: the same before step {metrics['first_step']}, where {len(metrics['values'])} differ")
+        lines.append(f"metrics: {len(metrics['values'])} differ at step {metrics['first_step']}, and none before it")
         shown = list(metrics["values"].items())
         lines += [f"  {name}: {a:.9g} | {b:.9g}" for name, (a, b) in shown[:MOST]]
         lines += [f"  ... {len(shown) - MOST} more"] if len(shown) > MOST else []

@@ -116,9 +116,9 @@ def facts_of(run: Path) -> RunFacts:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder looks like that of a run."""
+    """Whether a folder looks like that of a run. The folder of a model has a `config.json`, too, so that one proves nothing."""
     with suppress(OSError):
-        return any((folder / name).exists() for name in (CONFIG, "lock", "buffer", "metrics.arrows", "metrics.parquet"))
+        return any((folder / name).exists() for name in ("lock", "buffer", "metrics.arrows", "metrics.parquet"))
     return False
 
 

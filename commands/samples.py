@@ -14,6 +14,11 @@ from .run_folder import find_run
 if TYPE_CHECKING:
     import pyarrow as pa
 
+SAMPLES = 5
+"""Samples that are shown by default."""
+ROWS = 100
+"""Rows of an answer in SQL that are shown by default."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Samples(Command):
@@ -26,8 +31,8 @@ class Samples(Command):
     """Show samples of this step. Default: the last that has any."""
     graph: str = "train"
     """Show samples of this graph: train, or the name of an evaluation."""
-    limit: int = 5
-    """Show at most so many samples, or rows of an answer."""
+    limit: int | None = None
+    """Show at most so many. Default: 5 samples, or 100 rows of an answer in SQL."""
 
     def answer(self) -> Answer:
         return self._asked(self.sql) if self.sql is not None else self._shown()
@@ -38,8 +43,9 @@ class Samples(Command):
 
         notes: list[str] = []
         table = query(find_run(self.run), sql, notes)
-        found = {"rows": table.slice(0, self.limit).to_pylist(), "number": len(table)}
-        return Answer(found, render_table(table, limit=self.limit), [f"note: {note}" for note in notes])
+        limit = ROWS if self.limit is None else self.limit
+        found = {"rows": table.slice(0, limit).to_pylist(), "number": len(table)}
+        return Answer(found, render_table(table, limit=limit), [f"note: {note}" for note in notes])
 
     def _shown(self) -> Answer:
         from ..controllers.telling.sample import sample_of
@@ -60,7 +66,8 @@ class Samples(Command):
         if step not in steps:
             raise UserError(f"{run} has no samples of step {step}; it has them of steps {_ranges(steps)}")
         parts = [part for part in files if (part.graph, part.step) == (self.graph, step)]
-        rows = [row for table in tables(parts, notes) for row in _rows(table, self.limit)][: self.limit]
+        limit = SAMPLES if self.limit is None else self.limit
+        rows = [row for table in tables(parts, notes) for row in _rows(table, limit)][:limit]
         text = "\n\n".join(str(sample_of(row, step)) for row in rows)
         found = {"graph": self.graph, "step": step, "rows": [row.to_pylist()[0] for row in rows]}
         return Answer(found, text, notes)

@@ -103,7 +103,8 @@ class View:
         self.show()
         rows = [self._rows[step] for step in sorted(self._rows)]
         seconds = rows[-1].get("time_s", 0.0) if rows else 0.0
-        places = {"run": self.run, "checkpoints": self.run / "checkpoints", "samples": self.run / "samples"}
+        inside = {"checkpoints": "checkpoints", "metrics": "metrics.parquet", "samples": "samples"}
+        places = {"run": self.run, **{what: self.run / name for what, name in inside.items()}}
         there = {what: path for what, path in places.items() if path.exists()}
         self.display.ended(ending_of(self.run.name, rows, self._evaluations, seconds, there))
 

@@ -81,3 +81,17 @@ def test_versions_are_apart_and_what_a_clock_measures_is_passed_over():
         {1: {"loss": 1.0, "step_s": 2}, 2: {"loss": 1.1, "kl": 4.0}},
     )
     assert (step, list(values)) == (2, ["kl", "loss"])
+
+
+def test_all_that_a_clock_measures_is_passed_over():
+    a = {"step_s": 1.0, "rollout/weights_transfer_s": 0.1, "rollout/idle_share": 0.5, "tokens_per_s": 9.0, "steps": 2.0}
+    assert compare_metrics({1: a}, {1: dict.fromkeys(a, 2.0)}) == (None, {})
+
+
+def test_metrics_that_cannot_be_read_are_not_called_the_same(
+    done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    other = Path(shutil.copytree(done / "one", tmp_path / "other"))
+    (other / "metrics.parquet").write_text("garbage")
+    assert main(["diff", "one", str(other)]) == 0
+    assert "metrics: not compared" in capsys.readouterr().out

@@ -33,6 +33,8 @@ def test_runs_says_what_ended_a_run_and_which_was_killed(tmp_path: Path, capsys:
     (tmp_path / "killed" / "lock").mkdir()
     (tmp_path / "killed" / "lock" / "epoch_000001").write_text(json.dumps(holder | {"pid": 2**22 + 1}) + "\n")
     (tmp_path / "no run").mkdir()
+    (tmp_path / "a model").mkdir()
+    (tmp_path / "a model" / "config.json").write_text('{"model_type": "llama"}')
     assert main(["runs", str(tmp_path), "--json"]) == 0
     failed, killed = json.loads(capsys.readouterr().out)["runs"]
     assert (failed["status"], failed["trouble"]) == ("failed", "RuntimeError: no more room")

@@ -22,6 +22,13 @@ def test_sql_asks_about_all_samples(done: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.splitlines() == ["graph   n", "eval    6", "train  24"]
 
 
+def test_an_answer_in_sql_is_longer_than_the_samples_that_are_shown(done: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["samples", "one", "--sql", "select sample_id from samples"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1 + 30
+    assert main(["samples", "one", "--sql", "select sample_id from samples", "--limit", "3"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "... 27 more"
+
+
 def test_what_there_is_not_is_told_with_what_there_is(done: Path, capsys: pytest.CaptureFixture[str]):
     for words, says in (
         (["--step", "9"], "no samples of step 9; it has them of steps 1 to 3"),

@@ -26,6 +26,7 @@ def test_a_run_that_is_over_is_shown_as_it_went(done: Path, capsys: pytest.Captu
         "eval of step 3: 1.000",
         "step 3/3",
     ]
+    assert any(line.split() == ["metrics:", "runs/one/metrics.parquet"] for line in said)
     assert "run one: 3 steps, 0:00" in said and "\x1b" not in "".join(said)
     assert main(["watch", "one", "--last", "1"]) == 0
     assert "step 2/3" not in capsys.readouterr().out
