@@ -67,6 +67,7 @@ def check_log(folder: Path) -> Report:
             violations.append(Violation(Rule.SOUND_LOG, "... and more: the check stopped here"))
             break
     saved.note_rest(end)
+    samples.compare_late()
     for path in sorted(folder.glob(f"{LOG}.cut-*")):
         size = path.stat().st_size
         damage.append(f"{path.name}: {size} bytes were cut off the log when the run was restarted")
@@ -197,14 +198,31 @@ class RecordedSamples:
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._parts: dict[tuple[str, int], list[SampleFile]] = {}
-        for part in sample_files(run):
-            self._parts.setdefault((part.graph, part.lease), []).append(part)
+        self._parts = _by_lease(sample_files(run))
         self.violations: list[Violation] = []
         self._uncompared = 0
+        self._late: dict[tuple[str, int], Mapping[int, int]] = {}
+        """Leases with rows that were in no file when the files were listed."""
 
     def compare(self, graph: str, lease: int, steps: Mapping[int, int]) -> None:
-        """The files of a lease must hold these rows (sample id -> step), each under its step."""
+        """The files of a lease must hold these rows (sample id -> step), each under its step.
+
+        A run that goes on writes files after they were listed. `compare_late` therefore looks again for rows that are missing.
+        """
+        self._compare(graph, lease, steps, self._late)
+
+    def compare_late(self) -> None:
+        """Compare the leases whose rows were missing with the files that are there now that their ends have been read in the log."""
+        late, self._late = self._late, {}
+        if late:
+            found = _by_lease(sample_files(self._run))
+            self._parts |= {key: found[key] for key in late.keys() & found.keys()}
+        for (graph, lease), steps in late.items():
+            self._compare(graph, lease, steps, None)
+
+    def _compare(
+        self, graph: str, lease: int, steps: Mapping[int, int], late: dict[tuple[str, int], Mapping[int, int]] | None
+    ) -> None:
         found = self._parts.pop((graph, lease), [])
         if steps and not (self._run / FOLDER).is_dir():
             self._uncompared += len(steps)
@@ -218,6 +236,9 @@ class RecordedSamples:
                 return
         who, times = f"lease {lease} of graph {graph!r}", Counter(id for id, _ in filed)
         if missing := sorted(steps.keys() - times.keys()):
+            if late is not None:
+                late[graph, lease] = dict(steps)
+                return
             those = f"{len(missing)} are missing (sample ids {missing[:3]})"
             self._complain(f"{who} recorded {len(steps)} rows; {those}")
         if wrong := [id for id, number in times.items() if number > 1 or id not in steps]:
@@ -239,3 +260,11 @@ class RecordedSamples:
             what = f"{self._uncompared} recorded rows are not compared with it"
             found.append(f"{self._run / FOLDER} does not exist: {what}")
         return found
+
+
+def _by_lease(files: list[SampleFile]) -> dict[tuple[str, int], list[SampleFile]]:
+    """(graph, lease) -> its files."""
+    parts: dict[tuple[str, int], list[SampleFile]] = {}
+    for part in files:
+        parts.setdefault((part.graph, part.lease), []).append(part)
+    return parts

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from ledgers import dapo
 from played_ledgers import at, drive, publish, report_of
+from recorded_run import write_samples
 
-from weft.dataflow.buffer.check import check_log
+from weft.dataflow.buffer.check import RecordedSamples, check_log
 from weft.dataflow.buffer.checkpoint_file import read_checkpoint, write_checkpoint
 from weft.dataflow.buffer.folder import LOG
 from weft.dataflow.buffer.history import history
@@ -170,3 +171,14 @@ def test_a_log_of_the_format_before_is_read_as_it_is(tmp_path: Path):
     assert not check_log(tmp_path / "run").violations
     before, after = (restore(tmp_path / name).ledgers["train"] for name in ("true", "run"))
     assert list(save(before)) == list(save(after))
+
+
+def test_a_file_that_a_live_run_writes_after_the_files_were_listed_is_not_missing(tmp_path: Path):
+    samples = RecordedSamples(tmp_path)
+    write_samples(tmp_path)
+    samples.compare("train", 1, {1: 1, 2: 1})
+    samples.compare("eval", 1, {3: 2, 4: 2})
+    samples.compare_late()
+    [violation] = map(str, samples.violations)
+    assert "lease 1 of graph 'eval' recorded 2 rows; 1 are missing (sample ids [4])" in violation
+    assert not samples.notes()
