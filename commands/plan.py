@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..dataflow.errors import Planned, UserError
@@ -75,7 +76,9 @@ def _text(plan: Plan, settings: Composed | None) -> Iterator[str]:
     if settings is not None:
         yield "settings"
         for name, origin in settings.origins.items():
-            yield f"  {name} = {settings.values[name]!r}  ({origin})"
+            value = settings.values[name]
+            value = str(value) if isinstance(value, Path) else value
+            yield f"  {name} = {value!r}  ({origin})"
     spec = plan.spec
     for name, graph in spec.graphs.items():
         yield f"graph {name}"
@@ -88,11 +91,13 @@ def _text(plan: Plan, settings: Composed | None) -> Iterator[str]:
     for update in plan.updates:
         yield (
             f"  {update.node}: {update.rows:,} rows, {update.rows_per_replica:,} on each replica, up to {update.tokens:,} tokens; "
-            f"up to {update.microbatches_per_replica:,} microbatches on each replica, {update.optimizer_steps} optimizer steps"
+            f"up to {update.microbatches_per_replica:,} microbatches on each replica, optimizer steps: {update.optimizer_steps}"
         )
     yield "memory of each rank, in MiB, without activations and without what Python and its libraries take"
     for group in plan.groups:
-        yield f"  {group.group}: {group.ranks} ranks on pool {group.pool!r}" + _unknown(group.unknown)
+        yield f"  {group.group}: {group.ranks} rank{'s' * (group.ranks != 1)} on pool {group.pool!r}" + _unknown(
+            group.unknown
+        )
         yield from (f"    {phase}: {_mib(found)}" for phase, found in group.phases.items() if found)
     machine = plan.machine
     for pool, needed in plan.needed.items():

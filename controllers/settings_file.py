@@ -59,9 +59,9 @@ def _yaml(path: Path, text: str) -> dict[str, Placed]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
-        raise UserError(f"{path}{line}: it is no YAML: {error.problem or error.context}") from None
+        raise UserError(f"{path}{line}: it is not YAML: {error.problem or error.context}") from None
     except yaml.YAMLError as error:
-        raise UserError(f"{path}: it is no YAML: {error}") from None
+        raise UserError(f"{path}: it is not YAML: {error}") from None
 
 
 def _yaml_mapping(path: Path, node: Any, loader: Any) -> dict[str, Placed]:
@@ -87,7 +87,7 @@ def _toml(path: Path, text: str) -> dict[str, Placed]:
     except tomllib.TOMLDecodeError as error:
         line = re.search(r"at line (\d+)", str(error))
         place = f"{path}:{line[1]}" if line else f"{path}:{len(text.splitlines())}"
-        raise UserError(f"{place}: it is no TOML: {error}") from None
+        raise UserError(f"{place}: it is not TOML: {error}") from None
     return _toml_mapping(path, values, "", _toml_lines(text))
 
 

@@ -20,6 +20,7 @@ class Settings(weft.Config):
     steps: int = 3
     seed: int = 0
     writes: bool = False
+    out: Path = Path("out")
 
 
 def main(settings: Settings) -> None:
@@ -60,6 +61,7 @@ def test_settings_have_their_origins_and_a_step_its_sizes(folder: Path):
         "steps": "--steps 9",
         "seed": "settings.toml:1",
         "writes": "default",
+        "out": "default",
     }
     assert (found["step"]["prompts"], found["step"]["samples"], found["step"]["rows"]) == (6, 4, 24)
     [update] = found["step"]["updates"]
@@ -74,10 +76,15 @@ def test_settings_have_their_origins_and_a_step_its_sizes(folder: Path):
     assert sorted(path.name for path in folder.iterdir()) == ["settings.toml", "train.py"]
 
 
+def test_a_plan_is_written_for_a_person(folder: Path):
+    lines = plan(folder, "train.py").stdout.splitlines()
+    assert "  out = 'out'  (default)" in lines and "  actor: 1 rank on pool" in "\n".join(lines)
+
+
 def test_a_script_that_writes_before_its_driver_is_told_where(folder: Path):
     done = plan(folder, "train.py", "--writes")
     assert done.returncode == 2
-    assert "before it makes its driver, the script writes made (train.py:16), and weft plan starts and" in done.stderr
+    assert "before it makes its driver, the script writes made (train.py:17), and weft plan starts and" in done.stderr
     assert not (folder / "made").exists()
 
 
