@@ -201,10 +201,10 @@ def test_an_actor_that_dies_ends_a_run_without_checkpoints(tmp_path: Path):
 
 
 class FrailActor(MortalActor):
-    """Dies once and later hangs once."""
+    """Dies once, and hangs once when it comes there again."""
 
     def publish_weights(self, version: int, receivers: Sequence[str] = ()) -> Any:
-        if version == 2:
+        if version == 3:
             die(self.config.folder, "publishes", 1)
         if version == 3 and not (self.config.folder / "hangs").exists():
             (self.config.folder / "hangs").touch()

@@ -14,9 +14,10 @@ class Kept:
     """Appends to `kept.jsonl`: a line for each call."""
 
     overwrites = False
+    keeps_in = "kept.jsonl"
 
     def open(self, run: TrackedRun) -> str:
-        self.file = run.folder / "kept.jsonl"
+        self.file = run.folder / self.keeps_in
         self._write({"open": run.id, "after": run.after, "logged": run.logged, "config": dict(run.config)})
         return run.id or "first"
 
@@ -38,26 +39,31 @@ class Overwriting(Kept):
     overwrites = True
 
 
-class Raising(Kept):
+class Misbehaving(Kept):
+    keeps_in = "misbehaving.jsonl"
+    """Apart from the lines of the others, which may be complete before this one begins."""
+
+
+class Raising(Misbehaving):
     """It says a secret of the environment, too."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         raise ConnectionError(f"refused with the key {os.environ.get('TRACKER_API_KEY')}")
 
 
-class Dying(Kept):
+class Dying(Misbehaving):
     """As the kernel ends what takes too much memory."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Hanging(Kept):
+class Hanging(Misbehaving):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         time.sleep(1e6)
 
 
-class HangingAtOnce(Kept):
+class HangingAtOnce(Misbehaving):
     def open(self, run: TrackedRun) -> str:
         (run.folder / "hangs").touch()
         time.sleep(1e6)
