@@ -96,7 +96,7 @@ def spec(graph: Graph, handles: Mapping[str, Handle], every: int = 1, seed: int 
         BufferConfig(),
         CheckpointConfig(every=every),
         None,
-        True,
+        (),
     )
 
 
