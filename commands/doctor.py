@@ -3,22 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import arg
 
 from .command import Answer, Command
+from .run_folder import RUNS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor(Command):
-    """Try on this machine, with a random model, what Weft does on it: attention, collectives, weights, a run. Nothing is downloaded.
-    Exit code 1 if a check failed."""
+    """Say what is wrong with this machine, and what to do about it: versions that do not fit each other, room, limits, ports, GPUs,
+    variables. With --try or --gpu, try with a random model what Weft does: attention, collectives, weights, a run. Nothing is downloaded.
+    Exit code 1 if something fails."""
 
+    tried: Annotated[bool, arg(name="try")] = False
+    """Try it, too, in the form that a CPU allows; some minutes."""
     gpu: bool = False
-    """Use the GPUs; otherwise what a CPU allows is tried, and the rest is skipped."""
+    """Try it on the GPUs of this machine."""
+    root: Annotated[Path, arg(metavar="FOLDER")] = RUNS
+    """The folder of runs, whose disk is looked at."""
 
     def answer(self) -> Answer:
+        from ..controllers.doctor.finding import text_of
+        from ..controllers.doctor.look import look
+
+        findings = look(self.root)
+        text = text_of(findings)
+        found = {"gpu": self.gpu, "findings": [finding.json() for finding in findings]}
+        failed = any(finding.outcome == "fail" for finding in findings)
+        if not (self.tried or self.gpu):
+            return Answer(found, text, exit_code=int(failed))
         from ..controllers.doctor.check import table_of
         from ..controllers.doctor.doctor import examine
 
         records = examine(self.gpu)
-        found = {"gpu": self.gpu, "checks": [record.json() for record in records]}
-        return Answer(found, table_of(records), exit_code=int(any(record.outcome == "failed" for record in records)))
+        failed |= any(record.outcome == "failed" for record in records)
+        found["checks"] = [record.json() for record in records]
+        return Answer(found, f"{text}\n\n{table_of(records)}", exit_code=int(failed))

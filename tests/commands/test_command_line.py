@@ -23,19 +23,20 @@ def commands(tree: Mapping = TREE) -> Iterator[list[str]]:
         yield from ([name, *rest] for rest in commands(below)) if isinstance(below, Mapping) else ([name],)
 
 
-def test_help_of_every_command_loads_nothing_heavy():
+def test_help_of_every_command_and_the_doctor_load_nothing_heavy():
     tried = [["--help"], [], *([*words, "--help"] for words in commands())]
     code = (
         "import sys\nfrom weft.__main__ import main\n"
         f"for words in {tried}:\n"
         "    try: main(words)\n"
         "    except SystemExit as end: assert end.code == 0\n"
+        "assert main(['doctor']) in (0, 1)\n"
         "print(sorted(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     loaded = set(json.loads(done.stdout.splitlines()[-1].replace("'", '"')))
-    assert not loaded & HEAVY
+    assert not loaded & HEAVY and "Ray's token" in done.stdout
     for words in commands():
         assert f"usage: weft {' '.join(words)} [-h]" in done.stdout
 
