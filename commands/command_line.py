@@ -41,6 +41,7 @@ TREE: Mapping[str, Any] = {
     "submit": "submit:Submit",
     "jobs": {"list": "jobs:List", "follow": "jobs:Follow", "stop": "jobs:Stop"},
     "doctor": "doctor:Doctor",
+    "dashboard": "dashboard:Dashboard",
     "completion": "completion:Completion",
 }
 """Name -> module and class of a command, or the commands below it."""

@@ -16,7 +16,7 @@ from .command import Answer, Command
 from .run_folder import find_run
 
 if TYPE_CHECKING:
-    from .sample_difference import SampleDifference
+    from ..dashboard.reading.sample_difference import SampleDifference
 
 OF_ONE_START = ("origin", "starts", "versions", "sources", "data")
 """Parts of a configuration that are compared by themselves, or not at all."""
@@ -35,8 +35,8 @@ class Diff(Command):
     run_b: Annotated[Positional[str], arg(metavar="RUN_B", help="The run that it is compared with.")]
 
     def answer(self) -> Answer:
-        from .run_facts import facts_of
-        from .sample_difference import first_difference
+        from ..dashboard.reading.run_facts import facts_of
+        from ..dashboard.reading.sample_difference import first_difference
 
         a, b = find_run(self.run_a), find_run(self.run_b)
         notes = list[str]()

@@ -21,7 +21,7 @@ class Runs(Command):
     """The folder of all runs."""
 
     def answer(self) -> Answer:
-        from .run_facts import facts_of, is_run
+        from ..dashboard.reading.run_facts import facts_of, is_run
 
         if not self.folder.is_dir():
             raise UserError(

@@ -13,7 +13,7 @@ from .command import Answer, Command, RunName
 from .run_folder import find_run
 
 if TYPE_CHECKING:
-    from .run_facts import RunFacts
+    from ..dashboard.reading.run_facts import RunFacts
 
 LOOK_S = 0.5
 """Seconds between two looks at a run that was asked to end."""
@@ -31,7 +31,7 @@ class Stop(Command):
     def answer(self) -> Answer:
         from ..controllers.run_lock import Life
         from ..controllers.stop_request import request_stop
-        from .run_facts import facts_of
+        from ..dashboard.reading.run_facts import facts_of
 
         run = find_run(self.run)
         facts = facts_of(run)
@@ -50,7 +50,7 @@ class Stop(Command):
 
     def _ended(self, run: Path, asked: RunFacts) -> Answer:
         from ..controllers.run_lock import Life, life_of
-        from .run_facts import facts_of
+        from ..dashboard.reading.run_facts import facts_of
 
         deadline = time.monotonic() + self.timeout
         while life_of(run) == (Life.ALIVE, asked.holder):

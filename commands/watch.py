@@ -32,7 +32,7 @@ class Watch(Command):
 
     def answer(self) -> Answer:
         from ..controllers.telling.displays import display_for
-        from .run_facts import facts_of
+        from ..dashboard.reading.run_facts import facts_of
 
         run = find_run(self.run)
         if not self.json:
@@ -65,9 +65,9 @@ class View:
     """Alerts that were shown or passed over."""
 
     def __post_init__(self) -> None:
+        from ..dashboard.reading.run_facts import facts_of
         from ..dataflow.buffer.run_tables import METRICS, STREAM
         from ..dataflow.buffer.stream_tail import StreamTail
-        from .run_facts import facts_of
 
         self._facts = facts_of(self.run)
         self._stream = StreamTail(self.run / f"{METRICS}{STREAM}")

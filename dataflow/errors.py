@@ -5,6 +5,7 @@
      │   ├─ SettingError                       a configuration class refuses its settings
      │   ├─ GraphError                         the graph breaks a rule
      │   ├─ NoSuchNodeError (AttributeError)   a worker class has no such node
+     │   ├─ NoSuchRunError                     a page of the dashboard asks for a run that is not there
      │   ├─ SymptomError                       a sign that a run cannot learn, which `stop_on` names
      │   │   └─ NoSignalError                  the first steps of a run have nothing to learn from
      │   └─ SampleError                        a mistake that shows on particular samples
@@ -96,6 +97,10 @@ class GraphError(UserError):
 class NoSuchNodeError(UserError, AttributeError):
     """A worker class has no such node. The message offers the nearest node; `hasattr(actor, "logprobs")` tests for
     one."""
+
+
+class NoSuchRunError(UserError):
+    """A page of the dashboard asks for a run that is not there, or not any more."""
 
 
 class SampleError(UserError):

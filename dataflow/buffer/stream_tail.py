@@ -20,6 +20,8 @@ class StreamTail:
         self._offset = 0
         self._file: tuple[int, int] | None = None
         """Device and number of the file that the offset is of."""
+        self.begun = 0
+        """How often it was read from the beginning: what was read before counts no more when this has grown."""
         self._schema: pa.Schema | None = None
 
     def read(self) -> list[pa.RecordBatch]:
@@ -34,6 +36,7 @@ class StreamTail:
                 this = found.st_dev, found.st_ino
                 if this != self._file or found.st_size < self._offset:
                     self._file, self._offset, self._schema = this, 0, None
+                    self.begun += 1
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:

@@ -13,7 +13,7 @@ from weft.commands.command import Command
 from weft.commands.command_line import parse
 
 ROWS = re.findall(r"^\| `(weft [\w ]+)` \| .* \| `(weft .*)` \|$", (ROOT / "docs" / "commands.md").read_text(), re.M)
-TRIED_ELSEWHERE = {"weft export", "weft run", "weft plan", "weft submit"}
+TRIED_ELSEWHERE = {"weft dashboard", "weft export", "weft run", "weft plan", "weft submit"}
 """They take minutes, or need a model, a process or a cluster, and have tests of their own."""
 HERE = [example for command, example in ROWS if command not in TRIED_ELSEWHERE and "jobs" not in command]
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..controllers.alerts import Alert, read_alerts
-from ..controllers.run_lock import Holder, Life, life_of
-from ..controllers.telling.records import metric_of
+from ...controllers.alerts import Alert, read_alerts
+from ...controllers.run_lock import Holder, Life, life_of
+from ...controllers.telling.records import metric_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -52,12 +52,12 @@ class RunFacts:
     @property
     def error(self) -> str | None:
         """What ended the run; None: no error did. An older start of it may have ended with one."""
-        ended = bool(self.alerts) and self.alerts[-1].ends and self.alerts[-1].time >= self._since
+        ended = bool(self.alerts) and self.alerts[-1].ends and self.alerts[-1].time >= self.since
         return self.alerts[-1].text if ended else None
 
     @property
-    def _since(self) -> float:
-        """Seconds since 1970 at which the latest driver took the run."""
+    def since(self) -> float:
+        """Seconds since 1970 at which the latest driver took the run; 0 where nobody says."""
         with suppress(ValueError):
             return calendar.timegm(time.strptime(self.holder.since if self.holder else "", "%Y-%m-%d %H:%M:%S UTC"))
         return 0.0
@@ -103,16 +103,18 @@ class RunFacts:
         }
 
 
-def facts_of(run: Path) -> RunFacts:
+def facts_of(run: Path, last: Mapping[str, float] | None = None) -> RunFacts:
     """What is known of a run. No error is raised for a damaged one, and nothing is written.
 
     Args:
         run: its directory.
+        last: metrics of its last step, where they are known; None: they are read.
     """
     damage: list[str] = []
     life, holder = life_of(run)
     alerts = [alert for alert in read_alerts(run) if isinstance(alert.text, str) and isinstance(alert.time, float)]
-    return RunFacts(run, life, holder, _config(run, damage), _last(run, damage), tuple(alerts), tuple(damage))
+    last = _last(run, damage) if last is None else last
+    return RunFacts(run, life, holder, _config(run, damage), last, tuple(alerts), tuple(damage))
 
 
 def is_run(folder: Path) -> bool:
@@ -138,8 +140,8 @@ def _config(run: Path, damage: list[str]) -> Mapping[str, Any]:
 def _last(run: Path, damage: list[str]) -> Mapping[str, float]:
     import pyarrow as pa
 
-    from ..dataflow.buffer.run_tables import METRICS, PARQUET, STREAM
-    from ..dataflow.buffer.stream_tail import StreamTail
+    from ...dataflow.buffer.run_tables import METRICS, PARQUET, STREAM
+    from ...dataflow.buffer.stream_tail import StreamTail
 
     stream, parquet = run / f"{METRICS}{STREAM}", run / f"{METRICS}{PARQUET}"
     try:

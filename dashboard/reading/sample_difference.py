@@ -80,7 +80,7 @@ def first_difference(a: Path, b: Path, notes: list[str]) -> SampleDifference | N
         a, b: directories of the runs.
         notes: gets a line for each file that cannot be read.
     """
-    from ..dataflow.buffer.samples import SampleFile, recorded, tables
+    from ...dataflow.buffer.samples import SampleFile, recorded, tables
 
     def parts(run: Path) -> dict[tuple[int, str], list[SampleFile]]:
         found: dict[tuple[int, str], list[SampleFile]] = {}

@@ -1,0 +1,104 @@
+"""Run directories to look at: real runs of a tiny model in this process, in every state that a dashboard meets.
+
+    python benchmarks/dashboard/demo_runs.py FOLDER                     # those that end; a minute
+    python benchmarks/dashboard/demo_runs.py FOLDER --only live         # one that goes on until it is ended
+    python benchmarks/dashboard/demo_runs.py FOLDER --only large        # 10,000 steps and 100,000 samples, by the real writers
+
+| run | what it is |
+|---|---|
+| `first`, `second` | the same training with two seeds and two learning rates; done, with evaluations and checkpoints |
+| `ahead` | asynchronous: responses with tokens of two versions |
+| `killed` | its process was killed in the middle of a step |
+| `failed` | its reward function raises |
+| `nothing` | killed before the first step was over |
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+HERE = Path(__file__).resolve().parent
+sys.path += [str(HERE.parent.parent)]
+ENDED = ("first", "second", "ahead", "killed", "failed", "nothing")
+
+
+def train(root: Path, name: str) -> None:
+    """One of these runs."""
+    import weft
+    from examples.arithmetic import make_data, make_model, right_digits
+    from weft.algorithms.evaluation import evaluate
+    from weft.algorithms.grpo import grpo
+
+    data = root / ".data"
+    if not (data / "model").exists():
+        data.mkdir(parents=True, exist_ok=True)
+        make_data(data, 0)
+        make_model(data / "model", seed=0)
+    model = str(data / "model")
+    made = [0]
+
+    def judge(response: str, answer: str) -> float:
+        made[0] += 1
+        if name == "failed" and made[0] > 400:
+            raise ValueError(f"no rule for {response!r}")
+        if name == "live":
+            time.sleep(0.004)
+        if name == "nothing" or (name == "killed" and made[0] > 1500):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return right_digits(response, answer)
+
+    prompts = weft.Prompts.read(data / "train.parquet", model)
+    held_out = weft.Prompts.read(data / "held_out.parquet", model, limit=64)
+    rate = 1e-3 if name == "second" else 3e-3
+    actor = weft.group(weft.ActorWorker, model=model, learning_rate=rate)
+    rollout = weft.group(weft.RolloutWorker, model=model, engine="transformers")
+    reward = weft.group(weft.RewardWorker, function=judge, tokenizer=model)
+    rollout.follows(actor)
+    graph = grpo(prompts, rollout=rollout, reward=reward, actor=actor, n=8, sampling=weft.Sampling(max_tokens=6))
+    greedy = weft.Sampling(max_tokens=6, temperature=0)
+    evaluation = weft.Evaluation(
+        evaluate(held_out, rollout=rollout, reward=reward, sampling=greedy), every=10, at_start=name != "nothing"
+    )
+    steps = 100_000 if name == "live" else 40
+    sizes = {"steps": steps, "prompts_per_step": 16}
+    schedule = weft.Asynchronous(**sizes, max_staleness=1) if name == "ahead" else weft.Synchronous(**sizes)
+    with weft.Driver(
+        graph,
+        schedule=schedule,
+        evaluations=[evaluation],
+        checkpoint=weft.CheckpointConfig(every=0 if name in ("live", "nothing") else 10),
+        root=root,
+        name=name,
+        seed=int(name == "second"),
+        stop_on=(),
+    ) as driver:
+        driver.run()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", nargs="+", choices=[*ENDED, "live", "large"], default=list(ENDED))
+    parser.add_argument("--here", action="store_true", help="in this process")
+    arguments = parser.parse_args()
+    for name in arguments.only:
+        if name == "large":
+            sys.path.append(str(HERE))
+            import large_run
+
+            print(large_run.make(arguments.folder / "large"))
+        elif arguments.here:
+            train(arguments.folder, name)
+        else:
+            subprocess.run([sys.executable, __file__, str(arguments.folder), "--only", name, "--here"], check=False)
+
+
+if __name__ == "__main__":
+    main()

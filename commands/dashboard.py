@@ -1,0 +1,43 @@
+"""`weft dashboard`: a local web page over runs, live and finished."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from ..dataflow.errors import UserError, nearest
+from .command import Answer, Command
+from .run_folder import RUNS, run_names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dashboard(Command):
+    """Serve a web page over runs, live and finished: curves, graph, timeline, samples, buffer, workers. Ctrl-C ends it and leaves the runs
+    alone."""
+
+    folder: Annotated[Positional[Path], arg(metavar="RUNS")] = RUNS
+    """The folder of all runs, or one run: its directory, or its name under runs/."""
+    host: str = "127.0.0.1"
+    """Address that it listens on. Any other than loopback shows runs to whoever has the token."""
+    port: int = 0
+    """Port that it listens on; 0: one that is free."""
+    token: str | None = None
+    """What the address is to carry; default: a new one. An empty one asks for none, on loopback alone."""
+
+    def answer(self) -> Answer:
+        from ..dashboard.server.serving import Serving
+
+        folder = self._folder()
+        serving = Serving(folder, self.host, self.port, self.token)
+        print(f"dashboard of {folder}: {serving.address}", flush=True)
+        serving.serve()
+        return Answer({"address": serving.address, "folder": str(folder)})
+
+    def _folder(self) -> Path:
+        for path in (self.folder, RUNS / self.folder):
+            if path.is_dir():
+                return path
+        raise UserError(f"there is no folder {self.folder}{nearest(self.folder.name, run_names(RUNS))}")

@@ -1,0 +1,136 @@
+"""MetricLog: the metrics of a run as arrays. While the run goes on, each look reads what is new."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import pyarrow as pa
+
+from ...dataflow.buffer.run_tables import METRICS, PARQUET, STREAM, read_parquet
+from ...dataflow.buffer.stream_tail import StreamTail
+
+Series: TypeAlias = tuple[np.ndarray, np.ndarray]
+"""[points] steps, which only grow, and the value at each."""
+
+
+class MetricLog:
+    """The metrics of one run.
+
+    Args:
+        run: its directory, which need not have any yet.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._stream, self._parquet = run / f"{METRICS}{STREAM}", run / f"{METRICS}{PARQUET}"
+        self._tail = StreamTail(self._stream)
+        self._begun = 0
+        self._read_from: object = None
+        """Which Parquet file was read, by its number, size and time."""
+        self._columns: dict[str, tuple[array[float], array[float]]] = {}
+        """Metric -> steps and values, in the order in which they were written."""
+        self._series: dict[str, Series] = {}
+        """The same sorted, of what was asked for since the last change."""
+        self.damage: str | None = None
+        """Why the file cannot be read."""
+
+    def refresh(self) -> None:
+        """Read what is new."""
+        try:
+            if self._stream.is_file():
+                self._follow()
+            else:
+                self._load()
+            self.damage = None
+        except (OSError, ValueError, pa.ArrowException) as error:
+            self.damage = f"{self._parquet if not self._stream.is_file() else self._stream}: {error}"
+
+    def _follow(self) -> None:
+        batches = self._tail.read()
+        if self._tail.begun != self._begun:
+            self._begun, self._read_from = self._tail.begun, None
+            self._columns.clear()
+            self._series.clear()
+        for batch in batches:
+            self._take(batch)
+
+    def _take(self, batch: pa.RecordBatch) -> None:
+        steps, values = batch["step"].to_numpy(zero_copy_only=False), batch["value"].to_numpy(zero_copy_only=False)
+        coded = batch["name"].dictionary_encode()
+        codes = coded.indices.to_numpy(zero_copy_only=False)
+        for code, name in enumerate(coded.dictionary.to_pylist()):
+            own = codes == code
+            self._add(name, steps[own], values[own])
+
+    def _add(self, name: str, steps: np.ndarray, values: np.ndarray) -> None:
+        held = self._columns.setdefault(name, (array("d"), array("d")))
+        held[0].frombytes(np.asarray(steps, np.float64).tobytes())
+        held[1].frombytes(np.asarray(values, np.float64).tobytes())
+        self._series.pop(name, None)
+
+    def _load(self) -> None:
+        try:
+            found = os.stat(self._parquet)
+        except FileNotFoundError:
+            return
+        this = found.st_ino, found.st_size, found.st_mtime_ns
+        if this == self._read_from:
+            return
+        table = read_parquet(self._parquet)
+        self._read_from = this
+        self._columns.clear()
+        self._series.clear()
+        if table is None or "step" not in table.column_names:
+            return
+        steps = table["step"].to_numpy()
+        for name in table.column_names:
+            column = table[name].combine_chunks()
+            if not (pa.types.is_floating(column.type) or pa.types.is_integer(column.type)):
+                continue
+            there = column.is_valid().to_numpy(zero_copy_only=False)
+            self._add(name, steps[there], column.to_numpy(zero_copy_only=False)[there])
+
+    @property
+    def names(self) -> list[str]:
+        """Every metric that some step has measured, in the order in which they came first."""
+        return list(self._columns)
+
+    def series(self, name: str) -> Series:
+        """The values of a metric by step; the one that was written last counts. Empty arrays where it was never measured."""
+        if name not in self._series:
+            held = self._columns.get(name)
+            if held is None:
+                return np.empty(0), np.empty(0)
+            self._series[name] = _sorted(np.array(held[0]), np.array(held[1]))
+        return self._series[name]
+
+    @property
+    def last(self) -> Mapping[str, float]:
+        """The metrics of the last step that is over; empty before the first."""
+        steps, _ = self.series("step")
+        if not len(steps):
+            return {}
+        last = steps[-1]
+        found: dict[str, float] = {}
+        for name in self._columns:
+            own, values = self.series(name)
+            if len(own) and own[-1] == last:
+                found[name] = float(values[-1])
+        return found
+
+
+def _sorted(steps: np.ndarray, values: np.ndarray) -> Series:
+    """
+    >>> [a.tolist() for a in _sorted(np.array([0.0, 2.0, 1.0, 2.0]), np.array([5.0, 6.0, 7.0, 8.0]))]
+    [[0.0, 1.0, 2.0], [5.0, 7.0, 8.0]]
+    """
+    if len(steps) > 1 and not (np.diff(steps) > 0).all():
+        order = np.argsort(steps, kind="stable")
+        steps, values = steps[order], values[order]
+        last = np.append(np.diff(steps) > 0, True)
+        steps, values = steps[last], values[last]
+    return steps, values

@@ -1,0 +1,207 @@
+"""RunReader: one run as a dashboard reads it. Each part is read once, and followed while the run goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...controllers.recovery.checkpoints import FOLDER as CHECKPOINTS
+from ...controllers.recovery.checkpoints import complete_checkpoints
+from ...controllers.run_lock import Life
+from ...controllers.telling.records import metric_of
+from ...dataflow.buffer.folder import BUFFER, LOG
+from ...dataflow.config import flattened
+from .cards import cards
+from .changes import PARTS
+from .curves import Axis, axis_of, curve, marks, numbers
+from .metrics import MetricLog
+from .run_facts import RunFacts, facts_of
+
+SPARK = 40
+"""Points of the small curve in the list of runs."""
+
+
+class RunReader:
+    """Reads one run. Its methods may be called by several threads.
+
+    Args:
+        name: by which pages call it.
+        path: its directory.
+    """
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name, self.path = name, path
+        self._lock = threading.Lock()
+        self._metrics = MetricLog(path)
+
+    @property
+    def facts(self) -> RunFacts:
+        """Status, last metrics, alerts, configuration."""
+        with self._lock:
+            self._metrics.refresh()
+            last = self._metrics.last
+        return facts_of(self.path, last)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Its line in the list of runs."""
+        facts = self.facts
+        names = self.metric_names
+        shown = {card["id"]: card["names"][0] for card in cards(names, self._evaluations_of(facts))}
+        held_out = shown.get("accuracy", "")
+        with self._lock:
+            _, accuracy = self._metrics.series(held_out)
+            spark_x, spark = curve(self._metrics, shown.get("reward", shown.get("loss", "")), points=SPARK)
+        schedule = facts.config.get("schedule")
+        return {
+            "run": self.name,
+            "name": self.path.name,
+            "status": facts.status,
+            "started_at": facts.since or None,
+            "updated_at": self._updated_at,
+            "duration_s": facts.last.get("time_s"),
+            "left_s": self._left_s(facts) if facts.life is Life.ALIVE else None,
+            "step": facts.step,
+            "steps": facts.steps,
+            "reward": facts.reward,
+            "accuracy": float(accuracy[-1]) if len(accuracy) else None,
+            "tokens_per_s": facts.last.get("tokens_per_s"),
+            "spark": numbers(spark, 4) if len(spark_x) > 1 else [],
+            "trouble": self._trouble(facts),
+            "settings": self._few_settings(facts),
+            "schedule": schedule.get("kind") if isinstance(schedule, dict) else None,
+            "epoch": facts.holder.epoch if facts.holder else None,
+            "holder": str(facts.holder) if facts.holder else None,
+            "damage": [*facts.damage, *self.damage],
+        }
+
+    @property
+    def _updated_at(self) -> float | None:
+        """Seconds since 1970 at which something of it was written last."""
+        times: list[float] = []
+        for name in (name for names in PARTS.values() for name in names):
+            with suppress(OSError):
+                times.append((self.path / name).stat().st_mtime)
+        return max(times, default=None)
+
+    def _trouble(self, facts: RunFacts) -> dict[str, Any] | None:
+        if not facts.alerts:
+            return None
+        last = facts.alerts[-1]
+        return {"text": facts.trouble, "name": last.name, "step": last.step, "at": last.time}
+
+    def _few_settings(self, facts: RunFacts) -> dict[str, Any]:
+        """What tells runs apart at a glance."""
+        flat = flattened({"schedule": facts.config.get("schedule") or {}, "groups": facts.config.get("groups") or {}})
+        wanted = ("schedule.kind", "prompts_per_step", "max_staleness", "model", "learning_rate", "engine")
+        return {key: value for key, value in flat.items() if key.endswith(wanted)} | {"seed": facts.config.get("seed")}
+
+    def _left_s(self, facts: RunFacts) -> float | None:
+        """Seconds to the last step at the pace of the last twenty."""
+        with self._lock:
+            _, took = self._metrics.series("step_s")
+        if facts.steps is None or not len(took):
+            return None
+        return round(float(np.median(took[-20:])) * max(0, facts.steps - facts.step), 1)
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """Everything but its data: facts, the present values of the header, settings, versions, and which pages have data."""
+        facts = self.facts
+        last = facts.last
+        schedule = facts.config.get("schedule")
+        return {
+            **self.summary,
+            "why": facts.error,
+            "version": facts.step,
+            "max_staleness": schedule.get("max_staleness", 0) if isinstance(schedule, dict) else None,
+            "staleness": _of_group(last, "mean_staleness"),
+            "gap": _of_group(last, "mean_logprob_gap"),
+            "alerts": len(facts.alerts),
+            "last": dict(last),
+            "settings": {key: value for key, value in facts.config.items() if key != "versions"},
+            "versions": facts.config.get("versions", {}),
+            "pages": self._pages(facts),
+            "directory": str(self.path),
+        }
+
+    def _pages(self, facts: RunFacts) -> list[str]:
+        """The pages that have something to show."""
+        has = {
+            "curves": bool(facts.last),
+            "graph": self._has(("graph.json", f"{BUFFER}/{LOG}")),
+            "timeline": self._has(PARTS["timeline"]),
+            "samples": self._has((*PARTS["samples"], "samples.parquet")),
+            "buffer": self._has((f"{BUFFER}/{LOG}",)),
+            "workers": bool(facts.config.get("placement")),
+            "weights": any(name.endswith("weights_transfer_s") for name in self.metric_names),
+            "alerts": bool(facts.alerts),
+        }
+        return [page for page, there in has.items() if there]
+
+    def _has(self, names: tuple[str, ...]) -> bool:
+        return any((self.path / name).exists() for name in names)
+
+    @property
+    def alerts(self) -> list[dict[str, Any]]:
+        """All of its alerts, the latest first."""
+        return [asdict(alert) for alert in reversed(self.facts.alerts)]
+
+    @property
+    def evaluations(self) -> list[str]:
+        """Names of its evaluations."""
+        return self._evaluations_of(self.facts)
+
+    def _evaluations_of(self, facts: RunFacts) -> list[str]:
+        graphs = facts.config.get("graphs")
+        return [str(name) for name in graphs if name != "train"] if isinstance(graphs, dict) else []
+
+    @property
+    def metric_names(self) -> list[str]:
+        with self._lock:
+            self._metrics.refresh()
+            return self._metrics.names
+
+    def curves(
+        self, names: list[str], axis: Axis, points: int, window: tuple[float, float] | None = None
+    ) -> list[dict[str, Any]]:
+        """Each metric with x, y and its last value; metrics that were never measured are left out."""
+        found: list[dict[str, Any]] = []
+        with self._lock:
+            self._metrics.refresh()
+            for name in names:
+                steps, _ = self._metrics.series(name)
+                if not len(steps):
+                    continue
+                x, y = curve(self._metrics, name, axis, points, window)
+                x_s, y_s = numbers(x, 9), numbers(y)
+                last = {"x": x_s[-1], "y": y_s[-1]} if x_s else None
+                found.append({"run": self.name, "name": name, "x": x_s, "y": y_s, "last": last, "of": len(steps)})
+        return found
+
+    def marks(self, axis: Axis) -> list[dict[str, Any]]:
+        """What happened, with its place on an axis."""
+        facts = self.facts
+        kept = [int(path.name.rpartition("_")[2]) for path in complete_checkpoints(self.path / CHECKPOINTS)]
+        with self._lock:
+            found = marks(self._metrics, facts.config, facts.alerts, kept)
+            places = numbers(axis_of(self._metrics, np.array([float(mark["step"]) for mark in found]), axis), 9)
+        return [{"run": self.name, "x": x, **mark} for x, mark in zip(places, found, strict=True)]
+
+    @property
+    def damage(self) -> list[str]:
+        """What cannot be read."""
+        with self._lock:
+            return [self._metrics.damage] if self._metrics.damage else []
+
+
+def _of_group(row: Mapping[str, float], metric: str) -> float | None:
+    """A metric of training, of whichever group measured it."""
+    name = metric_of(row, metric)
+    return None if name is None else row[name]
