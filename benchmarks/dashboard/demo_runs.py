@@ -2,7 +2,6 @@
 
     python benchmarks/dashboard/demo_runs.py FOLDER                     # those that end; a minute
     python benchmarks/dashboard/demo_runs.py FOLDER --only live         # one that goes on until it is ended
-    python benchmarks/dashboard/demo_runs.py FOLDER --only large        # 10,000 steps and 100,000 samples, by the real writers
 
 | run | what it is |
 |---|---|
@@ -67,8 +66,11 @@ def train(root: Path, name: str) -> None:
         evaluate(held_out, rollout=rollout, reward=reward, sampling=greedy), every=10, at_start=name != "nothing"
     )
     steps = 100_000 if name == "live" else 40
-    sizes = {"steps": steps, "prompts_per_step": 16}
-    schedule = weft.Asynchronous(**sizes, max_staleness=1) if name == "ahead" else weft.Synchronous(**sizes)
+    schedule = (
+        weft.Asynchronous(steps=steps, prompts_per_step=16, max_staleness=1)
+        if name == "ahead"
+        else weft.Synchronous(steps=steps, prompts_per_step=16)
+    )
     with weft.Driver(
         graph,
         schedule=schedule,
@@ -85,16 +87,11 @@ def train(root: Path, name: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", nargs="+", choices=[*ENDED, "live", "large"], default=list(ENDED))
+    parser.add_argument("--only", nargs="+", choices=[*ENDED, "live"], default=list(ENDED))
     parser.add_argument("--here", action="store_true", help="in this process")
     arguments = parser.parse_args()
     for name in arguments.only:
-        if name == "large":
-            sys.path.append(str(HERE))
-            import large_run
-
-            print(large_run.make(arguments.folder / "large"))
-        elif arguments.here:
+        if arguments.here:
             train(arguments.folder, name)
         else:
             subprocess.run([sys.executable, __file__, str(arguments.folder), "--only", name, "--here"], check=False)
