@@ -73,18 +73,22 @@ def check_names(evaluations: Sequence[Evaluation]) -> list[str]:
     return names
 
 
-def check_best(best: str | None, evaluations: Sequence[Evaluation], handles: Mapping[str, Handle]) -> None:
+def check_best(checkpoint: CheckpointConfig, evaluations: Sequence[Evaluation], handles: Mapping[str, Handle]) -> None:
     """Check that the metric by which the best checkpoint is chosen is of an evaluation or a worker group of the run, or the run's own.
 
     Raises:
-        UserError: naming the nearest.
+        UserError: naming the nearest; or it is measured at each step, and nothing says which of them have a checkpoint.
     """
-    owner, _, _ = (best or "").removeprefix("-").rpartition("/")
-    known = [*(e.name for e in evaluations), *handles]
-    if owner and owner.split("/")[0] not in known:
+    best, judge, names = checkpoint.best, checkpoint.judge, [e.name for e in evaluations]
+    if judge and judge not in (*names, *handles):
+        known = [*names, *handles]
         raise UserError(
-            f"CheckpointConfig(best={best!r}): the run has no evaluation or worker group {owner.split('/')[0]!r}"
-            f"{nearest(owner.split('/')[0], known)}; it has {', '.join(known)}"
+            f"CheckpointConfig(best={best!r}): the run has no evaluation or worker group {judge!r}"
+            f"{nearest(judge, known)}; it has {', '.join(known)}"
+        )
+    if best and judge not in names and not (checkpoint.every or checkpoint.every_s):
+        raise UserError(
+            f"CheckpointConfig(best={best!r}): that is measured at each step; say by every=... or every_s=... which have a checkpoint"
         )
 
 
@@ -139,7 +143,7 @@ def check_resumes(spec: RunSpec, handles: Mapping[str, Handle], point: ResumePoi
     """
     if point is not None:
         _check_kind(spec, point)
-    by = f"every={spec.checkpoint.every}" if spec.checkpoint.every else f"every_s={spec.checkpoint.every_s}"
+    by = next((f"{n}={v!r}" for n in ("every", "every_s", "best") if (v := getattr(spec.checkpoint, n))), "")
     updated = {n.group for graph in spec.graphs.values() for n in graph.nodes if n.operation.updates and n.group}
     for name in sorted(updated if spec.checkpoint.writes else ()):
         if not has_state(handles[name]):

@@ -323,7 +323,7 @@ def _checked(
     names = check_names(evaluations)
     graphs = [with_prompts_that_fit(one) for one in (graph, *(e.graph for e in evaluations))]
     handles = check_graphs(graphs)
-    check_best(settings["checkpoint"].best, evaluations, handles)
+    check_best(settings["checkpoint"], evaluations, handles)
     agree_on_adapters(handles.values())
     every_handle = {**handles, **own_groups(graphs, handles, settings["record_every"])}
     settings |= set_deadlines(settings["start_timeout_s"], settings["call_timeout_s"], every_handle.values())

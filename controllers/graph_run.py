@@ -227,6 +227,12 @@ class EvaluationRun(GraphRun):
         """Steps under way whose rows are all finished."""
         return [step for step in self.under_way if not self.ledger.live.groups_of_step[step]]
 
+    def holds(self, group: str, version: int) -> bool:
+        """Whether a group has to keep the version of the weights that it has until the evaluation that is due or under way is over."""
+        if group not in self.graph.handles:
+            return False
+        return bool(self.under_way) or any(version >= wanted.get(group, 0) for wanted in self.due.values())
+
     def mark(self, step: int, versions: Mapping[str, int]) -> None:
         """Queue a step for evaluation as soon as groups hold these versions, unless it has been evaluated."""
         if self.closed_at != step and step not in self.under_way:
@@ -249,12 +255,13 @@ class EvaluationRun(GraphRun):
         """The evaluation of a step is over; returns its metrics.
 
         Args:
-            overlaps: weights may change while it is made, so its metrics name the oldest and newest version of its tokens.
+            overlaps: weights may change while it is made, so its metrics name the oldest and newest version of its tokens. (Otherwise only
+                where they did, because a rank was replaced that could not get the old ones any more.)
         """
         ended = self.under_way.pop(step)
         self.closed_at = max(self.closed_at, step)
         metrics = values_of(merge(ended.metrics))
-        if overlaps and ended.versions:
+        if (overlaps and ended.versions) or len(ended.versions) > 1:
             metrics |= {"oldest_version": float(min(ended.versions)), "newest_version": float(max(ended.versions))}
         return {f"{self.name}/{name}": value for name, value in metrics.items()}
 
@@ -277,3 +284,7 @@ class GraphRuns:
     def evaluating(self) -> bool:
         """Whether an evaluation is due or under way."""
         return any(evaluation.pending for evaluation in self.evaluations.values())
+
+    def hold(self, group: str, version: int) -> bool:
+        """Whether an evaluation needs the weights of this version that a group has."""
+        return any(evaluation.holds(group, version) for evaluation in self.evaluations.values())

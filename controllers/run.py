@@ -85,7 +85,8 @@ class Run:
         self._started = self._backend.clock() - (point.state.time_s if point else 0.0)
         schedule, samples = spec.schedule, directory.path / SAMPLES
         partial = schedule.partial_rollouts if isinstance(schedule, Asynchronous) else "continue"
-        weights = WeightSync(spec.follows, groups, partial, spec.backend.cancel)
+        keeps = (lambda group, version: False) if schedule.overlaps else graph_runs.hold
+        weights = WeightSync(spec.follows, groups, partial, spec.backend.cancel, keeps)
         deadlines = spec.start_timeout_s, spec.call_timeout_s
         failures = Failures(self._backend, weights, history.progress, self._disk, history.failures, *deadlines)
         saved = [group for group in groups.values() if has_state(group.handle)]
@@ -101,7 +102,7 @@ class Run:
         remedies = Remedies(self._backend, failures, lost_nodes, self._elastic, self._saving, self._disk)
         self._replies = Replies(self._backend, buffer, graph_runs, calls, remedies)
         self._weights, self._calls = weights, calls
-        parts = RunParts(schedule, buffer, groups, graph_runs, weights, recording, calls)
+        parts = RunParts(schedule, buffer, groups, graph_runs, weights, recording, calls, spec.waits_for_evaluations)
         self._admission = Admission(parts, stop_without_signal=NO_SIGNAL in spec.stop_on)
         self._dispatcher = Dispatcher(parts, self._backend.clock)
         self._stop = StopRequests(directory.path, directory.starts + 1)
@@ -144,6 +145,7 @@ class Run:
             self._refuse(self._closing.ended_by)
         if self._spec.checkpoint.writes:
             self._save_to_the_end()
+            self._saving.folder.prune(self._directory.values)
         self._disk.write(self._directory.flush)
         self._end_copies(END_S)
         self._history.progress.ended(self._closing.ending)
@@ -220,9 +222,10 @@ class Run:
 
     def _close(self) -> None:
         self._disk.write(lambda: self._directory.flush(when_due=True))
-        if self._closing.close_training():
-            self._saving.step_over(self._train.step, last=self._train.over)
         self._closing.close_evaluations()
+        if self._closing.close_training():
+            step, over = self._train.step, self._train.over
+            self._saving.step_over(step, last=over, judged=self._spec.is_judged(step, over=over))
 
     @property
     def _finished(self) -> bool:
@@ -316,7 +319,7 @@ class Run:
         """Whether everything is in the buffer, or can be made again: no update is under way or has half of its batch, and training
         waits for no evaluation."""
         evaluating = any(e.under_way for e in self.graph_runs.evaluations.values())
-        return not (evaluating and not self._spec.schedule.overlaps) and not any(self._train.taken.values())
+        return not (evaluating and self._spec.waits_for_evaluations) and not any(self._train.taken.values())
 
     def _leave(self) -> NoReturn:
         """Save the run, record what it is through with, and end the process."""

@@ -18,6 +18,7 @@ from .recovery.checkpoints import CheckpointConfig
 from .recovery.failures import FailureCounts
 from .recovery.full_disk import FullDisk
 from .schedule import Training
+from .stop_request import StopOnSignal
 from .symptoms import Watch
 from .telling.progress import Progress
 from .trackers.following import Following
@@ -29,10 +30,12 @@ class Evaluation:
     """A graph over held-out rows, run before the first step, after each `every`-th, and after the last. A run may have several, each
     with its own rows, name and times.
 
-    Training waits for it, unless its schedule overlaps generation and training (`Asynchronous`). Then it begins when the weights of
-    its step have arrived, and its rows take their place among those of training. Responses that are unfinished when the next weights
-    come are treated as those of training are (`partial_rollouts`), and the metrics `oldest_version` and `newest_version` name the
-    versions of its tokens. Its metrics stand beside those of the step that it evaluates, whenever it is over.
+    It begins when the weights of its step have arrived, and goes on beside the next step. Under `Synchronous` and `Pipelined` it takes
+    the groups that this step leaves idle, such as the rollout during an update. Groups keep the weights that it evaluates until it is
+    over, and the step ends no earlier. (With `Driver(stop=...)`, which decides by what was measured, no step begins before it is over.)
+    Under `Asynchronous` its rows take their place among those of training. Responses that are unfinished when the next weights come are
+    treated as those of training are (`partial_rollouts`), and the metrics `oldest_version` and `newest_version` name the versions of its
+    tokens. Its metrics stand beside those of the step that it evaluates, whenever it is over.
     """
 
     graph: Graph
@@ -91,6 +94,23 @@ class RunSpec:
     stop: Callable[[Mapping[str, float]], bool] | None
     stop_on: Collection[str]
     """Names of the symptoms that end the run."""
+
+    @property
+    def waits_for_evaluations(self) -> bool:
+        """Whether no step begins while another one is evaluated, since `stop` decides by what was measured, and the model is to be the one
+        that it decided by. Where generation runs ahead, the next step has begun anyway."""
+        decides = self.stop is not None and not isinstance(self.stop, StopOnSignal)
+        return decides and not self.schedule.overlaps
+
+    def is_judged(self, step: int, *, over: bool) -> bool:
+        """Whether the weights of a step are evaluated by what the best checkpoint is chosen by.
+
+        Args:
+            step: that is over.
+            over: no step comes after it.
+        """
+        judge = self.evaluations.get(self.checkpoint.judge)
+        return judge is not None and judge.is_due(step, over=over)
 
     @cached_property
     def follows(self) -> tuple[ParameterEdge, ...]:

@@ -175,7 +175,7 @@ class OnePass(Config):
 
     overlaps: bool = False
     """Its rows take their place among those of training, and the evaluation of a step may begin before that of an earlier one
-    is over. Otherwise training waits for it."""
+    is over. Otherwise each node has all rows of a step at once, when its group has nothing else to do."""
 
     def share(self, evaluation: EvaluationRun, node: Node) -> Share | None:
         """What a node may claim now; None: nothing. All rows of a call belong to the evaluation of one step."""

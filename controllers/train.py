@@ -38,6 +38,7 @@ from .recovery.checkpoints import CheckpointConfig
 from .run_spec import Evaluation
 from .schedule import Synchronous
 from .signals import endings_noted, write_line
+from .stop_request import StopOnSignal
 from .telling.displays import Form
 
 Rewards = Callable[..., Any] | Reward | Judge | Sequence[Callable[..., Any] | Reward | Judge]
@@ -111,7 +112,7 @@ def train(
     training = program.assign("training", chosen.graph, prompts, **groups, **sampled, **chosen.settings)
     evaluations: list[Evaluation] = []
     for number, (each, rows) in enumerate(_held_out_sets(held_out).items(), start=1):
-        which = f"_{number}" if isinstance(held_out, Mapping) else ""
+        which = f"_{each if each.isidentifier() else number}" if isinstance(held_out, Mapping) else ""
         source = _read(program, f"held_out{which}", rows, model, reading)
         accuracy = _evaluated(program, f"accuracy{which}", chosen, source, groups, max_tokens)
         evaluations.append(Evaluation(accuracy, every=evaluate_every, name=each))
@@ -193,7 +194,7 @@ def _run(training: Graph, actor: Any, settings: Mapping[str, Any]) -> list[dict[
     checkpoint: CheckpointConfig = settings["checkpoint"]
     with (
         endings_noted(said, of_systems=not checkpoint.writes) as noted,  # else a checkpoint is made at once
-        Driver(training, stop=lambda metrics: bool(noted()), **settings) as driver,
+        Driver(training, stop=StopOnSignal(noted), **settings) as driver,
     ):
         path = driver.directory.path / MODEL
         try:

@@ -3,7 +3,8 @@
     publish ──> publish_weights on the leader ──> receive_weights on each follower ──> finish_publishing on the leader
 
 Followers take a version straight from the leader's memory, so the leader is not updated before they have it. A follower
-takes part at once, or, with `partial_rollouts="finish"`, when its unfinished responses are finished. A follower on the leader's own
+takes part at once, or, with `partial_rollouts="finish"`, when its unfinished responses are finished; where generation does not run ahead,
+when the evaluations of the weights that it has are over. A follower on the leader's own
 devices has them first: the leader gives from host memory.
 """
 
@@ -28,6 +29,7 @@ class WeightSync:
         groups: the worker groups of the run, by name.
         partial_rollouts: what becomes of responses that are unfinished when weights come (see `Asynchronous`).
         cancel: ends a call that gives way, on all of its ranks.
+        keeps: whether a group has to keep the version that it has, because it is evaluated.
     """
 
     def __init__(
@@ -36,11 +38,13 @@ class WeightSync:
         groups: Mapping[str, WorkerGroup],
         partial_rollouts: Literal["continue", "finish", "requeue"],
         cancel: Callable[[Call], None],
+        keeps: Callable[[str, int], bool] = lambda group, version: False,
     ) -> None:
         self._edges = edges
         self._groups = groups
         self._partial_rollouts = partial_rollouts
         self._cancel = cancel
+        self._keeps = keeps
         self._owing: dict[str, set[str]] = {}
         """Leader that gives its weights away -> followers that have not taken them."""
         self._taken: dict[str, list[tuple[str, str]]] = {}
@@ -151,6 +155,8 @@ class WeightSync:
     def _is_ready(self, follower: WorkerGroup, version: int) -> bool:
         """Whether a follower can take weights now."""
         if follower.name in self._owing:  # its own followers take what it has
+            return False
+        if not follower.lacking and self._keeps(follower.name, follower.version):
             return False
         ranks = self._receivers(follower, version)
         finishes = self._partial_rollouts == "finish"

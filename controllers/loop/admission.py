@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from ...dataflow.buffer.capacity import Capacity
 from ...dataflow.column import RESPONSE_VERSIONS
 from ...dataflow.errors import NoSignalError, StalledError
+from ..graph_run import EvaluationRun
 from ..symptoms import FIRST_WITHOUT_SIGNAL, all_filtered
 from .run_parts import RunParts
 
@@ -25,7 +26,7 @@ class Admission:
     @property
     def possible(self) -> bool:
         """Whether rows could be issued now."""
-        if any(self._may_begin(v) for e in self._parts.graph_runs.evaluations.values() for v in e.due.values()):
+        if any(self._may_begin(e, v) for e in self._parts.graph_runs.evaluations.values() for v in e.due.values()):
             return True
         return (
             not self._parts.train.over
@@ -42,14 +43,19 @@ class Admission:
         """
         for evaluation in self._parts.graph_runs.evaluations.values():
             for step, versions in list(evaluation.due.items()):
-                if self._may_begin(versions) and not self._parts.recording.is_full(evaluation):
+                if self._may_begin(evaluation, versions) and not self._parts.recording.is_full(evaluation):
                     evaluation.begin(step)
         if self._parts.train.over:
             return
         if self._parts.schedule.overlaps:
             self._admit_ahead()
-        elif not (self._parts.graph_runs.evaluating or self._parts.calls.beside_the_graph):
+        elif not (self._waits or self._parts.calls.beside_the_graph or self._parts.weights.under_way):
             self._admit_step()
+
+    @property
+    def _waits(self) -> bool:
+        """Whether an evaluation has to be over before another step begins."""
+        return self._parts.waits_for_evaluations and self._parts.graph_runs.evaluating
 
     def _admit_ahead(self) -> None:
         train, schedule = self._parts.train, self._parts.schedule
@@ -84,12 +90,14 @@ class Admission:
                 )
         train.issue(number, step)
 
-    def _may_begin(self, versions: Mapping[str, int]) -> bool:
-        """Whether an evaluation that wants groups to hold these versions may begin: among other work where generation and training
-        overlap, else when nothing else is under way."""
-        if not self._parts.schedule.overlaps:
+    def _may_begin(self, evaluation: EvaluationRun, versions: Mapping[str, int]) -> bool:
+        """Whether an evaluation that wants groups to hold these versions may begin: when they do, and, where its rows do not take their
+        place among others, that of an earlier step is over; or, where training waits for it, when nothing else is under way."""
+        if self._parts.waits_for_evaluations:
             idle = all(call.behind for call in self._parts.calls.at_work) and not self._parts.calls.beside_the_graph
             return idle and not self._parts.weights.under_way
+        if evaluation.under_way and not self._parts.schedule.overlaps:
+            return False
         return all(self._parts.groups[name].version >= version for name, version in versions.items())
 
     def _capacity(self) -> Capacity:

@@ -62,8 +62,12 @@ class Closing:
 
     @property
     def _possible(self) -> bool:
-        """Whether anything may be closed: where training waits for weights, not before they have arrived."""
-        return self._spec.schedule.overlaps or not self._parts.calls.beside_the_graph
+        """Whether a step may be closed: where generation does not run ahead, not before its weights have arrived, and the evaluations of
+        the step before it are over. So a checkpoint has no evaluation in it that would be lost."""
+        if self._spec.schedule.overlaps:
+            return True
+        weights = self._parts.calls.beside_the_graph or self._parts.weights.under_way
+        return not (weights or self._parts.graph_runs.evaluating)
 
     def close_training(self) -> bool:
         """End the step of training if it is over; returns whether it is."""
@@ -76,10 +80,9 @@ class Closing:
 
     def close_evaluations(self) -> None:
         """End the evaluations that are over."""
-        if self._possible:
-            for evaluation in self._parts.graph_runs.evaluations.values():
-                for step in evaluation.ended:
-                    self._close_evaluation(evaluation, step)
+        for evaluation in self._parts.graph_runs.evaluations.values():
+            for step in evaluation.ended:
+                self._close_evaluation(evaluation, step)
 
     def close_step(self, metrics: Mapping[str, float]) -> None:
         """Note the metrics of a step (the start of the run is step 0) and mark the evaluations that are due."""

@@ -3,7 +3,8 @@
 - A group begins nothing while it is at something else, unless both give way to each other (generation that overlaps training).
 - A group begins nothing while another one on its pool is busy.
 - An update waits for evaluations of the weights that it would change, and for recording that is too far behind.
-- Evaluations come first: they have few rows, which must not stand at the end of a queue.
+- Where generation overlaps training, evaluations come first: they have few rows, which must not stand at the end of a queue. Otherwise they
+  come last, and take the groups that training leaves idle.
 - Rows that come one by one are gathered for a moment (`gathering.py`).
 """
 
@@ -69,7 +70,8 @@ class Dispatcher:
             StalenessError: rows of an on-policy schedule are too old.
         """
         self.record(hurry=self._parts.train.over)
-        for graph_run in (*self._parts.graph_runs.evaluations.values(), self._parts.train):
+        train, evaluations = self._parts.train, self._parts.graph_runs.evaluations.values()
+        for graph_run in (*evaluations, train) if self._parts.schedule.overlaps else (train, *evaluations):
             for node in graph_run.nodes:
                 group = self._parts.groups[group_of(node)]
                 share = self._share(graph_run, node, group)
@@ -119,7 +121,11 @@ class Dispatcher:
         """What a node may begin with now; None: nothing."""
         if not graph_run.ledger.readiness.ready(node):
             return None
-        if not group.is_free(to_join=self._joins(node)) or self._parts.weights.holds_back(group):
+        if not group.is_free(to_join=self._joins(node)):
+            return None
+        # Weights that wait for an evaluation do not hold it back.
+        waits_for_it = isinstance(graph_run, EvaluationRun) and not self._parts.schedule.overlaps
+        if self._parts.weights.holds_back(group) and not waits_for_it:
             return None
         if self._pool_is_taken(group) or not group.replicas:
             return None
@@ -139,10 +145,9 @@ class Dispatcher:
         return any(other.busy for other in self._pools[group.place.pool.name] if other is not group)
 
     def _is_evaluated(self, group: WorkerGroup) -> bool:
-        """Whether an update of this group would change weights that are evaluated. Where generation overlaps training, only
-        evaluations that call the group itself are in the way."""
-        pending = [e for e in self._parts.graph_runs.evaluations.values() if e.pending]
-        return any(not self._parts.schedule.overlaps or group.name in e.graph.handles for e in pending)
+        """Whether an update of this group would change weights that are evaluated: those of the group itself. (Groups that follow it keep
+        what they have.)"""
+        return any(e.pending and group.name in e.graph.handles for e in self._parts.graph_runs.evaluations.values())
 
     def _start(self, graph_run: GraphRun, node: Node, group: WorkerGroup, share: Share) -> None:
         """Claim rows and request a call. Where it joins others, those replicas get rows that have least left to do."""

@@ -25,6 +25,8 @@ class RunParts:
     weights: WeightSync
     recording: Recording
     calls: Calls
+    waits_for_evaluations: bool
+    """No step begins while another one is evaluated."""
 
     @property
     def train(self) -> TrainingRun:

@@ -42,7 +42,7 @@ class CheckpointConfig(Config):
     """When a run saves what it needs to go on, and what it keeps of that."""
 
     every: int = Field(default=0, ge=0)
-    """Steps from one checkpoint to the next; another one is written after the last step. 0: none, unless `every_s` is given."""
+    """Steps from one checkpoint to the next; another one is written after the last step. 0: none, unless `every_s` or `best` is given."""
     every_s: float | None = Field(default=None, gt=0)
     """Seconds from one checkpoint to the next, which is that of the step that is under way then, and of the last step; None: by steps
     alone. With `every` whichever comes first."""
@@ -50,7 +50,7 @@ class CheckpointConfig(Config):
     """Latest checkpoints that are kept."""
     best: str | None = None
     """A metric, such as "eval/pass@1": the checkpoint of the step at which it was largest is kept too, whatever `keep` says. With a "-"
-    in front, smallest."""
+    in front, smallest. Each step that its evaluation evaluates has a checkpoint, besides those of `every` and `every_s`."""
     copy_to: str | None = None
     """An address, such as "s3://bucket/runs" or "gs://bucket/runs", or a path. Each checkpoint is copied to a folder of the run's name
     there, in the background, with what is needed to go on from it on another machine. `resume="latest"` looks there if there is no
@@ -59,7 +59,12 @@ class CheckpointConfig(Config):
     @property
     def writes(self) -> bool:
         """Whether the run writes checkpoints at all."""
-        return bool(self.every or self.every_s)
+        return bool(self.every or self.every_s or self.best)
+
+    @property
+    def judge(self) -> str:
+        """The evaluation, or the worker group, whose metric `best` is; empty: there is none, or it is the run's own."""
+        return (self.best or "").removeprefix("-").rpartition("/")[0].partition("/")[0]
 
 
 @dataclass(frozen=True)
@@ -146,7 +151,7 @@ class CheckpointFolder:
         Disk().sync_folder(self.path)
         if replaced.exists():
             remove(replaced)
-        self._prune(values)
+        self.prune(values)
         self._on_complete(step)
 
     def discard(self, step: int) -> None:
@@ -175,7 +180,15 @@ class CheckpointFolder:
             if path.name.startswith(".") or step_of(path) > step:
                 _remove(path)
 
-    def _prune(self, values: Values) -> None:
+    def prune(self, values: Values) -> None:
+        """Remove the checkpoints that are not kept.
+
+        Args:
+            values: metric -> step -> its value.
+
+        Raises:
+            TakenOverError: another driver goes on with the run.
+        """
         self._run.check(sure=True)
         present = complete_checkpoints(self.path)
         best = self.best(values)

@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from saved_runs import SCHEDULES, Killed
+from saved_runs import SCHEDULES, Killed, SavingActor
 from saved_runs import run as saved_run
-from toy import prompts, toy_evaluation, toy_grpo
+from toy import ToyLoss, ToyReward, ToyRollout, prompts, toy_evaluation, toy_grpo
 from toy_runs import drive, handles, training
 
 from weft.algorithms.evaluation import score_prompts
@@ -18,10 +19,16 @@ from weft.controllers.recovery.checkpoints import CheckpointConfig, CheckpointFo
 from weft.controllers.recovery.run_state import RunState
 from weft.controllers.run_directory import RunDirectory
 from weft.controllers.schedule import Asynchronous, Synchronous, Training
+from weft.dataflow.batch import Batch
+from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.log import Position
-from weft.dataflow.errors import UserError
+from weft.dataflow.errors import UserError, WorkerError
+from weft.dataflow.handle import group
 from weft.dataflow.metric_names import undeclared
+from weft.dataflow.metrics import Mean, Metrics
 from weft.dataflow.tracing import graph
+from weft.workers.dispatch import Dispatch
+from weft.workers.remote import remote
 
 
 def steps_with(metrics: list[dict[str, float]], name: str) -> list[int]:
@@ -117,6 +124,70 @@ def test_the_best_checkpoint_is_named_at_the_end_and_when_the_run_goes_on(
     said = capsys.readouterr().out
     assert re.search(r"the best checkpoint so far is \S+/step_00000[345] \(time_s [\d.]+\)", said)
     assert re.search(r"best checkpoint: +\S+/step_000009 \(time_s [\d.]+\)", said)
+
+
+class Learner(SavingActor):
+    """One of its updates fails, once."""
+
+    fails_at = -1
+
+    def update(self, samples: Batch, *, loss: ToyLoss = ToyLoss(), epochs: int = 1, last: bool = True) -> Metrics:
+        if self.version + 1 == Learner.fails_at:
+            Learner.fails_at = -1
+            raise Killed
+        return super().update(samples, loss=loss, epochs=epochs, last=last)
+
+
+GOODNESS = {0: 0.0, 2: 0.1, 4: 0.9, 6: 0.3, 8: 0.2, 9: 0.5}
+
+
+class Judge(ToyReward):
+    """Judges the weights that wrote a response."""
+
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids", "response_versions"), writes=("reward",))
+    def score(self, samples: Batch) -> tuple[Batch, Metrics]:
+        versions = samples["response_versions"].to_pylist()
+        reward = np.array([GOODNESS.get(v[0], 0.0) for v in versions], np.float32)
+        return samples.with_columns(reward=reward), {"mean": Mean(float(reward.sum()), len(samples))}
+
+
+def judged(root: Path, **settings: Any) -> list[dict[str, float]]:
+    """A run of nine steps, every second of which is evaluated, without anything that could end it earlier."""
+    rollout, reward, actor = (
+        group(ToyRollout, name="rollout"),
+        group(Judge, name="reward"),
+        group(Learner, name="actor"),
+    )
+    rollout.follows(actor)
+    graph = toy_grpo(prompts(10), rollout=rollout, reward=reward, actor=actor)
+    held_out = toy_evaluation(prompts(2, "held_out"), rollout=rollout, reward=reward)
+    evaluations, schedule = [Evaluation(held_out, every=2)], Synchronous(steps=9, prompts_per_step=3)
+    with drive(graph, root, schedule=schedule, evaluations=evaluations, stop_on=(), **settings) as driver:
+        return driver.run()
+
+
+def test_each_evaluated_step_has_a_checkpoint_of_which_the_best_is_kept(tmp_path: Path):
+    judged(tmp_path, checkpoint=CheckpointConfig(keep=1, best="eval/reward/mean"))
+    steps = sorted(step_of(path) for path in complete_checkpoints(tmp_path / "run" / "checkpoints"))
+    assert steps == [4, 9], "the best, though nothing but its evaluation asked for it, and the last"
+
+
+def test_a_run_that_fails_beside_an_evaluation_goes_on_as_if_it_had_not(tmp_path: Path):
+    expected = judged(tmp_path / "whole", checkpoint=CheckpointConfig(every=1))
+    Learner.fails_at = 5  # beside the evaluation of step 4
+    with pytest.raises(WorkerError, match="Killed"):
+        judged(tmp_path / "ended", checkpoint=CheckpointConfig(every=1))
+    again = judged(tmp_path / "ended", checkpoint=CheckpointConfig(every=1), resume="latest")
+    assert [row.get("eval/reward/mean") for row in again] == [row.get("eval/reward/mean") for row in expected]
+    assert [row["eval/reward/mean"] for row in again if "eval/reward/mean" in row] == pytest.approx(
+        [*GOODNESS.values()]
+    )
+    assert not check_log(tmp_path / "ended" / "run" / "buffer").violations
+
+
+def test_a_best_checkpoint_by_a_metric_of_each_step_says_which_steps(tmp_path: Path):
+    with pytest.raises(UserError, match=r"measured at each step; say by every="):
+        saved_run(tmp_path, SCHEDULES[0], checkpoint=CheckpointConfig(best="time_s"))
 
 
 def test_a_best_checkpoint_by_what_the_run_does_not_have_is_refused(tmp_path: Path):

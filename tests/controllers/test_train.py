@@ -113,7 +113,10 @@ def test_each_held_out_set_that_has_a_name_is_an_evaluation(even: Any, capsys: p
     program = printed(capsys, "model", "prompts.jsonl", even, held_out=sets, evaluate_every=5, max_tokens=6)
     names: dict[str, Any] = {}
     exec(compile(program.split("with weft.Driver(")[0], "program", "exec"), names)
-    assert names["held_out_1"].name == names["held_out_2"].name == "prompts" and names["accuracy_2"].name == "evaluate"
+    assert (
+        names["held_out_easy"].name == names["held_out_hard"].name == "prompts"
+        and names["accuracy_hard"].name == "evaluate"
+    )
     assert "name='easy'" in program.replace('"', "'") and "name='hard'" in program.replace('"', "'")
 
 

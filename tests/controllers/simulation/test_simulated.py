@@ -21,7 +21,7 @@ from weft.controllers.group import Call
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.ranks.gathered import MANY_RANKS
 from weft.controllers.ranks.tasks import Failure, FailureKind, Reply, Task
-from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous
+from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
 from weft.controllers.simulation.bound import bound
 from weft.controllers.simulation.costs import CostModel, FixedLengths, Generation, LinearCost, LogNormal
 from weft.controllers.simulation.simulated import Simulated
@@ -238,6 +238,51 @@ def test_an_evaluation_every_step_costs_asynchronous_training_what_its_rows_cost
     spans = [row["eval/newest_version"] - row["eval/oldest_version"] for row in rows]
     assert any(spans) == mixed, "weights that come meanwhile are said"
     assert not check_log(driver.directory.path / "buffer").violations
+
+
+def evaluated(root: Path, schedule: Training, rows: int, **settings: Any) -> Driver:
+    """A run with an evaluation of so many rows after each step; 0: none."""
+    made = groups()
+    graph = toy_evaluation(prompts(rows or 1), rollout=made["rollout"], reward=made["reward"])
+    cost = CostModel(nodes={**costs(FixedLengths(lengths=((10,),)), 1.0).nodes, "actor.update": LinearCost(fixed_s=20)})
+    driver = Driver(
+        toy_grpo(prompts(40), n=2, **made),
+        schedule=schedule,
+        evaluations=[Evaluation(graph, every=1)] if rows else [],
+        placement=apart(1, 1),
+        backend=Simulated(cost),
+        root=root,
+        name=f"run-{rows}-{len(settings)}",
+        progress=False,
+        buffer=QUIET,
+        **settings,
+    )
+    with driver:
+        driver.run()
+    return driver
+
+
+@pytest.mark.parametrize("kind", [Synchronous, Pipelined])
+def test_an_evaluation_takes_the_rollout_while_it_would_be_idle_and_changes_no_update(tmp_path: Path, kind: Any):
+    schedule = kind(steps=6, prompts_per_step=4)
+    alone, driver = evaluated(tmp_path, schedule, 0), evaluated(tmp_path, schedule, 3)
+    # A step is 10 s of generation, 1 of rewards, 20 of the update; 11 of an evaluation go beside the update.
+    assert times(driver)[-1] == pytest.approx(times(alone)[-1]), "training waits for none but the last, after its end"
+    assert [len(ids) for ids in trained(driver)] == [len(ids) for ids in trained(alone)]
+    assert sum("eval/rollout/response_length" in row for row in driver.directory.metrics) == 7
+    log = LogReader(driver.directory.path / "buffer" / LOG)
+    versions = [r["versions"] for r in log if r["do"] == "publish" and r["graph"] == "eval" and "versions" in r]
+    assert versions == [[step] * 3 for step in range(7)], "each is of the weights of its step alone"
+    assert not check_log(driver.directory.path / "buffer").violations
+
+
+def test_a_run_that_may_stop_by_what_is_measured_begins_no_step_before_it_is(tmp_path: Path):
+    schedule = Synchronous(steps=6, prompts_per_step=4)
+    driver = evaluated(
+        tmp_path, schedule, 3, stop=lambda row: "eval/rollout/response_length" in row and row["step"] == 3
+    )
+    assert [row["step"] for row in driver.directory.metrics] == [0, 1, 2, 3]
+    assert len(trained(driver)) == 3, "the model is the one that was evaluated"
 
 
 def test_colocated_groups_with_devices_load_and_unload(tmp_path: Path):
