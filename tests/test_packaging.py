@@ -96,7 +96,8 @@ def test_the_wheel_holds_the_library_under_one_name(wheel: Path):
     assert {name.split("/")[0] for name in names} == {"weft", info}
     modules = {file.relative_to(ROOT) for folder in library_folders() for file in folder.glob("*.py")}
     assert {name for name in names if name.endswith(".py")} == {f"weft/{module}" for module in modules}
-    assert {"weft/py.typed", f"{info}/licenses/LICENSE"} <= set(names)
+    pages = {f"weft/{file.relative_to(ROOT)}" for file in (ROOT / "dashboard" / "pages").iterdir()}
+    assert {"weft/py.typed", f"{info}/licenses/LICENSE"} | pages <= set(names)
 
 
 def test_the_wheel_installs_and_imports_in_an_empty_environment(wheel: Path, tmp_path: Path):

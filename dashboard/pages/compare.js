@@ -1,0 +1,46 @@
+// Two runs beside each other: what was set differently, what was installed differently, and what came of it.
+import { get } from "./api.js";
+import { h } from "./dom.js";
+import { number, signed } from "./format.js";
+import { link } from "./route.js";
+import { empty, table } from "./table.js";
+import { block, line } from "./text.js";
+
+async function load({ params }, signal) {
+  if (!params.run || !params.with || params.run === params.with) return { choose: true };
+  return get("compare", { a: params.run, b: params.with }, signal);
+}
+
+const shown = (value) => (value == null ? "–" : typeof value === "number" ? number(value) : line(typeof value === "object" ? JSON.stringify(value) : value, 300));
+
+function differences(title, rows, data, same) {
+  const columns = [{ name: "name", title: "", label: "name", cell: (row) => h("span", { class: "mono" }, line(row.name, 120)) }, { name: "a", title: line(data.a, 40), wide: true, cell: (row) => shown(row.a) }, { name: "b", title: line(data.b, 40), wide: true, cell: (row) => shown(row.b) }];
+  return [h("h2", { key: `${title}-title` }, title), rows?.length ? h("div", { class: "panel", key: title }, table(columns, rows, { label: title, key: (row) => row.name })) : h("p", { class: "soft", key: title }, same)];
+}
+
+function metrics(data) {
+  const columns = [
+    { name: "name", title: "Metric", cell: (row) => h("a", { href: link("curves", { run: data.a, runs: data.b, q: row.name }) }, line(row.name, 90)) }, { name: "a", title: line(data.a, 40), n: true, cell: (row) => number(row.a) },
+    { name: "b", title: line(data.b, 40), n: true, cell: (row) => number(row.b) }, { name: "difference", title: "Difference", n: true, cell: (row) => (row.a == null || row.b == null ? "–" : signed(row.b - row.a)) },
+  ];
+  return data.metrics?.length ? [h("h2", { key: "metrics-title" }, "Metrics", h("small", {}, "at the last step that both have")), h("div", { class: "panel", key: "metrics" }, table(columns, data.metrics, { label: "metrics", key: (row) => row.name }))] : null;
+}
+
+function first(data, { render }) {
+  const found = data.first_difference;
+  if (!found) return [h("h2", { key: "first-title" }, "Samples"), h("p", { class: "soft", key: "first" }, "No sample differs among those that both runs recorded.")];
+  const side = (name, sample) => h("div", { class: "panel response" }, h("p", { class: "meta" }, h("b", {}, line(name, 60)), sample ? h("span", {}, `reward ${number(sample.reward)}`) : null, sample?.id != null ? h("a", { href: link("samples", { run: name, group: sample.group, sample: sample.id }) }, `#${sample.id}`) : null), sample ? [block(`${name}/prompt`, sample.prompt, render, { class: "prompt" }), block(`${name}/response`, sample.response, render)] : h("p", { class: "soft" }, "nothing"));
+  return [h("h2", { key: "first-title" }, "First sample that differs", h("small", {}, `step ${found.step ?? "–"}${found.token != null ? `, from token ${found.token}` : ""}`)), found.why ? h("p", { class: "soft", key: "first-why" }, line(found.why, 300)) : null, h("div", { class: "responses", key: "first" }, side(data.a, found.a), side(data.b, found.b))];
+}
+
+function picker({ params, set, runs }) {
+  const pick = (name, label) => h("label", {}, label, h("select", { "aria-label": label, value: params[name] ?? "", on: { change: (event) => set({ [name]: event.target.value }) } }, h("option", { value: "" }, "choose a run"), runs.map((run) => h("option", { value: run.run, selected: run.run === params[name] }, line(run.run, 80)))));
+  return h("div", { class: "toolbar", key: "toolbar" }, pick("run", "first"), pick("with", "second"), params.run && params.with ? [h("button", { "aria-label": "swap the two runs", on: { click: () => set({ run: params.with, with: params.run }) } }, "⇄"), h("a", { href: link("curves", { run: params.run, runs: params.with }) }, "Curves of both")] : null);
+}
+
+function view(data, context) {
+  if (data.choose) return [picker(context), empty("Choose two runs.", "Their settings, versions, data, metrics and the first sample that differs are laid beside each other.")];
+  return [picker(context), differences("Settings", data.settings, data, "Both runs have the same settings."), differences("Versions", data.versions, data, "Both ran with the same versions."), differences("Data", data.data, data, "Both read the same data."), metrics(data), first(data, context)];
+}
+
+export const compare = { title: "Compare", loads: ["run", "with"], follows: ["metrics", "status"], load, view };

@@ -1,0 +1,43 @@
+// Where the nodes of a graph stand: in layers, each node behind all that it reads from, neighbours near one another.
+
+/** The layer of each node: the longest way to it. Edges that would close a circle are left out. */
+function layersOf(nodes, edges) {
+  const layer = new Map(nodes.map((name) => [name, 0]));
+  for (let round = 0; round < nodes.length; round++) {
+    let changed = false;
+    for (const [from, to] of edges) {
+      if (layer.get(to) > layer.get(from) || layer.get(from) + 1 >= nodes.length) continue;
+      layer.set(to, layer.get(from) + 1);
+      changed = true;
+    }
+    if (!changed) break;
+  }
+  return layer;
+}
+
+/** Positions {name: {x, y}} and the size of the whole. `down`: layers stand below one another, for narrow screens. */
+export function layout(nodes, edges, { width, height, gapAlong, gapAcross, down }) {
+  const layer = layersOf(nodes, edges);
+  const layers = [];
+  for (const name of nodes) (layers[layer.get(name)] ??= []).push(name);
+  const filled = layers.filter(Boolean);
+  const order = new Map();
+  filled.forEach((names, depth) => {
+    const middle = (name) => {
+      const before = edges.filter(([, to]) => to === name).map(([from]) => order.get(from)).filter((at) => at != null);
+      return before.length ? before.reduce((a, b) => a + b) / before.length : 0;
+    };
+    if (depth) names.sort((a, b) => middle(a) - middle(b));
+    names.forEach((name, at) => order.set(name, at - (names.length - 1) / 2));
+  });
+  const widest = Math.max(...filled.map((names) => names.length));
+  const [along, across] = down ? [height, width] : [width, height];
+  const places = {};
+  filled.forEach((names, depth) => names.forEach((name) => {
+    const a = depth * (along + gapAlong);
+    const b = (order.get(name) + (widest - 1) / 2) * (across + gapAcross);
+    places[name] = down ? { x: b, y: a } : { x: a, y: b };
+  }));
+  const [long, wide] = [filled.length * along + (filled.length - 1) * gapAlong, widest * across + (widest - 1) * gapAcross];
+  return { places, ...(down ? { width: wide, height: long } : { width: long, height: wide }) };
+}

@@ -1,0 +1,24 @@
+// The address holds what is looked at: #page?run=...&step=..., so that a link shows the same to somebody else.
+
+export function parse(hash = location.hash) {
+  const [page, rest = ""] = hash.replace(/^#\/?/, "").split("?");
+  return { page: page || "runs", params: Object.fromEntries(new URLSearchParams(rest)) };
+}
+
+export function link(page, params = {}) {
+  const filled = Object.entries(params).filter(([, value]) => value != null && value !== "" && value !== false);
+  const text = new URLSearchParams(filled.map(([name, value]) => [name, value === true ? "1" : value])).toString();
+  return `#${page}${text && `?${text}`}`;
+}
+
+/** Goes to a page; the browser's back button returns. */
+export function go(page, params) {
+  location.hash = link(page, params);
+}
+
+/** Changes parts of the address in place, without a new entry in the browser's history. */
+export function set(changes) {
+  const { page, params } = parse();
+  history.replaceState(null, "", link(page, { ...params, ...changes }));
+  dispatchEvent(new HashChangeEvent("hashchange"));
+}

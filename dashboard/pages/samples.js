@@ -1,0 +1,141 @@
+// What the model said: groups side by side, tokens coloured, conversations as turns, two responses compared, one prompt over training.
+import { get } from "./api.js";
+import { difference } from "./diff.js";
+import { h, widget } from "./dom.js";
+import { count, number, signed } from "./format.js";
+import { link } from "./route.js";
+import { PAGE, groupList, pips, sampleTable, sqlPanel, topOf } from "./sample_list.js";
+import { empty } from "./table.js";
+import { block, line, visible } from "./text.js";
+import { SHADES, ramp, scaleOf, shadeOfColumn, tokens } from "./tokens.js";
+
+async function load({ run, params }, signal) {
+  const asked = { run, q: undefined, search: params.q, filter: params.filter, sort: params.sort, offset: params.offset, limit: PAGE };
+  if (params.view === "sql") return { sql: true };
+  if (params.view === "table") return { list: await get("samples", asked, signal) };
+  const list = await get("groups", asked, signal);
+  const id = params.group ?? list.groups[0]?.group;
+  const [group, prompt] = await Promise.all([id == null ? null : get("group", { run, id }, signal), params.key ? get("prompt", { run, key: params.key }, signal) : null]);
+  return { list, group, prompt };
+}
+
+const chip = (text, pressed, click, label) => h("button", { class: "chip", "aria-pressed": String(pressed), "aria-label": label, on: { click } }, text);
+
+function toolbar({ params, set }) {
+  const field = (name, placeholder, label) => h("input", { type: name === "q" ? "search" : "text", placeholder, "aria-label": label, value: params[name] ?? "", on: { change: (event) => set({ [name]: event.target.value, offset: "", group: "", sample: "" }) } });
+  const view = (name, text) => chip(text, (params.view ?? "") === name, () => set({ view: name, offset: "", sort: "" }));
+  return h("div", { class: "toolbar", key: "toolbar" }, h("span", { class: "chips", role: "group", "aria-label": "how samples are listed" }, view("", "groups"), view("table", "table"), view("sql", "SQL")),
+    params.view === "sql" ? null : [field("q", "Search prompts and responses", "search the text of samples"), field("filter", "reward > 0.5 and step >= 10", "condition on columns"), params.filter || params.q ? h("button", { on: { click: () => set({ q: "", filter: "", offset: "" }) } }, "All") : null]);
+}
+
+function versions(sample) {
+  const known = (sample.columns?.version ?? []).filter((version) => version != null);
+  const [low, high] = known.length ? [Math.min(...known.slice(0, 1), known[known.length - 1]), Math.max(known[0], known[known.length - 1])] : [sample.version_min, sample.version_max];
+  if (low == null) return null;
+  return h("span", {}, low === high ? `v${low}` : `v${low} → v${high}`);
+}
+
+function turns(sample, render) {
+  return sample.turns.map((turn, place) => {
+    const body = [block(`${sample.id}/turn${place}`, turn.text, render), (turn.tool_calls ?? []).map((call) => h("details", {}, h("summary", {}, `calls ${line(call.name ?? call.function?.name ?? "a tool", 80)}`), block(`${sample.id}/call${place}`, typeof call === "string" ? call : JSON.stringify(call, null, 2), render)))];
+    if (turn.role === "tool") return h("details", { class: "turn tool" }, h("summary", {}, `tool: ${line(turn.name ?? "", 60)} ${count((turn.text ?? "").length)} characters`), body);
+    return h("div", { class: `turn ${turn.role}` }, h("p", { class: "small soft" }, line(turn.role, 30)), body);
+  });
+}
+
+function response(sample, by, scale, context) {
+  const { params, set, run, render } = context;
+  const on = String(params.sample) === String(sample.id);
+  const picked = (params.diff ?? "").split("~").filter(Boolean);
+  const pick = () => set({ diff: (picked.includes(String(sample.id)) ? picked.filter((id) => id !== String(sample.id)) : [...picked, sample.id].slice(-2)).join("~") });
+  const figure = (label, value) => (value == null ? null : h("span", {}, `${label} `, h("b", {}, value)));
+  const length = sample.cut ?? sample.tokens?.length;
+  const scalars = Object.entries(sample.scalars ?? {}).filter(([, value]) => value != null && typeof value !== "object");
+  const body = sample.turns?.length && params.as !== "tokens" ? turns(sample, render) : sample.tokens?.length ? widget(tokens, { sample, by, scale }) : block(`${sample.id}/response`, sample.response, render);
+  return h("article", { class: `panel response ${on ? "on" : ""}`, key: `s${sample.id}`, "aria-label": `response ${sample.id}` },
+    h("div", { class: "meta" }, figure("reward", number(sample.reward)), sample.advantage != null ? figure("advantage", signed(sample.advantage)) : null, length != null ? h("span", {}, `${count(length)} tokens`) : null, versions(sample), sample.truncated ? h("span", { class: "busy-text" }, "cut off") : null,
+      h("span", { class: "fill" }), h("a", { href: link("samples", { run, group: sample.group ?? params.group, sample: sample.id }), title: "permanent link" }, `#${sample.id}`), chip("diff", picked.includes(String(sample.id)), pick, `compare response ${sample.id}`)),
+    body,
+    scalars.length ? h("details", {}, h("summary", {}, `${scalars.length} more columns`), h("dl", { class: "keys small" }, scalars.map(([name, value]) => [h("dt", { class: "faint" }, line(name)), h("dd", {}, typeof value === "number" ? number(value) : line(value, 500))]))) : null);
+}
+
+function compared(group, { params, set }) {
+  const [a, b] = (params.diff ?? "").split("~").map((id) => group.samples.find((sample) => String(sample.id) === id));
+  if (!a || !b) return params.diff ? h("p", { class: "panel notice", key: "diff" }, "Choose a second response to compare with.") : null;
+  const parts = difference(a.tokens ?? [...(a.response ?? "")], b.tokens ?? [...(b.response ?? "")]);
+  const shown = { same: (text) => h("span", {}, visible(text)), gone: (text) => h("del", {}, visible(text)), new: (text) => h("ins", {}, visible(text)) };
+  return h("section", { class: "panel pad", key: "diff" }, h("div", { class: "meta" }, h("h3", {}, "Difference"), h("span", {}, h("del", {}, `only #${a.id}`), ` reward ${number(a.reward)}`), h("span", {}, h("ins", {}, `only #${b.id}`), ` reward ${number(b.reward)}`), h("span", { class: "fill" }), h("button", { on: { click: () => set({ diff: "" }) } }, "Close")),
+    h("div", { class: "text tokens", dir: "ltr" }, parts.map(([kind, list]) => shown[kind](list.join("")))));
+}
+
+function overTraining(prompt, { params, set }) {
+  const top = topOf(prompt.visits);
+  const row = (visit) => h("a", { class: "entry", key: String(visit.group), href: link("samples", { ...params, group: visit.group, sample: "", diff: "" }) }, h("span", { class: "first mono" }, line(visit.response, 140)), pips(visit.rewards, top), h("small", {}, `step ${count(visit.step)} · group ${count(visit.group)}`), h("small", {}, "best response"));
+  return h("section", { class: "panel", key: "prompt" }, h("div", { class: "pad meta" }, h("h3", {}, "This prompt over training", h("small", {}, `${count(prompt.visits.length)} times`)), h("span", { class: "fill" }), h("button", { on: { click: () => set({ key: "" }) } }, "Close")), prompt.visits.map(row));
+}
+
+function detail(data, context) {
+  const { params, set, render } = context;
+  const { group } = data;
+  if (!group) return h("div", { class: "detail" }, empty("No sample is chosen."));
+  const columns = [...new Set(group.samples.flatMap((sample) => Object.keys(sample.columns ?? {})))];
+  const known = [...Object.keys(SHADES).filter((name) => columns.includes(name)), ...columns.filter((name) => !(name in SHADES))];
+  const by = known.includes(params.by) ? params.by : (known.find((name) => name === "gap") ?? known[0]);
+  const scale = by ? scaleOf(group.samples, by) : null;
+  const key = group.prompt_key ?? group.key;
+  const conversations = group.samples.some((sample) => sample.turns?.length);
+  return h("div", { class: "detail", key: `g${group.group}` },
+    h("div", { class: "row" }, h("h2", {}, `Group ${count(group.group)}`, h("small", {}, `step ${count(group.step)} · ${group.samples.length} responses`)), h("span", { class: "fill" }),
+      key != null ? h("button", { on: { click: () => set({ key: params.key ? "" : key }) } }, "Over training") : null,
+      conversations ? chip("as tokens", params.as === "tokens", () => set({ as: params.as === "tokens" ? "" : "tokens" })) : null,
+      chip("side by side", !params.stack, () => set({ stack: !params.stack }))),
+    group.why ? h("p", { class: "panel notice" }, line(group.why, 1000)) : null,
+    block(`${group.group}/prompt`, group.prompt, render, { class: "prompt" }),
+    data.prompt ? overTraining(data.prompt, context) : null,
+    known.length ? h("div", { class: "row" }, h("span", { class: "chips", role: "group", "aria-label": "tokens are coloured by" }, known.map((name) => chip(shadeOfColumn(name).title, name === by, () => set({ by: name })))), h("span", { class: "fill" }), ramp(by, scale)) : null,
+    compared(group, context),
+    h("div", { class: `responses ${params.stack ? "stack" : ""}` }, group.samples.map((sample) => response(sample, by, scale, context))));
+}
+
+function view(data, context) {
+  const head = [h("h2", { class: "hidden-text", key: "title" }, "Samples"), toolbar(context)];
+  if (data.sql) return [...head, sqlPanel(context)];
+  const { params, facts } = context;
+  const filtered = params.q || params.filter || params.offset;
+  if (!data.list.total && !filtered) return [...head.slice(0, 1), empty("No sample was recorded yet.", facts?.status === "running" ? "Samples are written when the update that trained them is over." : "Driver(record_every=...) says how often samples are written; 0 writes none.")];
+  if (params.view === "table") return [...head, sampleTable(data.list, context)];
+  return [...head, h("div", { class: "panel split", key: "split" }, groupList(data.list, context), detail(data, context))];
+}
+
+function next(by) {
+  return ({ params, set }, data) => {
+    const groups = data.list?.groups ?? [];
+    const at = groups.findIndex((group) => String(group.group) === String(params.group ?? groups[0]?.group)) + by;
+    if (groups[at]) set({ group: groups[at].group, sample: "", diff: "", key: "" });
+  };
+}
+
+function recolour({ params, set }, data) {
+  const columns = new Set((data.group?.samples ?? []).flatMap((sample) => Object.keys(sample.columns ?? {})));
+  const known = Object.keys(SHADES).filter((name) => columns.has(name));
+  const at = known.indexOf(params.by ?? (known.includes("gap") ? "gap" : known[0]));
+  if (known.length) set({ by: known[(at + 1) % known.length] });
+}
+
+function another(by) {
+  return ({ params, set }, data) => {
+    const ids = (data.group?.samples ?? []).map((sample) => String(sample.id));
+    const at = Math.max(0, Math.min(ids.length - 1, ids.indexOf(String(params.sample)) + by));
+    if (!ids.length) return;
+    set({ group: data.group.group, sample: ids[at] });
+    document.querySelector(".response.on")?.scrollIntoView({ block: "nearest" });
+  };
+}
+
+const keys = {
+  j: { what: "next group", does: next(1) }, k: { what: "previous group", does: next(-1) }, n: { what: "next response", does: another(1) }, p: { what: "previous response", does: another(-1) },
+  c: { what: "colour by the next column", does: recolour }, b: { what: "side by side or below one another", does: ({ params, set }) => set({ stack: !params.stack }) },
+};
+const badge = (facts) => (facts.samples ? { text: facts.samples >= 10000 ? `${Math.round(facts.samples / 1000)}k` : count(facts.samples), tone: "" } : null);
+
+export const samples = { title: "Samples", loads: ["run", "view", "q", "filter", "sort", "offset", "group", "key"], follows: ["samples", "status"], load, view, keys, badge };

@@ -1,0 +1,35 @@
+// A table that sorts by any column, by mouse and by keyboard. What it is sorted by stands in the address.
+import { h } from "./dom.js";
+
+function compare(a, b) {
+  if (a == null || b == null) return (a == null) - (b == null);
+  return typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true });
+}
+
+/** Rows in the order of `sort`: a column's name, with "-" before it for the largest first. Unknown values come last. */
+export function sorted(columns, rows, sort) {
+  const name = sort?.replace(/^-/, "");
+  const column = columns.find((one) => one.name === name);
+  if (!column) return rows;
+  const [known, unknown] = [[], []];
+  for (const row of rows) (column.value(row) == null ? unknown : known).push(row);
+  known.sort((a, b) => compare(column.value(a), column.value(b)) * (sort.startsWith("-") ? -1 : 1));
+  return [...known, ...unknown];
+}
+
+/** columns: [{name, title, value(row), cell(row), n: is a number, wide}]; options: sort, set (of the address), key(row), on(row): is chosen, served: the server has sorted. */
+export function table(columns, rows, { sort, sorts, key, on, label, served }) {
+  const head = (column) => {
+    const direction = sort === column.name ? "ascending" : sort === `-${column.name}` ? "descending" : null;
+    const next = direction === "descending" ? column.name : direction === "ascending" || column.n ? `-${column.name}` : column.name;
+    const arrow = direction ? (direction === "ascending" ? " ↑" : " ↓") : "";
+    const title = column.value && sorts ? h("button", { on: { click: () => sorts(next) } }, column.title, arrow) : column.title;
+    return h("th", { scope: "col", class: column.n ? "n" : "", "aria-sort": direction }, title || h("span", { class: "hidden-text" }, column.label ?? ""));
+  };
+  const cells = (row) => columns.map((column) => h("td", { class: `${column.n ? "n" : ""} ${column.wide ? "wide" : ""}` }, column.cell ? column.cell(row) : (column.value(row) ?? "–")));
+  const body = (sorts && !served ? sorted(columns, rows, sort) : rows).map((row, place) => h("tr", { key: key ? String(key(row)) : String(place), class: on?.(row) ? "on" : "" }, cells(row)));
+  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, h("table", {}, h("thead", {}, h("tr", {}, columns.map(head))), h("tbody", {}, body)));
+}
+
+/** A state of a page or a part that has nothing to show, and what would put something there. */
+export const empty = (title, ...text) => h("section", { class: "panel state", key: "empty" }, h("h2", {}, title), text.map((part) => h("p", {}, part)));

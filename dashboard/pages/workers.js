@@ -1,0 +1,65 @@
+// Each rank: where it is, what it does, its memory over time, its restarts and last error, its log as it grows, its stack when asked.
+import { get, post } from "./api.js";
+import { chart } from "./chart.js";
+import { h, widget } from "./dom.js";
+import { bytes, count, duration } from "./format.js";
+import { empty, table } from "./table.js";
+import { line, visible } from "./text.js";
+
+const TONES = { busy: "busy", idle: "idle", starting: "busy", dead: "bad" };
+const LOG_LIMIT = 200000;
+const kept = { name: null, text: "", next: 0 };
+
+/** The log of a worker: what is new is added to what was read before. */
+async function readLog(run, worker, signal) {
+  const name = `${run}\n${worker}`;
+  if (kept.name !== name) Object.assign(kept, { name, text: "", next: 0 });
+  const { text, next } = await get("log", { run, worker, after: kept.next }, signal);
+  kept.text = (kept.text + text).slice(-LOG_LIMIT);
+  kept.next = next;
+  return kept.text;
+}
+
+async function load({ run, params }, signal) {
+  const [data, log] = await Promise.all([get("workers", { run }, signal), params.worker ? readLog(run, params.worker, signal) : null]);
+  return { ...data, log };
+}
+
+function detail(worker, log, { run, set, say, reload }) {
+  const ask = async () => {
+    try {
+      await post("stacks", { run, worker: worker.rank });
+      say("Asked; the stack appears here when the rank answers.");
+      reload();
+    } catch (error) {
+      say(error.message);
+    }
+  };
+  const memory = (worker.memory ?? []).filter(([, value]) => value != null);
+  const series = [{ x: memory.map(([time]) => time), y: memory.map(([, value]) => value), colour: "--s1", name: "" }];
+  return h("section", { class: "panel pad detail", key: `w${worker.rank}` },
+    h("div", { class: "row" }, h("h2", {}, line(worker.rank), h("small", {}, [worker.node, worker.device, worker.pid && `process ${worker.pid}`].filter(Boolean).join(" · "))), h("span", { class: "fill" }), h("button", { on: { click: ask } }, "Ask for its stack"), h("button", { on: { click: () => set({ worker: "" }) } }, "Close")),
+    worker.last_error ? h("div", {}, h("h3", { class: "bad-text" }, "Last error"), h("div", { class: "text log", tabindex: "0" }, visible(worker.last_error.slice(-6000)))) : null,
+    memory.length > 1 ? h("div", {}, h("h3", {}, "Memory"), widget(chart, { series, axis: "time_s", form: "bytes", floor: 0, label: `memory of ${worker.rank} over time` }, { class: "chart" })) : null,
+    worker.stack ? h("div", {}, h("h3", {}, "Stack"), h("div", { class: "text log", tabindex: "0" }, visible(worker.stack))) : null,
+    h("h3", {}, "Log", h("small", {}, "the end of it, as it grows")), log ? h("div", { class: "text log", tabindex: "0", role: "log", key: "log" }, visible(log.slice(-20000))) : h("p", { class: "soft small" }, "Nothing was written."));
+}
+
+function view(data, context) {
+  const { params, set } = context;
+  if (!data.workers.length) return empty("No worker yet.", "Ranks appear here when their groups start.");
+  const columns = [
+    { name: "rank", title: "Rank", value: (row) => row.rank, cell: (row) => h("button", { class: "quiet", "aria-expanded": String(params.worker === row.rank), on: { click: () => set({ worker: params.worker === row.rank ? "" : row.rank }) } }, line(row.rank)) },
+    { name: "state", title: "State", value: (row) => row.state, cell: (row) => h("span", {}, h("span", { class: `dot ${TONES[row.state] ?? "idle"} ${row.state === "busy" ? "pulse" : ""}` }), row.state ?? "–", row.call ? h("span", { class: "soft" }, ` ${line(row.call, 60)}`) : null, row.since_s != null ? h("span", { class: "faint" }, ` for ${duration(row.since_s)}`) : null) },
+    { name: "node", title: "Node", value: (row) => row.node, cell: (row) => line(row.node ?? "–", 60) }, { name: "device", title: "Device", value: (row) => row.device, cell: (row) => line(row.device ?? "–", 60) },
+    { name: "memory", title: "Memory", n: true, value: (row) => row.memory_bytes, cell: (row) => (row.memory_limit_bytes ? `${bytes(row.memory_bytes)} of ${bytes(row.memory_limit_bytes)}` : bytes(row.memory_bytes)) },
+    { name: "restarts", title: "Restarts", n: true, value: (row) => row.restarts, cell: (row) => count(row.restarts) },
+    { name: "error", title: "Last error", wide: true, value: (row) => row.last_error, cell: (row) => (row.last_error ? h("span", { class: "bad-text" }, line(row.last_error.trim().split("\n").pop(), 160)) : "") },
+  ];
+  const chosen = data.workers.find((worker) => worker.rank === params.worker);
+  return [h("div", { class: "panel", key: "table" }, table(columns, data.workers, { sort: params.sort ?? "rank", sorts: (sort) => set({ sort }), key: (row) => row.rank, on: (row) => row.rank === params.worker, label: "workers" })), chosen ? detail(chosen, data.log, context) : h("p", { class: "faint small", key: "hint" }, "Choose a rank for its log, its memory and its stack.")];
+}
+
+const badge = (facts) => (facts.workers ? { text: count(facts.workers), tone: "" } : null);
+
+export const workers = { title: "Workers", loads: ["run", "worker"], follows: ["live", "logs", "status"], load, view, badge };
