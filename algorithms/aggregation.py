@@ -94,7 +94,8 @@ class AggregatedLoss(FrozenLoss):
     """A loss of each token, aggregated over them."""
 
     aggregation: Aggregation = token_mean
-    """`token_mean`, `sequence_mean` or `fixed_length(max_tokens)`."""
+    """`token_mean`, `sequence_mean` or `fixed_length(max_tokens)`. Choose another where long responses should weigh less than short ones,
+    or as much, for each of their tokens."""
 
     def count(self, rows: PackedRows) -> float:
         return self.aggregation.count(rows)

@@ -84,9 +84,11 @@ class TruncatedImportance(Config):
     """
 
     cap: float = Field(default=2.0, ge=1, allow_inf_nan=False)
-    """Largest weight."""
+    """[ratio] Largest weight of a token. Lower it where single tokens make the gradient jump, raise it to be biased less towards the
+    generator."""
     level: Level = "token"
-    """"token", "sequence" (product over the response) or "geometric" (geometric mean over the response)."""
+    """"token", "sequence" (product over the response) or "geometric" (geometric mean over the response). Choose the level of the reward
+    for an exact correction, tokens for one of less variance."""
 
     @property
     def weighs(self) -> bool:
@@ -113,11 +115,13 @@ class Rejection(Config):
     """
 
     low: float = Field(default=0.5, ge=0, le=1)
-    """Smallest ratio that is kept."""
+    """[ratio] Smallest p_trainer / p_generator that is kept. Raise it to leave out more tokens that the trainer finds less likely."""
     high: float = Field(default=2.0, ge=1)
-    """Largest ratio that is kept; infinity for no bound."""
+    """[ratio] Largest p_trainer / p_generator that is kept; infinity for no bound. Lower it where the gap of log-probabilities is large
+    and training is unstable."""
     level: Level = "token"
-    """"token", "sequence" (product over the response) or "geometric" (geometric mean over the response)."""
+    """"token", "sequence" (product over the response) or "geometric" (geometric mean over the response). Choose the level of the reward
+    for an exact correction, tokens for one of less variance."""
 
     @property
     def weighs(self) -> bool:

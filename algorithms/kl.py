@@ -150,11 +150,12 @@ class AdaptiveCoefficient(Config):
     """
 
     value: float = Field(default=0.2, ge=0)
-    """The coefficient as it stands: reward lost for a nat."""
+    """[reward/nat] The coefficient as it stands. Raise it where the policy leaves the reference before the controller has reacted."""
     target: float = Field(default=6.0, gt=0)
-    """Nats that a response should be from the reference."""
+    """[nats] How far a response should be from the reference. Raise it to allow more change."""
     horizon: float = Field(default=10_000, gt=0)
-    """Steps in which the coefficient can change by a fifth; in the unit of `num_steps` (the paper's are episodes)."""
+    """[steps] How long it takes the coefficient to change by a fifth at most, in the unit of `num_steps` (the paper's are episodes).
+    Raise it where the coefficient swings."""
 
     def updated(self, observed_kl: float, num_steps: float) -> AdaptiveCoefficient:
         """The coefficient after `num_steps` steps with this mean divergence (nats a response).
@@ -175,6 +176,7 @@ class KlPenalty(Config):
     """
 
     coefficient: float = Field(gt=0)
-    """Nats of penalty for a nat of divergence; the GRPO paper's is 0.04."""
+    """[loss/nat] Penalty for a nat of divergence; the GRPO paper's is 0.04. Raise it where responses drift away from the reference."""
     estimator: Callable[..., Any] = k3
-    """(logprobs [T], reference_logprobs [T]) -> [T]: `k1`, `k2`, `k3`, `absolute` or a `StraightThrough` of two of them."""
+    """(logprobs [T], reference_logprobs [T]) -> [T]: `k1`, `k2`, `k3`, `absolute` or a `StraightThrough` of two of them. Choose `k1` for
+    an unbiased value, `k3` for one of little variance."""

@@ -46,22 +46,25 @@ class PolicyLoss(AggregatedLoss):
     """
 
     surrogate: Surrogate = Clipped()
-    """`Clipped(low, high, dual)`, `Cispo(low, high)`, `Sapo(positive, negative)` or `PlainPolicyGradient()`."""
+    """`Clipped(low, high, dual)`, `Cispo(low, high)`, `Sapo(positive, negative)` or `PlainPolicyGradient()`. Choose what keeps the ratio
+    from running away where a batch is trained on more than once or late."""
     ratio: Callable[..., Any] = token_ratio
-    """(log_ratio [T], rows) -> log-ratio [T]: `token_ratio`, `sequence_ratio` or `sequence_product`."""
+    """(log_ratio [T], rows) -> log-ratio [T]: `token_ratio`, `sequence_ratio` or `sequence_product`. Choose one of sequences where the
+    reward is of the whole response (GSPO)."""
     kl: KlPenalty | None = None
-    """Penalty for leaving the reference; the graph must then write `reference_logprobs`."""
+    """Penalty for leaving the reference; the graph must then write `reference_logprobs`. Set it where the policy exploits the reward."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
-    """Bonus for entropy; above 0 its gradient costs one more pass over the logits."""
+    """[loss/nat] Bonus for entropy. Raise it where entropy collapses; above 0 its gradient costs one more pass over the logits."""
     old: str | None = None
-    """Column with the log-probabilities under the policy that the ratio compares with. None: of single tokens the generator's
-    own, `response_logprobs`. A ratio of whole responses, in which the small gaps between two engines add up, and one beside a
-    correction that weighs, which has the generator in it already, compare with the trainer's own: `old_logprobs` where the
-    rows have it, otherwise the policy as it stands (r = 1: a plain policy gradient, right for one optimizer step an update,
-    and without a pass of its own)."""
+    """Column with the log-probabilities under the policy that the ratio compares with. None: of single tokens the generator's own,
+    `response_logprobs`. A ratio of whole responses, in which the small gaps between two engines add up, and one beside a correction that
+    weighs, which has the generator in it already, compare with the trainer's own: `old_logprobs` where the rows have it, otherwise the
+    policy as it stands (r = 1: a plain policy gradient, right for one optimizer step an update, and without a pass of its own). Set it
+    where another node of the graph computes them."""
     correction: Correction | tuple[Correction, ...] = ()
-    """What to do about tokens that the generator drew from another distribution than the trainer's; several are multiplied.
-    It acts on the policy gradient, not on the KL penalty nor the entropy bonus."""
+    """What to do about tokens that the generator drew from another distribution than the trainer's; several are multiplied. It acts on
+    the policy gradient, not on the KL penalty nor the entropy bonus. Set it for stale rows, and where the gap of log-probabilities is
+    large."""
 
     @model_validator(mode="after")
     def _ratio_counts_once(self) -> PolicyLoss:

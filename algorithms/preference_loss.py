@@ -56,7 +56,7 @@ class LogRatio(Config):
     """
 
     per_token: bool = False
-    """The mean over the trained tokens instead of the sum, so that long responses weigh as much as short ones."""
+    """The mean over the trained tokens instead of the sum. Set it where long responses are to weigh as much as short ones."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ class LogLikelihood(Config):
     """
 
     per_token: bool = False
-    """The mean over the trained tokens instead of the sum."""
+    """The mean over the trained tokens instead of the sum (SimPO). Set it where longer responses win by their length alone."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -126,7 +126,7 @@ class Logistic(Config):
     """
 
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """e: the share of pairs whose label is taken to be the wrong way round."""
+    """[share] e: how many pairs are taken to have their label the wrong way round. Raise it where annotators disagree."""
 
     def __call__(self, ahead: Tensor) -> Tensor:
         log_sigmoid = torch.nn.functional.logsigmoid
@@ -145,7 +145,7 @@ class RobustLogistic(Config):
     """
 
     label_smoothing: float = Field(default=0.1, ge=0, lt=0.5)
-    """e: the share of pairs whose label is the wrong way round."""
+    """[share] e: how many pairs have their label the wrong way round. Set it to what is known of the labels."""
 
     def __call__(self, ahead: Tensor) -> Tensor:
         log_sigmoid = torch.nn.functional.logsigmoid
@@ -165,7 +165,8 @@ class Squared(Config):
     """
 
     tau: float = Field(default=0.1, gt=0)
-    """Strength of the pull to the reference: the preferred response is to be ahead by 1 / (2 tau)."""
+    """[1/nat] Strength of the pull to the reference: the preferred response is to be ahead by 1 / (2 tau). Raise it to stay nearer to the
+    reference."""
 
     def __call__(self, ahead: Tensor) -> Tensor:
         return (ahead - 1 / (2 * self.tau)).square()
@@ -243,17 +244,21 @@ class PreferenceLoss(PairLoss):
     """
 
     beta: float = Field(default=0.1, gt=0)
-    """Reward for a nat of score; of DPO the strength of the pull to the reference."""
+    """[reward/nat] Reward for a nat of score; of DPO the strength of the pull to the reference. Raise it to stay nearer to the
+    reference."""
     score: Score = LogRatio()
-    """What is compared: `LogRatio`, `LogLikelihood` or `LogOdds`."""
+    """What is compared: `LogRatio`, `LogLikelihood` or `LogOdds`. Choose one of the last two to do without a reference."""
     comparison: Comparison = Logistic()
-    """f: `Logistic`, `RobustLogistic`, `Squared` or `Hinge`."""
+    """f: `Logistic`, `RobustLogistic`, `Squared` or `Hinge`. Choose `RobustLogistic` for noisy labels, `Squared` for pairs that all
+    agree."""
     margin: float = 0.0
-    """By how much of beta (s_w - s_l) the preferred response must be ahead to count as level (SimPO's gamma)."""
+    """[reward] By how much of beta (s_w - s_l) the preferred response must be ahead to count as level (SimPO's gamma). Raise it to push
+    pairs further apart."""
     weight: float = Field(default=1.0, gt=0)
-    """Of the comparison (ORPO's lambda)."""
+    """[factor] It multiplies the comparison (ORPO's lambda). Lower it where the likelihood should count more."""
     likelihood: float = Field(default=0.0, ge=0)
-    """Of the preferred response's negative log-likelihood, a mean over its trained tokens (arXiv:2404.19733; ORPO: 1)."""
+    """[factor] It multiplies the preferred response's negative log-likelihood, a mean over its trained tokens (arXiv:2404.19733; ORPO:
+    1). Raise it where preferred responses become less likely, too."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -297,11 +302,12 @@ class DesirabilityLoss(FrozenLoss):
     """
 
     beta: float = Field(default=0.1, gt=0)
-    """Reward for a nat of log-ratio; a larger one saturates sooner."""
+    """[reward/nat] Reward for a nat of log-ratio. Raise it to stay nearer to the reference; a larger one saturates sooner."""
     desirable_weight: float = Field(default=1.0, gt=0)
-    """w_D. The paper wants w_D times the number of good responses to be near w_U times that of bad ones."""
+    """[factor] w_D, of good responses. Raise it where there are fewer of them: the paper wants w_D times their number to be near w_U
+    times that of bad ones."""
     undesirable_weight: float = Field(default=1.0, gt=0)
-    """w_U."""
+    """[factor] w_U, of bad responses. Raise it where there are fewer of them."""
 
     @property
     def reads(self) -> tuple[str, ...]:

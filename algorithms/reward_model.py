@@ -53,9 +53,10 @@ class RewardLoss(PairLoss):
     """
 
     margin: float | str = 0.0
-    """How far the preferred response is to be ahead; or the column that says it of each pair (its two rows say the same)."""
+    """[reward] How far the preferred response is to be ahead; or the column that says it of each pair (its two rows say the same). Give
+    the column where annotators said how much better a response is."""
     centring: float = Field(default=0.0, ge=0)
-    """c: keeps the rewards of a pair around 0; 0.01 is common."""
+    """[factor] c: keeps the rewards of a pair around 0. Raise it (0.01 is common) where rewards drift."""
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -25,17 +25,19 @@ class Sampling(Config):
     """
 
     max_tokens: int = Field(default=64, ge=1)
-    """Longest response, in tokens, the stop token included."""
+    """[tokens] Longest response, the stop token included. Raise it where `truncation_rate` is high."""
     temperature: float = Field(default=1.0, ge=0)
-    """Divides the logits; 0 is greedy."""
+    """[factor] It divides the logits; 0 is greedy. Lower it for evaluations, raise it where the responses of a group are all alike."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Smallest set of tokens whose probability reaches this; 1 keeps all."""
+    """[share] Smallest set of tokens whose probability reaches this; 1 keeps all. Lower it for evaluations alone: the trainer knows only
+    the whole distribution."""
     top_k: int = Field(default=0, ge=0)
-    """Most likely tokens kept; 0 keeps all."""
+    """[tokens] How many of the most likely are kept; 0 keeps all. Set it for evaluations alone, as `top_p`."""
     min_tokens: int = Field(default=0, ge=0)
-    """No stop token before this many tokens."""
+    """[tokens] How many come before a stop token at least. Raise it where responses are to have a length; it cuts the distribution as
+    `top_p` does."""
     ignore_stop: bool = False
-    """Go on to `max_tokens` whatever is sampled (for benchmarks)."""
+    """Go on to `max_tokens` whatever is sampled. Set it in benchmarks, to know the number of tokens."""
 
     @field_validator("temperature")
     @classmethod

@@ -59,11 +59,11 @@ class Clipped(Config):
     """
 
     low: float = Field(default=0.2, ge=0, le=1)
-    """How far below 1 the ratio earns."""
+    """[ratio] How far below 1 the ratio earns. Lower it where updates are too large."""
     high: float = Field(default=0.2, ge=0)
-    """How far above 1 the ratio earns; DAPO takes more here than below."""
+    """[ratio] How far above 1 the ratio earns. Raise it above `low` (DAPO takes 0.28) where entropy falls: rare tokens then can grow."""
     dual: float | None = Field(default=None, gt=1)
-    """Largest ratio that costs at a negative advantage; None: any."""
+    """[ratio] Largest ratio that costs at a negative advantage; None: any. Set it (3 is usual) where stale rows make the loss jump."""
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> Clipped:
@@ -94,9 +94,10 @@ class Cispo(Config):
     """
 
     low: float = Field(default=1.0, ge=0, le=1)
-    """How far below 1 the weight may be; 1, the paper's choice, is no bound."""
+    """[ratio] How far below 1 the weight may be; 1, the paper's choice, is no bound. Lower it where tokens that have become unlikely are
+    to keep their weight."""
     high: float = Field(default=4.0, ge=0)
-    """How far above 1 the weight may be."""
+    """[ratio] How far above 1 the weight may be. Lower it where single tokens make the gradient jump."""
 
     def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogated:
         """The losses; a clipped token keeps the gradient of its bounded weight."""
@@ -117,9 +118,9 @@ class Sapo(Config):
     """
 
     positive: float = Field(default=1.0, gt=0)
-    """tau where the advantage is above 0."""
+    """[factor] tau where the advantage is above 0. Raise it to close the gate sooner."""
     negative: float = Field(default=1.05, gt=0)
-    """tau elsewhere."""
+    """[factor] tau elsewhere. Raise it where training is unstable: gradients of negative advantages then fade sooner."""
 
     def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogated:
         """The losses; no token is clipped."""

@@ -154,7 +154,8 @@ class ValueLoss(AggregatedLoss):
     """
 
     clip: float | None = Field(default=0.2, gt=0)
-    """How far from the old value a change earns, in units of reward; None: no bound."""
+    """[reward] How far from the old value a change earns; None: no bound. Raise it with the scale of the rewards, where the critic learns
+    too slowly."""
 
     @property
     def reads(self) -> tuple[str, ...]:

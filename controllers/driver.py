@@ -80,7 +80,6 @@ class Driver:
         checkpoint: CheckpointConfig = CheckpointConfig(),
         resume: str | Path = "none",
         progress: Form | bool = "auto",
-        show_every: int = 10,
         stop_on: Sequence[str] = ("no_signal",),
         stop: Callable[[Mapping[str, float]], bool] | None = None,
         trackers: Sequence[str] = (),
@@ -89,29 +88,38 @@ class Driver:
         """Check everything that can be checked before a process is started.
 
         Args:
-            record_every: samples of each `record_every`-th step are kept in the run directory; 0 keeps none.
-            start_timeout_s: longest wait for the workers of a group to be up; default: 300 s, and 20 s more for each GB of the largest
-                model.
-            call_timeout_s: how long a rank that was called may do nothing that shows (an answer, a microbatch, a step of an engine, a
+            graph: what happens in training. Give yours; there is no default.
+            schedule: when its nodes run. Give `Synchronous`, `Pipelined` or `Asynchronous`; there is no default.
+            evaluations: graphs over held-out rows, and when they run. Give them to see more than the reward of training.
+            placement: group -> `Place`. None: each group of one rank, where a CPU is free. Give one for ranks, devices and GPUs.
+            backend: `Local()`, `RayBackend()` or `Simulated(costs)`. None: `Local()`. Choose Ray for more than one process.
+            name: of the run's directory below `root`; None: the time. A run has one driver: while it lives, another is refused. Give one to
+                find the run again, and to resume it.
+            root: the folder that has the run's directory. In a job of a cluster a relative one lies below `WEFT_ROOT`, or `~/weft`. Give
+                one on a disk with room for checkpoints.
+            seed: [seed] of sampling, order and new parameters. Change it to see the spread.
+            record_every: [steps] samples of each so-many-th step are kept in the run directory; 0 keeps none. Raise it where samples fill
+                the disk.
+            start_timeout_s: [s] longest wait for the workers of a group to be up; None: 300, and 20 more for each GB of the largest
+                model. Raise it where models lie on a slow disk.
+            call_timeout_s: [s] how long a rank that was called may do nothing that shows (an answer, a microbatch, a step of an engine, a
                 scored sample; `Context.advance`): then it is replaced, if it can be, or the run is taken back to its last
-                checkpoint, or ends. So long, too, a checkpoint may not grow. Default: 600 s, and 5 s more for each GB of the largest
-                model.
-            buffer: how much the sample buffer may hold, and how it keeps it.
-            checkpoint: when the run saves what it needs to go on.
-            name: of the run's directory below `root`; default: the time. A run has one driver: while it lives, another is refused.
-            root: the folder that has the run's directory. In a job of a cluster a relative one lies below `WEFT_ROOT`, or `~/weft`.
+                checkpoint, or ends. So long, too, a checkpoint may not grow. None: 600, and 5 more for each GB of the largest
+                model. Lower it to find hangs sooner, raise it where single steps take minutes.
+            buffer: how much the sample buffer may hold, and where. Give one where memory or disk are short.
+            checkpoint: when the run saves what it needs to go on. Give one for every run that should survive.
             resume: "none" for a new run; "latest" to go on from the last sound checkpoint of the run `name` (of the newest that has
                 any, without a name), or to begin where there is none; "weights" for the same without the rows in flight, where the
-                log is lost or the graph was changed; or the folder of a run or of one of its checkpoints.
+                log is lost or the graph was changed; or the folder of a run or of one of its checkpoints. Choose "latest" in scripts
+                that are started again by themselves.
             progress: how the run is shown: "rich" (columns and frames), "plain" (lines), "json" (an object in each line) or "none";
-                "auto" is rich on a terminal, else plain.
-            show_every: a sample of each `show_every`-th step is shown; 0 shows none.
+                "auto" is rich on a terminal, else plain. Choose "json" for programs, "none" for tests.
             stop_on: symptoms that end the run when they show (docs/watching.md has the table); others are warnings. By default a run ends
-                whose first steps have no signal: the rewards within every group are equal.
-            stop: called with each step's metrics; the run ends early when it returns true.
+                whose first steps have no signal: the rewards within every group are equal. Give more where nobody watches.
+            stop: called with each step's metrics; the run ends early when it returns true. Give one to stop at a goal.
             trackers: what metrics are sent to besides the run's own files: "tensorboard", "wandb", "mlflow", "trackio", "prometheus", or
-                "module:Class" of your own. A tracker that fails or hangs never disturbs the run.
-            settings: the script's own settings, kept with the run.
+                "module:Class" of your own. A tracker that fails or hangs never disturbs the run. Give those that you look at.
+            settings: the script's own settings, kept with the run. Give them to compare runs by `weft diff`.
 
         Raises:
             UserError: naming the place, the rule, the value and the nearest right name.
@@ -147,7 +155,7 @@ class Driver:
         self.directory, self._point = open_run(resume, at, name, accept, checkpoint.copy_to)
         if at != Path(root):
             self.directory.notes.append(f"the run's directory is {self.directory.path}: this is a job of a cluster")
-        shown = Progress(schedule.steps, self.directory.path, display, show_every=show_every)
+        shown = Progress(schedule.steps, self.directory.path, display)
         following = Following(trackers, self.directory.path, self._spec.backend.report, partial(shown.alert, "tracker"))
         self._history = RunHistory(shown, FullDisk(self.directory.path, shown), following)
         self._described = {
@@ -329,10 +337,6 @@ def _checked(
     settings |= set_deadlines(settings["start_timeout_s"], settings["call_timeout_s"], every_handle.values())
     places = resolve(placement, {**handles, **RESERVED})
     check_elastic(places, every_handle)
-    # Rows in flight are kept for as many checkpoints as models are, and for the one that is being written.
-    buffer: BufferConfig = settings["buffer"]
-    keep = max(buffer.keep_checkpoints, settings["checkpoint"].keep + 1)
-    settings["buffer"] = buffer.model_copy(update={"keep_checkpoints": keep})
     spec = RunSpec(
         graphs=dict(zip(names, graphs, strict=True)),
         handles=every_handle,

@@ -6,8 +6,9 @@ now (`share`), and whether the step is over (`over`). An evaluation issues its s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -28,17 +29,24 @@ class Share:
     """The batch of an update is complete with these."""
 
 
+MAX_REFILLS = 10
+"""How many times a step may issue more prompts because a filter dropped groups. A filter that keeps one group in eleven costs eleven times
+the generation of a step: that is a mistake in the data or the filter, and no run is better for waiting longer."""
+
+
 class Stepwise(Config):
     """Settings that all training schedules share: the number of steps, and the groups in each."""
 
     steps: int = Field(default=100, ge=1)
-    """Updates to make."""
+    """[updates] How many the run makes. Raise it as long as the evaluation rises."""
     prompts_per_step: int = Field(default=64, ge=1)
-    """Groups in a training batch."""
+    """[groups] How many a training batch has. Raise it where the gradient is noisy or devices are idle, lower it where steps take too
+    long."""
     shuffle: bool = True
-    """Draw the prompts of each epoch in a new order, from the run's seed."""
-    max_refills: int = Field(default=10, ge=0)
-    """How many times a step may issue more prompts because a filter dropped groups."""
+    """Draw the prompts of each epoch in a new order, from the run's seed. Set it to False for data that are in an order of their own,
+    such as easy ones first."""
+
+    retired: ClassVar[Mapping[str, str]] = {"max_refills": f"a step issues more prompts {MAX_REFILLS} times at most"}
 
     @property
     def overlaps(self) -> bool:
@@ -108,13 +116,17 @@ class Synchronous(Stepwise):
         return self._when_settled(train, node)
 
 
-class Pipelined(Stepwise):
-    """The updates of `Synchronous`, but every node begins with the first groups that are ready for it: rewards, references and
-    advantages while others are still generated, and gradients are accumulated as groups come."""
+class InParts(Stepwise):
+    """Settings of the schedules whose updates accumulate gradients as groups come."""
 
     groups_per_part: int = Field(default=1, ge=1)
-    """Groups that an update waits for before it accumulates their gradient; large models want full microbatches. It waits for at least one
-    for each data-parallel replica, as long as the batch has so many."""
+    """[groups] How many an update waits for before it accumulates their gradient; at least one for each data-parallel replica, as long as
+    the batch has so many. Raise it for large models, which want full microbatches."""
+
+
+class Pipelined(InParts):
+    """The updates of `Synchronous`, but every node begins with the first groups that are ready for it: rewards, references and
+    advantages while others are still generated, and gradients are accumulated as groups come."""
 
     @property
     def max_staleness(self) -> int:
@@ -124,17 +136,17 @@ class Pipelined(Stepwise):
         return self._when_ready(train, node, self.groups_per_part, replicas)
 
 
-class Asynchronous(Stepwise):
+class Asynchronous(InParts):
     """Generation never waits for training within the staleness bound: prompts are issued as far ahead as will be trained on in
     time (arXiv:2505.24298, section 4.1; arXiv:2507.01663), and new weights go in between two steps of generation."""
 
     max_staleness: int = Field(default=1, ge=0)
-    """Updates that a row's oldest token may lag the weights that it trains; 0 is `Synchronous`."""
+    """[updates] How far a row's oldest token may lag the weights that it trains; 0 is `Synchronous`. Raise it where generation still
+    waits for training, lower it where training becomes unstable."""
     partial_rollouts: Literal["continue", "finish", "requeue"] = "continue"
-    """What becomes of responses that are unfinished when new weights come: they go on under these (every token knows its
-    version); they are finished first, and the weights wait; or they are given up, and their prompts requeued."""
-    groups_per_part: int = Field(default=1, ge=1)
-    """See `Pipelined`."""
+    """What becomes of responses that are unfinished when new weights come: "continue" under these (every token knows its version);
+    "finish" first, while the weights wait; or "requeue" their prompts. Choose "finish" where all tokens of a response must be of one
+    version."""
 
     @property
     def overlaps(self) -> bool:
@@ -170,7 +182,8 @@ Training = Synchronous | Pipelined | Asynchronous
 """How a training graph may run."""
 
 
-class OnePass(Config):
+@dataclass(frozen=True)
+class OnePass:
     """How an evaluation graph runs: once over its complete source, as it stands."""
 
     overlaps: bool = False

@@ -170,8 +170,7 @@ def config_of(annotation: Any) -> type[Config] | None:
 
 
 def _unknown(settings_class: type[Config], name: str, placed: Placed) -> str:
-    known = list(settings_class.model_fields)
-    hint = nearest(name.rpartition(".")[2].replace("-", "_"), known) or f"; there are {', '.join(known)}"
+    hint = settings_class.hint(name.rpartition(".")[2].replace("-", "_"))
     return f"{placed.place}: there is no setting {name!r} (value {_plain(placed.value)!r}){hint}"
 
 

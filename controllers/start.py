@@ -15,7 +15,7 @@ from ..dataflow.buffer.scratch import notes
 from ..dataflow.column import PROMPT_IDS
 from ..dataflow.graph import Graph
 from ..dataflow.node import SOURCE
-from .backends.backend import Backend, Files, Setup, this_node
+from .backends.backend import FILE_BYTES, Backend, Files, Setup, this_node
 from .cursor import CURSOR, Cursor, positions
 from .graph_run import TRAIN, EvaluationRun, GraphRuns, TrainingRun
 from .loop.recording import with_recording
@@ -83,9 +83,9 @@ def _open_buffer(
     graphs: Mapping[str, Graph],
 ) -> SampleBuffer:
     """Open the buffer once the disk has room, since what is kept of the log is copied."""
-    clock, spans_machines = spec.backend.clock, spec.backend.spans_machines
+    backend, keep = spec.backend, spec.checkpoint.keep
     return history.disk.write(
-        lambda: open_buffer(directory, point, graphs, config=spec.buffer, clock=clock, spans_machines=spans_machines)
+        lambda: open_buffer(directory, point, graphs, config=spec.buffer, backend=backend, keep_checkpoints=keep)
     )
 
 
@@ -100,7 +100,7 @@ def _files(spec: RunSpec, directory: RunDirectory, buffer: SampleBuffer, progres
     segments, config = buffer.segments.parent, spec.buffer
     for note in notes(segments, config.max_bytes):
         progress.alert("little_room", note)
-    return Files(segments, config.file_bytes, config.memory_bytes, buffer.scratch, directory.starts)
+    return Files(segments, FILE_BYTES, config.memory_bytes, buffer.scratch, directory.starts)
 
 
 def _setup(spec: RunSpec, directory: RunDirectory, files: Files, progress: Progress) -> Setup:

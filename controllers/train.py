@@ -22,7 +22,6 @@ from ..dataflow.prompts.settings import ReadArguments
 from ..dataflow.source import Source
 from ..workers.actor import ActorWorker
 from ..workers.critic import CriticWorker
-from ..workers.generation.vllm_settings import VllmSettings
 from ..workers.reference import ReferenceWorker
 from ..workers.reward import RewardWorker
 from ..workers.rewards.function import Reward
@@ -240,7 +239,7 @@ def shared_devices(program: Program, groups: Sequence[str], *, cpus: int, gpus: 
     model = {"dtype": "bfloat16"}
     return SharedDevices(
         run={"placement": placement, "backend": RayBackend()},
-        rollout={"engine": "vllm", "vllm": VllmSettings(gpu_memory_utilization=0.6)},
+        rollout={"engine": "vllm", "gpu_memory_utilization": 0.6},
         model=model,
         trained={**model, "activation_checkpointing": True},
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import pydantic
 
@@ -24,6 +24,9 @@ class Config(pydantic.BaseModel):
     weft.dataflow.errors.SettingError: Toy.rate: input should be greater than 0, not -1
     """
 
+    retired: ClassVar[Mapping[str, str]] = {}
+    """Names that a class once had -> what to say instead."""
+
     model_config = pydantic.ConfigDict(
         extra="forbid", frozen=True, arbitrary_types_allowed=True, use_attribute_docstrings=True
     )
@@ -42,13 +45,19 @@ class Config(pydantic.BaseModel):
         path = ".".join(str(part) for part in problem["loc"])
         match problem["type"]:
             case "extra_forbidden":
-                known = list(cls.model_fields)
-                hint = nearest(path, known) or f"; it has {', '.join(known)}"
+                hint = cls.hint(path)
                 return f"{cls.__name__} has no setting {path!r} (value {problem['input']!r}){hint}"
             case "missing":
                 return f"{cls.__name__}.{path} {cls.problem(problem)}"
             case _:
                 return f"{cls.__name__}{'.' + path if path else ''}: {cls.problem(problem)}"
+
+    @classmethod
+    def hint(cls, name: str) -> str:
+        """The end of a message about a setting that the class does not have: what became of it, or the nearest one that there is."""
+        known = list(cls.model_fields)
+        gone = next((each.retired[name] for each in cls.__mro__ if name in vars(each).get("retired", {})), "")
+        return f"; {gone}" if gone else nearest(name, known) or f"; it has {', '.join(known)}"
 
     @staticmethod
     def problem(problem: Any) -> str:

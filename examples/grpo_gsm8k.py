@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import tiny_qwen3
-from real_task import SHARED, RealSettings, read_problems, summary
+from real_task import GPU_SHARE, RealSettings, read_problems, summary
 
 import weft
 from weft.algorithms.advantages import group_advantages
@@ -51,7 +51,9 @@ def main(settings: RealSettings) -> None:
 
     # Who does the work: training and generation take turns on all devices.
     actor = weft.group(weft.ActorWorker, model=model, learning_rate=1e-3 if tiny else 1e-6, **settings.training)
-    rollout = weft.group(weft.RolloutWorker, model=model, engine=settings.engine, max_context=context, vllm=SHARED)
+    rollout = weft.group(
+        weft.RolloutWorker, model=model, engine=settings.engine, max_context=context, gpu_memory_utilization=GPU_SHARE
+    )
     right, form = Reward(function=Math(), name="right"), Reward(function=boxed, weight=0.1)
     reward = weft.group(weft.RewardWorker, function=(right, form), tokenizer=model)
     rollout.follows(actor)

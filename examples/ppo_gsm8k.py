@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import tiny_qwen3
-from real_task import SHARED, RealSettings, read_problems, summary
+from real_task import GPU_SHARE, RealSettings, read_problems, summary
 
 import weft
 from weft.algorithms.evaluation import evaluate
@@ -42,7 +42,9 @@ def main(settings: Settings) -> None:
     actor = weft.group(weft.ActorWorker, model=model, learning_rate=rate, **settings.training)
     critic = weft.group(weft.CriticWorker, model=model, learning_rate=rate if tiny else 5 * rate, **settings.training)
     reference = weft.group(weft.ReferenceWorker, model=model, dtype="bfloat16" if settings.num_gpus else "float32")
-    rollout = weft.group(weft.RolloutWorker, model=model, engine=settings.engine, max_context=context, vllm=SHARED)
+    rollout = weft.group(
+        weft.RolloutWorker, model=model, engine=settings.engine, max_context=context, gpu_memory_utilization=GPU_SHARE
+    )
     judge = weft.group(weft.RewardWorker, name="judge", function=Math(), tokenizer=model)
     groups, reward = ["actor", "critic", "reference", "rollout"], judge
     if settings.reward_model is not None:

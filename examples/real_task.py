@@ -13,8 +13,8 @@ from pydantic import Field, model_validator
 import weft
 from weft.controllers.placement import machine_cpus, machine_gpus
 
-SHARED = {"gpu_memory_utilization": 0.6}
-"""vLLM's share of a GPU where other groups take turns on it."""
+GPU_SHARE = 0.6
+"""vLLM's part of a GPU's memory where other groups take turns on it."""
 
 
 class RealSettings(weft.Config):

@@ -41,8 +41,9 @@ class ActorConfig(TrainedConfig):
     """The policy, how it lies over its ranks, and how it is optimised."""
 
     deltas: Literal["off", "auto"] = "off"
-    """auto: send followers on other machines only the elements that have changed since the version that they hold, wherever that is fewer
-    bytes. A copy of what is published, and of what each of them takes, then stays in host memory; and comparing takes time."""
+    """"auto": send followers on other machines only the elements that have changed since the version that they hold, wherever that is
+    fewer bytes. A copy of what is published, and of what each of them takes, then stays in host memory; and comparing takes time. Choose
+    it for networks slower than a gigabyte a second."""
 
 
 def _may_read(loss: Loss) -> tuple[str, ...]:

@@ -24,10 +24,13 @@ _FILE = "coefficient.json"
 
 
 class AdaptiveKlConfig(Config):
+    """The coefficient of a KL penalty in the reward, and how divergence is estimated."""
+
     coefficient: AdaptiveCoefficient = AdaptiveCoefficient()
-    """The first coefficient, its target and its horizon (in responses)."""
+    """The first coefficient, its target and its horizon (in responses). Set it where the divergence should end elsewhere, or get there
+    sooner."""
     estimator: Callable[..., Any] = k1
-    """(logprobs [T], reference_logprobs [T]) -> [T] nats: `k1`, `k2`, `k3` or `absolute`."""
+    """(logprobs [T], reference_logprobs [T]) -> [T] nats: `k1`, `k2`, `k3` or `absolute`. Choose `k3` for less variance."""
 
 
 class AdaptiveKlWorker(Worker):

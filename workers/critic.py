@@ -28,7 +28,8 @@ class CriticConfig(TrainedConfig):
     """The model, the meaning of its scalar head, how it is sharded, and how it is optimised."""
 
     head: Literal["values", "rewards"] = "values"
-    """values: the value before each response token, for PPO; rewards: of the sequence up to and with each, for a reward model."""
+    """"values": the value before each response token, for PPO; "rewards": of the sequence up to and with each. Choose the latter to train
+    a reward model."""
 
 
 class CriticWorker(TrainedWorker):

@@ -39,22 +39,26 @@ _LIBRARY = str(Path(__file__).parent.parent / "workers")
 
 
 class RewardConfig(Config):
+    """What scores samples, and what becomes of those that cannot be scored."""
+
     function: Callable[..., Any] | Reward | tuple[Callable[..., Any] | Reward, ...]
-    """What scores a sample: a function, or several, whose weighted sum is the reward. Weft's own form takes the columns that its
-    parameters name, e.g. `def score(response, answer) -> float`: `response` is the text of the response; every column of the data and
-    of earlier nodes can be asked for. A parameter with a default gets the column of its name where there is one, and `**columns` gets
-    all that are left. What `functools.partial` has set stays. Functions written for TRL, verl, OpenRLHF, slime and verifiers are
-    recognised by their parameters and called as there. `Reward(function, name=..., weight=...)` says more."""
+    """What scores a sample: a function, or several, whose weighted sum is the reward. Give your own; there is no default. Weft's own form
+    takes the columns that its parameters name, e.g. `def score(response, answer) -> float`: `response` is the text of the response; every
+    column of the data and of earlier nodes can be asked for. A parameter with a default gets the column of its name where there is one,
+    and `**columns` gets all that are left. What `functools.partial` has set stays. Functions written for TRL, verl, OpenRLHF, slime and
+    verifiers are recognised by their parameters and called as there. `Reward(function, name=..., weight=...)` says more."""
     tokenizer: str | Path
-    """Model folder (or Hugging Face id) whose tokenizer turns response tokens into text."""
+    """Model folder (or Hugging Face id) whose tokenizer turns response tokens into text. Choose that of the rollout; there is no
+    default."""
 
     deadline_s: float | None = pydantic.Field(default=None, gt=0)
-    """Seconds that a sample may take (a call, of a function that is called with a batch); then what was not scored is requeued, and a
+    """[s] Time that a sample may take (a call, of a function that is called with a batch); then what was not scored is requeued, and a
     sample that takes longer for the third time is dropped. Under Ray the process is ended and replaced; under `Local` the function is
-    interrupted, where it runs Python and no debugger. An asynchronous call is cancelled. None: the driver's `call_timeout_s`."""
+    interrupted, where it runs Python and no debugger. An asynchronous call is cancelled. None: the driver's `call_timeout_s`. Set it
+    where a grader may hang."""
     max_failed: float = pydantic.Field(default=MAX_FAILED, ge=0, le=1)
-    """Share of the samples that may fail three times each, and are dropped and counted (`failed_rows`); more of them end the run. It is of
-    100 samples at least; 0: the first ends the run."""
+    """[share] Samples that may fail three times each, and are dropped and counted (`failed_rows`); more of them end the run. It is of 100
+    samples at least; 0: the first ends the run. Raise it for a service that fails often."""
 
     @pydantic.field_validator("function", mode="before")
     @classmethod

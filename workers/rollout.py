@@ -79,8 +79,8 @@ class RolloutWorker(Worker):
     def new_engine(self, **settings: Any) -> GenerationEngine:
         """The engine that generates; a subclass may bring another."""
         if self.config.engine == "vllm":
-            return VllmEngine(str(self._folder), self.config.vllm, **settings)
-        return TransformersEngine(str(self._folder), self.config.transformers, **settings)
+            return VllmEngine(str(self._folder), self.config, **settings)
+        return TransformersEngine(str(self._folder), max_num_seqs=self.config.max_num_seqs, **settings)
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,

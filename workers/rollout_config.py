@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -14,9 +14,7 @@ from pydantic import Field
 from ..algorithms.sampling import Sampling
 from ..dataflow.batch import Batch
 from ..dataflow.column import PROMPT_IDS
-from ..dataflow.config import Config
 from ..dataflow.errors import UserError
-from .generation.transformers_engine import TransformersSettings
 from .generation.vllm_settings import LORA_RANKS, VllmSettings
 from .model_folder import (
     check_causal_lm,
@@ -28,7 +26,6 @@ from .model_folder import (
 )
 from .training.lora import Lora
 from .vocabulary import check_vocabulary
-from .worker import MAX_FAILED
 
 if TYPE_CHECKING:
     from ..dataflow.node import Node
@@ -38,31 +35,32 @@ SMALLEST_HEAD_ON_CPU = 32
 """vLLM's attention kernel for CPUs takes no smaller heads."""
 
 
-class RolloutConfig(Config):
+class RolloutConfig(VllmSettings):
     """The model that a rollout samples from, and the engine that does it."""
 
     model: str | Path
-    """Folder (or cached Hugging Face id) of the model that the first weights come from."""
+    """Folder (or Hugging Face id) of the model that the first weights come from. Choose that of the actor; there is no default."""
     engine: Literal["vllm", "transformers"] = "vllm"
-    """`vllm` is fast, on CPU and on GPU. `transformers` needs nothing more than training does, which is good for debugging."""
+    """"vllm" is fast, on CPU and on GPU. "transformers" needs nothing more than training does. Choose the latter for debugging."""
     max_context: int | None = Field(default=None, ge=2)
-    """Longest prompt and response together, in tokens; None: what the model was made for. A smaller value saves memory."""
+    """[tokens] Longest prompt and response together; None: what the model was made for. Lower it to save memory."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights; auto: float32 on CPU, bfloat16 on GPUs; that of the actor, where its adapter arrives alone."""
+    """Type of the weights; auto: float32 on CPU, bfloat16 on GPUs; that of the actor, where its adapter arrives alone. Choose float32 to
+    compare with the trainer to the last digit."""
     adapter: Lora | None = None
     """The adapter that arrives alone and is added to the model. A run fills this in from the actor that is followed (`Lora.published`)."""
     seeded: bool = True
-    """Give each response its own seed, so that any placement samples the same tokens (costs vLLM about 8 %)."""
-    max_failed: float = Field(default=MAX_FAILED, ge=0, le=1)
-    """Share of the prompts that may be dropped after failing three times each (counted as `failed_rows`). A larger share ends the run.
-    It is taken of at least 100 prompts; at 0 the first one ends the run."""
+    """Give each response its own seed, so that any placement samples the same tokens. Set it to False for about 8 % more tokens from
+    vLLM."""
     double_buffer: bool = False
-    """Take new weights into memory of their own while responses are sampled, and only then pause to exchange them: a shorter pause for as
-    much host memory as the engine's weights. Otherwise they are written as they come, and sampling pauses for all of the transfer."""
-    vllm: VllmSettings = VllmSettings()
-    """Settings of the vLLM engine."""
-    transformers: TransformersSettings = TransformersSettings()
-    """Settings of the `transformers` engine."""
+    """Take new weights into memory of their own while responses are sampled, and only then pause to exchange them. Otherwise they are
+    written as they come, and sampling pauses for all of the transfer. Set it where `weights_pause_s` is a large share of a step and the
+    host has as much memory as the engine's weights take."""
+    retired: ClassVar[Mapping[str, str]] = {
+        "vllm": "tensor_parallel=..., max_num_seqs=..., kv_cache_gib=... and the others stand beside it now",
+        "transformers": "max_num_seqs=... stands beside it now",
+        "max_failed": "of prompts 5 % may fail three times each; RewardConfig has max_failed for samples",
+    }
 
     def check(self, nodes: Sequence[Node], source: Source) -> None:
         """Find mistakes before any process starts.
@@ -150,11 +148,11 @@ def _check_vllm(config: RolloutConfig, settings: Mapping[str, Any]) -> None:
             "RolloutConfig.engine='vllm': vLLM is not installed; install weft[cpu] or, for GPUs, weft[cuda], "
             "or choose engine='transformers'"
         )
-    heads, parts = num_heads(settings), config.vllm.tensor_parallel
+    heads, parts = num_heads(settings), config.tensor_parallel
     if heads is not None and heads % parts:
         fits = max(p for p in range(1, parts) if heads % p == 0)
         raise UserError(
-            f"VllmSettings.tensor_parallel={parts} does not divide the model's {heads} attention heads; "
+            f"RolloutConfig.tensor_parallel={parts} does not divide the model's {heads} attention heads; "
             f"the nearest smaller one that does is {fits}"
         )
     size = head_dim(settings)

@@ -28,9 +28,11 @@ class TrainedConfig(ModelConfig, OptimizerConfig):
     """A model, how it is sharded, and how it is optimised."""
 
     activation_checkpointing: bool = False
-    """Compute activations a second time in the backward pass instead of keeping them; slower, with far less memory."""
+    """Compute activations a second time in the backward pass instead of keeping them. Set it where they do not fit into memory; a step is
+    slower by about a third."""
     lora: Lora | None = None
-    """Train an adapter (and a scalar head, if there is one) and freeze the model; None: train the model."""
+    """Train an adapter (and a scalar head, if there is one) and freeze the model; None: train the model. Set it where gradients and
+    moments of the model do not fit."""
 
 
 def loss_reads(loss: Loss) -> tuple[str, ...]:

@@ -20,11 +20,12 @@ class TagFormat(Grader):
     """
 
     tags: tuple[str, ...] = pydantic.Field(default=("think",), min_length=1)
-    """Names of the tags, in their order. Nothing but spaces stands before the first and between two."""
+    """Names of the tags, in their order. Nothing but spaces stands before the first and between two. Give those that the system prompt
+    asks for."""
     rest: bool = True
-    """Whether text must follow the last tag; False: none may."""
+    """Whether text must follow the last tag; False: none may. Set it to False where the answer stands in a tag of its own."""
     opened: bool = False
-    """Whether the chat template has opened the first tag already, so that the response begins inside it."""
+    """Whether the chat template has opened the first tag already, so that the response begins inside it. Set it for templates that do."""
 
     def __call__(self, response: str) -> float:
         """Check a response."""
@@ -44,7 +45,9 @@ class LengthReward(Grader):
     """
 
     full_tokens: int = pydantic.Field(ge=0)
+    """[tokens] Longest response that has the full reward. Give it; there is no default."""
     no_tokens: int
+    """[tokens] Shortest response that has none. Give it; there is no default."""
 
     @pydantic.model_validator(mode="after")
     def _falls(self) -> LengthReward:

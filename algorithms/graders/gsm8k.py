@@ -17,7 +17,7 @@ class Gsm8k(Grader):
     """
 
     strict: bool = False
-    """Only a number after `####` counts, as the data set writes it; so that the form is learned, too."""
+    """Only a number after `####` counts, as the data set writes it. Set it so that the form is learned, too."""
 
     def __call__(self, response: str, answer: str) -> float:
         """Compare the two numbers.

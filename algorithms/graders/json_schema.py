@@ -23,7 +23,7 @@ class JsonSchema(Grader):
     """
 
     json_schema: Mapping[str, Any]
-    """A JSON Schema, of the draft that its `$schema` names; without one, draft 2020-12."""
+    """A JSON Schema, of the draft that its `$schema` names; without one, draft 2020-12. Give it; there is no default."""
 
     @pydantic.field_validator("json_schema")
     @classmethod

@@ -19,7 +19,7 @@ class Math(Grader):
     """
 
     deadline_s: float = pydantic.Field(default=10.0, gt=0)
-    """Seconds that a comparison may take."""
+    """[s] Time that a comparison may take. Raise it for answers that take long to simplify."""
 
     def prepare(self) -> None:
         """Start the process, so that the first response does not wait for it."""

@@ -32,7 +32,7 @@ class Exact(Grader):
     """
 
     normalize: bool = True
-    """Case, punctuation, articles and spaces do not matter."""
+    """Case, punctuation, articles and spaces do not matter. Set it to False where they do."""
 
     def __call__(self, response: str, answer: str) -> float:
         """Compare the texts.
@@ -67,7 +67,7 @@ class RegularExpression(Grader):
     """1 when a regular expression is found in the response, otherwise 0. A group that it has must be the answer."""
 
     pattern: str
-    """Python's syntax. With a group, its last match is compared with the answer."""
+    """Python's syntax. With a group, its last match is compared with the answer. Give it; there is no default."""
 
     @pydantic.field_validator("pattern")
     @classmethod

@@ -40,6 +40,7 @@ from rows import (
 from turns import Turns
 from weft_nodes import NODE, PROCESSES, Reply, block, get, queue, serve, streaming
 
+from weft.controllers.backends.backend import FILE_BYTES
 from weft.controllers.ranks.tasks import RowTask
 from weft.dataflow.buffer.leases import Lease, Published
 from weft.dataflow.buffer.pieces import Pieces
@@ -50,7 +51,6 @@ from weft.dataflow.node import Node
 from weft.dataflow.operation import declaration_of
 from weft.dataflow.source import TableSource
 
-FILE_BYTES = BufferConfig().file_bytes
 ANSWER_S = 60
 """Longest wait for a worker process."""
 

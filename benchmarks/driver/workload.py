@@ -176,7 +176,6 @@ class Work:
                 schedule=schedule,
                 placement=placement,
                 backend=backend,
-                buffer=weft.BufferConfig(sync_interval_s=1e9),
                 root=root,
                 progress=False,
                 stop=stop,

@@ -19,7 +19,6 @@ from workloads import reward as share_of_sevens
 
 import weft
 from weft.algorithms.grpo import grpo
-from weft.workers.generation.vllm_settings import VllmSettings
 from weft.workers.rollout import RolloutWorker
 from weft.workers.rollout_config import RolloutConfig
 
@@ -58,7 +57,7 @@ class Settings(weft.Config):
 def main(settings: Settings) -> None:
     """A run to be killed."""
     model = str(settings.folder / "model")
-    generating: dict[str, Any] = {"model": model, "engine": settings.engine, "vllm": VllmSettings(max_num_seqs=16)}
+    generating: dict[str, Any] = {"model": model, "engine": settings.engine, "max_num_seqs": 16}
     if settings.engine_start:
         RolloutWorker(RolloutConfig(**generating))
         print(f"up after {time.time() - psutil.Process().create_time():.3f} s", flush=True)

@@ -23,6 +23,7 @@ import numpy as np
 import pyarrow as pa
 
 import weft
+from weft.controllers.backends.local import Local
 from weft.controllers.recovery.checkpoints import CheckpointConfig, CheckpointFolder
 from weft.controllers.recovery.resume import find_checkpoint, open_buffer
 from weft.controllers.recovery.run_state import RunState
@@ -40,8 +41,8 @@ SAMPLES = 8
 """Of a prompt."""
 EVERY = 25
 """Steps from one checkpoint to the next."""
-CONFIG = BufferConfig(keep_checkpoints=3)
-"""As a driver that keeps two checkpoints has it."""
+OPENED: dict[str, Any] = {"config": BufferConfig(), "backend": Local(), "keep_checkpoints": 2}
+"""As a driver opens the buffer."""
 
 
 @weft.node(shape=weft.Shape.EXPAND, reads=("prompt",), writes=("response",))
@@ -94,7 +95,7 @@ def killed_run(root: Path, steps: int) -> Path:
     """Play a run and leave it, with two steps of samples in flight; returns its directory."""
     directory = RunDirectory.create(root, "run")
     folder = CheckpointFolder(directory, CheckpointConfig(every=EVERY))
-    buffer = open_buffer(directory, None, graphs(), config=CONFIG, clock=time.monotonic)
+    buffer = open_buffer(directory, None, graphs(), **OPENED)
     directory.add_metrics({"step": 0})
     for step in range(1, steps + 1):
         play(buffer, step)
@@ -126,7 +127,7 @@ def measure(root: Path, steps: int) -> dict[str, Any]:
     point = find_checkpoint(run)
     assert point is not None
     directory = point.reopen(lock)
-    buffer = open_buffer(directory, point, graphs(), config=CONFIG, clock=time.monotonic)
+    buffer = open_buffer(directory, point, graphs(), **OPENED)
     seconds = time.perf_counter() - began
     rows = sum(len(ledger.live.rows) for ledger in buffer.ledgers.values())
     buffer.close()

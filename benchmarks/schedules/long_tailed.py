@@ -23,7 +23,6 @@ from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.dispatch import Dispatch
 from weft.workers.generation.engine import GenerationRequest
 from weft.workers.generation.vllm_engine import VllmEngine
-from weft.workers.generation.vllm_settings import VllmSettings
 from weft.workers.remote import remote
 from weft.workers.rollout import RolloutWorker
 from weft.workers.rollout_config import RolloutConfig
@@ -46,14 +45,14 @@ class LongTailedEngine(VllmEngine):
     """Each request has a length of its own, drawn by its seed."""
 
     def __init__(self, config: LongTailedConfig, **settings: Any) -> None:
-        super().__init__(str(config.model), config.vllm, **settings)
+        super().__init__(str(config.model), config, **settings)
         self._lengths = config.median, config.sigma
         self.steps_s: dict[int, list[float]] = {}
         """Responses in the batch -> seconds of each step that was made of so many."""
         self.between_s: list[float] = []
         """Seconds from one step to the next: what the worker does with its answers, weights that are taken over."""
         self._ended: float | None = None
-        self._slots = config.vllm.max_num_seqs
+        self._slots = config.max_num_seqs
 
     def _add(self, request: GenerationRequest, sampling: Sampling) -> str:
         assert request.seed is not None
@@ -147,7 +146,7 @@ def groups(work: Work, name: str, folder: Path) -> tuple[Any, Any, Any]:
         name="rollout",
         model=model,
         max_context=work.context,
-        vllm=VllmSettings(max_num_seqs=work.slots),
+        max_num_seqs=work.slots,
         cores=cores["rollout"],
         median=work.median,
         sigma=work.sigma,

@@ -20,7 +20,6 @@ import weft
 from weft.controllers.simulation.bound import bound
 from weft.controllers.simulation.calibrate import calibrate
 from weft.controllers.simulation.costs import CostModel, FixedLengths, Generation, LogNormal
-from weft.dataflow.buffer.sample_buffer import BufferConfig
 
 PROMPTS_PER_DEVICE = 16
 """In a step; as many as are measured."""
@@ -33,7 +32,6 @@ STEPS = 3
 MOST_DEVICES = 256
 FEW = ("synchronous", "asynchronous_1")
 """On more than MOST_DEVICES only these schedules are simulated, to save time."""
-BUFFER = BufferConfig(sync_interval_s=1e9)
 """Seconds of the fake clock go by fast, and the log need not be synced at each half of one."""
 
 
@@ -133,7 +131,6 @@ def _run(work: Work, folder: Path, name: str, costs: CostModel, devices: int) ->
             schedule=schedule_of(work, name),
             placement=placement,
             backend=weft.Simulated(costs),
-            buffer=BUFFER,
             root=root,
             record_every=0,
             progress=False,

@@ -26,6 +26,9 @@ from .witness.memory import Memory
 
 START_TIMEOUT_S = 300.0
 """Longest wait for workers to be up: vLLM's imports and a large model's loading are in it."""
+FILE_BYTES = 16 << 20
+"""Bytes of a segment file, which is recycled when no row in flight lies in it any more. Larger ones are recycled later, smaller ones cost
+more files."""
 RETRY_S = 20.0
 """Seconds for which a rank asks for rows of a node whose server of segments does not answer; it may be started again."""
 
@@ -36,7 +39,7 @@ class Files:
 
     folder: Path
     """It has a folder for each node, unless they lie in `scratch`."""
-    file_bytes: int = 16 << 20
+    file_bytes: int = FILE_BYTES
     """Bytes after which a writer begins another file."""
     memory_bytes: int | None = None
     """Bytes of the segments of a node that stay in memory; None leaves that to the kernel."""
@@ -216,6 +219,11 @@ class Backend(Protocol):
     @property
     def spans_machines(self) -> bool:
         """Whether its processes may stand on other machines than this one."""
+        ...
+
+    @property
+    def sync_interval_s(self) -> float:
+        """Seconds of a run's log, on the clock of the backend, that a loss of power may cost."""
         ...
 
     @property

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
+from ...dataflow.buffer.log import SYNC_INTERVAL_S
 from ...dataflow.buffer.segments import Segment
 from ...dataflow.handle import Handle
 from ...workers.worker import Context, Worker
@@ -90,6 +91,7 @@ class Local:
     has_processes = False
     in_process = True
     spans_machines = False
+    sync_interval_s = SYNC_INTERVAL_S
     has_endpoint = False
 
     def report(self, run: str, metrics: Mapping[str, float]) -> None:

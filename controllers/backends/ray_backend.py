@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...dataflow.arguments import names_arguments
+from ...dataflow.buffer.log import SYNC_INTERVAL_S
 from ...dataflow.buffer.segments import Segment
 from ...dataflow.errors import UserError, WorkerError
 from ...dataflow.handle import Handle
@@ -278,6 +279,7 @@ class RayBackend:
 
     has_processes = True
     in_process = False
+    sync_interval_s = SYNC_INTERVAL_S
     has_endpoint = True
 
     def report(self, run: str, metrics: Mapping[str, float]) -> None:

@@ -189,16 +189,14 @@ CHECKS = (
 def _pair(folder: Path, gpu: bool) -> tuple[ActorWorker, RolloutWorker]:
     """An actor and a rollout of the same random model, both in bfloat16 and in this process."""
     from ...workers.actor import ActorConfig, ActorWorker
-    from ...workers.generation.vllm_settings import VllmSettings
     from ...workers.rollout import RolloutWorker
     from ...workers.rollout_config import RolloutConfig
 
     model = str(save_random_model(folder / "model", large=gpu))
     engine = "vllm" if gpu else "transformers"
-    beside = VllmSettings(
-        kv_cache_gib=1.0
-    )  # by default it takes all but a tenth of what is free, and the actor follows
-    rollout = RolloutWorker(RolloutConfig(model=model, engine=engine, dtype="bfloat16", max_context=512, vllm=beside))
+    # By default vLLM takes all but a tenth of what is free, and the actor follows.
+    shared: dict[str, Any] = {"dtype": "bfloat16", "max_context": 512, "kv_cache_gib": 1.0}
+    rollout = RolloutWorker(RolloutConfig(model=model, engine=engine, **shared))
     return ActorWorker(ActorConfig(model=model, dtype="bfloat16")), rollout
 
 

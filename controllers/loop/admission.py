@@ -8,6 +8,7 @@ from ...dataflow.buffer.capacity import Capacity
 from ...dataflow.column import RESPONSE_VERSIONS
 from ...dataflow.errors import NoSignalError, StalledError
 from ..graph_run import EvaluationRun
+from ..schedule import MAX_REFILLS
 from ..symptoms import FIRST_WITHOUT_SIGNAL, all_filtered
 from .run_parts import RunParts
 
@@ -61,7 +62,7 @@ class Admission:
         train, schedule = self._parts.train, self._parts.schedule
         wanted = schedule.admit(train)
         number = min(wanted, self._capacity().groups) if wanted else 0
-        ahead = 1 + (schedule.max_staleness or 0) + schedule.max_refills
+        ahead = 1 + (schedule.max_staleness or 0) + MAX_REFILLS
         if number and train.issued > ahead * schedule.prompts_per_step:
             raise StalledError(
                 f"{train.issued} prompts were issued since step {train.step}, and none is over; {self._dropped}"
@@ -83,9 +84,9 @@ class Admission:
         if train.open:
             self._check_signal()
             train.refills += 1
-            if train.refills > self._parts.schedule.max_refills:
+            if train.refills > MAX_REFILLS:
                 raise StalledError(
-                    f"step {step} issued more prompts {self._parts.schedule.max_refills} times and still lacks {number} groups; "
+                    f"step {step} issued more prompts {MAX_REFILLS} times and still lacks {number} groups; "
                     f"{self._dropped}"
                 )
         train.issue(number, step)

@@ -79,15 +79,15 @@ def _trained(spec: RunSpec, known: GroupMemory, config: Any, *, on_gpu: bool) ->
 def _generating(known: GroupMemory, config: Any, *, on_gpu: bool) -> GroupMemory:
     size = model_size(config.model)
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if on_gpu else "float32"
-    split = config.vllm.tensor_parallel if config.engine == "vllm" else 1
+    split = config.tensor_parallel if config.engine == "vllm" else 1
     rest = {"weights": size.parameters * BYTES[dtype] // split}
     if config.engine == "vllm" and not on_gpu:
-        arguments = config.vllm.engine_arguments(
+        arguments = config.engine_arguments(
             str(config.model), max_context=config.max_context, dtype=dtype, seed=0, free_share=None
         )
         rest["key/value cache"] = arguments["kv_cache_memory_bytes"]
-    elif config.engine == "vllm" and config.vllm.kv_cache_gib is not None:
-        rest["key/value cache"] = int(config.vllm.kv_cache_gib * GIB)
+    elif config.engine == "vllm" and config.kv_cache_gib is not None:
+        rest["key/value cache"] = int(config.kv_cache_gib * GIB)
     return GroupMemory(known.group, known.ranks, known.pool, {"at rest": rest})
 
 

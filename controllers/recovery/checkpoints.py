@@ -42,19 +42,21 @@ class CheckpointConfig(Config):
     """When a run saves what it needs to go on, and what it keeps of that."""
 
     every: int = Field(default=0, ge=0)
-    """Steps from one checkpoint to the next; another one is written after the last step. 0: none, unless `every_s` or `best` is given."""
+    """[steps] How many there are from one checkpoint to the next; another one is written after the last step. 0: none, unless `every_s`
+    or `best` is given. Lower it where a crash may cost less, raise it where `checkpoint_pause_s` shows."""
     every_s: float | None = Field(default=None, gt=0)
-    """Seconds from one checkpoint to the next, which is that of the step that is under way then, and of the last step; None: by steps
-    alone. With `every` whichever comes first."""
+    """[s] Time from one checkpoint to the next, which is that of the step that is under way then, and of the last step; None: by steps
+    alone. With `every` whichever comes first. Set it where steps take very different times."""
     keep: int = Field(default=2, ge=1)
-    """Latest checkpoints that are kept."""
+    """[checkpoints] How many of the latest are kept. Raise it to be able to go further back, lower it where the disk is small."""
     best: str | None = None
     """A metric, such as "eval/pass@1": the checkpoint of the step at which it was largest is kept too, whatever `keep` says. With a "-"
-    in front, smallest. Each step that its evaluation evaluates has a checkpoint, besides those of `every` and `every_s`."""
+    in front, smallest. Each step that its evaluation evaluates has a checkpoint, besides those of `every` and `every_s`. Set it where the
+    last model need not be the best."""
     copy_to: str | None = None
     """An address, such as "s3://bucket/runs" or "gs://bucket/runs", or a path. Each checkpoint is copied to a folder of the run's name
     there, in the background, with what is needed to go on from it on another machine. `resume="latest"` looks there if there is no
-    checkpoint of the run under `root`. Credentials come from the environment."""
+    checkpoint of the run under `root`. Credentials come from the environment. Set it where a machine may be lost with its disk."""
 
     @property
     def writes(self) -> bool:

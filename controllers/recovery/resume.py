@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ...dataflow.buffer.checkpoint_file import is_sound_checkpoint
 from ...dataflow.buffer.folder import BUFFER, LOG, checkpoint_path
@@ -16,7 +17,7 @@ from ...dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
 from ...dataflow.buffer.scratch import Scratch
 from ...dataflow.errors import UserError, nearest
 from ...dataflow.graph import Graph
-from ..backends.backend import this_node
+from ..backends.backend import Backend, this_node
 from ..collecting import collected_seldom
 from ..cursor import CURSOR
 from ..run_directory import RunDirectory, check_name, check_rights, hold, is_used
@@ -175,29 +176,34 @@ def open_buffer(
     graphs: Mapping[str, Graph],
     *,
     config: BufferConfig,
-    clock: Callable[[], float],
-    spans_machines: bool = False,
+    backend: Backend,
+    keep_checkpoints: int,
 ) -> SampleBuffer:
     """The sample buffer of a run: a new one, or one as it was at a checkpoint. With weights alone it begins at the checkpoint's place
     in the data.
 
     Args:
-        spans_machines: whether processes of the run may stand on other machines. Then segments lie on each machine's own disk.
+        backend: where its processes may stand on other machines, segments lie on each machine's own disk.
+        keep_checkpoints: of models. Rows in flight are kept for as many, and for the one that is being written.
     """
     folder = run.path / BUFFER
-    scratch = Scratch.of(folder, config.scratch) if spans_machines or config.scratch else None
+    scratch = Scratch.of(folder, config.scratch) if backend.spans_machines or config.scratch else None
     if scratch is not None:
         scratch.remove_earlier(run.path)
+    kept: Any = {
+        "config": config,
+        "node": this_node(),
+        "clock": backend.clock,
+        "fence": run.lock,
+        "scratch": scratch,
+        "sync_interval_s": backend.sync_interval_s,
+        "keep_checkpoints": keep_checkpoints + 1,
+    }
     if point is not None and point.with_rows:
-        at = point.state.position
         with collected_seldom(True):  # all that is made of the rows stays
-            return SampleBuffer.recover(
-                folder, graphs, config=config, node=this_node(), at=at, clock=clock, fence=run.lock, scratch=scratch
-            )
+            return SampleBuffer.recover(folder, graphs, at=point.state.position, **kept)
     ids = None if point is None else Ids(point.state.next_id, point.state.next_group)
-    buffer = SampleBuffer.create(
-        folder, graphs, config=config, node=this_node(), clock=clock, fence=run.lock, ids=ids, scratch=scratch
-    )
+    buffer = SampleBuffer.create(folder, graphs, ids=ids, **kept)
     if point is not None:
         buffer.note(CURSOR, asdict(point.state.cursor))
         buffer.note("step", point.state.step)

@@ -20,10 +20,11 @@ class LogNormal(Config):
     """
 
     mean: float = Field(gt=0)
-    """Tokens, before the limit."""
+    """[tokens] Mean length, before the limit. Set it to what your task has."""
     sigma: float = Field(default=1.0, ge=0)
-    """Standard deviation of the logarithm."""
+    """[nats] Standard deviation of the logarithm. Raise it for a longer tail."""
     max_tokens: int = Field(ge=1)
+    """[tokens] Longest response. Set it as in `Sampling`."""
 
     def draw(self, key: Sequence[int], position: int, n: int) -> np.ndarray:
         """Lengths of the responses to a prompt.
@@ -49,6 +50,7 @@ class FixedLengths(Config):
     """
 
     lengths: tuple[tuple[int, ...], ...]
+    """[tokens] Lengths of the responses to each row of the source, in order. Give those of a run to play it again."""
 
     def draw(self, key: Sequence[int], position: int, n: int) -> np.ndarray:
         """As `LogNormal.draw`; the key is not used."""
@@ -64,12 +66,13 @@ class LinearCost(Config):
     """
 
     fixed_s: float = Field(default=0.0, ge=0)
-    """Seconds of each call. An update that comes in parts takes them with the last part."""
+    """[s] Time of each call. An update that comes in parts takes it with the last part. Set it to what a call of no rows takes."""
     per_row_s: float = Field(default=0.0, ge=0)
+    """[s] Time for each row of the replica that has most. Set it where time goes by rows, as of a reward."""
     per_token_s: float = Field(default=0.0, ge=0)
-    """Prompts included."""
+    """[s] Time for each token of the replica that has most, prompts included. Set it where time goes by tokens, as of training."""
     keep: float = Field(default=1.0, ge=0, le=1)
-    """Share of the rows that a filter lets through (or of the groups, where it takes whole ones)."""
+    """[share] Rows that a filter lets through (or groups, where it takes whole ones). Lower it for a filter that drops many."""
 
     def seconds(self, rows: float, tokens: float, *, fixed: bool = True) -> float:
         """Seconds of a call on so many rows and tokens, with or without the constant."""
@@ -85,12 +88,15 @@ class Generation(Config):
     """
 
     lengths: LogNormal | FixedLengths
+    """[tokens] Lengths of responses: `LogNormal` or `FixedLengths`. Set it to what your task has: the tail decides what a schedule
+    gains."""
     decode_step_s: float | Sequence[tuple[float, float]]
-    """Seconds of a decode step, or a table of (responses in the batch, seconds), linear in between."""
+    """[s] Time of a decode step, or a table of (responses in the batch, seconds), linear in between. Give what your engine was measured
+    to take."""
     max_num_seqs: int = Field(default=256, ge=1)
-    """Responses in the batch; others queue, in order."""
+    """[responses] How many are in the batch; others queue, in order. Set it as in the rollout's configuration."""
     prefill_s: float = Field(default=0.0, ge=0)
-    """Seconds for each token of a prompt, once for all of its responses; the batch stands still meanwhile."""
+    """[s] Time for each token of a prompt, once for all of its responses; the batch stands still meanwhile. Raise it for long prompts."""
 
     @field_validator("decode_step_s")
     @classmethod
@@ -117,14 +123,17 @@ class CostModel(Config):
     """
 
     nodes: Mapping[str, LinearCost | Generation] = Field(default_factory=dict)
-    """By node ("actor.update"; of a function, its name), or by group and method beside the graph ("actor.publish_weights",
-    "rollout.receive_weights", "actor.onload", "actor.offload"). What is not mentioned takes no time."""
+    """Costs by node ("actor.update"; of a function, its name), or by group and method beside the graph ("actor.publish_weights",
+    "rollout.receive_weights", "actor.onload", "actor.offload"). What is not mentioned takes no time. Give what was measured; `calibrate`
+    fits it to a timeline."""
     ranks_per_replica: Mapping[str, int] = Field(default_factory=dict)
-    """Group -> ranks of one tensor-parallel replica; 1 where it is not mentioned. Costs are those of a replica."""
+    """[ranks] How many one tensor-parallel replica of a group has; 1 where it is not mentioned. Costs are those of a replica. Set it to
+    plan for larger ones."""
     dispatch_s: float = Field(default=0.0, ge=0)
-    """Seconds that a call takes the driver for each rank, one after the other. All ranks begin when the first has been called."""
+    """[s] Time that a call takes the driver for each rank, one after the other. All ranks begin when the first has been called. Raise it
+    for a slow network."""
     seed: int = 0
-    """Seed of the lengths: a prompt gets the same ones under every schedule and placement."""
+    """[seed] It draws the lengths: a prompt gets the same ones under every schedule and placement. Change it to see the spread."""
 
     def linear(self, name: str) -> LinearCost:
         """The cost of a call that does not generate; nothing, if it is not mentioned."""

@@ -119,6 +119,8 @@ class Simulated:
     has_processes = False
     in_process = False
     spans_machines = False
+    sync_interval_s = math.inf
+    """Nothing was computed that a loss of power could cost."""
     has_endpoint = False
 
     def report(self, run: str, metrics: Mapping[str, float]) -> None:

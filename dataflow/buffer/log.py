@@ -58,6 +58,10 @@ _CUT = ".cutting"
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
+SYNC_INTERVAL_S = 0.5
+"""Seconds of a log that a loss of power may cost. A sync takes milliseconds, and the rows of half a second are soon made again."""
+
+
 @dataclass(frozen=True)
 class Position:
     """A place between two records of a log, with the checksum that the next one starts from."""
@@ -113,7 +117,7 @@ class Log:
         path: Path,
         *,
         at: Position = Position(),
-        sync_interval_s: float = 0.5,
+        sync_interval_s: float = SYNC_INTERVAL_S,
         disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
         fence: Fence | None = None,

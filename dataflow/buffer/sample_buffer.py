@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -27,7 +27,7 @@ from .folder import LOG, SEGMENTS, checkpoint_path, ledger_checkpoints
 from .leases import Fate, Lease, Published, Spread, Written
 from .ledger import Ledger
 from .ledger_state import save
-from .log import Fence, Log, LogReader, Position, Record, graph_record
+from .log import SYNC_INTERVAL_S, Fence, Log, LogReader, Position, Record, graph_record
 from .log_cutting import LogCutting
 from .pins import Pins
 from .restored import restore, segments_of
@@ -37,33 +37,42 @@ from .segment_files import with_file
 from .segment_store import SegmentStore
 from .segments import Segment, verify_segment
 
+KEEP_CHECKPOINTS = 2
+"""Checkpoints of the ledgers that are kept where nobody says how many checkpoints of models there will be."""
+CUT_BYTES = 16 << 20
+"""When so many bytes of the log lie before all checkpoints that are kept, they are compressed into the folder `history`: fewer would make
+many small parts, more would leave a large log to be copied."""
+
 
 class BufferConfig(Config):
     """How much the sample buffer may hold, and how durable it is."""
 
     max_rows: int | None = Field(default=None, ge=1)
-    """Rows in flight of one graph, prompts and samples together; more prompts are issued when some are finished."""
+    """[rows] How many of one graph may be in flight, prompts and samples together; more prompts are issued when some are finished. None:
+    no bound. Set it where rows pile up before a slow node."""
     max_bytes: int | None = Field(default=None, ge=1)
-    """Bytes of the columns of rows in flight of one graph."""
+    """[bytes] Columns of rows in flight of one graph, at most. None: no bound. Set it where `memory_low` warns, or the disk of segments
+    is small."""
     on_stale: Fate = "wait"
-    """The fate of a group that is older than the schedule allows when an update claims it."""
+    """The fate of a group that is older than the schedule allows when an update claims it: `wait`, `mask`, `requeue` or `drop`. Choose
+    another where groups come late again and again: to drop them favours short responses."""
     lease_deadline_s: float | None = Field(default=None, gt=0)
-    """Seconds after which rows are requeued that a worker claimed and did not finish. None: only the driver's deadlines apply."""
+    """[s] Time after which rows are requeued that a worker claimed and did not finish. None: only the driver's deadlines apply. Set it
+    where a rank is at times much slower than others."""
     memory_bytes: int | None = Field(default=None, ge=1)
-    """Bytes of segments that stay in memory on a node. Older ones are written to disk and read back when they are needed.
-    None leaves that to the kernel."""
+    """[bytes] Segments that stay in memory on a node, at most. Older ones are written to disk and read back when they are needed. None
+    leaves that to the kernel. Set it where the page cache is wanted by others."""
     scratch: Path | None = None
     """A folder that is local to each node. The segments of a run lie in a folder of its own there, which is removed when the run is over
     or was killed. None: where all processes are on one machine, segments lie in the directory of the run; on a cluster, among the
-    temporary files of each node (`TMPDIR`)."""
-    file_bytes: int = Field(default=16 << 20, ge=1 << 10)
-    """Bytes of a segment file. It is recycled when no row in flight lies in it any more."""
-    sync_interval_s: float = Field(default=0.5, ge=0)
-    """Seconds of the log that a loss of power may cost. The death of a process costs nothing."""
-    keep_checkpoints: int = Field(default=2, ge=1)
-    """How many checkpoints of the ledgers are kept, beside those that a model's checkpoint needs."""
-    cut_bytes: int = Field(default=16 << 20, ge=1)
-    """When so many bytes of the log lie before all checkpoints that are kept, they are compressed into the folder `history`."""
+    temporary files of each node (`TMPDIR`). Set it where these lie on a slow or small disk."""
+
+    retired: ClassVar[Mapping[str, str]] = {
+        "file_bytes": "files of segments have 16 MiB",
+        "sync_interval_s": "the log is synced every half second",
+        "keep_checkpoints": "rows are kept for as many checkpoints as CheckpointConfig(keep=...) says",
+        "cut_bytes": "the log is cut by 16 MiB",
+    }
 
 
 @dataclass
@@ -84,10 +93,12 @@ class SampleBuffer:
     disk: Disk = field(default_factory=Disk)
     scratch: Scratch | None = None
     """Where segments lie, if not in the folder of the buffer."""
+    keep_checkpoints: int = KEEP_CHECKPOINTS
+    """How many checkpoints of the ledgers are kept, beside those that a model's checkpoint needs."""
 
     def __post_init__(self) -> None:
         self._pins = Pins(self.store)
-        self.cutting = LogCutting(self.log, self.config.cut_bytes)
+        self.cutting = LogCutting(self.log, CUT_BYTES)
 
     @property
     def segments(self) -> Path:
@@ -109,6 +120,8 @@ class SampleBuffer:
         fence: Fence | None = None,
         ids: Ids | None = None,
         scratch: Scratch | None = None,
+        sync_interval_s: float = SYNC_INTERVAL_S,
+        keep_checkpoints: int = KEEP_CHECKPOINTS,
     ) -> SampleBuffer:
         """A new buffer in a folder that has none.
 
@@ -122,6 +135,8 @@ class SampleBuffer:
             fence: keeps the log to one writer.
             ids: the first ids to give out, where an earlier log gave out those before.
             scratch: where segments lie; None: in the folder of the buffer.
+            sync_interval_s: seconds of the log that a loss of power may cost. The death of a process costs nothing.
+            keep_checkpoints: how many checkpoints of the ledgers are kept, beside those that a model's checkpoint needs.
 
         Raises:
             UserError: the folder has a log already.
@@ -131,7 +146,7 @@ class SampleBuffer:
         root = _root(folder, scratch) if scratch is None else scratch.hold()
         _make_folders(folder, root, node)
         disk = disk or Disk()
-        log = Log(folder / LOG, sync_interval_s=config.sync_interval_s, disk=disk, clock=clock, fence=fence)
+        log = Log(folder / LOG, sync_interval_s=sync_interval_s, disk=disk, clock=clock, fence=fence)
         ids = ids or Ids()
         if ids.next_id:
             log.append({"do": "ids", "next_id": ids.next_id, "next_group": ids.next_group})
@@ -140,7 +155,8 @@ class SampleBuffer:
             log.append(graph_record(name, graph.outline()))
         log.commit(sync=True)
         store = SegmentStore(root / node, node)
-        return cls(folder, node, config, ledgers, ids, log, store, disk=disk, scratch=scratch)
+        kept = keep_checkpoints
+        return cls(folder, node, config, ledgers, ids, log, store, disk=disk, scratch=scratch, keep_checkpoints=kept)
 
     @classmethod
     def recover(
@@ -156,6 +172,8 @@ class SampleBuffer:
         clock: Callable[[], float] = time.monotonic,
         fence: Fence | None = None,
         scratch: Scratch | None = None,
+        sync_interval_s: float = SYNC_INTERVAL_S,
+        keep_checkpoints: int = KEEP_CHECKPOINTS,
     ) -> SampleBuffer:
         """The buffer of a run that ended, in the state that its log describes. Leases are released: their holders are gone.
 
@@ -165,7 +183,7 @@ class SampleBuffer:
         Args:
             folder: the folder of the buffer.
             graphs: the graphs of the run; None takes their outlines from the log, for looking only.
-            config, node, disk, clock, scratch: as in `create`.
+            config, node, disk, clock, scratch, sync_interval_s, keep_checkpoints: as in `create`.
             at: the position to go back to, of a checkpoint that belongs to a saved model; None: the end.
             check: raises DamagedSegment for columns that cannot be read; None reads the folders of all nodes that can be here. Of other
                 nodes, `drop_lost` is told later.
@@ -181,11 +199,10 @@ class SampleBuffer:
         _make_folders(folder, root, node)
         disk = disk or Disk()
         restored = restore(folder, graphs, at=at, clock=clock)
-        log = Log(
-            folder / LOG, at=restored.end, sync_interval_s=config.sync_interval_s, disk=disk, clock=clock, fence=fence
-        )
+        log = Log(folder / LOG, at=restored.end, sync_interval_s=sync_interval_s, disk=disk, clock=clock, fence=fence)
         store = SegmentStore(root / node, node)
         buffer = cls(folder, node, config, restored.ledgers, restored.ids, log, store, disk=disk, scratch=scratch)
+        buffer.keep_checkpoints = keep_checkpoints
         buffer.notes, buffer.damage = restored.notes, restored.damage
         buffer._remove_checkpoints_but(restored.checkpoints)
         buffer._log_graphs(restored.unwritten)
@@ -397,12 +414,12 @@ class SampleBuffer:
         self._pins.add(path.name, segments_of(self.ledgers.values()))
         stay = {checkpoint_path(self.folder, one) for one in kept}
         present = ledger_checkpoints(self.folder)
-        dropped = [old for old in present[self.config.keep_checkpoints :] if old not in stay]
+        dropped = [old for old in present[self.keep_checkpoints :] if old not in stay]
         for old in dropped:
             remove(old)
         self._pins.drop(*(old.name for old in dropped))
         with suppress(ValueError, OSError):  # a damaged one: what lies before it stays
-            self.cutting.begin(checkpoint_position(present[: self.config.keep_checkpoints][-1]))
+            self.cutting.begin(checkpoint_position(present[: self.keep_checkpoints][-1]))
         return position
 
     def drop_checkpoint(self, position: Position) -> None:

@@ -16,29 +16,34 @@ class ReadSettings(Config):
     """How rows are read as prompts. `Prompts.read` and `Prompts.from_rows` take each of these by its name."""
 
     prompt: str | None = None
-    """Column to take prompts from, where the rows have no known format; `a.b` is a field of a struct."""
+    """Column to take prompts from; `a.b` is a field of a struct. None: as the format of the rows has it. Set it where the rows have no
+    known format."""
     answer: str | None = None
-    """Column to take the ground truth from."""
+    """Column to take the ground truth from. None: as the format of the rows has it. Set it where the column has another name."""
     response: str | None = None
-    """Column to take responses from, for supervised training."""
+    """Column to take responses from, for supervised training. None: as the format of the rows has it. Set it where the column has another
+    name."""
     extract_answer: bool = True
-    r"""Take the final answer out of a worked one: what follows `####`, or what `\boxed{}` holds."""
+    r"""Take the final answer out of a worked one: what follows `####`, or what `\boxed{}` holds. Set it to False where a grader wants the
+    whole."""
     chat: bool | None = None
-    """Send a plain-text prompt as a user's message, through the chat template. Default: where the tokenizer has a template, unless
-    the texts hold special tokens of the tokenizer already. Messages always go through the template."""
+    """Send a plain-text prompt as a user's message, through the chat template. None: where the tokenizer has a template, unless the texts
+    hold special tokens of the tokenizer already. Messages always go through the template. Set it to False for a base model."""
     system: str | None = None
-    """System prompt of every prompt whose messages do not begin with one."""
+    """System prompt of every prompt whose messages do not begin with one. Set it to say what form an answer should have."""
     thinking: bool | None = None
-    """Whether the template lets the model think before it answers; None: as the template does by itself."""
+    """Whether the template lets the model think before it answers; None: as the template does by itself. Set it to False for short
+    responses."""
     chat_template_kwargs: Mapping[str, Any] = Field(default_factory=dict)
-    """Further variables of the chat template. A row's own column of this name counts more."""
+    """Further variables of the chat template. A row's own column of this name counts more. Set it for what a model's template asks for."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Longest prompt allowed, in tokens, inclusive."""
+    """[tokens] Longest prompt allowed, inclusive. None: what the context of the model leaves. Lower it where a few long prompts cost the
+    memory of all."""
     too_long: TooLong = "error"
-    """What a longer prompt is: an `error`, or a row to `drop`. It holds as well for prompts that leave no room for a response in the
-    context of the model that is to answer them; the driver finds these before it starts anything."""
+    """What a longer prompt is: an "error", or a row to "drop". It holds as well for prompts that leave no room for a response in the
+    context of the model that is to answer them; the driver finds these before it starts anything. Choose "drop" where data are plenty."""
     limit: int | None = Field(default=None, ge=1)
-    """Read no more than this many rows."""
+    """[rows] How many are read at most. None: all. Set it for a trial."""
 
 
 class ReadArguments(TypedDict, total=False):

@@ -16,16 +16,12 @@ from weft.controllers.simulation.simulated import Simulated
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.folder import LOG
 from weft.dataflow.buffer.log import LogReader
-from weft.dataflow.buffer.sample_buffer import BufferConfig
 from weft.dataflow.handle import group
 from weft.dataflow.metrics import Metrics
 from weft.dataflow.operation import Shape
 from weft.dataflow.takes import TrainingBatch
 from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
-
-QUIET = BufferConfig(sync_interval_s=1e9)
-"""Virtual seconds go by fast: the log need not be synced at each half of one."""
 
 
 class Rollout(ToyRollout):
@@ -102,7 +98,6 @@ def run(
         root=root,
         name=f"run-{len(list(root.iterdir()))}",
         progress=False,
-        buffer=QUIET,
         **{"record_every": 0, **settings},
     )
     with driver:

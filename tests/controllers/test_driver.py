@@ -30,6 +30,7 @@ from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.ratios import sequence_ratio
 from weft.controllers.backends.ray_backend import RayBackend
 from weft.controllers.driver import Driver, Evaluation
+from weft.controllers.loop import admission
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.schedule import Pipelined, Synchronous
 from weft.dataflow.batch import Batch
@@ -158,10 +159,11 @@ def test_a_step_is_refilled_for_the_groups_that_a_filter_dropped(tmp_path: Path)
         assert len(rows) == 10 and all(r["prompt_ids"][0] % 2 for r in rows)
 
 
-def test_refills_are_bounded(tmp_path: Path):
+def test_refills_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(admission, "MAX_REFILLS", 3)
     even = prompts(8)
     even = TableSource("even", even.table.take([0, 2, 4, 6]))
-    schedule = Synchronous(steps=2, prompts_per_step=2, max_refills=3)
+    schedule = Synchronous(steps=2, prompts_per_step=2)
     with (
         drive(toy_dapo(even, **handles()), tmp_path, schedule=schedule) as driver,
         pytest.raises(StalledError) as caught,

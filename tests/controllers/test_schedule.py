@@ -164,7 +164,7 @@ def test_an_evaluation_beside_training_claims_rows_of_one_step_at_a_time():
 
 def test_limits_of_schedules_are_checked():
     wrong: dict[str, Any]
-    for wrong in ({"steps": 0}, {"prompts_per_step": 0}, {"max_refills": -1}, {"groups_per_part": 0}):
+    for wrong in ({"steps": 0}, {"prompts_per_step": 0}, {"groups_per_part": 0}):
         with pytest.raises(UserError):
             Pipelined(**wrong)
     with pytest.raises(UserError):
@@ -172,9 +172,9 @@ def test_limits_of_schedules_are_checked():
     with pytest.raises(UserError):
         Asynchronous(groups_per_part=0)
     right: dict[str, Any]
-    for right in ({"steps": 1}, {"prompts_per_step": 1}, {"max_refills": 0}, {"groups_per_part": 1}):
+    for right in ({"steps": 1}, {"prompts_per_step": 1}, {"groups_per_part": 1}):
         assert Pipelined(**right)
     default = Asynchronous()
-    assert (default.steps, default.prompts_per_step, default.max_refills) == (100, 64, 10)
+    assert (default.steps, default.prompts_per_step) == (100, 64)
     assert (default.max_staleness, default.groups_per_part, default.shuffle) == (1, 1, True)
     assert Pipelined().groups_per_part == 1 and Pipelined().max_staleness == 0

@@ -19,6 +19,7 @@ from toy import (
 )
 
 from weft.controllers.driver import Driver
+from weft.controllers.loop import admission
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.run_spec import Evaluation
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
@@ -178,13 +179,14 @@ def test_a_run_that_is_stopped_early_leaves_what_ran_ahead(tmp_path: Path):
     assert trained and trained <= {i for r in records if r.get("node") == "recorder.record" for i in r["ids"]}
 
 
-def test_a_filter_that_lets_nothing_through_ends_the_run(tmp_path: Path):
+def test_a_filter_that_lets_nothing_through_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def nothing(prompts: Any, *, rollout: Any, reward: Any, actor: Any) -> Any:
         samples = reward.score(rollout.generate(prompts))
         return actor.update(centred(none_at_all(samples)))
 
+    monkeypatch.setattr(admission, "MAX_REFILLS", 3)
     with pytest.raises(StalledError, match="prompts were issued since step 0, and none is over; rows dropped so far"):
-        run(tmp_path, Asynchronous(steps=3, prompts_per_step=2, max_refills=3), weft_graph(nothing))
+        run(tmp_path, Asynchronous(steps=3, prompts_per_step=2), weft_graph(nothing))
 
 
 def test_updates_behind_different_filters_are_refused_but_by_synchronous(tmp_path: Path):

@@ -177,7 +177,7 @@ def test_a_program_has_functions_of_the_script_and_refuses_what_has_no_name(
 def test_groups_with_a_model_share_the_gpus_that_there_are():
     program = Program()
     shared = shared_devices(program, METHODS["grpo"].groups, cpus=16, gpus=8)
-    assert shared.rollout["engine"] == "vllm" and shared.rollout["vllm"].gpu_memory_utilization < 0.9
+    assert shared.rollout["engine"] == "vllm" and shared.rollout["gpu_memory_utilization"] < 0.9
     assert shared.trained["dtype"] == shared.model["dtype"] == "bfloat16"
     assert shared.run["placement"].keys() == {"rollout", "actor"}
     assert program.call(dict, **shared.run) == (

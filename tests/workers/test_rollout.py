@@ -22,8 +22,7 @@ from weft.dataflow.operation import Shape, declaration_of
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import whole
 from weft.workers.children import Children
-from weft.workers.generation.transformers_engine import TransformersEngine, TransformersSettings
-from weft.workers.generation.vllm_settings import VllmSettings
+from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.model_folder import read_model_config, read_stop_tokens
 from weft.workers.rollout import RolloutWorker
 from weft.workers.rollout_config import RolloutConfig
@@ -132,7 +131,7 @@ def test_without_seeds_two_replicas_draw_different_tokens(tiny_model: Path) -> N
 
 
 def test_responses_of_one_step_are_handed_over_together_and_before_the_last_is_done(tiny_model: Path) -> None:
-    config = RolloutConfig(model=tiny_model, engine="transformers", transformers=TransformersSettings(max_num_seqs=4))
+    config = RolloutConfig(model=tiny_model, engine="transformers", max_num_seqs=4)
     sampling = Sampling(max_tokens=5, ignore_stop=True)
     parts = [part for part, _ in said(RolloutWorker(config).generate(prompts_of([3] * 3), n=3, sampling=sampling))]
     assert [part.rows.numpy("parent_id").tolist() for part in parts] == [
@@ -290,7 +289,7 @@ def test_a_config_that_fits_passes(tmp_path: Path) -> None:
         ({}, {"sampling": Sampling(max_tokens=64)}, r"max_tokens=64 leaves no room for a prompt in a context of 64"),
         ({"max_context": 65}, {}, r"max_context=65: the model in .* takes at most 64 tokens"),
         (
-            {"vllm": VllmSettings(tensor_parallel=4)},
+            {"tensor_parallel": 4},
             {},
             r"tensor_parallel=4 does not divide the model's 2 attention heads.* is 2",
         ),

@@ -16,10 +16,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import Field
 
 from ...algorithms.sampling import Sampling
-from ...dataflow.config import Config
 from ...dataflow.errors import GenerationError
 from ...dataflow.lazy import torch
 from ..model_folder import find_model_config, read_stop_tokens, refusals_named
@@ -36,18 +34,12 @@ if TYPE_CHECKING:
     from ..training.lora import Lora
 
 
-class TransformersSettings(Config):
-    """Settings of the `transformers` engine."""
-
-    max_num_seqs: int = Field(default=256, ge=1)
-    """Responses sampled at the same time; further ones wait until these are finished."""
-
-
 class TransformersEngine:
     """`GenerationEngine` on a `transformers` causal language model.
 
     Args:
         model: folder or cached Hugging Face id.
+        max_num_seqs: responses sampled at the same time; further ones wait until these are finished.
         max_context: longest prompt and response together, in tokens; None: what the model was made for.
         dtype: of the weights; "auto": float32 on CPU, bfloat16 on GPUs.
         seed: of requests that bring none.
@@ -61,8 +53,8 @@ class TransformersEngine:
     def __init__(
         self,
         model: str,
-        settings: TransformersSettings = TransformersSettings(),
         *,
+        max_num_seqs: int = 256,
         max_context: int | None = None,
         dtype: str = "auto",
         seed: int = 0,
@@ -76,7 +68,7 @@ class TransformersEngine:
         self.version = 0
         self._whole = adapter is None
         """Whether all weights are there, and of one version."""
-        self._max_num_seqs = settings.max_num_seqs
+        self._max_num_seqs = max_num_seqs
         self._device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         )

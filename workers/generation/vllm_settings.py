@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
@@ -20,6 +21,9 @@ LARGEST_SHARE = 0.9
 """Of a GPU's memory, which the engine takes where all of it is free."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters that vLLM's kernels are made for; others take the room of the next."""
+STEP_TOKENS = 16384
+"""Prompt tokens that one step takes in, or one full context where that is longer. Fewer delay the first tokens of long prompts; on CPU all
+prompts that are admitted at once have to fit."""
 MARGIN = 0.02
 """Share of a GPU's memory that stays free beside it, where others have theirs: they may take a little more later."""
 
@@ -39,25 +43,30 @@ def memory_share(free: float | None) -> float:
 
 
 class VllmSettings(Config):
-    """Settings of the vLLM engine."""
+    """Settings of the engine that generates: how many responses at once, and how vLLM takes devices and memory."""
 
     tensor_parallel: int = Field(default=1, ge=1)
-    """Devices (on CPU: sets of cores) that one model is split over."""
+    """[devices] How many (on CPU: sets of cores) vLLM splits one model over. Raise it for a model that does not fit on one, or answers
+    too slowly."""
     max_num_seqs: int = Field(default=256, ge=1)
-    """Responses sampled at the same time; further ones wait for their turn."""
-    max_batched_tokens: int | None = Field(default=None, ge=1)
-    """Prompt tokens taken in by one step; None: 16,384, or one full context where that is longer."""
+    """[responses] How many are sampled at the same time; further ones wait for their turn. Lower it where keys and values do not fit,
+    raise it where a GPU is not busy."""
     kv_cache_gib: float | None = Field(default=None, gt=0)
-    """Memory for keys and values, in GiB; None: on CPU what `max_num_seqs` full contexts need, but at most 2; on a GPU what
-    `gpu_memory_utilization` leaves."""
+    """[GiB] Memory of vLLM for keys and values; None: on CPU what `max_num_seqs` full contexts need, but at most 2; on a GPU what
+    `gpu_memory_utilization` leaves. Raise it on a CPU with long contexts, lower it beside others."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """Share of a GPU's memory for weights, keys and values; None: 0.9, or what is free when the engine starts, where that is less (groups
-    that share the GPU have started before it, and given their memory back)."""
+    """[share] What vLLM takes of a GPU's memory for weights, keys and values; None: 0.9, or what is free when the engine starts, where
+    that is less (groups that share the GPU have started before it, and given their memory back). Lower it where groups take turns on a
+    GPU and one of them runs out of memory."""
     prefix_caching: bool = False
-    """Keep the keys and values of prompts for later requests under the same weights."""
+    """Keep the keys and values of prompts for later requests under the same weights. Set it where prompts share long beginnings."""
     compile: bool | None = None
-    """Compile the model (and record CUDA graphs); None: on GPUs only. On CPU it takes 20 s and a C++ compiler, and gives
-    4 % more tokens."""
+    """Compile the model (and record CUDA graphs); None: on GPUs only. Set it to False for a quick start, or where compiling fails. On CPU
+    it takes 20 s and a C++ compiler, and gives 4 % more tokens."""
+
+    retired: ClassVar[Mapping[str, str]] = {
+        "max_batched_tokens": f"a step takes in {STEP_TOKENS:,} tokens, or one full context"
+    }
 
     def engine_arguments(
         self,
@@ -89,7 +98,7 @@ class VllmSettings(Config):
             "seed": seed,
             "max_model_len": context,
             "max_num_seqs": self.max_num_seqs,
-            "max_num_batched_tokens": self.max_batched_tokens or max(context, 16384),
+            "max_num_batched_tokens": max(context, STEP_TOKENS),
             "gpu_memory_utilization": self.gpu_memory_utilization or memory_share(free_share),
             "tensor_parallel_size": self.tensor_parallel,
             # Ray's own executor, vLLM's choice inside a placement group, wants bundles that this worker does not have.

@@ -17,6 +17,8 @@ from .function import Reward
 
 CLOSE_S = 10.0
 """Longest time that the end of the thread is waited for."""
+PAUSE_S = 0.5
+"""Before the first repetition of an asynchronous call; each one waits twice as long as the one before."""
 LONGEST_PAUSE_S = 30.0
 """Longest pause before a call is repeated."""
 
@@ -90,7 +92,7 @@ class AsyncCalls:
                 except Exception:
                     if attempt == reward.retries:
                         raise
-                await asyncio.sleep(min(reward.pause_s * 2**attempt, LONGEST_PAUSE_S))
+                await asyncio.sleep(min(PAUSE_S * 2**attempt, LONGEST_PAUSE_S))
         raise AssertionError("a last attempt returns or raises")
 
     async def _wait_for_turn(self, reward: Reward, limits: _Limits) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pydantic
 
@@ -32,25 +32,29 @@ class Reward(Config):
     """A reward function, and how it is called. In `RewardWorker(function=...)` a plain function will do where these are the defaults."""
 
     function: Callable[..., Any]
-    """Found by the names of its parameters to be Weft's own, TRL's, verl's, OpenRLHF's, slime's or verifiers' (`signature.py`)."""
+    """What scores. It is found by the names of its parameters to be Weft's own, TRL's, verl's, OpenRLHF's, slime's or verifiers'
+    (`signature.py`). Choose it; there is no default."""
     name: str = ""
-    """Name of its metric and column; empty: the function's name."""
+    """Name of its metric and column; empty: the function's name. Give one where two functions are called alike."""
     weight: float = 1.0
-    """Factor of its result in the sum."""
+    """[factor] It multiplies the result in the sum. Set it where one reward matters more than another; 0 only measures."""
     batch: bool = False
-    """Whether a function of Weft's own form is called with lists, for all samples at once, and returns a list."""
+    """Whether a function of Weft's own form is called with lists, for all samples at once, and returns a list. Set it for a function that
+    is quicker so."""
     settings: Mapping[str, Any] = {}
-    """Further keyword arguments, such as verl's `reward_kwargs`; the attributes of slime's `args`."""
+    """Further keyword arguments, such as verl's `reward_kwargs`; the attributes of slime's `args`. Give what the function asks for."""
     part: str = ""
-    """Which part of a returned dictionary is the reward; empty: "reward" or "score", and where there is neither, the sum."""
+    """Which part of a returned dictionary is the reward; empty: "reward" or "score", and where there is neither, the sum. Give its name
+    where another part is."""
     concurrency: int = pydantic.Field(default=64, ge=1)
-    """Largest number of asynchronous calls in flight on a rank."""
+    """[calls] How many asynchronous ones may be in flight on a rank. Lower it where a service refuses, raise it where it is idle."""
     retries: int = pydantic.Field(default=0, ge=0)
-    """How often an asynchronous call is repeated when it raises, each time after twice the pause."""
-    pause_s: float = pydantic.Field(default=0.5, ge=0)
-    """Seconds before the first repetition."""
+    """[calls] How often an asynchronous one is repeated when it raises, after half a second and then twice as long each time. Raise it
+    for a service that fails now and then."""
     per_second: float | None = pydantic.Field(default=None, gt=0)
-    """Asynchronous calls that may begin in a second on a rank; None: no limit."""
+    """[calls/s] How many asynchronous ones may begin on a rank; None: no limit. Set it to what a service allows."""
+
+    retired: ClassVar[Mapping[str, str]] = {"pause_s": "the first repetition comes after half a second"}
 
     @pydantic.model_validator(mode="after")
     def _can_be_called(self) -> Reward:

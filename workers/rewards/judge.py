@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import pydantic
@@ -29,41 +30,46 @@ from {lowest:g} (useless) to {highest:g} (perfect).
 </response>"""
 REPEATED = (408, 409, 425, 429, 500, 502, 503, 504)
 """Statuses of HTTP at which a request is repeated."""
+RETRIES = 3
+"""How often a request is repeated that got no reply, or one that says to come back later, each time after twice the pause. A sample whose
+judge is silent for longer is requeued, and tried twice more."""
 LONGEST_PAUSE_S = 30.0
 
 
 class Judge(Config):
     """A reward function that asks a model, and reads the last number of its reply.
 
-    >>> judge = Judge(address="http://127.0.0.1:8000/v1", model="qwen3-8b", per_second=20)
+    >>> judge = Judge(address="http://127.0.0.1:8000/v1", model="qwen3-8b")
     >>> judge.reward_in("Sound, but wordy.\\nScore: 8/10")
     0.8
     """
 
     address: str
-    """Up to `/v1`, without a key: `http://127.0.0.1:8000/v1`."""
+    """Address up to `/v1`, without a key: `http://127.0.0.1:8000/v1`. Give that of your server; there is no default."""
     model: str
-    """Name of the model there."""
+    """Name of the model there. Give it; there is no default."""
     question: str = QUESTION
-    """What is asked. `{prompt}`, `{response}`, `{answer}`, `{lowest}` and `{highest}` stand for what they say."""
+    """What is asked. `{prompt}`, `{response}`, `{answer}`, `{lowest}` and `{highest}` stand for what they say. Give one that names what
+    matters in your task."""
     score: str = r"(?i:score)\W{0,5}(-?\d+(?:\.\d+)?)"
-    """Regular expression whose last match has the score in its group."""
-    lowest: float = 0.0
-    highest: float = 10.0
-    """The scores between which the reward goes from 0 to 1."""
+    """Regular expression whose last match has the score in its group. Give another where the question asks for another form."""
+    scale: tuple[float, float] = (0.0, 10.0)
+    """[score] The worst and the best: between them the reward goes from 0 to 1. Change it with the question."""
     key_variable: str = ""
-    """Environment variable that holds the key, on the ranks too. The key itself is never stored. Empty: none is sent."""
-    temperature: float = pydantic.Field(default=0.0, ge=0)
+    """Environment variable that holds the key, on the ranks too. The key itself is never stored. Empty: none is sent. Give it for a
+    service that wants one."""
     max_tokens: int = pydantic.Field(default=512, ge=1)
-    """Tokens of a reply."""
+    """[tokens] Longest reply. Raise it for a judge that thinks at length."""
     deadline_s: float = pydantic.Field(default=60.0, gt=0)
-    """Seconds that a request may take."""
-    retries: int = pydantic.Field(default=3, ge=0)
-    """How often a request is repeated that got no reply, or one that says to come back later."""
-    concurrency: int = pydantic.Field(default=64, ge=1)
-    """Requests that may be in flight on a rank."""
-    per_second: float | None = pydantic.Field(default=None, gt=0)
-    """Requests that may begin in a second on a rank; None: no limit."""
+    """[s] Time that a request may take. Raise it for a slow judge."""
+    retired: ClassVar[Mapping[str, str]] = {
+        "lowest": "say scale=(lowest, highest)",
+        "highest": "say scale=(lowest, highest)",
+        "concurrency": "say Reward(function=Judge(...), concurrency=...)",
+        "per_second": "say Reward(function=Judge(...), per_second=...)",
+        "temperature": "a judge is asked at 0: a reward that is drawn anew each time is noise",
+        "retries": f"a request is repeated {RETRIES} times",
+    }
 
     @pydantic.model_validator(mode="after")
     def _is_well_formed(self) -> Judge:
@@ -74,16 +80,16 @@ class Judge(Config):
             raise ValueError(
                 "address must hold no password; name the environment variable with the key: key_variable='...'"
             )
-        if self.highest <= self.lowest:
-            raise ValueError(f"highest must be more than lowest={self.lowest:g}, not {self.highest:g}")
+        if self.scale[1] <= self.scale[0]:
+            raise ValueError(f"scale must rise, from the worst score to the best; {self.scale} does not")
         if re.compile(self.score).groups != 1:
             raise ValueError(f"score={self.score!r} must have one group, which is the number")
         return self
 
     @property
     def reward(self) -> Reward:
-        """Itself as a reward function with its limits, to be given a name or a weight: `judge.reward.model_copy(...)`."""
-        return Reward(function=self, name="judge", concurrency=self.concurrency, per_second=self.per_second)
+        """Itself as a reward function of the name `judge`. `Reward(function=judge, ...)` sets another name, a weight, or limits."""
+        return Reward(function=self, name="judge")
 
     def check(self) -> None:
         """Find out whether the key is there.
@@ -100,7 +106,7 @@ class Judge(Config):
             RuntimeError: no reply, a refusal, or a reply without a score. The message has none of the key.
         """
         values = {"prompt": prompt, "answer": answer or "(none)", "response": response}
-        asked = _filled(self.question, values | {"lowest": f"{self.lowest:g}", "highest": f"{self.highest:g}"})
+        asked = _filled(self.question, values | {"lowest": f"{self.scale[0]:g}", "highest": f"{self.scale[1]:g}"})
         return self.reward_in(await self._reply(asked))
 
     def reward_in(self, reply: str) -> float:
@@ -112,7 +118,8 @@ class Judge(Config):
         found = re.findall(self.score, reply)
         if not found:
             raise RuntimeError(f"the judge {self.model} gave no score: {reply[-300:]!r}")
-        share = (float(found[-1]) - self.lowest) / (self.highest - self.lowest)
+        worst, best = self.scale
+        share = (float(found[-1]) - worst) / (best - worst)
         return min(max(share, 0.0), 1.0)
 
     async def _reply(self, asked: str) -> str:
@@ -123,12 +130,12 @@ class Judge(Config):
         request = {
             "model": self.model,
             "messages": [{"role": "user", "content": asked}],
-            "temperature": self.temperature,
+            "temperature": 0.0,  # a reward that is drawn anew each time is noise to the one who is trained on it
             "max_tokens": self.max_tokens,
         }
         address = f"{self.address.rstrip('/')}/chat/completions"
         failure = ""
-        for attempt in range(self.retries + 1):
+        for attempt in range(RETRIES + 1):
             pause_s = min(0.5 * 2**attempt, LONGEST_PAUSE_S)
             try:
                 reply = await self._client.post(address, json=request, headers=self._headers(), timeout=self.deadline_s)
@@ -141,15 +148,15 @@ class Judge(Config):
                 if reply.status_code not in REPEATED:
                     raise RuntimeError(failure)
                 pause_s = _retry_after(reply.headers.get("retry-after"), pause_s)
-            if attempt < self.retries:
+            if attempt < RETRIES:
                 await asyncio.sleep(pause_s)
-        raise RuntimeError(f"{failure} ({self.retries + 1} times)")
+        raise RuntimeError(f"{failure} ({RETRIES + 1} times)")
 
     @cached_property
     def _client(self) -> Any:
         import httpx
 
-        return httpx.AsyncClient(limits=httpx.Limits(max_connections=self.concurrency), follow_redirects=False)
+        return httpx.AsyncClient(limits=httpx.Limits(max_connections=None), follow_redirects=False)
 
     async def aclose(self) -> None:
         """Close its connections; it can be called again afterwards."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -34,16 +34,20 @@ class ModelConfig(Config):
     """A causal language model, and how it lies over the ranks of its group."""
 
     model: str | Path
-    """Folder with a Hugging Face causal language model."""
+    """Folder, or Hugging Face id, of a causal language model. Choose it; there is no default."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What it computes in, and what is published; parameters, optimizer state and what logits become are float32 either way."""
+    """What it computes in, and what is published; parameters, optimizer state and what logits become are float32 either way. Choose
+    "bfloat16" on GPUs: half the time and memory of a pass."""
     microbatch_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens in one forward pass (with padding, for a model whose rows cannot be packed); None: 1,280 on a CPU, 16,384 on a GPU."""
+    """[tokens] How many one forward pass has at most (with padding, for a model whose rows cannot be packed); None: 1,280 on a CPU,
+    16,384 on a GPU. Lower it where a pass does not fit into memory (`weft plan` says what it takes), raise it where a GPU is not busy."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """Ranks that share each layer; must divide the ranks of the group and the model's attention heads."""
+    """[ranks] How many share each layer; must divide the ranks of the group and the model's attention heads. Raise it where a layer's
+    gathered weights or activations do not fit on one device."""
     gather: Literal["auto", "once", "layerwise"] = "auto"
-    """When ranks gather the parameters that they share: once a step, all of them (fastest; needs room for the whole model
-    and its gradient on every rank), or layer by layer in every microbatch. "auto": once, below 2 GiB of parameters."""
+    """When ranks gather the parameters that they share: "once" a step, all of them (fastest; needs room for the whole model and its
+    gradient on every rank), or "layerwise" in every microbatch. "auto": once, below 2 GiB of parameters. Choose "layerwise" where memory
+    is short, "once" where it is plenty."""
 
     def check(self) -> None:
         """Find mistakes that the model's own settings tell of.
@@ -78,29 +82,40 @@ TENSOR_PARALLEL_MODELS = ("llama", "mistral", "qwen2")
 """Model types whose layers have the names and shapes that tensor parallelism splits (`sharded_model.py`)."""
 
 
+BETAS = (0.9, 0.95)
+"""Decay rates of AdamW's moments. A second one of 0.999 remembers a thousand steps, in which gradients of most runs have changed."""
+FINAL_RATIO = 0.1
+"""Last learning rate over peak rate. A run that goes on still learns a little; a larger `decay_steps` ends at a higher rate."""
+
+
 class OptimizerConfig(Config):
     """AdamW (arXiv:1711.05101), its learning-rate schedule, gradient clipping, and which steps are not taken."""
 
     learning_rate: float = Field(default=1e-6, gt=0)
-    """Peak learning rate."""
+    """[rate] The peak. Raise it where the reward does not move (adapters take ten times as much), lower it where it collapses."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps over which the rate rises linearly from 0 to its peak."""
+    """[optimizer steps] How long the rate rises linearly from 0 to its peak. Raise it where the first steps do harm."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate falls after the warm-up."""
+    """How the rate falls after the warm-up, to a tenth: "constant" is not at all. Choose "linear" or "cosine" for a run of known length."""
     decay_steps: int | None = Field(default=None, ge=1)
-    """Optimizer step, counted from the start, at which the rate has fallen to its last value; needed unless constant."""
-    final_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Last rate over peak rate."""
+    """[optimizer steps] How many from the start until the rate has fallen to a tenth; needed unless constant. Set it to the length of the
+    run, or to more for a higher end."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay of matrices; norms and biases have none."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of the two moments."""
+    """[factor] How much of a matrix, times the rate, is taken off it in each step; norms and biases have none. Raise it in supervised
+    training on little data."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
-    """Gradients of a larger norm are scaled down to it; None leaves them."""
+    """[norm] Gradients of a larger one are scaled down to it; None leaves them. Lower it where single batches do harm."""
     skip_above_grad_norm: float | None = Field(default=None, gt=0)
-    """A step whose gradient has a larger norm (before it is scaled down) is bad; None: only one that is not finite."""
+    """[norm] A step whose gradient has a larger one (before it is scaled down) is bad; None: only one that is not finite. Set it where
+    rare batches ruin a run."""
     stop_after_bad_steps: int = Field(default=3, ge=1)
-    """Number of bad steps in a row after which the run ends. Bad steps are not applied."""
+    """[optimizer steps] How many bad ones in a row end the run. Bad steps are not applied. Raise it where they come in bursts and the run
+    recovers."""
+
+    retired: ClassVar[Mapping[str, str]] = {
+        "final_ratio": "a rate falls to a tenth, and a larger decay_steps ends higher",
+        "betas": f"they are {BETAS}",
+    }
 
     @model_validator(mode="after")
     def _decay_has_an_end(self) -> OptimizerConfig:
@@ -108,16 +123,14 @@ class OptimizerConfig(Config):
             raise ValueError(
                 f"decay={self.decay!r} needs decay_steps above warmup_steps ({self.warmup_steps}), not {self.decay_steps}"
             )
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must be at least 0 and below 1, not {self.betas}")
         return self
 
     def rate(self, step: int) -> float:
         """Learning rate of optimizer step `step`, the first being 0.
 
-        >>> linear = OptimizerConfig(learning_rate=1.0, warmup_steps=2, decay="linear", decay_steps=6, final_ratio=0.5)
-        >>> [linear.rate(step) for step in range(8)]
-        [0.5, 1.0, 1.0, 0.875, 0.75, 0.625, 0.5, 0.5]
+        >>> linear = OptimizerConfig(learning_rate=1.0, warmup_steps=2, decay="linear", decay_steps=5)
+        >>> [round(linear.rate(step), 2) for step in range(7)]
+        [0.5, 1.0, 1.0, 0.7, 0.4, 0.1, 0.1]
         """
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
@@ -125,7 +138,7 @@ class OptimizerConfig(Config):
             return self.learning_rate
         done = min(1.0, (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps))
         left = 1 - done if self.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
-        return self.learning_rate * (self.final_ratio + (1 - self.final_ratio) * left)
+        return self.learning_rate * (FINAL_RATIO + (1 - FINAL_RATIO) * left)
 
 
 @dataclass(frozen=True)

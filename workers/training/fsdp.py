@@ -33,7 +33,7 @@ from ..worker import Context
 from .adapter import Adapter, is_trained
 from .agreement import find_agreement
 from .causal_lm import build_causal_lm, move_buffers
-from .engine import Head, ModelConfig, OptimizerConfig, OptimizerStep
+from .engine import BETAS, Head, ModelConfig, OptimizerConfig, OptimizerStep
 from .lora import Lora
 from .memory import CPU_TOKENS, GPU_TOKENS
 from .microbatches import Microbatches, tokens_of
@@ -127,7 +127,7 @@ class FsdpEngine:
                 for key, parameters in groups.items()
             ],
             lr=config.learning_rate,
-            betas=config.betas,
+            betas=BETAS,
             fused=True,
         )
 

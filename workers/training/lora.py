@@ -26,19 +26,21 @@ class Lora(Config):
     """
 
     rank: int = Field(default=16, ge=1)
-    """Rank of B A."""
+    """[rank] Of the product B A. Raise it where an adapter learns less than the whole model would."""
     alpha: int = Field(default=32, ge=1)
-    """s = alpha / rank."""
+    """[factor] s = alpha / rank. Raise it with the rank to keep the scale of the update."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Linear layers, by the end of their names: "q_proj", "self_attn.q_proj", ...; all: those of the backbone, without the head."""
+    """Linear layers, by the end of their names: "q_proj", "self_attn.q_proj", ...; "all-linear": those of the backbone, without the head.
+    Choose fewer for a smaller adapter."""
     rslora: bool = False
-    """s = alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732)."""
+    """s = alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732). Set it for large ranks."""
     published: Literal["adapter", "merged"] | None = None
-    """What followers get: the adapter alone, which they add to the model of their own folder, or the model with the adapter merged into it.
-    Merged and rounded to bfloat16, small updates are lost. None: the adapter, if the dtype is bfloat16 and all followers serve adapters."""
+    """What followers get: "adapter", which they add to the model of their own folder, or "merged", the model with the adapter merged into
+    it. Merged and rounded to bfloat16, small updates are lost. None: the adapter, if the dtype is bfloat16 and all followers serve
+    adapters. Set it to have an error instead of the other way."""
     dora: bool = False
-    """The length of each row of the weight is a parameter of its own: m (W + s B A) / |W + s B A| (DoRA, arXiv:2402.09353). A step
-    takes longer: the whole matrix is made in every forward pass."""
+    """The length of each row of the weight is a parameter of its own: m (W + s B A) / |W + s B A| (DoRA, arXiv:2402.09353). Set it to
+    come nearer to training the whole model; a step takes longer, since the whole matrix is made in every forward pass."""
 
     @model_validator(mode="after")
     def _has_targets(self) -> Lora:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_runs import QUIET, Rollout, costs, groups, prompts, toy_grpo
+from simulated_runs import Rollout, costs, groups, prompts, toy_grpo
 
 from weft.controllers.backends.backend import Event
 from weft.controllers.driver import Driver
@@ -125,7 +125,6 @@ def run(
         root=root,
         name=f"run-{len(list(root.iterdir()))}",
         record_every=0,
-        buffer=QUIET,
         **settings,
     )
     with driver:

@@ -26,7 +26,6 @@ from weft.controllers.telling.progress import Progress
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.disk import is_full
-from weft.dataflow.buffer.sample_buffer import BufferConfig
 from weft.dataflow.errors import RunError
 from weft.dataflow.handle import group
 from weft.dataflow.metrics import Metrics
@@ -94,8 +93,9 @@ class BigActor(SavingActor):
 @pytest.mark.parametrize("schedule", SCHEDULES[1:3], ids=lambda s: type(s).__name__)
 @pytest.mark.parametrize("who", ["step", "reward", "checkpoint"])
 def test_a_full_disk_pauses_a_run_and_nothing_is_lost(
-    small: Path, schedule: Training, who: str, capsys: pytest.CaptureFixture[str]
+    small: Path, schedule: Training, who: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr("weft.controllers.start.FILE_BYTES", 1 << 14)  # the file system is small
     rollout = group(SlowRollout, name="rollout")
     actor = group(BigActor if who == "checkpoint" else SavingActor, name="actor")
     reward = group(FillingReward if who == "reward" else ToyReward, name="reward")
@@ -110,7 +110,6 @@ def test_a_full_disk_pauses_a_run_and_nothing_is_lost(
         toy_grpo(prompts(10), rollout=rollout, reward=reward, actor=actor),
         schedule=schedule,
         checkpoint=CheckpointConfig(every=2),
-        buffer=BufferConfig(file_bytes=1 << 14),
         root=small,
         name="run",
         stop=stop,

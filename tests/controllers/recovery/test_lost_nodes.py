@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_runs import QUIET, Rollout, apart, costs, groups, prompts, toy_grpo
+from simulated_runs import Rollout, apart, costs, groups, prompts, toy_grpo
 
 from weft.controllers.backends.backend import Event
 from weft.controllers.driver import Driver
@@ -81,7 +81,6 @@ def run(root: Path, backend: Nodes) -> Driver:
         backend=backend,
         root=root,
         name="run",
-        buffer=QUIET,
         record_every=0,
     )
     with driver:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulated_runs import KNOWN, QUIET, Rollout, apart, calls, costs, groups, run, times, trained
+from simulated_runs import KNOWN, Rollout, apart, calls, costs, groups, run, times, trained
 from toy import centred, prompts, toy_dapo, toy_evaluation, toy_grpo
 
 import weft
@@ -223,7 +223,6 @@ def test_an_evaluation_every_step_costs_asynchronous_training_what_its_rows_cost
             root=tmp_path,
             name=f"run-{number}",
             progress=False,
-            buffer=QUIET,
         )
         with driver:
             driver.run()
@@ -254,7 +253,6 @@ def evaluated(root: Path, schedule: Training, rows: int, **settings: Any) -> Dri
         root=root,
         name=f"run-{rows}-{len(settings)}",
         progress=False,
-        buffer=QUIET,
         **settings,
     )
     with driver:
@@ -428,7 +426,6 @@ def test_the_siblings_of_a_rank_that_died_go_on_while_another_comes_up(tmp_path:
             root=tmp_path,
             name=f"run-{startup_s:g}",
             progress=False,
-            buffer=QUIET,
             call_timeout_s=1e6,
         )
         with driver:
@@ -494,7 +491,6 @@ def test_a_rank_that_dies_loses_only_the_responses_that_it_had_not_handed_over(t
         root=tmp_path,
         name="run",
         progress=False,
-        buffer=QUIET,
         record_every=0,
     )
     with driver:

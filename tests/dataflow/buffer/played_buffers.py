@@ -17,7 +17,7 @@ from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.ledger_state import save
 from weft.dataflow.buffer.log import LogReader
 from weft.dataflow.buffer.restored import restore
-from weft.dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
+from weft.dataflow.buffer.sample_buffer import SampleBuffer
 from weft.dataflow.buffer.segments import Segment
 from weft.dataflow.operation import Shape
 
@@ -142,16 +142,14 @@ def fine(segment: Segment) -> None:
 
 def start(folder: Path, disk: Disk | None = None, seed: int = 5, **options: Any) -> Driver:
     clock = [0.0]
-    config = BufferConfig(sync_interval_s=1.0)
-    buffer = SampleBuffer.create(folder, GRAPHS, config=config, disk=disk, clock=lambda: clock[0])
+    buffer = SampleBuffer.create(folder, GRAPHS, sync_interval_s=1.0, disk=disk, clock=lambda: clock[0])
     return Driver(buffer, random.Random(seed), clock, "first", **options)
 
 
 def go_on(folder: Path, disk: Disk | None = None, name: str = "second", **options: Any) -> Driver:
     clock = [1e6]
-    config = BufferConfig(sync_interval_s=1.0)
     buffer = SampleBuffer.recover(
-        folder, GRAPHS, config=config, disk=disk, check=fine, clock=lambda: clock[0], **options
+        folder, GRAPHS, sync_interval_s=1.0, disk=disk, check=fine, clock=lambda: clock[0], **options
     )
     return Driver(buffer, random.Random(name), clock, name)
 

@@ -24,7 +24,7 @@ from weft.resharding import incoming
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import Weights, whole
 from weft.workers.generation.engine import GenerationEngine, GenerationRequest, Response
-from weft.workers.generation.transformers_engine import TransformersEngine, TransformersSettings
+from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.generation.vllm_engine import VllmEngine
 from weft.workers.generation.vllm_settings import VllmSettings
 from weft.workers.rollout import RolloutWorker
@@ -127,8 +127,7 @@ def publisher() -> Iterator[WeightPublisher]:
 
 @pytest.fixture(scope="session")
 def vllm_worker(folder: Path) -> Iterator[RolloutWorker]:
-    settings = VllmSettings(max_num_seqs=64, kv_cache_gib=0.05)
-    worker = RolloutWorker(RolloutConfig(model=folder, engine="vllm", vllm=settings))
+    worker = RolloutWorker(RolloutConfig(model=folder, engine="vllm", max_num_seqs=64, kv_cache_gib=0.05))
     yield worker
     worker.close()
 
@@ -208,7 +207,7 @@ def test_a_response_does_not_depend_on_what_else_is_in_the_batch(engine: Generat
 
 def test_a_batch_larger_than_the_limit_is_done_in_parts(folder: Path) -> None:
     requests = requests_of(prompts_of(5))
-    engines = [TransformersEngine(str(folder), TransformersSettings(max_num_seqs=limit)) for limit in (3, 256)]
+    engines = [TransformersEngine(str(folder), max_num_seqs=limit) for limit in (3, 256)]
     one, other = (all_of(engine, requests, Sampling(max_tokens=8)) for engine in engines)
     assert all(one[i].token_ids.tolist() == other[i].token_ids.tolist() for i in one)
 

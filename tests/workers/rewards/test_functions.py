@@ -17,6 +17,8 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.errors import SampleError, UserError
 from weft.dataflow.metrics import merge
 from weft.workers.reward import RewardConfig, RewardWorker
+from weft.workers.rewards import calls
+from weft.workers.rewards import judge as judge_module
 from weft.workers.rewards.function import Reward
 from weft.workers.rewards.judge import Judge
 
@@ -138,7 +140,10 @@ def test_asynchronous_calls_are_in_flight_together_up_to_a_limit(model: Path):
     assert rows["reward"].to_pylist() == list(range(20)) and most == 8
 
 
-def test_an_asynchronous_call_is_repeated_and_only_what_fails_to_the_end_is_blamed(model: Path):
+def test_an_asynchronous_call_is_repeated_and_only_what_fails_to_the_end_is_blamed(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(calls, "PAUSE_S", 0)
     tries: dict[int, int] = {}
 
     async def shaky(response: str, k: int) -> float:
@@ -147,7 +152,7 @@ def test_an_asynchronous_call_is_repeated_and_only_what_fails_to_the_end_is_blam
             raise ConnectionError(f"try {tries[k]}")
         return 1.0
 
-    made = worker(Reward(function=shaky, retries=2, pause_s=0), model)
+    made = worker(Reward(function=shaky, retries=2), model)
     done: list[Any] = []
     with pytest.raises(ConnectionError, match="try 3"):
         done += made.score(many(3))
@@ -223,7 +228,7 @@ def address() -> Iterator[str]:
 
 def test_a_judge_is_asked_and_its_last_score_is_the_reward(address: str, model: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JUDGE_KEY", "secret-7")
-    judge = Judge(address=address, model="m", key_variable="JUDGE_KEY", lowest=1, highest=5)
+    judge = Judge(address=address, model="m", key_variable="JUDGE_KEY", scale=(1, 5))
     OpenAI.replies = [(200, "At first score: 1. Then again... **Score: 4**")]
     batch = Batch.of(sample_id=[7], prompt=["What is {answer}?"], response_ids=[[1]], answer=["one"])
     rows, metrics = scored((judge, right), model, batch)
@@ -235,13 +240,16 @@ def test_a_judge_is_asked_and_its_last_score_is_the_reward(address: str, model: 
     assert "secret-7" not in repr(judge) and pickle.loads(pickle.dumps(judge)) == judge
 
 
-def test_a_judge_is_asked_again_when_it_is_busy_and_its_failure_is_the_samples(address: str, model: Path):
-    judge = Judge(address=address, model="m", retries=2)
+def test_a_judge_is_asked_again_when_it_is_busy_and_its_failure_is_the_samples(
+    address: str, model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(judge_module, "LONGEST_PAUSE_S", 0)
+    judge = Judge(address=address, model="m")
     OpenAI.replies = [(429, "busy"), (503, "busy"), (200, "Score: 10")]
     assert scored(judge, model, many(1))[0]["reward"].to_pylist() == [1.0] and len(OpenAI.requests) == 3
     cases: list[tuple[list[tuple[int, Any]], str]] = [
         ([(401, {"error": "bad key"})], r"answered 401: .*bad key"),
-        ([(500, "no")] * 3, r"answered 500: .* \(3 times\)"),
+        ([(500, "no")] * 4, r"answered 500: .* \(4 times\)"),
         ([(200, "I cannot say")], "gave no score: 'I cannot say'"),
         ([(200, {"choices": []})], "answered in no OpenAI format"),
     ]
@@ -253,8 +261,9 @@ def test_a_judge_is_asked_again_when_it_is_busy_and_its_failure_is_the_samples(a
 
 
 def test_a_judge_that_is_not_there_or_badly_set_is_told(model: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(RuntimeError, match=r"did not answer: ConnectError .* \(1 times\)"):
-        scored(Judge(address="http://127.0.0.1:9/v1", model="m", retries=0), model, many(1))
+    monkeypatch.setattr(judge_module, "LONGEST_PAUSE_S", 0)
+    with pytest.raises(RuntimeError, match=r"did not answer: ConnectError .* \(4 times\)"):
+        scored(Judge(address="http://127.0.0.1:9/v1", model="m"), model, many(1))
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     config = RewardConfig(function=Judge(address="http://h/v1", model="m", key_variable="NO_SUCH_KEY"), tokenizer=model)
     from weft.dataflow.source import TableSource
@@ -264,7 +273,10 @@ def test_a_judge_that_is_not_there_or_badly_set_is_told(model: Path, monkeypatch
     for settings, message in (
         ({"address": "host:8000"}, "must be like http://host:port/v1"),
         ({"address": "http://user:pass@host/v1"}, "must hold no password"),
-        ({"address": "http://h", "highest": 0.0}, "highest must be more than lowest=0, not 0"),
+        (
+            {"address": "http://h", "scale": (0.0, 0.0)},
+            r"scale must rise, from the worst score to the best; \(0.0, 0.0\) does not",
+        ),
         ({"address": "http://h", "score": "score"}, "must have one group"),
     ):
         with pytest.raises(UserError, match=message):

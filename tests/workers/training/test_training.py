@@ -266,7 +266,7 @@ def test_tokens_of_no_rows_are_none():
 
 @pytest.mark.parametrize(("decay", "half_way"), [("constant", 1.0), ("linear", 0.55), ("cosine", 0.55)])
 def test_the_learning_rate_rises_and_falls(decay: Any, half_way: float):
-    schedule = OptimizerConfig(learning_rate=1.0, warmup_steps=4, decay=decay, decay_steps=104, final_ratio=0.1)
+    schedule = OptimizerConfig(learning_rate=1.0, warmup_steps=4, decay=decay, decay_steps=104)
     assert schedule.rate(0) == 0.25 and schedule.rate(4) == 1.0
     assert schedule.rate(54) == pytest.approx(half_way)
     assert schedule.rate(1000) == pytest.approx(1.0 if decay == "constant" else 0.1)
