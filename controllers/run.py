@@ -146,6 +146,7 @@ class Run:
         if self._spec.checkpoint.writes:
             self._save_to_the_end()
             self._saving.folder.prune(self._directory.values)
+        self._commit()  # the log is ahead of the metrics
         self._disk.write(self._directory.flush)
         self._end_copies(END_S)
         self._history.progress.ended(self._closing.ending)

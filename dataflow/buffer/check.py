@@ -20,6 +20,7 @@ from .folder import LOG, ledger_checkpoints
 from .log import LogReader, Position, find_fork, lines
 from .log_history import raw
 from .rules import Rule, Violation
+from .run_tables import last_step
 from .samples import FOLDER, SampleFile, sample_files
 
 MAX_VIOLATIONS = 1000
@@ -56,6 +57,7 @@ def check_log(folder: Path) -> Report:
         UserError: the folder holds no log.
         FormatError: another version of Weft wrote it.
     """
+    measured = last_step(folder.parent)  # before the log, which may go on meanwhile
     samples = RecordedSamples(folder.parent)
     checker = Checker(on_recorded=samples.compare)
     saved = SavedStates(folder, checker)
@@ -66,9 +68,11 @@ def check_log(folder: Path) -> Report:
         if len(violations) >= MAX_VIOLATIONS:
             violations.append(Violation(Rule.SOUND_LOG, "... and more: the check stopped here"))
             break
-    saved.note_rest(end)
+    cuts = sorted(folder.glob(f"{LOG}.cut-*"))
+    saved.note_rest(end, went_back=bool(cuts))
+    violations += _lost_end(checker, measured)
     samples.compare_late()
-    for path in sorted(folder.glob(f"{LOG}.cut-*")):
+    for path in cuts:
         size = path.stat().st_size
         damage.append(f"{path.name}: {size} bytes were cut off the log when the run was restarted")
     return Report(
@@ -82,6 +86,21 @@ def check_log(folder: Path) -> Report:
         damage=[*damage, *samples.notes()],
         violations=[*violations, *samples.violations],
     )
+
+
+def _lost_end(checker: Checker, measured: int | None) -> list[Violation]:
+    """Whether the log ends before what the metrics know: it is written first, so its end is lost. (A run that went on elsewhere without its
+    log has a new one, which knows no step until the next is over.)
+
+    Args:
+        checker: which has read the log.
+        measured: the last step that has metrics; None: it is not known.
+    """
+    noted = checker.notes.get("step", None if "cursor" in checker.notes else 0)
+    if measured is None or not isinstance(noted, int) or noted >= measured:
+        return []
+    said = f"the metrics know step {measured}, and the log ends in step {noted}, at byte {checker.at}: what came after it is lost"
+    return [Violation(Rule.SOUND_LOG, said)]
 
 
 def read_log(folder: Path, checker: Checker) -> None:
@@ -186,11 +205,22 @@ class SavedStates:
     def _complain(self, text: str) -> None:
         self.violations.append(Violation(Rule.CHECKPOINT, text))
 
-    def note_rest(self, end: Position) -> None:
-        """Note the checkpoints whose position is not in the log."""
+    def note_rest(self, end: Position, *, went_back: bool) -> None:
+        """Note the checkpoints whose position is not in the log.
+
+        Args:
+            end: of the log.
+            went_back: a part of the log was set aside when the run went back. Otherwise the log, which is synced before a checkpoint
+                is written, has lost its end where one is beyond it.
+        """
         for offset, path in self._paths.items():
-            beyond = f"at byte {offset} of the log; only {end.offset} bytes can be read"
-            self.damage.append(f"{path.name}: {_FOREIGN if offset < end.offset else beyond}")
+            beyond = f"{path.name}: at byte {offset} of the log; only {end.offset} bytes can be read"
+            if offset < end.offset:
+                self.damage.append(f"{path.name}: {_FOREIGN}")
+            elif went_back:
+                self.damage.append(beyond)
+            else:
+                self.violations.append(Violation(Rule.SOUND_LOG, beyond))
 
 
 class RecordedSamples:

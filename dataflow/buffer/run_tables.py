@@ -154,6 +154,25 @@ def read_metrics(run: Path) -> pa.Table | None:
     return read_parquet(run / f"{METRICS}{PARQUET}")
 
 
+def last_step(run: Path) -> int | None:
+    """The last step of which metrics are there; None: there are none, or they cannot be read."""
+    stream = run / f"{METRICS}{STREAM}"
+    try:
+        if stream.is_file():
+            last = max((_largest(batch["step"]) for batch in batches(stream)), default=None)
+        else:
+            table = read_parquet(run / f"{METRICS}{PARQUET}")
+            there = table is not None and "step" in table.column_names
+            last = _largest(table["step"]) if table is not None and there else None
+    except (OSError, pa.ArrowException):
+        return None
+    return None if last is None else int(last)
+
+
+def _largest(steps: pa.Array | pa.ChunkedArray) -> float:
+    return max((step for step in steps.to_pylist() if step is not None), default=0.0)
+
+
 def read_timeline(run: Path) -> pa.Table | None:
     """The calls of a run so far, a row each, in the order in which they ended; None where there are none.
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -77,6 +78,23 @@ def test_check_refutes_a_log_that_was_changed_or_emptied(runs: Path, capsys: pyt
     path.write_bytes(b"")
     assert main(["buffer", "check", "tiny"]) == 1
     assert "has no record" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("run", "left"), [("one", 1), ("one", 12), ("two", 1)])
+def test_check_refutes_a_log_whose_end_is_lost(
+    run: str, left: int, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    cut = Path(shutil.copytree(done / run, tmp_path / "cut"))
+    path = cut / "buffer" / "ledger.log"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:left]))
+    assert main(["buffer", "check", str(cut)]) == 1
+    said = capsys.readouterr().out
+    assert "the metrics know step 3, and the log ends in step 0" in said and "NOT OK" in said
+    (cut / "metrics.parquet").unlink()
+    assert main(["buffer", "check", str(cut)]) == int(run == "two"), (
+        "which has a checkpoint that the log does not reach"
+    )
+    capsys.readouterr()
 
 
 def test_what_the_user_can_mend_ends_with_two(runs: Path, capsys: pytest.CaptureFixture[str]):
