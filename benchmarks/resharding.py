@@ -8,12 +8,14 @@
 | `plan_equals_bound` | whether each rank receives what it needs and its device lacks, for all pairs of layouts; else their share | true |
 | `wire_equals_plan` | whether vLLM reads of each rank's memory the bytes that the plan says | true |
 | `wire_over_memcpy` | seconds that move bytes (once when they are published, once into vLLM) over those of two plain copies | 1.5 |
+| `wire_over_memcpy_cpu` | the same of the processor: on the clock, whoever gives and takes at once waits for a core, too | |
 | `speedup_over_object_store` | seconds by gathering the full state for Ray's object store and `load_weights`, over Weft's | 3 |
 | `speedup_over_disk` | the same, by safetensors on disk and vLLM's `reload_weights` | 3 |
 | `speedup_over_gather` | the same, by gathering on every rank, a CRC-32 by rank 0, shared memory, another CRC-32, and `load_weights` | 4 |
 | `plan_70b_s` | seconds to plan 70B parameters from 64 FSDP ranks to 64 ranks of TP 8 | 5 |
 | `delta_bytes_share` | bytes that travel after a step that has changed one published element in a hundred, over all bytes | 0.03 |
-| `pause_share` | of the time of a transfer, the part in which vLLM cannot generate | 0.5 |
+| `pause_share` | of the time of a transfer with a double buffer, the part in which vLLM cannot generate | 0.5 |
+| `pause_share_without` | the same without one | |
 
 Two ranks (FSDP2 over gloo) give 125 million float32 parameters to one engine of vLLM on the CPUs of this machine; ways take turns, and
 seconds are medians. A table projects the plans of large models at the rates of
@@ -32,8 +34,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE / "resharding"), str(HERE)]
 FIGURES = (
-    "plan_equals_bound", "wire_equals_plan", "wire_over_memcpy", "speedup_over_object_store", "speedup_over_disk",
-    "speedup_over_gather", "plan_70b_s", "pause_share", "delta_bytes_share",
+    "plan_equals_bound", "wire_equals_plan", "wire_over_memcpy", "wire_over_memcpy_cpu", "speedup_over_object_store",
+    "speedup_over_disk", "speedup_over_gather", "plan_70b_s", "pause_share", "pause_share_without", "delta_bytes_share",
 )  # fmt: skip
 
 

@@ -42,8 +42,7 @@ def box_sum(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
         return 0
     bits = tensor.detach().view(_SIGNED[tensor.element_size()])
     bits = bits.reshape(-1, bits.shape[-1]) if bits.ndim else bits.reshape(1, 1)
-    columns = _weights(1, shape[-1] if shape else 1)[slice(box.starts[-1], box.stops[-1]) if shape else slice(None)]
-    rows = _row_weights(box, shape)
+    rows, columns = (_weights_of if len(shape) < 3 else _weights_of.__wrapped__)(box, shape)
     if bits.device.type == "cpu":
         with np.errstate(over="ignore"):
             return int((np.einsum("rc,c->r", bits.numpy(), columns) * rows).sum(dtype=np.int64)) % CHECKSUM_MODULUS
@@ -68,6 +67,13 @@ def _weights(kind: int, count: int) -> np.ndarray:
     odd = (mixed | np.uint64(1)).view(np.int64)
     odd.flags.writeable = False
     return odd
+
+
+@functools.lru_cache(maxsize=1 << 15)
+def _weights_of(box: Box, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Weights of the rows and of the columns of a box: of a tensor with at most two dimensions, views."""
+    start, stop = (box.starts[-1], box.stops[-1]) if shape else (0, 1)
+    return _row_weights(box, shape), _weights(1, shape[-1] if shape else 1)[start:stop]
 
 
 def _row_weights(box: Box, shape: tuple[int, ...]) -> np.ndarray:

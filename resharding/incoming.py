@@ -74,6 +74,11 @@ class IncomingWeights:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    @property
+    def neighbours(self) -> int:
+        """How many ranks of the trainer give on this machine, at the same time."""
+        return sum(source.is_mapped for source in self._sources)
+
     def slices(self, copies: Iterable[tuple[str, Copy]]) -> Iterator[tuple[str, Copy, torch.Tensor]]:
         """The elements of these copies, with the copies, in the order in which they come. A tensor is valid until the next one is taken.
 
@@ -177,7 +182,7 @@ class _Source:
         self.sums: list[int] = []
         self._taken = 0
         self._buffer = bytearray()
-        self._memory: mmap.mmap | None = None
+        self._memory: _Mapped | None = None
         here = this_machine() == rank.machine
         if not here and not rank.host:
             raise WeightSyncError(f"{where} is on another machine, and serves its own alone")
@@ -200,9 +205,15 @@ class _Source:
             self.sums = [0] * len(self.parts.entries)
             if here:
                 self._memory = self._map(place["path"], place["num_bytes"], rank.token)
+                self._memory.describe(self.parts)
         except BaseException:
             self.connection.close()
             raise
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether this process maps its memory."""
+        return self._memory is not None
 
     @property
     def is_through(self) -> bool:
@@ -211,10 +222,13 @@ class _Source:
 
     def ask(self, wanted: list[tuple[int, Copy]]) -> None:
         """Say what is wanted, of which bytes come in this order; of a memory that is mapped, everything is there."""
-        boxes = [[number, copy.box.starts, copy.box.stops] for number, copy in wanted]
-        base = self._held.begin([(number, copy.box) for number, copy in wanted]) if self._held is not None else None
+        said = b""
+        if self._memory is None:
+            boxes = [[number, copy.box.starts, copy.box.stops] for number, copy in wanted]
+            base = self._held.begin([(number, copy.box) for number, copy in wanted]) if self._held is not None else None
+            said = json.dumps([base, boxes]).encode()
         with self._named():
-            self.connection.send(b"W", b"" if self._memory is not None else json.dumps([base, boxes]).encode())
+            self.connection.send(b"W", said)
 
     def next_bucket(self) -> int | None:
         """Wait for the next message; returns the number of the bucket that has come. None: the publisher serves others meanwhile."""
@@ -232,8 +246,8 @@ class _Source:
         """The elements of a copy, of the entry of this number, which is in the bucket that came last."""
         entry = self.parts.entries[number]
         if self._memory is not None:
-            start = entry.bucket % SLOTS * (len(self._memory) // SLOTS)
-            return entry.view(self._memory, start)[copy.box.within(entry.box)]
+            found = self._memory.elements(number)
+            return found if copy.box == entry.box else found[copy.box.within(entry.box)]
         if self._held is not None and copy.box.numel:
             return self._updated(self._held, number, copy)
         return self._streamed(entry, copy)
@@ -312,7 +326,7 @@ class _Source:
             reason = f"was silent for {SILENCE_S:.0f} s" if isinstance(error, TimeoutError) else f"is gone ({error})"
             raise WeightSyncError(f"{self.where}: the publisher {reason}, {self.at}") from None
 
-    def _map(self, path: str, num_bytes: int, token: str) -> mmap.mmap:
+    def _map(self, path: str, num_bytes: int, token: str) -> _Mapped:
         try:
             return _mapped(path, num_bytes, token)
         except OSError as error:
@@ -330,13 +344,36 @@ def _remember(publisher: tuple[str, int, str], description: bytes) -> None:
         del _descriptions[next(iter(_descriptions))]
 
 
+class _Mapped:
+    """The memory of a publisher's buckets, as this process maps it, and the elements of entries in it."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory
+        self._parts: Description | None = None
+        self._elements: dict[int, torch.Tensor] = {}
+
+    def describe(self, parts: Description) -> None:
+        """These are the entries that lie there now."""
+        if parts is not self._parts:
+            self._parts = parts
+            self._elements = {}
+
+    def elements(self, number: int) -> torch.Tensor:
+        """Of the entry of this number, while its bucket is the one that came last."""
+        if number not in self._elements:
+            assert self._parts is not None
+            entry = self._parts.entries[number]
+            self._elements[number] = entry.view(self._memory, entry.bucket % SLOTS * (len(self._memory) // SLOTS))
+        return self._elements[number]
+
+
 @functools.lru_cache(maxsize=64)
-def _mapped(path: str, num_bytes: int, token: str) -> Any:
+def _mapped(path: str, num_bytes: int, token: str) -> _Mapped:
     """The memory of a publisher's buckets, which stays mapped from version to version. The token tells apart publishers that have, one
     after the other, the same path."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         # Private rather than read-only: torch wants writable memory, and no receiver may change what others read.
-        return mmap.mmap(file, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        return _Mapped(mmap.mmap(file, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
     finally:
         os.close(file)

@@ -13,6 +13,7 @@ import torch
 
 from ..dataflow.errors import WeightSyncError, nearest
 from .checksum import box_sum
+from .host_memory import copy_elements
 from .incoming import IncomingWeights
 from .layout import Held, Layout, Piece, RankLayout, Where
 from .plan import ReshardPlan
@@ -58,7 +59,7 @@ def receive_parts(
     for name, copy, source in incoming.slices(plan.received_by(0)):
         part = own[name]
         target = part.tensor[copy.box.within(part.box)]
-        target.copy_(source)
+        copy_elements(target, source)
         # Where the dtype changes, so do the bits: what came is compared.
         found = box_sum(target if target.dtype == source.dtype else source, copy.box, part.shape)
         incoming.check(name, copy, found)

@@ -34,6 +34,7 @@ from .buckets import SLOTS, Entry, checksum_of
 from .checksum import box_sum
 from .connection import Connection
 from .delta import Shadow, bits_of, delta_of, within
+from .host_memory import copy_elements
 
 GRACE_S = 1.0
 """Longest time that the first receivers wait for the others, before they get a pass without them."""
@@ -224,7 +225,7 @@ class Transfer:
         """Write an entry into its bucket; returns its sum. The elements are cast here."""
         entry = self.entries[number]
         target = entry.view(self._memory, slot * self._slot_bytes)
-        target.copy_(self._tensors[number])
+        copy_elements(target, self._tensors[number])
         return box_sum(target, entry.box, entry.shape)
 
     def _bits(self, number: int, slot: int) -> np.ndarray:

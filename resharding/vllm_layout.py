@@ -88,13 +88,18 @@ def record_layout(
 def restore(model: torch.nn.Module) -> None:
     """Put back the tensors that vLLM's kernels use wherever a layer waits for its weights: undoes `initialize_layerwise_reload`."""
     for layer in model.modules():
-        info = get_layerwise_info(layer)
-        if info.can_load():
-            _unwrap_loaders(layer)
-            _place_kernel_tensors(layer, info)
-            info.reset()
+        restore_layer(layer)
     if hasattr(model, "_original_do_torchao_reload"):
         model._do_torchao_reload = model._original_do_torchao_reload
+
+
+def restore_layer(layer: torch.nn.Module) -> None:
+    """Put back the tensors that vLLM's kernels use, if this layer waits for its weights."""
+    info = get_layerwise_info(layer)
+    if info.can_load():
+        _unwrap_loaders(layer)
+        _place_kernel_tensors(layer, info)
+        info.reset()
 
 
 @dataclass

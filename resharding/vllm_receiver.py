@@ -26,6 +26,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from ..dataflow.errors import WeightSyncError
 from .box import Box
 from .checksum import box_sum
+from .host_memory import threads_beside
 from .incoming import IncomingWeights, open_weights
 from .layout import Layout
 from .plan import ReshardPlan
@@ -190,7 +191,8 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
         self, incoming: IncomingWeights, write: Callable[[Iterator[tuple[str, Box, torch.Tensor]]], None]
     ) -> Loaded:
         self._sums = {}
-        write(self._slices(incoming))
+        with threads_beside(incoming.neighbours):
+            write(self._slices(incoming))
         received: dict[str, Received] = {}
         for name, sums in self._sums.items():
             boxes = tuple((box.starts, box.stops, found) for box, found in sums.items())

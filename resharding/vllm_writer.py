@@ -1,40 +1,33 @@
 """WeightWriter: received slices into vLLM's model, layer by layer, where its loaders would have put them.
 
-A layer gets memory in the loading format when its first slice comes. With its last, vLLM prepares the layer as at start-up and
-copies it into the tensors that its kernels use. So memory beyond the model's own is that of the layers whose slices have come
-in part: one layer, where the slices come in the order of the recorded layout. On CPU the next layer of the same shape takes over the
-memory of the one before, which is mapped and warm.
+A layer gets memory to be written when its first slice comes, and vLLM prepares it with its last (`vllm_layer.py`). So memory beyond the
+model's own is that of the layers whose slices have come in part: one layer, where the slices come in the order of the recorded layout.
+On CPU, that of one layer of each shape stays for the next version.
 
-A version can also be staged: written to memory beside the model, in the loading format of all layers, while the model goes on
-computing with what it has. Then only the preparation is left.
+A version can also be staged: written to memory beside the model while this goes on computing with what it has. Linear layers on CPU are
+packed there, too. Then only the exchange is left, and the preparation of other layers.
 
     apply:  begin ──> write slices, prepare each layer with its last slice ──> finish
-    stage:  write slices beside the model      apply_staged:  begin ──> prepare each layer ──> finish
+    stage:  write slices beside the model      apply_staged:  begin ──> exchange or prepare each layer ──> finish
 """
 
 from __future__ import annotations
 
-import contextlib
 import enum
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import materialize_layer
-from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
-from vllm.platforms import current_platform
 
 from ..dataflow.errors import WeightSyncError, nearest
 from .box import Box
+from .host_memory import copy_elements
 from .layout import Held, Place
 from .strided import View
-from .vllm_layout import Fill, Recording, restore
+from .vllm_layer import Layer, SpareMemory
+from .vllm_layout import Recording, restore
 
 
 class ModelState(enum.Enum):
@@ -50,63 +43,51 @@ class ModelState(enum.Enum):
     PARTIAL = "weights of two versions: nothing may be generated until all were received again"
 
 
-class _Layer:
-    """A module whose own parameters are written together."""
-
-    def __init__(self, name: str, module: torch.nn.Module) -> None:
-        self.name = name
-        self.module = module
-        self.waiting = 0
-        """Targets that lack slices."""
-        self.fills: list[Fill] = []
-        self.started = False
-        self.lent: list[torch.Tensor] = []
-        """Memory that other layers may have after it was prepared."""
-
-    def elements(self, memory: str, view: View) -> torch.Tensor:
-        """These elements of one of its parameters, to be written."""
-        tensor = getattr(self.module, _own_name(memory)).data
-        return tensor.as_strided(view.shape, view.strides, tensor.storage_offset() + view.offset)
-
-    def loading_format(self, name: str) -> torch.Tensor:
-        """One of its parameters as the loaders write it: of a bias, which has no loading format of its own, the one that kernels read."""
-        parameters, buffers = get_layerwise_info(self.module).restore_metadata
-        found = parameters.get(name, buffers.get(name))
-        return getattr(self.module, name) if found is None else found
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether preparing it leaves nothing behind that refers to the memory in the loading format, so that this can be used again."""
-        method = getattr(self.module, "quant_method", None)
-        known = method is None or isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
-        return known and not current_platform.is_zen_cpu()
-
-    def computes_with(self, memory: str) -> bool:
-        """Whether vLLM's kernels read this parameter itself: biases, which have no loading format of their own."""
-        parameters, buffers = get_layerwise_info(self.module).kernel_tensors or ({}, {})
-        name = _own_name(memory)
-        return getattr(self.module, name) is parameters.get(name, buffers.get(name))
-
-
 class _Target:
-    """A piece of a tensor that a layer waits for."""
+    """A piece of a tensor that a layer waits for.
 
-    def __init__(self, layer: _Layer, box: Box, place: Place) -> None:
+    Args:
+        parts: of which it was made up by the version before; empty: there was none. Parts that come again need no arithmetic on boxes.
+    """
+
+    def __init__(self, layer: Layer, box: Box, place: Place, parts: frozenset[Box]) -> None:
         self.layer = layer
         self.box = box
         self.place = place
-        self.left = [box]
+        self.came: set[Box] = set()
+        """Disjoint parts."""
+        self._parts = parts
 
-    def lacks(self, part: Box) -> int:
-        """How many elements of this part have not come."""
-        common = [left.intersection(part) for left in self.left]
-        return sum(box.numel for box in common if box)
+    def lacks(self, part: Box) -> bool:
+        """Whether no element of this part has come."""
+        if part in self._parts:
+            return part not in self.came
+        self._parts = frozenset()
+        return not any(came.intersection(part) for came in self.came)
+
+    def take(self, part: Box) -> bool:
+        """A part has come; returns whether it was the last one."""
+        self.came.add(part)
+        if self._parts:
+            return len(self.came) == len(self._parts)
+        return sum(came.numel for came in self.came) == self.box.numel
+
+    def left(self) -> list[Box]:
+        """What has not come."""
+        left = [self.box]
+        for came in self.came:
+            left = _minus(left, came)
+        return left
 
     def view(self, part: Box) -> View:
         """Where a part of the box goes."""
         steps = zip(part.starts, self.box.starts, self.place.strides, strict=True)
         shift = sum((start - first) * stride for start, first, stride in steps)
         return View(self.place.offset + shift, part.shape, self.place.strides)
+
+
+_Step = tuple[int, Box, View, tuple[slice, ...] | None]
+"""Where a part of a slice goes: number of the target, the part, its place, and the index that selects it; None: it is all of the slice."""
 
 
 class WeightWriter:
@@ -132,15 +113,24 @@ class WeightWriter:
         self._model_config = model_config
         self._tensors: dict[str, Held] = dict(recording.layout.tensors)
         self._fills = recording.fills
-        self._written_to = {p.place.memory for held in self._tensors.values() for p in held.pieces if p.place}
-        self._layers: dict[str, _Layer] = {}
+        self._written_to: defaultdict[str, set[str]] = defaultdict(set)
+        """Module -> names of its parameters that are written, with the module's."""
+        for memory in [p.place.memory for held in self._tensors.values() for p in held.pieces if p.place]:
+            self._written_to[memory.rpartition(".")[0]].add(memory)
+        for fill in recording.fills:
+            self._written_to[fill.memory.rpartition(".")[0]].add(fill.memory)
+        self._steps: dict[tuple[str, Box], list[_Step]] = {}
+        """Where slices go that have come before."""
+        self._parts: dict[tuple[str, int], frozenset[Box]] = {}
+        """Tensor and number of a target -> the parts in which it came last."""
+        self._layers: dict[str, Layer] = {}
         self._targets: dict[str, list[_Target]] = {}
         self._before = self.state
         self._touched = False
-        self._spare: dict[tuple[Any, ...], list[torch.Tensor]] = {}
-        """Memory of layers that were prepared, by shape, strides and dtype."""
-        self._staged: dict[str, torch.Tensor] = {}
-        """Memory -> what is staged for it. It is kept from version to version."""
+        """Whether this update has changed something that the model computes with."""
+        self._spare = SpareMemory()
+        self._kept: dict[str, torch.Tensor] = {}
+        """Memory for what is staged, which stays from version to version."""
         self._staging = False
 
     def apply(self, slices: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
@@ -168,8 +158,9 @@ class WeightWriter:
         self._staging = True
         try:
             for layer in self._layers.values():
-                for fill in layer.fills:
-                    self._staged_elements(layer, fill.memory, fill.view).fill_(fill.value)
+                layer.stage(self._kept)
+                if not layer.waiting:  # all of it is padding
+                    layer.finish_staged()
             for name, box, source in slices:
                 self.write(name, box, source)
             self._check_complete()
@@ -179,11 +170,13 @@ class WeightWriter:
     @torch.no_grad()
     def apply_staged(self) -> None:
         """Have the model compute with the version that was staged last."""
+        staged = self._layers
         self.begin()
+        self._layers = staged
         try:
-            for layer in self._layers.values():
-                self._start(layer, staged=True)
-                self._process(layer)
+            for layer in staged.values():
+                self._touched = True
+                layer.take_over()
             self._targets.clear()
             self.finish()
         except BaseException:
@@ -202,9 +195,10 @@ class WeightWriter:
         """Note what is to come, of which nothing has."""
         self._layers, self._targets, self._touched = {}, defaultdict(list), False
         for name, held in self._tensors.items():
-            for piece in held.pieces:
+            for number, piece in enumerate(held.pieces):
                 assert piece.place is not None
-                target = _Target(self._layer(piece.place.memory), piece.box, piece.place)
+                parts = self._parts.get((name, number), frozenset())
+                target = _Target(self._layer(piece.place.memory), piece.box, piece.place, parts)
                 target.layer.waiting += 1
                 self._targets[name].append(target)
         for fill in self._fills:
@@ -214,18 +208,29 @@ class WeightWriter:
     def write(self, name: str, box: Box, source: torch.Tensor) -> None:
         """Copy one slice to wherever the model has elements of it."""
         self._check(name, box, source)
+        targets = self._targets[name]
+        steps = self._steps_of(name, box)
+        for number, part, _, _ in steps:
+            if not targets[number].lacks(part):
+                raise WeightSyncError(f"tensor {name!r}: elements of {part} came twice")
+        for number, part, view, index in steps:
+            self._write(name, targets[number], part, view, source if index is None else source[index])
+
+    def _steps_of(self, name: str, box: Box) -> list[_Step]:
+        """Where the parts of a slice go."""
+        if (known := self._steps.get((name, box))) is not None:
+            return known
         nowhere = [box] if box.numel else []
-        parts: list[tuple[_Target, Box]] = []
-        for target in self._targets[name]:
+        steps: list[_Step] = []
+        for number, target in enumerate(self._targets[name]):
             if common := target.box.intersection(box):
-                if target.lacks(common) < common.numel:
-                    raise WeightSyncError(f"tensor {name!r}: elements of {common} came twice")
                 nowhere = _minus(nowhere, common)
-                parts.append((target, common))
+                index = None if common == box else common.within(box)
+                steps.append((number, common, target.view(common), index))
         if nowhere:
             raise WeightSyncError(f"tensor {name!r}: {nowhere[0]} was sent to a rank that holds nothing of it")
-        for target, part in parts:
-            self._write(name, target, part, source[part.within(box)])
+        self._steps[name, box] = steps
+        return steps
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -233,33 +238,41 @@ class WeightWriter:
         self._check_complete()
         for layer in self._layers.values():
             if not layer.started:  # all of it is padding
-                self._start(layer)
-                self._process(layer)
+                layer.start()
+                layer.finish()
         self._touched = True
         finalize_layerwise_reload(self._model, self._model_config)
         process_tied(self._model)
-        self._spare.clear()
         self.state = ModelState.WHOLE
 
     def abort(self) -> None:
         """Give up the update. Layers whose slices have not all come keep the weights that they had."""
         restore(self._model)
-        self._spare.clear()
         self.state = ModelState.PARTIAL if self._touched else self._before
 
-    def _layer(self, memory: str) -> _Layer:
+    def _layer(self, memory: str) -> Layer:
         name = memory.rpartition(".")[0]
         if name not in self._layers:
-            self._layers[name] = _Layer(name, self._model.get_submodule(name))
+            self._layers[name] = Layer(name, self._model.get_submodule(name), self._written_to[name], self._spare)
         return self._layers[name]
 
     def _check_complete(self) -> None:
         missing = [
-            f"{name!r} {left}" for name, targets in self._targets.items() for target in targets for left in target.left
+            f"{name!r} {left}"
+            for name, targets in self._targets.items()
+            for target in targets
+            for left in target.left()
         ]
         if missing:
             more = f", and {len(missing) - 5} more" if len(missing) > 5 else ""
             raise WeightSyncError(f"weights are missing: {', '.join(missing[:5])}{more}")
+        came = {
+            (n, i): frozenset(target.came) for n, targets in self._targets.items() for i, target in enumerate(targets)
+        }
+        if came and came != self._parts:
+            if self._parts:
+                self._steps.clear()  # of slices that do not come any more
+            self._parts = came
 
     def _check(self, name: str, box: Box, source: torch.Tensor) -> None:
         if self.state is not ModelState.WRITING and not self._staging:
@@ -267,8 +280,8 @@ class WeightWriter:
         held = self._tensors.get(name)
         if held is None:
             raise WeightSyncError(f"tensor {name!r}: this rank holds nothing of it{nearest(name, self._tensors)}")
-        dtype = str(source.dtype).removeprefix("torch.")
-        if dtype != held.dtype:
+        if source.dtype != getattr(torch, held.dtype):
+            dtype = str(source.dtype).removeprefix("torch.")
             raise WeightSyncError(
                 f"tensor {name!r} came as {dtype}, and vLLM holds it as {held.dtype}: the sender casts"
             )
@@ -277,91 +290,25 @@ class WeightWriter:
                 f"tensor {name!r} of shape {held.shape}: {tuple(source.shape)} elements came for {box}"
             )
 
-    def _write(self, name: str, target: _Target, part: Box, source: torch.Tensor) -> None:
+    def _write(self, name: str, target: _Target, part: Box, view: View, source: torch.Tensor) -> None:
         layer, memory = target.layer, target.place.memory
         if self._staging:
-            elements = self._staged_elements(layer, memory, target.view(part))
+            elements = layer.staged_elements(memory, view)
         else:
-            self._start(layer)
+            if not layer.started:
+                self._touched |= layer.start()
             self._touched |= layer.computes_with(memory)
-            elements = layer.elements(memory, target.view(part))
-        elements.copy_(source)
+            elements = layer.elements(memory, view)
+        copy_elements(elements, source)
         self._written(name, part, elements)
-        target.left = _minus(target.left, part)
-        if not target.left:
-            layer.waiting -= 1
-            if not layer.waiting and not self._staging:
-                self._process(layer)
-
-    def _staged_elements(self, layer: _Layer, memory: str, view: View) -> torch.Tensor:
-        if memory not in self._staged:
-            wanted = layer.loading_format(_own_name(memory))
-            # A GPU reads pinned memory faster.
-            pinned = get_layerwise_info(layer.module).restore_device.type == "cuda"
-            found = torch.empty_strided(
-                wanted.shape, wanted.stride(), dtype=wanted.dtype, device="cpu", pin_memory=pinned
-            )
-            self._staged[memory] = found
-        return self._staged[memory].as_strided(view.shape, view.strides, view.offset)
-
-    def _start(self, layer: _Layer, *, staged: bool = False) -> None:
-        """Give a layer its memory in the loading format, with its padding, or with what is staged."""
-        if layer.started:
+        if not target.take(part):
             return
-        layer.started = True
-        info = get_layerwise_info(layer.module)
-        of_cpu = info.restore_device.type == "cpu"
-        for name, wanted in get_layer_tensors(layer.module).items():
-            memory = f"{layer.name}.{name}" if layer.name else name
-            key = (tuple(wanted.shape), wanted.stride(), wanted.dtype)
-            if not wanted.is_meta or not of_cpu or not layer.is_copied:
-                continue
-            if staged and memory in self._staged:
-                setattr(layer.module, name, _like(wanted, self._staged[memory]))
-            elif not staged and self._spare.get(key):
-                layer.lent.append(self._spare[key].pop())
-                setattr(layer.module, name, _like(wanted, layer.lent[-1]))
-            elif not staged and memory in self._written_to:
-                layer.lent.append(torch.empty_strided(wanted.shape, wanted.stride(), dtype=wanted.dtype))
-                setattr(layer.module, name, _like(wanted, layer.lent[-1]))
-        materialize_layer(layer.module, info)
-        if staged:
-            for name, tensor in get_layer_tensors(layer.module).items():
-                found = self._staged.get(f"{layer.name}.{name}" if layer.name else name)
-                if found is not None and found.data_ptr() != tensor.data_ptr():
-                    tensor.data.copy_(found)
-            return
-        for fill in layer.fills:
-            self._touched |= layer.computes_with(fill.memory)
-            layer.elements(fill.memory, fill.view).fill_(fill.value)
-
-    def _process(self, layer: _Layer) -> None:
-        """All slices have come: vLLM prepares the layer, and copies it to where its kernels read it."""
-        self._touched = True
-        with experts_packed_anew([layer.module]):
-            _layerwise_process(layer.module, get_layerwise_info(layer.module))
-        for memory in layer.lent:
-            self._spare.setdefault((tuple(memory.shape), memory.stride(), memory.dtype), []).append(memory)
-        layer.lent = []
-
-
-@contextlib.contextmanager
-def experts_packed_anew(layers: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Have vLLM pack the experts among these layers for its CPU kernel whenever it prepares them.
-
-    vLLM 0.32 packs them once, at start-up, and takes the weights of an update as they are: it then computes with garbage.
-    """
-    methods = [getattr(layer, "quant_method", None) for layer in layers]
-    packed = [m for m in methods if isinstance(m, UnquantizedFusedMoEMethod)] if current_platform.is_cpu() else []
-    kernels = [(method, method.moe_kernel) for method in packed]
-    for method in packed:
-        method.moe_kernel = None
-    try:
-        yield
-    finally:
-        for method, kernel in kernels:
-            if method.moe_kernel is None:  # none of its weights came
-                method.moe_kernel = kernel
+        layer.waiting -= 1
+        if not layer.waiting and self._staging:
+            layer.finish_staged()
+        elif not layer.waiting:
+            self._touched = True
+            layer.finish()
 
 
 def process_tied(model: torch.nn.Module) -> None:
@@ -377,18 +324,6 @@ def process_tied(model: torch.nn.Module) -> None:
         if own & seen and hasattr(method, "process_weights_after_loading"):
             method.process_weights_after_loading(layer)  # pyright: ignore[reportOptionalMemberAccess]
         seen |= own
-
-
-def _like(wanted: torch.Tensor, memory: Any) -> torch.Tensor:
-    """A tensor of the class and with the loader of one on `meta`, in this memory: as vLLM's `materialize_meta_tensor` makes it."""
-    found = memory.detach()
-    found.__class__ = wanted.__class__
-    found.__dict__ = wanted.__dict__.copy()
-    return found
-
-
-def _own_name(memory: str) -> str:
-    return memory.rpartition(".")[2]
 
 
 def _minus(boxes: list[Box], other: Box) -> list[Box]:

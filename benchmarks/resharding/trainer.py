@@ -25,6 +25,8 @@ class Timed:
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.of_processor: defaultdict[str, float] = defaultdict(float)
+        """The same of the processor, by the thread that calls."""
 
     def watch(self, label: str, module: Any, *names: str) -> None:
         for name in names:
@@ -32,9 +34,10 @@ class Timed:
 
     def _timed(self, label: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
-            start = time.perf_counter()
+            start, start_cpu = time.perf_counter(), time.thread_time()
             found = function(*arguments)
             self.seconds[label] += time.perf_counter() - start
+            self.of_processor[label] += time.thread_time() - start_cpu
             return found
 
         return timed
@@ -72,22 +75,25 @@ class Trainer:
         for part in self._engine.published_parts():
             part.tensor.mul_(1.0001)
 
-    def copy(self) -> float:
-        """Seconds of a plain copy of as many bytes as this rank holds, to memory that was written before."""
-        start = time.perf_counter()
+    def copy(self) -> tuple[float, float]:
+        """Seconds of a plain copy of as many bytes as this rank holds, to memory that was written before; and of the processor."""
+        start, start_cpu = time.perf_counter(), time.thread_time()
         self._target.copy_(self._flat)
-        return time.perf_counter() - start
+        return time.perf_counter() - start, time.thread_time() - start_cpu
 
     def publish(self, version: int) -> Any:
         """Weft's way: the record of a version, which receivers take from here on."""
         self._timed.seconds.clear()
+        self._timed.of_processor.clear()
         return self._worker.publish_weights(version, ["rollout[0]"])
 
-    def finish(self, version: int) -> tuple[Any, float, float]:
-        """The receiver has it: what was given, and the seconds of copies and of checksums."""
+    def finish(self, version: int) -> tuple[Any, dict[str, float], dict[str, float]]:
+        """The receiver has it: what was given, and the seconds of copies and of checksums, on the clock and of the processor."""
         given = self._worker.finish_publishing(version)
-        spent = self._timed.seconds
-        return given, spent["copies"] - spent["checksums"], spent["checksums"]
+        seconds, cpu = dict(self._timed.seconds), dict(self._timed.of_processor)
+        for spent in (seconds, cpu):
+            spent["copies"] -= spent["checksums"]
+        return given, seconds, cpu
 
     def gather(self) -> tuple[str, int, list[Entry], int]:
         """Weft's way before: rank 0 writes all tensors to shared memory. Where, how many bytes, what lies there, and its CRC-32."""

@@ -17,11 +17,17 @@ from operator import add
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import ray
 import torch
 from trainer import RANKS, Timed, Trainer
 
+from weft.algorithms.sampling import Sampling
+from weft.workers.generation.engine import GenerationRequest
+
 Seconds = dict[str, float]
+CPU = ", processor"
+"""Ends the names of seconds of the processor."""
 
 
 def save_model(folder: Path, small: bool) -> int:
@@ -60,7 +66,10 @@ class Ways:
         self._folder = model
         self._version = 0
         self.parts: Seconds = {}
-        """Of the last transfer in Weft's way."""
+        """Of the last transfer in Weft's way, on the clock; and those of the processor, by the threads that do the work."""
+        self.cpu_parts: Seconds = {}
+        self.pause_s = self.lost_s = 0.0
+        """Of the last transfer with a double buffer: seconds without sampling, and those by which it has delayed what is sampled."""
         settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
         ray.init(
             "local", num_cpus=RANKS, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": settings}
@@ -70,6 +79,7 @@ class Ways:
         starting = [trainer.start.remote(str(model), rank, port) for rank, trainer in enumerate(self._trainers)]
         ray.get(starting, timeout=120)
         self._start_engine(model)
+        self._sampling = self._sample()
         self._source, self._target = torch.zeros(2, model_bytes // 4).unbind()
 
     def _start_engine(self, model: Path) -> None:
@@ -79,13 +89,17 @@ class Ways:
         self._engine = VllmEngine(str(model), VllmSettings(kv_cache_gib=1 / 16, max_num_seqs=4), max_context=64)
         from weft.resharding import vllm_receiver, vllm_writer
         from weft.resharding.incoming import IncomingWeights
+        from weft.resharding.vllm_layer import Layer
 
         self._llm: Any = self._engine._engine  # pyright: ignore[reportPrivateUsage]
         self._receiver = self._llm.collective_rpc(lambda worker: worker.weight_transfer_engine)[0]
         self._timed = Timed()
         self._timed.watch("checksums", vllm_receiver, "box_sum")
-        repacking = ("initialize_layerwise_reload", "_layerwise_process", "finalize_layerwise_reload", "process_tied")
-        self._timed.watch("repacking", vllm_writer, *repacking)
+        self._timed.watch(
+            "repacking", vllm_writer, "initialize_layerwise_reload", "finalize_layerwise_reload", "process_tied"
+        )
+        self._timed.watch("repacking", Layer, "start", "finish")
+        self._timed.watch("waits", IncomingWeights, "_ready")
         self._read: Counter[int] = Counter()
         slices = IncomingWeights.slices
 
@@ -108,12 +122,12 @@ class Ways:
     def _all(self, method: str, *arguments: Any) -> list[Any]:
         return ray.get([getattr(trainer, method).remote(*arguments) for trainer in self._trainers], timeout=120)
 
-    def copies(self) -> float:
-        """Seconds of a plain copy of the bytes by both ranks at once, and of one by vLLM's process."""
-        given = max(self._all("copy"))
-        start = time.perf_counter()
-        self._target.copy_(self._source)
-        return given + time.perf_counter() - start
+    def copies(self) -> tuple[float, float]:
+        """Seconds of a plain copy of the bytes by both ranks at once, and of one by a thread of vLLM's process; and of the processor."""
+        given, given_cpu = map(max, zip(*self._all("copy"), strict=True))
+        start, start_cpu = time.perf_counter(), time.thread_time()
+        np.copyto(self._target.numpy(), self._source.numpy())
+        return given + time.perf_counter() - start, given_cpu + time.thread_time() - start_cpu
 
     def change(self) -> None:
         self._all("change")
@@ -123,18 +137,56 @@ class Ways:
         weights = reduce(add, self._all("publish", self._version))
         yield
         self._timed.seconds.clear()
+        self._timed.of_processor.clear()
         self._read.clear()
-        start = time.perf_counter()
+        start, start_cpu = time.perf_counter(), time.thread_time()
         checksum = self._engine.update_weights(weights.to("rollout[0]"))
-        taken_s = time.perf_counter() - start
-        spent = self._timed.seconds
+        taken = time.perf_counter() - start, time.thread_time() - start_cpu
         finished = self._all("finish", self._version)
         if reduce(add, (given for given, _, _ in finished)).checksum != checksum:
             raise RuntimeError("another checksum arrived than was given")
-        self.parts = {
-            "publish: copies": max(copies for _, copies, _ in finished),
-            "publish: checksums": max(checksums for _, _, checksums in finished),
-            "receive: copies": taken_s - spent["checksums"] - spent["repacking"],
+        spent = self._timed.seconds, self._timed.of_processor
+        self.parts, self.cpu_parts = (
+            self._split([published[1 + kind] for published in finished], taken[kind], spent[kind]) for kind in range(2)
+        )
+
+    def double_buffer(self) -> Iterator[None]:
+        """Weft's way with `RolloutConfig.double_buffer`: responses are sampled while a version comes."""
+        self._version += 1
+        weights = reduce(add, self._all("publish", self._version)).to("rollout[0]")
+        yield
+        steps, start = 0, time.perf_counter()
+        for _ in self._engine.stage_weights(weights):
+            next(self._sampling)
+            steps += 1
+        came = time.perf_counter()
+        checksum = self._engine.update_weights(weights)
+        self.pause_s = time.perf_counter() - came
+        if reduce(add, (given for given, _, _ in self._all("finish", self._version))).checksum != checksum:
+            raise RuntimeError("another checksum arrived than was given")
+        self.lost_s = came - start + self.pause_s - steps * self.step_s()
+
+    def step_s(self, count: int = 8) -> float:
+        """Seconds of a step of sampling by itself."""
+        start = time.perf_counter()
+        for _ in range(count):
+            next(self._sampling)
+        return (time.perf_counter() - start) / count
+
+    def _sample(self) -> Iterator[None]:
+        """Responses without an end."""
+        sampling = Sampling(max_tokens=48, ignore_stop=True)
+        while True:
+            prompts = [GenerationRequest(row, np.arange(2, 10, dtype=np.int32), seed=row) for row in range(4)]
+            for _ in self._engine.generate(prompts, sampling):
+                yield
+
+    def _split(self, published: list[Seconds], taken: float, spent: Seconds) -> Seconds:
+        return {
+            "publish: copies": max(of_rank["copies"] for of_rank in published),
+            "publish: checksums": max(of_rank["checksums"] for of_rank in published),
+            "receive: waits": spent["waits"],
+            "receive: copies": taken - spent["waits"] - spent["checksums"] - spent["repacking"],
             "receive: checksums": spent["checksums"],
             "receive: repacking by vLLM": spent["repacking"],
         }
@@ -203,12 +255,18 @@ def measure(rounds: int = 7, *, small: bool = False) -> dict[str, Any]:
             ways.close()
     middle = {name: statistics.median(values[1:]) for name, values in found.items()}
     whole = {name: middle[name] for name in ("weft", "gather", "object_store", "disk")}
-    moved = middle["publish: copies"] + middle["receive: copies"]
+
+    def wire(kind: str) -> float:
+        moved = middle[f"publish: copies{kind}"] + middle[f"receive: copies{kind}"]
+        return round(moved / middle[f"plain copies{kind}"], 2)
+
     return {
         "wire_equals_plan": right,
-        "wire_over_memcpy": round(moved / middle["plain copies"], 2),
+        "wire_over_memcpy": wire(""),
+        "wire_over_memcpy_cpu": wire(CPU),
         **{f"speedup_over_{name}": round(s / whole["weft"], 2) for name, s in whole.items() if name != "weft"},
-        "pause_share": round(middle["weft: paused"] / whole["weft"], 3),
+        "pause_share": round(middle["double_buffer: paused"] / middle["double_buffer"], 3),
+        "pause_share_without": round(middle["weft: paused"] / whole["weft"], 3),
         "seconds": {name: round(value, 4) for name, value in middle.items()},
         "model_bytes": model_bytes,
     }
@@ -223,9 +281,16 @@ def _rounds(ways: Ways, rounds: int) -> tuple[dict[str, list[float]], bool]:
             given, paused = timed(way)
             found[way.__name__].append(given + paused)
             found[f"{way.__name__}: paused"].append(paused)
-        right &= ways.wire_equals_plan()
-        found["plain copies"].append(ways.copies())
-        for name, seconds in ways.parts.items():
-            found[name].append(seconds)
+            if way == ways.weft:
+                right &= ways.wire_equals_plan()
+        ways.change()
+        found["double_buffer"].append(sum(timed(ways.double_buffer)))
+        found["double_buffer: paused"].append(ways.pause_s)
+        found["double_buffer: sampling lost"].append(ways.lost_s)
+        for kind, seconds in zip(("", CPU), ways.copies(), strict=True):
+            found[f"plain copies{kind}"].append(seconds)
+        for kind, parts in (("", ways.parts), (CPU, ways.cpu_parts)):
+            for name, seconds in parts.items():
+                found[name + kind].append(seconds)
         print(", ".join(f"{name} {seconds[-1]:.2f}" for name, seconds in found.items()), flush=True)
     return found, right

@@ -138,6 +138,23 @@ def test_a_model_of_two_versions_says_so_until_everything_has_come():
     assert_equal(parameters_of(toy), {"first.weight": TOY["a"], "second.weight": TOY["b"]})
 
 
+def test_later_versions_may_come_in_other_parts_and_each_element_once():
+    toy = Toy(first(lambda weight, a: weight.copy_(a)))
+    recording = record(toy, TOY)
+    writer = writer_of(toy, recording)
+    for factor, rows in enumerate((2, 2, 3, 1, 2), start=1):
+        tensors = {name: tensor * factor for name, tensor in TOY.items()}
+        slices = slices_of(recording.layout, tensors, rows=rows)
+        with pytest.raises(WeightSyncError, match=r"'a': elements of Box\(\[0:\d, 0:6\]\) came twice"):
+            writer.apply([slices[0], slices[0]])
+        with pytest.raises(WeightSyncError, match="weights are missing: 'b'"):
+            writer.apply(slices[:-1])
+        with pytest.raises(WeightSyncError, match="came twice"):
+            writer.apply([*slices[:-1], ("b", WHOLE, tensors["b"])])
+        writer.apply(slices)
+        assert_equal(parameters_of(toy), {"first.weight": tensors["a"], "second.weight": tensors["b"]})
+
+
 # In an engine, where vLLM repacks what it has loaded
 
 
@@ -174,7 +191,8 @@ def check_engine(folder: Path, tensors: Tensors, *, size: int = 1) -> None:
     def reloaded(worker: Any, factor: float) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        from weft.resharding.vllm_writer import experts_packed_anew, process_tied
+        from weft.resharding.vllm_layer import experts_packed_anew
+        from weft.resharding.vllm_writer import process_tied
 
         model = worker.model_runner.model
         with experts_packed_anew(model.modules()):
