@@ -87,7 +87,7 @@ class GraphRun(ABC):
         """
         node = lease.node
         if not node.writes and node.operation.shape in (Shape.MAP, Shape.GROUP):
-            self.ledger.publish(lease, Published(lease.ids, np.zeros(len(lease.rows), np.int64)), None)
+            self.ledger.publish(lease, Published(lease.ids, np.zeros(len(lease), np.int64)), None)
         self.ledger.finish(lease, step=step)
 
     @abstractmethod
@@ -123,8 +123,8 @@ class TrainingRun(GraphRun):
     """Update -> rows that it has trained on in this step."""
     tokens: Counter[str] = field(default_factory=Counter)
     """Update -> tokens of these rows, prompts included."""
-    lengths: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """Update -> tokens of each response that it has trained on in this step."""
+    lengths: defaultdict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
+    """Update -> tokens of the responses that it has trained on in this step, call by call."""
     generated: list[np.ndarray] = field(default_factory=list)
     """Tokens of the responses that were finished in this step."""
     issued: int = 0
@@ -174,10 +174,11 @@ class TrainingRun(GraphRun):
     def trains(self, lease: Lease) -> None:
         """Note rows that an update has trained on."""
         name = lease.node.name
-        self.samples[name] += len(lease.rows)
-        self.tokens[name] += int(lease.num_tokens.sum())
+        self.samples[name] += len(lease)
+        tokens = lease.num_tokens
+        self.tokens[name] += int(tokens.sum())
         self.trained[name] += lease.num_groups
-        self.lengths[name] += [r.tokens - r.group.tokens for r in lease.rows]
+        self.lengths[name].append(tokens - lease.of_groups([group.tokens for group in lease.groups]))
 
     def close(self, *, overlaps: bool) -> dict[str, float]:
         """The step is over; returns what was measured in it.
@@ -187,7 +188,9 @@ class TrainingRun(GraphRun):
         """
         if overlaps and self.updates and self.generated:  # else both are the same rows
             trained = self.lengths[self.updates[-1].name]
-            self.metrics.append(length_bias(np.array(trained), np.concatenate(self.generated)))
+            self.metrics.append(
+                length_bias(np.concatenate([np.empty(0, np.int64), *trained]), np.concatenate(self.generated))
+            )
         merged = values_of(merge(self.metrics))
         merged |= {f"stale/{fate}": float(groups) for fate, groups in self.ledger.claims.stale.items()}
         for noted in (self.metrics, self.generated, self.lengths, self.taken, self.trained):

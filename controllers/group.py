@@ -338,14 +338,14 @@ class WorkerGroup:
         method = node.operation.name if node.group else "apply"
         rows = _Rows(ledger, lease)
         shares, keep, begin = dict[int, Sequence[int]](), set[int](), 0
-        for replica, number in [(None, len(lease.rows))] if by_load is None else by_load.items():
+        for replica, number in [(None, len(lease))] if by_load is None else by_load.items():
             part = slice(begin, begin + number)
             sizes = RowSizes(rows.num_tokens[part], rows.group_ids[part], node.operation.whole_groups)
             given, kept = self._distribute(self._dispatch(method), sizes, replica)
             shares |= {rank: [begin + k for k in share] if begin else share for rank, share in given.items()}
             keep |= kept
             begin += number
-        self._check_shares(self._dispatch(method), shares, keep, len(lease.rows))
+        self._check_shares(self._dispatch(method), shares, keep, len(lease))
         ranks = tuple(shares)
         call = Call(self, method, ranks, node=node, ledger=ledger, lease=lease)
         call.waiting = set(ranks)
@@ -355,16 +355,17 @@ class WorkerGroup:
             else {"function": node.function, "arguments": dict(node.arguments)}
         )
         waits_s = gather_s(len(ranks)) if call.interruptible else 0.0
-        tasks: dict[tuple[tuple[int, ...], bool], tuple[Task, tuple[int, ...]]] = {}
-        for rank in ranks:
-            share, keeps = tuple(shares[rank]), rank in keep
-            if (share, keeps) not in tasks:  # equal copies for the ranks of one replica
-                own = tasks.get((share, not keeps))
-                task = own[0].rows if own else rows.task(share)
-                assert task is not None
-                ids = own[1] if own else tuple(task.ids.tolist())
-                tasks[share, keeps] = Task(method, arguments, task, keeps, call.number, waits_s), ids
-            task, call.shares[rank] = tasks[share, keeps]
+        own = {rank: tuple(share) for rank, share in shares.items()}
+        different = list(dict.fromkeys(own.values()))  # the ranks of one replica get equal copies
+        cut = {
+            share: (task, tuple(task.ids.tolist())) for share, task in zip(different, rows.cut(different), strict=True)
+        }
+        tasks: dict[tuple[tuple[int, ...], bool], Task] = {}
+        for rank, share in own.items():
+            part, call.shares[rank] = cut[share]
+            task = tasks.get((share, rank in keep))
+            if task is None:
+                task = tasks[share, rank in keep] = Task(method, arguments, part, rank in keep, call.number, waits_s)
             self._submit(rank, task, call)
         for rank in keep if by_load else ():
             call.by_load[self.mesh[rank].dp] = call.shares[rank]
@@ -425,36 +426,52 @@ class _Rows:
             *node.operation.reads,
             *node.operation.may_read,
         )
-        self._pieces = Pieces(ledger.graph, ledger.source, node, lease.rows)
+        self._draws, self._made = self._drawn(), self._made_before() if self._expands else None
+        self._pieces = Pieces(ledger.graph, ledger.source, lease)
 
-    def task(self, share: Sequence[int]) -> RowTask:
-        """What a rank is told of its rows.
+    def cut(self, shares: Sequence[Sequence[int]]) -> list[RowTask]:
+        """What ranks are told of their rows.
 
         Args:
-            share: their indexes.
+            shares: the indexes of the rows of each.
         """
-        node, index = self._lease.node, np.array(share, np.int64)
-        return RowTask(
-            operation=node.operation,
-            writes=node.writes,
-            ids=self.ids[index],
-            group_ids=self.group_ids[index],
-            parent_ids=self.parent_ids[index],
-            pieces=self._pieces.of(share),
-            first_children=None if self._first_children is None else self._first_children[index],
-            masked=self._lease.masked,
-            draws=self._draws(share),
-            made=self._made(share) if self._expands else None,
-        )
+        node, first_children = self._lease.node, self._first_children
+        ends = np.cumsum([len(share) for share in shares]).tolist()
+        index = np.fromiter(itertools.chain.from_iterable(shares), np.int64, ends[-1] if ends else 0)
+        ids, group_ids, parent_ids = self.ids[index], self.group_ids[index], self.parent_ids[index]
+        aside = None if first_children is None else first_children[index]
+        tasks: list[RowTask] = []
+        begin = 0
+        for share, end, pieces in zip(shares, ends, self._pieces.cut(shares, index), strict=True):
+            own = slice(begin, end)
+            begin = end
+            made = None if self._made is None else [self._made[i] for i in share]
+            tasks.append(
+                RowTask(
+                    operation=node.operation,
+                    writes=node.writes,
+                    ids=ids[own],
+                    group_ids=group_ids[own],
+                    parent_ids=parent_ids[own],
+                    pieces=pieces,
+                    first_children=None if aside is None else aside[own],
+                    masked=self._lease.masked,
+                    draws=None if self._draws is None else [self._draws[i] for i in share],
+                    made=made if made is not None and any(made) else None,
+                )
+            )
+        return tasks
 
-    def _draws(self, share: Sequence[int]) -> Sequence[Sequence[int]] | None:
+    def _drawn(self) -> Sequence[Sequence[int]] | None:
         level = self._lease.node.makes_level
         if level is None or not self._is_drawn:
             return None
-        return [self._lease.rows[i].draw(level) for i in share]
+        return [row.draw(level) for row in self._lease.rows]
 
-    def _made(self, share: Sequence[int]) -> Sequence[Sequence[int]] | None:
+    def _made_before(self) -> Sequence[Sequence[int]] | None:
+        """Numbers of the rows that were made of each row before; None: there are none."""
         level = self._lease.node.makes_level
-        assert level is not None
-        made = [[child.number for child in self._lease.rows[i].made(level)] for i in share]
+        if level is None or not any(len(group.levels[level]) for group in self._lease.groups):
+            return None
+        made = [[child.number for child in row.made(level)] for row in self._lease.rows]
         return made if any(made) else None

@@ -176,6 +176,5 @@ class Recording:
 
     def _steps(self, graph_run: GraphRun, lease: Lease) -> dict[int, int]:
         """Group -> step that it is filed under, of the groups of a lease that are kept."""
-        groups = {row.group.id: row.group for row in lease.rows}
-        filed = {id: group.trained_in if graph_run.updates else group.issued_in for id, group in groups.items()}
+        filed = {group.id: group.trained_in if graph_run.updates else group.issued_in for group in lease.groups}
         return {id: step for id, step in filed.items() if step is not None and self._every and not step % self._every}

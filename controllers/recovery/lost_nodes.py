@@ -100,6 +100,6 @@ class LostNodes:
             if call.ledger is None or call.lease is None or call.lease.node.operation.updates:
                 continue
             groups = unreachable.get(call.ledger.name, {})
-            if any(row.group.id in groups for row in call.lease.rows):
+            if any(group.id in groups for group in call.lease.groups):
                 for rank in sorted(call.waiting):
                     self._failures.give_back(call, rank, "rows of it lay on a node that is gone")

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -190,7 +191,7 @@ class SavedStates:
             return
         self.sound += 1
         groups = (record for record in records if record["do"] == "group")
-        saved = {fields[0]: (fields[6], fields[8]) for record in groups for fields in record["rows"]}  # done, leased
+        saved = {id: state for record in groups for level in record["levels"] for id, state in _saved_states(level)}
         rows = self._checker.rows.in_flight
         for id in sorted(saved.keys() ^ rows.keys()):
             where = "the checkpoint lacks" if id in rows else "the log lacks"
@@ -221,6 +222,15 @@ class SavedStates:
                 self.damage.append(beyond)
             else:
                 self.violations.append(Violation(Rule.SOUND_LOG, beyond))
+
+
+def _saved_states(level: Mapping[str, Any]) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Sample id of each saved row of a level, with the masks of the nodes that are done with it and that hold it."""
+    masks = [(i, int(done, 16), int(leased, 16)) for i, done, _, leased, *_ in level["states"]]
+    for place, id in enumerate(level["ids"]):
+        done = sum((of >> place & 1) << i for i, of, _ in masks)
+        leased = sum((of >> place & 1) << i for i, _, of in masks)
+        yield id, (done, leased)
 
 
 class RecordedSamples:

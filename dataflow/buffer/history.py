@@ -167,7 +167,7 @@ def waits_for(ledger: Ledger, group_id: int) -> str:
         return f"group {group_id} is not in flight: it is finished, or it was never issued"
     lines: list[str] = []
     for i, node in enumerate(ledger.graph.nodes):
-        rows = group.levels[node.level]
+        rows = group.rows(node.level)
         left = [r for r in rows if r.state(i) not in (RowState.DONE, RowState.DROPPED)]
         if not left and group.complete[node.level]:
             continue

@@ -7,17 +7,16 @@ claim ──> open ──finish──> finished
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ..errors import LeaseError
 from ..node import SOURCE, Node
-from .rows import Row
+from .rows import Group, LevelRows, Row, places_in
 from .segments import Segment
 
 REMEMBERED_LEASES = 1000
@@ -38,9 +37,10 @@ class Staleness:
     """Largest `version` minus that of a row's oldest token."""
     fate: Fate = "wait"
 
-    def allows(self, rows: Sequence[Row]) -> bool:
-        """Whether none of these rows is too old."""
-        return all(r.version is None or r.version < 0 or self.version - r.version <= self.bound for r in rows)
+    def too_old(self, rows: LevelRows, mask: int) -> list[int]:
+        """Places of those of these rows that are too old."""
+        versions, oldest = rows.versions, self.version - self.bound
+        return [place for place in places_in(mask) if (v := versions[place]) is not None and 0 <= v < oldest]
 
 
 @dataclass(frozen=True)
@@ -160,66 +160,124 @@ class PublishedLists(NamedTuple):
     finished: list[int] | None
 
 
+class Held(NamedTuple):
+    """Rows of one group in a lease."""
+
+    group: Group
+    level: int
+    mask: int
+    places: Sequence[int]
+    """In the order of their sample ids."""
+
+    @classmethod
+    def of(cls, group: Group, level: int, mask: int) -> Held:
+        return cls(group, level, mask, group.levels[level].in_order(mask))
+
+    def pick(self, column: Sequence[int]) -> Sequence[int]:
+        """The values of a column of the level for these rows."""
+        return [column[place] for place in self.places]
+
+
 @dataclass
 class Lease:
-    """Rows claimed by one node. `token` is a fence: the holder of an old token is refused."""
+    """Rows claimed by one node, in order of group and sample id. `token` is a fence: the holder of an old token is refused."""
 
     token: int
     node: Node
-    rows: list[Row]
+    held: Sequence[Held]
+    """The rows, by their groups."""
+    ids: np.ndarray
+    """[rows] int64 sample ids."""
     holder: str = ""
     """Who works on them, for messages."""
     deadline: float | None = None
     """When the rows go back, in seconds of the ledger's clock."""
     masked: frozenset[int] = frozenset()
     """Rows that are too old to be trained on and are to be masked."""
-    open: dict[int, Row] = field(default_factory=dict)
-    """Rows not yet published, by sample id; of an EXPAND, the parents that are not finished."""
+    open: dict[int, None] = field(default_factory=dict)
+    """Sample ids of the rows that are not published yet; of an EXPAND, the parents that are not finished."""
     given_up: set[int] = field(default_factory=set)
     """Parents that a quorum finished without the rest of their rows: what is still made of them is let go."""
     staged: list[tuple[list[int], Published, Segment | None]] = field(default_factory=list)
     """What was published of it and does not count yet (nodes that take groups): rows (parents of an EXPAND) and data."""
 
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.ids)
+
+    @classmethod
+    def of(cls, token: int, node: Node, held: Sequence[Held], **others: Any) -> Lease:
+        """A lease of these rows, all of which are open."""
+        ids: list[int] = []
+        for one in held:
+            ids += one.pick(one.group.levels[one.level].ids)
+        return cls(token, node, held, np.array(ids, np.int64), open=dict.fromkeys(ids), **others)
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows, to look at; `ids` and the other columns say the same of all at once."""
+        return [Row(one.group, one.level, place) for one in self.held for place in one.places]
+
+    @property
+    def groups(self) -> list[Group]:
+        """The groups of the rows."""
+        return [one.group for one in self.held]
+
     @property
     def first_children(self) -> np.ndarray:
         """[rows] int64 first of the MAX_CHILDREN sample ids that are set aside for the rows made of each (EXPAND only)."""
         level = self.node.makes_level
-        return np.array([row.first_children[level] for row in self.rows if row.first_children and level], np.int64)
+        assert level is not None
+        firsts = [one.group.levels[one.level].first_child(place, level) for one in self.held for place in one.places]
+        return np.array(firsts, np.int64)
 
     @property
     def step(self) -> int:
         """The step in which its first row was issued."""
-        return self.rows[0].group.issued_in
+        return self.held[0].group.issued_in
 
-    @cached_property
+    @property
     def num_groups(self) -> int:
-        return len(set(self.group_ids.tolist()))
-
-    @cached_property
-    def ids(self) -> np.ndarray:
-        """[rows] int64 sample ids."""
-        return _column(_id, self.rows)
+        return len(self.held)
 
     @cached_property
     def group_ids(self) -> np.ndarray:
         """[rows] int64 group of each row."""
-        return _column(_group_id, self.rows)
+        return self.of_groups([group.id for group in self.groups])
+
+    def of_groups(self, values: Sequence[int]) -> np.ndarray:
+        """[rows] int64 the value of each row's group.
+
+        Args:
+            values: one for each of `groups`.
+        """
+        return np.repeat(np.array(values, np.int64), [len(one.places) for one in self.held])
 
     @cached_property
     def parent_ids(self) -> np.ndarray:
         """[rows] int64 row that each was made of; a row of the source is its own parent."""
-        return self.ids if self.node.level == SOURCE else _column(_parent_id, self.rows)
+        if self.node.level == SOURCE:
+            return self.ids
+        found: list[int] = []
+        for one in self.held:
+            rows = one.group.levels[one.level]
+            above = one.group.levels[rows.above].ids
+            found += [above[parent] for parent in one.pick(rows.parents)]
+        return np.array(found, np.int64)
 
     @property
     def num_tokens(self) -> np.ndarray:
         """[rows] int64 tokens of each row."""
-        return _column(_tokens, self.rows)
+        found: list[int] = []
+        for one in self.held:
+            found += one.pick(one.group.levels[one.level].tokens)
+        return np.array(found, np.int64)
 
-    def check(self, published: PublishedLists, rows: Mapping[int, Row]) -> None:
+    def check(self, published: PublishedLists, rows: Container[int]) -> None:
         """Refuse what may not be published under this lease.
 
         Args:
-            rows: those in flight.
+            rows: sample ids of those in flight.
 
         Raises:
             LeaseError: rows or parents are not in the lease or were published before, or columns differ in length.
@@ -240,16 +298,9 @@ class Lease:
         again = len(set(ids)) != len(ids) or len(set(finished)) != len(finished)
         if makes and not again:
             staged = {id for _, before, _ in self.staged for id in before.ids.tolist()}
-            again = not (rows.keys().isdisjoint(ids) and staged.isdisjoint(ids))
+            again = not staged.isdisjoint(ids) or any([id in rows for id in ids])
         if again:
             raise LeaseError(f"node {self.node.name!r} published a row twice in lease {self.token}")
-
-
-def _column(value: attrgetter[int], rows: Sequence[Row]) -> np.ndarray:
-    return np.fromiter(map(value, rows), np.int64, len(rows))
-
-
-_id, _group_id, _parent_id, _tokens = map(attrgetter, ("id", "group.id", "parent.id", "tokens"))
 
 
 class Leases:
@@ -305,9 +356,11 @@ class Leases:
             self._num_groups[lease.node.name] = self.num_groups(lease.node) + lease.num_groups
         if lease.deadline is not None:
             heapq.heappush(self._deadlines, (lease.deadline, lease.token))
-        if lease.node.makes_level is not None:
-            for row in lease.open.values():
-                row.made_under = {**(row.made_under or {}), lease.node.makes_level: lease.token}
+        level = lease.node.makes_level
+        for one in lease.held if level is not None else ():
+            rows = one.group.levels[one.level]
+            under = rows.made_under = rows.made_under or {}
+            under |= {(place, level): lease.token for place in one.places if rows.ids[place] in lease.open}
 
     def take_token(self) -> int:
         """The token of a new lease."""
@@ -341,13 +394,13 @@ class Leases:
         """Time of the next deadline; None: no lease has one."""
         return self._deadlines[0][0] if self._deadlines else None
 
-    def give_up(self, parent: Row, level: int) -> None:
+    def give_up(self, parents: LevelRows, place: int, level: int) -> None:
         """Note that a parent needs no more rows of a level, although its holder is still making them."""
-        assert parent.made_under is not None
-        lease = self._open[parent.made_under[level]]
-        del lease.open[parent.id]
-        lease.given_up.add(parent.id)
-        self._given_up.append((lease.token, parent.id))
+        assert parents.made_under is not None
+        lease, id = self._open[parents.made_under[place, level]], parents.ids[place]
+        del lease.open[id]
+        lease.given_up.add(id)
+        self._given_up.append((lease.token, id))
 
     def take_given_up(self) -> list[tuple[int, int]]:
         """(token of a lease, parent in it) of rows that are not wanted any more though their holder works on them, each said once."""

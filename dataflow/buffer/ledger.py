@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ..errors import LeaseError
 from ..graph import Graph
@@ -34,7 +34,7 @@ from .leases import Lease, Leases, Published, PublishedLists, Spread, Staleness,
 from .live_rows import LiveRows
 from .log import Log
 from .readiness import Readiness
-from .rows import Group, GroupState, Ids, Part, Row, RowState
+from .rows import Group, GroupState, Ids, Part, union
 from .segments import Segment
 
 
@@ -140,24 +140,22 @@ class Ledger:
         """
         i = self._index[node.name]
         too_old = self.claims.stale.total()
-        rows, masked = self.claims.take(i, max_rows, max_groups, staleness)
-        if not rows and self.claims.stale.total() == too_old:
+        held, masked = self.claims.take(i, max_rows, max_groups, staleness)
+        if not held and self.claims.stale.total() == too_old:
             return None
         token = self.leases.take_token()
         if node.makes_level is not None:
-            self.claims.set_ids_aside(rows, node.makes_level)
+            self.claims.set_ids_aside(held, node.makes_level)
         stale = [staleness.version, staleness.bound, staleness.fate] if staleness else None
-        ids = [row.id for row in rows]
-        self._note(Claim(token, node.name, ids, max_rows, max_groups, stale, version, holder))
-        if not rows:
-            return None
-        bit = 1 << i
-        for row in rows:
-            row.leased |= bit
-            if version is not None and row.group.version is None:
-                self.readiness.set_version(row.group, version)
         deadline = None if deadline_s is None else self._clock() + deadline_s
-        lease = Lease(token, node, rows, holder, deadline, masked, open=dict(zip(ids, rows, strict=True)))
+        lease = Lease.of(token, node, held, holder=holder, deadline=deadline, masked=masked)
+        self._note(Claim(token, node.name, list(lease.open), max_rows, max_groups, stale, version, holder))
+        if not held:
+            return None
+        for group, level, mask, _ in held:
+            group.levels[level].leased[i] |= mask
+            if version is not None and group.version is None:
+                self.readiness.set_version(group, version)
         self.leases.begin(lease)
         return lease
 
@@ -178,7 +176,7 @@ class Ledger:
                 written = written.only(published.not_of(lease.given_up))
             published = published.without(lease.given_up)
         lists = published.to_lists()
-        lease.check(lists, self.live.rows)
+        lease.check(lists, self.live.group_of)
         ids, tokens, versions, parents, finished = lists
         if parents is not None and finished is None:
             finished = []
@@ -186,65 +184,79 @@ class Ledger:
         several = written.to_json() if isinstance(written, Spread) else None
         self._note(Publish(lease.token, ids, tokens, one, versions, parents, finished, several))
         through = ids if finished is None else finished
-        if lease.node.operation.takes_groups:
+        at_once = len(through) == len(lease)
+        if len(through) == len(lease.open):
+            lease.open.clear()
+        else:
             for id in through:
                 del lease.open[id]
+        if lease.node.operation.takes_groups:
             assert not isinstance(written, Spread), "a node that takes groups publishes rank by rank"
             lease.staged.append((through, published, written))
             return
-        made_of = {} if parents is None else {id: lease.open[id] for id in parents}
-        self._accept(lease.node, [lease.open.pop(id) for id in through] if through else [], made_of, lists, written)
+        self._accept(lease, through, lists, written, at_once=at_once)
 
     def _accept(
-        self, node: Node, rows: list[Row], parents: Mapping[int, Row], published: PublishedLists, written: Written
+        self, lease: Lease, through: Sequence[int], published: PublishedLists, written: Written, *, at_once: bool
     ) -> None:
-        """Rows are done, and rows made of these parents are there."""
-        parts = self._parts_of(node, written, len(published.ids))
-        if published.parents is not None:
-            self._add_children(node, parents, published, parts)
-        else:
-            if any(published.num_tokens):
-                for row, tokens in zip(rows, published.num_tokens, strict=True):
-                    row.tokens += tokens
-            i, number = self._index[node.name], len(self._index)
-            for row, part in zip(rows, parts, strict=True) if parts else ():
-                row.put(part, i, number)  # of all rows, before one is finished: it may be the last of its group
-        if rows:
-            self.live.finish(rows, self._index[node.name])
+        """Rows are done, and rows made of these parents are there.
 
-    def _parts_of(self, node: Node, written: Written, rows: int) -> Sequence[Part]:
-        """For each published row, where the columns lie that were written of it; empty if nothing was that anybody reads."""
+        Args:
+            through: the rows that are done.
+            at_once: they are all rows of the lease.
+        """
+        node, i = lease.node, self._index[lease.node.name]
+        parts = self._parts_of(node, written, len(published.ids))
+        ids, tokens, versions, parents, _ = published
+        if parents is not None:
+            self.live.add(i, ids, parents, tokens, versions, parts)
+            tokens, parts = [], []
+        if at_once and len(parts) < 2 and not any(tokens) and not self.live.wiring.ends_in_quorum(i):
+            for group, level, mask, _ in lease.held if parts else ():
+                group.levels[level].put(parts[0], i, mask)
+            self.live.finish({group: mask for group, _, mask, _ in lease.held}, i)
+            return
+        group_of, level, several = self.live.group_of, node.level, len(parts) > 1
+        masks: dict[Group, int] = {}
+        order: dict[Group, list[int]] = {}
+        for k, id in enumerate(through):
+            group = group_of[id]
+            rows = group.levels[level]
+            place = rows.place(id)
+            if parts:
+                rows.column(i)[place] = parts[k] if several else parts[0]
+            if tokens:
+                rows.tokens[place] += tokens[k]
+            if group in masks:
+                masks[group] |= 1 << place
+                order[group].append(place)
+            else:
+                masks[group], order[group] = 1 << place, [place]
+        self.live.finish(masks, i, order)
+
+    def _masks(self, node: Node, ids: Iterable[int]) -> dict[Group, int]:
+        """The groups of rows of a node's level, with a mask of the rows that are among these."""
+        group_of, level = self.live.group_of, node.level
+        masks: dict[Group, int] = {}
+        for id in ids:
+            group = group_of[id]
+            masks[group] = masks.get(group, 0) | 1 << group.levels[level].place(id)
+        return masks
+
+    def _parts_of(self, node: Node, written: Written, rows: int) -> list[Part]:
+        """Where the columns lie that were written of published rows: a part for each row, or one that all lie in. Empty if nothing was
+        written that anybody reads."""
         if written is None:
-            return ()
+            return []
         spread = written if isinstance(written, Spread) else Spread((written,), (rows,))
         if not node.writes:  # nobody reads what a node wrote without saying so
             for segment in spread.segments:
                 self.parts.discard(segment)
-            return ()
-        parts: list[Part] = []
-        for segment, number in zip(spread.segments, spread.rows, strict=True):
-            parts += [self.parts.add(segment, number)] * number
-        return parts
-
-    def _add_children(
-        self, node: Node, parents: Mapping[int, Row], published: PublishedLists, parts: Sequence[Part]
-    ) -> None:
-        ids, tokens, versions, of, _ = published
-        assert of is not None and node.makes_level is not None
-        level, rows = node.makes_level, list[Row]()
-        i, number = self._index[node.name], len(self._index)
-        for k, id in enumerate(ids):
-            parent = parents[of[k]]
-            version = parent.version if versions is None else versions[k]
-            row = Row(id, parent.group, parent, level, parent.tokens + tokens[k], version)
-            if parts:
-                row.put(parts[k], i, number)
-            if parent.children is None:
-                parent.children = [row]
-            else:
-                parent.children.append(row)
-            rows.append(row)
-        self.live.add(rows)
+            return []
+        parts = [self.parts.add(segment, number) for segment, number in zip(spread.segments, spread.rows, strict=True)]
+        if len(parts) == 1:
+            return parts
+        return [part for part, number in zip(parts, spread.rows, strict=True) for _ in range(number)]
 
     # Leases end
 
@@ -268,17 +280,15 @@ class Ledger:
             )
         self._note(Finish(lease.token, step))
         if step is not None:
-            for row in lease.rows:
-                row.group.trained_in = step
-        known = self.live.rows
+            for group in lease.groups:
+                group.trained_in = step
         for ids, published, segment in lease.staged:
-            self._accept(node, [known[id] for id in ids], known, published.to_lists(), segment)
+            self._accept(lease, ids, published.to_lists(), segment, at_once=len(ids) == len(lease))
+        left = self._masks(node, lease.open)
         if shape is Shape.FILTER:
-            for row in lease.open.values():
-                self.live.drop_downstream(row, i, node.name)
-                self.live.finish([row], i)
-        elif lease.open:
-            self.live.finish(list(lease.open.values()), i)
+            for group, mask in left.items():
+                self.live.drop_downstream(group, mask, i, node.name)
+        self.live.finish(left, i)
         lease.open = {}
         self.leases.finish(lease)
 
@@ -299,16 +309,14 @@ class Ledger:
             return
         self._note(Release(lease.token, why))
         if self._takes_groups[i]:
-            for row in lease.rows:
-                row.leased &= ~(1 << i)
-            for group in dict.fromkeys(row.group for row in lease.rows):
+            for group, level, mask, _ in lease.held:
+                group.levels[level].leased[i] &= ~mask
                 self.readiness.unclaim_group(group, i)
             for _, _, segment in lease.staged:
                 if segment is not None:
                     self.parts.discard(segment)
         else:
-            for row in lease.open.values():
-                self._give_back(row, i)
+            self._give_back(list(lease.open), i)
         self.leases.release(lease, why)
 
     def _release_some(self, lease: Lease, i: int, ids: Collection[int], why: str) -> None:
@@ -318,18 +326,23 @@ class Ledger:
             raise LeaseError(f"rows of lease {lease.token} are released, but node {lease.node.name!r} {what}")
         self._note(Release(lease.token, why, list(ids)))
         for id in ids:
-            self._give_back(lease.open.pop(id), i)
+            del lease.open[id]
+        self._give_back(list(ids), i)
 
-    def _give_back(self, row: Row, i: int) -> None:
-        """A row that node i had claimed is ready for it as before."""
-        row.leased &= ~(1 << i)
-        if self.graph.nodes[i].makes_level is not None and row.level == SOURCE and not any(row.group.levels[1:]):
-            self.readiness.set_version(row.group, None)  # its generation begins again
-        self.readiness.offer_rows((row,), i)
-        self.live.note_if_whole(row.group, i)
-        if row.cancelled & self.live.wiring.serves[i]:  # meanwhile
-            self.live.skip(row, i)
-            self.live.retire_if_finished(row.group)
+    def _give_back(self, ids: Sequence[int], i: int) -> None:
+        """Rows that node i had claimed are ready for it as before."""
+        node, wiring = self.graph.nodes[i], self.live.wiring
+        for group, mask in self._masks(node, ids).items():
+            rows = group.levels[node.level]
+            rows.leased[i] &= ~mask
+            if node.makes_level is not None and node.level == SOURCE and not any(group.levels[1:]):
+                self.readiness.set_version(group, None)  # its generation begins again
+            self.readiness.offer_rows(group, mask.bit_count(), i)
+            self.live.note_if_whole(group, i)
+            given_up = union([rows.cancelled[j] for j in wiring.served[i]]) & mask  # meanwhile
+            if given_up:
+                self.live.skip(group, given_up, i)
+                self.live.retire_if_finished(group)
 
     # Rows go
 
@@ -346,23 +359,26 @@ class Ledger:
         i = self._index[node.name]
         if self.live.wiring.quorum[i]:
             raise LeaseError(f"node {node.name!r} has a quorum: it takes what comes, and no row of it is dropped")
-        rows = [row for id in ids if (row := self.live.rows.get(id)) is not None]
-        groups = list(dict.fromkeys(row.group for row in rows))
-        for row in rows:
-            ready = row.state(i) is RowState.READY
-            if not ready or (self._takes_groups[i] and row.group.state(i) is not GroupState.READY):
-                who = f"row {row.id} is dropped at node {node.name!r}"
+        level, takes_groups = node.level, self._takes_groups[i]
+        there = [row for id in ids if (row := self.live.rows.get(id)) is not None]
+        for group, at, place in there:
+            ready = at == level and group.levels[level].ready(i) >> place & 1
+            if not ready or (takes_groups and group.state(i) is not GroupState.READY):
+                who = f"row {group.levels[at].ids[place]} is dropped at node {node.name!r}"
                 raise LeaseError(f"{who}, for which it is not ready, or which has it")
-        if self._takes_groups[i]:
-            rows = [row for group in groups for row in self.readiness.offered_rows(group, i)]
-        self._note(Drop(node.name, [row.id for row in rows], why))
-        for group in groups if self._takes_groups[i] else ():
-            self.readiness.withdraw_group(group, i)
-        for row in rows:
-            self.live.drop(row, i, f"failed at {node.name}")
-        for group in groups:
+        masks = self._masks(node, [row.id for row in there])
+        offered = self.readiness.offered_rows
+        found = [(group, offered(group, i) if takes_groups else mask) for group, mask in masks.items()]
+        dropped = [
+            group.levels[level].ids[place] for group, mask in found for place in group.levels[level].in_order(mask)
+        ]
+        self._note(Drop(node.name, dropped, why))
+        for group, mask in found:
+            if takes_groups:
+                self.readiness.withdraw_group(group, i)
+            self.live.drop(group, mask, i, f"failed at {node.name}")
             self.live.retire_if_finished(group)
-        return len(rows)
+        return len(dropped)
 
     def lose(self, group_id: int, why: str, *, issue_again: bool = True) -> bool:
         """Columns of a group cannot be read any more: its rows are dropped, and its prompt is issued again; or nobody wants
@@ -373,7 +389,7 @@ class Ledger:
         """
         group = self.live.groups[group_id]
         issue_again = issue_again and not group.rested  # what was trained on is not trained on again
-        if any(row.leased for level in group.levels for row in level):
+        if group.num_leased:
             raise LeaseError(f"group {group_id} of graph {self.name!r} is lost ({why}) while rows of it are leased")
         self._note(Lose(group_id, why, issue_again))
         self.live.lose(group, "lost" if issue_again else "given up")
@@ -398,7 +414,7 @@ class Ledger:
         while quorums and quorums[0][0] <= now:
             _, i, id = heapq.heappop(quorums)
             group = self.live.groups.get(id)
-            if group is not None and group.ready[i]:
+            if group is not None and group.num_ready(i):
                 self.offer(self.graph.nodes[i], group)
         released = self.leases.take_overdue(now)
         for lease in released:

@@ -4,21 +4,48 @@ without it, or drops it. Leases are `leases.py`, the log is the ledger's (`ledge
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 from ..graph import Graph
 from ..node import SOURCE, Node
 from .readiness import Readiness
-from .rows import Group, GroupState, Ids, Row, RowState
+from .rows import Group, GroupState, Ids, Part, Row, places_in
 from .segments import Segment
 from .stored_parts import StoredParts
 from .wiring import Wiring
 
 
+Orders: TypeAlias = Mapping[Group, Sequence[int]]
+"""Group -> places of its rows, in some order."""
+
+
+class RowsById(Mapping[int, Row]):
+    """The rows in flight by their sample ids, in the order in which they came, to look at one.
+
+    Args:
+        group_of: sample id -> its group.
+    """
+
+    def __init__(self, group_of: Mapping[int, Group]) -> None:
+        self._group_of = group_of
+
+    def __getitem__(self, id: int) -> Row:
+        return self._group_of[id].find(id)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._group_of)
+
+    def __len__(self) -> int:
+        return len(self._group_of)
+
+    def __contains__(self, id: object) -> bool:
+        return id in self._group_of
+
+
 class LiveRows:
-    """Rows and groups by id, what is ready of them, and where their columns lie.
+    """Rows and groups by id, what is ready of them, and where their columns lie. A verb takes the rows of one group at a time, as a mask.
 
     - A row is ready for a node when everything in the node's `after` is done with it and its ancestors.
     - A level of a group is complete when all that makes its rows is done with all that it makes them of.
@@ -33,8 +60,9 @@ class LiveRows:
         """
         self.graph = graph
         self.wiring = Wiring(graph)
-        self.rows: dict[int, Row] = {}
-        """In flight, by sample id."""
+        self.group_of: dict[int, Group] = {}
+        """Sample id of a row in flight -> its group."""
+        self.rows = RowsById(self.group_of)
         self.groups: dict[int, Group] = {}
         """In flight, by group id, oldest first."""
         self.readiness = Readiness(self.wiring)
@@ -62,12 +90,15 @@ class LiveRows:
 
     def issue(self, position: int, tokens: int, step: int) -> None:
         """A row of the source comes in, the root of a new group."""
-        group = Group(self._ids.take_group(), position, step, tokens, self.wiring.num_levels, len(self.graph.nodes))
+        group = Group(self._ids.take_group(), position, step, tokens, self.wiring.above, len(self.graph.nodes))
         self.groups[group.id] = group
         self.groups_of_step[step] += 1
         self.readiness.open_group()
         group.complete[SOURCE] = True
-        self.add([Row(self._ids.take(1), group, None, SOURCE, tokens, None)])
+        id = self._ids.take(1)
+        group.levels[SOURCE].add(id, 0, tokens, None)
+        self.group_of[id] = group
+        self._begin({group: 1}, SOURCE)
         self.retire_if_finished(group)
 
     def issue_again(self, group: Group) -> None:
@@ -83,79 +114,118 @@ class LiveRows:
         if not group.rested:
             self.groups_of_step[group.issued_in] += 1
         for i, quorum in enumerate(self.wiring.quorum):
-            if quorum and group.ready[i] and group.state(i) is GroupState.GATHERING:
+            if quorum and group.num_ready(i) and group.state(i) is GroupState.GATHERING:
                 self._set_quorum_deadline(group, i)
 
-    def add(self, rows: Sequence[Row]) -> None:
-        """Rows of one level are there, and what waits for nothing else may claim them."""
-        if not rows:
-            return
-        level, wiring, known = rows[0].level, self.wiring, self.rows
-        nodes, first, behind = wiring.on_level[level], wiring.first_on_level[level], wiring.behind_on_level[level]
-        self.issued += len(rows)
+    def add(
+        self,
+        i: int,
+        ids: Sequence[int],
+        parents: Sequence[int],
+        tokens: Sequence[int],
+        versions: Sequence[int] | None,
+        parts: Sequence[Part],
+    ) -> None:
+        """Node i has made rows, and what waits for nothing else may claim them.
+
+        Args:
+            i: the node.
+            ids: sample ids of the rows.
+            parents: those of the rows that each is made of.
+            tokens: that each has more than its parent.
+            versions: oldest policy version in each; None: that of its parent.
+            parts: where the columns lie that the node wrote of each; one: all lie there; none: it wrote none.
+        """
+        group_of, above, level = self.group_of, self.wiring.level[i], self.graph.nodes[i].makes_level
+        assert level is not None
+        one, several = parts[0] if parts else None, len(parts) > 1
+        new: dict[Group, int] = {}
+        for k, id in enumerate(ids):
+            group = group_of[parents[k]]
+            source, rows = group.levels[above], group.levels[level]
+            parent = source.place(parents[k])
+            version = source.versions[parent] if versions is None else versions[k]
+            place = rows.add(id, parent, source.tokens[parent] + tokens[k], version)
+            if one is not None:
+                rows.column(i)[place] = parts[k] if several else one
+            group_of[id] = group
+            new[group] = new.get(group, 0) | 1 << place
+        self._begin(new, level)
+
+    def _begin(self, new: Mapping[Group, int], level: int) -> None:
+        """New rows of a level may be claimed."""
+        wiring = self.wiring
+        nodes, behind, counted = wiring.on_level[level], wiring.behind_on_level[level], 0
+        for group, mask in new.items():
+            number = mask.bit_count()
+            counted += number
+            group.open += number * len(nodes)
+            group.behind += number * behind
+        self.issued += counted
         for i in nodes:
-            self.readiness.todo[i] += len(rows)
-        for row in rows:
-            group = row.group
-            known[row.id] = row
-            group.levels[level].append(row)
-            group.open += len(nodes)
-            group.behind += behind
+            self.readiness.todo[i] += counted
+        for group, mask in new.items():
             for i in nodes if group.closed else ():
-                if group.closed >> i & 1 and row.awaits(i):
+                if group.closed >> i & 1 and (late := mask & group.levels[level].awaiting(i)):
                     # a quorum after another one does not see what is late at the first
-                    self.cancel(row, i, f"late at {self.graph.nodes[i].name}")
-            if row.parent is not None and (row.parent.skipped or row.parent.parent is not None):
-                self._skip_what_is_cut_off(row)
-        for i in first:
-            self._offer_if_ready(rows, i)
+                    self.cancel(group, late, i, f"late at {self.graph.nodes[i].name}")
+            if wiring.may_be_cut_off[level]:
+                self._skip_what_is_cut_off(group, level, mask)
+        for i in wiring.first_on_level[level]:
+            self._offer_if_ready(new, i)
 
-    def _skip_what_is_cut_off(self, row: Row) -> None:
-        """Skip the nodes that wait for something which the row's ancestors will never be through: they were dropped before it came."""
-        above, cut = row.parent, 0
-        while above is not None:
-            above, cut = above.parent, cut | above.skipped
-        for i in self.wiring.on_level[row.level] if cut else ():
-            if self.wiring.is_cut_off(row, i):
-                for j in (i, *self.wiring.downstream[i]):
-                    node = self.graph.nodes[j]
-                    if node.level == row.level and not row.skipped >> j & 1:
-                        self.skip(row, j)
-                        if node.makes_level is not None:
-                            self._finish_level_if_complete(row.group, node.makes_level)
+    def _skip_what_is_cut_off(self, group: Group, level: int, new: int) -> None:
+        """Skip the nodes that wait for something which the rows' ancestors will never be through: they were dropped before they came."""
+        rows = group.levels[level]
+        for i in self.wiring.on_level[level]:
+            cut = new & self.wiring.cut_off(group, i) if self.wiring.needs_above[i] else 0
+            for j in (i, *self.wiring.downstream[i]) if cut else ():
+                node = self.graph.nodes[j]
+                left = cut & ~rows.skipped[j]
+                if node.level == level and left:
+                    self.skip(group, left, j)
+                    if node.makes_level is not None:
+                        self._finish_level_if_complete(group, node.makes_level)
 
-    def _offer_if_ready(self, rows: Iterable[Row], i: int) -> None:
-        """Offer those of these rows to node i for which nothing else is left to be done before it."""
-        wiring, bit, own, above = self.wiring, 1 << i, self.wiring.needs_of_row[i], self.wiring.needs_above[i]
-        ready: list[Row] = []
-        for row in rows:
-            done = row.done
-            if done & own != own or (row.offered | row.skipped | done) & bit or (above and not wiring.is_ready(row, i)):
+    def _offer_if_ready(self, masks: Mapping[Group, int], i: int, order: Orders | None = None) -> None:
+        """Offer those of these rows to node i for which nothing else is left to be done before it.
+
+        Args:
+            order: the places of each group's rows in the order in which they came to be ready; None: in that in which they were made.
+        """
+        wiring, level = self.wiring, self.wiring.level[i]
+        needs, above, takes_groups = wiring.needs_of_row[i], wiring.needs_above[i], wiring.takes_groups[i]
+        for group, mask in masks.items():
+            rows = group.levels[level]
+            mask &= ~(rows.offered[i] | rows.skipped[i] | rows.done[i])
+            for j in needs:
+                mask &= rows.done[j]
+            if above and mask:
+                mask = wiring.through_above(group, i, mask)
+            if not mask:
                 continue
-            row.offered |= bit
-            ready.append(row)
-        if wiring.quorum[i]:
-            for row in ready:
-                self._offer_to_quorum(row, i)
-        elif wiring.takes_groups[i]:
-            counts = Counter([row.group for row in ready])
-            for group, number in counts.items():
-                group.ready[i] += number
-                self._offer_group_if_ready(group, i)
-        elif ready:
-            self.readiness.offer_rows(ready, i)
-            level = wiring.level[i]
-            for group in {row.group: None for row in ready if row.group.complete[level]}:
+            if wiring.quorum[i]:
+                for place in order[group] if order is not None else places_in(mask):
+                    if mask >> place & 1:
+                        self._offer_to_quorum(group, place, i)
+                continue
+            rows.offered[i] |= mask
+            if takes_groups:
+                if group.complete[level]:
+                    self._offer_group_if_ready(group, i)
+                continue
+            self.readiness.offer_rows(group, mask.bit_count(), i)
+            if group.complete[level]:
                 self.note_if_whole(group, i)
 
-    def _offer_to_quorum(self, row: Row, i: int) -> None:
-        group = row.group
-        group.ready[i] += 1
+    def _offer_to_quorum(self, group: Group, place: int, i: int) -> None:
+        group.levels[self.wiring.level[i]].offered[i] |= 1 << place
         group.order = group.order or {}
-        group.order.setdefault(i, []).append(row)
-        if group.ready[i] == 1:
+        group.order.setdefault(i, []).append(place)
+        ready = group.num_ready(i)
+        if ready == 1:
             self._set_quorum_deadline(group, i)
-        self.readiness.num_rows[i] += group.offered >> i & 1 and group.ready[i] <= self.wiring.quorum[i]
+        self.readiness.num_rows[i] += group.offered >> i & 1 and ready <= self.wiring.quorum[i]
         self._offer_group_if_ready(group, i)
 
     def _set_quorum_deadline(self, group: Group, i: int) -> None:
@@ -170,17 +240,18 @@ class LiveRows:
         if self.wiring.behind[i] and not group.rested:
             return
         level = self.wiring.level[i]
-        expected = len(group.levels[level]) - group.skipped[i]
-        whole = group.complete[level] and group.ready[i] == expected > 0
-        if whole or 0 < self.wiring.quorum[i] <= group.ready[i]:
+        rows = group.levels[level]
+        expected = rows.all & ~rows.skipped[i]
+        ready = rows.offered[i] & expected
+        whole = group.complete[level] and ready == expected and expected
+        if whole or 0 < self.wiring.quorum[i] <= ready.bit_count():
             self.readiness.offer_group(group, i)
 
     def _finish_level_if_complete(self, group: Group, level: int) -> None:
         """Mark a level complete when nothing that makes its rows is left to do, then look one level further."""
         i = self.wiring.maker[level]
         above = self.wiring.level[i]
-        finished = group.expanded[i] + group.skipped[i]
-        if group.complete[level] or not group.complete[above] or finished < len(group.levels[above]):
+        if group.complete[level] or not group.complete[above] or group.levels[above].awaiting(i):
             return
         group.complete[level] = True
         self.readiness.unfinished_levels[level] -= 1
@@ -191,74 +262,75 @@ class LiveRows:
             if makes is not None:
                 self._finish_level_if_complete(group, makes)
 
-    def cancel(self, row: Row, i: int, reason: str) -> None:
-        """Node i has its quorum without this row; work on it for the quorum alone is over, too, unless it is under way."""
-        self.drop(row, i, reason)
-        row.cancelled |= 1 << i
+    def cancel(self, group: Group, mask: int, i: int, reason: str) -> None:
+        """Node i has its quorum without these rows; work on them for the quorum alone is over, too, unless it is under way."""
+        self.drop(group, mask, i, reason)
+        rows = group.levels[self.wiring.level[i]]
+        rows.cancelled[i] |= mask
         for j in self.wiring.upstream_only[i]:
-            if row.awaits(j) and not row.leased >> j & 1:
-                self.skip(row, j)
+            self.skip(group, mask & rows.awaiting(j) & ~rows.leased[j], j)
 
-    def finish(self, rows: Sequence[Row], i: int) -> None:
-        """Node i is done with some rows."""
-        wiring, bit, behind = self.wiring, 1 << i, self.wiring.behind[i]
-        others = ~bit
-        self.readiness.todo[i] -= len(rows)
-        for row in rows:
-            row.done |= bit
-            row.leased &= others
-        groups = Counter([row.group for row in rows])
-        for group, number in groups.items():
+    def finish(self, masks: Mapping[Group, int], i: int, order: Orders | None = None) -> None:
+        """Node i is done with some rows.
+
+        Args:
+            masks: of the rows of each group.
+            order: their places in the order in which they were finished; None: in that in which they were made.
+        """
+        wiring, level = self.wiring, self.wiring.level[i]
+        behind, counted = wiring.behind[i], 0
+        for group, mask in masks.items():
+            rows, number = group.levels[level], mask.bit_count()
+            counted += number
+            rows.done[i] |= mask
+            rows.leased[i] &= ~mask
             group.open -= number
             group.behind -= number * behind
+        self.readiness.todo[i] -= counted
         for j in wiring.then[i]:
-            level = wiring.level[j]
-            if level == wiring.level[i]:
-                self._offer_if_ready(rows, j)
+            if wiring.level[j] == level:
+                self._offer_if_ready(masks, j, order)
             else:
-                self._offer_if_ready([below for row in rows for below in wiring.descendants(row, level)], j)
+                below = {group: wiring.below(group, level, mask, wiring.level[j]) for group, mask in masks.items()}
+                self._offer_if_ready(below, j)
         made = self.graph.nodes[i].makes_level
-        if made is not None:
-            for group, number in groups.items():
-                group.expanded[i] += number
+        for group in masks:
+            if made is not None:
                 self._finish_level_if_complete(group, made)
-        for group in groups:
             if group.open == group.behind:
                 self.retire_if_finished(group)
 
-    def drop(self, row: Row, i: int, reason: str) -> None:
-        """Take a row away from node i, which has not seen it, and from everything downstream of it."""
-        self.skip(row, i)
+    def drop(self, group: Group, mask: int, i: int, reason: str) -> None:
+        """Take rows away from node i, which has not seen them, and from everything downstream of it."""
+        self.skip(group, mask, i)
         makes = self.graph.nodes[i].makes_level
         if makes is not None:
-            self._finish_level_if_complete(row.group, makes)
-        self.drop_downstream(row, i, reason)
+            self._finish_level_if_complete(group, makes)
+        self.drop_downstream(group, mask, i, reason)
 
-    def drop_downstream(self, row: Row, i: int, reason: str) -> None:
-        """Take a row, and what was made of it, away from everything downstream of node i."""
-        self.dropped[reason] += 1
+    def drop_downstream(self, group: Group, mask: int, i: int, reason: str) -> None:
+        """Take rows, and what was made of them, away from everything downstream of node i."""
+        self.dropped[reason] += mask.bit_count()
+        level = self.wiring.level[i]
         for j in self.wiring.downstream[i]:
             node = self.graph.nodes[j]
-            for lost in self.wiring.descendants(row, node.level):
-                if lost.awaits(j):
-                    self.skip(lost, j)
+            self.skip(
+                group, self.wiring.below(group, level, mask, node.level) & group.levels[node.level].awaiting(j), j
+            )
             if node.makes_level is not None:
-                self._finish_level_if_complete(row.group, node.makes_level)
+                self._finish_level_if_complete(group, node.makes_level)
 
-    def skip(self, row: Row, j: int) -> None:
-        """Node j will never see a row."""
-        bit = 1 << j
-        row.skipped |= bit
-        self.readiness.todo[j] -= 1
-        group = row.group
-        group.open -= 1
-        group.behind -= self.wiring.behind[j]
-        group.skipped[j] += 1
-        if row.offered & bit:
-            if self.wiring.takes_groups[j]:
-                group.ready[j] -= 1
-            elif not row.leased & bit:
-                self.readiness.num_rows[j] -= 1
+    def skip(self, group: Group, mask: int, j: int) -> None:
+        """Node j will never see these rows."""
+        if not mask:
+            return
+        rows, number = group.levels[self.wiring.level[j]], mask.bit_count()
+        rows.skipped[j] |= mask
+        self.readiness.todo[j] -= number
+        group.open -= number
+        group.behind -= number * self.wiring.behind[j]
+        if not self.wiring.takes_groups[j]:
+            self.readiness.num_rows[j] -= (mask & rows.offered[j] & ~rows.leased[j]).bit_count()
         self._offer_group_if_ready(group, j)
         self.note_if_whole(group, j)
 
@@ -273,16 +345,13 @@ class LiveRows:
                 elif group.state(i) is GroupState.READY:
                     readiness.withdraw_group(group, i)
             group.offered |= 1 << i  # never again
-            for row in group.levels[node.level]:
-                if row.awaits(i):
-                    self.skip(row, i)
+            self.skip(group, group.levels[node.level].awaiting(i), i)
         for level, complete in enumerate(group.complete):
             readiness.unfinished_levels[level] -= not complete
             group.complete[level] = True
-        rows = [row for level in group.levels for row in level]
-        for row in rows:
-            row.skipped |= 1 << len(self.graph.nodes)  # a bit of no node
-        self.dropped[reason] += len(rows)
+        for rows in group.levels:
+            rows.lost = rows.all
+        self.dropped[reason] += group.num_rows
 
     def retire_if_finished(self, group: Group) -> None:
         """Forget a group with which nothing is left to do."""
@@ -292,16 +361,15 @@ class LiveRows:
             self._rest(group)
         if group.open:
             return
-        rows = [row for level in group.levels for row in level]
-        self.parts.finish(rows)
-        known = self.rows
-        for row in rows:
-            row.children = None
-            del known[row.id]
-        self.done += len([1 for row in rows if not row.skipped])
+        self.parts.finish(group)
+        group_of = self.group_of
+        for rows in group.levels:
+            for id in rows.ids:
+                del group_of[id]
+        number = group.num_rows
+        self.done += number - group.num_dropped
         self.readiness.close_group(group)
-        group.levels, group.order = [[] for _ in group.levels], None  # without circles its memory is free at once
-        self.largest_group = max(self.largest_group, len(rows))
+        self.largest_group = max(self.largest_group, number)
         self.groups_behind -= 1
         del self.groups[group.id]
 
@@ -337,8 +405,8 @@ class LiveRows:
         """Note if rows of a group may be ready for node i, which takes rows, and no more rows of it can become ready there."""
         if self.wiring.takes_groups[i] or not group.complete[self.wiring.level[i]]:
             return
-        bit = 1 << i
-        if all((row.offered | row.skipped | row.done) & bit for row in group.levels[self.wiring.level[i]]):
+        rows = group.levels[self.wiring.level[i]]
+        if rows.all == rows.offered[i] | rows.skipped[i] | rows.done[i]:
             self._whole[i].add(group.id)
 
     def is_awaited(self, node: Node) -> bool:
@@ -355,7 +423,7 @@ class LiveRows:
         while whole:
             id = next(iter(whole))
             group = self.groups.get(id)
-            if group is not None and any(row.state(i) is RowState.READY for row in group.levels[level]):
+            if group is not None and group.levels[level].ready(i):
                 return False
             whole.discard(id)  # it is looked at once, and noted again if a row is given back
         return True
@@ -364,30 +432,42 @@ class LiveRows:
         """The step of what a claim on this node would get first, and how much it could get of that step alone: rows, or groups,
         whichever the node takes. It looks at all that is ready for the node."""
         i = self.wiring.index[node.name]
+        groups, level = self.groups, self.wiring.level[i]
+        step, number = -1, 0
         if self.wiring.takes_groups[i]:
-            queued = [self.groups.get(id) for id in sorted(self.readiness.group_queues[i])]
-            groups = [group for group in queued if group is not None and group.state(i) is GroupState.READY]
+            queued = [
+                (g, int(g.state(i) is GroupState.READY))
+                for id in sorted(self.readiness.group_queues[i])
+                if (g := groups.get(id))
+            ]
         else:
-            rows = [self.rows.get(id) for _, id in self.readiness.queued_rows(i)]
-            groups = [row.group for row in rows if row is not None and row.awaits(i)]
-        if not groups:
-            return -1, 0
-        step = groups[0].issued_in
-        return step, sum(1 for _ in itertools.takewhile(lambda group: group.issued_in == step, groups))
+            waiting = sorted(self.readiness.row_queues[i])
+            queued = [(g, g.levels[level].ready(i).bit_count()) for id in waiting if (g := groups.get(id))]
+        for group, ready in queued:
+            if ready and step not in (-1, group.issued_in):
+                break
+            step, number = group.issued_in if ready else step, number + ready
+        return step, number
 
     def oldest_held(self, node: Node) -> int | None:
         """Oldest policy version among the groups that are too old for this node and wait; None: there is none."""
         i = self.wiring.index[node.name]
-        rows = (r for g in self.readiness.held_groups[i] for r in self.readiness.offered_rows(self.groups[g], i))
-        return min((r.version for r in rows if r.version is not None and r.version >= 0), default=None)
+        versions = (
+            group.levels[node.level].versions[place]
+            for group in (self.groups[id] for id in self.readiness.held_groups[i])
+            for place in places_in(self.readiness.offered_rows(group, i))
+        )
+        return min((v for v in versions if v is not None and v >= 0), default=None)
 
-    def groups_in(self, segments: Container[Segment]) -> list[tuple[int, Segment]]:
+    def groups_in(self, segments: Collection[Segment]) -> list[tuple[int, Segment]]:
         """Groups with columns in one of these segments, each with the first that it has."""
         found: dict[int, Segment] = {}
-        for row in self.rows.values():
-            for part in row.parts:
-                if part is not None and part.segment in segments:
-                    found.setdefault(row.group.id, part.segment)
+        for group in self.groups.values() if segments else ():
+            columns = (column for rows in group.levels for column in rows.parts.values())
+            parts = dict.fromkeys(part for column in columns for part in dict.fromkeys(column) if part is not None)
+            there = next((part.segment for part in parts if part.segment in segments), None)
+            if there is not None:
+                found[group.id] = there
         return list(found.items())
 
     def is_in_training(self, group_id: int) -> bool:
@@ -397,8 +477,9 @@ class LiveRows:
 
     def counts(self) -> dict[str, int]:
         """The conservation law: every row ever issued is exactly one of waiting, leased, done, or dropped."""
-        leased = sum(1 for r in self.rows.values() if r.leased)
-        dropped_live = sum(1 for r in self.rows.values() if r.skipped and not r.leased)
+        groups = self.groups.values()
+        leased = sum([group.num_leased for group in groups])
+        dropped_live = sum([group.num_dropped for group in groups])
         retired = self.issued - len(self.rows)
         return {
             "issued": self.issued,

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..graph import Graph
-from ..node import Node
-from .rows import Part, Row
+from ..node import SOURCE
+from .leases import Held, Lease
+from .rows import Part
 from .segments import Segment
 
 
@@ -33,11 +34,11 @@ class Pieces:
     Args:
         graph: of the node.
         source: the segment with the rows of the graph's source.
-        node: of the graph.
-        rows: in flight, of the node's level.
+        lease: the rows, and the node that reads them.
     """
 
-    def __init__(self, graph: Graph, source: Segment | None, node: Node, rows: Sequence[Row]) -> None:
+    def __init__(self, graph: Graph, source: Segment | None, lease: Lease) -> None:
+        node = lease.node
         by_writer: dict[str, list[str]] = {}
         for column in node.reads:
             by_writer.setdefault(node.writers[column], []).append(column)
@@ -45,39 +46,58 @@ class Pieces:
         self._found: list[tuple[tuple[str, ...], np.ndarray, list[Part] | None]] = []
         """Columns, the keys of all rows, and the part of each; None: they are the source's."""
         places = {other.name: i for i, other in enumerate(graph.nodes)}
-        on_level: dict[int, tuple[np.ndarray, list[list[Part | None]]]] = {}
-        """Level -> ids and parts of the rows, or of their ancestors, of this level."""
         for writer, columns in by_writer.items():
             if not writer:
                 assert source is not None, f"graph {graph.name!r} has no segment with the rows of its source"
-                positions = np.fromiter([r.group.position for r in rows], np.int64, len(rows))
+                positions = lease.of_groups([group.position for group in lease.groups])
                 self._found.append((tuple(columns), positions, None))
                 continue
             level, i = graph.level_of(writer), places[writer]
-            if level not in on_level:
-                owners = rows if level == node.level else [r.ancestor(level) for r in rows]
-                ids = np.fromiter([r.id for r in owners], np.int64, len(owners))
-                on_level[level] = ids, [r.parts for r in owners]
-            ids, parts = on_level[level]
-            self._found.append((tuple(columns), ids, [part for own in parts if (part := own[i])]))
+            parts: list[Part | None] = []
+            owners: list[int] = []
+            for one in lease.held:
+                rows, own = one.group.levels[level], _places_on(one, level)
+                written = rows.parts[i]
+                parts += [written[place] for place in own]
+                if level != node.level:
+                    owners += [rows.ids[place] for place in own]
+            ids = lease.ids if level == node.level else np.array(owners, np.int64)
+            self._found.append((tuple(columns), ids, [part for part in parts if part is not None]))
 
     def of(self, share: Sequence[int]) -> list[Piece]:
-        """The pieces of some of the rows.
+        """The pieces of some of the rows; see `cut`."""
+        return self.cut([share], np.array(share, np.int64))[0]
+
+    def cut(self, shares: Sequence[Sequence[int]], index: np.ndarray) -> list[list[Piece]]:
+        """The pieces of each share of the rows.
 
         Args:
-            share: indexes of rows, in the order in which they are wanted.
+            shares: of each, the indexes of its rows, in the order in which they are wanted.
+            index: all of these one after the other.
 
         Returns:
-            One piece for each node that wrote some of the columns, and one for the source. Where no row is wanted, pieces have no keys,
-            and name a segment whose columns have the right types.
+            Of each share, one piece for each node that wrote some of the columns, and one for the source. Where no row is wanted, pieces
+            have no keys, and name a segment whose columns have the right types.
         """
-        index = np.array(share, np.int64)
-        pieces: list[Piece] = []
+        pieces: list[list[Piece]] = [[] for _ in shares]
         for columns, keys, parts in self._found:
-            if parts is None:
-                assert self._source is not None
-                pieces.append(Piece(columns, keys[index], (self._source,), by_position=True))
-            else:
-                own = dict.fromkeys([parts[k] for k in share or (0,)])
-                pieces.append(Piece(columns, keys[index], tuple([part.segment for part in own])))
+            ordered, begin = keys[index], 0
+            for share, own in zip(shares, pieces, strict=True):
+                end = begin + len(share)
+                if parts is None:
+                    assert self._source is not None
+                    own.append(Piece(columns, ordered[begin:end], (self._source,), by_position=True))
+                else:
+                    of = dict.fromkeys([parts[k] for k in share or (0,)])
+                    own.append(Piece(columns, ordered[begin:end], tuple([part.segment for part in of])))
+                begin = end
         return pieces
+
+
+def _places_on(held: Held, level: int) -> Sequence[int]:
+    """Places of the rows of a lease, or of their ancestors, on a level."""
+    at, places = held.level, held.places
+    while at != level:
+        rows = held.group.levels[at]
+        at, places = rows.above, [0] * len(places) if rows.above == SOURCE else [rows.parents[k] for k in places]
+    return places

@@ -11,17 +11,12 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
-from operator import attrgetter
-from typing import Any
 
 from ..node import Node
-from .rows import Group, GroupState, Row
+from .rows import Group, GroupState, mask_of
 from .wiring import Wiring
-
-FEW = 8
-"""Rows that are fewer than one in so many of a heap are pushed on it one by one; of more, the heap is made anew."""
 
 
 def group_order(group: Group) -> int:
@@ -38,10 +33,10 @@ class Readiness:
     def __init__(self, wiring: Wiring) -> None:
         number = len(wiring.graph.nodes)
         self._wiring = wiring
-        self.row_queues: list[list[tuple[int, int]]] = [[] for _ in range(number)]
-        """Heaps of (group id, sample id), the order in which a node claims rows: the oldest group comes first."""
-        self.fresh_row_queues: list[list[tuple[int, int]]] = [[] for _ in range(number)]
-        """The same of rows that have come since the last claim, in no order yet."""
+        self.row_queues: list[list[int]] = [[] for _ in range(number)]
+        """Heaps of the ids of groups that may have rows which are ready: a node claims those of the oldest group first."""
+        self.in_row_queues: list[set[int]] = [set() for _ in range(number)]
+        """The same, to look one up."""
         self.group_queues: list[list[int]] = [[] for _ in range(number)]
         """Heaps of `group_order`."""
         self.num_rows = [0] * number
@@ -75,10 +70,10 @@ class Readiness:
             self.unfinished_levels[level] += not complete
         for i, node in enumerate(self._wiring.graph.nodes):
             rows = group.levels[node.level]
-            bit = 1 << i
-            self.todo[i] += len([1 for row in rows if not (row.done | row.skipped) & bit])
+            self.todo[i] += rows.awaiting(i).bit_count()
             if not self._wiring.takes_groups[i]:
-                self.offer_rows([r for r in rows if r.offered & ~(r.done | r.leased | r.skipped) & bit], i)
+                if number := rows.ready(i).bit_count():
+                    self.offer_rows(group, number, i)
                 continue
             state = group.state(i)
             self.num_unclaimed[i] += state is not GroupState.CLAIMED
@@ -119,55 +114,47 @@ class Readiness:
 
     # Rows
 
-    def offer_rows(self, rows: Sequence[Row], i: int) -> None:
-        """Rows are ready for node i."""
-        self.fresh_row_queues[i] += [(row.group.id, row.id) for row in rows]
-        self.num_rows[i] += len(rows)
+    def offer_rows(self, group: Group, number: int, i: int) -> None:
+        """So many rows of a group are ready for node i."""
+        if group.id not in self.in_row_queues[i]:
+            self.in_row_queues[i].add(group.id)
+            heapq.heappush(self.row_queues[i], group.id)
+        self.num_rows[i] += number
 
-    def take_rows(self, i: int, number: int | None, known: Mapping[int, Row]) -> list[Row]:
-        """At most so many of the rows in flight that are ready for node i, in their order."""
-        queue, fresh, rows = self.row_queues[i], self.fresh_row_queues[i], []
-        if number is None or number >= len(queue) + len(fresh):
-            entries, self.row_queues[i] = sorted(queue + fresh), []
-        else:
-            if len(fresh) * FEW > len(queue):
-                queue += fresh
-                heapq.heapify(queue)
+    def take_rows(self, i: int, number: int | None, known: Mapping[int, Group]) -> list[tuple[Group, int]]:
+        """At most so many of the rows that are ready for node i, in the order of their groups and ids: masks of the rows by group."""
+        queue, level = self.row_queues[i], self._wiring.level[i]
+        taken: list[tuple[Group, int]] = []
+        left = self.num_rows[i] if number is None else number
+        while queue and (left > 0 or number is None):
+            group = known.get(queue[0])
+            rows = group.levels[level] if group is not None else None
+            mask = rows.ready(i) if rows is not None else 0
+            found = mask.bit_count()
+            if found > left and rows is not None:  # the others of the group stay
+                mask, found = mask_of(rows.in_order(mask)[:left]), left
             else:
-                for entry in fresh:
-                    heapq.heappush(queue, entry)
-            entries = _popped(queue)
-        self.fresh_row_queues[i] = []
-        bit = 1 << i
-        for _, id in entries:
-            row = known.get(id)
-            if row is not None and not (row.skipped | row.done) & bit:
-                rows.append(row)
-                if len(rows) == number:
-                    break
-        self.num_rows[i] -= len(rows)
-        return rows
-
-    def queued_rows(self, i: int) -> list[tuple[int, int]]:
-        """(group id, sample id) of what a claim of node i looks at, in its order; rows that were taken away may be among them."""
-        return sorted(self.row_queues[i] + self.fresh_row_queues[i])
+                self.in_row_queues[i].remove(heapq.heappop(queue))
+            left -= found
+            self.num_rows[i] -= found
+            if group is not None and mask:
+                taken.append((group, mask))
+        return taken
 
     # Groups
 
-    def offered_rows(self, group: Group, i: int) -> list[Row]:
-        """The rows of a group that node i, to which it is offered, gets; in order of their sample ids."""
+    def offered_rows(self, group: Group, i: int) -> int:
+        """The rows of a group that node i, to which it is offered, gets."""
         quorum = self._wiring.quorum[i]
         if quorum:
-            return sorted((group.order or {})[i][:quorum], key=_id)
-        bit = 1 << i
-        return sorted([r for r in group.levels[self._wiring.level[i]] if not r.skipped & bit], key=_id)
+            return mask_of((group.order or {})[i][:quorum])
+        rows = group.levels[self._wiring.level[i]]
+        return rows.all & ~rows.skipped[i]
 
     def num_offered(self, group: Group, i: int) -> int:
         """How many these are."""
         quorum = self._wiring.quorum[i]
-        if quorum:
-            return min(group.ready[i], quorum)
-        return len(group.levels[self._wiring.level[i]]) - group.skipped[i]
+        return min(group.num_ready(i), quorum) if quorum else self.offered_rows(group, i).bit_count()
 
     def offer_group(self, group: Group, i: int) -> None:
         """A group is ready for node i."""
@@ -258,12 +245,3 @@ class Readiness:
         unclaimed, offered = self.unclaimed_of[i], self.offered_of[i]
         versions = sorted(unclaimed)
         return list(zip(versions, accumulate(unclaimed[v] - offered.get(v, 0) for v in versions), strict=True))
-
-
-def _popped(heap: list[Any]) -> Iterator[Any]:
-    """The entries of a heap, smallest first, each taken off when it is asked for."""
-    while heap:
-        yield heapq.heappop(heap)
-
-
-_id = attrgetter("id")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
+from ..node import SOURCE
 from .segments import Segment
 
 MAX_CHILDREN = 4096
@@ -85,116 +88,153 @@ class Part:
         self.rows = rows
 
 
-NO_PARTS: list[Part | None] = []
-"""Of all rows of which nothing is written. It stays empty."""
+def places_in(mask: int) -> Sequence[int]:
+    """The numbers of the bits that are set, ascending.
+
+    >>> list(places_in(0b10110)), list(places_in(0b111)), list(places_in(0))
+    ([1, 2, 4], [0, 1, 2], [])
+    """
+    if not mask & (mask + 1):
+        return range(mask.bit_length())
+    places: list[int] = []
+    while mask:
+        lowest = mask & -mask
+        places.append(lowest.bit_length() - 1)
+        mask ^= lowest
+    return places
 
 
-class Row:
-    """State of one row. Bit i of each mask is node i of the graph."""
+def mask_of(places: Iterable[int]) -> int:
+    """The mask with these bits set.
+
+    >>> bin(mask_of([1, 2, 4]))
+    '0b10110'
+    """
+    mask = 0
+    for place in places:
+        mask |= 1 << place
+    return mask
+
+
+class LevelRows:
+    """The rows of one level of a group, as columns. A row's place is its number in the order in which they came; bit k of a mask is the
+    row at place k. So what a node does with all of them, or with some, is one operation on an integer."""
 
     __slots__ = (
+        "_places",
+        "above",
+        "aside",
         "cancelled",
-        "children",
         "done",
-        "first_children",
-        "group",
-        "id",
+        "ids",
         "leased",
-        "level",
+        "lost",
         "made_under",
         "offered",
-        "parent",
+        "parents",
         "parts",
         "skipped",
         "tokens",
-        "version",
+        "versions",
     )
 
-    def __init__(self, id: int, group: Group, parent: Row | None, level: int, tokens: int, version: int | None) -> None:
-        self.id = id
-        self.group = group
-        self.parent = parent
-        self.level = level
-        self.tokens = tokens
-        self.version = version
-        """Oldest policy version in it; None where no policy made it."""
-        self.done = self.offered = self.leased = self.skipped = self.cancelled = 0
-        """`cancelled` are the nodes that have their quorum without it; it is among the skipped there."""
-        self.parts: list[Part | None] = NO_PARTS
-        """[nodes] where the columns lie that each node wrote of this row; empty: none has written any (see `put`)."""
-        self.children: list[Row] | None = None
-        self.first_children: dict[int, int] | None = None
-        """Level -> where the MAX_CHILDREN sample ids begin that are set aside for the rows of this level made of this row."""
+    def __init__(self, above: int, num_nodes: int) -> None:
+        self.above = above
+        """The level of the rows that these are made of."""
+        self.ids: list[int] = []
+        self.parents: list[int] = []
+        """Place of the row that each was made of; 0 of a row of the source."""
+        self.tokens: list[int] = []
+        self.versions: list[int | None] = []
+        """Oldest policy version in each; None where no policy made it."""
+        none = [0] * num_nodes
+        self.done, self.offered, self.leased, self.skipped = none, none.copy(), none.copy(), none.copy()
+        """Node -> mask of the rows in this state there."""
+        self.cancelled = none.copy()
+        """Node with a quorum -> mask of those that it does without; they are among the skipped there."""
+        self.lost = 0
+        """Mask of those that are given up whatever was done with them."""
+        self.parts: dict[int, list[Part | None]] = {}
+        """Node -> where the columns lie that it wrote of each row."""
+        self.aside: dict[tuple[int, int], int] | None = None
+        """(place, level) -> where the MAX_CHILDREN sample ids begin that are set aside for the rows of this level made of that row."""
+        self.made_under: dict[tuple[int, int], int] | None = None
+        """(place, level) -> token of the latest lease under which rows of this level are made of that row."""
+        self._places: dict[int, int] = {}
 
-        self.made_under: dict[int, int] | None = None
-        """Level -> token of the latest lease under which rows of this level are made of it."""
-
-    @property
-    def position(self) -> int:
-        """Row of the source that it comes from."""
-        return self.group.position
-
-    def state(self, i: int) -> RowState:
-        """Its state at node i, which is of its level."""
-        if self.done >> i & 1:
-            return RowState.DONE
-        if self.leased >> i & 1:
-            return RowState.LEASED
-        if self.skipped >> i & 1:
-            return RowState.DROPPED
-        return RowState.READY if self.offered >> i & 1 else RowState.BLOCKED
-
-    def put(self, part: Part, i: int, num_nodes: int) -> None:
-        """Node i, of so many, has written columns of it."""
-        if not self.parts:
-            parts: list[Part | None] = [None] * num_nodes
-            self.parts = parts
-        self.parts[i] = part
-
-    def awaits(self, i: int) -> bool:
-        """Whether node i has still to finish it: it is blocked, ready or leased there."""
-        return not (self.done | self.skipped) >> i & 1
-
-    def ancestor(self, level: int) -> Row:
-        """The row of a level that this one comes from, or itself."""
-        row = self
-        while row.level != level:
-            assert row.parent is not None
-            row = row.parent
-        return row
-
-    def made(self, level: int) -> list[Row]:
-        """The rows of a level that were made of this row so far."""
-        return [child for child in self.children or () if child.level == level]
+    def __len__(self) -> int:
+        return len(self.ids)
 
     @property
-    def number(self) -> int:
-        """Its number among the rows made of its parent: the same whoever makes it, and when; 0 for a row of the source."""
-        if self.parent is None or self.parent.first_children is None:
-            return 0
-        return self.id - self.parent.first_children[self.level]
+    def all(self) -> int:
+        """Mask of all rows."""
+        return (1 << len(self.ids)) - 1
 
-    def draw(self, makes_level: int) -> list[int]:
-        """What tells the rows of a level that are made of this row from all others of its group, on any placement and under any
-        schedule (sample ids depend on both): the level, then of each row on the way to the source its number among its
-        siblings, and its level. Empty for the first expansion of a row of the source.
-        """
-        path, row = [makes_level], self
-        while row.parent is not None:
-            path += [row.number, row.level]
-            row = row.parent
-        return [] if path == [1] else path
+    def place(self, id: int) -> int:
+        """Place of a row that is here."""
+        if len(self.ids) <= SEARCHED:
+            return self.ids.index(id)
+        known = self._places
+        for place in range(len(known), len(self.ids)):
+            known[self.ids[place]] = place
+        return known[id]
+
+    def add(self, id: int, parent: int, tokens: int, version: int | None) -> int:
+        """One more row has come; returns its place."""
+        place = len(self.ids)
+        self.ids.append(id)
+        self.parents.append(parent)
+        self.tokens.append(tokens)
+        self.versions.append(version)
+        for column in self.parts.values():
+            column.append(None)
+        return place
+
+    def put(self, part: Part, i: int, mask: int) -> None:
+        """Node i has written columns of these rows to one part."""
+        if mask == self.all:
+            self.parts[i] = [part] * len(self.ids)
+        else:
+            column = self.column(i)
+            for place in places_in(mask):
+                column[place] = part
+
+    def column(self, i: int) -> list[Part | None]:
+        """Where the columns lie that node i wrote of each row, for more of them to be filled in."""
+        if i not in self.parts:
+            self.parts[i] = [None] * len(self.ids)
+        return self.parts[i]
+
+    def awaiting(self, i: int) -> int:
+        """Mask of the rows that node i has still to finish: they are blocked, ready or leased there."""
+        return self.all & ~(self.done[i] | self.skipped[i])
+
+    def ready(self, i: int) -> int:
+        """Mask of the rows that are ready for node i, which takes rows."""
+        return self.offered[i] & ~(self.done[i] | self.leased[i] | self.skipped[i])
+
+    def in_order(self, mask: int) -> Sequence[int]:
+        """Places of some rows, in the order of their sample ids."""
+        places = places_in(mask)
+        return sorted(places, key=self.ids.__getitem__) if len(places) > 1 else places
+
+    def first_child(self, place: int, level: int) -> int:
+        """The first of the sample ids that are set aside for the rows of a level made of a row; -1: there are none."""
+        return -1 if self.aside is None else self.aside.get((place, level), -1)
+
+
+SEARCHED = 64
+"""So many rows are looked through for an id; of more, an index is kept."""
 
 
 class Group:
-    """All rows that come from one issued row, on every level. Lists are indexed by level or by node."""
+    """All rows that come from one issued row, on every level. Lists are indexed by level; bit i of a mask is node i."""
 
     __slots__ = (
         "behind",
         "claimed",
         "closed",
         "complete",
-        "expanded",
         "held",
         "id",
         "issued_in",
@@ -203,15 +243,17 @@ class Group:
         "open",
         "order",
         "position",
-        "ready",
         "rested",
-        "skipped",
         "tokens",
         "trained_in",
         "version",
     )
 
-    def __init__(self, id: int, position: int, step: int, tokens: int, num_levels: int, num_nodes: int) -> None:
+    def __init__(self, id: int, position: int, step: int, tokens: int, above: Sequence[int], num_nodes: int) -> None:
+        """
+        Args:
+            above: level -> the level of the rows that its rows are made of.
+        """
         self.id = id
         self.position = position
         """Row of the source that was issued."""
@@ -223,8 +265,8 @@ class Group:
         """Tokens of the issued row when it was issued."""
         self.version: int | None = None
         """Policy version of the weights when its generation began."""
-        self.levels: list[list[Row]] = [[] for _ in range(num_levels)]
-        self.complete = [False] * num_levels
+        self.levels = [LevelRows(level, num_nodes) for level in above]
+        self.complete = [False] * len(above)
         """No more rows of this level can come."""
         self.offered = self.held = self.claimed = self.closed = 0
         """Masks of the nodes that it was offered to, for which it is too old and waits, that have claimed it, and that have chosen
@@ -235,14 +277,8 @@ class Group:
         """The pairs among them whose node follows behind."""
         self.rested = False
         """Nothing is left to do with it but what follows behind."""
-        self.ready = [0] * num_nodes
-        """Rows offered to each node."""
-        self.skipped = [0] * num_nodes
-        """Rows that were taken away from each node."""
-        self.expanded = [0] * num_nodes
-        """Rows that each expanding node has finished."""
-        self.order: dict[int, list[Row]] | None = None
-        """Node with a quorum -> its rows in the order in which they became ready."""
+        self.order: dict[int, list[int]] | None = None
+        """Node with a quorum -> places of its rows in the order in which they became ready."""
 
     def state(self, i: int) -> GroupState:
         """Its state at node i, which takes groups."""
@@ -252,4 +288,128 @@ class Group:
             return GroupState.HELD
         if not self.offered >> i & 1:
             return GroupState.GATHERING
-        return GroupState.READY if self.ready[i] else GroupState.DROPPED
+        return GroupState.READY if self.num_ready(i) else GroupState.DROPPED
+
+    def num_ready(self, i: int) -> int:
+        """Rows that were offered to node i, which takes groups, and not taken away from it."""
+        return sum([(rows.offered[i] & ~rows.skipped[i]).bit_count() for rows in self.levels])
+
+    @property
+    def num_rows(self) -> int:
+        """On all levels."""
+        return sum([len(rows.ids) for rows in self.levels])
+
+    @property
+    def num_leased(self) -> int:
+        """Rows that some node has."""
+        return sum([union(rows.leased).bit_count() for rows in self.levels])
+
+    @property
+    def num_dropped(self) -> int:
+        """Rows that some node never sees, and that none has."""
+        return sum([(union(rows.skipped, rows.lost) & ~union(rows.leased)).bit_count() for rows in self.levels])
+
+    def find(self, id: int) -> Row:
+        """A row of it, by its sample id."""
+        for level, rows in enumerate(self.levels):
+            if id in rows.ids:
+                return Row(self, level, rows.place(id))
+        raise KeyError(id)
+
+    def rows(self, level: int) -> list[Row]:
+        """The rows of a level, in the order in which they came."""
+        return [Row(self, level, place) for place in range(len(self.levels[level].ids))]
+
+
+def union(masks: Iterable[int], mask: int = 0) -> int:
+    """The mask of what is in any of these."""
+    for one in masks:
+        mask |= one
+    return mask
+
+
+class Row(NamedTuple):
+    """One row, to look at: its group knows everything of it."""
+
+    group: Group
+    level: int
+    place: int
+
+    @property
+    def _level(self) -> LevelRows:
+        return self.group.levels[self.level]
+
+    @property
+    def id(self) -> int:
+        return self._level.ids[self.place]
+
+    @property
+    def tokens(self) -> int:
+        return self._level.tokens[self.place]
+
+    @property
+    def version(self) -> int | None:
+        """Oldest policy version in it; None where no policy made it."""
+        return self._level.versions[self.place]
+
+    @property
+    def position(self) -> int:
+        """Row of the source that it comes from."""
+        return self.group.position
+
+    @property
+    def parent(self) -> Row | None:
+        """The row that it was made of; None: it is of the source."""
+        rows = self._level
+        return None if self.level == SOURCE else Row(self.group, rows.above, rows.parents[self.place])
+
+    def state(self, i: int) -> RowState:
+        """Its state at node i, which is of its level."""
+        rows, place = self._level, self.place
+        if rows.done[i] >> place & 1:
+            return RowState.DONE
+        if rows.leased[i] >> place & 1:
+            return RowState.LEASED
+        if rows.skipped[i] >> place & 1:
+            return RowState.DROPPED
+        return RowState.READY if rows.offered[i] >> place & 1 else RowState.BLOCKED
+
+    def ancestor(self, level: int) -> Row:
+        """The row of a level that this one comes from, or itself."""
+        row = self
+        while row.level != level:
+            row = row.parent
+            assert row is not None
+        return row
+
+    def part(self, i: int) -> Part | None:
+        """Where the columns lie that node i wrote of it."""
+        column = self._level.parts.get(i)
+        return column[self.place] if column else None
+
+    def made(self, level: int) -> list[Row]:
+        """The rows of a level that were made of this row so far."""
+        rows = self.group.levels[level]
+        if rows.above != self.level:
+            return []
+        return [Row(self.group, level, place) for place, parent in enumerate(rows.parents) if parent == self.place]
+
+    @property
+    def number(self) -> int:
+        """Its number among the rows made of its parent: the same whoever makes it, and when; 0 for a row of the source."""
+        if self.level == SOURCE:
+            return 0
+        rows = self._level
+        first = self.group.levels[rows.above].first_child(rows.parents[self.place], self.level)
+        return 0 if first < 0 else self.id - first
+
+    def draw(self, makes_level: int) -> list[int]:
+        """What tells the rows of a level that are made of this row from all others of its group, on any placement and under any
+        schedule (sample ids depend on both): the level, then of each row on the way to the source its number among its
+        siblings, and its level. Empty for the first expansion of a row of the source.
+        """
+        path, row = [makes_level], self
+        while row.level != SOURCE:
+            path += [row.number, row.level]
+            row = row.ancestor(row.group.levels[row.level].above)
+        return [] if path == [1] else path

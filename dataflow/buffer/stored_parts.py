@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
 
-from .rows import Part, Row
+from .rows import Group, Part
 from .segments import Segment
 
 
@@ -47,15 +47,13 @@ class StoredParts:
         """Note that no node will read a segment any more."""
         self._freed.append(segment)
 
-    def finish(self, rows: Iterable[Row]) -> None:
+    def finish(self, group: Group) -> None:
         """All rows of a group are finished."""
         num_bytes = 0.0
-        for row in rows:
-            for part in row.parts:
-                if part is None:
-                    continue
-                num_bytes += part.row_bytes
-                part.rows -= 1
+        for column in [column for rows in group.levels for column in rows.parts.values() if column]:
+            for part, rows in _counted(column):
+                num_bytes += part.row_bytes * rows
+                part.rows -= rows
                 if not part.rows:
                     self._free(part)
         self.finished_bytes += num_bytes
@@ -70,3 +68,11 @@ class StoredParts:
         """Segments that no row in flight refers to any more, each given once."""
         freed, self._freed = self._freed, []
         return freed
+
+
+def _counted(column: list[Part | None]) -> list[tuple[Part, int]]:
+    """Each part in a column, and how often it is there."""
+    first = column[0]
+    if first is not None and column.count(first) == len(column):
+        return [(first, len(column))]
+    return [(part, number) for part, number in Counter(column).items() if part is not None]

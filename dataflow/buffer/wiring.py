@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-
 from ..graph import Graph
 from ..node import SOURCE, Node
-from .rows import Row
+from .rows import Group, Row, mask_of
 
 
 class Wiring:
@@ -27,18 +24,17 @@ class Wiring:
         self.quorum = [n.operation.quorum.n if n.operation.quorum else 0 for n in nodes]
         """Number of rows in each node's quorum; 0 for a node without one."""
         self.updates = [i for i, n in enumerate(nodes) if n.operation.updates]
-        self._parent_level = {lv: graph.parent_level(lv) for lv in range(1, self.num_levels)}
-        self.needs = [self._needs(n) for n in nodes]
-        """For each node, (level, mask of nodes of that level) that must be done with a row before the row is ready."""
-        self.needs_of_row = [sum(m for lv, m in self.needs[i] if lv == n.level) for i, n in enumerate(nodes)]
-        """For each node, the mask of those that must be done with the row itself."""
-        self.needs_above = [any(lv != n.level for lv, _ in self.needs[i]) for i, n in enumerate(nodes)]
-        """For each node, whether others must be done with an ancestor of the row."""
-        self.first_on_level = [
-            [i for i in own if not any(level == lv for level, _ in self.needs[i])]
-            for lv, own in enumerate(self.on_level)
-        ]
+        self.above = [SOURCE, *(graph.parent_level(lv) for lv in range(1, self.num_levels))]
+        """Level -> the level of the rows that its rows are made of."""
+        needs = [self._needs(n) for n in nodes]
+        self.needs_of_row = [[j for lv, j in needs[i] if lv == n.level] for i, n in enumerate(nodes)]
+        """For each node, those that must be done with a row before the row is ready."""
+        self.needs_above = [[(lv, j) for lv, j in needs[i] if lv != n.level] for i, n in enumerate(nodes)]
+        """For each node, (level, node) of those that must be done with an ancestor of the row."""
+        self.first_on_level = [[i for i in own if not self.needs_of_row[i]] for own in self.on_level]
         """Level -> its nodes that a new row may be ready for."""
+        self.may_be_cut_off = [any(self.needs_above[i] for i in own) for own in self.on_level]
+        """Level -> whether one of its nodes waits for something to be done with an ancestor of its rows."""
         self.behind_on_level = [sum(self.behind[i] for i in own) for own in self.on_level]
         """Level -> how many of its nodes follow behind."""
         self.then = [[j for j, m in enumerate(nodes) if n.name in m.after and n.makes_level != m.level] for n in nodes]
@@ -48,57 +44,66 @@ class Wiring:
         makes are not included: existing rows go on when it makes no more."""
         self.upstream_only = [self._upstream_only(i) if self.quorum[i] else [] for i in range(len(nodes))]
         """For each quorum, the nodes of its level whose results are only used by it and by what comes after it."""
-        self.serves = [sum(1 << i for i, own in enumerate(self.upstream_only) if j in own) for j in range(len(nodes))]
-        """For each node, the mask of the quorums that it is upstream-only of."""
+        self.served = [[i for i, own in enumerate(self.upstream_only) if j in own] for j in range(len(nodes))]
+        """For each node, the quorums that it is upstream-only of."""
         self.makes_for = [self._makes_for(i) if self.quorum[i] else None for i in range(len(nodes))]
         """For each quorum, the node that makes its rows, if only the quorum, its upstream-only nodes and what comes after it use them."""
 
-    def is_ready(self, row: Row, i: int) -> bool:
-        """Whether all nodes that node i waits for are done with a row and its ancestors."""
-        for level, mask in self.needs[i]:
-            owner = row if level == row.level else row.ancestor(level)
-            if owner.done & mask != mask:
-                return False
-        return True
+    def ends_in_quorum(self, i: int) -> bool:
+        """Whether rows that node i finishes may become ready for a quorum, which takes them in the order in which they do."""
+        return any(self.quorum[j] for j in self.then[i])
 
-    def is_cut_off(self, row: Row, i: int) -> bool:
-        """Whether node i waits for a node that will never be done with an ancestor of the row."""
-        return any(level != row.level and row.ancestor(level).skipped & mask for level, mask in self.needs[i])
+    def through_above(self, group: Group, i: int, mask: int) -> int:
+        """Those of these rows with whose ancestors all nodes are done that node i waits for."""
+        for level, j in self.needs_above[i]:
+            mask &= self.below(group, level, group.levels[level].done[j], self.level[i])
+        return mask
+
+    def cut_off(self, group: Group, i: int) -> int:
+        """Mask of the rows of which node i waits for a node that will never be done with an ancestor."""
+        mask = 0
+        for level, j in self.needs_above[i]:
+            mask |= self.below(group, level, group.levels[level].skipped[j], self.level[i])
+        return mask
 
     def has_passed(self, row: Row, name: str) -> bool:
         """Whether a node is done with a row or its ancestor."""
         node = self.graph[name]
         if self._makes_ancestor(node, row.level):
             return True
-        return bool(row.ancestor(node.level).done >> self.index[name] & 1)
+        owner = row.ancestor(node.level)
+        return bool(owner.group.levels[owner.level].done[self.index[name]] >> owner.place & 1)
 
-    def descendants(self, row: Row, level: int) -> Iterable[Row]:
-        """The rows of a level that were made from this row: the row itself, or its descendants."""
-        if row.level == level:
-            return (row,)
-        path = [level]
-        while path[-1] != SOURCE and path[-1] != row.level:
-            path.append(self._parent_level[path[-1]])
-        if path[-1] != row.level:
-            return ()
-        rows = [row]
-        for below in reversed(path[:-1]):
-            rows = [c for r in rows for c in r.children or () if c.level == below]
-        return rows
+    def below(self, group: Group, level: int, mask: int, made: int) -> int:
+        """Mask of the rows of the level `made` that come from these rows of a level: the rows themselves, or their descendants."""
+        path: list[int] = []
+        while made not in (SOURCE, level):
+            path.append(made)
+            made = self.above[made]
+        if made != level:
+            return 0
+        for lower in reversed(path):
+            rows = group.levels[lower]
+            if mask == group.levels[rows.above].all:
+                mask = rows.all
+            elif mask:
+                mask = mask_of([place for place, parent in enumerate(rows.parents) if mask >> parent & 1])
+        return mask
 
     def _needs(self, node: Node) -> list[tuple[int, int]]:
-        masks: Counter[int] = Counter()
+        """Level and number of the nodes that must be done with a row, or its ancestor, before the row is ready for a node."""
+        found: set[tuple[int, int]] = set()
         for name in node.after:
             before = self.graph[name]
             if before.makes_level != node.level and not self._makes_ancestor(before, node.level):
-                masks[before.level] |= 1 << self.index[name]
-        return sorted(masks.items())
+                found.add((before.level, self.index[name]))
+        return sorted(found)
 
     def _makes_ancestor(self, node: Node, level: int) -> bool:
         while level != SOURCE:
             if node.makes_level == level:
                 return True  # the row exists, so this node made it
-            level = self._parent_level[level]
+            level = self.above[level]
         return False
 
     def _downstream(self, node: Node) -> list[int]:

@@ -9,7 +9,7 @@ import pyarrow as pa
 from weft.dataflow.buffer.leases import Lease, Published, Written
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.readiness import Readiness
-from weft.dataflow.buffer.rows import GroupState, RowState
+from weft.dataflow.buffer.rows import GroupState
 from weft.dataflow.buffer.segments import Segment
 from weft.dataflow.config import Config
 from weft.dataflow.graph import Graph
@@ -203,10 +203,10 @@ def readiness_state(ledger: Ledger, readiness: Readiness) -> dict[str, Any]:
     """All that can be asked of what is ready of a ledger's rows; entries of queues that count for nothing are left out."""
     state = {name: value for name, value in vars(readiness).items() if not name.endswith("_queues")}
     del state["_wiring"]
-    rows, groups = ledger.live.rows, ledger.live.groups
+    groups = ledger.live.groups
     state["queued rows"] = [
-        sorted(id for _, id in readiness.queued_rows(i) if id in rows and rows[id].state(i) is RowState.READY)
-        for i in range(len(ledger.graph.nodes))
+        sorted(id for id in queue if id in groups and groups[id].levels[ledger.graph.nodes[i].level].ready(i))
+        for i, queue in enumerate(readiness.row_queues)
     ]
     state["queued groups"] = [
         sorted(id for id in queue if id in groups and groups[id].state(i) is GroupState.READY)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from weft.dataflow.buffer.capacity import expected_rows
 from weft.dataflow.buffer.leases import Lease, Published, Staleness
-from weft.dataflow.buffer.rows import RowState
 from weft.dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
 from weft.dataflow.buffer.segments import Segment
 
@@ -109,8 +108,7 @@ class Stream:
         number = min(self.groups_per_update, waiting)
         first = [g for g in self.ledger.live.groups if g >= self.trained][:number]
         advantages = self.ledger.live.wiring.index["advantages"]
-        samples = [self.ledger.live.groups[g].levels[1] for g in first]
-        done = [any(row.state(advantages) is RowState.DONE for row in rows) for rows in samples]
+        done = [self.ledger.live.groups[g].levels[1].done[advantages] for g in first]
         if len(first) < number or not all(done):
             return False
         staleness = None if self.staleness is None else Staleness(self.version, self.staleness, "wait")

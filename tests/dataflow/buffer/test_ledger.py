@@ -65,7 +65,7 @@ def test_rows_that_several_ranks_wrote_are_published_together_and_each_lies_wher
     ranks = [segment("first rank"), segment("second rank"), segment("of a rank without rows")]
     publish(ledger, claim(ledger, "score"), into=Spread(ranks, [2, 4, 0]))
     score = ledger.live.wiring.index["score"]
-    parts = [row.parts[score] for row in ledger.live.rows.values() if row.parts]
+    parts = [part for row in ledger.live.rows.values() if (part := row.part(score))]
     rows = [part.segment.file for part in parts if part is not None]
     assert rows == ["first rank"] * 2 + ["second rank"] * 4
     assert [s.file for s in ledger.parts.take_freed()] == ["of a rank without rows"], "nobody will ever need it"
@@ -299,7 +299,7 @@ def test_pieces_lead_to_the_ancestor_that_has_the_column():
     assert ledger.claim(node(ledger, "join")) is None, "the prompts' difficulty is not known yet"
     do(ledger, "difficulty")
     lease = claim(ledger, "join")
-    pieces = Pieces(ledger.graph, ledger.source, lease.node, lease.rows)
+    pieces = Pieces(ledger.graph, ledger.source, lease)
     found = {p.columns: p for p in pieces.of([1, 2, 3])}
     assert lease.ids.tolist() == [100, 101, 200, 201]
     assert found[("prompt",)].by_position and found[("prompt",)].keys.tolist() == [5, 9, 9]

@@ -31,7 +31,7 @@ from weft.dataflow.graph import Graph
 from weft.dataflow.node import Node
 from weft.dataflow.operation import Shape
 
-COUNTED = ("open", "behind", "ready", "skipped", "expanded", "claimed", "complete", "rested")
+COUNTED = ("open", "behind", "claimed", "complete", "rested")
 """What is counted of a group, and follows from the states of its rows."""
 
 
@@ -150,7 +150,7 @@ class Play:
     def check_columns(self, lease: Lease) -> None:
         model, n = self.model, lease.node
         columns: set[str] = set()
-        for piece in Pieces(self.graph, self.ledger.source, n, lease.rows).of(range(len(lease.rows))):
+        for piece in Pieces(self.graph, self.ledger.source, lease).of(range(len(lease))):
             columns |= set(piece.columns)
             store: dict[Any, Any] = {}
             for found in piece.segments:

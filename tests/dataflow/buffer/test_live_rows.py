@@ -24,7 +24,7 @@ from ledgers import (
 from weft.dataflow.buffer.leases import Staleness
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.ledger_state import load, save
-from weft.dataflow.buffer.rows import Group, Row
+from weft.dataflow.buffer.rows import Group, LevelRows
 from weft.dataflow.errors import LeaseError
 from weft.dataflow.graph import Graph
 from weft.dataflow.operation import Shape
@@ -204,11 +204,11 @@ def test_a_token_is_void_when_its_lease_was_released_or_never_granted():
 
 
 def test_rows_of_no_policy_are_never_too_old():
-    rows = aged([3, 4, -1]).live.rows.values()
-    samples = [row for row in rows if row.level]
-    assert [Staleness(5, 1).allows([row]) for row in samples] == [False, True, True]
-    assert Staleness(5, 2).allows(samples) and not Staleness(5, 1).allows(samples)
-    assert Staleness(5, 0).allows([row for row in rows if not row.level]), "prompts have no version"
+    groups = aged([3, 4, -1]).live.groups.values()
+    prompts, samples = ([group.levels[level] for group in groups] for level in (0, 1))
+    assert [Staleness(5, 1).too_old(rows, rows.all) for rows in samples] == [[0], [], []]
+    assert not any(Staleness(5, 2).too_old(rows, rows.all) for rows in samples)
+    assert not any(Staleness(5, 0).too_old(rows, rows.all) for rows in prompts), "prompts have no version"
 
 
 def test_a_child_is_published_under_a_policy_or_has_the_version_of_its_parent():
@@ -243,9 +243,9 @@ def test_rows_that_a_quorum_does_without_are_not_ready_for_it_any_more():
     ledger = generated(first_two(), prompts=1)
     do(ledger, "score")
     first = ledger.live.wiring.index["first"]
-    assert ledger.live.groups[0].ready[first] == 3
+    assert ledger.live.groups[0].num_ready(first) == 3
     lease = claim(ledger, "first")
-    assert ledger.live.groups[0].ready[first] == 2 and ledger.live.dropped == {"over-issued at first": 1}
+    assert ledger.live.groups[0].num_ready(first) == 2 and ledger.live.dropped == {"over-issued at first": 1}
     ledger.release(lease)
     assert ledger.readiness.ready(node(ledger, "first")) == 2
 
@@ -254,7 +254,7 @@ def test_a_finished_group_is_freed_without_the_garbage_collector():
     gc.collect()
     gc.disable()
     try:
-        before = sum(isinstance(o, Group | Row) for o in gc.get_objects())
+        before = sum(isinstance(o, Group | LevelRows) for o in gc.get_objects())
         ledger = Ledger(grpo())
         ledger.issue([0, 1], [1, 1], step=0)
         expand(ledger, claim(ledger, "generate"), 3)
@@ -262,6 +262,6 @@ def test_a_finished_group_is_freed_without_the_garbage_collector():
         for name in ("score", "advantages", "update"):
             do(ledger, name)
         assert forgotten(ledger)
-        assert sum(isinstance(o, Group | Row) for o in gc.get_objects()) == before
+        assert sum(isinstance(o, Group | LevelRows) for o in gc.get_objects()) == before
     finally:
         gc.enable()
