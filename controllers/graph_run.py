@@ -87,7 +87,7 @@ class GraphRun(ABC):
         """
         node = lease.node
         if not node.writes and node.operation.shape in (Shape.MAP, Shape.GROUP):
-            self.ledger.publish(lease, Published(lease.ids, np.zeros(len(lease), np.int64)), None)
+            self.ledger.publish(lease, Published(lease.ids, np.zeros(lease.num_rows, np.int64)), None)
         self.ledger.finish(lease, step=step)
 
     @abstractmethod
@@ -174,7 +174,7 @@ class TrainingRun(GraphRun):
     def trains(self, lease: Lease) -> None:
         """Note rows that an update has trained on."""
         name = lease.node.name
-        self.samples[name] += len(lease)
+        self.samples[name] += lease.num_rows
         tokens = lease.num_tokens
         self.tokens[name] += int(tokens.sum())
         self.trained[name] += lease.num_groups

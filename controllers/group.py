@@ -338,14 +338,14 @@ class WorkerGroup:
         method = node.operation.name if node.group else "apply"
         rows = _Rows(ledger, lease)
         shares, keep, begin = dict[int, Sequence[int]](), set[int](), 0
-        for replica, number in [(None, len(lease))] if by_load is None else by_load.items():
+        for replica, number in [(None, lease.num_rows)] if by_load is None else by_load.items():
             part = slice(begin, begin + number)
             sizes = RowSizes(rows.num_tokens[part], rows.group_ids[part], node.operation.whole_groups)
             given, kept = self._distribute(self._dispatch(method), sizes, replica)
             shares |= {rank: [begin + k for k in share] if begin else share for rank, share in given.items()}
             keep |= kept
             begin += number
-        self._check_shares(self._dispatch(method), shares, keep, len(lease))
+        self._check_shares(self._dispatch(method), shares, keep, lease.num_rows)
         ranks = tuple(shares)
         call = Call(self, method, ranks, node=node, ledger=ledger, lease=lease)
         call.waiting = set(ranks)

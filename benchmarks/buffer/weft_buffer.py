@@ -133,7 +133,7 @@ class Driver:
             return False
         self.leases[lease.token] = lease
         parents = lease.parent_ids
-        pieces = Pieces(self.ledger.graph, self.ledger.source, lease).of(range(len(lease)))
+        pieces = Pieces(self.ledger.graph, self.ledger.source, lease).of(range(lease.num_rows))
         task = RowTask(self._operation, (), lease.ids, parents, parents, pieces)
         self.workers[worker].tell(do, lease=lease.token, task=task, **more)
         return True

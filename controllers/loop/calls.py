@@ -92,7 +92,7 @@ class CallTimes:
             start_s=call.started - self.started,
             end_s=now - self.started,
             worker_s=max(call.seconds.values(), default=0.0),
-            rows=len(call.lease) if call.lease else 0,
+            rows=call.lease.num_rows if call.lease else 0,
             tokens=int(call.lease.num_tokens.sum()) if call.lease else 0,
             last=call.last,
         )

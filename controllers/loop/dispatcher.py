@@ -181,7 +181,7 @@ class Dispatcher:
             then,
             ledger=graph_run.ledger,
             lease=lease,
-            by_load=group.least_loaded(len(lease)) if self._joins(node) else None,
+            by_load=group.least_loaded(lease.num_rows) if self._joins(node) else None,
             last=share.last,
         )
         self._parts.calls.queue([request])

@@ -185,7 +185,9 @@ class Failures:
         if call.lease is None and not call.lost:
             self._counts.at.pop((call.describe(), None), None)
         elif call.lease is not None and call.ledger is not None:
-            self._counts.seen[call.ledger.name, call.lease.node.name] += len(call.lease) - self._returned.pop(call, 0)
+            self._counts.seen[call.ledger.name, call.lease.node.name] += call.lease.num_rows - self._returned.pop(
+                call, 0
+            )
 
     def remedy(self, event: Event) -> Remedy | None:
         """Release the rows of a failed call, and return what else is to be done; None: the run has to end or restart.

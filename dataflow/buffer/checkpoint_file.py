@@ -11,6 +11,10 @@ from typing import Any
 from .disk import Disk
 from .log import LogReader, Position, Record, line_of
 
+FORMAT = 2
+"""Format of the records of a ledger's state. In format 1, which was not written down, a row was a list of its own. A state of another
+format is passed over: the log says the same, and takes longer to read."""
+
 
 def write_checkpoint(path: Path, position: Position, records: Iterable[Record], *, disk: Disk | None = None) -> None:
     """Write a state as records; `path` is replaced atomically.
@@ -18,8 +22,7 @@ def write_checkpoint(path: Path, position: Position, records: Iterable[Record], 
     The first line names the position in the log that the state belongs to, and the last line gives the number of records.
     """
     checksum, lines = 0, []
-    start = {"do": "checkpoint", "offset": position.offset, "checksum": position.checksum}
-    for record in [start, *records]:
+    for record in [_start(position), *records]:
         lines.append(line_of(record, checksum))
         checksum = int(lines[-1][:8], 16)
     lines.append(line_of({"do": "end", "records": len(lines) - 1}, checksum))
@@ -30,7 +33,7 @@ def read_checkpoint(path: Path) -> tuple[Position, list[dict[str, Any]]]:
     """The position and the records of a checkpoint.
 
     Raises:
-        ValueError: the checkpoint is damaged; the message names the file and the place.
+        ValueError: the checkpoint is damaged, or of another version of Weft; the message names the file and the place.
     """
     reader = LogReader(path)
     records = list(reader)
@@ -39,6 +42,7 @@ def read_checkpoint(path: Path) -> tuple[Position, list[dict[str, Any]]]:
     if len(records) < 2 or records[0].get("do") != "checkpoint" or records[-1].get("do") != "end":
         raise ValueError(f"{path}: the checkpoint has no end after {reader.end.offset} bytes")
     first, *state, last = records
+    _check_format(path, first)
     if last["records"] != len(state):
         raise ValueError(f"{path}: the checkpoint has {len(state)} records, not {last['records']}")
     return Position(first["offset"], first["checksum"]), state
@@ -57,19 +61,29 @@ def is_sound_checkpoint(path: Path, position: Position) -> bool:
                 first, last, number = first or line, line, number + 1
     except OSError:
         return False
-    start = {"do": "checkpoint", "offset": position.offset, "checksum": position.checksum}
-    return (
-        number > 1 and json.loads(first[9:]) == start and json.loads(last[9:]) == {"do": "end", "records": number - 2}
-    )
+    ended = {"do": "end", "records": number - 2}
+    return number > 1 and json.loads(first[9:]) == _start(position) and json.loads(last[9:]) == ended
 
 
 def checkpoint_position(path: Path) -> Position:
     """The position of a checkpoint. Only the first line of the file is read.
 
     Raises:
-        ValueError: its first line is damaged.
+        ValueError: its first line is damaged, or of another version of Weft.
     """
     first = next(iter(LogReader(path)), {})
     if first.get("do") != "checkpoint":
         raise ValueError(f"{path} does not begin as a checkpoint does")
+    _check_format(path, first)
     return Position(first["offset"], first["checksum"])
+
+
+def _start(position: Position) -> Record:
+    return {"do": "checkpoint", "offset": position.offset, "checksum": position.checksum, "format": FORMAT}
+
+
+def _check_format(path: Path, start: Record) -> None:
+    found = start.get("format", 1)
+    if found != FORMAT:
+        which = "an earlier" if found < FORMAT else "a later"
+        raise ValueError(f"{path} has format {found}, of {which} version of Weft; this version reads format {FORMAT}")

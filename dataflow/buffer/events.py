@@ -15,6 +15,8 @@ from functools import lru_cache
 from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from .log import Record
 
 
@@ -127,8 +129,30 @@ _RECORDS: Mapping[str, type[Event]] = {
 _NAMES = {event: name for name, event in _RECORDS.items()}
 
 
+FEW = 8
+"""So many numbers are written one by one, without a look at what they have in common."""
+
+
 def _numbers(numbers: list[int]) -> str:
     return f"[{numbers[0]}]" if len(numbers) == 1 else str(numbers).replace(" ", "")
+
+
+def _ids(ids: list[int]) -> str:
+    """Ids that follow each other are written as [first, number] (see `unpacked` in `log.py`): those of complete groups do."""
+    if len(ids) <= FEW:
+        return _numbers(ids)
+    begins = [0, *(np.flatnonzero(np.diff(np.array(ids, np.int64)) != 1) + 1).tolist()]
+    if len(begins) > len(ids) // 2:
+        return _numbers(ids)
+    ends = [*begins[1:], len(ids)]
+    runs = [f"[{ids[k]},{end - k}]" if end - k > 1 else str(ids[k]) for k, end in zip(begins, ends, strict=True)]
+    return f"[{','.join(runs)}]"
+
+
+def _values(values: list[int]) -> str:
+    """Values that are all the same are written once."""
+    same = len(values) > FEW and values.count(values[0]) == len(values)
+    return str(values[0]) if same else _numbers(values)
 
 
 def _of_segment(segment: list[Any]) -> str:
@@ -154,9 +178,10 @@ _BY_TYPE: Mapping[str, Callable[[Any], str]] = {
     "list[int]": _numbers,
     "list[int] | None": _numbers,
 }
+_BY_NAME: Mapping[str, Callable[[Any], str]] = {"segment": _of_segment, "ids": _ids}
 _FIELDS = {
     event: [
-        (f.name, f.default, f',"{f.name}":', _of_segment if f.name == "segment" else _BY_TYPE.get(str(f.type), _encode))
+        (f.name, f.default, f',"{f.name}":', _BY_NAME.get(f.name) or _BY_TYPE.get(str(f.type), _encode))
         for f in fields(event)
     ]
     for event in _NAMES
@@ -190,10 +215,10 @@ def _publish_to_json(event: Publish, graph: str) -> str:
     if len(event.ids) == 1 and event.parents and event.versions and event.finished == []:
         one = f'[{event.ids[0]}],"tokens":[{event.tokens[0]}]{segment}'
         return f'{head}{one},"versions":[{event.versions[0]}],"parents":[{event.parents[0]}],"finished":[]}}'
-    versions = "" if event.versions is None else f',"versions":{_numbers(event.versions)}'
+    versions = "" if event.versions is None else f',"versions":{_values(event.versions)}'
     parents = "" if event.parents is None else f',"parents":{_numbers(event.parents)}'
     finished = "" if event.finished is None else f',"finished":{_numbers(event.finished)}'
-    ids, tokens = _numbers(event.ids), _numbers(event.tokens)
+    ids, tokens = _ids(event.ids), _values(event.tokens)
     spread = "" if event.segments is None else f',"segments":[{",".join(map(_of_rows, event.segments))}]'
     return f'{head}{ids},"tokens":{tokens}{segment}{versions}{parents}{finished}{spread}}}'
 

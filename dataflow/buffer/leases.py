@@ -7,7 +7,7 @@ claim ──> open ──finish──> finished
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -173,10 +173,6 @@ class Held(NamedTuple):
     def of(cls, group: Group, level: int, mask: int) -> Held:
         return cls(group, level, mask, group.levels[level].in_order(mask))
 
-    def pick(self, column: Sequence[int]) -> Sequence[int]:
-        """The values of a column of the level for these rows."""
-        return [column[place] for place in self.places]
-
 
 @dataclass
 class Lease:
@@ -188,6 +184,8 @@ class Lease:
     """The rows, by their groups."""
     ids: np.ndarray
     """[rows] int64 sample ids."""
+    num_tokens: np.ndarray
+    """[rows] int64 tokens of each row when it was claimed."""
     holder: str = ""
     """Who works on them, for messages."""
     deadline: float | None = None
@@ -201,17 +199,25 @@ class Lease:
     staged: list[tuple[list[int], Published, Segment | None]] = field(default_factory=list)
     """What was published of it and does not count yet (nodes that take groups): rows (parents of an EXPAND) and data."""
 
-    def __len__(self) -> int:
-        """Number of rows."""
-        return len(self.ids)
-
     @classmethod
     def of(cls, token: int, node: Node, held: Sequence[Held], **others: Any) -> Lease:
         """A lease of these rows, all of which are open."""
         ids: list[int] = []
-        for one in held:
-            ids += one.pick(one.group.levels[one.level].ids)
-        return cls(token, node, held, np.array(ids, np.int64), open=dict.fromkeys(ids), **others)
+        tokens: list[int] = []
+        for group, level, _, places in held:
+            rows = group.levels[level]
+            if len(places) == 1:
+                ids.append(rows.ids[places[0]])
+                tokens.append(rows.tokens[places[0]])
+            else:
+                ids += map(rows.ids.__getitem__, places)
+                tokens += map(rows.tokens.__getitem__, places)
+        columns = np.array(ids, np.int64), np.array(tokens, np.int64)
+        return cls(token, node, held, *columns, open=dict.fromkeys(ids), **others)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.ids)
 
     @property
     def rows(self) -> list[Row]:
@@ -245,39 +251,43 @@ class Lease:
         """[rows] int64 group of each row."""
         return self.of_groups([group.id for group in self.groups])
 
+    @cached_property
+    def _rows_of_groups(self) -> list[int]:
+        """How many rows each of `groups` has."""
+        return [len(one.places) for one in self.held]
+
     def of_groups(self, values: Sequence[int]) -> np.ndarray:
         """[rows] int64 the value of each row's group.
 
         Args:
             values: one for each of `groups`.
         """
-        return np.repeat(np.array(values, np.int64), [len(one.places) for one in self.held])
+        return np.repeat(np.array(values, np.int64), self._rows_of_groups)
 
     @cached_property
     def parent_ids(self) -> np.ndarray:
         """[rows] int64 row that each was made of; a row of the source is its own parent."""
         if self.node.level == SOURCE:
             return self.ids
-        found: list[int] = []
-        for one in self.held:
-            rows = one.group.levels[one.level]
-            above = one.group.levels[rows.above].ids
-            found += [above[parent] for parent in one.pick(rows.parents)]
-        return np.array(found, np.int64)
+        above = self.held[0].group.levels[self.node.level].above if self.held else SOURCE
+        if above == SOURCE:
+            return self.of_groups([group.levels[SOURCE].ids[0] for group in self.groups])
+        parents = [
+            (group.levels[above].ids, group.levels[level].parents, places) for group, level, _, places in self.held
+        ]
+        return np.array([ids[of[place]] for ids, of, places in parents for place in places], np.int64)
 
-    @property
-    def num_tokens(self) -> np.ndarray:
-        """[rows] int64 tokens of each row."""
-        found: list[int] = []
-        for one in self.held:
-            found += one.pick(one.group.levels[one.level].tokens)
-        return np.array(found, np.int64)
+    def is_whole(self, published: Published) -> bool:
+        """Whether these are all rows of the lease, in their order, and none was published or given back before."""
+        ids = published.ids
+        whole = published.parents is None and len(self.open) == len(ids) == len(self.ids)
+        return whole and (ids is self.ids or np.array_equal(ids, self.ids))
 
-    def check(self, published: PublishedLists, rows: Container[int]) -> None:
+    def check(self, published: PublishedLists, rows: Mapping[int, Group]) -> None:
         """Refuse what may not be published under this lease.
 
         Args:
-            rows: sample ids of those in flight.
+            rows: the group of each sample id in flight.
 
         Raises:
             LeaseError: rows or parents are not in the lease or were published before, or columns differ in length.
@@ -298,7 +308,7 @@ class Lease:
         again = len(set(ids)) != len(ids) or len(set(finished)) != len(finished)
         if makes and not again:
             staged = {id for _, before, _ in self.staged for id in before.ids.tolist()}
-            again = not staged.isdisjoint(ids) or any([id in rows for id in ids])
+            again = not (rows.keys().isdisjoint(ids) and staged.isdisjoint(ids))
         if again:
             raise LeaseError(f"node {self.node.name!r} published a row twice in lease {self.token}")
 

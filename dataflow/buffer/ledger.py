@@ -176,7 +176,9 @@ class Ledger:
                 written = written.only(published.not_of(lease.given_up))
             published = published.without(lease.given_up)
         lists = published.to_lists()
-        lease.check(lists, self.live.group_of)
+        whole = lease.is_whole(published) and len(lists.num_tokens) == lease.num_rows and lists.versions is None
+        if not whole:
+            lease.check(lists, self.live.group_of)
         ids, tokens, versions, parents, finished = lists
         if parents is not None and finished is None:
             finished = []
@@ -184,7 +186,7 @@ class Ledger:
         several = written.to_json() if isinstance(written, Spread) else None
         self._note(Publish(lease.token, ids, tokens, one, versions, parents, finished, several))
         through = ids if finished is None else finished
-        at_once = len(through) == len(lease)
+        at_once = len(through) == lease.num_rows
         if len(through) == len(lease.open):
             lease.open.clear()
         else:
@@ -283,7 +285,7 @@ class Ledger:
             for group in lease.groups:
                 group.trained_in = step
         for ids, published, segment in lease.staged:
-            self._accept(lease, ids, published.to_lists(), segment, at_once=len(ids) == len(lease))
+            self._accept(lease, ids, published.to_lists(), segment, at_once=len(ids) == lease.num_rows)
         left = self._masks(node, lease.open)
         if shape is Shape.FILTER:
             for group, mask in left.items():

@@ -167,7 +167,7 @@ def _load_group(ledger: Ledger, record: Record, parts: list[Part]) -> None:
                     parts[k].rows += 1
         rows.aside = {(place, level): first for place, level, first in saved["aside"]} or None
         live.group_of.update(dict.fromkeys(rows.ids, group))
-    group.order = {i: places for i, places in record["order"]} or None
+    group.order = dict(record["order"]) or None
     count(live.wiring, group)
     live.restore(group)
 

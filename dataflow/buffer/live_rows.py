@@ -16,7 +16,6 @@ from .segments import Segment
 from .stored_parts import StoredParts
 from .wiring import Wiring
 
-
 Orders: TypeAlias = Mapping[Group, Sequence[int]]
 """Group -> places of its rows, in some order."""
 
@@ -441,7 +440,7 @@ class LiveRows:
                 if (g := groups.get(id))
             ]
         else:
-            waiting = sorted(self.readiness.row_queues[i])
+            waiting = sorted(self.readiness.in_row_queues[i])
             queued = [(g, g.levels[level].ready(i).bit_count()) for id in waiting if (g := groups.get(id))]
         for group, ready in queued:
             if ready and step not in (-1, group.issued_in):

@@ -46,9 +46,10 @@ from .log_history import (
 Record = Mapping[str, Any]
 """An event: `do` names its kind, and the other fields depend on the kind. Values are those of JSON."""
 
-FORMAT = 4
+FORMAT = 5
 """Format of the records of a log and of the graphs described in it. In format 1, all rows made of a parent came together. In format 2,
-rows were issued in a `round`, which is a `step` now. In format 3, all rows of a record lay in one segment."""
+rows were issued in a `round`, which is a `step` now. In format 3, all rows of a record lay in one segment. In format 4, every number of a
+record stood by itself (see `unpacked`)."""
 OLDEST = 3
 """The oldest format that is read."""
 
@@ -376,7 +377,7 @@ class LogReader:
             if checksum is None:
                 return
             self.end = Position(self.end.offset + len(line), checksum)
-            yield json.loads(line[9:])
+            yield unpacked(json.loads(line[9:]))
 
     def _checksum(self, line: bytes) -> int | None:
         where = f"{self.path}, byte {self.end.offset}"
@@ -388,6 +389,25 @@ class LogReader:
             self.damage = f"{where}: a record's checksum is {line[:8].decode(errors='replace')!r}, not {checksum:08x}"
             return None
         return checksum
+
+
+def unpacked(record: dict[str, Any]) -> dict[str, Any]:
+    """A record with every number by itself: ids that follow each other are written as [first, number], and tokens or versions that are
+    all the same as that one value.
+
+    >>> unpacked({"ids": [3, [8, 4]], "tokens": 0})
+    {'ids': [3, 8, 9, 10, 11], 'tokens': [0, 0, 0, 0, 0]}
+    """
+    ids = record.get("ids")
+    if not isinstance(ids, list):
+        return record
+    if any(type(one) is list for one in ids):
+        runs = (range(one[0], one[0] + one[1]) if type(one) is list else (one,) for one in ids)
+        record["ids"] = ids = list(chain.from_iterable(runs))
+    for name in ("tokens", "versions"):
+        if isinstance(record.get(name), int):
+            record[name] = [record[name]] * len(ids)
+    return record
 
 
 def graph_record(name: str, outline: Record) -> Record:

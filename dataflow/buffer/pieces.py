@@ -56,11 +56,14 @@ class Pieces:
             parts: list[Part | None] = []
             owners: list[int] = []
             for one in lease.held:
-                rows, own = one.group.levels[level], _places_on(one, level)
-                written = rows.parts[i]
-                parts += [written[place] for place in own]
+                rows = one.group.levels[level]
+                own = one.places if level == one.level else _places_on(one, level)
+                if len(own) == 1:
+                    parts.append(rows.parts[i][own[0]])
+                else:
+                    parts += map(rows.parts[i].__getitem__, own)
                 if level != node.level:
-                    owners += [rows.ids[place] for place in own]
+                    owners += map(rows.ids.__getitem__, own)
             ids = lease.ids if level == node.level else np.array(owners, np.int64)
             self._found.append((tuple(columns), ids, [part for part in parts if part is not None]))
 

@@ -18,6 +18,9 @@ from ..node import Node
 from .rows import Group, GroupState, mask_of
 from .wiring import Wiring
 
+FEW = 8
+"""Groups that are fewer than one in so many of a heap are pushed on it one by one; of more, the heap is made anew."""
+
 
 def group_order(group: Group) -> int:
     """Sort key of the groups that a node claims: the oldest comes first. The checker's rules and the replay of a log rely on it."""
@@ -35,8 +38,10 @@ class Readiness:
         self._wiring = wiring
         self.row_queues: list[list[int]] = [[] for _ in range(number)]
         """Heaps of the ids of groups that may have rows which are ready: a node claims those of the oldest group first."""
+        self.fresh_row_queues: list[list[int]] = [[] for _ in range(number)]
+        """The same of groups whose rows have come since the last claim, in no order yet."""
         self.in_row_queues: list[set[int]] = [set() for _ in range(number)]
-        """The same, to look one up."""
+        """All of these, to look one up."""
         self.group_queues: list[list[int]] = [[] for _ in range(number)]
         """Heaps of `group_order`."""
         self.num_rows = [0] * number
@@ -118,25 +123,43 @@ class Readiness:
         """So many rows of a group are ready for node i."""
         if group.id not in self.in_row_queues[i]:
             self.in_row_queues[i].add(group.id)
-            heapq.heappush(self.row_queues[i], group.id)
+            self.fresh_row_queues[i].append(group.id)
         self.num_rows[i] += number
 
     def take_rows(self, i: int, number: int | None, known: Mapping[int, Group]) -> list[tuple[Group, int]]:
         """At most so many of the rows that are ready for node i, in the order of their groups and ids: masks of the rows by group."""
-        queue, level = self.row_queues[i], self._wiring.level[i]
+        queue, fresh, level = self.row_queues[i], self.fresh_row_queues[i], self._wiring.level[i]
         taken: list[tuple[Group, int]] = []
-        left = self.num_rows[i] if number is None else number
-        while queue and (left > 0 or number is None):
+        if number is None or number >= self.num_rows[i]:
+            ids, self.row_queues[i], self.in_row_queues[i] = sorted(queue + fresh), [], set()
+            number = self.num_rows[i]
+            for id in ids:
+                if (group := known.get(id)) is not None and (mask := group.levels[level].ready(i)):
+                    taken.append((group, mask))
+        else:
+            taken = self._take_some(i, number, known)
+        fresh.clear()
+        self.num_rows[i] -= number
+        return taken
+
+    def _take_some(self, i: int, number: int, known: Mapping[int, Group]) -> list[tuple[Group, int]]:
+        queue, fresh, level = self.row_queues[i], self.fresh_row_queues[i], self._wiring.level[i]
+        if len(fresh) * FEW > len(queue):
+            queue += fresh
+            heapq.heapify(queue)
+        else:
+            for id in fresh:
+                heapq.heappush(queue, id)
+        taken: list[tuple[Group, int]] = []
+        while number:
             group = known.get(queue[0])
-            rows = group.levels[level] if group is not None else None
-            mask = rows.ready(i) if rows is not None else 0
-            found = mask.bit_count()
-            if found > left and rows is not None:  # the others of the group stay
-                mask, found = mask_of(rows.in_order(mask)[:left]), left
+            mask = group.levels[level].ready(i) if group is not None else 0
+            if mask.bit_count() > number and group is not None:  # the others of the group stay
+                rows = group.levels[level]
+                mask = mask_of(rows.in_order(mask)[:number])
             else:
                 self.in_row_queues[i].remove(heapq.heappop(queue))
-            left -= found
-            self.num_rows[i] -= found
+            number -= mask.bit_count()
             if group is not None and mask:
                 taken.append((group, mask))
         return taken

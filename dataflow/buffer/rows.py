@@ -94,6 +94,8 @@ def places_in(mask: int) -> Sequence[int]:
     >>> list(places_in(0b10110)), list(places_in(0b111)), list(places_in(0))
     ([1, 2, 4], [0, 1, 2], [])
     """
+    if not mask & (mask - 1):
+        return (mask.bit_length() - 1,) if mask else ()
     if not mask & (mask + 1):
         return range(mask.bit_length())
     places: list[int] = []

@@ -50,7 +50,8 @@ class StoredParts:
     def finish(self, group: Group) -> None:
         """All rows of a group are finished."""
         num_bytes = 0.0
-        for column in [column for rows in group.levels for column in rows.parts.values() if column]:
+        columns = [column for rows in group.levels for _, column in sorted(rows.parts.items()) if column]
+        for column in columns:  # in an order that does not depend on who was through first: a copy frees in the same
             for part, rows in _counted(column):
                 num_bytes += part.row_bytes * rows
                 part.rows -= rows

@@ -141,7 +141,7 @@ def test_a_killed_run_can_be_recovered_from_its_log_and_segments(tmp_path: Path)
     lease = ledger.claim(score)
     assert lease is not None
     reader = SegmentReader(buffer.segments, node)
-    (answers, responses) = Pieces(ledger.graph, ledger.source, lease).of(range(len(lease)))
+    (answers, responses) = Pieces(ledger.graph, ledger.source, lease).of(range(lease.num_rows))
     operation = score.operation
     rows = gather(RowTask(operation, (), lease.ids, lease.group_ids, lease.parent_ids, (answers, responses)), reader)
     assert set(rows["group_id"].to_pylist()) == {4, 5, 6, 7} and rows["response_ids"].null_count == 0

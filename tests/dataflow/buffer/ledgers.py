@@ -206,7 +206,7 @@ def readiness_state(ledger: Ledger, readiness: Readiness) -> dict[str, Any]:
     groups = ledger.live.groups
     state["queued rows"] = [
         sorted(id for id in queue if id in groups and groups[id].levels[ledger.graph.nodes[i].level].ready(i))
-        for i, queue in enumerate(readiness.row_queues)
+        for i, queue in enumerate(readiness.in_row_queues)
     ]
     state["queued groups"] = [
         sorted(id for id in queue if id in groups and groups[id].state(i) is GroupState.READY)

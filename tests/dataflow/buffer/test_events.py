@@ -18,6 +18,7 @@ from weft.dataflow.buffer.events import (
     from_record,
     to_json,
 )
+from weft.dataflow.buffer.log import unpacked
 
 SEGMENT = ["n0", 'file "0"', 7, 12, 99]
 EVENTS: list[Event] = [
@@ -34,6 +35,9 @@ EVENTS: list[Event] = [
     Publish(3, [4], [7], SEGMENT, None, [1], []),
     Publish(3, [4], [7], SEGMENT, [2], [1], None),
     Publish(3, [], [], None, [], [], [1, 2]),
+    Claim(3, "score", [*range(4, 20), 22, *range(5000, 5016)]),
+    Publish(3, list(range(4, 20)), [0] * 16, SEGMENT, [7] * 16, [1] * 16, []),
+    Publish(3, list(range(40, 4, -2)), list(range(18))),
     Finish(3),
     Finish(3, step=0),
     Release(3, "given\nback"),
@@ -45,12 +49,17 @@ EVENTS: list[Event] = [
 ]
 
 
-@pytest.mark.parametrize("event", EVENTS, ids=str)
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: str(event)[:60])
 def test_an_event_is_read_as_it_was_written(event: Event):
     text = to_json(event, 'a "graph"')
     assert "\n" not in text and " " not in text.replace("a \\", "").replace("file \\", "").replace("it failed", "")
-    record = json.loads(text)
+    record = unpacked(json.loads(text))
     assert record["graph"] == 'a "graph"' and from_record(record) == event
+
+
+def test_ids_that_follow_each_other_and_equal_values_are_written_once():
+    text = to_json(Publish(3, [*range(4, 20), 30, 31], [0] * 18, None, [7] * 18), "train")
+    assert '"ids":[[4,16],[30,2]],"tokens":0,"versions":7' in text
 
 
 def test_what_has_its_default_is_left_out():

@@ -150,7 +150,7 @@ class Play:
     def check_columns(self, lease: Lease) -> None:
         model, n = self.model, lease.node
         columns: set[str] = set()
-        for piece in Pieces(self.graph, self.ledger.source, lease).of(range(len(lease))):
+        for piece in Pieces(self.graph, self.ledger.source, lease).of(range(lease.num_rows)):
             columns |= set(piece.columns)
             store: dict[Any, Any] = {}
             for found in piece.segments:

@@ -10,6 +10,7 @@ from buffer_graphs import GRAPHS, eval_graph, train_graph
 from fragile_disk import Crash, FragileDisk
 from played_buffers import Driver, comes_to_its_end, fine, go_on, start, state_of
 
+from weft.dataflow.buffer import checkpoint_file
 from weft.dataflow.buffer.folder import LOG, ledger_checkpoints
 from weft.dataflow.buffer.log import Position
 from weft.dataflow.buffer.restored import restore
@@ -55,6 +56,21 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path, every: in
     assert state_of(history) == end and history.checkpoints == [], "the log alone tells everything"
     assert [str(p) in d for p, d in zip((latest, earlier), history.damage, strict=True)] == [True, True]
     comes_to_its_end(go_on(folder))
+
+
+def test_a_checkpoint_of_another_version_is_passed_over_and_the_log_says_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / "run"
+    _, _, end = broken_run(folder)
+    for path in ledger_checkpoints(folder):
+        position, records = checkpoint_file.read_checkpoint(path)
+        with monkeypatch.context() as then:
+            then.setattr(checkpoint_file, "FORMAT", 1)
+            checkpoint_file.write_checkpoint(path, position, records)
+    history = restore(folder, GRAPHS)
+    assert state_of(history) == end and history.checkpoints == []
+    assert all("has format 1, of an earlier version of Weft" in line for line in history.damage)
 
 
 def test_a_checkpoint_beyond_the_end_of_the_log_is_passed_over(tmp_path: Path):
