@@ -91,7 +91,7 @@ class Why(Command):
     run: RunName
     group: Annotated[Positional[int], arg(metavar="GROUP")]
     """The group_id of the group."""
-    graph: str | None = None
+    graph: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
     """Refuse groups of other graphs than this one, such as train."""
 
     def answer(self) -> Answer:
@@ -106,7 +106,10 @@ class Table(Command):
     """List the rows that the run ever issued or made."""
 
     run: RunName
-    state: Literal["waiting", "leased", "done", "dropped"] | None = None
+    state: Annotated[
+        Literal["waiting", "leased", "done", "dropped"] | None,
+        arg(metavar="{waiting,leased,done,dropped}", help_behavior_hint=""),
+    ] = None
     """List only rows in this state."""
     limit: int = 20
     """List at most so many rows."""

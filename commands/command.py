@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
 from tyro.conf import Positional, arg
 
+from ..dataflow.errors import UserError
+
+Switch: TypeAlias = Annotated[bool, arg(help_behavior_hint="")]
+"""An option that is off unless it is given."""
 RunName: TypeAlias = Annotated[Positional[str], arg(metavar="RUN", help="A run's directory, or its name under runs/.")]
 
 
@@ -20,7 +25,7 @@ class Answer:
     """For programs: the object that `--json` prints."""
     text: str = ""
     """The same for people; empty when the command has shown it already."""
-    notes: Sequence[str] = field(default=())
+    notes: Sequence[str] = ()
     """Lines for standard error: what could not be read, say."""
     exit_code: int = 0
     """0; 1 when what was looked at is not sound."""
@@ -30,8 +35,19 @@ class Answer:
 class Command(ABC):
     """A command. Its fields are its arguments and options; tyro makes the help of their docstrings."""
 
-    json: bool = False
+    json: Switch = False
     """Print one JSON object on standard output, and nothing else there."""
+
+    def check(self) -> None:
+        """Refuse what no command takes.
+
+        Raises:
+            UserError: a number is negative.
+        """
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int | float) and value < 0:
+                raise UserError(f"--{field.name.replace('_', '-')} {value}: it is a number from 0 on")
 
     @classmethod
     def split(cls, words: Sequence[str]) -> list[str]:

@@ -63,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         command = parse(words)
         as_json = command.json
+        command.check()
         answer = command.answer()
     except UserError as error:
         return _failed(f"error: {error}", 2, str(error), as_json)

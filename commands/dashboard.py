@@ -24,7 +24,7 @@ class Dashboard(Command):
     """Address that it listens on. Any other than loopback shows runs to whoever has the token."""
     port: int = 0
     """Port that it listens on; 0: one that is free."""
-    token: str | None = None
+    token: Annotated[str | None, arg(metavar="TOKEN", help_behavior_hint="")] = None
     """What the address is to carry; default: a new one. An empty one asks for none, on loopback alone."""
 
     def answer(self) -> Answer:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from ..dataflow.config import flattened
 from .command import Answer, Command
 from .run_folder import find_run
 
@@ -63,16 +62,23 @@ def compare_configs(
     own = [{key: value for key, value in one.items() if key not in OF_ONE_START} for one in (a, b)]
     data = [{"sources": one.get("sources", {}), "data": one.get("data", {})} for one in (a, b)]
     return (
-        _differences(flattened(own[0]), flattened(own[1])),
-        _differences(flattened(a.get("versions", {})), flattened(b.get("versions", {}))),
-        _differences(flattened(data[0]), flattened(data[1])),
+        dict(_differences(own[0], own[1])),
+        dict(_differences(a.get("versions", {}), b.get("versions", {}))),
+        dict(_differences(data[0], data[1])),
     )
 
 
-def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-    names = dict.fromkeys([*a, *b])
-    pairs = {name: [a.get(name, MISSING), b.get(name, MISSING)] for name in names}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+def _differences(a: Any, b: Any, name: str = "") -> Iterator[tuple[str, list[Any]]]:
+    """The name, with dots, and both values of whatever differs. What one run lacks altogether, such as a held-out set, is one value.
+
+    >>> dict(_differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 3, "c": 2}, "d": {"e": 4, "f": 5}}))
+    {'a.b': [1, 3], 'd': ['(not there)', {'e': 4, 'f': 5}]}
+    """
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in dict.fromkeys([*a, *b]):
+            yield from _differences(a.get(key, MISSING), b.get(key, MISSING), f"{name}.{key}" if name else str(key))
+    elif a != b:
+        yield name, [a, b]
 
 
 def compare_metrics(

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from .command import Answer, Command
+from .command import Answer, Command, Switch
 from .run_folder import RUNS
 
 
@@ -18,9 +18,9 @@ class Doctor(Command):
     variables. With --try or --gpu, try with a random model what Weft does: attention, collectives, weights, a run. Nothing is downloaded.
     Exit code 1 if something fails."""
 
-    tried: Annotated[bool, arg(name="try")] = False
+    tried: Annotated[bool, arg(name="try", help_behavior_hint="")] = False
     """Try it, too, in the form that a CPU allows; some minutes."""
-    gpu: bool = False
+    gpu: Switch = False
     """Try it on the GPUs of this machine."""
     root: Annotated[Path, arg(metavar="FOLDER")] = RUNS
     """The folder of runs, whose disk is looked at."""

@@ -11,7 +11,7 @@ from tyro.conf import Positional, arg
 
 from ..dataflow.errors import RunError, UserError, nearest
 from ..workers.model_folder import ADAPTER_CONFIG_FILE
-from .command import Answer, Command, RunName
+from .command import Answer, Command, RunName, Switch
 from .run_folder import find_run
 
 MODEL = "model"
@@ -25,11 +25,11 @@ class Export(Command):
     run: RunName
     out: Annotated[Positional[Path], arg(metavar="FOLDER")]
     """A new folder."""
-    step: int | None = None
+    step: Annotated[int | None, arg(metavar="STEP", help_behavior_hint="")] = None
     """The checkpoint of this step. Default: the last one."""
-    group: str | None = None
+    group: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
     """The worker group whose model it is. Default: actor, or the only one that has a model."""
-    merged: bool = False
+    merged: Switch = False
     """Add an adapter's weights to those of the model that it belongs to."""
 
     def answer(self) -> Answer:

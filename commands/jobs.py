@@ -15,7 +15,7 @@ from .submit import ended, followed
 class List(Command):
     """List the jobs that the cluster remembers, the latest first."""
 
-    address: str | None = None
+    address: Annotated[str | None, arg(metavar="URL", help_behavior_hint="")] = None
     """The cluster's job server, such as http://ray-head:8265; default: RAY_API_SERVER_ADDRESS of the environment."""
 
     def answer(self) -> Answer:
@@ -39,7 +39,7 @@ class Follow(Command):
 
     job: Annotated[Positional[str], arg(metavar="JOB")]
     """Its id."""
-    address: str | None = None
+    address: Annotated[str | None, arg(metavar="URL", help_behavior_hint="")] = None
     """The cluster's job server, such as http://ray-head:8265; default: RAY_API_SERVER_ADDRESS of the environment."""
 
     def answer(self) -> Answer:
@@ -54,7 +54,7 @@ class Stop(Command):
 
     job: Annotated[Positional[str], arg(metavar="JOB")]
     """Its id."""
-    address: str | None = None
+    address: Annotated[str | None, arg(metavar="URL", help_behavior_hint="")] = None
     """The cluster's job server, such as http://ray-head:8265; default: RAY_API_SERVER_ADDRESS of the environment."""
 
     def answer(self) -> Answer:

@@ -8,6 +8,19 @@ from ..dataflow.errors import UserError, nearest
 
 RUNS = Path("runs")
 """Where the name of a run is looked for."""
+LEFT = frozenset(
+    (
+        "lock",
+        "buffer",
+        "metrics.arrows",
+        "metrics.parquet",
+        "timeline.parquet",
+        "samples",
+        "checkpoints",
+        "alerts.jsonl",
+    )
+)
+"""Some of the names in a run's directory. (A `config.json` is in that of a model, too.)"""
 
 
 def run_path(name: str) -> Path:
@@ -23,17 +36,25 @@ def find_run(name: str) -> Path:
     """The directory of a run.
 
     Raises:
-        UserError: it is not there; the message offers the nearest name that is.
+        UserError: it is not there, or the folder is not one of a run; the message offers the nearest name that is.
     """
     path = run_path(name)
     if not path.is_dir():
         raise UserError(f"there is no run {path}{nearest(path.name, run_names(path.parent))}")
+    inside = {entry.name for entry in _entries(path)}
+    if not inside & LEFT:
+        found = "is empty" if not inside else f"has none of what a run leaves behind ({', '.join(sorted(LEFT))})"
+        raise UserError(f"{path} holds no run: it {found}")
     return path
 
 
 def run_names(folder: Path) -> list[str]:
     """Names of the folders in a folder; none where it is not there, or may not be read."""
+    return sorted(inside.name for inside in _entries(folder) if inside.is_dir())
+
+
+def _entries(folder: Path) -> list[Path]:
     try:
-        return sorted(inside.name for inside in folder.iterdir() if inside.is_dir())
+        return list(folder.iterdir())
     except OSError:
         return []

@@ -25,13 +25,13 @@ class Samples(Command):
     """Show samples of a run with their rewards, of its last step if nothing else is said; or ask in SQL about all of them."""
 
     run: RunName
-    sql: Annotated[str | None, arg(metavar="QUERY")] = None
+    sql: Annotated[str | None, arg(metavar="QUERY", help_behavior_hint="")] = None
     """A question about the table samples, such as 'select step, avg(reward) from samples group by step order by step'."""
-    step: int | None = None
+    step: Annotated[int | None, arg(metavar="STEP", help_behavior_hint="")] = None
     """Show samples of this step. Default: the last that has any."""
     graph: str = "train"
     """Show samples of this graph: train, or the name of an evaluation."""
-    limit: int | None = None
+    limit: Annotated[int | None, arg(metavar="NUMBER", help_behavior_hint="")] = None
     """Show at most so many. Default: 5 samples, or 100 rows of an answer in SQL."""
 
     def answer(self) -> Answer:

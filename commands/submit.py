@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import Positional, arg
 
 from ..dataflow.errors import UserError
-from .command import Answer, Command
+from .command import Answer, Command, Switch
 
 if TYPE_CHECKING:
     from ..controllers.backends.jobs import Job, Jobs
@@ -26,27 +26,27 @@ class Submit(Command):
     """A Python program in the folder that is sent."""
     arguments: Annotated[Positional[tuple[str, ...]], arg(metavar="ARGUMENTS")] = ()
     """Arguments of the script."""
-    address: str | None = None
+    address: Annotated[str | None, arg(metavar="URL", help_behavior_hint="")] = None
     """The cluster's job server, such as http://ray-head:8265; default: RAY_API_SERVER_ADDRESS of the environment."""
-    name: str | None = None
+    name: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
     """Folder of the job's runs below --root; default: the name of the script."""
-    resume: bool = False
+    resume: Switch = False
     """Go on from the last checkpoint of the runs of this name, where the script itself says nothing else."""
     root: str = "~/weft"
     """Folder below which runs of jobs lie, on the head node or shared; a relative root in the script is taken below ROOT/NAME."""
     working_dir: Path = Path()
     """The folder that is sent, without what its .gitignore and .rayignore name."""
-    exclude: tuple[str, ...] = ()
+    exclude: Annotated[tuple[str, ...], arg(metavar="PATTERNS", help_behavior_hint="")] = ()
     """Patterns, as in a .gitignore, of what is not sent."""
-    env: tuple[str, ...] = ()
+    env: Annotated[tuple[str, ...], arg(metavar="NAME=VALUE ...", help_behavior_hint="")] = ()
     """Variables of the job, as NAME=VALUE; no secrets."""
-    queue: str | None = None
+    queue: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
     """Wait on the cluster until all earlier jobs of this queue are over."""
     python: str = "python"
     """The interpreter on the cluster, which has Weft."""
     stop_wait_s: int = 600
     """Seconds that the job has to save itself when it is stopped."""
-    detach: bool = False
+    detach: Switch = False
     """Do not follow the job."""
 
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -19,11 +19,11 @@ class Timeline(Command):
     run: RunName
     steps: str = ":"
     """Show only these steps: 10:20 (10 to 19), 10:, :20 or 10; all of them is ':'."""
-    out: Annotated[Path | None, arg(metavar="FILE")] = None
+    out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
     """Write the picture to this file. Default: RUN/timeline.png."""
 
     def answer(self) -> Answer:
-        from ..dashboard.timeline import draw_timeline, load_timeline, parse_steps, summary
+        from ..dashboard.timeline import draw_timeline, load_timeline, node_times, parse_steps, summary
 
         run = run_path(self.run)
         timeline = load_timeline(run, parse_steps(self.steps))
@@ -32,4 +32,5 @@ class Timeline(Command):
             lane.group: {"calls": len(lane.calls), "idle": lane.idle, "idle_s": lane.idle_s} for lane in timeline.lanes
         }
         found = {"start_s": timeline.start_s, "end_s": timeline.end_s, "groups": lanes, "picture": str(picture)}
+        found["nodes"] = [asdict(node) for node in node_times(timeline)]
         return Answer(found, f"{summary(timeline)}\n\npicture: {picture}")

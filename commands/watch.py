@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .command import Answer, Command, RunName
+from .command import Answer, Command, RunName, Switch
 from .run_folder import find_run
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Watch(Command):
     run: RunName
     last: int = 20
     """Steps of the past that are shown first."""
-    once: bool = False
+    once: Switch = False
     """Show what there is, and do not wait for more."""
 
     def answer(self) -> Answer:
@@ -43,7 +43,10 @@ class Watch(Command):
                 view.show()
             view.end()
         facts = facts_of(run)
-        found = {"metrics": dict(facts.last), "alerts": [asdict(alert) for alert in facts.alerts[-self.last :]]}
+        found = {
+            "metrics": dict(facts.last),
+            "alerts": [asdict(alert) for alert in facts.alerts[max(0, len(facts.alerts) - self.last) :]],
+        }
         return Answer({**facts.for_programs, **found}, notes=[f"damaged: {what}" for what in facts.damage])
 
 
@@ -90,7 +93,7 @@ class View:
         steps = sorted(step for step in self._rows if step > max(self._shown, 0.0))
         if self.goes_on:
             steps = steps[:-1]
-        for step in steps[-self.last :] if self._shown < 0 else steps:
+        for step in steps[max(0, len(steps) - self.last) :] if self._shown < 0 else steps:
             self._show_step(step)
         self._shown = max([self._shown, 0.0, *steps])
 
@@ -129,7 +132,7 @@ class View:
         from ..controllers.alerts import read_alerts
 
         alerts = read_alerts(self.run)
-        for alert in alerts[-self.last :] if not self._alerts else alerts[self._alerts :]:
+        for alert in alerts[max(0, len(alerts) - self.last) :] if not self._alerts else alerts[self._alerts :]:
             said = f"ended at step {alert.step}: {alert.text}" if alert.ends else f"step {alert.step}: {alert.text}"
             self.display.say(said, warning=True)
         self._alerts = len(alerts)

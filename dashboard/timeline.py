@@ -275,6 +275,35 @@ def parse_steps(text: str) -> tuple[int | None, int | None]:
 # As text
 
 
+@dataclass(frozen=True)
+class NodeTimes:
+    """What the calls of a node took."""
+
+    group: str
+    node: str
+    calls: int
+    rows: int
+    seconds: float
+    """Of all calls, also where several went on at once."""
+    worker_s: float
+    """Of these, inside the workers; the rest went to the driver and the transport."""
+    share: float
+    """`seconds`, of the time that is shown."""
+
+
+def node_times(timeline: Timeline) -> list[NodeTimes]:
+    """What the calls of each node took, the longest first."""
+    by_node: dict[tuple[str, str], list[TimelineCall]] = {}
+    for call in timeline.ended:
+        by_node.setdefault((call.group, call.node), []).append(call)
+    found: list[NodeTimes] = []
+    for (group, node), own in by_node.items():
+        seconds, worker_s = sum(c.end_s - c.start_s for c in own), sum(c.worker_s for c in own)
+        share = seconds / timeline.seconds if timeline.seconds else 0.0
+        found.append(NodeTimes(group, node, len(own), sum(c.rows for c in own), seconds, worker_s, share))
+    return sorted(found, key=lambda one: -one.seconds)
+
+
 def summary(timeline: Timeline) -> str:
     """What a person wants to know first: how busy each group was, and what took the time."""
     groups = [
@@ -288,25 +317,19 @@ def summary(timeline: Timeline) -> str:
         }
         for lane in timeline.lanes
     ]
-    by_node: dict[tuple[str, str], list[TimelineCall]] = {}
-    for call in timeline.ended:
-        by_node.setdefault((call.group, call.node), []).append(call)
-    nodes = []
-    for (group, node), own in by_node.items():
-        seconds, worked = sum(c.end_s - c.start_s for c in own), sum(c.worker_s for c in own)
-        nodes.append(
-            {
-                "group": group,
-                "node": node,
-                "calls": len(own),
-                "rows": sum(c.rows for c in own),
-                "seconds": f"{seconds:.2f}".rjust(8),
-                "in worker": f"{worked:.2f}".rjust(9),
-                "mean call": _seconds(seconds / len(own)).rjust(9),
-                "share %": f"{100 * seconds / timeline.seconds if timeline.seconds else 0:.1f}".rjust(7),
-            }
-        )
-    nodes.sort(key=lambda row: -float(row["seconds"]))
+    nodes = [
+        {
+            "group": node.group,
+            "node": node.node,
+            "calls": node.calls,
+            "rows": node.rows,
+            "seconds": f"{node.seconds:.2f}".rjust(8),
+            "in worker": f"{node.worker_s:.2f}".rjust(9),
+            "mean call": _seconds(node.seconds / node.calls).rjust(9),
+            "share %": f"{100 * node.share:.1f}".rjust(7),
+        }
+        for node in node_times(timeline)
+    ]
     tables = [render_table(pa.Table.from_pylist(rows), limit=1000, width=100) for rows in (groups, nodes) if rows]
     return "\n\n".join([timeline.title, *tables])
 

@@ -63,6 +63,23 @@ def test_a_wrong_command_or_argument_ends_with_two(capsys: pytest.CaptureFixture
     assert end.value.code == 2 and "GROUP" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["watch", "x", "--last", "-1"], ["buffer", "table", "x", "--limit", "-5"], ["stop", "x", "--timeout", "-0.5"]],
+)
+def test_a_negative_number_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main(words) == 2
+    assert f"{words[-2]} {words[-1]}: it is a number from 0 on" in capsys.readouterr().err
+
+
+def test_help_says_each_default_once(capsys: pytest.CaptureFixture[str]):
+    for words in commands():
+        with pytest.raises(SystemExit):
+            main([*words, "--help"])
+        said = capsys.readouterr().out
+        assert "None" not in said and "(default: False)" not in said, words
+
+
 def test_the_module_and_the_script_are_the_same_command(runs: Path):
     environment = os.environ | {"PYTHONWARNINGS": "error"}
     command = [sys.executable, "-m", "weft", "buffer", "check", "tinny"]

@@ -71,6 +71,12 @@ def test_a_logprob_that_differs_is_told_where_the_tokens_are_the_same(
     assert sample["tokens"][1]["logprob_b"] == -1.5
 
 
+def test_what_one_run_lacks_altogether_is_one_line():
+    held_out = {"path": "a.jsonl", "format": "rows", "rows": 3}
+    settings, _, data = compare_configs({"data": {"hard": held_out}, "settings": None}, {"settings": {"x": 1}})
+    assert settings == {"settings": [None, {"x": 1}]} and data == {"data.hard": [held_out, "(not there)"]}
+
+
 def test_versions_are_apart_and_what_a_clock_measures_is_passed_over():
     a = {"versions": {"torch": "2.6"}, "schedule": {"steps": 3}, "origin": "x"}
     b = {"versions": {"torch": "2.7"}, "schedule": {"steps": 3}, "origin": "y", "seed": 1}

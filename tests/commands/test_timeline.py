@@ -61,8 +61,20 @@ def test_timeline_ends_with_two_when_the_user_can_mend_it(timeline_run: Path, ca
     assert "runs/tiny has no timeline" in capsys.readouterr().err
 
 
-def test_timeline_as_json_has_the_idle_share_of_each_group(timeline_run: Path, capsys: pytest.CaptureFixture[str]):
+def test_timeline_as_json_has_the_idle_share_of_each_group_and_the_times_of_each_node(
+    timeline_run: Path, capsys: pytest.CaptureFixture[str]
+):
     assert main(["timeline", "tiny", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["end_s"], found["groups"]["rollout"]["idle"]) == (2.0, 0.25)
     assert found["picture"] == "runs/tiny/timeline.png"
+    update = {
+        "group": "actor",
+        "node": "update",
+        "calls": 2,
+        "rows": 16,
+        "seconds": 0.5,
+        "worker_s": 0.5,
+        "share": 0.25,
+    }
+    assert found["nodes"][1] == update

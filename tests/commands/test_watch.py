@@ -28,8 +28,21 @@ def test_a_run_that_is_over_is_shown_as_it_went(done: Path, capsys: pytest.Captu
     ]
     assert any(line.split() == ["metrics:", "runs/one/metrics.parquet"] for line in said)
     assert "run one: 3 steps, 0:00" in said and "\x1b" not in "".join(said)
-    assert main(["watch", "one", "--last", "1"]) == 0
-    assert "step 2/3" not in capsys.readouterr().out
+    for last in (0, 1):
+        assert main(["watch", "one", "--last", f"{last}"]) == 0
+        assert [line[:8] for line in capsys.readouterr().out.splitlines() if line.startswith("step")] == [
+            "step 3/3"
+        ] * last
+
+
+def test_a_folder_that_holds_no_run_is_refused(done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for inside, says in ((None, "it is empty"), ("config.json", "it has none of what a run leaves behind")):
+        folder = tmp_path / f"folder-{inside}"
+        folder.mkdir()
+        if inside:
+            (folder / inside).write_text("{}")
+        assert main(["watch", str(folder)]) == 2
+        assert f"error: {folder} holds no run: {says}" in capsys.readouterr().err
 
 
 def test_with_json_it_is_the_present_state(done: Path, capsys: pytest.CaptureFixture[str]):
