@@ -48,7 +48,7 @@ function frame() {
   const parts = [brand(connection), runLinks(known.runs, page, run, link)];
   if (run) parts.splice(1, 0, h("div", { class: "pages" }, h("h2", {}, "Run"), OF_A_RUN.map(entry)));
   patch(document.getElementById("nav"), parts);
-  patch(document.getElementById("header"), headline(page, facts, connection, { title: PAGES[page].title, stop: () => stopDialog(run, say), help: help }));
+  patch(document.getElementById("header"), headline(page, OF_A_RUN.includes(page) ? facts : null, connection, { title: PAGES[page].title, stop: () => stopDialog(run, say), help: help }));
   document.title = `${run ? `${run} · ` : ""}${PAGES[page].title} · Weft`;
 }
 

@@ -15,7 +15,7 @@ const HIGH = 120;
 /** Columns of shares over steps: [{step, counts: {value: rows}}], as the staleness of the rows of each step. */
 export function histogramOverSteps(rows, shades, label) {
   const keys = [...new Set(rows.flatMap((row) => Object.keys(row.counts)))].sort((a, b) => a - b);
-  const wide = Math.max(2, Math.min(14, Math.floor(640 / rows.length)));
+  const wide = Math.max(2, Math.min(14, Math.floor(440 / rows.length)));
   const shade = (key) => shades[Math.min(shades.length - 1, keys.indexOf(key))];
   const columns = rows.map((row, place) => {
     const total = Object.values(row.counts).reduce((a, b) => a + b, 0) || 1;

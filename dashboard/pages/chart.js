@@ -5,6 +5,7 @@ import { plain } from "./text.js";
 
 const MARKS = { checkpoint: "--idle", evaluation: "--accent", restart: "--bad", alert: "--busy" };
 const NEAR_PX = 5;
+const TIMES = [0.001, 0.01, 0.1, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800];
 
 /** One axis for all series: their points by x, and null where a series has none. */
 function joined(series) {
@@ -110,8 +111,8 @@ export function chart(node, props) {
         y: { distr: current.log ? 3 : 1, range: (u, low, high) => bounds(low, high, current.log, current.floor) },
       },
       axes: [
-        { stroke: ink, grid: { show: false }, ticks: { show: false }, font, size: 18, gap: 3, space: 72, values: (u, at) => at.map((v) => (v == null ? "" : format(v))) },
-        { stroke: ink, grid, ticks: { show: false }, font, size: 42, gap: 4, space: current.log ? 18 : 24, values: (u, at) => at.map((v) => (v == null ? "" : formOf(current.form)(v))) },
+        { stroke: ink, grid: { show: false }, ticks: { show: false }, font, size: 18, ...(current.axis === "time_s" ? { incrs: TIMES } : {}), gap: 3, space: 72, values: (u, at) => at.map((v) => (v == null ? "" : format(v))) },
+        { stroke: ink, grid, ticks: { show: false }, font, size: current.form === "bytes" ? 54 : 44, gap: 4, space: current.log ? 18 : 24, values: (u, at) => at.map((v) => (v == null ? "" : formOf(current.form)(v))) },
       ],
       cursor: { y: false, points: { size: 6 }, drag: { x: true, y: false, setScale: false }, sync: { key: "weft", scales: ["x", null] } },
       series: [{}, ...series], bands, hooks: { draw: [drawMarks], setCursor: [hover], setSelect: [selected] },

@@ -37,12 +37,22 @@ export function duration(seconds) {
   return small ? `${large} ${names[0]} ${small} ${names[1]}` : `${large} ${names[0]}`;
 }
 
+/** A moment of a run by its clock: 2:29:10, or 0:41.250 where marks lie closer than a second. */
+export function clock(seconds, spacing = 1) {
+  if (seconds == null || !Number.isFinite(seconds)) return NONE;
+  const decimals = spacing >= 1 ? 0 : Math.min(6, Math.ceil(-Math.log10(spacing) - 1e-9));
+  const whole = Math.floor(seconds + 0.5 * 10 ** -decimals);
+  const [hours, minutes] = [Math.floor(whole / 3600), Math.floor((whole % 3600) / 60)];
+  const rest = Math.max(0, seconds - hours * 3600 - minutes * 60).toFixed(decimals).padStart(decimals ? decimals + 3 : 2, "0");
+  return `${hours ? `${hours}:${String(minutes).padStart(2, "0")}` : minutes}:${rest}`;
+}
+
 export function bytes(value) {
   if (value == null) return NONE;
   const units = ["B", "kB", "MB", "GB", "TB"];
   let place = 0;
   while (value >= 1000 && place < units.length - 1) [value, place] = [value / 1000, place + 1];
-  return `${place && value < 100 ? value.toPrecision(3) : Math.round(value)} ${units[place]}`;
+  return `${place && value < 100 ? +value.toPrecision(3) : Math.round(value)} ${units[place]}`;
 }
 
 /** How long ago a moment (seconds of the Unix clock) was, in one unit. */

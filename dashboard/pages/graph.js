@@ -7,7 +7,7 @@ import { link } from "./route.js";
 import { empty, table } from "./table.js";
 import { line } from "./text.js";
 
-const WIDTH = 164;
+const WIDTH = 150;
 const HEIGHT = 76;
 const MARGIN = 10;
 const ARROWS = [["arrow", "tip-ink"], ["arrow-weights", "tip-accent"]];
@@ -16,6 +16,8 @@ const short = (name) => name.split("/").pop().split(".").pop();
 
 function bar(node, x, y) {
   const parts = [[node.done, "tip-ok"], [node.leased, "tip-busy"], [node.waiting, "tip-idle"]];
+  const inside = (node.leased ?? 0) + (node.waiting ?? 0);
+  if (inside) parts[0][0] = Math.min(parts[0][0] ?? 0, inside); // what is in flight stays visible in a long run
   const total = parts.reduce((sum, [rows]) => sum + (rows ?? 0), 0);
   let at = x;
   return parts.map(([rows, shade]) => {
@@ -42,10 +44,10 @@ function box(node, { x, y }, chosen, choose) {
     s("title", {}, `${line(node.name)}\n${rows}`),
     s("rect", { class: "box", x, y, width: WIDTH, height: HEIGHT, rx: 8 }),
     s("circle", { class: node.busy ? "tip-busy pulse" : "tip-idle", cx: x + WIDTH - 14, cy: y + 15, r: 4 }),
-    s("text", { class: "nm", x: x + 12, y: y + 20 }, cut(line(short(node.name)), 19)),
-    s("text", { class: "gr", x: x + 12, y: y + 35 }, cut(line(runs), 25)),
+    s("text", { class: "nm", x: x + 12, y: y + 20 }, cut(line(short(node.name)), 15)),
+    s("text", { class: "gr", x: x + 12, y: y + 35 }, cut(line(runs), 23)),
     bar(node, x + 12, y + 44),
-    s("text", { class: "ct", x: x + 12, y: y + 66 }, cut(line(noteOf(node)), 25)));
+    s("text", { class: "ct", x: x + 12, y: y + 66 }, cut(line(noteOf(node)), 23)));
 }
 
 function path(from, to, down) {
@@ -58,8 +60,8 @@ function flow(edge, places, down) {
   const [from, to] = [places[edge.from], places[edge.to]];
   if (!from || !to) return null;
   const { d, x, y } = path(from, to, down);
-  const text = edge.rows ? `${count(edge.rows)} waiting` : "";
-  return s("g", { key: `${edge.from}>${edge.to}` }, s("path", { class: "edge", d, "marker-end": "url(#arrow)" }), s("title", {}, (edge.columns ?? []).map((name) => line(name)).join("\n")),
+  const text = edge.rows ? count(edge.rows) : "";
+  return s("g", { key: `${edge.from}>${edge.to}` }, s("path", { class: "edge", d, "marker-end": "url(#arrow)" }), s("title", {}, `${count(edge.rows ?? 0)} rows wait here\n${(edge.columns ?? []).map((name) => line(name)).join(", ")}`),
     text ? s("text", { class: "edge-label", x: down ? x + 6 : x, y: down ? y + 4 : y - 7, "text-anchor": down ? "start" : "middle" }, text) : null);
 }
 
@@ -91,12 +93,13 @@ function map(name, data, { params, set }) {
   const names = nodes.map((node) => node.name);
   const edges = data.edges.filter((edge) => names.includes(edge.from) && names.includes(edge.to));
   const down = innerWidth < 900 && nodes.length > 2;
-  const size = layout(names, edges.map((edge) => [edge.from, edge.to]), { width: WIDTH, height: HEIGHT, gapAlong: down ? 40 : 58, gapAcross: down ? 16 : 30, down });
+  const room = innerWidth - (innerWidth > 760 ? 208 + 48 : 24) - 26 - 2 * MARGIN;
+  const size = layout(names, edges.map((edge) => [edge.from, edge.to]), { width: WIDTH, height: HEIGHT, gapAlong: down ? 40 : (layers) => Math.max(40, Math.min(110, (room - layers * WIDTH) / Math.max(1, layers - 1))), gapAcross: down ? 16 : 30, down });
   for (const place of Object.values(size.places)) [place.x, place.y] = [place.x + MARGIN, place.y + MARGIN];
   const groups = new Set(nodes.map((node) => node.group));
   const followed = data.weights.filter((edge) => groups.has(edge.from) && groups.has(edge.to));
-  const room = followed.length ? 36 + followed.length * 28 : 0;
-  const [wide, high] = [size.width + 2 * MARGIN + (down ? room : 0), size.height + 2 * MARGIN + (down ? 0 : room)];
+  const below = followed.length ? 30 + followed.length * 28 : 0;
+  const [wide, high] = [size.width + 2 * MARGIN + (down ? below : 0), size.height + 2 * MARGIN + (down ? 0 : below)];
   const choose = (node) => set({ node: params.node === node ? "" : node });
   const markers = ARROWS.map(([id, shade]) => s("marker", { id, viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" }, s("path", { class: shade, d: "M0 0L8 4L0 8z" })));
   return h("div", { class: "panel map", key: `map-${name}`, tabindex: "0", role: "region", "aria-label": `graph ${name}` },
@@ -125,7 +128,7 @@ function view(data, context) {
   const graphs = [...new Set(data.nodes.map((node) => node.graph ?? ""))];
   const chosen = data.nodes.find((node) => node.name === params.node);
   const when = data.live ? "rows now" : data.at ? `rows as they were ${ago(data.at)}` : "rows at the end";
-  const legend = h("p", { class: "legend", key: "legend" }, [["--ok", "done"], ["--busy", "leased: under way"], ["--idle", "waiting"]].map(([shade, word]) => h("span", {}, h("i", { class: "swatch", css: { "--shade": `var(${shade})` } }), word)), data.weights.length ? h("span", {}, "┄ weights") : null);
+  const legend = h("p", { class: "legend", key: "legend" }, [["--ok", "done (drawn no longer than the rest)"], ["--busy", "leased: under way"], ["--idle", "waiting"]].map(([shade, word]) => h("span", {}, h("i", { class: "swatch", css: { "--shade": `var(${shade})` } }), word)), data.weights.length ? h("span", {}, "┄ weights") : null);
   const columns = [
     { name: "from", title: "From", value: (edge) => edge.from }, { name: "to", title: "To", value: (edge) => edge.to }, { name: "version", title: "Version", n: true, value: (edge) => edge.version },
     { name: "behind", title: "Updates behind", n: true, value: (edge) => edge.behind, cell: (edge) => number(edge.behind) }, { name: "age", title: "Age", n: true, value: (edge) => edge.age_s, cell: (edge) => duration(edge.age_s) },

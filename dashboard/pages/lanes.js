@@ -1,6 +1,6 @@
 // Lanes of a timeline on a canvas: calls as bars, shares of time where bars would be thinner than a pixel, ends of steps, the critical path.
 import { colour, h } from "./dom.js";
-import { count, duration, percent } from "./format.js";
+import { clock, count, duration, percent } from "./format.js";
 import { plain } from "./text.js";
 
 const LANE = 26;
@@ -13,7 +13,7 @@ export const shadeOf = (node) => COLOURS[node % COLOURS.length];
 /** Distances between marks of an axis that people can read: 1, 2, 5, times a power of ten, and minutes and hours. */
 function spacing(seconds, marks) {
   const least = seconds / marks;
-  for (const step of [60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400]) if (least > 20 && step >= least) return step;
+  for (const step of [30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400]) if (least > 20 && step >= least) return step;
   const power = 10 ** Math.floor(Math.log10(least || 1));
   return [1, 2, 5, 10].map((times) => times * power).find((step) => step >= least);
 }
@@ -70,7 +70,7 @@ export function lanes(node, props) {
 
   function axis(ctx, high) {
     const [start, end] = current.range;
-    const step = spacing(end - start, Math.max(2, wide() / 140));
+    const step = spacing(end - start, Math.max(2, wide() / 110));
     ctx.fillStyle = colour("--ink3");
     ctx.strokeStyle = colour("--line");
     ctx.textAlign = "center";
@@ -80,7 +80,7 @@ export function lanes(node, props) {
       ctx.moveTo(x, TOP - 4);
       ctx.lineTo(x, high);
       ctx.stroke();
-      ctx.fillText(duration(+time.toPrecision(9)), x, 12);
+      ctx.fillText(clock(+time.toPrecision(12), step), x, 12);
     }
   }
 
@@ -157,14 +157,14 @@ export function lanes(node, props) {
     if (hit) {
       const [start, end, which, rows, step, worker] = hit.call;
       const inside = worker != null && worker < end - start ? `, ${duration(worker)} in the worker` : "";
-      return `${plain(lane.lane)}: ${plain(current.data.nodes[which] ?? "")}\n${duration(end - start)}${inside}${rows ? `, ${count(rows)} rows` : ""}\nstep ${step}, from ${duration(start)}`;
+      return `${plain(lane.lane)}: ${plain(current.data.nodes[which] ?? "")}\n${duration(end - start)}${inside}${rows ? `, ${count(rows)} rows` : ""}\nstep ${step}, at ${clock(start, 0.01)}`;
     }
     const gap = (lane.gaps ?? []).find((one) => time >= one.start_s && time <= one.end_s);
     if (gap) return `${plain(lane.lane)}: idle for ${duration(gap.end_s - gap.start_s)}\n${plain(gap.text ?? gap.reason)}`;
     if (lane.bins) {
       const bin = Math.floor((time - lane.bins.t0) / lane.bins.dt);
       const parts = lane.bins.shares.map((shares, which) => [shares[bin], which]).filter(([share]) => share > 0.005);
-      return parts.length ? `${plain(lane.lane)} at ${duration(time)}\n${parts.map(([share, which]) => `${plain(current.data.nodes[which] ?? "")} ${percent(share)}`).join("\n")}` : null;
+      return parts.length ? `${plain(lane.lane)} at ${clock(time, 0.1)}\n${parts.map(([share, which]) => `${plain(current.data.nodes[which] ?? "")} ${percent(share)}`).join("\n")}` : null;
     }
     return null;
   }

@@ -15,7 +15,7 @@ function layersOf(nodes, edges) {
   return layer;
 }
 
-/** Positions {name: {x, y}} and the size of the whole. `down`: layers stand below one another, for narrow screens. */
+/** Positions {name: {x, y}} and the size of the whole. `gapAlong` may be a function of the number of layers. `down`: layers stand below one another, for narrow screens. */
 export function layout(nodes, edges, { width, height, gapAlong, gapAcross, down }) {
   const layer = layersOf(nodes, edges);
   const layers = [];
@@ -32,12 +32,13 @@ export function layout(nodes, edges, { width, height, gapAlong, gapAcross, down 
   });
   const widest = Math.max(...filled.map((names) => names.length));
   const [along, across] = down ? [height, width] : [width, height];
+  const gap = typeof gapAlong === "function" ? gapAlong(filled.length) : gapAlong;
   const places = {};
   filled.forEach((names, depth) => names.forEach((name) => {
-    const a = depth * (along + gapAlong);
+    const a = depth * (along + gap);
     const b = (order.get(name) + (widest - 1) / 2) * (across + gapAcross);
     places[name] = down ? { x: b, y: a } : { x: a, y: b };
   }));
-  const [long, wide] = [filled.length * along + (filled.length - 1) * gapAlong, widest * across + (widest - 1) * gapAcross];
+  const [long, wide] = [filled.length * along + (filled.length - 1) * gap, widest * across + (widest - 1) * gapAcross];
   return { places, ...(down ? { width: wide, height: long } : { width: long, height: wide }) };
 }

@@ -30,7 +30,7 @@ function toolbar({ params, set }) {
 
 function versions(sample) {
   const known = (sample.columns?.version ?? []).filter((version) => version != null);
-  const [low, high] = known.length ? [Math.min(...known.slice(0, 1), known[known.length - 1]), Math.max(known[0], known[known.length - 1])] : [sample.version_min, sample.version_max];
+  const [low, high] = known.length ? [known.reduce((a, b) => Math.min(a, b)), known.reduce((a, b) => Math.max(a, b))] : [sample.version_min, sample.version_max];
   if (low == null) return null;
   return h("span", {}, low === high ? `v${low}` : `v${low} → v${high}`);
 }
@@ -93,6 +93,7 @@ function detail(data, context) {
     block(`${group.group}/prompt`, group.prompt, render, { class: "prompt" }),
     data.prompt ? overTraining(data.prompt, context) : null,
     known.length ? h("div", { class: "row" }, h("span", { class: "chips", role: "group", "aria-label": "tokens are coloured by" }, known.map((name) => chip(shadeOfColumn(name).title, name === by, () => set({ by: name })))), h("span", { class: "fill" }), ramp(by, scale)) : null,
+    known.length ? h("p", { class: "faint small" }, "Point at a token for its figures, or go to a response with Tab and use the arrow keys. Underlined: written by a newer policy.") : null,
     compared(group, context),
     h("div", { class: `responses ${params.stack ? "stack" : ""}` }, group.samples.map((sample) => response(sample, by, scale, context))));
 }

@@ -1,7 +1,7 @@
 // Who did what, when, and why a group stood idle; from the whole run to a millisecond.
 import { get } from "./api.js";
 import { h, widget } from "./dom.js";
-import { duration, percent } from "./format.js";
+import { clock, duration, percent } from "./format.js";
 import { lanes, shadeOf } from "./lanes.js";
 import { empty, table } from "./table.js";
 import { line } from "./text.js";
@@ -28,12 +28,12 @@ function zoomer({ set }, data) {
 }
 
 function gaps(data, zoom) {
-  const found = data.lanes.filter((lane) => lane.kind !== "rank" || !data.lanes.some((other) => other.kind === "group" && other.group === lane.group)).flatMap((lane) => (lane.gaps ?? []).map((gap) => ({ ...gap, lane: lane.lane })));
+  const found = data.lanes.filter((lane) => lane.kind === "group" || lane.kind === "rank").filter((lane) => lane.kind !== "rank" || !data.lanes.some((other) => other.kind === "group" && other.group === lane.group)).flatMap((lane) => (lane.gaps ?? []).map((gap) => ({ ...gap, lane: lane.lane })));
   const longest = found.sort((a, b) => b.end_s - b.start_s - (a.end_s - a.start_s)).slice(0, LISTED);
   const columns = [
     { name: "lane", title: "Idle", value: (gap) => gap.lane, cell: (gap) => line(gap.lane) },
     { name: "took", title: "For", n: true, value: (gap) => gap.end_s - gap.start_s, cell: (gap) => h("button", { "aria-label": `show this gap of ${duration(gap.end_s - gap.start_s)}`, on: { click: () => zoom(gap.start_s - 0.3 * (gap.end_s - gap.start_s), gap.end_s + 0.3 * (gap.end_s - gap.start_s)) } }, duration(gap.end_s - gap.start_s)) },
-    { name: "from", title: "From", n: true, value: (gap) => gap.start_s, cell: (gap) => duration(gap.start_s) },
+    { name: "from", title: "From", n: true, value: (gap) => gap.start_s, cell: (gap) => clock(gap.start_s, 0.1) },
     { name: "why", title: "Why", value: (gap) => gap.text, cell: (gap) => line(gap.text ?? REASONS[gap.reason] ?? gap.reason, 300) },
   ];
   return longest.length ? [h("h2", { key: "gaps-title" }, "Idle gaps", h("small", {}, "the longest of what is shown, and what each waited for")), h("div", { class: "panel", key: "gaps" }, table(columns, longest, { label: "idle gaps", key: (gap) => `${gap.lane}${gap.start_s}` }))] : null;
@@ -67,7 +67,7 @@ function view(data, context) {
   const middle = (range[0] + range[1]) / 2;
   return [
     h("div", { class: "toolbar", key: "toolbar" },
-      h("span", { class: "soft" }, shown.length ? `Steps ${shown[0].step} to ${shown[shown.length - 1].step}, ` : "", duration(width), ` from ${duration(range[0])}`),
+      h("span", { class: "soft" }, shown.length ? `Steps ${shown[0].step} to ${shown[shown.length - 1].step}, ` : "", duration(width), ` from ${clock(range[0], Math.min(1, width / 100))}`),
       h("span", { class: "fill" }),
       button("−", "zoom out (-)", middle - width, middle + width), button("+", "zoom in (+)", middle - width / 4, middle + width / 4),
       button("←", "earlier (left arrow)", range[0] - width / 2, range[1] - width / 2), button("→", "later (right arrow)", range[0] + width / 2, range[1] + width / 2),

@@ -51,17 +51,23 @@ export function tokens(node, props) {
   let limit = SHOWN;
   let at = -1;
   let signature = "";
-  const line = h("div", { class: "meta small", "aria-live": "polite" });
+  const tip = h("div", { class: "tip", role: "status", hidden: true });
   const text = h("div", { class: "text tokens", dir: "ltr", tabindex: "0", role: "group", "aria-label": "tokens: arrow keys show the figures of each" });
 
   function figures(place) {
     const { sample } = current;
     text.querySelector(".at")?.classList.remove("at");
     at = place;
-    if (place < 0) return line.replaceChildren(h("span", { class: "faint" }, "Figures of a token: point at it, or use the arrow keys."));
-    text.children[place]?.classList.add("at");
-    const parts = Object.entries(sample.columns ?? {}).filter(([, values]) => values[place] != null).map(([name, values]) => h("span", {}, `${name} `, h("b", {}, name === "version" ? `v${values[place]}` : number(values[place]))));
-    line.replaceChildren(h("span", { class: "mono" }, `${place + 1} of ${count(sample.cut ?? sample.tokens.length)}: “${plain(sample.tokens[place]).replaceAll("\n", "⏎")}”`), ...parts);
+    const span = text.children[place];
+    tip.hidden = !span;
+    if (!span) return;
+    span.classList.add("at");
+    const parts = Object.entries(sample.columns ?? {}).filter(([, values]) => values[place] != null).map(([name, values]) => `${shadeOfColumn(name).title} ${name === "version" ? `v${values[place]}` : number(values[place])}`);
+    tip.textContent = [`${count(place + 1)} of ${count(sample.cut ?? sample.tokens.length)}: “${plain(sample.tokens[place]).replaceAll("\n", "⏎").slice(0, 60)}”`, ...parts].join("\n");
+    const room = node.clientWidth;
+    tip.style.left = span.offsetLeft < room / 2 ? `${span.offsetLeft}px` : "auto";
+    tip.style.right = span.offsetLeft < room / 2 ? "auto" : `${Math.max(0, room - span.offsetLeft - span.offsetWidth)}px`;
+    tip.style.top = `${span.offsetTop + span.offsetHeight + 4}px`;
   }
 
   function draw() {
@@ -79,7 +85,7 @@ export function tokens(node, props) {
     text.replaceChildren(...spans);
     more.hidden = sample.tokens.length <= limit;
     more.textContent = `${count(sample.tokens.length - limit)} more tokens: show ${count(Math.min(MORE, sample.tokens.length - limit))}`;
-    figures(Math.min(at, spans.length - 1));
+    figures(-1);
   }
 
   const more = h("button", { class: "more", on: { click: () => ((limit += MORE), draw()) } });
@@ -95,9 +101,11 @@ export function tokens(node, props) {
     figures(Math.max(0, Math.min(text.children.length - 1, at + by)));
     text.children[at]?.scrollIntoView({ block: "nearest" });
   });
-  node.append(text, more, line);
+  text.addEventListener("pointerleave", () => figures(-1));
+  text.addEventListener("blur", () => figures(-1));
+  node.classList.add("figured");
+  node.append(text, more, tip);
   draw();
-  figures(-1);
   return {
     update(next) {
       if (next.sample.id !== current.sample.id) [limit, at] = [SHOWN, -1];

@@ -7,7 +7,7 @@ import { ago, bytes, count, duration } from "./format.js";
 import { empty, table } from "./table.js";
 import { line } from "./text.js";
 
-const SHOWN = 200;
+const SHOWN = 40;
 
 function view(data, { params, set }) {
   const known = data.versions ?? [];

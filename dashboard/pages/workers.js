@@ -25,6 +25,18 @@ async function load({ run, params }, signal) {
   return { ...data, log };
 }
 
+/** The end of a text that grows: it stays in view, unless somebody has scrolled up to read. */
+function tail(node, text) {
+  const show = (next) => {
+    const atEnd = node.scrollHeight - node.scrollTop - node.clientHeight < 24;
+    node.replaceChildren(...visible(next));
+    if (atEnd) node.scrollTop = node.scrollHeight;
+  };
+  show(text);
+  node.scrollTop = node.scrollHeight;
+  return { update: show };
+}
+
 function detail(worker, log, { run, set, say, reload }) {
   const ask = async () => {
     try {
@@ -42,7 +54,7 @@ function detail(worker, log, { run, set, say, reload }) {
     worker.last_error ? h("div", {}, h("h3", { class: "bad-text" }, "Last error"), h("div", { class: "text log", tabindex: "0" }, visible(worker.last_error.slice(-6000)))) : null,
     memory.length > 1 ? h("div", {}, h("h3", {}, "Memory"), widget(chart, { series, axis: "time_s", form: "bytes", floor: 0, label: `memory of ${worker.rank} over time` }, { class: "chart" })) : null,
     worker.stack ? h("div", {}, h("h3", {}, "Stack"), h("div", { class: "text log", tabindex: "0" }, visible(worker.stack))) : null,
-    h("h3", {}, "Log", h("small", {}, "the end of it, as it grows")), log ? h("div", { class: "text log", tabindex: "0", role: "log", key: "log" }, visible(log.slice(-20000))) : h("p", { class: "soft small" }, "Nothing was written."));
+    h("h3", {}, "Log", h("small", {}, "the end of it, as it grows")), log ? widget(tail, log.slice(-20000), { class: "text log", tabindex: "0", role: "log", "aria-label": `log of ${worker.rank}` }) : h("p", { class: "soft small" }, "Nothing was written."));
 }
 
 function view(data, context) {
