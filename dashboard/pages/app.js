@@ -64,6 +64,7 @@ function problem(error) {
 
 function render() {
   frame();
+  main.dataset.shows = shown.error && !shown.data ? "problem" : shown.data ? shown.key : "";
   if (shown.error && !shown.data) return patch(main, [problem(shown.error)]);
   if (!shown.data) return;
   try {

@@ -35,18 +35,19 @@ function ages({ ages: found }) {
 
 function view(data, context) {
   const totals = data.totals ?? {};
-  if (!Object.values(totals).some(Boolean)) return empty("The buffer is empty.", "Rows appear here when the first prompts are issued.");
+  const known = Object.values(totals).some(Boolean);
+  if (!known && !data.staleness?.length) return empty("The buffer is empty.", "Rows appear here when the first prompts are issued.");
   const { segments } = data;
   const drops = data.drops.map((drop) => [line(drop.reason, 80), drop.rows, count(drop.rows), "--bad"]);
   const space = segments && [["in segments", segments.bytes, bytes(segments.bytes)], segments.spilled_bytes != null && ["spilled to disk", segments.spilled_bytes, bytes(segments.spilled_bytes), "--busy"], segments.budget_bytes != null && ["budget", segments.budget_bytes, bytes(segments.budget_bytes), "--idle"]].filter(Boolean);
   return [
-    figures([["waiting", count(totals.waiting)], ["leased", count(totals.leased)], ["done", count(totals.done), "ok"], ["dropped", count(totals.dropped), totals.dropped ? "bad" : ""], segments && ["segments", count(segments.count)], segments && ["bytes", bytes(segments.bytes)]]),
+    known && figures([["waiting", count(totals.waiting)], ["leased", count(totals.leased)], ["done", count(totals.done), "ok"], ["dropped", count(totals.dropped), totals.dropped ? "bad" : ""], segments && ["segments", count(segments.count)], segments && ["bytes", bytes(segments.bytes)]]),
     h("div", { class: "two", key: "two" },
       data.staleness?.length ? h("section", { class: "panel pad" }, h("h3", {}, "Staleness", h("small", {}, "share of the trained rows by updates behind")), histogramOverSteps(data.staleness, SHADES, "staleness of the rows of each step")) : null,
       ages(data),
       h("section", { class: "panel pad" }, h("h3", {}, "Drops by reason"), drops.length ? bars(drops) : h("p", { class: "soft small" }, "No row was dropped.")),
       space && segments.bytes ? h("section", { class: "panel pad" }, h("h3", {}, "Segments"), bars(space)) : null),
-    waiting(data, context), leases(data),
+    known ? [waiting(data, context), leases(data)] : null,
   ];
 }
 

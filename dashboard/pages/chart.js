@@ -107,7 +107,7 @@ export function chart(node, props) {
     plot = new uPlot({
       width: Math.max(40, node.clientWidth), height: Math.max(40, node.clientHeight), legend: { show: false }, padding: [6, 8, 0, 0],
       scales: {
-        x: { time: false, range: (u, low, high) => current.range ?? (low === high ? [low - 1, high + 1] : [low, high]) },
+        x: { time: false, range: (u, low, high) => current.range ?? (u.data[0].length === 1 ? [u.data[0][0] - 1, u.data[0][0] + 1] : [low, high]) },
         y: { distr: current.log ? 3 : 1, range: (u, low, high) => bounds(low, high, current.log, current.floor) },
       },
       axes: [

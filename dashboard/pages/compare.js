@@ -1,7 +1,7 @@
 // Two runs beside each other: what was set differently, what was installed differently, and what came of it.
 import { get } from "./api.js";
 import { h } from "./dom.js";
-import { number, signed } from "./format.js";
+import { bytes, count, duration, number, percent, signed } from "./format.js";
 import { link } from "./route.js";
 import { empty, table } from "./table.js";
 import { block, line } from "./text.js";
@@ -18,19 +18,23 @@ function differences(title, rows, data, same) {
   return [h("h2", { key: `${title}-title` }, title), rows?.length ? h("div", { class: "panel", key: title }, table(columns, rows, { label: title, key: (row) => row.name })) : h("p", { class: "soft", key: title }, same)];
 }
 
+const formOf = (name) => (name.endsWith("_bytes") ? bytes : name.endsWith("_s") && !name.endsWith("per_s") ? duration : /(_share|_rate|_fraction)$/.test(name) ? percent : number);
+
 function metrics(data) {
+  const different = (data.metrics ?? []).filter((row) => row.a !== row.b);
+  const equal = (data.metrics ?? []).length - different.length;
   const columns = [
-    { name: "name", title: "Metric", cell: (row) => h("a", { href: link("curves", { run: data.a, runs: data.b, q: row.name }) }, line(row.name, 90)) }, { name: "a", title: line(data.a, 40), n: true, cell: (row) => number(row.a) },
-    { name: "b", title: line(data.b, 40), n: true, cell: (row) => number(row.b) }, { name: "difference", title: "Difference", n: true, cell: (row) => (row.a == null || row.b == null ? "–" : signed(row.b - row.a)) },
+    { name: "name", title: "Metric", cell: (row) => h("a", { href: link("curves", { run: data.a, runs: data.b, q: row.name }) }, line(row.name, 90)) }, { name: "a", title: line(data.a, 40), n: true, cell: (row) => formOf(row.name)(row.a) },
+    { name: "b", title: line(data.b, 40), n: true, cell: (row) => formOf(row.name)(row.b) }, { name: "difference", title: "Difference", n: true, cell: (row) => (row.a == null || row.b == null ? "–" : formOf(row.name) === number ? signed(row.b - row.a) : formOf(row.name)(Math.abs(row.b - row.a))) },
   ];
-  return data.metrics?.length ? [h("h2", { key: "metrics-title" }, "Metrics", h("small", {}, "at the last step that both have")), h("div", { class: "panel", key: "metrics" }, table(columns, data.metrics, { label: "metrics", key: (row) => row.name }))] : null;
+  return data.metrics?.length ? [h("h2", { key: "metrics-title" }, "Metrics", h("small", {}, `at the last step that both have${equal ? `; ${count(equal)} are equal and not listed` : ""}`)), h("div", { class: "panel", key: "metrics" }, table(columns, different, { label: "metrics", key: (row) => row.name }))] : null;
 }
 
 function first(data, { render }) {
   const found = data.first_difference;
   if (!found) return [h("h2", { key: "first-title" }, "Samples"), h("p", { class: "soft", key: "first" }, "No sample differs among those that both runs recorded.")];
-  const side = (name, sample) => h("div", { class: "panel response" }, h("p", { class: "meta" }, h("b", {}, line(name, 60)), sample ? h("span", {}, `reward ${number(sample.reward)}`) : null, sample?.id != null ? h("a", { href: link("samples", { run: name, group: sample.group, sample: sample.id }) }, `#${sample.id}`) : null), sample ? [block(`${name}/prompt`, sample.prompt, render, { class: "prompt" }), block(`${name}/response`, sample.response, render)] : h("p", { class: "soft" }, "nothing"));
-  return [h("h2", { key: "first-title" }, "First sample that differs", h("small", {}, `step ${found.step ?? "–"}${found.token != null ? `, from token ${found.token}` : ""}`)), found.why ? h("p", { class: "soft", key: "first-why" }, line(found.why, 300)) : null, h("div", { class: "responses", key: "first" }, side(data.a, found.a), side(data.b, found.b))];
+  const side = (name, sample) => h("div", { class: "panel response" }, h("p", { class: "meta" }, h("b", {}, line(name, 60)), sample ? h("span", {}, `reward ${number(sample.reward)}`) : null, sample?.id != null ? h("a", { href: link("samples", { run: name, group: sample.group, sample: sample.id }) }, `#${sample.id}`) : null), sample ? [block(`${name}/prompt`, sample.prompt, render, { class: "prompt" }), block(`${name}/response`, sample.response, render)] : h("p", { class: "soft" }, "It was not recorded here."));
+  return [h("h2", { key: "first-title" }, "First sample that differs", h("small", {}, `step ${found.step ?? "–"}${found.token != null ? `, from token ${found.token}` : ""}`)), found.why ? h("p", { class: "soft", key: "first-why" }, `They differ in ${line(found.why, 300)}.`) : null, h("div", { class: "responses", key: "first" }, side(data.a, found.a), side(data.b, found.b))];
 }
 
 function picker({ params, set, runs }) {

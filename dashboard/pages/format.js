@@ -26,7 +26,7 @@ export function duration(seconds) {
   if (seconds == null || !Number.isFinite(seconds)) return NONE;
   if (seconds < 0) return `−${duration(-seconds)}`;
   if (seconds === 0) return "0 s";
-  if (seconds < 1e-3) return `${(seconds * 1e6).toPrecision(2)} µs`;
+  if (seconds < 1e-3) return `${Math.round(seconds * 1e6)} µs`;
   if (seconds < 0.9995) return `${+(seconds * 1e3).toPrecision(3)} ms`;
   if (seconds < 59.95) return `${+seconds.toPrecision(seconds < 10 ? 2 : 3)} s`;
   const whole = Math.round(seconds);

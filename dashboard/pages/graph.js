@@ -31,6 +31,7 @@ function bar(node, x, y) {
 
 function noteOf(node) {
   if (node.note) return node.note;
+  if (node.issued != null) return `${count(node.issued)} issued`;
   if (!node.waiting && !node.leased && !node.done) return "no rows yet";
   const flow = node.rate_out ? `${number(node.rate_out)} rows/s` : node.leased ? `${count(node.leased)} under way` : node.waiting ? `${count(node.waiting)} waiting` : "up to date";
   return flow;

@@ -8,7 +8,13 @@ const TOP = 22;
 const COLOURS = ["--s1", "--s2", "--s3", "--s5", "--s4", "--s6", "--s7", "--s8"];
 const SPECIAL = { weights: "--accent", checkpoint: "--ink3", evaluation: "--s7" };
 
-export const shadeOf = (node) => COLOURS[node % COLOURS.length];
+const OWN = [[/weights|publish|canar/, "--accent"], [/checkpoint/, "--ink3"], [/^recorder\./, "--idle"]];
+
+/** The colours of nodes: those of the graph in order, the run's own work (weights, checkpoints, recording) in one colour each. */
+export function shadesOf(nodes) {
+  let next = 0;
+  return nodes.map((name) => OWN.find(([pattern]) => pattern.test(name))?.[1] ?? COLOURS[next++ % COLOURS.length]);
+}
 
 /** Distances between marks of an axis that people can read: 1, 2, 5, times a power of ten, and minutes and hours. */
 function spacing(seconds, marks) {
@@ -38,7 +44,7 @@ export function lanes(node, props) {
 
   function bars(ctx, lane, y) {
     const limit = wide() - right();
-    const shades = current.data.nodes.map((_, place) => colour(shadeOf(place)));
+    const shades = shadesOf(current.data.nodes).map(colour);
     const special = SPECIAL[lane.kind] && colour(SPECIAL[lane.kind]);
     if (lane.bins) {
       const { t0, dt, shares } = lane.bins;

@@ -31,7 +31,7 @@ export function groupList(list, context) {
   const top = topOf(list.groups);
   const entry = (group) => h("a", { key: String(group.group), class: `entry ${String(group.group) === String(params.group) ? "on" : ""}`, "aria-current": String(group.group) === String(params.group) && "true", href: link("samples", { ...params, group: group.group, sample: "", key: "", diff: "" }) },
     h("span", { class: "first" }, line(group.prompt, 90) || "(no text)"), pips(group.rewards, top, 8),
-    h("small", {}, `group ${count(group.group)} · step ${count(group.step)}`), h("small", {}, number(group.mean)));
+    h("small", {}, `${group.kind && group.kind !== "train" ? `${group.kind} · ` : ""}group ${count(group.group)} · step ${count(group.step)}`), h("small", {}, number(group.mean)));
   return h("div", { class: "list", key: "list", tabindex: "0", role: "region", "aria-label": "groups" }, list.groups.length ? list.groups.map(entry) : h("p", { class: "pad soft" }, "No group matches."), pager(list.total, context));
 }
 

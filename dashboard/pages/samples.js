@@ -82,7 +82,7 @@ function detail(data, context) {
   const known = [...Object.keys(SHADES).filter((name) => columns.includes(name)), ...columns.filter((name) => !(name in SHADES))];
   const by = known.includes(params.by) ? params.by : (known.find((name) => name === "gap") ?? known[0]);
   const scale = by ? scaleOf(group.samples, by) : null;
-  const key = group.prompt_key ?? group.key;
+  const key = group.prompt_key;
   const conversations = group.samples.some((sample) => sample.turns?.length);
   return h("div", { class: "detail", key: `g${group.group}` },
     h("div", { class: "row" }, h("h2", {}, `Group ${count(group.group)}`, h("small", {}, `step ${count(group.step)} · ${group.samples.length} responses`)), h("span", { class: "fill" }),

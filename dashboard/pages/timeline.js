@@ -2,7 +2,7 @@
 import { get } from "./api.js";
 import { h, widget } from "./dom.js";
 import { clock, duration, percent } from "./format.js";
-import { lanes, shadeOf } from "./lanes.js";
+import { lanes, shadesOf } from "./lanes.js";
 import { empty, table } from "./table.js";
 import { line } from "./text.js";
 
@@ -41,14 +41,24 @@ function gaps(data, zoom) {
 
 function critical(data) {
   const byNode = new Map();
-  for (const part of data.critical ?? []) byNode.set(part.node ?? part.lane, (byNode.get(part.node ?? part.lane) ?? 0) + part.end_s - part.start_s);
+  for (const part of data.critical ?? []) byNode.set(part.node ?? "waiting", (byNode.get(part.node ?? "waiting") ?? 0) + part.end_s - part.start_s);
   const total = [...byNode.values()].reduce((a, b) => a + b, 0);
   if (!total) return null;
-  const named = (node) => (typeof node === "number" ? data.nodes[node] : node);
+  const shades = shadesOf(data.nodes);
+  const shade = (node) => shades[data.nodes.indexOf(node)] ?? "--idle";
+  const [start, end] = [data.critical[0].start_s, data.critical[data.critical.length - 1].end_s];
   const rows = [...byNode].sort((a, b) => b[1] - a[1]).slice(0, 8).map(([node, seconds]) => [
-    h("span", { class: "mono" }, line(named(node) ?? "waiting")), h("span", { class: "track" }, h("i", { css: { width: `${(100 * seconds) / total}%`, "--shade": `var(${shadeOf(Math.max(0, data.nodes.indexOf(named(node))))})` } })), h("span", {}, `${duration(seconds)} · ${percent(seconds / total)}`),
+    h("span", { class: "mono" }, line(node)), h("span", { class: "track" }, h("i", { css: { width: `${(100 * seconds) / total}%`, "--shade": `var(${shade(node)})` } })), h("span", {}, `${duration(seconds)} · ${percent(seconds / total)}`),
   ]);
-  return [h("h2", { key: "critical-title" }, "Critical path", h("small", {}, "what the time of these steps went to: shorten this, and a step is shorter (outlined above)")), h("div", { class: "panel pad bars", key: "critical" }, rows)];
+  return [h("h2", { key: "critical-title" }, "Critical path", h("small", {}, `what ${clock(start, 0.1)} to ${clock(end, 0.1)} went to, outlined above: shorten this, and a step is shorter`)), h("div", { class: "panel pad bars", key: "critical" }, rows)];
+}
+
+/** Nodes by their colour: those that share one share an entry. */
+function legend(nodes) {
+  const byShade = new Map();
+  shadesOf(nodes).forEach((shade, place) => byShade.set(shade, [...(byShade.get(shade) ?? []), nodes[place]]));
+  const named = { "--accent": "weights", "--ink3": "checkpoints", "--idle": "recording" };
+  return [...byShade].map(([shade, names]) => h("span", { title: names.join(", ") }, h("i", { class: "swatch", css: { "--shade": `var(${shade})` } }), named[shade] ?? line(names.join(", "), 60)));
 }
 
 function view(data, context) {
@@ -73,7 +83,7 @@ function view(data, context) {
       button("←", "earlier (left arrow)", range[0] - width / 2, range[1] - width / 2), button("→", "later (right arrow)", range[0] + width / 2, range[1] + width / 2),
       step, context.params.t ? button("Whole run", "the whole run (0 zoom)", null, null) : null),
     h("div", { class: "panel", key: "lanes" }, widget(lanes, { data, range, zoom }, { class: "lanes" })),
-    h("p", { class: "legend", key: "legend" }, data.nodes.map((node, place) => h("span", {}, h("i", { class: "swatch", css: { "--shade": `var(${shadeOf(place)})` } }), line(node))), h("span", { class: "faint" }, "Drag to zoom, Ctrl + wheel, double-click for the whole run.")),
+    h("p", { class: "legend", key: "legend" }, legend(data.nodes), h("span", { class: "faint" }, "Drag to zoom, Ctrl + wheel, double-click for the whole run.")),
     critical(data), gaps(data, zoom),
   ];
 }

@@ -21,8 +21,9 @@ async function readLog(run, worker, signal) {
 }
 
 async function load({ run, params }, signal) {
-  const [data, log] = await Promise.all([get("workers", { run }, signal), params.worker ? readLog(run, params.worker, signal) : null]);
-  return { ...data, log };
+  const data = await get("workers", { run }, signal);
+  const chosen = data.workers.find((worker) => worker.rank === params.worker);
+  return { ...data, log: chosen?.log ? await readLog(run, params.worker, signal) : null };
 }
 
 /** The end of a text that grows: it stays in view, unless somebody has scrolled up to read. */
@@ -54,7 +55,7 @@ function detail(worker, log, { run, set, say, reload }) {
     worker.last_error ? h("div", {}, h("h3", { class: "bad-text" }, "Last error"), h("div", { class: "text log", tabindex: "0" }, visible(worker.last_error.slice(-6000)))) : null,
     memory.length > 1 ? h("div", {}, h("h3", {}, "Memory"), widget(chart, { series, axis: "time_s", form: "bytes", floor: 0, label: `memory of ${worker.rank} over time` }, { class: "chart" })) : null,
     worker.stack ? h("div", {}, h("h3", {}, "Stack"), h("div", { class: "text log", tabindex: "0" }, visible(worker.stack))) : null,
-    h("h3", {}, "Log", h("small", {}, "the end of it, as it grows")), log ? widget(tail, log.slice(-20000), { class: "text log", tabindex: "0", role: "log", "aria-label": `log of ${worker.rank}` }) : h("p", { class: "soft small" }, "Nothing was written."));
+    h("h3", {}, "Log", h("small", {}, "the end of it, as it grows")), log ? widget(tail, log.slice(-20000), { class: "text log", tabindex: "0", role: "log", "aria-label": `log of ${worker.rank}` }) : h("p", { class: "soft small" }, "It writes no log of its own: what runs in the driver's process prints there."));
 }
 
 function view(data, context) {
