@@ -171,8 +171,7 @@ class Driver:
         self._write_config()
 
     def _write_config(self) -> None:
-        drawing = self._spec.graphs["train"].mermaid()
-        self._history.disk.write(lambda: self.directory.write_config(self._described, drawing))
+        self._history.disk.write(lambda: self.directory.write_config(self._described, self._spec.graphs))
 
     @property
     def groups(self) -> Mapping[str, WorkerGroup]:

@@ -29,6 +29,7 @@ from .loop.admission import Admission
 from .loop.calls import Calls, CallTimes
 from .loop.closing import Closing
 from .loop.dispatcher import Dispatcher
+from .loop.live_state import LiveState
 from .loop.recording import Recording
 from .loop.replies import Remedies, Replies
 from .loop.run_parts import RunParts
@@ -106,6 +107,7 @@ class Run:
         self._admission = Admission(parts, stop_without_signal=NO_SIGNAL in spec.stop_on)
         self._dispatcher = Dispatcher(parts, self._backend.clock)
         self._stop = StopRequests(directory.path, directory.starts + 1)
+        self._live = LiveState(directory.path, parts, self._backend, self._started, directory.starts + 1)
         self._closing = Closing(spec, history, directory, parts, self._saving, self._started, self._stop)
         self.failed = False
         """A reply ended the run."""
@@ -210,6 +212,7 @@ class Run:
 
     def _take(self) -> None:
         """Take replies until something can follow from them, something is due, or none come."""
+        self._live.note()
         settled = not self._calls.take_changed() and not self._saving.holds_up
         patience_s = self._patience_s
         while came := self._replies.take(patience_s):
@@ -380,6 +383,7 @@ class Run:
         """End every process of the run, and close its buffer."""
         self.closed = True
         try:
+            self._live.close()
             self._saving.close()
             self._end_copies(0.0)
         finally:

@@ -41,13 +41,16 @@ from ..dataflow.buffer.samples import FOLDER as SAMPLES
 from ..dataflow.buffer.samples import sample_files, unfinished_files
 from ..dataflow.config import Config
 from ..dataflow.errors import UserError
+from ..dataflow.graph import Graph
 from ..dataflow.redaction import redacted, without_secrets
+from .graph_run import TRAIN
 from .run_lock import FOLDER as LOCK
 from .run_lock import RunLock, epochs
 
 TABLES = tuple(name + ending for name in (METRICS, TIMELINE) for ending in (PARQUET, STREAM))
 CONFIG = "config.json"
-FILES = (CONFIG, "graph.mmd", *TABLES)
+GRAPH = "graph.json"
+FILES = (CONFIG, "graph.mmd", GRAPH, *TABLES)
 """Files of a run that are meant for people. A run can be resumed without them."""
 FOLDERS = (BUFFER, f"{BUFFER}/{SEGMENTS}", "checkpoints", "logs", SAMPLES, "skipped")
 MAX_NAME_BYTES = 200
@@ -59,7 +62,7 @@ RECENT = 64
 class RunDirectory:
     """`config.json`, `graph.mmd`, metrics and timeline (`dataflow/buffer/run_tables.py`), `samples/`, `logs/`, `checkpoints/`."""
 
-    flush_interval_s = 5.0
+    flush_interval_s = 1.0
     """Longest delay, in seconds, before new metrics and timeline entries are on disk."""
 
     def __init__(self, path: Path, lock: RunLock | None = None, *, origin: str = "begins with step 1") -> None:
@@ -200,12 +203,12 @@ class RunDirectory:
         for path in unfinished_files(self.path):
             path.unlink(missing_ok=True)
 
-    def write_config(self, config: Mapping[str, Any], drawing: str) -> None:
-        """Write `config.json` and `graph.mmd`, without secrets.
+    def write_config(self, config: Mapping[str, Any], graphs: Mapping[str, Graph]) -> None:
+        """Write `config.json`, `graph.mmd` and `graph.json`, without secrets.
 
         Args:
             config: the resolved configuration; values that JSON lacks are written as text.
-            drawing: of the training graph, in Mermaid.
+            graphs: of the run, by name; the one of training is drawn in Mermaid.
 
         Raises:
             TakenOverError: another driver goes on with the run.
@@ -214,7 +217,9 @@ class RunDirectory:
         plain = json.loads(json.dumps({**config, "starts": self.starts, "origin": self.origin}, default=_plain))
         described = redacted(json.dumps(without_secrets(plain), indent=2)) + "\n"
         self._disk.write_whole(self.path / CONFIG, described.encode())
-        self._disk.write_whole(self.path / "graph.mmd", drawing.encode())
+        self._disk.write_whole(self.path / "graph.mmd", graphs[TRAIN].mermaid().encode())
+        structure = {name: graph.structure() for name, graph in graphs.items()}
+        self._disk.write_whole(self.path / GRAPH, redacted(json.dumps(structure)).encode())
 
     def add_metrics(self, row: Mapping[str, float]) -> Mapping[str, float]:
         """Note metrics of a step. They reach the disk with the next `flush`.

@@ -6,7 +6,8 @@ expansion that made them; nothing else. Where nodes run is a placement, when the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -86,6 +87,30 @@ class Graph:
         """The graph as a Mermaid flowchart."""
         return as_mermaid(self.source, self.nodes, self.follows)
 
+    def structure(self) -> dict[str, Any]:
+        """What a person looks at, as JSON values: its source, its nodes with their code, and who follows whom."""
+        return {
+            "source": {"name": self.source.name, "columns": [*self.source.columns]},
+            "nodes": [
+                {
+                    "name": n.name,
+                    "group": n.group,
+                    "shape": n.operation.shape.value,
+                    "takes": str(takes_as_json(n.operation.takes)),
+                    "updates": n.operation.updates,
+                    "reads": [*n.reads],
+                    "writes": [*n.writes],
+                    "writers": dict(n.writers),
+                    "after": [*n.after],
+                    "level": self.levels[n.level],
+                    "path": [*n.path],
+                    "code": place_of(n.function),
+                }
+                for n in self.nodes
+            ],
+            "follows": [asdict(edge) for edge in self.follows],
+        }
+
     def outline(self) -> dict[str, Any]:
         """What a ledger needs to know about the graph, as JSON values. With it, a run can be inspected without the user's code."""
         return {
@@ -134,6 +159,12 @@ class Graph:
                 )
             )
         return cls(outline["name"], TableSource(outline["source"], pa.table({})), tuple(nodes))
+
+
+def place_of(function: Callable[..., Any]) -> dict[str, Any] | None:
+    """File and first line of a function; None where it has none that can be read."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return None if code is None else {"file": code.co_filename, "line": code.co_firstlineno}
 
 
 def _without_code(rows: object) -> None:

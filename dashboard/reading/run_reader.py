@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,15 @@ from ...controllers.run_lock import Life
 from ...controllers.telling.records import metric_of
 from ...dataflow.buffer.folder import BUFFER, LOG
 from ...dataflow.config import flattened
+from .call_log import CallLog
 from .cards import cards
 from .changes import PARTS
 from .curves import Axis, axis_of, curve, marks, numbers
+from .live import part, read_live
 from .metrics import MetricLog
 from .run_facts import RunFacts, facts_of
+from .sample_index import SampleIndex
+from .sample_pages import SamplePages
 
 SPARK = 40
 """Points of the small curve in the list of runs."""
@@ -38,7 +41,17 @@ class RunReader:
     def __init__(self, name: str, path: Path) -> None:
         self.name, self.path = name, path
         self._lock = threading.Lock()
-        self._metrics = MetricLog(path)
+        self._metrics, self._calls = MetricLog(path), CallLog(path)
+        self.samples = SampleIndex(path)
+        self.sample_pages = SamplePages(self.samples)
+
+    @contextmanager
+    def parts(self) -> Iterator[tuple[MetricLog, CallLog]]:
+        """Metrics and timeline as they are now. No other thread uses them meanwhile."""
+        with self._lock:
+            self._metrics.refresh()
+            self._calls.refresh()
+            yield self._metrics, self._calls
 
     @property
     def facts(self) -> RunFacts:
@@ -116,6 +129,7 @@ class RunReader:
         facts = self.facts
         last = facts.last
         schedule = facts.config.get("schedule")
+        live = read_live(self.path)
         return {
             **self.summary,
             "why": facts.error,
@@ -124,6 +138,11 @@ class RunReader:
             "staleness": _of_group(last, "mean_staleness"),
             "gap": _of_group(last, "mean_logprob_gap"),
             "alerts": len(facts.alerts),
+            "samples": len(self.samples.table()),
+            "rows_in_flight": sum(one.get("in_flight", 0) for one in part(live, "graphs").values()) if live else None,
+            "workers": sum(
+                one.get("ranks", 1) for one in part(live or facts.config, "groups" if live else "placement").values()
+            ),
             "last": dict(last),
             "settings": {key: value for key, value in facts.config.items() if key != "versions"},
             "versions": facts.config.get("versions", {}),
@@ -151,7 +170,18 @@ class RunReader:
     @property
     def alerts(self) -> list[dict[str, Any]]:
         """All of its alerts, the latest first."""
-        return [asdict(alert) for alert in reversed(self.facts.alerts)]
+        return [
+            {
+                "step": alert.step,
+                "at": alert.time,
+                "kind": "error" if alert.ends else "warning",
+                "rule": alert.name,
+                "text": alert.text,
+                "advice": None,
+                "ends": alert.ends,
+            }
+            for alert in reversed(self.facts.alerts)
+        ]
 
     @property
     def evaluations(self) -> list[str]:
@@ -198,7 +228,8 @@ class RunReader:
     def damage(self) -> list[str]:
         """What cannot be read."""
         with self._lock:
-            return [self._metrics.damage] if self._metrics.damage else []
+            found = [self._metrics.damage, self._calls.damage]
+        return [*(text for text in found if text), *self.samples.damage[:5]]
 
 
 def _of_group(row: Mapping[str, float], metric: str) -> float | None:

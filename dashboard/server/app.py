@@ -8,21 +8,26 @@ import math
 from collections.abc import Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
-from fastapi import FastAPI, Query, Request
+from fastapi import Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.staticfiles import StaticFiles
 from starlette.responses import FileResponse, Response, StreamingResponse
 
-from ...dataflow.errors import NoSuchRunError, WeftError
+from ...dataflow.config import Config
+from ...dataflow.errors import NoSuchRunError, UserError, WeftError
 from ..reading.cards import cards, meaning
 from ..reading.catalogue import Catalogue
+from ..reading.compare_page import compare_page
 from ..reading.curves import Axis
+from ..reading.run_pages import RunPages
 from .event_stream import EventStream
 from .safety import Access, Guard
 from .vendored import vendored
 
+Offset: TypeAlias = Annotated[int, Query(ge=0, le=1 << 40)]
+Limit: TypeAlias = Annotated[int, Query(ge=1, le=500)]
 PAGES = Path(__file__).resolve().parent.parent / "pages"
 
 
@@ -48,6 +53,9 @@ def new_app(catalogue: Catalogue, access: Access) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _malformed)
     _add_runs(app, catalogue)
     _add_curves(app, catalogue)
+    _add_pages(app, catalogue)
+    _add_samples(app, catalogue)
+    _add_requests(app, catalogue)
 
     @app.get("/api/events")
     async def events(runs: str = "") -> Response:
@@ -168,3 +176,103 @@ def _add_curves(app: FastAPI, catalogue: Catalogue) -> None:
 
 def _or(value: float | None, otherwise: float) -> float:
     return otherwise if value is None else value
+
+
+def _add_pages(app: FastAPI, catalogue: Catalogue) -> None:
+    @app.get("/api/graph")
+    def graph(run: str) -> Response:
+        return answer(RunPages(catalogue[run]).graph())
+
+    @app.get("/api/timeline")
+    def timeline(
+        run: str, start: float | None = None, end: float | None = None, width: int = Query(1200, ge=50, le=10_000)
+    ) -> Response:
+        return answer(RunPages(catalogue[run]).timeline(start, end, width))
+
+    @app.get("/api/buffer")
+    def buffer(run: str) -> Response:
+        return answer(RunPages(catalogue[run]).buffer())
+
+    @app.get("/api/workers")
+    def workers(run: str) -> Response:
+        return answer(RunPages(catalogue[run]).workers())
+
+    @app.get("/api/log")
+    def log(run: str, worker: str, after: int = 0) -> Response:
+        return answer(RunPages(catalogue[run]).log(worker, after))
+
+    @app.get("/api/weights")
+    def weights(run: str) -> Response:
+        return answer(RunPages(catalogue[run]).weights())
+
+    @app.get("/api/why")
+    def why(run: str, group: int) -> Response:
+        return answer(RunPages(catalogue[run]).why(group))
+
+    @app.get("/api/compare")
+    def compare(a: str, b: str) -> Response:
+        return answer(compare_page(catalogue[a], catalogue[b]))
+
+
+def _add_samples(app: FastAPI, catalogue: Catalogue) -> None:
+    @app.get("/api/samples")
+    def samples(
+        run: str, filter: str = "", search: str = "", sort: str = "", offset: Offset = 0, limit: Limit = 50
+    ) -> Response:
+        return answer(catalogue[run].sample_pages.samples(filter, search, sort, offset, limit))
+
+    @app.get("/api/groups")
+    def groups(
+        run: str, filter: str = "", search: str = "", sort: str = "", offset: Offset = 0, limit: Limit = 50
+    ) -> Response:
+        return answer(catalogue[run].sample_pages.groups(filter, search, sort, offset, limit))
+
+    @app.get("/api/sample")
+    def sample(run: str, id: int) -> Response:
+        reader = catalogue[run]
+        return answer(reader.sample_pages.sample(id, reader.facts.config))
+
+    @app.get("/api/group")
+    def group(run: str, id: int) -> Response:
+        reader = catalogue[run]
+        return answer(reader.sample_pages.group(id, reader.facts.config))
+
+    @app.get("/api/prompt")
+    def prompt(run: str, key: str) -> Response:
+        return answer(catalogue[run].sample_pages.prompt(key))
+
+
+def _add_requests(app: FastAPI, catalogue: Catalogue) -> None:
+    """What is asked with a body. A form of another page can send neither JSON nor the header."""
+
+    @app.post("/api/sql")
+    def sql(asked: Question) -> Response:
+        return answer(RunPages(catalogue[asked.run]).sql(asked.query))
+
+    @app.post("/api/stop", dependencies=[Depends(_meant)])
+    def stop(asked: AskedRun) -> Response:
+        return answer(RunPages(catalogue[asked.run]).stop())
+
+    @app.post("/api/stacks", dependencies=[Depends(_meant)])
+    def stacks(asked: AskedWorker) -> Response:
+        return answer(RunPages(catalogue[asked.run]).stacks(asked.worker))
+
+
+class AskedRun(Config):
+    run: str
+    """Name of the run."""
+
+
+class AskedWorker(AskedRun):
+    worker: str
+    """Such as `actor[0]`."""
+
+
+class Question(AskedRun):
+    query: str
+    """In SQL."""
+
+
+def _meant(request: Request) -> None:
+    if request.headers.get("x-weft-stop") != "yes":
+        raise UserError("this asks something of a run: it needs the header x-weft-stop: yes")

@@ -82,6 +82,8 @@ class LiveRows:
         """Retired rows that were not dropped."""
         self.dropped: Counter[str] = Counter()
         """Rows dropped so far, by reason: the filter that dropped them, or "over-issued at", "late at", "stale at" a node."""
+        self.finished = [0] * len(graph.nodes)
+        """Rows that each node was done with since this ledger was made."""
         self._ids = ids
         self._clock = clock
 
@@ -286,6 +288,7 @@ class LiveRows:
             group.open -= number
             group.behind -= number * behind
         self.readiness.todo[i] -= counted
+        self.finished[i] += counted
         for j in wiring.then[i]:
             if wiring.level[j] == level:
                 self._offer_if_ready(masks, j, order)

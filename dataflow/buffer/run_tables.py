@@ -2,6 +2,7 @@
 
     metrics.arrows    a row for each value of a step: (step, name, value)   -> metrics.parquet, a row for each step
     timeline.arrows   a row for each call of a worker group                 -> timeline.parquet, the same
+    processes.arrows  memory of each process, every few seconds
 
 Each is an Arrow IPC stream. What a flush costs does not depend on how long the run has gone on, and any Arrow tool reads what is there so
 far. A kill leaves at most a torn message at the end, which readers pass over. When the run ends, the streams become Parquet files;
@@ -46,6 +47,19 @@ CALLS = pa.schema(
     ]
 )
 """The timeline: a row per call, in the order in which they ended."""
+
+PROCESSES = "processes"
+"""Name of the file of readings, which stays a stream."""
+READINGS = pa.schema(
+    [
+        ("time_s", pa.float64()),  # since the start of the run
+        ("host", pa.string()),
+        ("worker", pa.string()),  # such as actor[0], or driver
+        ("resident_bytes", pa.int64()),
+        ("shared_bytes", pa.int64()),
+    ]
+)
+"""Memory of the processes of a run, every few seconds."""
 
 
 class TableStream:

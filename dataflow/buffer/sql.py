@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -34,7 +35,14 @@ _LOCKED = (
 
 
 def query(
-    run: Path, sql: str, notes: list[str] | None = None, *, max_rows: int = MAX_ROWS, timeout_s: float = TIMEOUT_S
+    run: Path,
+    sql: str,
+    notes: list[str] | None = None,
+    *,
+    max_rows: int = MAX_ROWS,
+    timeout_s: float = TIMEOUT_S,
+    memory: str | None = None,
+    known: Mapping[str, Callable[[], pa.Table | None]] = MappingProxyType({}),
 ) -> pa.Table:
     """Answer a query over the tables of a run with DuckDB.
 
@@ -48,6 +56,8 @@ def query(
         notes: gets a line for each part that could not be read, and one when the answer is cut.
         max_rows: the answer is cut after this many rows.
         timeout_s: the query is stopped after this many seconds.
+        memory: most that DuckDB may take, such as `1GB`; None: what it takes by itself.
+        known: tables that the caller has read already, by name; they stand for those of the run.
 
     Returns:
         The answer; an empty table for a statement without one.
@@ -60,9 +70,11 @@ def query(
     except ImportError:
         raise UserError("SQL needs DuckDB, which is not installed: pip install 'weft[inspect]'") from None
     notes = [] if notes is None else notes
-    named = {name: read for name, read in _tables(run, notes).items() if re.search(rf"\b{name}\b", sql, re.IGNORECASE)}
+    readers = {**_tables(run, notes), **known}
+    named = {name: read for name, read in readers.items() if re.search(rf"\b{name}\b", sql, re.IGNORECASE)}
     found = {name: table for name, read in named.items() if (table := read()) is not None}
-    with duckdb.connect(config={"temp_directory": ""}) as connection:
+    limits = {"memory_limit": memory} if memory else {}
+    with duckdb.connect(config={"temp_directory": "", **limits}) as connection:
         for name, table in found.items():
             connection.register(name, table)
         for setting in _LOCKED:
@@ -78,7 +90,7 @@ def query(
         except duckdb.Error as error:
             missing = [name for name in named if name not in found]
             lacks = f"; this run has no {' and no '.join(missing)} yet" if missing else ""
-            raise UserError(f"{error}; a run's tables are {', '.join(_tables(run, notes))}{lacks}") from None
+            raise UserError(f"{error}; a run's tables are {', '.join(readers)}{lacks}") from None
         finally:
             clock.cancel()
 

@@ -9,7 +9,7 @@ import pytest
 from recorded_runs import run
 
 from weft.__main__ import main
-from weft.commands.diff import compare_configs, compare_metrics
+from weft.dashboard.reading.comparison import compare_configs, compare_metrics
 from weft.dataflow.buffer.samples import sample_files
 
 

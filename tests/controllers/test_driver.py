@@ -492,10 +492,13 @@ def test_the_run_directory_has_everything(tmp_path: Path, model: str):
     assert sorted(p.name for p in run.iterdir()) == [
         "buffer",
         "config.json",
+        "graph.json",
         "graph.mmd",
+        "live.json",
         "lock",
         "logs",
         "metrics.parquet",
+        "processes.arrows",
         "samples",
         "timeline.parquet",
     ]

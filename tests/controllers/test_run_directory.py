@@ -99,7 +99,7 @@ def test_a_run_that_was_killed_goes_on_from_torn_streams(
     weights, rows = go_on(run_dir)
     assert weights == whole[0] and [row["step"] for row in rows] == list(range(5))
     assert [row.get("samples") for row in rows] == [row.get("samples") for row in whole[1]], "the log knows them"
-    assert not list(run_dir.glob("*.arrows")) and pq.read_table(run_dir / "timeline.parquet").num_rows
+    assert not list(run_dir.glob("[mt]*.arrows")) and pq.read_table(run_dir / "timeline.parquet").num_rows
 
 
 def test_stray_files_stop_no_recovery(run_dir: Path):

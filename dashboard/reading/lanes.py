@@ -1,0 +1,253 @@
+"""Lanes: what each worker group did in a window of time, why it stood idle between two calls, and the critical path of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .call_log import CallLog
+from .live import part
+
+MOST_CALLS = 1500
+"""Calls of a lane that are sent one by one; of more, the share of time in each of `width / 3` stretches."""
+MOST_GAPS = 60
+"""Gaps of a lane that are told, the longest."""
+SHORTEST_GAP = 0.002
+"""Of the window: shorter gaps cannot be seen."""
+TOUCHING_S = 0.05
+"""A call that ended so long before another began may have let it begin."""
+WEIGHTS = ("publish_weights", "receive_weights", "finish_publishing", "canary", "compare_canaries", "register")
+CHECKPOINTS = ("save_checkpoint", "load_checkpoint", "checkpoint_written", "save")
+
+
+@dataclass(frozen=True)
+class Window:
+    """A stretch of a run, in seconds since its start."""
+
+    start_s: float
+    end_s: float
+    width: int = 1200
+    """Of the screen, in pixels."""
+
+    @property
+    def seconds(self) -> float:
+        return max(self.end_s - self.start_s, 1e-9)
+
+
+class Lanes:
+    """The timeline of a run in a window.
+
+    Args:
+        calls: of the run.
+        graphs: as `graph.json` has them.
+        config: of the run, for pools that groups share.
+    """
+
+    def __init__(self, calls: CallLog, graphs: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        self._columns = calls.columns
+        self._nodes, self._groups = calls.words("node"), calls.words("group")
+        self._upstream = _upstream(graphs)
+        self._pools = {name: str(part(config, "placement", name).get("pool")) for name in self._groups}
+
+    def _name(self, column: str, row: int) -> str:
+        """Node or group of a call."""
+        return (self._nodes if column == "node" else self._groups)[int(self._columns[column][row])]
+
+    @property
+    def total_s(self) -> float:
+        """Seconds until the last call ended."""
+        ends = self._columns["end_s"]
+        return float(ends.max()) if len(ends) else 0.0
+
+    @property
+    def steps(self) -> list[tuple[int, float]]:
+        """Each step with the second in which its last call ended."""
+        steps, ends = self._columns["step"].astype(np.int64), self._columns["end_s"]
+        if not len(steps):
+            return []
+        last = np.zeros(int(steps.max()) + 1)
+        np.maximum.at(last, np.maximum(steps, 0), ends)
+        return [(step, float(last[step])) for step in np.unique(steps).tolist() if step >= 0]
+
+    def of(self, window: Window) -> dict[str, Any]:
+        """Lanes, ends of steps, and the critical path of the step at the end of the window."""
+        c = self._columns
+        inside = np.flatnonzero((c["end_s"] >= window.start_s) & (c["start_s"] <= window.end_s))
+        steps = [(step, end) for step, end in self.steps if window.start_s <= end <= window.end_s]
+        by_group = {name: inside[c["group"][inside] == number] for number, name in enumerate(self._groups)}
+        every = max(1, -(-len(steps) // 200))
+        return {
+            "start_s": window.start_s,
+            "end_s": window.end_s,
+            "total_s": self.total_s,
+            "nodes": [*self._nodes],
+            "lanes": [
+                self._lane(name, rows[np.argsort(c["start_s"][rows], kind="stable")], window)
+                for name, rows in by_group.items()
+            ],
+            "steps": [{"step": step, "end_s": round(end, 6)} for step, end in steps[::every]],
+            "critical": self.critical(steps[-1][0]) if steps and len(steps) <= 50 else [],
+            "critical_step": steps[-1][0] if steps else None,
+        }
+
+    def _lane(self, group: str, rows: np.ndarray, window: Window) -> dict[str, Any]:
+        c = self._columns
+        starts = np.maximum(c["start_s"][rows], window.start_s)
+        ends = np.minimum(c["end_s"][rows], window.end_s)
+        begins, stops, after = _gaps(starts, ends, window)
+        lengths = stops - begins
+        told = np.flatnonzero(lengths >= SHORTEST_GAP * window.seconds)
+        told = np.sort(told[np.argsort(-lengths[told], kind="stable")[:MOST_GAPS]]).tolist()
+        few = len(rows) <= MOST_CALLS
+        return {
+            "lane": group,
+            "group": group,
+            "kind": "group",
+            "busy_share": round(1 - float(lengths.sum()) / window.seconds, 4),
+            "num_calls": len(rows),
+            "calls": [self._call(row) for row in rows.tolist()] if few else [],
+            "bins": None if few else self._bins(rows, window),
+            "gaps": [self._gap(group, float(begins[k]), float(stops[k]), rows, int(after[k])) for k in told],
+        }
+
+    def _call(self, row: int) -> list[Any]:
+        c = self._columns
+        times = [round(float(c[name][row]), 6) for name in ("start_s", "end_s")]
+        return [
+            *times,
+            int(c["node"][row]),
+            int(c["rows"][row]),
+            int(c["step"][row]),
+            round(float(c["worker_s"][row]), 6),
+        ]
+
+    def _bins(self, rows: np.ndarray, window: Window) -> dict[str, Any]:
+        """Share of each stretch that the group spent on each node; calls that overlap share it."""
+        number = max(50, window.width // 3)
+        width = window.seconds / number
+        c = self._columns
+        nodes = np.unique(c["node"][rows]).tolist()
+        shares = np.zeros((len(nodes), number))
+        for place, node in enumerate(nodes):
+            own = rows[c["node"][rows] == node]
+            shares[place] = _covered(c["start_s"][own], c["end_s"][own], window.start_s, width, number)
+        shares /= np.maximum(1.0, shares.sum(axis=0))
+        return {"t0": window.start_s, "dt": width, "nodes": nodes, "shares": np.round(shares.T, 3).tolist()}
+
+    # Why a group stood idle
+
+    def _gap(self, group: str, start: float, end: float, rows: np.ndarray, after: int) -> dict[str, Any]:
+        next_node = self._name("node", int(rows[after])) if after >= 0 else None
+        reason, text = self._reason(group, start, end, next_node)
+        return {"start_s": round(start, 6), "end_s": round(end, 6), "reason": reason, "text": text}
+
+    def _reason(self, group: str, start: float, end: float, next_node: str | None) -> tuple[str, str]:
+        c = self._columns
+        near = np.flatnonzero((c["end_s"] > start) & (c["start_s"] < end))
+        others = [row for row in near.tolist() if self._name("group", row) != group]
+        if not others:
+            return (
+                "unknown",
+                "nothing was under way: the driver, or the end of the run"
+                if next_node is None
+                else "nothing was under way",
+            )
+        if next_node is None:
+            last = max(others, key=lambda row: c["end_s"][row])
+            return "rows", f"no more work in this window; {self._what(last)} went on"
+        method = next_node.rpartition(".")[2]
+        upstream = self._upstream.get(next_node, frozenset())
+        fed = [row for row in others if self._name("node", row) in upstream and c["end_s"][row] <= end + TOUCHING_S]
+        if method in WEIGHTS:
+            giving = [row for row in others if self._name("node", row).rpartition(".")[2] not in CHECKPOINTS]
+            return (
+                "weights",
+                f"waits for weights of {self._what(max(giving or others, key=lambda row: c['end_s'][row]))}",
+            )
+        last = max(fed or others, key=lambda row: min(c["end_s"][row], end))
+        if fed:
+            return "rows", f"{next_node} waits for rows of {self._what(last)}"
+        name = self._name("node", last).rpartition(".")[2]
+        if name in CHECKPOINTS:
+            return "disk", f"{self._what(last)} is written"
+        if name in WEIGHTS:
+            return "weights", f"{next_node} waits until {self._what(last)} is over"
+        same = [row for row in others if self._pools.get(self._name("group", row)) == self._pools.get(group)]
+        if same and self._pools.get(group) not in (None, "None"):
+            return "device", f"{self._what(max(same, key=lambda row: c['end_s'][row]))} has the devices of the pool"
+        return "rows", f"{next_node} waits for {self._what(last)}"
+
+    def _what(self, row: int) -> str:
+        c = self._columns
+        node, group, rows = self._name("node", row), self._name("group", row), int(c["rows"][row])
+        of = node if node.startswith(f"{group}.") else f"{node} on {group}"
+        return f"{of} ({rows} rows)" if rows else of
+
+    # The critical path
+
+    def critical(self, step: int) -> list[dict[str, Any]]:
+        """The calls that a step had to wait for one after the other, and the time between them that no call explains."""
+        c = self._columns
+        ends = dict(self.steps)
+        if step not in ends:
+            return []
+        begin = max((end for other, end in ends.items() if other < step), default=0.0)
+        own = np.flatnonzero((c["end_s"] > begin) & (c["end_s"] <= ends[step] + 1e-9))
+        own = own[[self._name("node", row) != "recorder.record" for row in own.tolist()]] if len(own) else own
+        path: list[dict[str, Any]] = []
+        at = ends[step]
+        while len(own) and at > begin:
+            before = own[c["end_s"][own] <= at + 1e-9]
+            if not len(before):
+                break
+            row = int(before[np.lexsort((-c["start_s"][before], c["end_s"][before]))[-1]])
+            end, start = float(c["end_s"][row]), max(begin, float(c["start_s"][row]))
+            if at - end > 1e-4:
+                path.append({"lane": None, "node": None, "start_s": round(end, 6), "end_s": round(at, 6)})
+            names = {"lane": self._name("group", row), "node": self._name("node", row)}
+            path.append({**names, "start_s": round(start, 6), "end_s": round(end, 6)})
+            own = own[(c["end_s"][own] <= start + 1e-9)]
+            at = start
+        if at - begin > 1e-4:
+            path.append({"lane": None, "node": None, "start_s": round(begin, 6), "end_s": round(at, 6)})
+        return path[::-1]
+
+
+def _upstream(graphs: Mapping[str, Any]) -> dict[str, frozenset[str]]:
+    """Node -> the nodes that it waits for."""
+    found: dict[str, set[str]] = {}
+    for graph in graphs:
+        for node in part(graphs, graph).get("nodes", ()):
+            found.setdefault(node["name"], set()).update(node.get("after", ()))
+    return {name: frozenset(names) for name, names in found.items()}
+
+
+def _gaps(starts: np.ndarray, ends: np.ndarray, window: Window) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Idle stretches of calls that are sorted by their start: begins, ends, and the place of the call after each (-1: none).
+
+    >>> [part.tolist() for part in _gaps(np.array([1.0, 2.0, 5.0]), np.array([3.0, 2.5, 6.0]), Window(0, 7))]
+    [[0.0, 3.0, 6.0], [1.0, 5.0, 7.0], [0, 2, -1]]
+    """
+    free_from = np.concatenate([[window.start_s], np.maximum.accumulate(ends)])
+    free_until = np.concatenate([starts, [window.end_s]])
+    after = np.append(np.arange(len(starts)), -1)
+    found = free_until > free_from
+    return free_from[found], free_until[found], after[found]
+
+
+def _covered(starts: np.ndarray, ends: np.ndarray, begin: float, width: float, number: int) -> np.ndarray:
+    """[number] share of each stretch that calls cover; more than 1 where they overlap.
+
+    >>> _covered(np.array([0.0, 1.0]), np.array([1.5, 2.0]), 0.0, 1.0, 4).tolist()
+    [1.0, 1.5, 0.0, 0.0]
+    """
+    edges = begin + width * np.arange(number + 1)
+    # Time covered until each edge: of calls that have begun, their length until then.
+    s, e = np.sort(starts), np.sort(ends)
+    sums_s, sums_e = np.concatenate([[0.0], np.cumsum(s)]), np.concatenate([[0.0], np.cumsum(e)])
+    at_s, at_e = np.searchsorted(s, edges), np.searchsorted(e, edges)
+    until = edges * at_s - sums_s[at_s] - (edges * at_e - sums_e[at_e])
+    return np.diff(until) / width

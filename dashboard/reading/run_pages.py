@@ -1,0 +1,153 @@
+"""RunPages: what each page of one run shows, from the parts that a `RunReader` follows."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pyarrow as pa
+
+from ...controllers.run_lock import Life
+from ...controllers.stacks_request import request_stacks
+from ...controllers.stop_request import request_stop
+from ...dataflow.buffer.history import buffer_folder, why
+from ...dataflow.buffer.sql import query
+from ...dataflow.errors import UserError
+from .buffer_page import buffer_page
+from .graph_page import graph_page
+from .lanes import Lanes, Window
+from .live import read_graphs, read_live
+from .run_reader import RunReader
+from .weights_page import weights_page
+from .workers_page import log_part, workers_page
+
+SQL_ROWS, SQL_S, SQL_MEMORY = 1000, 10.0, "1GB"
+"""What a query of a page may take."""
+TOKEN_COLUMNS = re.compile(
+    r"\b(prompt_ids|response_ids|response_logprobs|response_versions|advantages|\w+_ids|\w+_logprobs)\b"
+)
+"""Columns of samples that are in their files alone."""
+MOST_CELL = 20_000
+"""Characters of a value in an answer of SQL."""
+
+
+class RunPages:
+    """The pages of one run.
+
+    Args:
+        reader: of the run.
+    """
+
+    def __init__(self, reader: RunReader) -> None:
+        self._reader = reader
+        self._path = reader.path
+
+    def graph(self) -> dict[str, Any]:
+        facts = self._reader.facts
+        graphs, live = read_graphs(self._path), read_live(self._path)
+        with self._reader.parts() as (metrics, calls):
+            return graph_page(graphs, live, calls, metrics, facts.config, goes_on=facts.life is Life.ALIVE)
+
+    def timeline(self, start: float | None, end: float | None, width: int) -> dict[str, Any]:
+        """What happened between two seconds of the run; None: its ends."""
+        graphs, config = read_graphs(self._path), self._reader.facts.config
+        with self._reader.parts() as (_, calls):
+            lanes = Lanes(calls, graphs, config)
+            total = lanes.total_s
+            first = 0.0 if start is None else max(0.0, start)
+            last = total if end is None else min(end, total)
+            return lanes.of(Window(min(first, last), last, width))
+
+    def buffer(self) -> dict[str, Any]:
+        live = read_live(self._path)
+        return buffer_page(self._path, live, self._reader.samples.table(), self._reader.facts.config)
+
+    def workers(self) -> dict[str, Any]:
+        facts = self._reader.facts
+        return workers_page(self._path, read_live(self._path), facts.config, facts.alerts, facts.life)
+
+    def log(self, worker: str, after: int) -> dict[str, Any]:
+        """What stands in the log of a worker behind a byte."""
+        return log_part(self._path, worker, after)
+
+    def weights(self) -> dict[str, Any]:
+        live, edges = read_live(self._path), self.graph()["weights"]
+        began_at = live["at"] - live["time_s"] if "time_s" in live and "at" in live else None
+        with self._reader.parts() as (metrics, calls):
+            return weights_page(calls, metrics, edges, began_at)
+
+    def why(self, group: int) -> dict[str, Any]:
+        """What a group waits for: as the driver said last, or from the log."""
+        graphs = read_live(self._path).get("graphs", {})
+        for graph in graphs.values():
+            for one in graph.get("oldest", ()):
+                if one.get("group") == group:
+                    return {"group": group, "why": one["waits"]}
+        return {"group": group, "why": why(buffer_folder(self._path), group).splitlines()}
+
+    def sql(self, text: str) -> dict[str, Any]:
+        """The answer to a question in SQL, in the locked DuckDB of `weft buffer sql`.
+
+        Raises:
+            UserError: DuckDB is not installed, cannot answer, or takes too long.
+        """
+        notes: list[str] = []
+        known = {} if TOKEN_COLUMNS.search(text) else {"samples": self._light_samples}
+        limits = {"max_rows": SQL_ROWS, "timeout_s": SQL_S, "memory": SQL_MEMORY}
+        table = query(self._path, text, notes, known=known, **limits)
+        rows = [[_cell(value) for value in row.values()] for row in _rows(table)]
+        return {
+            "columns": table.column_names,
+            "rows": rows,
+            "cut": any("left out" in note for note in notes),
+            "notes": notes,
+        }
+
+    def _light_samples(self) -> pa.Table | None:
+        """The samples without the columns of their tokens."""
+        table = self._reader.samples.table()
+        if not len(table):
+            return None
+        return table.drop_columns([name for name in table.column_names if name.startswith("_")])
+
+    # Requests, which the driver looks for
+
+    def stop(self) -> dict[str, Any]:
+        """Ask the driver to save the run and end it.
+
+        Raises:
+            UserError: the run does not go on, or this user may not write there.
+        """
+        self._request(lambda epoch: request_stop(self._path, epoch), "end")
+        return {"asked": True}
+
+    def stacks(self, worker: str) -> dict[str, Any]:
+        """Ask the driver where the process of a worker stands; it answers in `live.json`."""
+        known = [one["rank"] for one in self.workers()["workers"]]
+        if worker not in known:
+            raise UserError(f"there is no worker {worker!r}; there are {', '.join(known)}")
+        self._request(lambda epoch: request_stacks(self._path, epoch, worker), "say where it stands")
+        return {"asked": True}
+
+    def _request(self, write: Any, what: str) -> None:
+        facts = self._reader.facts
+        if facts.life is not Life.ALIVE or facts.holder is None:
+            raise UserError(f"run {self._reader.name!r} is not going on: it is {facts.status}")
+        try:
+            write(facts.holder.epoch)
+        except OSError as error:
+            raise UserError(f"run {self._reader.name!r} cannot be asked to {what}: {error}") from None
+
+
+def _rows(table: pa.Table) -> list[dict[str, Any]]:
+    """Rows whose columns keep their places also where two have the same name."""
+    names = [f"{number}" for number in range(table.num_columns)]
+    return table.rename_columns(names).to_pylist()
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, str) and len(value) > MOST_CELL:
+        return f"{value[:MOST_CELL]} … ({len(value):,} characters)"
+    if isinstance(value, list) and len(value) > MOST_CELL:
+        return [*value[:MOST_CELL], "…"]
+    return value if value is None or isinstance(value, int | float | str | bool | list | dict) else str(value)

@@ -1,0 +1,260 @@
+"""SampleIndex: what can be filtered, sorted and searched of all samples of a run. Each file is read once; tokens stay in the files.
+
+A row of the index has the sample's scalars, the length of its response, means of its token columns, its oldest and newest version, and its
+texts (their beginnings, where all of them together take too much memory). A file that was written twice, because a recorder died
+between the two, counts once.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+import xxhash
+
+from ...dataflow.buffer.run_tables import read_parquet
+from ...dataflow.buffer.samples import FOLDER, NAME
+
+compute: Any = pyarrow.compute  # its functions are made when it is imported
+TEXT_BYTES = 256 << 20
+"""Of texts that are kept to be searched; beyond it, the first SHORT characters of each."""
+SHORT = 500
+READ_S = 0.1
+"""Seconds for which a request reads new files; a thread reads the rest."""
+FEW_PARTS = 64
+"""Tables that are joined at a query; more are joined for good."""
+TEXTS = ("prompt", "response", "answer")
+LISTS_OF_TOKENS = ("response_ids", "chosen_ids", "rejected_ids")
+
+
+class SampleIndex:
+    """The samples of one run.
+
+    Args:
+        run: its directory.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._folder, self._archive = run / FOLDER, run / "samples.parquet"
+        self._lock = threading.Lock()
+        self._known: set[str] = set()
+        self._files: list[Path] = []
+        self._pending: list[str] = []
+        """Names of files that are not read yet, the latest step last."""
+        self._parts: list[pa.Table] = []
+        self._ids: dict[tuple[str, int], list[np.ndarray]] = {}
+        """Graph and step -> the sample ids of each of its files."""
+        self._seen: object = None
+        self._text_bytes = 0
+        self._reader: threading.Thread | None = None
+        self.version = 0
+        """Grows when samples have come."""
+        self.damage: list[str] = []
+        """Files that cannot be read."""
+
+    @property
+    def progress(self) -> dict[str, int]:
+        """Files that are read, and all."""
+        return {"read": len(self._known) - len(self._pending), "files": len(self._known)}
+
+    def table(self) -> pa.Table:
+        """All rows that are known so far; new files are read, for READ_S at most."""
+        with self._lock:
+            self._look()
+            self._read_until(time.monotonic() + READ_S)
+            if self._pending and (self._reader is None or not self._reader.is_alive()):
+                self._reader = threading.Thread(target=self._read_rest, name="samples", daemon=True)
+                self._reader.start()
+            if len(self._parts) > FEW_PARTS:
+                self._parts = [pa.concat_tables(self._parts, promote_options="permissive").combine_chunks()]
+            return pa.concat_tables(self._parts, promote_options="permissive") if self._parts else _EMPTY
+
+    def _read_rest(self) -> None:
+        while self._pending:
+            with self._lock:
+                self._read_until(time.monotonic() + READ_S)
+            time.sleep(0.01)  # so that requests have their turn
+
+    def _look(self) -> None:
+        """Note files that are new, the latest steps to be read first."""
+        try:
+            now = os.stat(self._folder).st_mtime_ns
+        except OSError:
+            self._take_archive()
+            return
+        if now == self._seen:
+            return
+        if time.time_ns() - now > 10**9:  # else another file may come within the same tick of its clock
+            self._seen = now
+        with os.scandir(self._folder) as entries:
+            found = {entry.name for entry in entries if NAME.fullmatch(entry.name)}
+        if gone := self._known - found:
+            self._forget(gone)
+        new = found - self._known
+        self._known |= new
+        self._pending = sorted([*self._pending, *new], key=_step)
+
+    def _forget(self, gone: set[str]) -> None:
+        """Files were removed: the run went back to an earlier step. Begin anew."""
+        self._known, self._pending, self._files, self._parts, self._ids = set(), [], [], [], {}
+        self._text_bytes, self.version, self.damage = 0, self.version + 1, []
+
+    def _take_archive(self) -> None:
+        """Where there is no folder of samples there may be their archive."""
+        if self._parts or not self._archive.is_file():
+            return
+        try:
+            table = read_parquet(self._archive)
+        except (OSError, pa.ArrowException) as error:
+            self.damage = [f"{self._archive}: {error}"]
+            return
+        if table is not None:
+            self._add(table, self._archive)
+
+    def _read_until(self, deadline: float) -> None:
+        while self._pending and time.monotonic() < deadline:
+            name = self._pending.pop()
+            path, found = self._folder / name, NAME.fullmatch(name)
+            assert found is not None
+            try:
+                table = _read(path)
+            except (OSError, ValueError, pa.ArrowException) as error:
+                self.damage.append(f"{path}: {error}")
+                continue
+            graph, step = found["graph"], int(found["step"])
+            table = self._without_known(table, graph, step)
+            if len(table):
+                named = table.append_column("graph", pa.array([graph] * len(table), pa.string()))
+                self._add(named.append_column("step", pa.array(np.full(len(table), step))), path)
+
+    def _without_known(self, table: pa.Table, graph: str, step: int) -> pa.Table:
+        ids, held = table["sample_id"].to_numpy(), self._ids.setdefault((graph, step), [])
+        for other in held:
+            known = np.isin(ids, other)
+            if known.any():
+                table, ids = table.filter(pa.array(~known)), ids[~known]
+        held.append(ids)
+        return table
+
+    def _add(self, table: pa.Table, path: Path) -> None:
+        made = _indexed(table, len(self._files), short=self._text_bytes > TEXT_BYTES)
+        self._files.append(path)
+        self._text_bytes += sum(made[name].nbytes for name in TEXTS if name in made.column_names)
+        self._parts.append(made)
+        self.version += 1
+
+    def row(self, sample: int) -> dict[str, Any] | None:
+        """All columns of a sample, tokens too; None: there is none of this id."""
+        table = self.table()
+        found = np.flatnonzero(table["sample_id"].to_numpy() == sample)
+        return None if not len(found) else self._whole(table, int(found[0]))
+
+    def rows_of_group(self, group: int, most: int) -> list[dict[str, Any]]:
+        """All columns of the samples of a group, by their ids."""
+        table = self.table()
+        found = np.flatnonzero(table["group_id"].to_numpy() == group)[:most]
+        return sorted((self._whole(table, place) for place in found.tolist()), key=lambda row: row["sample_id"])
+
+    def _whole(self, table: pa.Table, place: int) -> dict[str, Any]:
+        own = table.slice(place, 1).to_pylist()[0]
+        path = self._files[own["_file"]]
+        source = _read(path) if path.suffix == ".arrow" else read_parquet(path)
+        assert source is not None
+        [at] = np.flatnonzero(source["sample_id"].to_numpy() == own["sample_id"])[:1].tolist()
+        return {
+            **source.slice(at, 1).to_pylist()[0],
+            "graph": own["graph"],
+            "step": own["step"],
+            "prompt_key": own["prompt_key"],
+        }
+
+
+_EMPTY = pa.table(
+    {
+        "sample_id": pa.array([], pa.int64()),
+        "group_id": pa.array([], pa.int64()),
+        "graph": pa.array([], pa.string()),
+        "step": pa.array([], pa.int64()),
+        "prompt_key": pa.array([], pa.string()),
+    }
+)
+
+
+def _step(name: str) -> tuple[int, str]:
+    found = NAME.fullmatch(name)
+    return (int(found["step"]), name) if found else (0, name)
+
+
+def _read(path: Path) -> pa.Table:
+    """The rows of a file. What is damaged is found here, not where values are read."""
+    with pa.memory_map(str(path)) as file:
+        table = pa.ipc.open_file(file).read_all()
+    table.validate(full=True)
+    if "sample_id" not in table.column_names or "group_id" not in table.column_names:
+        raise ValueError("it has no sample_id or group_id")
+    return table
+
+
+def _indexed(table: pa.Table, file: int, *, short: bool) -> pa.Table:
+    """What is kept of a file's rows."""
+    kept: dict[str, Any] = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        kind = column.type
+        if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+            kept |= _of_tokens(name, column.combine_chunks())
+        elif pa.types.is_string(kind) or pa.types.is_large_string(kind):
+            cut = short or name not in TEXTS
+            kept[name] = compute.utf8_slice_codeunits(column, 0, SHORT) if cut else column
+        elif pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
+            kept[name] = column
+    kept["prompt_key"] = pa.array(_prompt_keys(table), pa.string())
+    kept["_file"] = pa.array(np.full(len(table), file, np.int32))
+    return pa.table(kept)
+
+
+def _of_tokens(name: str, column: Any) -> dict[str, Any]:
+    """Length, mean, or ends of a column of tokens."""
+    lengths = compute.fill_null(compute.list_value_length(column), 0).to_numpy(zero_copy_only=False)
+    if name in LISTS_OF_TOKENS:
+        return {"length" if name == "response_ids" else name.replace("_ids", "_length"): pa.array(lengths)}
+    values = column.flatten()
+    if name == "response_versions":
+        numbers = values.to_numpy(zero_copy_only=False)
+        return {"version_min": _ends(numbers, lengths, np.minimum), "version_max": _ends(numbers, lengths, np.maximum)}
+    means = {"advantages": "advantage", "response_logprobs": "logprob"}
+    if name in means and pa.types.is_floating(values.type):
+        numbers = np.concatenate([[0.0], np.cumsum(values.to_numpy(zero_copy_only=False), dtype=np.float64)])
+        ends = np.cumsum(lengths)
+        sums = numbers[ends] - numbers[ends - lengths]
+        return {means[name]: pa.array(sums / np.maximum(lengths, 1), mask=lengths == 0)}
+    return {}
+
+
+def _ends(numbers: np.ndarray, lengths: np.ndarray, of: Any) -> pa.Array:
+    there = lengths > 0
+    starts = (np.cumsum(lengths) - lengths)[there]
+    found = np.zeros(len(lengths), np.int64)
+    if len(starts):
+        found[there] = of.reduceat(numbers, starts)
+    return pa.array(found, mask=~there)
+
+
+def _prompt_keys(table: pa.Table) -> list[str]:
+    """A name for each row's prompt, the same wherever the prompt is the same."""
+    name = next((name for name in ("prompt_ids", "prompt") if name in table.column_names), None)
+    if name is None:
+        return [""] * len(table)
+    groups, keys = table["group_id"].to_pylist(), dict[int, str]()
+    column = table[name]
+    found: list[str] = []
+    for place, group in enumerate(groups):
+        if group not in keys:
+            keys[group] = xxhash.xxh3_64_hexdigest(repr(column[place].as_py()).encode())
+        found.append(keys[group])
+    return found

@@ -1,0 +1,279 @@
+"""Samples as pages show them: lists of samples and of groups, one sample with its tokens, one group, one prompt over training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ...dataflow.errors import UserError
+from .curves import numbers
+from .sample_index import SampleIndex
+from .sample_query import NAMES as COLUMNS
+from .sample_query import chosen, ordered
+from .token_texts import token_texts, tokenizer_of
+
+PREVIEW = 200
+"""Characters of a text in a list."""
+MOST_TOKENS = 20_000
+"""Tokens of a response that are sent."""
+MOST_TEXT = 400_000
+"""Characters of a text that are sent."""
+MOST_OF_GROUP, MOST_VISITS = 64, 500
+NAMES = {
+    "response_logprobs": "logprob",
+    "response_versions": "version",
+    "response_mask": "mask",
+    "advantages": "advantage",
+    "token_rewards": "reward",
+}
+"""Column of tokens -> its name in a page; others keep their own."""
+_PAGES = {column: name for name, column in COLUMNS.items()}
+NOT_COLUMNS = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids")
+
+
+class SamplePages:
+    """What pages ask of the samples of a run.
+
+    Args:
+        index: of its samples.
+    """
+
+    def __init__(self, index: SampleIndex) -> None:
+        self._index = index
+        self._grouped: tuple[object, pa.Table, _Groups] | None = None
+        """The last question about groups, and its answer: a page asks it again for each part of a list."""
+
+    def samples(self, filters: str, search: str, sort: str, offset: int, limit: int) -> dict[str, Any]:
+        """A part of a list of samples."""
+        table = chosen(self._index.table(), filters, search)
+        places = ordered(table, sort or "-step")[offset : offset + limit]
+        columns = [_PAGES.get(name, name) for name in table.column_names if not name.startswith("_")]
+        rows = [_line(row) for row in table.take(pa.array(places)).to_pylist()]
+        return {"total": len(table), "columns": columns, "rows": rows, **self._state}
+
+    def groups(self, filters: str, search: str, sort: str, offset: int, limit: int) -> dict[str, Any]:
+        """A part of a list of groups, each with the rewards of its responses.
+
+        Args:
+            sort: step, mean, spread or length; with a minus before it, the largest first.
+        """
+        table = self._index.table()
+        key = self._index.version, filters, search
+        if self._grouped is None or self._grouped[0] != key:
+            found = chosen(table, filters, search)
+            self._grouped = key, found, _Groups(found)
+        _, table, groups = self._grouped
+        return {"total": len(groups), "groups": groups.page(table, sort or "-step", offset, limit), **self._state}
+
+    @property
+    def _state(self) -> dict[str, Any]:
+        return {"indexed": self._index.progress, "damage": self._index.damage[:5]}
+
+    def sample(self, id: int, config: Mapping[str, Any]) -> dict[str, Any]:
+        """One sample, with the text and all columns of its tokens.
+
+        Raises:
+            UserError: there is none of this id.
+        """
+        row = self._index.row(id)
+        if row is None:
+            raise UserError(f"the run has recorded no sample {id}{self._hint}")
+        return _whole(row, config)
+
+    def group(self, id: int, config: Mapping[str, Any]) -> dict[str, Any]:
+        """All samples of a group."""
+        rows = self._index.rows_of_group(id, MOST_OF_GROUP)
+        if not rows:
+            raise UserError(f"the run has recorded no group {id}{self._hint}")
+        first = rows[0]
+        return {
+            "group": id,
+            "step": first["step"],
+            "kind": first["graph"],
+            "prompt": _cut(first.get("prompt")),
+            "prompt_key": first["prompt_key"],
+            "answer": _cut(first.get("answer")),
+            "samples": [_whole(row, config) for row in rows],
+        }
+
+    def prompt(self, key: str) -> dict[str, Any]:
+        """The groups of one prompt over training, in the order of their steps."""
+        table = self._index.table()
+        places = np.flatnonzero(np.asarray(table["prompt_key"].to_numpy(zero_copy_only=False)) == key)
+        if not len(places):
+            raise UserError(f"the run has recorded no prompt {key!r}{self._hint}")
+        rows = table.take(pa.array(places)).to_pylist()
+        visits: dict[int, list[dict[str, Any]]] = {}
+        for row in rows:
+            visits.setdefault(row["group_id"], []).append(row)
+        found = [_visit(group, own) for group, own in visits.items()]
+        found.sort(key=lambda visit: (visit["step"], visit["group"]))
+        return {"key": key, "prompt": _cut(rows[0].get("prompt")), "visits": found[-MOST_VISITS:], "total": len(found)}
+
+    @property
+    def _hint(self) -> str:
+        read = self._index.progress
+        left = read["files"] - read["read"]
+        return f"; {left} files of samples are still to be read" if left else ""
+
+
+class _Groups:
+    """Groups of a table of samples, with what they are sorted by."""
+
+    def __init__(self, table: pa.Table) -> None:
+        ids = table["group_id"].to_numpy()
+        self.ids, self.first, self._of_row = np.unique(ids, return_index=True, return_inverse=True)
+        number = np.maximum(np.bincount(self._of_row, minlength=len(self.ids)), 1)
+        rewards = _floats(table, "reward")
+        known = np.where(np.isfinite(rewards), rewards, 0.0)
+        mean = np.bincount(self._of_row, known, len(self.ids)) / number
+        square = np.bincount(self._of_row, known**2, len(self.ids)) / number
+        self._rows = np.argsort(self._of_row, kind="stable")
+        self._ends = np.cumsum(np.bincount(self._of_row, minlength=len(self.ids)))
+        self.keys = {
+            "step": table["step"].to_numpy()[self.first],
+            "mean": mean,
+            "spread": np.sqrt(np.maximum(square - mean**2, 0.0)),
+            "length": np.bincount(self._of_row, np.nan_to_num(_floats(table, "length")), len(self.ids)) / number,
+            "group": self.ids,
+        }
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def page(self, table: pa.Table, sort: str, offset: int, limit: int) -> list[dict[str, Any]]:
+        name = sort.removeprefix("-")
+        if name not in self.keys:
+            raise UserError(f"groups are sorted by {', '.join(self.keys)}, not by {name!r}")
+        values = self.keys[name]
+        order = np.lexsort((self.ids, -values if sort.startswith("-") else values))[offset : offset + limit]
+        firsts = table.take(pa.array(self.first[order])).to_pylist()
+        rewards = _floats(table, "reward")
+        return [
+            {
+                "group": row["group_id"],
+                "step": row["step"],
+                "kind": row["graph"],
+                "prompt": _preview(row.get("prompt")),
+                "prompt_key": row["prompt_key"],
+                "rewards": numbers(rewards[self._rows_of(place)], 4),
+                "mean": float(self.keys["mean"][place]),
+                "spread": float(self.keys["spread"][place]),
+                "length": float(self.keys["length"][place]),
+            }
+            for place, row in zip(order.tolist(), firsts, strict=True)
+        ]
+
+    def _rows_of(self, place: int) -> np.ndarray:
+        return np.sort(self._rows[(self._ends[place - 1] if place else 0) : self._ends[place]])
+
+
+def _floats(table: pa.Table, name: str) -> np.ndarray:
+    """A column as float64, nan where it is null or not there."""
+    if name not in table.column_names:
+        return np.full(len(table), np.nan)
+    return np.asarray(table[name].cast(pa.float64()).to_numpy(zero_copy_only=False), np.float64)
+
+
+def _line(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A sample in a list: `id`, `group`, `kind`, its scalars, and the beginnings of its texts."""
+    cut = {name: _preview(value) if isinstance(value, str) else value for name, value in row.items()}
+    found = {_PAGES.get(name, name): value for name, value in cut.items() if not name.startswith("_")}
+    found["truncated"] = row.get("finish_reason") == "length"
+    return found
+
+
+def _visit(group: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    best = max(rows, key=lambda row: row["reward"] if row.get("reward") is not None else -np.inf)
+    return {
+        "step": rows[0]["step"],
+        "group": group,
+        "kind": rows[0]["graph"],
+        "rewards": [row.get("reward") for row in rows],
+        "lengths": [row.get("length") for row in rows],
+        "best": best["sample_id"],
+        "response": _preview(best.get("response")),
+    }
+
+
+def _whole(row: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    tokenizer = tokenizer_of(config)
+    ids = list(row.get("response_ids") or row.get("chosen_ids") or [])
+    columns: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, list) and name not in NOT_COLUMNS and len(value) == len(ids) and _are_numbers(value):
+            columns[NAMES.get(name, name)] = numbers(np.array(value[:MOST_TOKENS], np.float64), 6)
+    columns |= _derived(row, ids)
+    scalars = {
+        name: _cut(value) if isinstance(value, str) else value
+        for name, value in row.items()
+        if not isinstance(value, list) and name not in ("prompt", "response")
+    }
+    advantages = row.get("advantages")
+    return {
+        "id": row["sample_id"],
+        "group": row["group_id"],
+        "step": row["step"],
+        "kind": row["graph"],
+        "prompt_key": row["prompt_key"],
+        "reward": row.get("reward"),
+        "advantage": float(np.mean(advantages)) if advantages else None,
+        "truncated": row.get("finish_reason") == "length",
+        "prompt": _cut(row.get("prompt")),
+        "response": _cut(row.get("response")),
+        "prompt_tokens": token_texts(tokenizer, list(row.get("prompt_ids") or [])[:MOST_TOKENS]),
+        "tokens": token_texts(tokenizer, ids[:MOST_TOKENS]),
+        "ids": ids[:MOST_TOKENS],
+        "cut": len(ids) if len(ids) > MOST_TOKENS else None,
+        "columns": columns,
+        "turns": _turns(row),
+        "scalars": scalars,
+    }
+
+
+def _derived(row: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Any]:
+    """Gap and ratio between trainer and generator, where the trainer's log-probabilities were recorded."""
+    own, generated = row.get("old_logprobs"), row.get("response_logprobs")
+    if not own or not generated or not len(own) == len(generated) == len(ids):
+        return {}
+    gap = np.array(own[:MOST_TOKENS], np.float64) - np.array(generated[:MOST_TOKENS], np.float64)
+    return {"gap": numbers(np.abs(gap), 6), "ratio": numbers(np.exp(np.clip(gap, -50, 50)), 6)}
+
+
+def _are_numbers(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, int | float) for value in values[:16])
+
+
+def _turns(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The turns of a conversation, where a column has its messages as JSON."""
+    for name in ("messages", "turns", "conversation"):
+        value = row.get(name)
+        try:
+            found = json.loads(value) if isinstance(value, str) else value
+        except ValueError:
+            continue
+        if isinstance(found, list) and all(isinstance(turn, dict) and "role" in turn for turn in found):
+            return [
+                {
+                    "role": str(turn["role"]),
+                    "text": _cut(str(turn.get("content") or "")),
+                    "tool_calls": turn.get("tool_calls"),
+                }
+                for turn in found[:500]
+            ]
+    return None
+
+
+def _preview(text: Any) -> str | None:
+    return None if text is None else str(text)[:PREVIEW]
+
+
+def _cut(text: Any) -> str | None:
+    if text is None:
+        return None
+    text = str(text)
+    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]} … ({len(text):,} characters)"
