@@ -219,11 +219,9 @@ def load_timeline(run: Path, steps: tuple[int | None, int | None] = (None, None)
         table = run_tables.read_timeline(run)
         if table is None:
             raise UserError(f"{run} has no timeline: nothing was called yet, or it is not the directory of a run")
-        rows = table.select(list(TimelineCall.__dataclass_fields__)).to_pylist()
+        return _window(table.select(list(TimelineCall.__dataclass_fields__)), steps)
     except (pa.ArrowException, OSError, KeyError) as error:
         raise UserError(f"the timeline of {run} cannot be read: {error}") from None
-    calls = [TimelineCall(**row) for row in rows]
-    return window(calls, steps)
 
 
 def window(calls: Sequence[TimelineCall], steps: tuple[int | None, int | None] = (None, None)) -> Timeline:
@@ -234,23 +232,33 @@ def window(calls: Sequence[TimelineCall], steps: tuple[int | None, int | None] =
     Raises:
         UserError: when there is none of these steps.
     """
-    ends: dict[int, float] = {}
-    for call in calls:
-        ends[call.step] = max(ends.get(call.step, 0.0), call.end_s)
+    columns = {name: [getattr(call, name) for call in calls] for name in TimelineCall.__dataclass_fields__}
+    return _window(pa.table(columns), steps)
+
+
+def _window(table: pa.Table, steps: tuple[int | None, int | None]) -> Timeline:
+    """The same of a table, of which only rows in the window become objects: a long run has millions."""
+    step, start_s, end_s = (np.asarray(table[name], float) for name in ("step", "start_s", "end_s"))
+    known, of = np.unique(step, return_inverse=True)
+    ends = np.zeros(len(known))
+    np.maximum.at(ends, of, end_s)
     first, stop = steps
-    chosen = [step for step in sorted(ends) if (first is None or step >= first) and (stop is None or step < stop)]
-    if not chosen:
-        has = f"it has steps {min(ends)} to {max(ends)}" if ends else "it has none yet"
+    chosen = (known >= (-np.inf if first is None else first)) & (known < (np.inf if stop is None else stop))
+    if not chosen.any():
+        has = f"it has steps {known[0]:.0f} to {known[-1]:.0f}" if len(known) else "it has none yet"
         asked = f"{'' if first is None else first}:{'' if stop is None else stop}"
         raise UserError(f"the run's timeline has no step in {asked}; {has}")
-    start = max((ends[step] for step in ends if step < chosen[0]), default=0.0)
-    end = ends[chosen[-1]]
+    start = ends[known < known[chosen][0]].max(initial=0.0)
+    end = ends[chosen][-1]
+    within = ((end_s > start) & (start_s < end)) | chosen[of]
+    began = table.select(["group", "start_s"]).group_by("group", use_threads=False).aggregate([("start_s", "min")])
+    rows = table.filter(pa.array(within))
     return Timeline(
-        [call for call in calls if (call.end_s > start and call.start_s < end) or call.step in chosen],
-        start,
-        end,
-        [(step, ends[step]) for step in chosen],
-        tuple(dict.fromkeys(call.group for call in sorted(calls, key=lambda call: call.start_s))),
+        [TimelineCall(*row) for row in zip(*(column.to_pylist() for column in rows.columns), strict=True)],
+        float(start),
+        float(end),
+        list(zip(known[chosen].astype(int).tolist(), ends[chosen].tolist(), strict=True)),
+        tuple(began.sort_by("start_s_min")["group"].to_pylist()),
     )
 
 
