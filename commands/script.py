@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import builtins
+import runpy
 import sys
-import types
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 
 from ..dataflow.errors import UserError, WeftError, nearest
 
@@ -36,13 +36,10 @@ def run_script(path: Path, arguments: Sequence[str]) -> int:
     Raises:
         WeftError: the script did not catch it.
     """
-    main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=str(path), __builtins__=builtins)
-    sys.modules["__main__"] = main
     sys.argv = [str(path), *arguments]
     sys.path[0] = str(path.parent.resolve())
     try:
-        exec(compile(path.read_bytes(), str(path), "exec"), main.__dict__)
+        runpy.run_path(str(path), run_name="__main__")
     except SystemExit as left:
         if left.code is None or isinstance(left.code, int):
             return left.code or 0
@@ -50,7 +47,15 @@ def run_script(path: Path, arguments: Sequence[str]) -> int:
         return 1
     except (WeftError, KeyboardInterrupt):
         raise
-    except Exception:
-        sys.excepthook(*sys.exc_info())  # pyright: ignore[reportArgumentType]
+    except Exception as error:
+        shown = error.with_traceback(_of_script(error.__traceback__, str(path)))
+        sys.excepthook(type(shown), shown, shown.__traceback__)
         return 1
     return 0
+
+
+def _of_script(traceback: TracebackType | None, file: str) -> TracebackType | None:
+    """A traceback from the script on, without what ran it; None: no line of it was reached."""
+    while traceback is not None and traceback.tb_frame.f_code.co_filename != file:
+        traceback = traceback.tb_next
+    return traceback

@@ -13,6 +13,8 @@ CALLS = {
     "yaml.unsafe_load",
     "yaml.full_load",
     "os.system",
+    "runpy.run_path",
+    "runpy.run_module",
     "os.popen",
     "numpy.load",
     "np.load",
@@ -23,7 +25,7 @@ EXCUSED = {
     },  # a part of a call or a reply, which Ray carries as a pickle, under its token
     "controllers/backends/rank.py": {"cloudpickle"},  # what Ray makes an actor of, read when its environment is set
     "controllers/backends/rank_process.py": {"pickle"},  # the other side of it
-    "commands/script.py": {"exec"},  # `weft run SCRIPT` runs the script that its user names, as Python would
+    "commands/script.py": {"runpy.run_path"},  # `weft run SCRIPT` runs the file that its user names, as Python does
 }
 """File -> what it may do. None of it comes from a file of a run, a model or a data set, or over a socket of ours."""
 
@@ -58,6 +60,7 @@ def breaks(source: ast.Module) -> list[tuple[int, str]]:
         "def f():\n    import numpy, marshal",
         "eval(text)",
         "exec(text)",
+        "runpy.run_path(path)",
         "torch.load(path)",
         "yaml.load(file)",
         "subprocess.run(text, shell=True)",

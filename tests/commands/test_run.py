@@ -53,6 +53,8 @@ def test_a_script_gets_its_arguments_and_its_exit_code_is_passed_on(script: Path
     assert json.loads(told.stdout) == {"script": "programs/train.py", "exit_code": 1}
     failed = weft(script, "programs/train.py", "--steps", "5")
     assert failed.returncode == 1 and failed.stderr.splitlines()[-1] == "RuntimeError: five"
+    first = failed.stderr.splitlines()[1].split('"')[1]
+    assert first == "programs/train.py", "the traceback begins where that of `python SCRIPT` does"
     assert weft(script, "programs/train.py", "--stesp", "5").returncode == 2
 
 
