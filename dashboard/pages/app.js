@@ -64,11 +64,11 @@ function problem(error) {
 
 function render() {
   frame();
-  main.dataset.shows = shown.error && !shown.data ? "problem" : shown.data ? shown.key : "";
+  main.dataset.shows = shown.error && !shown.data ? "problem" : shown.data && shown.key === keyOf(shown.route) ? shown.key : "";
   if (shown.error && !shown.data) return patch(main, [problem(shown.error)]);
   if (!shown.data) return;
   try {
-    const stale = shown.error ? [h("p", { class: "panel notice", key: "stale", role: "alert" }, `Not up to date: ${shown.error.message}`)] : [];
+    const stale = shown.error ? [h("p", { class: "panel notice", key: "stale", role: "alert" }, shown.error instanceof Gone ? "The run is gone. What stands here was read before." : `Not up to date: ${shown.error.message}`)] : [];
     patch(main, [...stale, h("div", { key: shown.route.page, class: `page ${shown.route.page}` }, PAGES[shown.route.page].view(shown.data, context()))]);
   } catch (error) {
     console.error(error);
@@ -119,7 +119,7 @@ function routed() {
   if (!(shown.route.page in PAGES)) return go("runs");
   if (before.params.run !== shown.route.params.run) facts = null;
   if (keyOf(shown.route) === shown.key && shown.data) return render();
-  const same = before.page === shown.route.page && before.params.run === shown.route.params.run && shown.data;
+  const same = shown.data && ["run", "view", "with"].every((name) => before.params[name] === shown.route.params[name]) && before.page === shown.route.page;
   if (!same) shown.data = null;
   if (same) render();
   else {

@@ -41,6 +41,7 @@ function view(data, context) {
   const drops = data.drops.map((drop) => [line(drop.reason, 80), drop.rows, count(drop.rows), "--bad"]);
   const space = segments && [["in segments", segments.bytes, bytes(segments.bytes)], segments.spilled_bytes != null && ["spilled to disk", segments.spilled_bytes, bytes(segments.spilled_bytes), "--busy"], segments.budget_bytes != null && ["budget", segments.budget_bytes, bytes(segments.budget_bytes), "--idle"]].filter(Boolean);
   return [
+    h("h2", { class: "hidden-text", key: "title" }, "Buffer"),
     known && figures([["waiting", count(totals.waiting)], ["leased", count(totals.leased)], ["done", count(totals.done), "ok"], ["dropped", count(totals.dropped), totals.dropped ? "bad" : ""], segments && ["segments", count(segments.count)], segments && ["bytes", bytes(segments.bytes)]]),
     h("div", { class: "two", key: "two" },
       data.staleness?.length ? h("section", { class: "panel pad" }, h("h3", {}, "Staleness", h("small", {}, "share of the trained rows by updates behind")), histogramOverSteps(data.staleness, SHADES, "staleness of the rows of each step")) : null,

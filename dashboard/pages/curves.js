@@ -92,8 +92,8 @@ function nowOf(card, data) {
     if (!several && low != null && high != null) notes.push(`${formed(low, card)[0]} to ${formed(high, card)[0]}`);
     if (!several && last(find(card.spread)) != null) notes.push(`± ${formed(last(find(card.spread)), card)[0]}`);
     if (!several && last(find(card.beside)) != null) notes.push(`${card.beside.match(/_(p\d+)$|\/(max)_|^(max)_/)?.slice(1).find(Boolean) ?? card.beside.split("/").pop()} ${formed(last(find(card.beside)), card)[0]}`);
-    const shade = several || card.names.length > 1 ? { color: `var(${COLOURS[(several ? place : index) % COLOURS.length]})` } : {};
-    return h("span", { css: shade }, text, notes.some(Boolean) ? h("small", {}, ` ${notes.filter(Boolean).join(" · ")}`) : null);
+    const key = several || card.names.length > 1 ? h("i", { class: "key", css: { "--shade": `var(${COLOURS[(several ? place : index) % COLOURS.length]})` } }) : null;
+    return h("span", {}, key, text, notes.some(Boolean) ? h("small", {}, ` ${notes.filter(Boolean).join(" · ")}`) : null);
   }));
   return values.filter(Boolean);
 }

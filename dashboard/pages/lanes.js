@@ -47,15 +47,15 @@ export function lanes(node, props) {
     const shades = shadesOf(current.data.nodes).map(colour);
     const special = SPECIAL[lane.kind] && colour(SPECIAL[lane.kind]);
     if (lane.bins) {
-      const { t0, dt, shares } = lane.bins;
-      for (let bin = 0; bin < (shares[0]?.length ?? 0); bin++) {
+      const { t0, dt, nodes, shares } = lane.bins;
+      for (let bin = 0; bin < shares.length; bin++) {
         const x = xOf(t0 + bin * dt);
         const end = Math.min(limit, xOf(t0 + (bin + 1) * dt));
         if (end < left() || x > limit) continue;
         let foot = y + 17;
-        for (let place = 0; place < shares.length; place++) {
-          const high = 16 * shares[place][bin];
-          ctx.fillStyle = special ?? shades[place];
+        for (let place = 0; place < nodes.length; place++) {
+          const high = 16 * shares[bin][place];
+          ctx.fillStyle = special ?? shades[nodes[place]];
           ctx.fillRect(Math.max(left(), x), foot - high, end - Math.max(left(), x) + 0.4, high);
           foot -= high;
         }
@@ -169,7 +169,7 @@ export function lanes(node, props) {
     if (gap) return `${plain(lane.lane)}: idle for ${duration(gap.end_s - gap.start_s)}\n${plain(gap.text ?? gap.reason)}`;
     if (lane.bins) {
       const bin = Math.floor((time - lane.bins.t0) / lane.bins.dt);
-      const parts = lane.bins.shares.map((shares, which) => [shares[bin], which]).filter(([share]) => share > 0.005);
+      const parts = (lane.bins.shares[bin] ?? []).map((share, which) => [share, lane.bins.nodes[which]]).filter(([share]) => share > 0.005);
       return parts.length ? `${plain(lane.lane)} at ${clock(time, 0.1)}\n${parts.map(([share, which]) => `${plain(current.data.nodes[which] ?? "")} ${percent(share)}`).join("\n")}` : null;
     }
     return null;

@@ -26,13 +26,16 @@ function pager(total, { params, set }) {
     h("button", { disabled: offset + PAGE >= total, "aria-label": "later entries", on: { click: () => set({ offset: offset + PAGE }) } }, "›"));
 }
 
+/** Says that not all files of samples are read yet, the newest steps first. */
+const reading = ({ indexed }) => (indexed && indexed.read < indexed.files ? h("p", { class: "pad small soft", role: "status" }, `Reading: ${count(indexed.read)} of ${count(indexed.files)} files, the newest first.`) : null);
+
 export function groupList(list, context) {
   const { params } = context;
   const top = topOf(list.groups);
   const entry = (group) => h("a", { key: String(group.group), class: `entry ${String(group.group) === String(params.group) ? "on" : ""}`, "aria-current": String(group.group) === String(params.group) && "true", href: link("samples", { ...params, group: group.group, sample: "", key: "", diff: "" }) },
     h("span", { class: "first" }, line(group.prompt, 90) || "(no text)"), pips(group.rewards, top, 8),
     h("small", {}, `${group.kind && group.kind !== "train" ? `${group.kind} · ` : ""}group ${count(group.group)} · step ${count(group.step)}`), h("small", {}, number(group.mean)));
-  return h("div", { class: "list", key: "list", tabindex: "0", role: "region", "aria-label": "groups" }, list.groups.length ? list.groups.map(entry) : h("p", { class: "pad soft" }, "No group matches."), pager(list.total, context));
+  return h("div", { class: "list", key: "list", tabindex: "0", role: "region", "aria-label": "groups" }, reading(list), list.groups.length ? list.groups.map(entry) : h("p", { class: "pad soft" }, "No group matches."), pager(list.total, context));
 }
 
 const NUMBERS = new Set(["id", "group", "step", "reward", "advantage", "length", "version_min", "version_max"]);
@@ -49,10 +52,10 @@ export function sampleTable(list, context) {
     return typeof value === "number" ? (NUMBERS.has(name) && Number.isInteger(value) ? count(value) : number(value)) : line(value, 120);
   };
   const columns = names.map((name) => ({ name, title: name.replaceAll("_", " "), n: list.rows.some((row) => typeof row[name] === "number"), wide: name === "prompt" || name === "response", value: (row) => row[name], cell: cell(name) }));
-  if (!list.rows.length) return empty("No sample matches.", "Search looks at prompts and responses; the filter is a condition on columns, such as reward > 0.5 and step >= 10.");
+  if (!list.rows.length) return empty("No sample matches.", "Search looks at prompts and responses; the filter is a condition on columns, such as reward > 0.5 and step >= 10 and response ~ sorry.");
   // The server sorts: all rows of the run, not those of this page.
   const sorts = (sort) => set({ sort, offset: "" });
-  return [h("div", { class: "panel", key: "table" }, table(columns.map((column) => ({ ...column, value: column.value })), list.rows, { sort: params.sort ?? "", sorts, key: (row) => row.id, label: "samples", served: true })), pager(list.total, context)];
+  return [reading(list), h("div", { class: "panel", key: "table" }, table(columns, list.rows, { sort: params.sort ?? "", sorts, key: (row) => row.id, label: "samples", served: true })), pager(list.total, context)];
 }
 
 const asked = { text: "", answer: null, error: null, busy: false };

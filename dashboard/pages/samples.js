@@ -9,7 +9,16 @@ import { empty } from "./table.js";
 import { block, line, visible } from "./text.js";
 import { SHADES, ramp, scaleOf, shadeOfColumn, tokens } from "./tokens.js";
 
-async function load({ run, params }, signal) {
+const AGAIN_MS = 700;
+
+async function load(context, signal) {
+  const data = await read(context, signal);
+  const indexed = data.list?.indexed;
+  if (indexed && indexed.read < indexed.files) setTimeout(() => signal.aborted || context.reload(), AGAIN_MS);
+  return data;
+}
+
+async function read({ run, params }, signal) {
   const asked = { run, q: undefined, search: params.q, filter: params.filter, sort: params.sort, offset: params.offset, limit: PAGE };
   if (params.view === "sql") return { sql: true };
   if (params.view === "table") return { list: await get("samples", asked, signal) };
@@ -25,7 +34,7 @@ function toolbar({ params, set }) {
   const field = (name, placeholder, label) => h("input", { type: name === "q" ? "search" : "text", placeholder, "aria-label": label, value: params[name] ?? "", on: { change: (event) => set({ [name]: event.target.value, offset: "", group: "", sample: "" }) } });
   const view = (name, text) => chip(text, (params.view ?? "") === name, () => set({ view: name, offset: "", sort: "" }));
   return h("div", { class: "toolbar", key: "toolbar" }, h("span", { class: "chips", role: "group", "aria-label": "how samples are listed" }, view("", "groups"), view("table", "table"), view("sql", "SQL")),
-    params.view === "sql" ? null : [field("q", "Search prompts and responses", "search the text of samples"), field("filter", "reward > 0.5 and step >= 10", "condition on columns"), params.filter || params.q ? h("button", { on: { click: () => set({ q: "", filter: "", offset: "" }) } }, "All") : null]);
+    params.view === "sql" ? null : [field("q", "Search prompts and responses", "search the text of samples"), field("filter", "reward > 0.5 and response ~ sorry", "condition on columns: <= >= != = < > and ~ for text, joined by and"), params.filter || params.q ? h("button", { on: { click: () => set({ q: "", filter: "", offset: "" }) } }, "All") : null]);
 }
 
 function versions(sample) {
@@ -51,7 +60,7 @@ function response(sample, by, scale, context) {
   const figure = (label, value) => (value == null ? null : h("span", {}, `${label} `, h("b", {}, value)));
   const length = sample.cut ?? sample.tokens?.length;
   const scalars = Object.entries(sample.scalars ?? {}).filter(([, value]) => value != null && typeof value !== "object");
-  const body = sample.turns?.length && params.as !== "tokens" ? turns(sample, render) : sample.tokens?.length ? widget(tokens, { sample, by, scale }) : block(`${sample.id}/response`, sample.response, render);
+  const body = sample.turns?.length && params.as !== "tokens" ? turns(sample, render) : sample.tokens?.length ? widget(tokens, { sample, by, scale }, { class: "figured" }) : block(`${sample.id}/response`, sample.response, render);
   return h("article", { class: `panel response ${on ? "on" : ""}`, key: `s${sample.id}`, "aria-label": `response ${sample.id}` },
     h("div", { class: "meta" }, figure("reward", number(sample.reward)), sample.advantage != null ? figure("advantage", signed(sample.advantage)) : null, length != null ? h("span", {}, `${count(length)} tokens`) : null, versions(sample), sample.truncated ? h("span", { class: "busy-text" }, "cut off") : null,
       h("span", { class: "fill" }), h("a", { href: link("samples", { run, group: sample.group ?? params.group, sample: sample.id }), title: "permanent link" }, `#${sample.id}`), chip("diff", picked.includes(String(sample.id)), pick, `compare response ${sample.id}`)),

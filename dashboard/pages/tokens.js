@@ -103,7 +103,6 @@ export function tokens(node, props) {
   });
   text.addEventListener("pointerleave", () => figures(-1));
   text.addEventListener("blur", () => figures(-1));
-  node.classList.add("figured");
   node.append(text, more, tip);
   draw();
   return {

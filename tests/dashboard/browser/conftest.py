@@ -1,0 +1,87 @@
+"""A headless Chromium that looks at a dashboard of real runs, and fails a test whose page complains."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from forked import Forked, program
+from looking import Look
+from serving import Serving
+from wicked import make_wicked
+
+ROOT = Path(__file__).resolve().parents[3]
+DEMO_RUNS = ROOT / "benchmarks" / "dashboard" / "demo_runs.py"
+ENDED = ("first", "killed")
+START_S = 60
+
+
+@pytest.fixture(scope="package")
+def chromium() -> Iterator[Any]:
+    """The browser of the system, driven by Playwright."""
+    binary = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if binary is None:
+        pytest.skip("there is no Chromium on this machine (Debian: apt-get install chromium)")
+    if find_spec("playwright") is None:
+        pytest.skip("Playwright is not installed: pip install --no-deps -r requirements/browser.txt")
+    from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=binary, args=["--no-sandbox"] if os.geteuid() == 0 else [])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="package")
+def folder(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Runs: one that is done, one that was killed, one without a step, one whose texts are wicked, and one that goes on."""
+    root = tmp_path_factory.mktemp("runs")
+    program(root / ".data.txt", DEMO_RUNS, str(root), "--only", "nothing", "--here").process.join(120)
+    made = [program(root / f".{name}.txt", DEMO_RUNS, str(root), "--only", name, "--here") for name in ENDED]
+    for one, name in zip(made, ENDED, strict=True):
+        one.process.join(120)
+        assert (root / name).is_dir(), one.said
+    make_wicked(root / "first", root)
+    live = program(root / ".live.txt", DEMO_RUNS, str(root), "--only", "live", "--here")
+    _until(lambda: (root / "live" / "metrics.arrows").exists(), "the live run has no metrics", live)
+    yield root
+    live.kill()
+
+
+@pytest.fixture(scope="package")
+def address(folder: Path) -> Iterator[str]:
+    """Where a dashboard of these runs answers, with its token."""
+    with Serving(folder) as where:
+        yield where
+
+
+@pytest.fixture
+def look(chromium: Any, address: str) -> Iterator[Callable[..., Look]]:
+    """Opens the dashboard in a window of a given size and scheme. At its end no page may have complained."""
+    opened: list[Look] = []
+
+    def new(width: int = 1280, dark: bool = False, where: str = address) -> Look:
+        opened.append(Look(chromium, where, width, dark))
+        return opened[-1]
+
+    yield new
+    complaints = [complaint for one in opened for complaint in one.complaints]
+    for one in opened:
+        one.close()
+    assert not complaints
+
+
+def _until(there: Callable[[], bool], otherwise: str, process: Forked) -> None:
+    deadline = time.monotonic() + START_S
+    while not there():
+        assert process.process.is_alive() and time.monotonic() < deadline, f"{otherwise}: {process.said}"
+        time.sleep(0.05)

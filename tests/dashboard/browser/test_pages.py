@@ -1,0 +1,84 @@
+"""Every page of every kind of run, light and dark, wide and narrow: it is there, its console is silent, and it fits its window."""
+
+from pathlib import Path
+from shutil import copytree, rmtree
+
+import pytest
+from looking import PAGES
+from wicked import NAME, RAW
+
+pytestmark = pytest.mark.browser
+RUNS = ("first", "killed", "nothing", "live")
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_every_page_of_a_run_is_there_and_fits(look, run: str):
+    window = look()
+    for page in PAGES:
+        main = window.show(page, run=run)
+        assert main.get_attribute("data-shows") != "problem", main.inner_text()
+        assert main.inner_text().strip()
+        assert window.too_wide() <= 0, f"{page} of {run}"
+
+
+@pytest.mark.parametrize("run", ["first", "live"])
+def test_every_page_fits_a_phone_in_the_dark(look, run: str):
+    window = look(width=390, dark=True)
+    background = window.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert background == "rgb(15, 19, 24)"
+    for page in ("runs", *PAGES):
+        main = window.show(page, run=run)
+        assert main.get_attribute("data-shows") != "problem", main.inner_text()
+        assert window.too_wide() <= 0, f"{page} of {run}"
+
+
+def test_two_runs_are_laid_over_one_another_and_compared(look):
+    window = look()
+    main = window.show("curves", run="first", runs="killed", band="1", log="1", x="2~8")
+    legend = main.locator(".legend").inner_text()
+    assert "first" in legend and "killed" in legend
+    assert main.locator("canvas").count() > 8
+    assert "Settings" in window.show("compare", run="first", **{"with": "killed"}).inner_text()
+
+
+def test_a_link_shows_the_same_to_somebody_else(look):
+    window = look()
+    window.show("samples", run="first")
+    window.page.keyboard.press("j")
+    window.page.wait_for_function("location.hash.includes('group=')")
+    window.shown("samples")
+    seen = window.page.locator(".detail h2").inner_text()
+    other = look()
+    other.page.goto("about:blank")
+    other.page.goto(window.page.url)
+    other.shown("samples")
+    assert other.page.locator(".detail h2").inner_text() == seen
+
+
+def test_text_of_a_model_is_text_on_every_page(look):
+    window = look()
+    for page in ("runs", *PAGES):
+        main = window.show(page, run=NAME)
+        text = window.page.evaluate("document.body.innerText + document.title")
+        assert not set(RAW) & set(text), page
+        assert main.locator("img, script, style").count() == 0, page
+        assert window.too_wide() <= 0, page
+    window.show("samples", run=NAME, filter="step = 41")
+    shown = window.page.locator(".detail").inner_text()
+    assert "<script>window.harmed=1</script>" in shown
+    assert {"ESC", "RLO", "NUL", "ZWSP"} <= set(window.page.locator(".detail .control").all_inner_texts())
+    assert len(shown) < 1_000_000, "long lines are folded"
+    window.show("samples", run=NAME, view="table", filter="step = 41")
+    window.show("workers", run=NAME, worker="actor[0]")
+    window.show("compare", run=NAME, **{"with": "first"})
+    assert window.page.evaluate("window.harmed") is None
+
+
+def test_a_run_that_is_removed_while_it_is_looked_at_is_said_to_be_gone(look, folder: Path):
+    copytree(folder / "first", folder / "leaving")
+    window = look()
+    window.show("curves", run="leaving")
+    window.forgiven.append("/api/")
+    rmtree(folder / "leaving")
+    window.page.get_by_text("The run is gone.").wait_for()
+    assert "first" in window.page.locator("nav").inner_text()

@@ -1,0 +1,105 @@
+"""What people do with the pages: keys alone, assistive technology, a run that goes on, a dashboard that dies and comes back."""
+
+import pytest
+from looking import PAGES
+from serving import Serving
+
+pytestmark = pytest.mark.browser
+
+
+def test_everything_is_reached_by_keys_alone(look):
+    window = look()
+    press = window.page.keyboard.press
+    window.show("runs", sort="run")
+    press("j")
+    press("Enter")
+    window.shown("curves")
+    press("l")
+    window.page.wait_for_function("location.hash.includes('log=1')")
+    press("2")
+    window.shown("graph")
+    window.page.locator(".node").nth(1).focus()
+    press("Enter")
+    window.page.get_by_text("Metrics of").wait_for()
+    press("3")
+    window.shown("timeline")
+    press("+")
+    window.page.wait_for_function("location.hash.includes('t=')")
+    press("4")
+    window.shown("samples")
+    press("/")
+    assert window.page.evaluate("document.activeElement.type") == "search"
+    press("Escape")
+    press("c")
+    window.page.wait_for_function("location.hash.includes('by=')")
+    window.page.locator(".tokens").first.focus()
+    press("ArrowRight")
+    assert "of" in window.page.locator(".figured .tip:not([hidden])").inner_text()
+    press("?")
+    window.page.locator("dialog[open]").get_by_text("next group").wait_for()
+    press("Escape")
+    window.page.locator("dialog").wait_for(state="detached")
+    press("0")
+    window.shown("runs")
+
+
+def test_what_has_the_focus_is_seen_and_the_tab_key_goes_through_all(look):
+    window = look()
+    window.show("runs")
+    seen = set()
+    for _ in range(30):
+        window.page.keyboard.press("Tab")
+        seen.add(
+            window.page.evaluate(
+                "document.activeElement.tagName + '|' + getComputedStyle(document.activeElement).outlineStyle"
+            )
+        )
+    assert {"A|solid", "BUTTON|solid", "INPUT|solid"} <= {kind.replace("auto", "solid") for kind in seen}
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_axe_finds_nothing(look, dark: bool):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+    window = look(dark=dark)
+    found = {}
+    for page in ("runs", *PAGES, "compare"):
+        window.show(page, run="first", **{"with": "killed"} if page == "compare" else {})
+        results = axe.Axe().run(window.page).response["violations"]
+        found |= {f"{page}: {rule['id']}": [node["html"][:200] for node in rule["nodes"][:3]] for rule in results}
+    assert not found
+
+
+def test_a_new_step_of_a_live_run_is_on_the_page_at_once_and_nothing_jumps(look):
+    window = look()
+    window.show("curves", run="live")
+    step = window.page.locator(".fact .value").first
+    window.page.evaluate("window.kept = document.querySelector('.card canvas'); scrollTo(0, 300)")
+    place = window.page.evaluate("scrollY")
+    before = step.inner_text()
+    window.page.wait_for_function(
+        "before => document.querySelector('.fact .value').innerText !== before", arg=before, timeout=30_000
+    )
+    assert place > 0 and window.page.evaluate("window.kept.isConnected && scrollY") == place
+
+
+def test_a_dashboard_that_dies_and_comes_back_is_found_again(look, folder):
+    first = Serving(folder)
+    with first as address:
+        window = look(where=address)
+        window.show("graph", run="first")
+    window.forgiven.append("/api/")
+    window.page.get_by_text("reconnecting").wait_for()
+    assert window.page.locator(".node").count() > 3, "what was read stays"
+    with Serving(folder, port=int(address.partition("?")[0].rstrip("/").rpartition(":")[2])):
+        window.page.get_by_text("reconnecting").wait_for(state="detached", timeout=30_000)
+        window.show("buffer", run="first")
+
+
+def test_only_a_second_yes_stops_a_run(look, folder):
+    window = look()
+    window.show("curves", run="live")
+    window.page.get_by_role("button", name="Stop…").click()
+    assert window.page.evaluate("document.activeElement.innerText") == "Let it run"
+    window.page.keyboard.press("Enter")
+    window.page.locator("dialog").wait_for(state="detached")
+    assert not list((folder / "live").glob("*stop*"))
