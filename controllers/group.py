@@ -340,6 +340,11 @@ class WorkerGroup:
         shares, keep, begin = dict[int, Sequence[int]](), set[int](), 0
         for replica, number in [(None, lease.num_rows)] if by_load is None else by_load.items():
             part = slice(begin, begin + number)
+            if replica is not None and len(self._ranks_of[replica]) == 1:  # whatever the protocol, it gets all
+                shares[self._ranks_of[replica][0]] = range(begin, begin + number)
+                keep.add(self._ranks_of[replica][0])
+                begin += number
+                continue
             sizes = RowSizes(rows.num_tokens[part], rows.group_ids[part], node.operation.whole_groups)
             given, kept = self._distribute(self._dispatch(method), sizes, replica)
             shares |= {rank: [begin + k for k in share] if begin else share for rank, share in given.items()}

@@ -130,14 +130,17 @@ class Replies:
             if event.rank not in call.waiting:  # it was lost, or was cancelled just as it ended
                 continue
             if reply.published is not None and _brings_rows(call, reply):
-                rows.setdefault(call, []).append(event)
+                if call in rows:
+                    rows[call].append(event)
+                else:
+                    rows[call] = [event]
                 continue
-            for other in list(rows) if reply.failure else [call] if call in rows else ():
+            for other in list(rows) if reply.failure else (call,) if call in rows else ():
                 self._publish(other, rows.pop(other))
             self._take(event)
         for call, own in rows.items():
             self._publish(call, own)
-        return {event.call.ledger.name for event in events if event.call.ledger} if alone else set()
+        return {call.ledger.name for call in rows if call.ledger} if alone else set()
 
     def cancel_expired(self) -> None:
         """End generating calls whose leases have expired."""

@@ -26,18 +26,20 @@ class Claims:
 
     def take(
         self, i: int, max_rows: int | None, max_groups: int | None, staleness: Staleness | None
-    ) -> tuple[list[Held], frozenset[int]]:
-        """The rows that node i gets, in order of group and sample id, and the ids of those among them that are to be masked."""
+    ) -> tuple[list[tuple[Group, int]], frozenset[int]]:
+        """The rows that node i gets, as masks by group in the order of the groups, and the ids of those among them that are to be
+        masked."""
         level = self._live.wiring.level[i]
         if not self._live.wiring.takes_groups[i]:
-            taken = self._live.readiness.take_rows(i, max_rows, self._live.groups)
-            return [Held.of(group, level, mask) for group, mask in taken], frozenset()
+            return self._live.readiness.take_rows(i, max_rows, self._live.groups), frozenset()
         if staleness is not None:
             self._offer_held(i, staleness)
-        held: list[Held] = []
+        taken: list[tuple[Group, int]] = []
         masked: list[int] = []
         readiness, groups = self._live.readiness, self._live.groups
-        while (max_groups is None or len(held) < max_groups) and (group := readiness.next_group(i, groups)) is not None:
+        while (max_groups is None or len(taken) < max_groups) and (
+            group := readiness.next_group(i, groups)
+        ) is not None:
             mask = readiness.offered_rows(group, i)
             if staleness is not None and (old := staleness.too_old(group.levels[level], mask)):
                 self.stale[staleness.fate] += 1
@@ -45,11 +47,11 @@ class Claims:
                     self._pass_over(group, i, mask, staleness)
                     continue
                 masked += [group.levels[level].ids[place] for place in old]
-            held.append(Held.of(group, level, mask))
+            taken.append((group, mask))
             readiness.claim_group(group, i)
             if self._live.wiring.quorum[i]:
                 self._close_quorum(group, i, mask)
-        return held, frozenset(masked)
+        return taken, frozenset(masked)
 
     def set_ids_aside(self, held: Sequence[Held], level: int) -> None:
         """Sample ids for the rows of a level that will be made of these; a row of which some were made before keeps its own."""

@@ -7,7 +7,7 @@ claim ──> open ──finish──> finished
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -74,7 +74,8 @@ class Published:
         made = [None if numbers is None else np.array(numbers, np.int64) for numbers in (versions, parents, finished)]
         return cls(np.array(ids, np.int64), np.array(num_tokens, np.int64), made[0], made[1], made[2])
 
-    def to_lists(self) -> PublishedLists:
+    @cached_property
+    def lists(self) -> PublishedLists:
         """The arguments of `of_lists`."""
         versions, parents, finished = self.versions, self.parents, self.finished
         return PublishedLists(
@@ -169,10 +170,6 @@ class Held(NamedTuple):
     places: Sequence[int]
     """In the order of their sample ids."""
 
-    @classmethod
-    def of(cls, group: Group, level: int, mask: int) -> Held:
-        return cls(group, level, mask, group.levels[level].in_order(mask))
-
 
 @dataclass
 class Lease:
@@ -200,18 +197,23 @@ class Lease:
     """What was published of it and does not count yet (nodes that take groups): rows (parents of an EXPAND) and data."""
 
     @classmethod
-    def of(cls, token: int, node: Node, held: Sequence[Held], **others: Any) -> Lease:
-        """A lease of these rows, all of which are open."""
+    def of(cls, token: int, node: Node, taken: Iterable[tuple[Group, int]], **others: Any) -> Lease:
+        """A lease of these rows, given by their groups and masks. All of them are open."""
+        level, held = node.level, list[Held]()
         ids: list[int] = []
         tokens: list[int] = []
-        for group, level, _, places in held:
+        for group, mask in taken:
             rows = group.levels[level]
-            if len(places) == 1:
-                ids.append(rows.ids[places[0]])
-                tokens.append(rows.tokens[places[0]])
-            else:
+            if mask & (mask - 1):
+                places = rows.in_order(mask)
                 ids += map(rows.ids.__getitem__, places)
                 tokens += map(rows.tokens.__getitem__, places)
+            else:
+                place = mask.bit_length() - 1
+                places = (place,)
+                ids.append(rows.ids[place])
+                tokens.append(rows.tokens[place])
+            held.append(Held(group, level, mask, places))
         columns = np.array(ids, np.int64), np.array(tokens, np.int64)
         return cls(token, node, held, *columns, open=dict.fromkeys(ids), **others)
 

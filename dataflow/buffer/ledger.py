@@ -140,19 +140,20 @@ class Ledger:
         """
         i = self._index[node.name]
         too_old = self.claims.stale.total()
-        held, masked = self.claims.take(i, max_rows, max_groups, staleness)
-        if not held and self.claims.stale.total() == too_old:
+        taken, masked = self.claims.take(i, max_rows, max_groups, staleness)
+        if not taken and self.claims.stale.total() == too_old:
             return None
         token = self.leases.take_token()
-        if node.makes_level is not None:
-            self.claims.set_ids_aside(held, node.makes_level)
         stale = [staleness.version, staleness.bound, staleness.fate] if staleness else None
         deadline = None if deadline_s is None else self._clock() + deadline_s
-        lease = Lease.of(token, node, held, holder=holder, deadline=deadline, masked=masked)
+        lease = Lease.of(token, node, taken, holder=holder, deadline=deadline, masked=masked)
+        if node.makes_level is not None:
+            self.claims.set_ids_aside(lease.held, node.makes_level)
         self._note(Claim(token, node.name, list(lease.open), max_rows, max_groups, stale, version, holder))
-        if not held:
+        if not taken:
             return None
-        for group, level, mask, _ in held:
+        level = node.level
+        for group, mask in taken:
             group.levels[level].leased[i] |= mask
             if version is not None and group.version is None:
                 self.readiness.set_version(group, version)
@@ -175,7 +176,7 @@ class Ledger:
             if isinstance(written, Spread):
                 written = written.only(published.not_of(lease.given_up))
             published = published.without(lease.given_up)
-        lists = published.to_lists()
+        lists = published.lists
         whole = lease.is_whole(published) and len(lists.num_tokens) == lease.num_rows and lists.versions is None
         if not whole:
             lease.check(lists, self.live.group_of)
@@ -213,9 +214,20 @@ class Ledger:
         if parents is not None:
             self.live.add(i, ids, parents, tokens, versions, parts)
             tokens, parts = [], []
-        if at_once and len(parts) < 2 and not any(tokens) and not self.live.wiring.ends_in_quorum(i):
-            for group, level, mask, _ in lease.held if parts else ():
-                group.levels[level].put(parts[0], i, mask)
+        elif not any(tokens):
+            tokens = []
+        ordered = self.live.wiring.ends_in_quorum(i)
+        if at_once and not tokens and not ordered:
+            if len(parts) == 1:
+                for group, level, mask, _ in lease.held:
+                    group.levels[level].put(parts[0], i, mask)
+            elif parts:
+                part_of = dict(zip(ids, parts, strict=True))
+                for group, level, _, places in lease.held:
+                    rows = group.levels[level]
+                    column = rows.column(i)
+                    for place in places:
+                        column[place] = part_of[rows.ids[place]]
             self.live.finish({group: mask for group, _, mask, _ in lease.held}, i)
             return
         group_of, level, several = self.live.group_of, node.level, len(parts) > 1
@@ -229,12 +241,10 @@ class Ledger:
                 rows.column(i)[place] = parts[k] if several else parts[0]
             if tokens:
                 rows.tokens[place] += tokens[k]
-            if group in masks:
-                masks[group] |= 1 << place
-                order[group].append(place)
-            else:
-                masks[group], order[group] = 1 << place, [place]
-        self.live.finish(masks, i, order)
+            masks[group] = masks[group] | 1 << place if group in masks else 1 << place
+            if ordered:
+                order.setdefault(group, []).append(place)
+        self.live.finish(masks, i, order if ordered else None)
 
     def _masks(self, node: Node, ids: Iterable[int]) -> dict[Group, int]:
         """The groups of rows of a node's level, with a mask of the rows that are among these."""
@@ -285,7 +295,7 @@ class Ledger:
             for group in lease.groups:
                 group.trained_in = step
         for ids, published, segment in lease.staged:
-            self._accept(lease, ids, published.to_lists(), segment, at_once=len(ids) == lease.num_rows)
+            self._accept(lease, ids, published.lists, segment, at_once=len(ids) == lease.num_rows)
         left = self._masks(node, lease.open)
         if shape is Shape.FILTER:
             for group, mask in left.items():

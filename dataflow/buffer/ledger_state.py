@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..node import SOURCE
-from .leases import Held, Lease, Published
+from .leases import Lease, Published
 from .ledger import Ledger
 from .log import Record
 from .readiness import Readiness
@@ -52,7 +52,7 @@ def save(ledger: Ledger) -> Iterator[Record]:
             "holder": lease.holder,
             "given_up": sorted(lease.given_up),
             "masked": sorted(lease.masked),
-            "staged": [[ids, published.to_lists(), s.to_json() if s else None] for ids, published, s in lease.staged],
+            "staged": [[ids, published.lists, s.to_json() if s else None] for ids, published, s in lease.staged],
         }
 
 
@@ -136,7 +136,7 @@ def _load_totals(ledger: Ledger, record: Record) -> None:
 
 def _load_lease(ledger: Ledger, record: Record) -> None:
     node, groups = ledger.graph[record["node"]], ledger.live.groups
-    held = [Held.of(groups[id], node.level, int(mask, 16)) for id, mask in record["held"]]
+    held = [(groups[id], int(mask, 16)) for id, mask in record["held"]]
     lease = Lease.of(record["token"], node, held, holder=record["holder"])
     lease.masked, lease.given_up = frozenset(record["masked"]), set(record["given_up"])
     lease.open = dict.fromkeys(record["open"])

@@ -144,13 +144,13 @@ class LiveRows:
         for k, id in enumerate(ids):
             group = group_of[parents[k]]
             source, rows = group.levels[above], group.levels[level]
-            parent = source.place(parents[k])
+            parent = source.place(parents[k]) if above != SOURCE else 0
             version = source.versions[parent] if versions is None else versions[k]
-            place = rows.add(id, parent, source.tokens[parent] + tokens[k], version)
+            bit = rows.add(id, parent, source.tokens[parent] + tokens[k], version)
             if one is not None:
-                rows.column(i)[place] = parts[k] if several else one
+                rows.column(i)[-1] = parts[k] if several else one
             group_of[id] = group
-            new[group] = new.get(group, 0) | 1 << place
+            new[group] = new[group] | bit if group in new else bit
         self._begin(new, level)
 
     def _begin(self, new: Mapping[Group, int], level: int) -> None:
@@ -196,6 +196,8 @@ class LiveRows:
         """
         wiring, level = self.wiring, self.wiring.level[i]
         needs, above, takes_groups = wiring.needs_of_row[i], wiring.needs_above[i], wiring.takes_groups[i]
+        queued, fresh = self.readiness.in_row_queues[i], self.readiness.fresh_row_queues[i]
+        counted = 0
         for group, mask in masks.items():
             rows = group.levels[level]
             mask &= ~(rows.offered[i] | rows.skipped[i] | rows.done[i])
@@ -215,9 +217,13 @@ class LiveRows:
                 if group.complete[level]:
                     self._offer_group_if_ready(group, i)
                 continue
-            self.readiness.offer_rows(group, mask.bit_count(), i)
+            if group.id not in queued:
+                queued.add(group.id)
+                fresh.append(group.id)
+            counted += mask.bit_count()
             if group.complete[level]:
                 self.note_if_whole(group, i)
+        self.readiness.num_rows[i] += counted
 
     def _offer_to_quorum(self, group: Group, place: int, i: int) -> None:
         group.levels[self.wiring.level[i]].offered[i] |= 1 << place

@@ -134,7 +134,11 @@ class Readiness:
             ids, self.row_queues[i], self.in_row_queues[i] = sorted(queue + fresh), [], set()
             number = self.num_rows[i]
             for id in ids:
-                if (group := known.get(id)) is not None and (mask := group.levels[level].ready(i)):
+                group = known.get(id)
+                if group is None:
+                    continue
+                rows = group.levels[level]
+                if mask := rows.offered[i] & ~(rows.done[i] | rows.leased[i] | rows.skipped[i]):
                     taken.append((group, mask))
         else:
             taken = self._take_some(i, number, known)

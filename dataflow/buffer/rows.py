@@ -182,15 +182,15 @@ class LevelRows:
         return known[id]
 
     def add(self, id: int, parent: int, tokens: int, version: int | None) -> int:
-        """One more row has come; returns its place."""
-        place = len(self.ids)
+        """One more row has come; returns the mask with its bit."""
+        bit = 1 << len(self.ids)
         self.ids.append(id)
         self.parents.append(parent)
         self.tokens.append(tokens)
         self.versions.append(version)
         for column in self.parts.values():
             column.append(None)
-        return place
+        return bit
 
     def put(self, part: Part, i: int, mask: int) -> None:
         """Node i has written columns of these rows to one part."""
@@ -203,9 +203,10 @@ class LevelRows:
 
     def column(self, i: int) -> list[Part | None]:
         """Where the columns lie that node i wrote of each row, for more of them to be filled in."""
-        if i not in self.parts:
-            self.parts[i] = [None] * len(self.ids)
-        return self.parts[i]
+        column = self.parts.get(i)
+        if column is None:
+            column = self.parts[i] = [None] * len(self.ids)
+        return column
 
     def awaiting(self, i: int) -> int:
         """Mask of the rows that node i has still to finish: they are blocked, ready or leased there."""
@@ -217,8 +218,9 @@ class LevelRows:
 
     def in_order(self, mask: int) -> Sequence[int]:
         """Places of some rows, in the order of their sample ids."""
-        places = places_in(mask)
-        return sorted(places, key=self.ids.__getitem__) if len(places) > 1 else places
+        if not mask & (mask - 1):
+            return (mask.bit_length() - 1,) if mask else ()
+        return sorted(places_in(mask), key=self.ids.__getitem__)
 
     def first_child(self, place: int, level: int) -> int:
         """The first of the sample ids that are set aside for the rows of a level made of a row; -1: there are none."""
