@@ -88,6 +88,11 @@ class Connection:
             raise
         return connection
 
+    @property
+    def own_address(self) -> str:
+        """Address of this side, at which the other side reaches it."""
+        return self._socket.getsockname()[0]
+
     def fileno(self) -> int:
         """For selectors."""
         return self._socket.fileno()

@@ -26,6 +26,7 @@ import torch
 
 from ..dataflow.errors import WeightSyncError
 from .buckets import SLOTS, Description, Entry, checksum_of, fingerprint, layout_of, read_description
+from .channel import Channel, GlooChannel
 from .connection import SILENCE_S, Connection, this_machine
 from .delta import Delta, apply_delta
 from .held_boxes import HeldBoxes, held_boxes
@@ -164,7 +165,7 @@ class IncomingWeights:
     def close(self) -> None:
         """End the connections."""
         for source in self._sources:
-            source.connection.close()
+            source.close()
 
 
 def open_weights(weights: Weights, part: int = 0, parts: int = 1) -> IncomingWeights:
@@ -188,6 +189,8 @@ class _Source:
             raise WeightSyncError(f"{where} is on another machine, and serves its own alone")
         with self._named():
             self.connection = Connection.connect(host, rank.port, rank.token)
+        self._channel: Channel = self.connection
+        self._gloo: GlooChannel | None = None
         try:
             known = _descriptions.get((rank.host, rank.port, rank.token), b"")
             hello = {"version": weights.version, "receiver": weights.receiver, "part": part, "parts": parts}
@@ -198,12 +201,14 @@ class _Source:
             _remember((rank.host, rank.port, rank.token), description)
             self._version = weights.version
             self._held: HeldBoxes | None = None
-            if place["deltas"] and not here:
+            self._transport = place["transport"]
+            mapped = here and self._transport == "auto"
+            if place["deltas"] and not mapped:
                 number = weights.ranks.index(rank)
                 self._held = held_boxes(weights.receiver, part, number, rank.token + fingerprint(description))
             self.parts: Description = read_description(description)
             self.sums = [0] * len(self.parts.entries)
-            if here:
+            if mapped:
                 self._memory = self._map(place["path"], place["num_bytes"], rank.token)
                 self._memory.describe(self.parts)
         except BaseException:
@@ -229,6 +234,8 @@ class _Source:
             said = json.dumps([base, boxes]).encode()
         with self._named():
             self.connection.send(b"W", said)
+            if self._transport == "gloo":
+                self._channel = self._gloo = GlooChannel(self.connection, rank=1)
 
     def next_bucket(self) -> int | None:
         """Wait for the next message; returns the number of the bucket that has come. None: the publisher serves others meanwhile."""
@@ -271,13 +278,19 @@ class _Source:
         with contextlib.suppress(OSError):  # it knows what it has given
             self.connection.send(b"K")
 
+    def close(self) -> None:
+        """End the connection."""
+        if self._gloo is not None:
+            self._gloo.close()
+        self.connection.close()
+
     def _updated(self, held: HeldBoxes, number: int, copy: Copy) -> torch.Tensor:
         """The elements of a copy that come as a delta, or whole: they are held for the next version."""
         dtype: torch.dtype = getattr(torch, self.parts.entries[number].dtype)
         bits = held.box(number, copy.box, np.dtype(f"u{dtype.itemsize}"))
         with self._named():
             form = bytearray(FORM.size)
-            self.connection.receive_into(memoryview(form))
+            self._channel.receive_into(memoryview(form))
             if (counts := FORM.unpack(form)) == WHOLE:
                 self._receive_array(bits)
             elif not 0 <= counts[1] <= counts[0] <= bits.nbytes:
@@ -291,7 +304,8 @@ class _Source:
 
     def _receive_array(self, target: np.ndarray) -> None:
         own_bytes: Any = target.view(np.uint8)
-        self.connection.receive_into(memoryview(own_bytes))
+        if len(own_bytes):
+            self._channel.receive_into(memoryview(own_bytes))
 
     def _streamed(self, entry: Entry, copy: Copy) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, entry.dtype)
@@ -301,7 +315,7 @@ class _Source:
         if len(self._buffer) < num_bytes:
             self._buffer = bytearray(num_bytes)
         with self._named():
-            self.connection.receive_into(memoryview(self._buffer)[:num_bytes])
+            self._channel.receive_into(memoryview(self._buffer)[:num_bytes])
         return torch.frombuffer(self._buffer, dtype=dtype, count=copy.box.numel).reshape(copy.box.shape)
 
     def _receive(self, wanted: bytes) -> bytes:

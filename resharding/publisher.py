@@ -23,6 +23,7 @@ from typing import Any
 
 from ..dataflow.errors import WeightSyncError
 from .buckets import BUCKET_BYTES, SLOTS, cut, described, fingerprint
+from .channel import Transport
 from .connection import Connection, this_machine
 from .delta import Shadow
 from .transfer import Sent, Transfer
@@ -42,13 +43,17 @@ class WeightPublisher:
         bucket_bytes: of one bucket.
         deltas: send receivers on other machines what has changed since the version that they hold. Where there are any, a copy of all parts
             is kept in host memory, in the dtype in which they travel, and each of them keeps one of what it takes.
+        transport: how the bytes travel (see `channel.py`); whatever is not "auto" is used on this machine, too.
 
     Raises:
         WeightSyncError: this machine does not have that address.
     """
 
-    def __init__(self, host: str = "", bucket_bytes: int = BUCKET_BYTES, *, deltas: bool = False) -> None:
+    def __init__(
+        self, host: str = "", bucket_bytes: int = BUCKET_BYTES, *, deltas: bool = False, transport: Transport = "auto"
+    ) -> None:
         self._bucket_bytes = bucket_bytes
+        self._transport: Transport = transport
         self._shadow = Shadow() if deltas else None
         self.sent = Sent()
         """What the last version sent over the network."""
@@ -178,7 +183,7 @@ class WeightPublisher:
                     now = "none is published" if transfer is None else f"version {transfer.version} is published"
                     connection.send(b"F", f"version {hello['version']} is not there any more: {now}".encode())
                     return
-                transfer.serve(connection, hello, lambda: self._introduce(connection, hello))
+                transfer.serve(connection, hello, lambda: self._introduce(connection, hello), self._transport)
             finally:
                 connection.close()
 
@@ -188,7 +193,7 @@ class WeightPublisher:
         description = self._description
         known = fingerprint(description) == hello["known"]
         place = {"path": f"/proc/{os.getpid()}/fd/{self._file}", "num_bytes": len(self._memory)}
-        said = {**place, "known": known, "deltas": self._shadow is not None}
+        said = {**place, "known": known, "deltas": self._shadow is not None, "transport": self._transport}
         connection.send(b"D", json.dumps(said).encode())
         if not known:
             connection.send(b"L", description)

@@ -31,6 +31,7 @@ import torch
 from ..dataflow.errors import WeightSyncError
 from .box import Box
 from .buckets import SLOTS, Entry, checksum_of
+from .channel import Channel, GlooChannel, Transport
 from .checksum import box_sum
 from .connection import Connection
 from .delta import Shadow, bits_of, delta_of, within
@@ -92,6 +93,8 @@ class _Session:
     """Number of this process of the receiver, which may have several."""
     parts: int
     connection: Connection
+    channel: Channel | None = None
+    """Over which it is sent what it wants."""
     wants: dict[int, list[Want]] | None = None
     """By bucket, what it is sent; None: it maps the memory."""
     base: int | None = None
@@ -104,6 +107,12 @@ class _Session:
     def has_come(self, far: Callable[[_Pass], bool]) -> bool:
         """Whether its pass has begun, and come so far."""
         return self.turn is not None and far(self.turn)
+
+    def hang_up(self) -> None:
+        """Whoever waits for it on another thread is given an error."""
+        if isinstance(self.channel, GlooChannel):
+            self.channel.close()
+        self.connection.hang_up()
 
     def __str__(self) -> str:
         return self.receiver + (f" (part {self.part + 1} of {self.parts})" if self.parts > 1 else "")
@@ -241,12 +250,19 @@ class Transfer:
 
     # The sessions' threads
 
-    def serve(self, connection: Connection, hello: dict[str, Any], answer: Callable[[], bytes]) -> None:
+    def serve(
+        self,
+        connection: Connection,
+        hello: dict[str, Any],
+        answer: Callable[[], bytes],
+        transport: Transport = "auto",
+    ) -> None:
         """Give a receiver everything, on the thread of its connection.
 
         Args:
             hello: `receiver`, `part` and `parts` say who it is.
             answer: sends it what it has to know, and returns what it wants.
+            transport: by which it is sent what it wants.
         """
         session = _Session(str(hello["receiver"]), int(hello["part"]), int(hello["parts"]), connection)
         try:
@@ -254,6 +270,7 @@ class Transfer:
                 self._sessions.append(session)
                 session.turn = _Pass()  # it takes no part before it has said what it wants
             session.base, session.wants = self._read_wants(answer())
+            session.channel = GlooChannel(connection, rank=0) if transport == "gloo" else connection
             with self._condition:
                 session.turn = None
                 self._condition.notify_all()
@@ -266,6 +283,8 @@ class Transfer:
                 self._served.add((session.receiver, session.part))
         except Exception as error:  # whatever it is, the others must not wait for this one
             self._lose(session, error)
+        finally:
+            session.hang_up()
 
     def _give(self, session: _Session, number: int) -> None:
         """Give a receiver one bucket, and wait until it needs it no more."""
@@ -277,7 +296,8 @@ class Transfer:
         else:
             for entry, box in session.wants.get(number, ()):
                 changed = turn.changed.get(entry) if turn.base is not None and turn.base == session.base else None
-                self._send(session.connection, self.entries[entry], box, number % SLOTS, changed)
+                assert session.channel is not None
+                self._send(session.channel, self.entries[entry], box, number % SLOTS, changed)
         with self._condition:
             session.taken = number + 1
             self._condition.notify_all()
@@ -300,22 +320,23 @@ class Transfer:
             if goes_on:
                 session.connection.send(b"P")
 
-    def _send(self, connection: Connection, entry: Entry, box: Box, slot: int, changed: np.ndarray | None) -> None:
+    def _send(self, channel: Channel, entry: Entry, box: Box, slot: int, changed: np.ndarray | None) -> None:
         """Send a box of an entry: where there is a shadow, with a word on its form before it."""
         bits = bits_of(entry.view(self._memory, slot * self._slot_bytes)[box.within(entry.box)].contiguous())
         delta = None
         if changed is not None:
             delta = delta_of(bits, within(changed, entry.box, box))
         if delta is not None and delta.num_bytes < bits.nbytes:
-            connection.send_bytes(FORM.pack(len(delta.gaps), len(delta.values)))
+            channel.send_bytes(bytearray(FORM.pack(len(delta.gaps), len(delta.values))))
             contents = [delta.gaps, delta.values]
         else:
             if self._shadow is not None:
-                connection.send_bytes(FORM.pack(*WHOLE))
+                channel.send_bytes(bytearray(FORM.pack(*WHOLE)))
             contents = [bits]
         for content in contents:
             own_bytes: Any = content.view(np.uint8)
-            connection.send_bytes(memoryview(own_bytes))
+            if len(own_bytes):
+                channel.send_bytes(memoryview(own_bytes))
         with self._condition:  # other receivers are sent theirs on other threads
             self.sent.num_bytes += sum(content.nbytes for content in contents)
             self.sent.whole_bytes += bits.nbytes
@@ -358,7 +379,7 @@ class Transfer:
             sessions = list(self._sessions)
         for session in sessions:
             if (session.receiver, session.part) not in self._served:
-                session.connection.hang_up()
+                session.hang_up()
         if self._failure:
             raise WeightSyncError(self._failure)
         return None if self._checksum is None else f"{self._checksum:016x}"

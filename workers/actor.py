@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from pydantic import Field
 
 from ..algorithms.loss import Loss, PackedRows, observed
 from ..algorithms.policy_loss import PolicyLoss
@@ -44,6 +45,12 @@ class ActorConfig(TrainedConfig):
     """"auto": send followers on other machines only the elements that have changed since the version that they hold, wherever that is
     fewer bytes. A copy of what is published, and of what each of them takes, then stays in host memory; and comparing takes time. Choose
     it for networks slower than a gigabyte a second."""
+    transport: Literal["auto", "gloo"] = "auto"
+    """How weights reach followers. "auto": those on the leader's machine map its memory, others are sent what they take over TCP. "gloo":
+    all are sent it by `torch.distributed`, point to point, in the clear as over TCP. Choose "gloo" to compare."""
+    bucket_mib: int = Field(default=16, ge=1, le=4096)
+    """[MiB] Largest part of the weights that travels at once; each rank has memory for two. Lower it where memory is short, raise it
+    between machines that are far apart."""
 
 
 def _may_read(loss: Loss) -> tuple[str, ...]:
@@ -137,7 +144,10 @@ class ActorWorker(TrainedWorker):
         if self._publisher is None:
             from ..resharding.publisher import WeightPublisher
 
-            self._publisher = WeightPublisher(self.context.address, deltas=self.config.deltas == "auto")
+            deltas, transport = self.config.deltas == "auto", self.config.transport
+            self._publisher = WeightPublisher(
+                self.context.address, self.config.bucket_mib << 20, deltas=deltas, transport=transport
+            )
         return self._publisher.publish(self.engine.published_parts(), version, receivers)
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)

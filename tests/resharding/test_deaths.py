@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -32,10 +35,21 @@ def received(weights: Weights) -> dict[str, torch.Tensor]:
     return found
 
 
+def end(program: subprocess.Popen[str]) -> None:
+    """Kill what is left of a program and its children, which would be waited for without an end where a test has failed."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(program.pid, signal.SIGKILL)
+
+
 def test_a_publisher_that_is_killed_is_named_with_what_came_before():
     # Two buckets have memory, so the publisher may be killed while the receiver reads the bucket before.
     before = [str(number) for number in range(BUCKETS)]
-    with subprocess.Popen([sys.executable, PROGRAM, "publish", *before], stdout=subprocess.PIPE, text=True) as program:
+    arguments = [sys.executable, PROGRAM, "publish", *before]
+    with (
+        subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, start_new_session=True) as program,
+        contextlib.ExitStack() as ending,
+    ):
+        ending.callback(end, program)
         assert program.stdout is not None
         records = [json.loads(program.stdout.readline()) for _ in before]
         for record in records:

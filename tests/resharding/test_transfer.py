@@ -46,11 +46,13 @@ NewPublisher = Callable[..., WeightPublisher]
 
 
 @pytest.fixture
-def new_publisher() -> Iterator[NewPublisher]:
+def new_publisher(request: pytest.FixtureRequest) -> Iterator[NewPublisher]:
     publishers: list[WeightPublisher] = []
 
+    transport = "gloo" if "way" in request.fixturenames and request.getfixturevalue("way") == "gloo" else "auto"
+
     def make(bucket_bytes: int = BUCKET, host: str = LOOPBACK) -> WeightPublisher:
-        publishers.append(WeightPublisher(host, bucket_bytes))
+        publishers.append(WeightPublisher(host, bucket_bytes, transport=transport))
         return publishers[-1]
 
     yield make
@@ -58,9 +60,9 @@ def new_publisher() -> Iterator[NewPublisher]:
         publisher.close()
 
 
-@pytest.fixture(params=["mapped", "streamed"])
+@pytest.fixture(params=["mapped", "streamed", "gloo"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Whether receivers map the publisher's memory, or believe that they are on another machine."""
+    """Whether receivers map the publisher's memory, believe that they are on another machine, or are sent everything by gloo."""
     if request.param == "streamed":
         elsewhere(monkeypatch)
     return request.param

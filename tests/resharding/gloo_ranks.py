@@ -1,0 +1,110 @@
+"""Two ranks that give weights and two that take them, each a process, over gloo: for `test_gloo.py`. A pipe says what each does next."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from multiprocessing.connection import Connection as Pipe
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from weft.dataflow.errors import WeightSyncError
+from weft.resharding.box import Box
+from weft.resharding.channel import GlooChannel
+from weft.resharding.incoming import IncomingWeights, open_weights
+from weft.resharding.publisher import WeightPublisher
+from weft.resharding.tensor_receiver import receive_parts
+from weft.resharding.transfer import Transfer
+from weft.resharding.weights import Part
+
+SHAPES = {"a": (40, 64), "b": (6, 1000)}
+BUCKET_BYTES = 4096
+
+
+def tensors(version: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(version)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def share(shape: tuple[int, ...], dim: int, number: int) -> Box:
+    """Half of a tensor: of its rows, or of its columns."""
+    size = shape[dim]
+    return Box.along(shape, dim, size * number // 2, size * (number + 1) // 2)
+
+
+def counted() -> list[GlooChannel]:
+    """The channels that this process opens from here on."""
+    channels: list[GlooChannel] = []
+    made = GlooChannel.__init__
+
+    def noted(self: GlooChannel, *arguments: Any, **named: Any) -> None:
+        made(self, *arguments, **named)
+        channels.append(self)
+
+    cast(Any, GlooChannel).__init__ = noted
+    return channels
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def give(pipe: Pipe, number: int) -> None:
+    """Publish rows, version by version. It is sent a version, and the bucket before which it dies."""
+    channels, publisher, fill = counted(), WeightPublisher(bucket_bytes=BUCKET_BYTES, transport="gloo"), Transfer._fill
+    while True:
+        version, last = pipe.recv()
+
+        def fill_or_die(self: Transfer, number: int, slot: int, last: int | None = last) -> int:
+            if self.entries[number].bucket == last:
+                die()
+            return fill(self, number, slot)
+
+        Transfer._fill = fill_or_die
+        channels.clear()
+        parts: list[Part] = []
+        for name, tensor in tensors(version).items():
+            box = share(SHAPES[name], 0, number)
+            parts.append(Part(name, SHAPES[name], box, tensor[box.slices]))
+        pipe.send(publisher.publish(parts, version, ["left", "right"]))
+        pipe.recv()  # the receivers are through
+        lost = dict(publisher.lost)
+        pipe.send((publisher.finish(), [channel.num_bytes for channel in channels], lost))
+
+
+def take(pipe: Pipe, number: int) -> None:
+    """Take columns, version by version. It is sent a record, and the number of copies after which it dies."""
+    channels = counted()
+    while True:
+        weights, last = pipe.recv()
+        channels.clear()
+        whole = tensors(weights.version)
+        parts: list[Part] = []
+        for name, shape in SHAPES.items():
+            box = share(shape, 1, number)
+            parts.append(Part(name, shape, box, torch.zeros(box.shape)))
+        try:
+            with open_weights(weights.to(("left", "right")[number])) as incoming:
+                if last is not None:
+                    slices = incoming.slices
+
+                    def until(copies: Any, last: int = last, slices: Any = slices) -> Any:
+                        for count, found in enumerate(slices(copies)):
+                            if count == last:
+                                die()
+                            yield found
+
+                    incoming.slices = until
+                checksum = receive_parts(incoming, parts, [False] * len(parts), partial(_published, incoming, parts))
+            right = all(torch.equal(part.tensor, whole[part.name][part.box.slices]) for part in parts)
+            pipe.send((checksum, right, [channel.num_bytes for channel in channels]))
+        except WeightSyncError as error:
+            pipe.send(str(error))
+
+
+def _published(incoming: IncomingWeights, parts: list[Part], own: np.ndarray) -> np.ndarray:
+    """In place of the sums over all ranks of the receiving side, which has no group here: elements are compared instead."""
+    return np.array([incoming.published_sum(part.name) for part in parts], np.uint64).view(np.int64)

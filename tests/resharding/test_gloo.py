@@ -1,0 +1,98 @@
+"""Weights over gloo between four processes: the bytes of the plan and no others, and what happens when one of them is killed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import reduce
+from operator import add
+from typing import Any
+
+import pytest
+from forked import SERVER
+from gloo_ranks import SHAPES, give, share, take
+
+from weft.resharding.layout import Held, Layout, Piece, RankLayout, Where
+from weft.resharding.plan import ReshardPlan
+from weft.resharding.weights import Given
+
+
+class Four:
+    """Two ranks that give, and two that take."""
+
+    def __init__(self) -> None:
+        self.pipes: list[Any] = []
+        self.processes: list[Any] = []
+        for function in (give, take):
+            for number in range(2):
+                here, there = SERVER.Pipe()
+                process = SERVER.Process(target=function, args=(there, number))  # pyright: ignore[reportAttributeAccessIssue]
+                process.start()
+                there.close()
+                self.pipes.append(here)
+                self.processes.append(process)
+        self.givers, self.takers = self.pipes[:2], self.pipes[2:]
+
+    def publish(self, version: int, *, dies: int | None = None) -> Any:
+        """Have both publish; the second dies before it fills a bucket of this number."""
+        for number, pipe in enumerate(self.givers):
+            pipe.send((version, dies if number else None))
+        return reduce(add, [pipe.recv() for pipe in self.givers])
+
+    def finish(self) -> list[Any]:
+        for pipe in self.givers:
+            pipe.send(None)
+        return [pipe.recv() for pipe in self.givers]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+@pytest.fixture
+def four() -> Iterator[Four]:
+    four = Four()
+    yield four
+    four.close()
+
+
+def plan() -> ReshardPlan:
+    sides = [
+        Layout.of_ranks(
+            [
+                RankLayout(Where(), {n: Held(s, "float32", (Piece(share(s, dim, rank)),)) for n, s in SHAPES.items()})
+                for rank in range(2)
+            ]
+        )
+        for dim in (0, 1)
+    ]
+    return ReshardPlan(*sides)
+
+
+def test_four_processes_move_the_bytes_of_the_plan_and_name_who_was_killed(four: Four) -> None:
+    for version in (1, 2):
+        weights = four.publish(version)
+        for pipe in four.takers:
+            pipe.send((weights, None))
+        taken = [pipe.recv() for pipe in four.takers]
+        given = four.finish()
+        checksum = reduce(add, (Given(version, found) for found, _, _ in given)).checksum
+        assert [(found, right) for found, right, _ in taken] == [(checksum, True)] * 2
+        assert [sum(sent) for _, sent, _ in given] == plan().sent_bytes.tolist()
+        assert [sum(came) for _, _, came in taken] == plan().received_bytes.tolist()
+        assert all(len(sent) == 2 and not lost for _, sent, lost in given)
+
+    weights = four.publish(3)
+    four.takers[0].send((weights, None))
+    four.takers[1].send((weights, 2))  # dies after two boxes
+    checksum, right, _ = four.takers[0].recv()
+    assert right
+    given = four.finish()
+    assert reduce(add, (Given(3, found) for found, _, _ in given)).checksum == checksum
+    for _, _, lost in given:
+        assert "right is gone" in lost["right"] and "buckets of version 3" in lost["right"]
+
+    weights = four.publish(4, dies=2)
+    four.takers[0].send((weights, None))
+    error = four.takers[0].recv()
+    assert "version 4, rank 1 of the trainer" in error and "the publisher is gone" in error and " buckets" in error
