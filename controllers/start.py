@@ -115,6 +115,7 @@ def _setup(spec: RunSpec, directory: RunDirectory, files: Files, progress: Progr
         files,
         spec.follows,
         spec.start_timeout_s,
+        spec.call_timeout_s,
         writers=writers,
         tell=progress.say,
     )

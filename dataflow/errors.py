@@ -27,6 +27,7 @@
 
     BaseException
      ├─ Cancelled                              a call on a rank is ended where it stands; no user sees it
+     ├─ Silent                                 a call in the driver's process said nothing for too long; no user sees it
      ├─ Planned                                `weft plan` has seen the driver of a script; no user sees it
      └─ SystemExit
          └─ Ended                              a signal ended the process, wherever it was
@@ -62,6 +63,15 @@ class WeftError(Exception):
 
 class Ended(SystemExit):
     """A signal ended the process, wherever it was: in a worker under `Local`, too, whose own `sys.exit` ends nothing."""
+
+
+class Silent(BaseException):
+    """A call in this process was silent for too long. No method catches it by `except Exception`."""
+
+    def __init__(self, stack: str = "") -> None:
+        super().__init__(stack)
+        self.stack = stack
+        """Where it stood."""
 
 
 class Cancelled(BaseException):

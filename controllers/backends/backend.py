@@ -3,6 +3,7 @@ work; `RayBackend` (`ray_backend.py`) gives each rank a process of its own; `Sim
 
 from __future__ import annotations
 
+import math
 import platform
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -100,6 +101,8 @@ class Setup:
     """Which groups load the weights of others."""
     start_timeout_s: float = START_TIMEOUT_S
     """Longest wait for the workers of a group to be up."""
+    call_timeout_s: float = math.inf
+    """Longest silence of a rank that was called."""
     writers: Collection[str] = ()
     """Groups that write into the run's directory: checkpoints, or samples."""
     tell: Callable[[str], None] = lambda line: None
@@ -286,6 +289,11 @@ class Backend(Protocol):
             group: of the ranks.
             ranks: in the group.
         """
+        ...
+
+    @property
+    def hanging(self) -> Collection[str]:
+        """Groups that are known to hang, where others are silent because of them; empty: each rank answers for itself."""
         ...
 
     def memory(self) -> Mapping[str, Memory]:

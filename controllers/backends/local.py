@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from ...dataflow.buffer.log import SYNC_INTERVAL_S
 from ...dataflow.buffer.segments import Segment
+from ...dataflow.errors import DeadlineError, Silent
 from ...dataflow.handle import Handle
 from ...workers.worker import Context, Worker
 from ..bundles import shares_gpus, start_turns
@@ -21,17 +22,26 @@ from ..ranks.executor import Executor
 from ..ranks.row_io import DataAccess
 from ..ranks.tasks import Task
 from .backend import Event, Setup, this_node
+from .silence_watch import SilenceWatch
 from .witness.memory import DRIVER, Memory, memory_of, node_memory
+
+REST_S = 0.05
 
 
 class Local:
-    """Every group in this process, with one rank each, on one thread: the groups work in turns while the driver waits."""
+    """Every group in this process, with one rank each, on one thread: the groups work in turns while the driver waits. A call that is
+    silent for too long is interrupted where it stands, and ends the run."""
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
         self._executors: dict[str, Executor] = {}
         self._events: deque[Event] = deque()
         self._data: DataAccess | None = None
+        self._watch: SilenceWatch | None = None
+        self._limits: dict[str, float] = {}
+        """Group -> seconds for which it may be silent."""
+        self._silent: dict[str, str] = {}
+        """Group that was silent for longer -> where it stood."""
 
     def __repr__(self) -> str:
         return "Local()"
@@ -46,10 +56,13 @@ class Local:
     def start(self, setup: Setup) -> dict[str, WorkerGroup]:
         groups: dict[str, WorkerGroup] = {}
         self._data = setup.files.access(this_node(), "local")
+        self._watch, self._silent = SilenceWatch(), {}
         for name in itertools.chain.from_iterable(start_turns(setup.placement, setup.follows)):
             handle, pool = setup.handles[name], setup.placement[name].pool
             place = Place(replace(pool, nodes=None))  # world size 1, whatever the placement says
-            worker = handle.worker_class(handle.config, Context(name=name, run_dir=setup.run_dir, seed=setup.seed))
+            worker = self._made(name, handle, setup, self._watch)
+            own = getattr(handle.config, "silence_s", None)
+            self._limits[name] = max(setup.call_timeout_s, own or 0.0)
             self._workers[name] = worker
             if shares_gpus(setup.placement, name):
                 worker.offload()
@@ -57,6 +70,17 @@ class Local:
             groups[name] = WorkerGroup(name, handle, place, [worker.coordinates], self._submit)
         self._executors = {name: self._executors[name] for name in setup.handles}  # they take turns in this order
         return {name: groups[name] for name in setup.handles}
+
+    def _made(self, name: str, handle: Handle, setup: Setup, watch: SilenceWatch) -> Worker:
+        context = Context(name=name, run_dir=setup.run_dir, seed=setup.seed, advance=watch.advance)
+        try:
+            with watch.over(setup.start_timeout_s):
+                return handle.worker_class(handle.config, context)
+        except Silent as silent:
+            said = (
+                f"worker {name} is not up after {setup.start_timeout_s:g} s (start_timeout_s)\n{name}: {silent.stack}"
+            )
+            raise DeadlineError(said) from None
 
     def delete(self, node: str, file: str) -> None:
         """There is one node, and the buffer keeps its files itself."""
@@ -78,12 +102,23 @@ class Local:
         self._executors[call.group.name].give_up(call.number, sample_ids)
 
     def wait(self, timeout_s: float) -> Sequence[Event]:
-        while not self._events and any(executor.busy for executor in self._executors.values()):
-            for executor in self._executors.values():
+        assert self._watch is not None
+        while not (self._events or self._silent) and any(executor.busy for executor in self._executors.values()):
+            for name, executor in self._executors.items():
                 if executor.busy:
-                    executor.take_turn()
+                    self._take_turn(name, executor, self._watch)
+        if self._silent:  # whoever asks for replies ends the run, within a second
+            time.sleep(min(timeout_s, REST_S))
+            return []
         events, self._events = list(self._events), deque()
         return events
+
+    def _take_turn(self, name: str, executor: Executor, watch: SilenceWatch) -> None:
+        try:
+            with watch.over(self._limits[name]):
+                executor.take_turn()
+        except Silent as silent:
+            self._silent[name] = silent.stack
 
     def rest(self, seconds: float) -> None:
         """Workers take their turns in `wait`."""
@@ -127,8 +162,11 @@ class Local:
         """Nobody asks: an exception names its samples itself."""
 
     def stacks(self, group: WorkerGroup, ranks: Sequence[int]) -> Mapping[int, str]:
-        """A worker that hangs here holds up the driver, too."""
-        return {}
+        return {0: self._silent[group.name]} if group.name in self._silent else {}
+
+    @property
+    def hanging(self) -> Collection[str]:
+        return self._silent
 
     def memory(self) -> Mapping[str, Memory]:
         own = memory_of("self")
@@ -138,6 +176,9 @@ class Local:
         with contextlib.ExitStack() as closing:  # each is closed, also when another's close() raises
             for worker in self._workers.values():
                 closing.callback(worker.close)
+            if self._watch is not None:
+                closing.callback(self._watch.close)
+                self._watch = None
             if self._data is not None:
                 closing.callback(self._data.close)
                 self._data = None

@@ -348,6 +348,8 @@ class RayBackend:
         found = self._witnesses.stacks([f"{group.name}[{rank}]" for rank in ranks], self._links.hosts)
         return {rank: text for rank in ranks if (text := found.get(f"{group.name}[{rank}]"))}
 
+    hanging: Collection[str] = ()
+
     def memory(self) -> Mapping[str, Memory]:
         return self._witnesses.memory()
 

@@ -136,7 +136,7 @@ class Failures:
         limits: dict[str, float] = {}
         """Group -> seconds for which any of its ranks may be silent."""
         for (name, rank), own in list(self._called.items()):
-            if not own:
+            if not own or (self._backend.hanging and name not in self._backend.hanging):
                 continue
             if name not in limits:
                 limits[name] = self._least_limit(next(iter(own)).group)

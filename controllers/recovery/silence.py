@@ -24,7 +24,9 @@ def who_is_silent(backend: Backend, calls: Sequence[Call], rank: int, others: Se
     group = calls[0].group
     what = "; ".join(_call(backend, call, rank, now) for call in calls)
     stacks = where_they_stand(backend, group, [rank, *(other for other in others if other != rank)])
-    return "\n".join(part for part in (what, stacks, _logs(group, rank) if stacks else "") if part)
+    return "\n".join(
+        part for part in (what, stacks, _logs(group, rank) if stacks and backend.has_processes else "") if part
+    )
 
 
 def where_they_stand(backend: Backend, group: WorkerGroup, ranks: Sequence[int]) -> str:

@@ -139,6 +139,8 @@ class Simulated:
         """There are no processes."""
         return {}
 
+    hanging: Collection[str] = ()
+
     def memory(self) -> Mapping[str, Memory]:
         """Nothing takes any."""
         return {}

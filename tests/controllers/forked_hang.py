@@ -1,0 +1,27 @@
+"""A process that hangs in C, with Python's lock held."""
+
+import ctypes
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from weft.controllers.backends.silence_watch import SilenceWatch
+
+
+def hang_holding_the_interpreter() -> tuple[int, str]:
+    """Fork a process that hangs; returns its exit code and what it wrote to standard error."""
+    said = Path(tempfile.mkstemp()[1])
+    if not (child := os.fork()):
+        os.dup2(os.open(said, os.O_WRONLY), 2)
+        watch = SilenceWatch()
+        with watch.over(0.4):
+            until = time.monotonic() + 0.35
+            while time.monotonic() < until:  # until the watch has seen that it is silent
+                time.sleep(0.01)
+            ctypes.PyDLL(None).sleep(60)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    text = said.read_text()
+    said.unlink()
+    return os.waitstatus_to_exitcode(status), text
