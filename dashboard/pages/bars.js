@@ -23,7 +23,7 @@ export function histogramOverSteps(rows, shades, label) {
     return keys.map((key) => {
       const high = (HIGH * (row.counts[key] ?? 0)) / total;
       foot -= high;
-      return high ? s("rect", { x: place * wide, y: foot, width: Math.max(1, wide - 1), height: high, fill: `var(${shade(key)})` }, s("title", {}, `step ${row.step}: ${row.counts[key]} rows of ${key}`)) : null;
+      return high ? s("rect", { x: place * wide, y: foot, width: wide > 4 ? wide - 1 : wide, height: high, fill: `var(${shade(key)})` }, s("title", {}, `step ${row.step}: ${row.counts[key]} rows of ${key}`)) : null;
     });
   });
   const drawn = s("svg", { width: rows.length * wide, height: HIGH + 16, role: "img", "aria-label": label }, columns,

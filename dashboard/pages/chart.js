@@ -5,6 +5,7 @@ import { plain } from "./text.js";
 
 const MARKS = { checkpoint: "--idle", evaluation: "--accent", restart: "--bad", alert: "--busy" };
 const NEAR_PX = 5;
+const CROWD = 60; // marks beyond which only alerts and restarts are drawn
 const TIMES = [0.001, 0.01, 0.1, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800];
 
 /** One axis for all series: their points by x, and null where a series has none. */
@@ -47,10 +48,11 @@ export function chart(node, props) {
     const { ctx, bbox } = u;
     const foot = bbox.top + bbox.height;
     const tall = { restart: bbox.height, alert: bbox.height };
+    const inside = (current.marks ?? []).map((mark) => [mark, Math.round(u.valToPos(mark.x, "x", true)) + 0.5]).filter(([, x]) => x >= bbox.left && x <= bbox.left + bbox.width + 1);
+    const crowded = inside.length > CROWD;
     ctx.save();
-    for (const mark of current.marks ?? []) {
-      const x = Math.round(u.valToPos(mark.x, "x", true)) + 0.5;
-      if (x < bbox.left || x > bbox.left + bbox.width + 1) continue;
+    for (const [mark, x] of inside) {
+      if (crowded && !tall[mark.kind]) continue;
       ctx.strokeStyle = colour(MARKS[mark.kind] ?? "--idle");
       ctx.setLineDash(mark.kind === "alert" ? [3, 3] : []);
       ctx.lineWidth = tall[mark.kind] ? 1 : 2;
@@ -105,7 +107,7 @@ export function chart(node, props) {
       bands.push({ series: [place + 1, place + 2], fill: shade });
     });
     plot = new uPlot({
-      width: Math.max(40, node.clientWidth), height: Math.max(40, node.clientHeight), legend: { show: false }, padding: [6, 8, 0, 0],
+      width: Math.max(40, node.clientWidth), height: Math.max(40, node.clientHeight), legend: { show: false }, padding: [6, 20, 0, 0],
       scales: {
         x: { time: false, range: (u, low, high) => current.range ?? (u.data[0].length === 1 ? [u.data[0][0] - 1, u.data[0][0] + 1] : [low, high]) },
         y: { distr: current.log ? 3 : 1, range: (u, low, high) => bounds(low, high, current.log, current.floor) },

@@ -64,8 +64,9 @@ function drawn(card, run, place, data, weight, large) {
     }
     const beside = !several && find(card.beside);
     if (large && beside) parts.push({ ...beside, y: gentle(beside.y), colour: "--s2", width: 1, name: beside.name.split("/").pop() });
-    if (weight && curve.x.length > FEW) parts.push({ x: curve.x, y: curve.y, colour: shade, faint: true, width: 1 });
-    return [...parts, { x: curve.x, y: gentle(curve.y), name: label, colour: shade, width: index ? 1.25 : 1.75 }];
+    const exact = low && high; // what has an interval is drawn as it was measured
+    if (weight && !exact && curve.x.length > FEW) parts.push({ x: curve.x, y: curve.y, colour: shade, faint: true, width: 1 });
+    return [...parts, { x: curve.x, y: exact ? curve.y : gentle(curve.y), name: label, colour: shade, width: index ? 1.25 : 1.75 }];
   });
 }
 

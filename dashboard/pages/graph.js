@@ -101,12 +101,13 @@ function map(name, data, { params, set }) {
   const followed = data.weights.filter((edge) => groups.has(edge.from) && groups.has(edge.to));
   const below = followed.length ? 30 + followed.length * 28 : 0;
   const [wide, high] = [size.width + 2 * MARGIN + (down ? below : 0), size.height + 2 * MARGIN + (down ? 0 : below)];
-  const choose = (node) => set({ node: params.node === node ? "" : node });
+  const named = (node) => `${name}:${node}`;
+  const choose = (node) => set({ node: params.node === named(node) ? "" : named(node) });
   const markers = ARROWS.map(([id, shade]) => s("marker", { id, viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" }, s("path", { class: shade, d: "M0 0L8 4L0 8z" })));
   return h("div", { class: "panel map", key: `map-${name}`, tabindex: "0", role: "region", "aria-label": `graph ${name}` },
     s("svg", { width: wide, height: high, viewBox: `0 0 ${wide} ${high}`, role: "group", "aria-label": `nodes of the graph ${name}` }, s("defs", {}, markers),
       edges.map((edge) => flow(edge, size.places, down)), weights(followed, nodes, size.places, size, down),
-      nodes.map((node) => box(node, size.places[node.name], params.node === node.name, choose))),
+      nodes.map((node) => box(node, size.places[node.name], params.node === named(node.name), choose))),
     down ? followed.map((edge) => h("p", { class: "small" }, `${edge.from} → ${edge.to}: ${weightsText(edge)}`)) : null);
 }
 
@@ -127,7 +128,7 @@ function view(data, context) {
   const { params, run } = context;
   if (!data.nodes.length) return empty("No graph.", "This run did not write its graph.");
   const graphs = [...new Set(data.nodes.map((node) => node.graph ?? ""))];
-  const chosen = data.nodes.find((node) => node.name === params.node);
+  const chosen = data.nodes.find((node) => `${node.graph ?? ""}:${node.name}` === params.node);
   const when = data.live ? "rows now" : data.at ? `rows as they were ${ago(data.at)}` : "rows at the end";
   const legend = h("p", { class: "legend", key: "legend" }, [["--ok", "done (drawn no longer than the rest)"], ["--busy", "leased: under way"], ["--idle", "waiting"]].map(([shade, word]) => h("span", {}, h("i", { class: "swatch", css: { "--shade": `var(${shade})` } }), word)), data.weights.length ? h("span", {}, "┄ weights") : null);
   const columns = [

@@ -1,7 +1,7 @@
 // All runs: which go on, which are over and how, and which of them to lay over one another.
 import { get } from "./api.js";
 import { h, s } from "./dom.js";
-import { ago, count, duration, number, percent } from "./format.js";
+import { ago, count, duration, number } from "./format.js";
 import { dot, statusOf } from "./frame.js";
 import { link } from "./route.js";
 import { empty, sorted, table } from "./table.js";
@@ -35,7 +35,7 @@ function columns({ params, set }) {
     { name: "status", title: "Status", value: (run) => statusOf(run).word, cell: (run) => h("span", { class: `word ${statusOf(run).tone}` }, `${statusOf(run).sign} ${statusOf(run).word}`) },
     { name: "step", title: "Step", n: true, value: (run) => run.step, cell: (run) => (run.steps ? `${count(run.step)} / ${count(run.steps)}` : count(run.step)) },
     { name: "reward", title: "Reward", n: true, value: (run) => run.reward, cell: (run) => h("span", { class: "right" }, spark(run.spark), number(run.reward)) },
-    { name: "accuracy", title: "Held out", n: true, value: (run) => run.accuracy, cell: (run) => percent(run.accuracy) },
+    { name: "accuracy", title: "Held out", n: true, value: (run) => run.accuracy, cell: (run) => number(run.accuracy) },
     { name: "tokens", title: "Tokens/s", n: true, value: (run) => run.tokens_per_s, cell: (run) => number(run.tokens_per_s) },
     { name: "took", title: "Took", n: true, value: (run) => run.duration_s, cell: (run) => duration(run.duration_s) },
     { name: "updated", title: "Last written", n: true, value: (run) => run.updated_at, cell: (run) => ago(run.updated_at) },

@@ -37,6 +37,10 @@ function toolbar({ params, set }) {
     params.view === "sql" ? null : [field("q", "Search prompts and responses", "search the text of samples"), field("filter", "reward > 0.5 and response ~ sorry", "condition on columns: <= >= != = < > and ~ for text, joined by and"), params.filter || params.q ? h("button", { on: { click: () => set({ q: "", filter: "", offset: "" }) } }, "All") : null]);
 }
 
+/** Its tokens have numbers and no texts: the tokenizer is not where the dashboard runs. */
+const unnamed = (sample) => Boolean(sample.response && sample.tokens?.length && sample.tokens.every((token) => /^⟨\d+⟩$/.test(token)));
+const piecesOf = (sample) => (sample.tokens?.length && !unnamed(sample) ? sample.tokens : (sample.response ?? "").match(/\s*\S+/g) ?? []);
+
 function versions(sample) {
   const known = (sample.columns?.version ?? []).filter((version) => version != null);
   const [low, high] = known.length ? [known.reduce((a, b) => Math.min(a, b)), known.reduce((a, b) => Math.max(a, b))] : [sample.version_min, sample.version_max];
@@ -60,7 +64,7 @@ function response(sample, by, scale, context) {
   const figure = (label, value) => (value == null ? null : h("span", {}, `${label} `, h("b", {}, value)));
   const length = sample.cut ?? sample.tokens?.length;
   const scalars = Object.entries(sample.scalars ?? {}).filter(([, value]) => value != null && typeof value !== "object");
-  const body = sample.turns?.length && params.as !== "tokens" ? turns(sample, render) : sample.tokens?.length ? widget(tokens, { sample, by, scale }, { class: "figured" }) : block(`${sample.id}/response`, sample.response, render);
+  const body = sample.turns?.length && params.as !== "tokens" ? turns(sample, render) : sample.tokens?.length && (params.as === "tokens" || !unnamed(sample)) ? widget(tokens, { sample, by, scale }, { class: "figured" }) : block(`${sample.id}/response`, sample.response, render);
   return h("article", { class: `panel response ${on ? "on" : ""}`, key: `s${sample.id}`, "aria-label": `response ${sample.id}` },
     h("div", { class: "meta" }, figure("reward", number(sample.reward)), sample.advantage != null ? figure("advantage", signed(sample.advantage)) : null, length != null ? h("span", {}, `${count(length)} tokens`) : null, versions(sample), sample.truncated ? h("span", { class: "busy-text" }, "cut off") : null,
       h("span", { class: "fill" }), h("a", { href: link("samples", { run, group: sample.group ?? params.group, sample: sample.id }), title: "permanent link" }, `#${sample.id}`), chip("diff", picked.includes(String(sample.id)), pick, `compare response ${sample.id}`)),
@@ -71,7 +75,7 @@ function response(sample, by, scale, context) {
 function compared(group, { params, set }) {
   const [a, b] = (params.diff ?? "").split("~").map((id) => group.samples.find((sample) => String(sample.id) === id));
   if (!a || !b) return params.diff ? h("p", { class: "panel notice", key: "diff" }, "Choose a second response to compare with.") : null;
-  const parts = difference(a.tokens ?? [...(a.response ?? "")], b.tokens ?? [...(b.response ?? "")]);
+  const parts = difference(piecesOf(a), piecesOf(b));
   const shown = { same: (text) => h("span", {}, visible(text)), gone: (text) => h("del", {}, visible(text)), new: (text) => h("ins", {}, visible(text)) };
   return h("section", { class: "panel pad", key: "diff" }, h("div", { class: "meta" }, h("h3", {}, "Difference"), h("span", {}, h("del", {}, `only #${a.id}`), ` reward ${number(a.reward)}`), h("span", {}, h("ins", {}, `only #${b.id}`), ` reward ${number(b.reward)}`), h("span", { class: "fill" }), h("button", { on: { click: () => set({ diff: "" }) } }, "Close")),
     h("div", { class: "text tokens", dir: "ltr" }, parts.map(([kind, list]) => shown[kind](list.join("")))));
@@ -92,11 +96,11 @@ function detail(data, context) {
   const by = known.includes(params.by) ? params.by : (known.find((name) => name === "gap") ?? known[0]);
   const scale = by ? scaleOf(group.samples, by) : null;
   const key = group.prompt_key;
-  const conversations = group.samples.some((sample) => sample.turns?.length);
+  const other = group.samples.some((sample) => sample.turns?.length || unnamed(sample));
   return h("div", { class: "detail", key: `g${group.group}` },
     h("div", { class: "row" }, h("h2", {}, `Group ${count(group.group)}`, h("small", {}, `step ${count(group.step)} · ${group.samples.length} responses`)), h("span", { class: "fill" }),
       key != null ? h("button", { on: { click: () => set({ key: params.key ? "" : key }) } }, "Over training") : null,
-      conversations ? chip("as tokens", params.as === "tokens", () => set({ as: params.as === "tokens" ? "" : "tokens" })) : null,
+      other ? chip("as tokens", params.as === "tokens", () => set({ as: params.as === "tokens" ? "" : "tokens" })) : null,
       chip("side by side", !params.stack, () => set({ stack: !params.stack }))),
     group.why ? h("p", { class: "panel notice" }, line(group.why, 1000)) : null,
     block(`${group.group}/prompt`, group.prompt, render, { class: "prompt" }),

@@ -1,8 +1,12 @@
 // What is done to a curve before it is drawn.
 
-/** Exponential moving average of weight `weight` (0: the curve itself), without the pull of its start towards 0. */
-export function smooth(values, weight) {
-  if (!weight) return values;
+const POINTS = 40;
+
+/** Exponential moving average of weight `weight` (0: the curve itself), without the pull of its start towards 0. The weight is that of a
+    curve of 40 points; one of more points is averaged over the same share of its length, so that a long run looks as smooth as a short one. */
+export function smooth(values, chosen) {
+  if (!chosen) return values;
+  const weight = chosen ** (POINTS / Math.max(POINTS, values.length));
   let mean = 0;
   let total = 0;
   return values.map((value) => {

@@ -83,7 +83,7 @@ function view(data, context) {
       button("←", "earlier (left arrow)", range[0] - width / 2, range[1] - width / 2), button("→", "later (right arrow)", range[0] + width / 2, range[1] + width / 2),
       step, context.params.t ? button("Whole run", "the whole run (0 zoom)", null, null) : null),
     h("div", { class: "panel", key: "lanes" }, widget(lanes, { data, range, zoom }, { class: "lanes" })),
-    h("p", { class: "legend", key: "legend" }, legend(data.nodes), h("span", { class: "faint" }, "Drag to zoom, Ctrl + wheel, double-click for the whole run.")),
+    h("p", { class: "legend", key: "legend" }, legend(data.nodes), h("span", { class: "faint" }, data.lanes.some((lane) => lane.bins) ? "Shares of time; zoom in for single calls, idle gaps and their reasons. Drag, Ctrl + wheel, or + and -." : "Drag to zoom, Ctrl + wheel, double-click for the whole run.")),
     critical(data), gaps(data, zoom),
   ];
 }
