@@ -51,7 +51,11 @@ def write(picture: bytes, path: Path) -> None:
     """Write it with few colours."""
     from PIL import Image
 
-    image = Image.open(io.BytesIO(picture)).convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    image = (
+        Image.open(io.BytesIO(picture))
+        .convert("RGB")
+        .quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    )
     image.save(path, optimize=True)
 
 
@@ -81,9 +85,9 @@ def main() -> None:
     try:
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=chromium)
-            for name, *how in PICTURES:
+            for name, width, scheme, page, params in PICTURES:
                 path = arguments.out / f"{name}.png"
-                write(take(browser, serving.address, *how), path)
+                write(take(browser, serving.address, width, scheme, page, params), path)
                 print(f"{path}  {path.stat().st_size:,} bytes")
             browser.close()
     finally:
