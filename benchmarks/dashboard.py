@@ -1,0 +1,63 @@
+"""The dashboard: how quick its pages are, how late, and what it costs a run.
+
+    python benchmarks/dashboard.py                      # minutes; makes a large run first
+    python benchmarks/dashboard.py --large DIRECTORY    # one that benchmarks/dashboard/large_run.py has made
+    python benchmarks/dashboard.py --only pages live
+
+| figure | what it is | wanted |
+|---|---|---|
+| `page_p95_ms` | of the slowest page: 95th percentile of the time of its data, over HTTP, at 10,000 steps and 100,000 samples | 150 |
+| `first_paint_ms` | first contentful paint of the curves of that run in headless Chromium; null without Playwright and Chromium | 1000 |
+| `live_lag_s` | 95th percentile of the time from the end of a step until a client that follows the events has its value | 2 |
+| `step_overhead_share` | time on the driver's loop, and of its thread, that the state for pages takes, by the time of the run; ten pages are open | 0.01 |
+| `wheel_added_mb` | the dashboard's files in the wheel, compressed | 2 |
+
+The last line printed is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path += [str(HERE / "dashboard"), str(HERE), str(HERE.parent)]
+FIGURES = ("page_p95_ms", "first_paint_ms", "live_lag_s", "step_overhead_share", "wheel_added_mb")
+PARTS = {
+    "pages": "page_times",
+    "paint": "first_paint",
+    "live": "live_lag",
+    "overhead": "step_overhead",
+    "wheel": "wheel_size",
+}
+"""Part -> its module, whose `measure(large, folder)` returns figures by name."""
+
+
+def main() -> None:
+    from machine import load
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--large", type=Path)
+    given = parser.parse_args()
+    figures = dict.fromkeys(FIGURES)
+    with tempfile.TemporaryDirectory(prefix="weft-dashboard-") as scratch:
+        large = given.large
+        if large is None and {"pages", "paint"} & {*given.only}:
+            from large_run import make
+
+            print("making a run of 10,000 steps and 100,000 samples ...", flush=True)
+            large = make(Path(scratch) / "runs" / "large")
+        for part in given.only:
+            found = importlib.import_module(PARTS[part]).measure(large, Path(scratch))
+            print(f"{part}: {found}; load {load()}", flush=True)
+            figures |= found
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

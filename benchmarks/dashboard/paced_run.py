@@ -1,0 +1,45 @@
+"""A run of workers that only wait and count, in this process: each step takes so long, and says when it was over.
+
+python benchmarks/dashboard/paced_run.py FOLDER --steps 30 --step-s 0.7
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "controllers"))
+
+from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo  # pyright: ignore[reportMissingImports]
+
+import weft
+
+
+def paced(folder: Path, steps: int, step_s: float) -> weft.Driver:
+    """The run, which is not begun."""
+
+    def over(metrics: dict[str, float]) -> bool:
+        print(json.dumps([int(metrics["step"]), time.time()]), flush=True)
+        time.sleep(step_s)
+        return False
+
+    rollout, reward, actor = weft.group(ToyRollout), weft.group(ToyReward), weft.group(ToyActor)
+    rollout.follows(actor)
+    graph = toy_grpo(prompts(64), rollout=rollout, reward=reward, actor=actor)
+    schedule = weft.Synchronous(steps=steps, prompts_per_step=16)
+    return weft.Driver(graph, schedule=schedule, root=folder, name="paced", progress="none", stop_on=(), stop=over)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--step-s", type=float, default=0.7)
+    given = parser.parse_args()
+    with paced(given.folder, given.steps, given.step_s) as driver:
+        print("begun", flush=True)
+        driver.run()
