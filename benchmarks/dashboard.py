@@ -9,7 +9,7 @@
 | `page_p95_ms` | of the slowest page: 95th percentile of the time of its data, over HTTP, at 10,000 steps and 100,000 samples | 150 |
 | `first_paint_ms` | first contentful paint of the curves of that run in headless Chromium; null without Playwright and Chromium | 1000 |
 | `live_lag_s` | 95th percentile of the time from the end of a step until a client that follows the events has its value | 2 |
-| `step_overhead_share` | time on the driver's loop, and of its thread, that the state for pages takes, by the time of the run; ten pages are open | 0.01 |
+| `step_overhead_share` | driver's time for the state that pages show (its loop, and a thread) over that of the run, ten pages open | 0.01 |
 | `wheel_added_mb` | the dashboard's files in the wheel, compressed | 2 |
 
 The last line printed is one JSON object.
@@ -48,10 +48,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="weft-dashboard-") as scratch:
         large = given.large
         if large is None and {"pages", "paint"} & {*given.only}:
-            from large_run import make
-
             print("making a run of 10,000 steps and 100,000 samples ...", flush=True)
-            large = make(Path(scratch) / "runs" / "large")
+            large = importlib.import_module("large_run").make(Path(scratch) / "runs" / "large")
         for part in given.only:
             found = importlib.import_module(PARTS[part]).measure(large, Path(scratch))
             print(f"{part}: {found}; load {load()}", flush=True)

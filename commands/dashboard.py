@@ -27,14 +27,27 @@ class Dashboard(Command):
     token: Annotated[str | None, arg(metavar="TOKEN", help_behavior_hint="")] = None
     """What the address is to carry; default: a new one. An empty one asks for none, on loopback alone."""
 
+    export: Annotated[Path | None, arg(metavar="FILE.html")] = None
+    """Write the run to this one file instead, to be opened anywhere, and end."""
+
     def answer(self) -> Answer:
+        if self.export is not None:
+            return self._exported(self.export)
         from ..dashboard.server.serving import Serving
 
         folder = self._folder()
-        serving = Serving(folder, self.host, self.port, self.token)
+        serving = Serving.at(folder, self.host, self.port, self.token)
         print(f"dashboard of {folder}: {serving.address}", flush=True)
         serving.serve()
         return Answer({"address": serving.address, "folder": str(folder)})
+
+    def _exported(self, file: Path) -> Answer:
+        from ..dashboard.server.export import export_run
+
+        found = export_run(self._folder(), file)
+        left = found["of_groups"] - found["groups"]
+        more = f"; {left} more groups of samples are left out" if left else ""
+        return Answer(found, f"{file}: {found['bytes'] / 1e6:.1f} MB, with {found['groups']} groups of samples{more}")
 
     def _folder(self) -> Path:
         for path in (self.folder, RUNS / self.folder):

@@ -30,6 +30,7 @@ from .checks import (
     check_workers,
     with_prompts_that_fit,
 )
+from .dashboard_process import start_dashboard
 from .deadlines import set_deadlines
 from .group import WorkerGroup
 from .job_environment import resume_of, root_of
@@ -83,6 +84,7 @@ class Driver:
         stop_on: Sequence[str] = ("no_signal",),
         stop: Callable[[Mapping[str, float]], bool] | None = None,
         trackers: Sequence[str] = (),
+        dashboard: bool = False,
         settings: object = None,
     ) -> None:
         """Check everything that can be checked before a process is started.
@@ -119,6 +121,8 @@ class Driver:
             stop: called with each step's metrics; the run ends early when it returns true. Give one to stop at a goal.
             trackers: what metrics are sent to besides the run's own files: "tensorboard", "wandb", "mlflow", "trackio", "prometheus", or
                 "module:Class" of your own. A tracker that fails or hangs never disturbs the run. Give those that you look at.
+            dashboard: start a web page over the runs of `root` beside the run, and print its address. The run never waits for it; it goes
+                on after the run, until nobody has looked for an hour. Give it to watch the run in a browser.
             settings: the script's own settings, kept with the run. Give them to compare runs by `weft diff`.
 
         Raises:
@@ -168,6 +172,7 @@ class Driver:
         """Checkpoint -> number of automatic restarts from it."""
         self._run: Run | None = None
         """The present life of the run; None: it was not started yet."""
+        self._with_dashboard = dashboard
         self._write_config()
 
     def _write_config(self) -> None:
@@ -185,6 +190,8 @@ class Driver:
 
     def __enter__(self) -> Driver:
         """Start the worker groups and give every follower its leader's weights."""
+        if self._with_dashboard:
+            self._open_dashboard()
         for mistake in mistakes(self._spec.graphs["train"], self._spec.handles):
             self._history.progress.alert("mistake", mistake)
         try:
@@ -197,6 +204,13 @@ class Driver:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _open_dashboard(self) -> None:
+        """Start a dashboard beside the run. That it cannot be started is said, and is no reason to end."""
+        try:
+            self.say(f"dashboard: {start_dashboard(self.directory.path)}")
+        except OSError as error:
+            self._history.progress.alert("dashboard", f"the dashboard cannot be started: {error}")
 
     def _note(self, error: BaseException) -> None:
         """Keep what ends the run among its alerts. A symptom is there already, a run that was taken over has another writer, and

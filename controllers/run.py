@@ -225,11 +225,11 @@ class Run:
                 self._backend.rest(rest_s)
 
     def _close(self) -> None:
-        self._disk.write(lambda: self._directory.flush(when_due=True))
         self._closing.close_evaluations()
         if self._closing.close_training():
             step, over = self._train.step, self._train.over
             self._saving.step_over(step, last=over, judged=self._spec.is_judged(step, over=over))
+        self._disk.write(lambda: self._directory.flush(when_due=True))
 
     @property
     def _finished(self) -> bool:

@@ -69,6 +69,7 @@ def train(
     resume: str | Path = "none",
     progress: Form | bool = "auto",
     trackers: Sequence[str] = (),
+    dashboard: bool = False,
     explain: bool = False,
 ) -> list[dict[str, float]]:
     """Train a model with a method that has a name; the model is saved in `model/` of the run directory.
@@ -91,7 +92,7 @@ def train(
         max_tokens: longest response.
         learning_rate: of the actor (and of a critic); None: the method's, for models of 0.5B to 8B.
         evaluate_every: see `held_out`.
-        name, root, seed, checkpoint, resume, progress, trackers: as for `Driver`.
+        name, root, seed, checkpoint, resume, progress, trackers, dashboard: as for `Driver`.
         explain: print the program that does the same, and run nothing.
 
     Returns:
@@ -117,7 +118,7 @@ def train(
         evaluations.append(Evaluation(accuracy, every=evaluate_every, name=each))
     schedule = Synchronous(steps=steps, prompts_per_step=prompts_per_step)
     run = {"name": name, "root": root, "seed": seed, "checkpoint": checkpoint, "resume": resume, "progress": progress}
-    run |= {"trackers": trackers}
+    run |= {"trackers": trackers, "dashboard": dashboard}
     settings = {"schedule": schedule, **({"evaluations": evaluations} if evaluations else {}), **shared.run, **run}
     if explain:
         _explain(program, training, settings)

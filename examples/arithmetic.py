@@ -46,6 +46,8 @@ class RunSettings(weft.Config):
     """latest: go on with the run of that name (or the newest); or the folder of a run or a checkpoint."""
     trackers: tuple[str, ...] = ()
     """What metrics go to besides the run's own files: tensorboard, wandb, mlflow, trackio, prometheus (under Ray)."""
+    dashboard: bool = False
+    """Start a web page over the runs beside this one, and print its address."""
     small: bool = False
     """A few steps on little data from a barely trained model: does everything work? Sizes that are given stay as they are."""
 

@@ -52,6 +52,7 @@ def main(settings: RealSettings) -> None:
         resume=settings.resume,
         seed=settings.seed,
         trackers=settings.trackers,
+        dashboard=settings.dashboard,
         settings=settings,
     ) as driver:
         metrics = driver.run()

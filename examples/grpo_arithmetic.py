@@ -70,6 +70,7 @@ def main(settings: Settings) -> None:
         resume=settings.resume,
         seed=settings.seed,
         trackers=settings.trackers,
+        dashboard=settings.dashboard,
         settings=settings,
     ) as driver:
         metrics = driver.run()

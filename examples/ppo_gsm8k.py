@@ -82,6 +82,7 @@ def main(settings: Settings) -> None:
         resume=settings.resume,
         seed=settings.seed,
         trackers=settings.trackers,
+        dashboard=settings.dashboard,
         settings=settings,
         stop_on=() if tiny else ("no_signal",),  # a tiny model is right too rarely
     ) as driver:

@@ -46,6 +46,8 @@ class RealSettings(weft.Config):
     """latest: go on with the run of that name (or the newest); or the folder of a run or a checkpoint."""
     trackers: tuple[str, ...] = ()
     """What metrics go to besides the run's own files: tensorboard, wandb, mlflow, trackio, prometheus (under Ray)."""
+    dashboard: bool = False
+    """Start a web page over the runs beside this one, and print its address."""
     seed: int = 0
     """Seed of sampling and order."""
 

@@ -9,25 +9,41 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "controllers"))
 
-from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo  # pyright: ignore[reportMissingImports]
+from toy import ToyActor, ToyConfig, ToyLoss, ToyReward, ToyRollout, prompts, toy_grpo  # pyright: ignore[reportMissingImports]
 
 import weft
+from weft.dataflow.batch import Batch
+from weft.dataflow.metrics import Metrics
 
 
-def paced(folder: Path, steps: int, step_s: float) -> weft.Driver:
+class PacedConfig(ToyConfig):
+    step_s: float = 0.0
+    """Seconds that an update takes."""
+
+
+class PacedActor(ToyActor):
+    Config = PacedConfig
+
+    def update(self, samples: Batch, *, loss: ToyLoss = ToyLoss()) -> Metrics:
+        time.sleep(self.config.step_s)
+        return super().update(samples, loss=loss)
+
+
+def paced(folder: Path, steps: int, step_s: float, *, tell: bool = True) -> weft.Driver:
     """The run, which is not begun."""
 
-    def over(metrics: dict[str, float]) -> bool:
-        print(json.dumps([int(metrics["step"]), time.time()]), flush=True)
-        time.sleep(step_s)
+    def over(metrics: Mapping[str, float]) -> bool:
+        if tell:
+            print(json.dumps([int(metrics["step"]), time.time()]), flush=True)
         return False
 
-    rollout, reward, actor = weft.group(ToyRollout), weft.group(ToyReward), weft.group(ToyActor)
+    rollout, reward, actor = weft.group(ToyRollout), weft.group(ToyReward), weft.group(PacedActor, step_s=step_s)
     rollout.follows(actor)
     graph = toy_grpo(prompts(64), rollout=rollout, reward=reward, actor=actor)
     schedule = weft.Synchronous(steps=steps, prompts_per_step=16)

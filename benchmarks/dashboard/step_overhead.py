@@ -34,7 +34,7 @@ def measure(large: Path | None, folder: Path) -> dict[str, Any]:
         spent["thread"] += time.thread_time() - began
 
     over = threading.Event()
-    with ExitStack() as stack, paced(folder / "overhead", STEPS, 0.02) as driver:
+    with ExitStack() as stack, paced(folder / "overhead", STEPS, 0.02, tell=False) as driver:
         client = stack.enter_context(dashboard_over(folder / "overhead"))
 
         def watch(page: str) -> None:

@@ -1,4 +1,7 @@
-"""What `live.json` says of a run: rows at each node, groups, leases, memory. A run that is over has its last state there."""
+"""What `live.json` and `graph.json` say of a run: rows at each node, groups, leases, memory; nodes and who follows whom.
+
+A file that has another form than a driver gives it, since it is damaged, counts as one that is not there.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,129 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, RootModel, ValidationError
+
 from ...controllers.loop.live_state import FILE
 from ...controllers.run_directory import GRAPH
 
 
+class _Open(BaseModel):
+    """Fields that pages rely on; others pass."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class _NodeState(_Open):
+    todo: float
+    ready: float
+    leased: float
+    done: float
+    held: float
+
+
+class _Lease(_Open):
+    lease: int
+    node: str
+    left: int
+
+
+class _OldGroup(_Open):
+    group: int
+    step: int
+    waits: list[str]
+
+
+class _GraphState(_Open):
+    nodes: dict[str, _NodeState]
+    issued: int
+    in_flight: int
+    done: int
+    dropped: dict[str, int]
+    steps: dict[str, tuple[int, float]]
+    leases: list[_Lease]
+    oldest: list[_OldGroup]
+
+
+class _Call(_Open):
+    what: str
+    rows: int
+    waits_for: list[int]
+    since_s: float
+
+
+class _GroupState(_Open):
+    version: int
+    ranks: int
+    calls: list[_Call]
+    absent: list[int]
+    starting: list[int]
+    lacking: list[int]
+
+
+class _Host(_Open):
+    processes: dict[str, tuple[int, int]]
+
+
+class _Stack(_Open):
+    at: float
+    text: str
+
+
+class _Live(_Open):
+    at: float
+    time_s: float
+    step: int
+    graphs: dict[str, _GraphState]
+    groups: dict[str, _GroupState]
+    hosts: dict[str, _Host]
+    stacks: dict[str, _Stack]
+
+
+class _Source(_Open):
+    name: str
+    columns: list[str]
+
+
+class _Node(_Open):
+    name: str
+    group: str | None
+    reads: list[str]
+    writes: list[str]
+    writers: dict[str, str]
+    after: list[str]
+
+
+class _Edge(_Open):
+    follower: str
+    leader: str
+
+
+class _Structure(_Open):
+    source: _Source
+    nodes: list[_Node]
+    follows: list[_Edge]
+
+
+_Graphs = RootModel[dict[str, _Structure]]
+
+
 def read_live(run: Path) -> dict[str, Any]:
     """The state of a run as its driver wrote it last; empty where there is none that can be read."""
-    return _object(run / FILE)
+    return _read(run / FILE, _Live)
 
 
 def read_graphs(run: Path) -> dict[str, Any]:
     """Graphs of the run by name, with source, nodes and followers; empty where they cannot be read."""
-    return _object(run / GRAPH)
+    return _read(run / GRAPH, _Graphs)
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _read(path: Path, model: type[BaseModel]) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError):
+        model.model_validate(found)
+    except (OSError, ValueError, ValidationError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return found
 
 
 def part(value: Any, *names: str) -> dict[str, Any]:

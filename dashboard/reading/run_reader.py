@@ -140,9 +140,7 @@ class RunReader:
             "alerts": len(facts.alerts),
             "samples": len(self.samples.table()),
             "rows_in_flight": sum(one.get("in_flight", 0) for one in part(live, "graphs").values()) if live else None,
-            "workers": sum(
-                one.get("ranks", 1) for one in part(live or facts.config, "groups" if live else "placement").values()
-            ),
+            "workers": _workers(live, facts.config),
             "last": dict(last),
             "settings": {key: value for key, value in facts.config.items() if key != "versions"},
             "versions": facts.config.get("versions", {}),
@@ -230,6 +228,14 @@ class RunReader:
         with self._lock:
             found = [self._metrics.damage, self._calls.damage]
         return [*(text for text in found if text), *self.samples.damage[:5]]
+
+
+def _workers(live: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+    """Ranks of all groups of a run."""
+    if live:
+        return sum(one["ranks"] for one in live["groups"].values())
+    places = part(config, "placement")
+    return sum(ranks if isinstance(ranks := part(places, name).get("ranks"), int) else 1 for name in places)
 
 
 def _of_group(row: Mapping[str, float], metric: str) -> float | None:

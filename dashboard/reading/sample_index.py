@@ -23,7 +23,7 @@ from ...dataflow.buffer.samples import FOLDER, NAME
 
 compute: Any = pyarrow.compute  # its functions are made when it is imported
 TEXT_BYTES = 256 << 20
-"""Of texts that are kept to be searched; beyond it, the first SHORT characters of each."""
+"""Of texts that are kept, and kept once more to be searched; beyond it, the first SHORT characters of each."""
 SHORT = 500
 READ_S = 0.1
 """Seconds for which a request reads new files; a thread reads the rest."""
@@ -145,7 +145,7 @@ class SampleIndex:
     def _add(self, table: pa.Table, path: Path) -> None:
         made = _indexed(table, len(self._files), short=self._text_bytes > TEXT_BYTES)
         self._files.append(path)
-        self._text_bytes += sum(made[name].nbytes for name in TEXTS if name in made.column_names)
+        self._text_bytes += sum(made[name].nbytes for name in (*TEXTS, "_text") if name in made.column_names)
         self._parts.append(made)
         self.version += 1
 
@@ -213,6 +213,10 @@ def _indexed(table: pa.Table, file: int, *, short: bool) -> pa.Table:
             kept[name] = compute.utf8_slice_codeunits(column, 0, SHORT) if cut else column
         elif pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
             kept[name] = column
+    texts = [kept[name] for name in TEXTS if name in kept]
+    if texts:
+        joined = compute.binary_join_element_wise(*texts, "\n", null_handling="replace", null_replacement="")
+        kept["_text"] = compute.utf8_lower(joined)
     kept["prompt_key"] = pa.array(_prompt_keys(table), pa.string())
     kept["_file"] = pa.array(np.full(len(table), file, np.int32))
     return pa.table(kept)

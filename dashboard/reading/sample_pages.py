@@ -13,7 +13,7 @@ from ...dataflow.errors import UserError
 from .curves import numbers
 from .sample_index import SampleIndex
 from .sample_query import NAMES as COLUMNS
-from .sample_query import chosen, ordered
+from .sample_query import chosen, ordered, rows_at
 from .token_texts import token_texts, tokenizer_of
 
 PREVIEW = 200
@@ -49,11 +49,13 @@ class SamplePages:
 
     def samples(self, filters: str, search: str, sort: str, offset: int, limit: int) -> dict[str, Any]:
         """A part of a list of samples."""
-        table = chosen(self._index.table(), filters, search)
-        places = ordered(table, sort or "-step")[offset : offset + limit]
+        table = self._index.table()
+        if not len(table):
+            return {"total": 0, "columns": [], "rows": [], **self._state}
+        places = ordered(table, chosen(table, filters, search), sort or "-step")
         columns = [_PAGES.get(name, name) for name in table.column_names if not name.startswith("_")]
-        rows = [_line(row) for row in table.take(pa.array(places)).to_pylist()]
-        return {"total": len(table), "columns": columns, "rows": rows, **self._state}
+        rows = [_line(row) for row in rows_at(table, places[offset : offset + limit])]
+        return {"total": len(places), "columns": columns, "rows": rows, **self._state}
 
     def groups(self, filters: str, search: str, sort: str, offset: int, limit: int) -> dict[str, Any]:
         """A part of a list of groups, each with the rewards of its responses.
@@ -64,8 +66,8 @@ class SamplePages:
         table = self._index.table()
         key = self._index.version, filters, search
         if self._grouped is None or self._grouped[0] != key:
-            found = chosen(table, filters, search)
-            self._grouped = key, found, _Groups(found)
+            places = chosen(table, filters, search) if len(table) else np.empty(0, np.int64)
+            self._grouped = key, table, _Groups(table, places)
         _, table, groups = self._grouped
         return {"total": len(groups), "groups": groups.page(table, sort or "-step", offset, limit), **self._state}
 
@@ -106,7 +108,7 @@ class SamplePages:
         places = np.flatnonzero(np.asarray(table["prompt_key"].to_numpy(zero_copy_only=False)) == key)
         if not len(places):
             raise UserError(f"the run has recorded no prompt {key!r}{self._hint}")
-        rows = table.take(pa.array(places)).to_pylist()
+        rows = rows_at(table, places)
         visits: dict[int, list[dict[str, Any]]] = {}
         for row in rows:
             visits.setdefault(row["group_id"], []).append(row)
@@ -122,23 +124,31 @@ class SamplePages:
 
 
 class _Groups:
-    """Groups of a table of samples, with what they are sorted by."""
+    """Groups of samples, with what they are sorted by.
 
-    def __init__(self, table: pa.Table) -> None:
-        ids = table["group_id"].to_numpy()
+    Args:
+        table: of the index.
+        places: of the rows that count.
+    """
+
+    def __init__(self, table: pa.Table, places: np.ndarray) -> None:
+        self._places = places
+        ids = table["group_id"].to_numpy()[places]
         self.ids, self.first, self._of_row = np.unique(ids, return_index=True, return_inverse=True)
         number = np.maximum(np.bincount(self._of_row, minlength=len(self.ids)), 1)
-        rewards = _floats(table, "reward")
+        self._rewards = _floats(table, "reward")[places]
+        rewards = self._rewards
         known = np.where(np.isfinite(rewards), rewards, 0.0)
         mean = np.bincount(self._of_row, known, len(self.ids)) / number
         square = np.bincount(self._of_row, known**2, len(self.ids)) / number
         self._rows = np.argsort(self._of_row, kind="stable")
         self._ends = np.cumsum(np.bincount(self._of_row, minlength=len(self.ids)))
         self.keys = {
-            "step": table["step"].to_numpy()[self.first],
+            "step": table["step"].to_numpy()[places[self.first]],
             "mean": mean,
             "spread": np.sqrt(np.maximum(square - mean**2, 0.0)),
-            "length": np.bincount(self._of_row, np.nan_to_num(_floats(table, "length")), len(self.ids)) / number,
+            "length": np.bincount(self._of_row, np.nan_to_num(_floats(table, "length")[places]), len(self.ids))
+            / number,
             "group": self.ids,
         }
 
@@ -151,8 +161,7 @@ class _Groups:
             raise UserError(f"groups are sorted by {', '.join(self.keys)}, not by {name!r}")
         values = self.keys[name]
         order = np.lexsort((self.ids, -values if sort.startswith("-") else values))[offset : offset + limit]
-        firsts = table.take(pa.array(self.first[order])).to_pylist()
-        rewards = _floats(table, "reward")
+        firsts = rows_at(table, self._places[self.first[order]])
         return [
             {
                 "group": row["group_id"],
@@ -160,7 +169,7 @@ class _Groups:
                 "kind": row["graph"],
                 "prompt": _preview(row.get("prompt")),
                 "prompt_key": row["prompt_key"],
-                "rewards": numbers(rewards[self._rows_of(place)], 4),
+                "rewards": numbers(self._rewards[self._rows_of(place)], 4),
                 "mean": float(self.keys["mean"][place]),
                 "spread": float(self.keys["spread"][place]),
                 "length": float(self.keys["length"][place]),

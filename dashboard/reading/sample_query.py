@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,9 @@ import pyarrow as pa
 import pyarrow.compute
 
 from ...dataflow.errors import UserError, nearest
-from .sample_index import TEXTS
 
+PIECE = 8192
+"""Rows that one thread searches at once."""
 compute: Any = pyarrow.compute  # its functions are made when it is imported
 OPERATORS = {
     "<=": compute.less_equal,
@@ -23,8 +26,8 @@ OPERATORS = {
 }
 
 
-def chosen(table: pa.Table, filters: str, search: str) -> pa.Table:
-    """The rows that pass.
+def chosen(table: pa.Table, filters: str, search: str) -> np.ndarray:
+    """Places of the rows that pass. No text is copied.
 
     Args:
         table: of the index.
@@ -35,20 +38,22 @@ def chosen(table: pa.Table, filters: str, search: str) -> pa.Table:
     Raises:
         UserError: a filter is none, or names no column.
     """
+    passes = np.ones(len(table), bool)
     for one in re.split(r"\s+and\s+", filters.strip(), flags=re.IGNORECASE) if filters.strip() else ():
-        table = table.filter(_condition(table, one))
-    if search:
-        found = [
-            compute.match_substring(table[name], search, ignore_case=True)
-            for name in TEXTS
-            if name in table.column_names
-        ]
-        if found:
-            mask = found[0]
-            for other in found[1:]:
-                mask = compute.or_kleene(mask, other)
-            table = table.filter(compute.fill_null(mask, False))
-    return table
+        passes &= _condition(table, one).to_numpy()
+    if search and "_text" in table.column_names:
+        passes &= _contains(table["_text"], search.lower())
+    return np.flatnonzero(passes)
+
+
+_POOL = ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="search")
+
+
+def _contains(column: pa.ChunkedArray, text: str) -> np.ndarray:
+    """[rows] bool, whether a text is in each, on all cores."""
+    pieces = [chunk.slice(at, PIECE) for chunk in column.chunks for at in range(0, len(chunk), PIECE)]
+    found = _POOL.map(lambda piece: compute.fill_null(compute.match_substring(piece, text), False), pieces)
+    return np.concatenate([each.to_numpy(zero_copy_only=False) for each in found] or [np.empty(0, bool)])
 
 
 def _condition(table: pa.Table, text: str) -> Any:
@@ -88,14 +93,22 @@ def require_column(table: pa.Table, name: str) -> str:
     return name
 
 
-def ordered(table: pa.Table, sort: str) -> np.ndarray:
-    """Places of the rows in an order.
+def ordered(table: pa.Table, places: np.ndarray, sort: str) -> np.ndarray:
+    """These places in the order of a column.
 
     Args:
         table: of the index.
+        places: of rows.
         sort: name of a column, with a minus before it for the largest first.
     """
     name = require_column(table, sort.removeprefix("-"))
     order = "descending" if sort.startswith("-") else "ascending"
     keys = [(name, order), *([("sample_id", "ascending")] if name != "sample_id" else [])]
-    return compute.sort_indices(table, sort_keys=keys).to_numpy()
+    values = table.select([key for key, _ in keys])
+    values = values if len(places) == len(table) else values.take(pa.array(places))
+    return places[compute.sort_indices(values, sort_keys=keys).to_numpy()]
+
+
+def rows_at(table: pa.Table, places: np.ndarray) -> list[dict[str, Any]]:
+    """A few rows; `take` would go through all of the table."""
+    return [table.slice(place, 1).to_pylist()[0] for place in places.tolist()]

@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlencode
 
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...dataflow.errors import UserError
 from ..reading.catalogue import Catalogue
@@ -23,32 +27,49 @@ class Serving:
     """A dashboard that listens.
 
     Args:
+        listening: the socket.
         folder: of runs, or of one.
-        host: address to listen on.
-        port: 0: one that is free.
-        token: that requests must have; None: a new one; empty: none, on loopback alone.
-
-    Raises:
-        UserError: the address cannot be listened on, or would show runs to everybody.
+        token: that requests must have; empty: none is asked for.
+        names: host names by which the address is known, beside those of loopback.
+        any_address: it listens on more than loopback.
     """
 
-    def __init__(self, folder: Path, host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> None:
+    def __init__(
+        self,
+        listening: socket.socket,
+        folder: Path,
+        token: str,
+        names: frozenset[str] = frozenset(),
+        *,
+        any_address: bool = False,
+    ) -> None:
+        self._socket, self.token = listening, token
+        host, self.port = listening.getsockname()[:2]
+        self._shown = f"[{host}]" if ":" in host else host
+        self.app = new_app(Catalogue(folder), Access(token, names, any_address))
+
+    @classmethod
+    def at(cls, folder: Path, host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> Serving:
+        """Listen on an address.
+
+        Args:
+            folder: of runs, or of one.
+            host: address to listen on.
+            port: 0: one that is free.
+            token: that requests must have; None: a new one; empty: none, on loopback alone.
+
+        Raises:
+            UserError: the address cannot be listened on, or would show runs to everybody.
+        """
         loopback = _is_loopback(host)
         if token == "" and not loopback:
             raise UserError(
                 f"--host {host} without a token would show the runs to everybody who reaches this machine; leave --token out to get one"
             )
-        self.token = new_token() if token is None else token
-        self._socket = _listen(host, port)
-        self.port = self._socket.getsockname()[1]
-        self._shown = f"[{host}]" if ":" in host else host
-        names = (
-            frozenset()
-            if loopback
-            else frozenset({host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()})
-        )
-        access = Access(self.token, names, any_address=not loopback)
-        self.app = new_app(Catalogue(folder), access)
+        own = {host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
+        names = frozenset[str]() if loopback else frozenset(own)
+        token = new_token() if token is None else token
+        return cls(_listen(host, port), folder, token, names, any_address=not loopback)
 
     @property
     def address(self) -> str:
@@ -56,8 +77,13 @@ class Serving:
         where = f"http://{self._shown}:{self.port}/"
         return f"{where}?{urlencode({'token': self.token})}" if self.token else where
 
-    def serve(self) -> None:
-        """Answer until the process is asked to end."""
+    def serve(self, idle_s: float = 0.0, goes_on: Callable[[], bool] = lambda: False) -> None:
+        """Answer until the process is asked to end.
+
+        Args:
+            idle_s: end, too, when nobody has asked for so many seconds; 0: never.
+            goes_on: whether somebody may still come, although nobody has asked for long.
+        """
         config = uvicorn.Config(
             self.app,
             log_level="warning",
@@ -66,8 +92,45 @@ class Serving:
             timeout_graceful_shutdown=LEAVE_S,
             ws="none",
         )
+        server = uvicorn.Server(config)
+        if idle_s:
+            self.app.add_middleware(LastAsked, clock := Clock())
+            threading.Thread(target=_end_when_idle, args=(server, clock, idle_s, goes_on), daemon=True).start()
         with contextlib.suppress(KeyboardInterrupt), self._socket:
-            uvicorn.Server(config).run(sockets=[self._socket])
+            server.run(sockets=[self._socket])
+
+
+class Clock:
+    """When somebody asked last."""
+
+    def __init__(self) -> None:
+        self.asked_at, self.open = time.monotonic(), 0
+
+    def quiet_s(self) -> float:
+        """Seconds since then; 0 while a page is open."""
+        return 0.0 if self.open else time.monotonic() - self.asked_at
+
+
+class LastAsked:
+    """Notes when somebody asks, and how many answers are under way: each open page has its stream of events."""
+
+    def __init__(self, app: ASGIApp, clock: Clock) -> None:
+        self._app, self._clock = app, clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        counts = scope["type"] == "http"
+        self._clock.open += counts
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._clock.open -= counts
+            self._clock.asked_at = time.monotonic()
+
+
+def _end_when_idle(server: uvicorn.Server, clock: Clock, idle_s: float, goes_on: Callable[[], bool]) -> None:
+    while not server.should_exit:
+        time.sleep(min(10.0, idle_s))
+        server.should_exit |= clock.quiet_s() > idle_s and not goes_on()
 
 
 def _is_loopback(host: str) -> bool:
@@ -82,12 +145,14 @@ def _is_loopback(host: str) -> bool:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family, kind, protocol)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(128)
+    with contextlib.ExitStack() as undo:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            listening = undo.enter_context(socket.socket(family, kind, protocol))
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen(128)
+        except (OSError, OverflowError) as error:
+            raise UserError(f"--host {host} --port {port} cannot be listened on: {error}") from None
+        undo.pop_all()
         return listening
-    except (OSError, OverflowError) as error:
-        raise UserError(f"--host {host} --port {port} cannot be listened on: {error}") from None

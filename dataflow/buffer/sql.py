@@ -21,6 +21,7 @@ from .checker import Checker
 from .folder import BUFFER, SEGMENTS
 from .history import buffer_folder, history
 from .run_tables import read_metrics, read_parquet, read_timeline
+from .samples import FOLDER as SAMPLES
 from .samples import samples as recorded_samples
 from .scratch import noted_folder
 from .segments import Segment, SegmentReader
@@ -97,11 +98,16 @@ def query(
 
 def _tables(run: Path, notes: list[str]) -> dict[str, Callable[[], pa.Table | None]]:
     """Name of a table -> what reads it; None where the run has none."""
-    folder = buffer_folder(run)
-    run = folder.parent if folder.name == BUFFER else run
+    try:
+        folder = buffer_folder(run)
+    except UserError:
+        if not any((run / name).exists() for name in (SAMPLES, "metrics.parquet", "metrics.arrows")):
+            raise
+        folder = None  # its log is gone; what else there is can be asked
+    run = folder.parent if folder is not None and folder.name == BUFFER else run
     return {
-        "rows": lambda: history(folder),
-        "columns": lambda: columns(folder, notes),
+        "rows": lambda: None if folder is None else history(folder),
+        "columns": lambda: None if folder is None else columns(folder, notes),
         "samples": lambda: recorded_or_archived(run, notes),
         "metrics": lambda: _readable(run / "metrics.parquet", lambda path: read_metrics(path.parent), notes),
         "timeline": lambda: _readable(run / "timeline.parquet", lambda path: read_timeline(path.parent), notes),

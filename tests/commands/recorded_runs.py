@@ -28,6 +28,7 @@ def driver(
     stop: Callable[[Any], bool] | None = None,
     progress: Any = False,
     resume: str = "none",
+    dashboard: bool = False,
 ) -> Driver:
     """A run that is not begun.
 
@@ -51,6 +52,7 @@ def driver(
         resume=resume,
         stop=stop,
         stop_on=(),
+        dashboard=dashboard,
     )
 
 

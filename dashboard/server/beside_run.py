@@ -1,0 +1,23 @@
+"""A dashboard that a run has started, on a socket that the run has opened. `controllers/dashboard_process.py` starts this program."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+from ...controllers.dashboard_process import TOKEN
+from ...controllers.run_lock import Life, life_of
+from .serving import Serving
+
+
+def main(folder: Path, run: str, descriptor: int, idle_s: float) -> None:
+    """Serve until nobody has asked for `idle_s` and the run is over."""
+    listening = socket.socket(fileno=descriptor)
+    serving = Serving(listening, folder, os.environ.pop(TOKEN))
+    serving.serve(idle_s, lambda: life_of(folder / run)[0] is Life.ALIVE)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))

@@ -1,0 +1,242 @@
+"""Export: one run as one HTML file, which needs no server, no network and no other file.
+
+The modules of the pages become one script, styles and data stand beside it, and the policy in the file allows these by their hashes alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote_plus
+
+from fastapi import FastAPI
+
+from ...dataflow.buffer.disk import replacing
+from ...dataflow.errors import UserError
+from ..reading.catalogue import Catalogue
+from .app import PAGES, new_app
+from .safety import Access
+from .vendored import vendored
+
+GROUPS = 50
+"""Groups of samples in a list, as pages ask for them."""
+MAX_SAMPLES_BYTES = 24 << 20
+"""Of samples with their tokens; groups beyond that are left out."""
+ENTRY = "app.js"
+_IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([\w-]+\.js)";?[ \t]*$', re.MULTILINE)
+_EXPORT = re.compile(r"^export ((?:async function\*?|function\*?|const|class) +([\w$]+))", re.MULTILINE)
+
+
+def export_run(run: Path, file: Path) -> dict[str, Any]:
+    """Write one run as one HTML file.
+
+    Args:
+        run: its directory.
+        file: to write; replaced if it is there.
+
+    Returns:
+        Its bytes, and how many groups of samples are in it, of how many.
+
+    Raises:
+        UserError: there is no such run, or the file cannot be written.
+    """
+    catalogue = Catalogue(run)
+    if not catalogue.single:
+        raise UserError(f"{run} is not the directory of a run: an export is of one run")
+    [name] = catalogue.readers
+    while (progress := catalogue[name].samples.progress)["read"] < progress["files"] or not progress["files"]:
+        catalogue[name].samples.table()
+        if not progress["files"]:
+            break
+    answers, groups, total = asyncio.run(_answers(new_app(catalogue, Access("")), name))
+    page = _page(answers)
+    try:
+        with replacing(file) as partial:
+            partial.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"the export cannot be written to {file}: {error}") from None
+    return {"file": str(file), "bytes": len(page.encode()), "groups": groups, "of_groups": total}
+
+
+# What pages will ask
+
+
+async def _answers(app: FastAPI, run: str) -> tuple[dict[str, Any], int, int]:
+    """Address -> answer, for all that the pages of a run ask first; and how many groups of samples are among them, of how many."""
+    one = {"run": run}
+    asked = [address("runs", {}), address("timeline", {**one, "width": 1200}), address("metrics", {"runs": run})]
+    asked += [address(page, one) for page in ("run", "alerts", "graph", "buffer", "workers", "weights")]
+    answers = {each: await ask(app, each) for each in asked}
+    names = _curves_of(answers[address("metrics", {"runs": run})]["cards"])
+    for axis in ("step", "time_s", "samples") if names else ():
+        each = address("curves", {"runs": run, "names": ",".join(names), "axis": axis, "points": 600})
+        answers[each] = await ask(app, each)
+    listed = address("groups", {**one, "limit": GROUPS})
+    answers[listed] = await ask(app, listed)
+    size, groups = 0, 0
+    for group in answers[listed]["groups"]:
+        each = address("group", {**one, "id": group["group"]})
+        found = await ask(app, each)
+        size += len(json.dumps(found))
+        if size > MAX_SAMPLES_BYTES:
+            break
+        answers[each], groups = found, groups + 1
+    table = address("samples", {**one, "limit": GROUPS})
+    answers[table] = await ask(app, table)
+    return answers, groups, answers[listed]["total"]
+
+
+def _curves_of(cards: list[dict[str, Any]]) -> list[str]:
+    """The metrics of cards, in the order in which the page of curves names them."""
+    found: dict[str, None] = {}
+    for card in cards:
+        bands = [name for pair in card["bands"].values() for name in pair]
+        found |= dict.fromkeys(name for name in (*card["names"], card["spread"], card["beside"], *bands) if name)
+    return list(found)
+
+
+def address(name: str, values: Mapping[str, Any]) -> str:
+    """An address as `api.js` of the pages makes it: parameters in order of their names, encoded as a form is.
+
+    >>> address("curves", {"runs": "a b", "names": "reward/mean,x"})
+    '/api/curves?names=reward%2Fmean%2Cx&runs=a+b'
+    """
+    parts = [f"{quote_plus(key, safe='*')}={quote_plus(str(values[key]), safe='*')}" for key in sorted(values)]
+    return f"/api/{name}" + (f"?{'&'.join(parts)}" if parts else "").replace("~", "%7E")
+
+
+async def ask(app: FastAPI, target: str) -> Any:
+    """What the dashboard answers to an address.
+
+    Raises:
+        UserError: with what it says instead.
+    """
+    path, _, query = target.partition("?")
+    body, status = bytearray(), [0]
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        status[0] = message.get("status", status[0])
+        body.extend(message.get("body", b""))
+
+    scope: dict[str, Any] = {
+        "type": "http",
+        "method": "GET",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": query.encode(),
+    }
+    scope |= {
+        "headers": [(b"host", b"localhost")],
+        "scheme": "http",
+        "server": ("localhost", 80),
+        "http_version": "1.1",
+    }
+    scope |= {"root_path": "", "client": ("localhost", 1), "asgi": {"version": "3.0"}}
+    await app(scope, receive, send)
+    if status[0] != 200:
+        raise UserError(f"{target} cannot be exported: {body.decode()}")
+    return json.loads(body)
+
+
+# The file
+
+
+def _page(answers: Mapping[str, Any]) -> str:
+    """The pages' `index.html` with everything in it."""
+    html = (PAGES / "index.html").read_text(encoding="utf-8")
+    scripts: list[str] = []
+    styles: list[str] = []
+
+    def script(found: re.Match[str]) -> str:
+        text = linked(PAGES) if found[1] == f"/static/{ENTRY}" else _static(found[1])
+        if "</script" in text.lower():
+            raise UserError(f"{found[1]} cannot stand in a page: it has the end of a script in it")
+        scripts.append(text)
+        kind = ' type="module"' if found[1] == f"/static/{ENTRY}" else ""
+        return f"<script{kind}>{text}</script>"
+
+    def style(found: re.Match[str]) -> str:
+        styles.append(_static(found[1]))
+        return f"<style>{styles[-1]}</style>"
+
+    def icon(found: re.Match[str]) -> str:
+        data = base64.b64encode(_static(found[1]).encode()).decode()
+        return f'<link rel="icon" type="image/svg+xml" href="data:image/svg+xml;base64,{data}">'
+
+    html = re.sub(r'<link rel="icon" href="([^"]+)"[^>]*>', icon, html)
+    html = re.sub(r'<link rel="stylesheet" href="([^"]+)">', style, html)
+    html = re.sub(r'<script src="([^"]+)"[^>]*></script>', script, html)
+    data = json.dumps(answers, separators=(",", ":")).replace("<", "\\u003c")
+    html = html.replace("</body>", f'<script type="application/json" id="exported">{data}</script>\n</body>')
+    allowed = f"script-src {_hashes(scripts)}; style-src {_hashes(styles)}; img-src data:"
+    policy = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
+    meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+    return html.replace('<meta charset="utf-8">', f'<meta charset="utf-8">\n{meta}', 1)
+
+
+def _hashes(texts: list[str]) -> str:
+    """Sources of a policy for these texts."""
+    found = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+    return " ".join(f"'sha256-{each}'" for each in found) or "'none'"
+
+
+def _static(target: str) -> str:
+    """The text of a file under `/static/`; that of a package that is not installed is empty."""
+    name = target.removeprefix("/static/")
+    path = vendored(name.removeprefix("vendor/")) if name.startswith("vendor/") else PAGES / name
+    return "" if path is None else path.read_text(encoding="utf-8")
+
+
+def linked(folder: Path, entry: str = ENTRY) -> str:
+    """The modules that a module needs as one script. Each becomes a function, which returns what the module exports.
+
+    Modules import by `import { a, b } from "./NAME.js";` at the beginning of a line, and export functions, constants and classes where they
+    are declared; there are no circles.
+
+    Raises:
+        UserError: a module imports or exports in another way.
+    """
+    order = list(_order(folder, entry, ()))
+    parts = [_as_function(folder / name) for name in dict.fromkeys(order)]
+    return '"use strict";\n' + "\n".join(parts)
+
+
+def _order(folder: Path, name: str, above: tuple[str, ...]) -> Iterator[str]:
+    """Modules, each behind those that it imports."""
+    if name in above:
+        raise UserError(f"modules import each other in a circle: {' -> '.join((*above, name))}")
+    for found in _IMPORT.finditer((folder / name).read_text(encoding="utf-8")):
+        yield from _order(folder, found[2], (*above, name))
+    yield name
+
+
+def _as_function(path: Path) -> str:
+    text = path.read_text(encoding="utf-8")
+
+    def imported(found: re.Match[str]) -> str:
+        names = ", ".join(part.strip().replace(" as ", ": ") for part in found[1].split(",") if part.strip())
+        return f"const {{ {names} }} = {_variable(found[2])};"
+
+    body = _IMPORT.sub(imported, text)
+    names = [found[2] for found in _EXPORT.finditer(body)]
+    body = _EXPORT.sub(r"\1", body)
+    if left := re.search(r"^(import|export)\b.*$", body, re.MULTILINE):
+        raise UserError(f"{path.name} cannot be exported: it has {left[0]!r}")
+    return f"const {_variable(path.name)} = (() => {{\n{body}\nreturn {{ {', '.join(names)} }};\n}})();"
+
+
+def _variable(name: str) -> str:
+    """
+    >>> _variable("sample-list.js")
+    'module_sample_list'
+    """
+    return f"module_{re.sub(r'[^a-zA-Z0-9]', '_', name.removesuffix('.js'))}"
