@@ -139,7 +139,7 @@ def _numbers(numbers: list[int]) -> str:
 
 def _ids(ids: list[int]) -> str:
     """Ids that follow each other are written as [first, number] (see `unpacked` in `log.py`): those of complete groups do."""
-    if len(ids) <= FEW or all(ids[k + 1] - ids[k] != 1 for k in range(FEW)):
+    if len(ids) <= FEW or not (ids[1] - ids[0] == 1 or ids[2] - ids[1] == 1 or ids[3] - ids[2] == 1):
         return _numbers(ids)
     begins = [0, *(np.flatnonzero(np.diff(np.array(ids, np.int64)) != 1) + 1).tolist()]
     if len(begins) > len(ids) // 2:

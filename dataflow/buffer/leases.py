@@ -43,6 +43,10 @@ class Staleness:
         return [place for place in places_in(mask) if (v := versions[place]) is not None and 0 <= v < oldest]
 
 
+NONE = np.empty(0, np.int64)
+"""No sample ids."""
+
+
 @dataclass(frozen=True)
 class Published:
     """What a holder tells the ledger of the rows that it has written. In a map, group or filter, `ids` are rows of the lease that are
@@ -97,15 +101,14 @@ class Published:
         if len(parts) == 1:
             return parts[0]
         first = parts[0]
+        join = np.concatenate
         return cls(
-            np.concatenate([part.ids for part in parts]),
-            np.concatenate([part.num_tokens for part in parts]),
-            None if first.versions is None else np.concatenate([p.versions for p in parts if p.versions is not None]),
-            None if first.parents is None else np.concatenate([p.parents for p in parts if p.parents is not None]),
-            np.array([id for p in parts if p.finished is not None for id in p.finished.tolist()], np.int64)
-            if first.parents is not None
-            else None,
-            max(part.newest for part in parts),
+            join([part.ids for part in parts]),
+            join([part.num_tokens for part in parts]),
+            None if first.versions is None else join([p.versions for p in parts if p.versions is not None]),
+            None if first.parents is None else join([p.parents for p in parts if p.parents is not None]),
+            None if first.parents is None else join([NONE if p.finished is None else p.finished for p in parts]),
+            max([part.newest for part in parts]),
         )
 
     def not_of(self, parents: Container[int]) -> np.ndarray:
@@ -298,7 +301,7 @@ class Lease:
         makes, open = parents is not None, self.open
         finished = finished or []
         held = ids if parents is None else parents
-        if not (open.keys() >= set(held) and open.keys() >= set(finished)):
+        if not (all(map(open.__contains__, held)) and all(map(open.__contains__, finished))):
             id = next(id for id in (*held, *finished) if id not in open)
             what = "published row" if not makes else "made a row of" if id in held else "finished row"
             raise LeaseError(f"node {self.node.name!r} {what} {id}, which is not (or no longer) in lease {self.token}")
@@ -307,10 +310,10 @@ class Lease:
             raise LeaseError(
                 f"node {self.node.name!r} published columns of {sorted(lengths)} rows in lease {self.token}"
             )
-        again = len(set(ids)) != len(ids) or len(set(finished)) != len(finished)
+        again = len(set(ids)) != len(ids) or (len(finished) > 1 and len(set(finished)) != len(finished))
         if makes and not again:
-            staged = {id for _, before, _ in self.staged for id in before.ids.tolist()}
-            again = not (rows.keys().isdisjoint(ids) and staged.isdisjoint(ids))
+            staged = {id for _, before, _ in self.staged for id in before.ids.tolist()} if self.staged else ()
+            again = any(map(rows.__contains__, ids)) or any(map(staged.__contains__, ids))
         if again:
             raise LeaseError(f"node {self.node.name!r} published a row twice in lease {self.token}")
 

@@ -39,7 +39,7 @@ from .segments import Segment, verify_segment
 
 KEEP_CHECKPOINTS = 2
 """Checkpoints of the ledgers that are kept where nobody says how many checkpoints of models there will be."""
-CUT_BYTES = 16 << 20
+CUT_BYTES = 4 << 20
 """When so many bytes of the log lie before all checkpoints that are kept, they are compressed into the folder `history`: fewer would make
 many small parts, more would leave a large log to be copied."""
 
@@ -71,7 +71,7 @@ class BufferConfig(Config):
         "file_bytes": "files of segments have 16 MiB",
         "sync_interval_s": "the log is synced every half second",
         "keep_checkpoints": "rows are kept for as many checkpoints as CheckpointConfig(keep=...) says",
-        "cut_bytes": "the log is cut by 16 MiB",
+        "cut_bytes": "the log is cut by 4 MiB",
     }
 
 
