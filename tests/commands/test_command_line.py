@@ -14,7 +14,13 @@ from weft.__main__ import main
 from weft.commands.command_line import TREE
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAVY = {"torch", "ray", "vllm", "transformers", "duckdb", "pyarrow", "matplotlib", "rich"}
+HEAVY = {
+    "torch", "ray", "vllm", "transformers", "tokenizers", "datasets", "duckdb", "pyarrow", "pandas", "numpy", "matplotlib", "rich",
+    "pydantic", "jinja2", "httpx", "requests", "aiohttp", "cryptography", "yaml", "jsonschema", "sympy",
+}  # fmt: skip
+"""What no help needs: each of them takes from 20 ms to seconds."""
+MAX_MODULES = 400
+"""That `weft --help` may load (312 when this was written): half a second is the limit."""
 
 
 def commands(tree: Mapping = TREE) -> Iterator[list[str]]:
@@ -27,6 +33,8 @@ def test_help_of_every_command_and_the_doctor_load_nothing_heavy():
     tried = [["--help"], [], *([*words, "--help"] for words in commands())]
     code = (
         "import sys\nfrom weft.__main__ import main\n"
+        "try: main(['--help'])\n"
+        f"except SystemExit: assert len(sys.modules) <= {MAX_MODULES}, len(sys.modules)\n"
         f"for words in {tried}:\n"
         "    try: main(words)\n"
         "    except SystemExit as end: assert end.code == 0\n"

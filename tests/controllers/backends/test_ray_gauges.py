@@ -1,5 +1,6 @@
 """Prometheus reads the metrics of a run at the endpoint of its Ray cluster."""
 
+import json
 import re
 import time
 import urllib.request
@@ -10,19 +11,34 @@ from toy import prompts, toy_evaluation, toy_grpo
 from toy_runs import drive, handles
 
 from weft.controllers.backends.ray_backend import RayBackend
+from weft.controllers.backends.ray_gauges import RayGauges, labelled
 from weft.controllers.driver import Evaluation
+from weft.controllers.trackers.grafana import PANELS
+
+RUN = "measured"
+QUERY = re.compile(r'(\w+)\{run="\$run",evaluation(=|!=)""\}')
 
 
 def endpoint(port: int) -> dict[tuple[str, str], float]:
-    """(gauge, evaluation) -> value, of the run `measured`."""
+    """(gauge, evaluation) -> value, of the run."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()
     found = {}
     for line in lines:
-        if line.startswith("ray_weft_") and 'run="measured"' in line:
+        if line.startswith("ray_weft_") and f'run="{RUN}"' in line:
             labels = dict(re.findall(r'(\w+)="([^"]*)"', line))
             found[line.split("{")[0], labels.get("evaluation", "")] = float(line.split()[-1])
     return found
+
+
+def unanswered(shown: dict[tuple[str, str], float]) -> list[str]:
+    """The queries of the Grafana dashboard to which the endpoint has nothing."""
+    panels = json.loads((Path(__file__).resolve().parents[3] / "docs" / "grafana.json").read_text())["panels"]
+    queries = [target["expr"] for panel in panels for target in panel["targets"]]
+    asked = {query: found.groups() for query in queries if (found := QUERY.fullmatch(query))}
+    assert asked.keys() == {*queries}
+    there = {(name, bool(evaluation)) for name, evaluation in shown}
+    return [query for query, (name, sign) in asked.items() if (name, sign == "!=") not in there]
 
 
 @pytest.mark.slow  # Ray brings metrics to its endpoint every 10 s
@@ -34,15 +50,21 @@ def test_the_endpoint_shows_the_latest_step_and_evaluation(tmp_path: Path):
     made = handles()
     training = toy_grpo(prompts(8), **made)
     accuracy = toy_evaluation(prompts(2), rollout=made["rollout"], reward=made["reward"])
-    settings = {"trackers": ("prometheus",), "name": "measured", "evaluations": [Evaluation(accuracy, every=1)]}
+    settings = {"trackers": ("prometheus",), "name": RUN, "evaluations": [Evaluation(accuracy, every=1)]}
     with drive(training, tmp_path, steps=2, backend=RayBackend(), **settings) as driver:
         metrics = driver.run()
         port = ray.nodes()[0]["MetricsExportPort"]
         if port <= 0:
             pytest.skip("this Ray has no agent that Prometheus can read: pip install 'ray[default]'")
+        of_others = {metric: 0.5 for _, _, names in PANELS for metric in names if metric not in metrics[-1]}
+        RayGauges().report(RUN, of_others)  # what workers with a model measure
         deadline = time.monotonic() + 120
-        while (shown := endpoint(port)).get(("ray_weft_step", "")) != 2.0 and time.monotonic() < deadline:
+        while ((shown := endpoint(port)).get(("ray_weft_step", "")) != 2.0 or unanswered(shown)) and (
+            time.monotonic() < deadline
+        ):
             time.sleep(1)
+    assert not unanswered(shown)
+    assert {name for name, _ in shown} >= {f"ray_{labelled(name)[0]}" for row in metrics for name in row}
     assert shown["ray_weft_step", ""] == 2.0
     assert shown["ray_weft_reward_mean", ""] == pytest.approx(metrics[-1]["reward/mean"])
     assert shown["ray_weft_reward_mean", "eval"] == pytest.approx(metrics[-1]["eval/reward/mean"])
