@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ...controllers.graph_run import TRAIN
 from .call_log import CallLog
 from .live import part
 
@@ -48,7 +49,7 @@ class Lanes:
 
     def __init__(self, calls: CallLog, graphs: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         self._columns = calls.columns
-        self._nodes, self._groups = calls.words("node"), calls.words("group")
+        self._nodes, self._groups, self._graphs = (calls.words(name) for name in ("node", "group", "graph"))
         self._upstream = _upstream(graphs)
         self._pools = {name: str(part(config, "placement", name).get("pool")) for name in self._groups}
 
@@ -77,7 +78,12 @@ class Lanes:
         c = self._columns
         inside = np.flatnonzero((c["end_s"] >= window.start_s) & (c["start_s"] <= window.end_s))
         steps = [(step, end) for step, end in self.steps if window.start_s <= end <= window.end_s]
-        by_group = {name: inside[c["group"][inside] == number] for number, name in enumerate(self._groups)}
+        rows = [(name, "group", inside[c["group"][inside] == number]) for number, name in enumerate(self._groups)]
+        rows += [
+            (name, "evaluation", inside[c["graph"][inside] == number])
+            for number, name in enumerate(self._graphs)
+            if name not in ("", TRAIN)
+        ]
         every = max(1, -(-len(steps) // 200))
         return {
             "start_s": window.start_s,
@@ -85,15 +91,17 @@ class Lanes:
             "total_s": self.total_s,
             "nodes": [*self._nodes],
             "lanes": [
-                self._lane(name, rows[np.argsort(c["start_s"][rows], kind="stable")], window)
-                for name, rows in by_group.items()
+                self._lane(name, own[np.argsort(c["start_s"][own], kind="stable")], window, kind)
+                for name, kind, own in rows
+                if kind == "group" or len(own)
             ],
             "steps": [{"step": step, "end_s": round(end, 6)} for step, end in steps[::every]],
             "critical": self.critical(steps[-1][0]) if steps and len(steps) <= 50 else [],
             "critical_step": steps[-1][0] if steps else None,
         }
 
-    def _lane(self, group: str, rows: np.ndarray, window: Window) -> dict[str, Any]:
+    def _lane(self, name: str, rows: np.ndarray, window: Window, kind: str) -> dict[str, Any]:
+        """A group, or an evaluation with its calls on all groups."""
         c = self._columns
         starts = np.maximum(c["start_s"][rows], window.start_s)
         ends = np.minimum(c["end_s"][rows], window.end_s)
@@ -103,14 +111,16 @@ class Lanes:
         told = np.sort(told[np.argsort(-lengths[told], kind="stable")[:MOST_GAPS]]).tolist()
         few = len(rows) <= MOST_CALLS
         return {
-            "lane": group,
-            "group": group,
-            "kind": "group",
+            "lane": name,
+            "group": name if kind == "group" else None,
+            "kind": kind,
             "busy_share": round(1 - float(lengths.sum()) / window.seconds, 4),
             "num_calls": len(rows),
             "calls": [self._call(row) for row in rows.tolist()] if few else [],
             "bins": None if few else self._bins(rows, window),
-            "gaps": [self._gap(group, float(begins[k]), float(stops[k]), rows, int(after[k])) for k in told],
+            "gaps": [self._gap(name, float(begins[k]), float(stops[k]), rows, int(after[k])) for k in told]
+            if kind == "group"
+            else [],
         }
 
     def _call(self, row: int) -> list[Any]:

@@ -27,6 +27,9 @@ NAMES = {
     "response_logprobs": "logprob",
     "response_versions": "version",
     "response_mask": "mask",
+    "old_logprobs": "trainer_logprob",
+    "reference_logprobs": "reference_logprob",
+    "values": "value",
     "advantages": "advantage",
     "token_rewards": "reward",
 }

@@ -72,6 +72,11 @@ def new_app(catalogue: Catalogue, access: Access) -> FastAPI:
 
     app.mount("/static", Pages(directory=PAGES), name="static")
 
+    @app.get("/favicon.ico")
+    def icon() -> Response:
+        """Browsers ask for it by themselves; pages name their own."""
+        return Response(status_code=204)
+
     @app.get("/")
     def index() -> Response:
         return FileResponse(PAGES / "index.html", headers={"cache-control": "no-cache"})

@@ -47,6 +47,7 @@ def test_every_page_of_a_finished_run_has_its_data(client: TestClient):
     assert (edge["from"], edge["to"], edge["version"], edge["behind"]) == ("actor", "rollout", 3, 0)
     assert said["buffer"]["totals"]["done"] == said["buffer"]["totals"]["issued"] and not said["buffer"]["leases"]
     assert [one["counts"] for one in said["buffer"]["staleness"]] == [{"0": 8}] * 3
+    assert {lane["lane"] for lane in said["timeline"]["lanes"] if lane["kind"] == "evaluation"} == {"eval"}
     assert {one["rank"] for one in said["workers"]["workers"]} >= {"actor[0]", "rollout[0]", "driver"}
     assert [one["version"] for one in said["weights"]["versions"]] == [0, 1, 2, 3]
 
@@ -93,6 +94,21 @@ def test_samples_are_filtered_sorted_and_followed(client: TestClient):
     assert [visit["step"] for visit in visits] == sorted(visit["step"] for visit in visits)
     assert one["group"] in [visit["group"] for visit in visits]
     assert client.get("/api/sample", params={"run": "one", "id": 10**9}).status_code == 400
+
+
+def test_gap_and_ratio_follow_from_the_trainers_own_logprobs(tmp_path: Path):
+    run = tmp_path / "runs" / "own"
+    RunDirectory.create(run.parent, run.name).close()
+    (run / "samples").mkdir()
+    columns = {"sample_id": [1], "group_id": [0], "response_ids": [[5, 6]], "response_mask": [[1, 0]]}
+    columns |= {"response_logprobs": [[-1.0, -2.0]], "old_logprobs": [[-0.5, -2.0]]}
+    with pa.ipc.new_file(
+        str(run / "samples" / "train_000001.1.0.arrow"), (table := pa.table(columns)).schema
+    ) as writer:
+        writer.write_table(table)
+    found = client_of(run.parent).get("/api/sample", params={"run": "own", "id": 1}).json()["columns"]
+    assert found["gap"] == [0.5, 0] and found["ratio"] == pytest.approx([np.exp(0.5), 1], rel=1e-4)
+    assert found["mask"] == [1, 0] and found["trainer_logprob"] == [-0.5, -2]
 
 
 def test_rows_that_two_recorders_wrote_count_once(runs: Path, tmp_path: Path):
