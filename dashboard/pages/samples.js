@@ -1,5 +1,5 @@
 // What the model said: groups side by side, tokens coloured, conversations as turns, two responses compared, one prompt over training.
-import { get } from "./api.js";
+import { Gone, get } from "./api.js";
 import { difference } from "./diff.js";
 import { h, widget } from "./dom.js";
 import { count, number, signed } from "./format.js";
@@ -12,7 +12,10 @@ import { SHADES, ramp, scaleOf, shadeOfColumn, tokens } from "./tokens.js";
 const AGAIN_MS = 700;
 
 async function load(context, signal) {
-  const data = await read(context, signal);
+  const data = await read(context, signal).catch((error) => {
+    if (error instanceof Gone || error.name === "AbortError") throw error;
+    return { refused: error.message }; // the toolbar stays, so that a filter can be mended
+  });
   const indexed = data.list?.indexed;
   if (indexed && indexed.read < indexed.files) setTimeout(() => signal.aborted || context.reload(), AGAIN_MS);
   return data;
@@ -84,7 +87,7 @@ function compared(group, { params, set }) {
 function overTraining(prompt, { params, set }) {
   const top = topOf(prompt.visits);
   const row = (visit) => h("a", { class: "entry", key: String(visit.group), href: link("samples", { ...params, group: visit.group, sample: "", diff: "" }) }, h("span", { class: "first mono" }, line(visit.response, 140)), pips(visit.rewards, top), h("small", {}, `step ${count(visit.step)} · group ${count(visit.group)}`), h("small", {}, "best response"));
-  return h("section", { class: "panel", key: "prompt" }, h("div", { class: "pad meta" }, h("h3", {}, "This prompt over training", h("small", {}, `${count(prompt.visits.length)} times`)), h("span", { class: "fill" }), h("button", { on: { click: () => set({ key: "" }) } }, "Close")), prompt.visits.map(row));
+  return h("section", { class: "panel", key: "prompt" }, h("div", { class: "pad meta" }, h("h3", {}, "This prompt over training", h("small", {}, prompt.visits.length === 1 ? "generated for once so far" : `generated for ${count(prompt.visits.length)} times`)), h("span", { class: "fill" }), h("button", { on: { click: () => set({ key: "" }) } }, "Close")), prompt.visits.map(row));
 }
 
 function detail(data, context) {
@@ -114,6 +117,7 @@ function detail(data, context) {
 function view(data, context) {
   const head = [h("h2", { class: "hidden-text", key: "title" }, "Samples"), toolbar(context)];
   if (data.sql) return [...head, sqlPanel(context)];
+  if (data.refused) return [...head, h("p", { class: "panel notice", role: "alert", key: "refused" }, line(data.refused, 1000))];
   const { params, facts } = context;
   const filtered = params.q || params.filter || params.offset;
   if (!data.list.total && !filtered) return [...head.slice(0, 1), empty("No sample was recorded yet.", facts?.status === "running" ? "Samples are written when the update that trained them is over." : "Driver(record_every=...) says how often samples are written; 0 writes none.")];

@@ -7,13 +7,14 @@ import { empty, table } from "./table.js";
 import { line } from "./text.js";
 
 const LISTED = 12;
+const WIDTH = 1200; // of a lane, in pixels: what lies closer comes as shares of time
 const REASONS = { rows: "waits for rows", weights: "waits for weights", device: "waits for its device", disk: "waits for the disk", start: "starts", end: "nothing left to do" };
 
 const rangeOf = (params, data) => (params.t ? params.t.split("~").map(Number) : [data.start_s ?? 0, data.end_s || data.total_s || 1]);
 
 function load({ run, params }, signal) {
   const [start, end] = params.t ? params.t.split("~") : [];
-  return get("timeline", { run, start, end, width: 1200 }, signal);
+  return get("timeline", { run, start, end, width: WIDTH }, signal);
 }
 
 /** Goes to a stretch of time, never narrower than a tenth of a millisecond, never beyond the run. */
@@ -25,6 +26,15 @@ function zoomer({ set }, data) {
     const from = Math.min(Math.max(0, start), total - width);
     set({ t: width >= total * 0.999 ? "" : `${+from.toFixed(5)}~${+(from + width).toFixed(5)}` });
   };
+}
+
+/** When steps began and ended: first in all of the run, of which only some are told where it is long, then within that stretch. */
+async function stretchOf(run, first, last) {
+  const within = ({ steps, start_s, total_s }) => [steps.findLast((one) => one.step < first)?.end_s ?? start_s ?? 0, steps.find((one) => one.step >= last)?.end_s ?? total_s];
+  const whole = await get("timeline", { run, width: WIDTH });
+  if (!(first >= 0) || !whole.steps.length) return null;
+  const [start, end] = within(whole);
+  return within(await get("timeline", { run, start, end, width: WIDTH }));
 }
 
 function gaps(data, zoom) {
@@ -69,9 +79,7 @@ function view(data, context) {
   const shown = data.steps.filter((step) => step.end_s > range[0] && step.end_s <= range[1]);
   const step = h("input", { type: "text", inputmode: "numeric", size: 8, placeholder: "step", "aria-label": "show one step, or some, such as 10-12", on: { change: (event) => {
     const [first, last] = event.target.value.split(/[-~: ]+/).map(Number);
-    const from = data.steps.findLast((one) => one.step < first)?.end_s ?? 0;
-    const to = data.steps.find((one) => one.step >= (last || first))?.end_s;
-    if (to != null) zoom(from, to);
+    stretchOf(context.run, first, last || first).then((found) => (found ? zoom(...found) : context.say(`There is no step ${first}.`)), (error) => context.say(error.message));
   } } });
   const button = (text, label, from, to) => h("button", { "aria-label": label, title: label, on: { click: () => zoom(from, to) } }, text);
   const middle = (range[0] + range[1]) / 2;

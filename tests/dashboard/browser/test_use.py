@@ -103,3 +103,22 @@ def test_only_a_second_yes_stops_a_run(look, folder):
     window.page.keyboard.press("Enter")
     window.page.locator("dialog").wait_for(state="detached")
     assert not list((folder / "live").glob("*stop*"))
+
+
+def test_a_mistake_in_a_filter_is_answered_beside_it(look):
+    window = look()
+    window.forgiven.append("/api/groups")
+    window.show("samples", run="first", filter="rewrd > 0.5")
+    assert "did you mean 'reward'" in window.page.get_by_role("alert").inner_text()
+    field = window.page.get_by_label("condition on columns")
+    field.fill("reward > 0.5")
+    field.press("Enter")
+    window.page.wait_for_selector(".entry")
+
+
+def test_the_timeline_goes_to_a_step(look):
+    window = look()
+    window.show("timeline", run="first", t="0~0.1")
+    window.page.get_by_label("show one step").fill("12-13")
+    window.page.keyboard.press("Enter")
+    window.page.get_by_text("Steps 12 to 13").wait_for()

@@ -1,0 +1,62 @@
+"""The modules of the pages by themselves: numbers as text, differences, smoothing, layout, and text that is made visible."""
+
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture
+def ask(look):
+    """Evaluates an expression with the names that a module exports."""
+    window = look()
+
+    def evaluate(module: str, expression: str) -> Any:
+        return window.page.evaluate(f"import('/static/{module}.js').then(m => {expression})")
+
+    return evaluate
+
+
+def test_numbers_are_written_as_people_read_them(ask):
+    written = ask("format", "[12140, 0.7384, 9.1e-7, -0.5, 0, null, 1/0].map(m.number)")
+    assert written == ["12,140", "0.738", "9.1e-7", "−0.5", "0", "–", "∞"]
+    times = ask("format", "[0.00031, 0.041, 41, 185, 6120, 187200].map(m.duration)")
+    assert times == ["310 µs", "41 ms", "41 s", "3 min 5 s", "1 h 42 min", "2 d 4 h"]
+    assert ask("format", "[m.clock(8950, 10), m.clock(59.99, 1), m.clock(41.25, 0.01)]") == [
+        "2:29:10",
+        "1:00",
+        "0:41.25",
+    ]
+    assert ask("format", "[16.4e9, 412e6, 88, null].map(m.bytes)") == ["16.4 GB", "412 MB", "88 B", "–"]
+    assert ask("format", "[0.48, 0.004, 1].map(m.percent)") == ["48 %", "0.4 %", "100 %"]
+
+
+def test_the_difference_of_two_responses_is_the_shortest(ask):
+    found = ask("diff", "m.difference([...'abcde'], [...'abxde'])")
+    assert found == [["same", ["a", "b"]], ["gone", ["c"]], ["new", ["x"]], ["same", ["d", "e"]]]
+    assert ask("diff", "m.difference([], ['a'])") == [["new", ["a"]]]
+    assert ask("diff", "m.difference([...'xay'], [...'bab']).filter(([kind]) => kind === 'same')") == [["same", ["a"]]]
+
+
+def test_smoothing_begins_at_the_first_value_and_passes_over_what_is_missing(ask):
+    assert ask("smooth", "m.smooth([1, 1, null, 1], 0.5)") == [1, 1, None, 1]
+    assert ask("smooth", "m.smooth([0, 1], 0.5)") == [0, pytest.approx(2 / 3)]
+    both = ask("smooth", "m.together([{x: [0, 2], y: [0, 2]}, {x: [0, 1, 2], y: [2, 1, 4]}])")
+    assert both["x"] == [0, 1, 2] and both["mean"] == [1, 1, 3]
+    assert both["high"] == [pytest.approx(1 + 2**0.5), 1, pytest.approx(3 + 2**0.5)]
+
+
+def test_each_node_stands_behind_all_that_it_reads_from(ask):
+    size = "{width: 10, height: 5, gapAlong: 2, gapAcross: 1}"
+    edges = "[['a', 'b'], ['a', 'c'], ['b', 'd'], ['c', 'd'], ['a', 'd']]"
+    found = ask("layout", f"m.layout(['a', 'b', 'c', 'd'], {edges}, {size})")
+    assert [found["places"][name]["x"] for name in "abcd"] == [0, 12, 12, 24]
+    assert (found["width"], found["height"]) == (34, 11)
+    assert ask("layout", f"m.layout(['a', 'b'], [['a', 'b'], ['b', 'a']], {size}).places.b.x") == 12
+
+
+def test_signs_that_hide_something_are_named(ask):
+    shown = ask("text", "m.visible('a\\u001b[0m\\u202eb\\n\\t').map(part => part.textContent ?? part)")
+    assert shown == ["a", "ESC", "[0m", "RLO", "b\n\t"]
+    assert ask("text", "m.line('one\\ntwo \\u0000' + 'x'.repeat(300), 12)") == "one two ‹NUL›xxx…"
