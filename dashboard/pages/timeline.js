@@ -76,7 +76,8 @@ function view(data, context) {
   const zoom = zoomer(context, data);
   const range = rangeOf(context.params, data);
   const width = range[1] - range[0];
-  const shown = data.steps.filter((step) => step.end_s > range[0] && step.end_s <= range[1]);
+  const edge = width / 1000; // a step that ends where the window begins is not in it
+  const shown = data.steps.filter((step) => step.end_s > range[0] + edge && step.end_s <= range[1] + edge);
   const step = h("input", { type: "text", inputmode: "numeric", size: 8, placeholder: "step", "aria-label": "show one step, or some, such as 10-12", on: { change: (event) => {
     const [first, last] = event.target.value.split(/[-~: ]+/).map(Number);
     stretchOf(context.run, first, last || first).then((found) => (found ? zoom(...found) : context.say(`There is no step ${first}.`)), (error) => context.say(error.message));
