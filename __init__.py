@@ -47,6 +47,7 @@ _MODULES: dict[str, str] = {
     "launch": "controllers.launch",
     "node": "dataflow.operation",
     "precompute": "controllers.precompute",
+    "prepared": "controllers.planning",
     "remote": "workers.remote",
     "train": "controllers.train",
 }
@@ -69,6 +70,7 @@ if TYPE_CHECKING:  # the same names for editors and checkers; tests/test_packagi
     from .controllers.launch import launch as launch
     from .controllers.placement import Place as Place
     from .controllers.placement import ResourcePool as ResourcePool
+    from .controllers.planning import prepared as prepared
     from .controllers.precompute import precompute as precompute
     from .controllers.recovery.checkpoints import CheckpointConfig as CheckpointConfig
     from .controllers.run_spec import Evaluation as Evaluation

@@ -8,7 +8,8 @@
 | `help_ms` | milliseconds of `weft --help`, the quickest of several; `help_median_ms` is their median | 500 |
 | `bad_settings_clear` | share of `tests/controllers/mistakes.py` that ends with exit code 2 and the place, without a traceback | 1 |
 | `bad_settings_max_s` | seconds of the slowest of them, a process of its own each | 2 |
-| `plan_memory_error` | largest relative error of a planned number of bytes, beside the tensors and files of one rank | 0.1 |
+| `plan_memory_error` | largest relative error of planned bytes, beside the tensors (of a pass, too) and files of one rank | 0.1 |
+| `plan_resident_error` | the same of host memory, beside what small examples take under Ray: ranks with a model, and all together | 0.1 |
 | `submit_overhead_s` | seconds of `weft submit` beyond `ray job submit` of the same script | 5 |
 | `tracker_overhead_share` | share of the driver's time that trackers take | 0.01 |
 
@@ -26,12 +27,14 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE / "operate"), str(HERE)]
 FIGURES = (
-    "help_ms", "bad_settings_clear", "bad_settings_max_s", "plan_memory_error", "submit_overhead_s", "tracker_overhead_share",
+    "help_ms", "bad_settings_clear", "bad_settings_max_s", "plan_memory_error", "plan_resident_error", "submit_overhead_s",
+    "tracker_overhead_share",
 )  # fmt: skip
 PARTS = {
     "help": "help_time",
     "bad_settings": "bad_settings",
     "plan": "plan_memory",
+    "plan_runs": "plan_runs",
     "submit": "submit",
     "trackers": "tracker_overhead",
 }

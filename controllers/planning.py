@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,10 @@ class Planning:
     """Settings of the script; None: it has none that `launch` reads."""
     spec: RunSpec | None = None
     """What its driver is to run; None: it made no driver."""
+    sketched: list[Path] = field(default_factory=list)
+    """What the run would make first, and has not made yet."""
+    passes: list[tuple[str, int]] = field(default_factory=list)
+    """Graphs that would go once over their rows first, and how many these are."""
 
 
 class _Present:
@@ -47,9 +51,54 @@ def planning() -> Iterator[Planning]:
             _Present.planning = None
 
 
-def planning_folder() -> Path | None:
-    """A folder for what a script makes before its driver (a small model, say), which is removed afterwards; None: nothing is planned."""
-    return _Present.planning.scratch if _Present.planning else None
+def prepared(made: str | Path, make: Callable[[], object], sketch: Callable[[Path], object]) -> Path:
+    """What a script needs before its run (data, a model that was trained first), made on first use; returns where it is.
+
+        model = weft.prepared(task / "model", make=lambda: warm_start(task), sketch=lambda path: make_model(path))
+
+    `weft plan` makes nothing: of what is not there yet it has a sketch made, in a folder that is removed afterwards. A sketch has the
+    sizes of the thing itself (a model with random weights, data of the same shape), and takes no training.
+
+    Args:
+        made: the file or folder. Once it exists it is complete: `make` gives it its name when it is done.
+        make: makes it.
+        sketch: makes a sketch of it at a path of the same name, in a folder that stands for its parent, and is shared by all
+            that are prepared there.
+
+    Raises:
+        FileNotFoundError: `make` did not make it.
+    """
+    made = Path(made)
+    if made.exists():
+        return made
+    present = _Present.planning
+    if present is None:
+        make()
+        made.stat()
+        return made
+    path = made if made.is_relative_to(present.scratch) else present.scratch / made.parent.name / made.name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        sketch(path)
+        if path != made:  # else it belongs to something that is sketched
+            present.sketched.append(made)
+    return path
+
+
+def is_planning() -> bool:
+    """Whether the script is planned, and not run."""
+    return _Present.planning is not None
+
+
+def note_pass(graph: str, rows: int) -> None:
+    """A graph would go once over its rows before the run.
+
+    Args:
+        graph: its name.
+        rows: of its source.
+    """
+    if _Present.planning is not None:
+        _Present.planning.passes.append((graph, rows))
 
 
 def note_settings(composed: Composed) -> None:
@@ -92,8 +141,8 @@ def _refuse_to_write(event: str, arguments: tuple[Any, ...]) -> None:
     does = "starts" if event == "subprocess.Popen" else "writes"
     raise UserError(
         f"before it makes its driver, the script {does} {os.fsdecode(what) if isinstance(what, str | bytes | os.PathLike) else what}"
-        f"{_place()}, and weft plan starts and writes nothing. Run the script once, so that it is there; or let it ask "
-        "weft.controllers.planning.planning_folder() where to put it"
+        f"{_place()}, and weft plan starts and writes nothing. Run the script once, so that it is there; or make it by "
+        "weft.prepared(...), which also says how to sketch it"
     )
 
 

@@ -22,6 +22,7 @@ from .backends.backend import Backend
 from .driver import Driver
 from .job_environment import root_of
 from .placement import Placement
+from .planning import is_planning, note_pass
 from .run_directory import require_folder
 from .schedule import Synchronous
 
@@ -63,6 +64,11 @@ def precompute(
         raise UserError(f"precompute(rows_per_step={rows_per_step}): it must be at least 1")
     writers, root = _writers(graph), root_of(root)
     table, number = graph.source.table, len(graph.source.table)
+    if is_planning():
+        note_pass(graph.name, number)
+        for column in writers:
+            table = table.append_column(column, pa.nulls(number))
+        return TableSource(graph.source.name, table)
     steps = max(1, math.ceil(number / rows_per_step))
     require_folder(Path(root), f"root {str(root)!r}")
     folder = Path(tempfile.mkdtemp(dir=root, prefix=".precompute-")).resolve()

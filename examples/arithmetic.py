@@ -20,7 +20,6 @@ from pydantic import Field
 import weft
 from weft.algorithms.evaluation import evaluate
 from weft.algorithms.supervised import supervised
-from weft.controllers.planning import planning_folder
 from weft.controllers.run_directory import require_folder
 
 HELD_OUT = 512
@@ -181,17 +180,19 @@ def warm_start(
 def prepare(root: Path, seed: int, small: bool = False) -> Path:
     """Folder with data, tokenizer and warm-started model, made on first use."""
     folder = root / f"arithmetic-{seed}{'-small' if small else ''}"
-    if not (folder / "model").exists() and (scratch := planning_folder()) is not None:
-        make_data(scratch, seed)  # `weft plan` wants to know the sizes: no warm start
-        make_model(scratch / "model", seed)
-        return scratch
-    if not (folder / "model").exists():
+
+    def make() -> None:
         shutil.rmtree(folder, ignore_errors=True)  # what an interrupted warm start left
         require_folder(folder, f"root {str(root)!r}")
         print("preparing: data, tokenizer, model, and a supervised warm start", flush=True)
         make_data(folder, seed)
         warm_start(folder, seed, steps=20 if small else 1000)
-    return folder
+
+    def sketch(model: Path) -> None:
+        make_data(model.parent, seed)
+        make_model(model, seed)
+
+    return weft.prepared(folder / "model", make, sketch).parent
 
 
 def summary(metrics: list[dict[str, float]], seconds: float) -> dict[str, float]:

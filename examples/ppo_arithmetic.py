@@ -72,9 +72,26 @@ def pairs(file: Path, model: str, seed: int, copies: int = 1) -> weft.Prompts:
 def trained_reward_model(task: Path, settings: Settings) -> Path:
     """Folder of a reward model that tells right sums from wrong ones, made on first use."""
     steps = settings.size(settings.reward_steps, 1200, small=3)
-    folder, answers, policy = task / f"reward_model_{steps}", "answers", str(task / "model")
-    if folder.exists():
-        return folder
+    folder = task / f"reward_model_{steps}"
+    return weft.prepared(
+        folder,
+        make=lambda: train_reward_model(task, folder, steps, settings),
+        sketch=lambda model: untrained_reward_model(model, settings.seed),
+    )
+
+
+def untrained_reward_model(folder: Path, seed: int) -> None:
+    """A model of the same sizes, which judges nothing."""
+    import torch
+    from safetensors.torch import save_file
+
+    arithmetic.make_model(folder, seed, layers=4)
+    save_file({"score.weight": torch.zeros(1, 64)}, folder / "head.safetensors")
+
+
+def train_reward_model(task: Path, folder: Path, steps: int, settings: Settings) -> None:
+    """Train one on pairs, beginning with a model that knows right answers."""
+    answers, policy = "answers", str(task / "model")
     if not (task / answers).exists():
         print("preparing: a deeper model, on right answers", flush=True)
         size = {"steps": 20, "accuracy": 0.0} if settings.small else {"steps": 1500, "accuracy": 0.97}
@@ -97,7 +114,6 @@ def trained_reward_model(task: Path, settings: Settings) -> Path:
         metrics = driver.run()
         driver.call(model, "save", path=folder)
     print(f"reward model: {metrics[-1][PAIRS]:.1%} of held-out pairs in the right order", flush=True)
-    return folder
 
 
 def main(settings: Settings) -> None:

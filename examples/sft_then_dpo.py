@@ -14,6 +14,7 @@ from pathlib import Path
 
 import arithmetic
 import pyarrow as pa
+import pyarrow.parquet as pq
 from pydantic import Field
 
 import weft
@@ -47,20 +48,31 @@ class Settings(arithmetic.RunSettings):
 def fresh_model(settings: Settings) -> Path:
     """Folder with data, tokenizer and an untrained model, made on first use."""
     task = settings.root / f"sft_then_dpo-{settings.seed}{'-small' if settings.small else ''}"
-    if not (task / "untrained" / "model.safetensors").exists():
-        task.mkdir(parents=True, exist_ok=True)
-        arithmetic.make_data(task, settings.seed)
-        arithmetic.make_model(task / "untrained", settings.seed)
-    return task
+
+    def make(model: Path) -> None:
+        model.parent.mkdir(parents=True, exist_ok=True)
+        arithmetic.make_data(model.parent, settings.seed)
+        unfinished = model.with_name("unfinished")
+        arithmetic.make_model(unfinished, settings.seed)
+        unfinished.rename(model)
+
+    return weft.prepared(task / "untrained", make=lambda: make(task / "untrained"), sketch=make).parent
 
 
 def train_on_answers(task: Path, settings: Settings) -> Path:
     """Phase 1, where it has not been done yet: supervised training on right answers. Returns the model's folder."""
     steps = settings.size(settings.supervised_steps, 1000, small=20)
     folder = task / f"supervised_{steps}_{settings.supervised_accuracy:g}"
+    return weft.prepared(
+        folder,
+        make=lambda: supervise(task, folder, steps, settings),
+        sketch=lambda model: arithmetic.make_model(model, settings.seed),
+    )
+
+
+def supervise(task: Path, folder: Path, steps: int, settings: Settings) -> None:
+    """Supervised training on right answers, until enough of the held-out sums come out right."""
     fresh = str(task / "untrained")
-    if folder.exists():
-        return folder
     print("phase 1: supervised training on right answers", flush=True)
     shutil.rmtree(task / "supervised_phase", ignore_errors=True)  # what an interrupted one left
     answers = weft.Prompts.read(task / "supervised.jsonl", fresh)
@@ -85,7 +97,6 @@ def train_on_answers(task: Path, settings: Settings) -> Path:
     ) as driver:
         driver.run()
         driver.call(actor, "save", path=folder)
-    return folder
 
 
 @weft.graph
@@ -99,32 +110,43 @@ def answer_in_pairs(task: Path, model: str, settings: Settings) -> weft.Prompts:
     """Phase 2, where it has not been done yet: the supervised model's right and wrong answers to sums of the training set."""
     number = settings.size(settings.sums, 4096, small=24)
     file = Path(model) / f"pairs_{number}.jsonl"
-    if not file.exists():
-        print("phase 2: the supervised model answers, and right answers are put beside wrong ones", flush=True)
-        shutil.rmtree(task / "sampling_phase", ignore_errors=True)
-        steps = math.ceil(number / 512)
-        rollout = weft.group(weft.RolloutWorker, model=model, engine="transformers")
-        reward = weft.group(weft.RewardWorker, function=settings.judge, tokenizer=model)
-        sums = weft.Prompts.read(task / "train.parquet", model)
-        with weft.Driver(
-            sampled_pairs(sums, rollout=rollout, reward=reward),
-            schedule=weft.Synchronous(steps=steps, prompts_per_step=math.ceil(number / steps)),
-            placement={"rollout": CORES},
-            backend=settings.new_backend(),
-            root=task,
-            name="sampling_phase",
-            seed=settings.seed,
-        ) as driver:
-            driver.run()
-        pairs: dict[int, dict[str, str]] = {}
-        for samples in sorted((driver.directory.path / "samples").glob("train_*.arrow")):
-            for row in pa.ipc.open_file(str(samples)).read_all().to_pylist():
-                side = "chosen" if row["preferred"] else "rejected"
-                pairs.setdefault(row["group_id"], {"prompt": row["prompt"]})[side] = row["response"]
-        unfinished = file.with_suffix(".part")
-        unfinished.write_text("".join(json.dumps(pair) + "\n" for pair in pairs.values()))
-        unfinished.rename(file)
-    return weft.Prompts.read(file, model)
+
+    def sketch(pairs: Path) -> None:
+        """As many pairs as there can be."""
+        sums = pq.read_table(task / "train.parquet").slice(0, number).to_pylist()
+        rows = ({"prompt": each["prompt"], "chosen": each["answer"], "rejected": each["answer"]} for each in sums)
+        pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    made = weft.prepared(file, lambda: sample_pairs(task, model, file, number, settings), sketch)
+    return weft.Prompts.read(made, model)
+
+
+def sample_pairs(task: Path, model: str, file: Path, number: int, settings: Settings) -> None:
+    """Sample answers, and write the pairs among them to a file."""
+    print("phase 2: the supervised model answers, and right answers are put beside wrong ones", flush=True)
+    shutil.rmtree(task / "sampling_phase", ignore_errors=True)
+    steps = math.ceil(number / 512)
+    rollout = weft.group(weft.RolloutWorker, model=model, engine="transformers")
+    reward = weft.group(weft.RewardWorker, function=settings.judge, tokenizer=model)
+    sums = weft.Prompts.read(task / "train.parquet", model)
+    with weft.Driver(
+        sampled_pairs(sums, rollout=rollout, reward=reward),
+        schedule=weft.Synchronous(steps=steps, prompts_per_step=math.ceil(number / steps)),
+        placement={"rollout": CORES},
+        backend=settings.new_backend(),
+        root=task,
+        name="sampling_phase",
+        seed=settings.seed,
+    ) as driver:
+        driver.run()
+    pairs: dict[int, dict[str, str]] = {}
+    for samples in sorted((driver.directory.path / "samples").glob("train_*.arrow")):
+        for row in pa.ipc.open_file(str(samples)).read_all().to_pylist():
+            side = "chosen" if row["preferred"] else "rejected"
+            pairs.setdefault(row["group_id"], {"prompt": row["prompt"]})[side] = row["response"]
+    unfinished = file.with_suffix(".part")
+    unfinished.write_text("".join(json.dumps(pair) + "\n" for pair in pairs.values()))
+    unfinished.rename(file)
 
 
 def main(settings: Settings) -> None:

@@ -121,24 +121,41 @@ def prepare(root: Path, data: str | None, system: str, seed: int = 0) -> tuple[s
     """
     made = hashlib.sha256(f"{data} {system} {seed}".encode()).hexdigest()[:8]
     folder = root / f"tiny_qwen3-{made}"
-    if data is None:
-        data = str(folder / "problems.jsonl")
-    if not (folder / "model").exists():
+
+    def make() -> None:
         shutil.rmtree(folder, ignore_errors=True)  # what an interrupted one left
         require_folder(folder, f"root {str(root)!r}")
         print("preparing: a tiny model, and a supervised warm start", flush=True)
-        if data == str(folder / "problems.jsonl"):
-            Path(data).write_text("".join(json.dumps(row) + "\n" for row in word_problems(400, seed)))
-        _make_and_teach(folder, data, system, seed)
-    return data, str(folder / "model")
+        _teach(folder, _data(folder, data, seed), system, seed)
+
+    def sketch(model: Path) -> None:
+        _make(model, _data(model.parent, data, seed), system, seed)
+
+    model = weft.prepared(folder / "model", make, sketch)
+    return data or str(model.parent / "problems.jsonl"), str(model)
 
 
-def _make_and_teach(folder: Path, data: str, system: str, seed: int) -> None:
-    """A tokenizer and a model for the data, trained to answer "It is \\boxed{...}."."""
-    make_model(folder / "untrained", BYTES, seed)
-    read = weft.Prompts.read(data, folder / "untrained", chat=False).table
+def _data(folder: Path, data: str | None, seed: int) -> str:
+    """The data that were given, or word problems, made in the folder."""
+    if data is not None:
+        return data
+    made = folder / "problems.jsonl"
+    made.write_text("".join(json.dumps(row) + "\n" for row in word_problems(400, seed)))
+    return str(made)
+
+
+def _make(model: Path, data: str, system: str, seed: int) -> tuple[list[str], list[str]]:
+    """A tokenizer and a model for the data; returns its questions and answers."""
+    make_model(model, BYTES, seed)
+    read = weft.Prompts.read(data, model, chat=False).table
     texts, answers = read["prompt"].to_pylist(), read["answer"].to_pylist()
-    make_model(folder / "untrained", [*texts, system, *answers], seed)
+    make_model(model, [*texts, system, *answers], seed)
+    return texts, answers
+
+
+def _teach(folder: Path, data: str, system: str, seed: int) -> None:
+    """A model for the data, trained to answer "It is \\boxed{...}."."""
+    texts, answers = _make(folder / "untrained", data, system, seed)
     rows = [
         {"messages": [{"role": "system", "content": system}, {"role": "user", "content": text}, answered(answer)]}
         for text, answer in zip(texts, answers, strict=True)
@@ -170,6 +187,14 @@ def answered(answer: str) -> dict[str, str]:
 def wrong_and_right(problems: str, system: str) -> str:
     """File of pairs, beside that of the problems: the right answer to each, and one that is off by one."""
     file = Path(problems).with_name("pairs.jsonl")
+    return str(
+        weft.prepared(
+            file, lambda: _write_pairs(problems, system, file), lambda path: _write_pairs(problems, system, path)
+        )
+    )
+
+
+def _write_pairs(problems: str, system: str, file: Path) -> None:
     with open(problems) as given, open(file, "w") as made:
         for line in given:
             row = json.loads(line)
@@ -177,4 +202,3 @@ def wrong_and_right(problems: str, system: str) -> str:
             prompt = [{"role": "system", "content": system}, {"role": "user", "content": row["question"]}]
             pair = {"prompt": prompt, "chosen": [answered(str(right))], "rejected": [answered(str(right + 1))]}
             made.write(json.dumps(pair) + "\n")
-    return str(file)

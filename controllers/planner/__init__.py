@@ -1,7 +1,11 @@
 """The planner: what a run will need, computed before anything starts.
 
-plan.py      the run as a whole: sizes of a step, groups, bytes on the disk
-memory.py    what each rank holds in each phase
+plan.py         the run as a whole, beside what this machine has
+sizes.py        a step in prompts, rows, tokens, microbatches and optimizer steps; bytes of its samples
+memory.py       what each rank holds in each phase
+resident.py     what a process takes before it holds a tensor: measured constants
+step_time.py    the time of a step, where costs are known
 
-The arithmetic of a trained model is in `workers/training/memory.py`, beside what it describes.
+The arithmetic of a trained model is in `workers/training/memory.py`, and what a pass takes is found by `workers/training/activations.py`,
+both beside what they describe.
 """

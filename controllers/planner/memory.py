@@ -1,45 +1,67 @@
-"""Memory of each group and rank of a run, in each phase, as far as it follows from settings and from the files of models."""
+"""Memory of each group and rank of a run, in each phase: from settings, the files of models, and a pass without memory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ...dataflow.errors import UserError
 from ...dataflow.handle import Handle
+from ...workers.model_folder import complete_text_settings, find_model_config, head_dim, num_heads
+from ...workers.reward_model import RewardModelConfig
 from ...workers.training.engine import ModelConfig
-from ...workers.training.memory import BYTES, CPU_TOKENS, GPU_TOKENS, checkpoint_bytes, model_size, training_memory
+from ...workers.training.memory import BYTES, checkpoint_bytes, model_size, training_memory
 from ..graph_run import TRAIN
 from ..placement import Place
 from ..run_spec import RunSpec
+from .resident import HELD_FREE, resident_bytes
+from .sizes import StepSizes, UpdateSizes, update_sizes
 
 GIB = 1 << 30
+REST = "at rest"
 
 
 @dataclass(frozen=True)
 class GroupMemory:
-    """What each rank of a group holds, in bytes by name; without activations, and without what Python and its libraries take."""
+    """What each rank of a group holds, in bytes by name."""
 
     group: str
     ranks: int
     pool: str
-    phases: Mapping[str, Mapping[str, int]]
+    on_gpu: bool
+    """Its tensors are on a GPU, but for those that are said to be on the host."""
+    libraries: int
+    """Host memory of a rank before it holds a tensor; 0: it is no process of its own."""
+    phases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Phase ("at rest", "generate", ...) -> what -> bytes; a phase names what it has beside what is there at rest."""
+    on_host: Mapping[str, int] = field(default_factory=dict)
+    """What -> bytes of tensors that are in host memory in any case, from the first step on."""
     checkpoint: int = 0
     """Of the whole group in a checkpoint."""
     unknown: str = ""
-    """Why nothing is known of it."""
+    """Why something is not known of it."""
 
     @property
     def peak(self) -> int:
-        """Of a rank, in its largest phase."""
-        rest = self.phases.get("at rest", {})
-        return sum(rest.values()) + max(
-            (sum(p.values()) for name, p in self.phases.items() if name != "at rest"), default=0
-        )
+        """Tensors of a rank in its largest phase, without those on the host."""
+        rest = self.phases.get(REST, {})
+        return sum(rest.values()) + max((sum(p.values()) for name, p in self.phases.items() if name != REST), default=0)
+
+    @property
+    def host(self) -> int:
+        """Host memory of a rank, at most."""
+        return self.libraries + sum(self.on_host.values()) + (0 if self.on_gpu else self.peak)
+
+    @property
+    def device(self) -> int:
+        """Memory of a rank on its GPU, at most."""
+        return self.peak if self.on_gpu else 0
 
 
-def group_memory(spec: RunSpec, name: str, handle: Handle, place: Place) -> GroupMemory:
+def group_memory(
+    spec: RunSpec, name: str, handle: Handle, place: Place, sizes: StepSizes, gpu_bytes: int
+) -> GroupMemory:
     """The memory of a group.
 
     Args:
@@ -47,48 +69,103 @@ def group_memory(spec: RunSpec, name: str, handle: Handle, place: Place) -> Grou
         name: of the group.
         handle: of the group.
         place: where it runs.
+        sizes: of a step of training.
+        gpu_bytes: memory of a GPU of this machine; 0: it has none.
     """
     config: Any = handle.config
-    ranks = 1 if spec.backend.in_process else place.ranks
-    known = GroupMemory(name, ranks, place.pool.name, {})
+    alone = spec.backend.in_process
+    functions = (n.function for graph in spec.graphs.values() for n in graph.nodes if n.group is None)
+    libraries = 0 if alone else resident_bytes(name, handle, functions)
+    known = GroupMemory(name, 1 if alone else place.ranks, place.pool.name, bool(place.pool.gpus), libraries)
     if getattr(config, "model", None) is None:
-        return known
+        return replace(known, on_gpu=False)
     try:
         if isinstance(config, ModelConfig):
-            return _trained(spec, known, config, on_gpu=bool(place.pool.gpus))
-        return _generating(known, config, on_gpu=bool(place.pool.gpus)) if hasattr(config, "engine") else known
-    except (OSError, ValueError) as error:
-        return GroupMemory(name, ranks, place.pool.name, {}, unknown=str(error))
+            return _trained(spec, known, config, sizes)
+        return _generating(known, config, sizes, gpu_bytes) if hasattr(config, "engine") else known
+    except (OSError, ValueError, UserError) as error:
+        return replace(known, unknown=str(error))
 
 
-def _trained(spec: RunSpec, known: GroupMemory, config: Any, *, on_gpu: bool) -> GroupMemory:
+def _trained(spec: RunSpec, known: GroupMemory, config: Any, sizes: StepSizes) -> GroupMemory:
     size = model_size(config.model)
-    updates = [n for n in spec.graphs[TRAIN].nodes if n.operation.updates and n.group == known.group]
-    tokens = config.microbatch_tokens or (GPU_TOKENS if on_gpu else CPU_TOKENS)
+    nodes = [n for n in spec.graphs[TRAIN].nodes if n.group == known.group]
+    updates = [n for n in nodes if n.operation.updates]
     lora, saves, trains = getattr(config, "lora", None), spec.checkpoint.writes, bool(updates)
-    made = training_memory(size, config, ranks=known.ranks, trains=trains, lora=lora, tokens=tokens, saves=saves)
-    rest = {"weights": made.weights, "gradients": made.gradients, "moments": made.moments}
-    in_pass = {"gathered weights": made.gathered, "logits": made.logits}
-    phases = {"at rest": _present(rest), "update" if trains else "logprobs": _present(in_pass)}
-    if made.snapshot:
-        phases["checkpoint"] = {"copy on the host": made.snapshot}
+    node = next(iter([*updates, *nodes]), None)
+    passes = update_sizes(spec, node, sizes) if node is not None else None
+    made = training_memory(size, config, ranks=known.ranks, trains=trains, lora=lora, saves=saves)
+    rest = {"weights": made.weights, "moments": made.moments}
+    in_pass = {"gradients": made.gradients, "gathered weights": made.gathered, "gathered gradients": made.exchanged}
+    unknown = ""
+    if passes is not None and passes.rows_per_microbatch and sizes.tokens_a_row:
+        try:
+            in_pass["activations"] = _activations(known, config, sizes, passes, trains=trains)
+        except ValueError as error:
+            unknown = f"activations: {error}"
+    if not known.on_gpu:
+        in_pass["heap"] = round(HELD_FREE * sum(in_pass.values()))
+    phases = {REST: _present(rest), "update" if trains else "logprobs": _present(in_pass)}
     stored = checkpoint_bytes(size, config, lora) if saves and trains else 0
-    return GroupMemory(known.group, known.ranks, known.pool, phases, stored)
+    host = _present({"copy for a checkpoint": made.snapshot})
+    return replace(known, phases=phases, on_host=host, checkpoint=stored, unknown=unknown)
 
 
-def _generating(known: GroupMemory, config: Any, *, on_gpu: bool) -> GroupMemory:
+def _activations(known: GroupMemory, config: Any, sizes: StepSizes, passes: UpdateSizes, *, trains: bool) -> int:
+    """Of a microbatch, logits included: what lives in a pass, without gradients."""
+    from ...workers.training.activations import PassShape, pass_bytes
+
+    response = max(1, round(sizes.response_tokens))
+    shape = PassShape(passes.rows_per_microbatch, max(2, round(sizes.tokens_a_row)), response)
+    head: Any = "rewards" if isinstance(config, RewardModelConfig) else getattr(config, "head", "logprobs")
+    several = passes.microbatches_per_replica > passes.optimizer_steps
+    lora = getattr(config, "lora", None)
+    found = pass_bytes(
+        config.model,
+        find_model_config(config.model).parent,
+        shape,
+        head=head,
+        dtype=config.dtype,
+        trains=trains,
+        gradients_stay=several,
+        lora=lora,
+        checkpointing=getattr(config, "activation_checkpointing", False),
+    )
+    if not trains or lora is not None:
+        return found
+    # The pass counts complete gradients, as they come; what a rank keeps of them stands beside.
+    return max(0, found - 4 * model_size(config.model).parameters)
+
+
+def _generating(known: GroupMemory, config: Any, sizes: StepSizes, gpu_bytes: int) -> GroupMemory:
     size = model_size(config.model)
+    on_gpu = known.on_gpu
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if on_gpu else "float32"
-    split = config.tensor_parallel if config.engine == "vllm" else 1
-    rest = {"weights": size.parameters * BYTES[dtype] // split}
-    if config.engine == "vllm" and not on_gpu:
-        arguments = config.engine_arguments(
-            str(config.model), max_context=config.max_context, dtype=dtype, seed=0, free_share=None
+    rest = {"weights": size.parameters * BYTES[dtype]}
+    if config.engine != "vllm":
+        settings = complete_text_settings(config.model)
+        at_once = min(config.max_num_seqs, sizes.rows)
+        heads, of_head = settings.num_key_value_heads or num_heads(settings.to_dict()), head_dim(settings.to_dict())
+        token = 2 * settings.num_hidden_layers * (heads or 0) * (of_head or 0) * BYTES[dtype]
+        cache = round(at_once * sizes.tokens_a_row * token)
+        made = {"key/value cache": cache, "logits": 2 * 4 * at_once * size.vocabulary}
+        return replace(known, phases={REST: _present(rest), "generate": _present(made)})
+    rest["weights"] //= config.tensor_parallel
+    if on_gpu:
+        share = (
+            config.gpu_memory_utilization
+            or config.engine_arguments(
+                str(config.model), max_context=config.max_context, dtype=dtype, seed=0, free_share=1.0
+            )["gpu_memory_utilization"]
         )
-        rest["key/value cache"] = arguments["kv_cache_memory_bytes"]
-    elif config.engine == "vllm" and config.kv_cache_gib is not None:
-        rest["key/value cache"] = int(config.kv_cache_gib * GIB)
-    return GroupMemory(known.group, known.ranks, known.pool, {"at rest": rest})
+        left = int(share * gpu_bytes) - rest["weights"]
+        cache = int(config.kv_cache_gib * GIB) if config.kv_cache_gib is not None else max(0, left)
+    else:
+        cache = config.engine_arguments(
+            str(config.model), max_context=config.max_context, dtype=dtype, seed=0, free_share=None
+        )["kv_cache_memory_bytes"]
+    rest["key/value cache"] = cache
+    return replace(known, phases={REST: _present(rest)})
 
 
 def _present(found: Mapping[str, int]) -> dict[str, int]:

@@ -1,40 +1,37 @@
-"""Plan: what a run will be, from its checked description: sizes of a step, groups, memory, bytes on the disk."""
+"""Plan: what a run will be, from its checked description: sizes of a step, groups, memory, bytes on the disk, time."""
 
 from __future__ import annotations
 
-import math
-import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
-import numpy as np
-
-from ...algorithms.sampling import Sampling
-from ...dataflow.column import PROMPT_IDS
-from ...dataflow.graph import Graph
-from ...dataflow.node import Node
-from ...dataflow.operation import Shape
-from ...workers.training.memory import CPU_TOKENS, GPU_TOKENS
+from ..backends.witness.memory import node_memory
 from ..graph_run import TRAIN
 from ..placement import machine_cpus, machine_gpus
-from ..ranks.row_io import num_tokens
 from ..run_spec import RunSpec
+from ..simulation.calibrate import calibrate
+from ..simulation.simulated import Simulated
 from .memory import GroupMemory, group_memory
+from .resident import driver_bytes
+from .sizes import StepSizes, UpdateSizes, sample_bytes, step_sizes, update_sizes
+from .step_time import StepTime, step_time
 
 
 @dataclass(frozen=True)
-class UpdateSizes:
-    """What an update trains on in a step."""
+class Machine:
+    """What this machine has."""
 
-    node: str
-    rows: int
-    rows_per_replica: int
-    tokens: int
-    """At most: with responses of the longest kind; responses that are read from data are not counted."""
-    microbatches_per_replica: int
-    """At most."""
-    optimizer_steps: int
+    cpus: int
+    gpus: int
+    memory_bytes: int
+    """Of the host, under the limit of a container."""
+    memory_free: int
+    gpu_bytes: int
+    """Of one GPU; 0 where there is none."""
+    disk_free: int
+    """Where this directory lies."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +39,29 @@ class Plan:
     """A run before it starts."""
 
     spec: RunSpec
-    prompts: int
-    """Of a step."""
-    samples: int
-    """Responses to each."""
-    prompt_tokens: float
-    """On average; 0 where the source has none."""
-    max_tokens: int
-    """Longest response; 0: none is sampled."""
+    sizes: StepSizes
     updates: tuple[UpdateSizes, ...]
     groups: tuple[GroupMemory, ...]
+    machine: Machine
+    time: StepTime | None
+    """Of a step; None: no costs are known."""
+    driver_bytes: int
+    """Host memory of the driver's process; under `Local` with the libraries of all groups."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of all processes, at most: if all groups are at their peak at once."""
+        return self.driver_bytes + sum(group.ranks * group.host for group in self.groups)
+
+    @property
+    def device_bytes(self) -> Mapping[str, int]:
+        """Pool with GPUs -> bytes on each of its GPUs, if all of its groups are at their peak at once."""
+        found: dict[str, int] = {}
+        for group in self.groups:
+            if group.on_gpu:
+                gpus = max(1, self.spec.placement[group.group].pool.gpus)
+                found[group.pool] = found.get(group.pool, 0) + group.device * max(1, round(group.ranks / gpus))
+        return found
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -59,78 +69,55 @@ class Plan:
         return sum(group.checkpoint for group in self.groups)
 
     @property
-    def disk_bytes(self) -> int:
-        """Of the checkpoints of a run, with the one that is being written, and the best one if that is kept."""
+    def checkpoints(self) -> int:
+        """How many lie on the disk at once: those that are kept, the one that is being written, and the best one if that is kept."""
         config = self.spec.checkpoint
-        return self.checkpoint_bytes * (config.keep + 1 + (config.best is not None)) if config.writes else 0
+        return config.keep + 1 + (config.best is not None) if config.writes else 0
 
     @property
-    def needed(self) -> Mapping[str, int]:
-        """Pool -> bytes of all ranks of all groups on it, each in its largest phase."""
-        found: dict[str, int] = {}
-        for group in self.groups:
-            found[group.pool] = found.get(group.pool, 0) + group.ranks * group.peak
-        return found
+    def sample_bytes(self) -> int:
+        """Of the samples of a run, at most, without those of evaluations."""
+        every = self.spec.record_every
+        return sample_bytes(self.spec.graphs[TRAIN], self.sizes) * (self.spec.schedule.steps // every) if every else 0
 
     @property
-    def machine(self) -> Mapping[str, int]:
-        """What this machine has."""
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return {"cpus": machine_cpus(), "gpus": machine_gpus(), "memory_bytes": memory}
+    def disk_bytes(self) -> int:
+        """Of a run, at most."""
+        return self.checkpoint_bytes * self.checkpoints + self.sample_bytes
 
 
-def plan_of(spec: RunSpec) -> Plan:
+def plan_of(spec: RunSpec, like: Path | None = None) -> Plan:
     """Plan a run.
 
     Args:
         spec: as the driver has checked it.
+        like: directory of an earlier run, whose timeline says what calls cost; None: there is none.
+
+    Raises:
+        UserError: that run has no timeline.
     """
-    train = spec.graphs[TRAIN]
-    prompts = spec.schedule.prompts_per_step
-    samples, sampling = _expansion(train)
-    tokens = _prompt_tokens(train)
-    longest = sampling.max_tokens if sampling is not None else 0
-    groups = tuple(group_memory(spec, n, h, spec.placement[n]) for n, h in spec.handles.items())
-    updates = tuple(
-        _update(spec, node, prompts * samples, tokens + longest) for node in train.nodes if node.operation.updates
+    driver = driver_bytes(in_process=spec.backend.in_process)
+    train, machine = spec.graphs[TRAIN], this_machine()
+    sizes = step_sizes(train, spec.schedule.prompts_per_step)
+    groups = tuple(
+        group_memory(spec, n, h, spec.placement[n], sizes, machine.gpu_bytes) for n, h in spec.handles.items()
     )
-    return Plan(spec, prompts, samples, tokens, longest, updates, groups)
+    updates = tuple(update_sizes(spec, node, sizes) for node in train.nodes if node.operation.updates)
+    time = None
+    if like is not None:
+        time = step_time(spec, sizes, calibrate(like), f"the calls of {like}")
+    elif isinstance(spec.backend, Simulated):
+        time = step_time(spec, sizes, spec.backend.costs, "the costs of the simulation")
+    return Plan(spec, sizes, updates, groups, machine, time, driver)
 
 
-def _expansion(graph: Graph) -> tuple[int, Sampling | None]:
-    """(rows that each row of the source becomes, how responses are sampled)."""
-    rows, sampling = 1, None
-    for node in graph.nodes:
-        if node.operation.shape is Shape.EXPAND and node.makes_level is not None:
-            number = node.arguments.get("n", 1)
-            rows *= number if isinstance(number, int) else 1
-        given = node.arguments.get("sampling")
-        sampling = given if isinstance(given, Sampling) else sampling
-    return rows, sampling
+def this_machine() -> Machine:
+    """What this machine has now."""
+    memory = node_memory()
+    total, used = (memory.limit_bytes, memory.used_bytes) if memory else (0, 0)
+    gpus, gpu_bytes = machine_gpus(), 0
+    if gpus:
+        import torch
 
-
-def _prompt_tokens(graph: Graph) -> float:
-    from ...dataflow.batch import Batch
-
-    columns = {str(PROMPT_IDS)}.intersection(graph.source.columns)
-    return float(np.mean(num_tokens(Batch.of_table(graph.source.table), columns))) if columns else 0.0
-
-
-def _update(spec: RunSpec, node: Node, rows: int, tokens_a_row: float) -> UpdateSizes:
-    assert node.group is not None
-    config: Any = spec.handles[node.group].config
-    place = spec.placement[node.group]
-    ranks = 1 if spec.backend.in_process else place.ranks
-    replicas = max(1, ranks // getattr(config, "tensor_parallel", 1))
-    of_pass = getattr(config, "microbatch_tokens", None) or (GPU_TOKENS if place.pool.gpus else CPU_TOKENS)
-    epochs, minibatches = (node.arguments.get(name, 1) for name in ("epochs", "minibatches"))
-    each = math.ceil(rows / replicas)
-    per_pass = max(1, math.floor(of_pass / tokens_a_row)) if tokens_a_row else each
-    return UpdateSizes(
-        node=node.name,
-        rows=rows,
-        rows_per_replica=each,
-        tokens=round(rows * tokens_a_row),
-        microbatches_per_replica=epochs * minibatches * math.ceil(math.ceil(each / minibatches) / per_pass),
-        optimizer_steps=epochs * minibatches,
-    )
+        gpu_bytes = torch.cuda.get_device_properties(0).total_memory
+    return Machine(machine_cpus(), gpus, total, total - used, gpu_bytes, shutil.disk_usage(".").free)

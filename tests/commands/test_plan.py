@@ -20,12 +20,16 @@ class Settings(weft.Config):
     steps: int = 3
     seed: int = 0
     writes: bool = False
+    prepares: bool = False
     out: Path = Path("out")
 
 
 def main(settings: Settings) -> None:
     if settings.writes:
         Path("made").write_text("something")
+    if settings.prepares:
+        made = weft.prepared(settings.out, make=lambda: settings.out.write_text("slow"), sketch=lambda path: path.write_text("quick"))
+        print("prepared:", made.read_text(), file=__import__("sys").stderr)
     rollout, reward, actor = weft.group(ToyRollout), weft.group(ToyReward), weft.group(ToyActor)
     rollout.follows(actor)
     training = toy_grpo(prompts(8), rollout=rollout, reward=reward, actor=actor, n=4)
@@ -61,9 +65,10 @@ def test_settings_have_their_origins_and_a_step_its_sizes(folder: Path):
         "steps": "--steps 9",
         "seed": "settings.toml:1",
         "writes": "default",
+        "prepares": "default",
         "out": "default",
     }
-    assert (found["step"]["prompts"], found["step"]["samples"], found["step"]["rows"]) == (6, 4, 24)
+    assert (found["step"]["prompts"], found["step"]["rows"], found["step"]["time"]) == (6, 24, None)
     [update] = found["step"]["updates"]
     assert (update["node"], update["rows_per_replica"], update["optimizer_steps"]) == ("actor.update", 24, 1)
     assert found["schedule"]["steps"] == 9 and set(found["groups"]) == {
@@ -78,13 +83,30 @@ def test_settings_have_their_origins_and_a_step_its_sizes(folder: Path):
 
 def test_a_plan_is_written_for_a_person(folder: Path):
     lines = plan(folder, "train.py").stdout.splitlines()
-    assert "  out = 'out'  (default)" in lines and "  actor: 1 rank on pool" in "\n".join(lines)
+    assert "  out       out    default" in lines and max(map(len, lines)) < 140
+    for said in (
+        "  6 prompts × 4 → 24 rows",
+        "  train  8 rows of prompts → rollout.generate(4) → reward.score → centred → actor.update",
+        "  checkpoints  none",
+    ):
+        assert said in lines, lines
+    assert any(line.startswith("  together ") and "host memory" in line for line in lines)
+
+
+def test_what_a_script_prepares_is_sketched_and_said(folder: Path):
+    done = plan(folder, "train.py", "--prepares")
+    assert done.returncode == 0, done.stderr
+    assert "prepared: quick" in done.stderr and "  makes out, of which this plan has a sketch" in done.stdout
+    assert not (folder / "out").exists()
+    (folder / "out").write_text("there")
+    done = plan(folder, "train.py", "--prepares")
+    assert "prepared: there" in done.stderr and "BEFORE THE RUN" not in done.stdout
 
 
 def test_a_script_that_writes_before_its_driver_is_told_where(folder: Path):
     done = plan(folder, "train.py", "--writes")
     assert done.returncode == 2
-    assert "before it makes its driver, the script writes made (train.py:17), and weft plan starts and" in done.stderr
+    assert "before it makes its driver, the script writes made (train.py:18), and weft plan starts and" in done.stderr
     assert not (folder / "made").exists()
 
 
@@ -96,11 +118,28 @@ def test_what_a_run_would_refuse_a_plan_refuses(folder: Path):
     assert done.returncode == 2 and "empty.py made no weft.Driver" in done.stderr
 
 
+EXAMPLES = {
+    "grpo_arithmetic": ("arithmetic-0/model",),
+    "ppo_arithmetic": ("arithmetic-0/model",),
+    "dpo_preferences": ("arithmetic-0/model",),
+    "rloo_lora": ("arithmetic-0/model",),
+    "sft_then_dpo": ("sft_then_dpo-0/untrained",),
+    "grpo_gsm8k --tiny": ("tiny_qwen3",),
+    "ppo_gsm8k --tiny": ("tiny_qwen3",),
+    "dpo_pairs --tiny": ("tiny_qwen3",),
+}
+"""Example and flags -> what it would make first."""
+
+
 @pytest.mark.slow
-def test_an_example_is_planned_without_a_warm_start(tmp_path: Path):
-    done = plan(tmp_path, "--json", str(ROOT / "examples" / "grpo_arithmetic.py"))
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_is_planned_without_training_or_writing(tmp_path: Path, example: str):
+    name, *flags = example.split()
+    done = plan(tmp_path, "--json", str(ROOT / "examples" / f"{name}.py"), *flags)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["step"]["rows"] == 512 and found["groups"]["actor"]["ranks"] == 2
-    assert found["groups"]["actor"]["checkpoint"] == found["checkpoint_bytes"] > 0
+    assert found["groups"]["actor"]["ranks"] == 2 and not any(g["unknown"] for g in found["groups"].values())
+    assert found["groups"]["actor"]["phases"]["update"]["activations"] > 0
+    assert found["step"]["updates"] and 0 < found["sample_bytes"] < found["disk_bytes"]
+    assert [made in said for made, said in zip(EXAMPLES[example], found["sketched"], strict=False)] == [True]
     assert list(tmp_path.iterdir()) == []

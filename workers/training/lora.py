@@ -42,6 +42,14 @@ class Lora(Config):
     """The length of each row of the weight is a parameter of its own: m (W + s B A) / |W + s B A| (DoRA, arXiv:2402.09353). Set it to
     come nearer to training the whole model; a step takes longer, since the whole matrix is made in every forward pass."""
 
+    def is_on(self, name: str) -> bool:
+        """Whether a linear layer of the backbone of this name has an adapter.
+
+        >>> Lora(targets=("q_proj",)).is_on("layers.0.self_attn.q_proj"), Lora(targets=("q_proj",)).is_on("layers.0.mlp.up_proj")
+        (True, False)
+        """
+        return self.targets == "all-linear" or any(f".{name}".endswith(f".{target}") for target in self.targets)
+
     @model_validator(mode="after")
     def _has_targets(self) -> Lora:
         if not self.targets:

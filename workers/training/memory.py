@@ -23,6 +23,11 @@ CHUNK_BYTES = 128 << 20
 """Bytes of logits computed at once."""
 KEPT_BYTES = 1 << 30
 """Bytes of logits kept for the backward pass; if there are more, they are computed a second time."""
+LAYERS_AT_ONCE = 4
+"""Layers whose parameters are gathered at once where they are gathered one by one: one is computed with, the next is on its way, and each
+has a buffer of the exchange beside it."""
+GATHER_ONCE_BYTES = 2 << 30
+"""Bytes of parameters below which ranks gather all of them once a step, unless `ModelConfig.gather` says otherwise."""
 CPU_TOKENS, GPU_TOKENS = 1280, 16384
 """Tokens of a pass where a group does not say how many (`ModelConfig.microbatch_tokens`)."""
 
@@ -34,6 +39,7 @@ class ModelSize:
     shapes: dict[str, tuple[int, ...]]
     """Name of each tensor in its files -> shape; tied ones once."""
     vocabulary: int
+    layers: int
 
     @property
     def parameters(self) -> int:
@@ -51,11 +57,7 @@ class ModelSize:
 
     def adapter(self, lora: Lora) -> int:
         """Parameters of an adapter: A [rank, in] and B [out, rank] of each layer, with DoRA the length of each row."""
-        chosen = [
-            shape
-            for name, shape in self.matrices.items()
-            if lora.targets == "all-linear" or any(f".{name}".endswith(f".{target}") for target in lora.targets)
-        ]
+        chosen = [shape for name, shape in self.matrices.items() if lora.is_on(name)]
         return sum(lora.rank * (out + into) + (out if lora.dora else 0) for out, into in chosen)
 
 
@@ -67,16 +69,12 @@ class TrainingMemory:
     gradients: int
     moments: int
     gathered: int
-    """Of a pass: the whole model, in the dtype of passes, where the rank holds a part of it, or another dtype."""
-    logits: int
-    """Of a pass, at most: those that are kept for the backward pass, or are computed at once."""
+    """Of a pass: weights in the dtype of passes, where the rank holds a part of them, or another dtype: of the whole model, or of two
+    layers and the embeddings where they are gathered layer by layer."""
+    exchanged: int
+    """Of an update: as much of the gradients, in float32, and their copy in the exchange, where the rank keeps a part of them."""
     snapshot: int
     """On the host, from the first checkpoint on: a copy of what a rank writes of it."""
-
-    @property
-    def resident(self) -> int:
-        """What is there between two steps, without the host's copy."""
-        return self.weights + self.gradients + self.moments
 
 
 def model_size(model: str | Path) -> ModelSize:
@@ -94,7 +92,7 @@ def model_size(model: str | Path) -> ModelSize:
         shapes |= _header(file)
     if not shapes:
         raise ValueError(f"{folder} has no safetensors files")
-    return ModelSize(shapes, int(settings.get("vocab_size", 0)))
+    return ModelSize(shapes, int(settings.get("vocab_size", 0)), int(settings.get("num_hidden_layers") or 1))
 
 
 def training_memory(
@@ -104,7 +102,6 @@ def training_memory(
     ranks: int,
     trains: bool,
     lora: Lora | None,
-    tokens: int,
     saves: bool,
 ) -> TrainingMemory:
     """What a rank of a training group holds.
@@ -115,7 +112,6 @@ def training_memory(
         ranks: of the group.
         trains: whether the group is updated.
         lora: the adapter that is trained in the model's place.
-        tokens: most tokens of a pass.
         saves: whether the run makes checkpoints.
     """
     whole, width = size.parameters, BYTES[config.dtype]
@@ -124,15 +120,27 @@ def training_memory(
     frozen = width if lora is not None else FLOAT32
     weights = (whole * frozen + adapter * FLOAT32) // ranks
     rounds = config.dtype != "float32" and lora is None
-    kept = FLOAT32 * tokens * size.vocabulary
+    at_once = (
+        whole if gathers_once(config, whole) else min(whole, _embeddings(size) + LAYERS_AT_ONCE * whole // size.layers)
+    )
     return TrainingMemory(
         weights=weights,
         gradients=FLOAT32 * trained // ranks,
         moments=2 * FLOAT32 * trained // ranks,
-        gathered=whole * width if ranks > 1 or rounds else 0,
-        logits=kept if kept <= KEPT_BYTES else min(kept, CHUNK_BYTES),
+        gathered=at_once * width if ranks > 1 else whole * width if rounds else 0,
+        exchanged=2 * FLOAT32 * at_once if ranks > 1 and trains and lora is None else 0,
         snapshot=3 * FLOAT32 * trained // ranks if saves and trains else 0,
     )
+
+
+def gathers_once(config: ModelConfig, parameters: int) -> bool:
+    """Whether ranks gather all parameters of a model at once, and not layer by layer."""
+    return config.gather == "once" or (config.gather == "auto" and FLOAT32 * parameters < GATHER_ONCE_BYTES)
+
+
+def _embeddings(size: ModelSize) -> int:
+    """Parameters outside of layers, the largest ones: embeddings and head."""
+    return sum(math.prod(shape) for shape in size.shapes.values() if size.vocabulary in shape)
 
 
 def checkpoint_bytes(size: ModelSize, config: ModelConfig, lora: Lora | None) -> int:

@@ -26,6 +26,7 @@ from ..model_folder import find_model_config, read_model_config
 from .adapter import Adapter, is_adapter, is_trained, measured_weight, peft_name, tensor_parallel_plan
 from .checkpoint_names import CheckpointNames
 from .engine import ModelConfig
+from .memory import gathers_once
 from .model_files import write_model
 from .precision import rounded_parameters
 from .response_model import ResponseModel
@@ -35,8 +36,6 @@ from .stored_weights import Weights
 
 _ONE_UNIT_PARAMETERS = 16_000_000
 """Below this many parameters the model is gathered as one unit: more and smaller collectives only cost latency."""
-_GATHER_ONCE_BYTES = 2 * 2**30
-"""Below this many bytes of parameters, gather="auto" gathers once a step."""
 _TENSOR_PARALLEL_PLAN = {
     "self_attn.q_proj": ColwiseParallel(),
     "self_attn.k_proj": ColwiseParallel(),
@@ -74,7 +73,7 @@ class ShardedModel:
         if mesh is None:
             return True
         numel = sum(p.numel() for p in self.model.parameters())
-        once = self.config.gather == "once" or (self.config.gather == "auto" and 4 * numel < _GATHER_ONCE_BYTES)
+        once = gathers_once(self.config, numel)
         layers = self.model.layers
         if self.config.tensor_parallel > 1:
             # Embeddings, norms and the head are the same on all ranks of a replica, and get the same gradient there.

@@ -1,13 +1,15 @@
 """The arithmetic of memory beside the tensors of a real engine."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from weft.algorithms.policy_loss import PolicyLoss
+from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
 from weft.dataflow.batch import Batch
 from weft.workers.actor import ActorConfig, ActorWorker
+from weft.workers.training.activations import LiveBytes, PassShape, pass_bytes
 from weft.workers.training.lora import Lora
 from weft.workers.training.memory import checkpoint_bytes, model_size, training_memory
 
@@ -35,7 +37,7 @@ def test_what_is_planned_is_what_an_engine_holds(tiny_model: Path, rows: Batch, 
     trained = [p for p in parameters if p.requires_grad]
     moments = [m for p in trained for name, m in engine.optimizer.state[p].items() if name != "step"]
     size = model_size(tiny_model)
-    planned = training_memory(size, config, ranks=1, trains=True, lora=config.lora, tokens=100, saves=True)
+    planned = training_memory(size, config, ranks=1, trains=True, lora=config.lora, saves=True)
     assert planned.weights == sum(p.nbytes for p in parameters)
     assert planned.gradients == sum(p.nbytes for p in trained)
     assert planned.moments == sum(m.nbytes for m in moments)
@@ -50,11 +52,48 @@ def test_what_is_planned_is_what_an_engine_holds(tiny_model: Path, rows: Batch, 
 
 def test_ranks_share_the_state_evenly_and_gather_the_model_for_a_pass(tiny_model: Path):
     size, config = model_size(tiny_model), ActorConfig(model=str(tiny_model), dtype="bfloat16")
-    one, two = (
-        training_memory(size, config, ranks=ranks, trains=True, lora=None, tokens=64, saves=False) for ranks in (1, 2)
-    )
-    assert two.resident * 2 == one.resident == 16 * size.parameters
+    one, two = (training_memory(size, config, ranks=ranks, trains=True, lora=None, saves=False) for ranks in (1, 2))
+    held = [made.weights + made.gradients + made.moments for made in (one, two)]
+    assert 2 * held[1] == held[0] == 16 * size.parameters
     assert one.gathered == two.gathered == 2 * size.parameters and two.snapshot == 0
+    assert (one.exchanged, two.exchanged) == (0, 8 * size.parameters)
+    layerwise = config.model_copy(update={"gather": "layerwise"})
+    assert (
+        training_memory(replace(size, layers=64), layerwise, ranks=2, trains=True, lora=None, saves=False).gathered
+        < two.gathered / 2
+    )
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "again", "lora", "logprobs"])
+def test_a_pass_without_memory_takes_what_a_real_one_takes(tiny_model: Path, kind: str):
+    settings: dict[str, Any] = {
+        "bfloat16": {"dtype": "bfloat16"},
+        "again": {"activation_checkpointing": True},
+        "lora": {"lora": Lora(rank=4)},
+    }.get(kind, {})
+    worker = ActorWorker(ActorConfig(model=str(tiny_model), microbatch_tokens=640, **settings))
+    batch = Batch.of(prompt_ids=[[1] * 22] * 40, response_ids=[[3] * 10] * 40)
+    engine: Any = worker.engine
+    loss, trains = NegativeLogLikelihood(), kind != "logprobs"
+    worker.update(batch, loss=loss)  # moments are there then
+    known = [m for p in engine.model.parameters() for m in engine.optimizer.state[p].values()] if trains else []
+    with LiveBytes([*engine.model.parameters(), *engine.model.buffers(), *known]) as live:
+        if trains:
+            worker.update(batch, loss=loss)
+        else:
+            engine.logprobs(batch)
+    planned = pass_bytes(
+        str(tiny_model),
+        tiny_model,
+        PassShape(rows=20, length=32, predicted=10),
+        dtype=settings.get("dtype", "float32"),
+        trains=trains,
+        lora=settings.get("lora"),
+        checkpointing=kind == "again",
+    )
+    rounded = 2 * model_size(tiny_model).parameters if kind == "bfloat16" else 0  # it stands for itself in a plan
+    assert abs((planned + rounded) / live.peak - 1) < 0.1, (planned + rounded, live.peak)
+    worker.close()
 
 
 def test_a_folder_without_weights_is_told(tmp_path: Path):

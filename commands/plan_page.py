@@ -1,0 +1,203 @@
+"""The plan of a run as a page for people."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..controllers.planner.memory import GroupMemory
+    from ..controllers.planner.plan import Plan
+    from ..controllers.planning import Planning
+    from ..controllers.settings import Composed
+    from ..dataflow.graph import Graph
+
+MIB, GIB = 1 << 20, 1 << 30
+LEAST = 0.005
+"""Share of a rank's memory from which on a part of it is named."""
+WIDTH = 118
+"""Characters of a line."""
+
+
+def lines(plan: Plan, made: Planning) -> Iterator[str]:
+    """The lines of the page.
+
+    Args:
+        plan: of the run.
+        made: what its script has said before.
+    """
+    yield from _before(made)
+    if made.settings is not None:
+        yield from ("SETTINGS", *_columns(_settings(made.settings)))
+    yield from ("", "WHAT HAPPENS", *_columns(_graphs(plan)))
+    yield from ("", f"A STEP ({plan.spec.schedule!r})", *_step(plan))
+    yield from ("", "MEMORY OF A RANK, at most", *_columns([_group(group) for group in plan.groups]))
+    yield from _machine(plan)
+    yield from ("", "DISK", *_columns(_disk(plan)))
+
+
+def amount(num_bytes: float) -> str:
+    """Bytes in words.
+
+    >>> amount(200), amount(3 << 19), amount(300 << 20), amount(5 << 30)
+    ('0.2 KiB', '1.5 MiB', '300 MiB', '5.0 GiB')
+    """
+    for unit, size in (("GiB", GIB), ("MiB", MIB)):
+        if num_bytes >= size:
+            found = num_bytes / size
+            return f"{found:,.0f} {unit}" if found >= 100 else f"{found:,.1f} {unit}"
+    return f"{num_bytes / 1024:,.1f} KiB"
+
+
+def _before(made: Planning) -> Iterator[str]:
+    """What the run would do first."""
+    found = [f"makes {path}, of which this plan has a sketch" for path in made.sketched]
+    found += [f"goes once over {rows:,} rows with graph {graph}" for graph, rows in made.passes]
+    if found:
+        yield from ("BEFORE THE RUN the script", *(f"  {each}" for each in found), "")
+
+
+def _settings(settings: Composed) -> Iterable[Sequence[str]]:
+    for name, origin in settings.origins.items():
+        yield name, str(settings.values[name]), str(origin)
+
+
+def _graphs(plan: Plan) -> Iterable[Sequence[str]]:
+    spec = plan.spec
+    for name, graph in spec.graphs.items():
+        evaluation = spec.evaluations.get(name)
+        when = (
+            f"every {evaluation.every} steps"
+            if evaluation and evaluation.every
+            else ""
+            if evaluation is None
+            else "once"
+        )
+        yield f"{name}{', ' * bool(when)}{when}", _chain(graph)
+    yield "by", f"{spec.backend!r}"
+
+
+def _chain(graph: Graph) -> str:
+    nodes = (f"{n.name}({n.arguments['n']})" if isinstance(n.arguments.get("n"), int) else n.name for n in graph.nodes)
+    return " → ".join([f"{len(graph.source.table):,} rows of {graph.source.name}", *nodes])
+
+
+def _step(plan: Plan) -> Iterator[str]:
+    sizes, steps = plan.sizes, plan.spec.schedule.steps
+    each = sizes.rows // max(1, sizes.prompts)
+    yield f"  {_count(sizes.prompts, 'prompt')} × {each} → {_count(sizes.rows, 'row')}"
+    if sizes.prompt_tokens:
+        response = f"{sizes.response_tokens:,.0f} of {'a response at most' if sizes.sampled else 'a response'}"
+        total = sizes.rows * sizes.tokens_a_row
+        yield (
+            f"  tokens: {sizes.prompt_tokens:,.1f} of a prompt on average + {response} → {total:,.0f} in a step, "
+            f"{total * steps:,.0f} in {_count(steps, 'step')}"
+        )
+    for update in plan.updates:
+        per_step = max(1, update.microbatches_per_replica // update.optimizer_steps)
+        yield (
+            f"  {update.node}: {_count(update.rows, 'row')} → {update.rows_per_replica:,} on each of "
+            f"{_count(update.replicas, 'replica')} → {_count(update.optimizer_steps, 'optimizer step')} of "
+            f"{_count(per_step, 'microbatch')} of {_count(update.rows_per_microbatch, 'row')} at most"
+        )
+    if plan.time is not None:
+        how = "no schedule is quicker" if plan.time.at_best else "one call after the other"
+        yield f"  time: {plan.time.seconds:,.3g} s a step, {_duration(plan.time.seconds * steps)} in all, by {plan.time.of} ({how})"
+        if plan.time.nodes:
+            yield "    " + ", ".join(f"{name} {seconds:,.3g}" for name, seconds in plan.time.nodes.items())
+
+
+def _count(number: int, what: str) -> str:
+    """A number of things.
+
+    >>> _count(1, "row"), _count(2000, "row"), _count(2, "microbatch")
+    ('1 row', '2,000 rows', '2 microbatches')
+    """
+    plural = f"{what}es" if what.endswith("ch") else f"{what}s"
+    return f"{number:,} {what if number == 1 else plural}"
+
+
+def _duration(seconds: float) -> str:
+    """Seconds in words.
+
+    >>> _duration(12.3), _duration(600), _duration(9000)
+    ('12 s', '10 min', '2.5 h')
+    """
+    return (
+        f"{seconds:,.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:,.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:,.1f} h"
+    )
+
+
+def _group(group: GroupMemory) -> Sequence[str]:
+    where = _count(group.ranks, "rank") + ("" if group.pool.endswith("'s own") else f" on {group.pool}")
+    parts = {"libraries": group.libraries, **{f"{what} (host)": number for what, number in group.on_host.items()}}
+    for phase, found in group.phases.items():
+        parts |= {what if phase == "at rest" else f"{what} ({phase})": number for what, number in found.items()}
+    small = [what for what, number in parts.items() if number < LEAST * sum(parts.values())]
+    if len(small) > 1:
+        parts["smaller ones"] = sum(parts.pop(what) for what in small)
+    told = " + ".join(f"{what} {amount(number)}" for what, number in parts.items())
+    total = amount(group.host) + (f" + {amount(group.device)} of a GPU" if group.on_gpu else "")
+    unknown = f" ({group.unknown.splitlines()[0]})" if group.unknown else ""
+    return group.group, where, total, told + unknown
+
+
+def _machine(plan: Plan) -> Iterator[str]:
+    machine = plan.machine
+    short = "  NOT ENOUGH" if plan.host_bytes > machine.memory_bytes else ""
+    ranks = sum(group.ranks for group in plan.groups if group.libraries)
+    yield (
+        f"  together {amount(plan.host_bytes)} of host memory, {amount(plan.driver_bytes)} of it the driver's"
+        f"{f', in {ranks + 1} processes' if ranks else ''}; this machine has {amount(machine.memory_bytes)}, of which "
+        f"{amount(machine.memory_free)} are free{short}"
+    )
+    for pool, needed in plan.device_bytes.items():
+        there = (
+            f"one of this machine's {machine.gpus} has {amount(machine.gpu_bytes)}"
+            if machine.gpus
+            else "this machine has none"
+        )
+        short = "  NOT ENOUGH" if machine.gpus and needed > machine.gpu_bytes else ""
+        yield f"  together {amount(needed)} of each GPU of {pool}; {there}{short}"
+
+
+def _disk(plan: Plan) -> Iterable[Sequence[str]]:
+    if plan.checkpoints:
+        yield "checkpoints", f"{amount(plan.checkpoint_bytes)} each, up to {plan.checkpoints} at once"
+    else:
+        yield "checkpoints", "none"
+    every = plan.spec.record_every
+    yield (
+        "samples",
+        f"{amount(plan.sample_bytes)} at most, of each {'step' if every == 1 else f'{every}th step'}"
+        if every
+        else "none",
+    )
+    yield "together", f"{amount(plan.disk_bytes)}; {amount(plan.machine.disk_free)} are free here"
+
+
+def _columns(rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Rows with their cells below each other. What is longer than a line goes on below its last cell."""
+    table = [list(row) for row in rows]
+    if not table:
+        return
+    number = max(len(row) for row in table)
+    widths = [max((len(row[k]) for row in table if len(row) > k), default=0) for k in range(number - 1)]
+    for row in table:
+        start = "  " + "".join(f"{cell:<{widths[k]}}  " for k, cell in enumerate(row[:-1]))
+        yield from _wrapped(start, row[-1])
+
+
+def _wrapped(start: str, text: str) -> Iterator[str]:
+    line, words = start, re.split(r" (?![KMG]iB)", text)
+    for word in words:
+        if len(line) + len(word) > WIDTH and line.strip() and line != start:
+            yield line.rstrip()
+            line = " " * len(start)
+        line += f"{word} "
+    yield line.rstrip()

@@ -1,0 +1,17 @@
+"""The plan beside runs: what examples take is what was planned."""
+
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.vllm
+def test_examples_take_what_was_planned_with_two_ranks_of_each_group(load: Any):
+    assert load("operate/plan_runs").measure()["plan_resident_error"] < 0.1
+
+
+@pytest.mark.slow
+def test_tensors_of_an_engine_take_what_was_planned(load: Any):
+    assert load("operate/plan_memory").measure()["plan_memory_error"] < 0.1
