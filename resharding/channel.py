@@ -21,7 +21,6 @@ import torch
 from torch.distributed import ProcessGroupGloo
 from torch.distributed import Store as TorchStore  # pyright: ignore[reportPrivateImportUsage]
 
-from . import connection as connections
 from .connection import Connection
 
 Transport = Literal["auto", "gloo"]
@@ -56,7 +55,7 @@ class GlooChannel:
         self._other = 1 - rank
         options: Any = cast(Any, ProcessGroupGloo)._Options()
         options._devices = [ProcessGroupGloo.create_device(hostname=connection.own_address)]
-        options._timeout = timedelta(seconds=connections.SILENCE_S)
+        options._timeout = timedelta(seconds=connection.silence_s)
         options._threads = 1
         with _as_os_errors():
             self._group: Any = ProcessGroupGloo(_Meeting(connection), rank, 2, options)  # pyright: ignore[reportCallIssue, reportArgumentType]

@@ -21,7 +21,11 @@ from pathlib import Path
 from typing import Any
 
 SILENCE_S = 60.0
-"""Longest time that either side waits for the other's next message."""
+"""Longest time that either side waits for the other's next message, where little is to be sent."""
+
+SLOWEST_BYTES_PER_S = 100e6
+"""At least so much of a version is dealt with in a second: what a side does between two messages (packing a layer of experts, preparing
+the whole model at the end) takes longer with a large one."""
 
 _HEADER = struct.Struct("<cq")
 _NONCE_BYTES = 32
@@ -41,11 +45,13 @@ def this_machine() -> str:
 class Connection:
     """One side of an open connection whose two sides know each other's token. Made by `connect` and `accept`.
 
-    All methods raise `OSError` when the other side is gone, and `TimeoutError` when it was silent for SILENCE_S.
+    All methods raise `OSError` when the other side is gone, and `TimeoutError` when it was silent for `silence_s`.
     """
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
+        self.silence_s = SILENCE_S
+        """Longest time that this side waits for the other's next message."""
         connected.settimeout(SILENCE_S)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -87,6 +93,11 @@ class Connection:
             connection.close()
             raise
         return connection
+
+    def expect(self, num_bytes: int) -> None:
+        """A version of so many bytes is to be sent: be as patient as that takes."""
+        self.silence_s = SILENCE_S + num_bytes / SLOWEST_BYTES_PER_S
+        self._socket.settimeout(self.silence_s)
 
     @property
     def own_address(self) -> str:

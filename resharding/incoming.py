@@ -36,7 +36,8 @@ from .transfer import FORM, GRACE_S, NUMBER, WHOLE
 from .weights import CHECKSUM_MODULUS, LOOPBACK, RankWeights, Weights
 
 PATIENCE_S = 2 * SILENCE_S + GRACE_S
-"""Longest time that a receiver hears of no bucket, its own or another's: the publisher may be waiting for a receiver, for SILENCE_S."""
+"""Longest time that a receiver hears of no bucket, its own or another's, where little is to be sent: the publisher may be waiting for a
+receiver, for as long as the connection allows."""
 
 
 class IncomingWeights:
@@ -113,10 +114,11 @@ class IncomingWeights:
 
     def _ready(self, selector: selectors.BaseSelector) -> list[int]:
         """Numbers of the sources from which a bucket comes."""
-        ready = [key.data for key, _ in selector.select(PATIENCE_S)]
+        patience_s = PATIENCE_S + 2 * max(s.connection.silence_s - SILENCE_S for s in self._sources)
+        ready = [key.data for key, _ in selector.select(patience_s)]
         if not ready:
             silent = [self._sources[key.data] for key in selector.get_map().values()]
-            raise WeightSyncError("; ".join(f"{s.where}: nothing came for {PATIENCE_S:.0f} s, {s.at}" for s in silent))
+            raise WeightSyncError("; ".join(f"{s.where}: nothing came for {patience_s:.0f} s, {s.at}" for s in silent))
         return ready
 
     def piece_sum(self, name: str, rank: int, piece: int) -> int:
@@ -208,6 +210,7 @@ class _Source:
                 self._held = held_boxes(weights.receiver, part, number, rank.token + fingerprint(description))
             self.parts: Description = read_description(description)
             self.sums = [0] * len(self.parts.entries)
+            self.connection.expect(sum(entry.num_bytes for entry in self.parts.entries))
             if mapped:
                 self._memory = self._map(place["path"], place["num_bytes"], rank.token)
                 self._memory.describe(self.parts)
@@ -337,7 +340,8 @@ class _Source:
         try:
             yield
         except OSError as error:
-            reason = f"was silent for {SILENCE_S:.0f} s" if isinstance(error, TimeoutError) else f"is gone ({error})"
+            silence_s = self.connection.silence_s if hasattr(self, "connection") else SILENCE_S
+            reason = f"was silent for {silence_s:.0f} s" if isinstance(error, TimeoutError) else f"is gone ({error})"
             raise WeightSyncError(f"{self.where}: the publisher {reason}, {self.at}") from None
 
     def _map(self, path: str, num_bytes: int, token: str) -> _Mapped:

@@ -71,6 +71,7 @@ class WeightPublisher:
         self._version = -1
         """Published last."""
         self._transfer: Transfer | None = None
+        self._lost: dict[str, str] = {}
         self._description = b""
         self._filling: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
         self._idle = threading.Event()
@@ -130,6 +131,7 @@ class WeightPublisher:
         transfer, self._transfer = self._transfer, None
         if transfer is None:
             return None
+        self._lost = transfer.lost
         try:
             return transfer.end()
         finally:
@@ -137,8 +139,8 @@ class WeightPublisher:
 
     @property
     def lost(self) -> dict[str, str]:
-        """Receivers of the present version that did not take everything -> how far they came."""
-        return {} if self._transfer is None else dict(self._transfer.lost)
+        """Receivers of the version published last that did not take everything -> how far they came."""
+        return dict(self._lost if self._transfer is None else self._transfer.lost)
 
     def close(self) -> None:
         """End what is under way, listen no more, and free the memory as soon as no receiver has it mapped."""

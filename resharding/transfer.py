@@ -11,7 +11,7 @@
 
 So a receiver never gets more than SLOTS buckets behind, memory beyond the model is that of SLOTS buckets, and whoever comes late (a
 rank that was replaced) gets a pass of its own, and is told meanwhile that the others get on. A receiver that is gone, or silent for
-SILENCE_S, is left behind by the others.
+longer than its connection allows, is left behind by the others.
 """
 
 from __future__ import annotations
@@ -177,10 +177,12 @@ class Transfer:
         """The receivers of the next pass; none when the transfer has ended."""
         with self._condition:
             self._condition.wait_for(lambda: self._ended or self._waiting())
-            self._condition.wait_for(lambda: self._ended or self._complete(), GRACE_S)
+            complete = self._condition.wait_for(lambda: self._ended or self._complete(), GRACE_S)
             if self._ended:
                 return []
             members, turn = self._waiting(), _Pass()
+            if not complete:  # whoever comes later gets a pass of its own: no other pass waits for it
+                self._expected &= self._came()
             for session in members:
                 session.turn = turn
             return members
@@ -193,8 +195,13 @@ class Transfer:
         here = self._waiting()
         came = self._served | {(s.receiver, s.part) for s in here}
         parts = {s.receiver: s.parts for s in here}
-        names = {name for name, _ in came}
-        return self._expected <= names and all((r, p) in came for r, count in parts.items() for p in range(count))
+        return self._expected <= self._came() and all(
+            (r, p) in came for r, count in parts.items() for p in range(count)
+        )
+
+    def _came(self) -> set[str]:
+        """Names of the receivers that were served, or wait for their pass."""
+        return {name for name, _ in self._served} | {s.receiver for s in self._waiting()}
 
     def _fill_pass(self, members: Sequence[_Session]) -> None:
         turn = members[0].turn
@@ -266,6 +273,7 @@ class Transfer:
         """
         session = _Session(str(hello["receiver"]), int(hello["part"]), int(hello["parts"]), connection)
         try:
+            connection.expect(sum(entry.num_bytes for entry in self.entries))
             with self._condition:
                 self._sessions.append(session)
                 session.turn = _Pass()  # it takes no part before it has said what it wants

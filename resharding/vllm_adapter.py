@@ -60,7 +60,17 @@ def receive_adapter(manager: Any, incoming: IncomingWeights, settings: Mapping[s
             f"weights version {incoming.version}: vLLM's {type(slots.model).__name__} serves no adapter of layer {unserved[0]!r}"
             f"{nearest(unserved[0], served)}; Lora(targets=...) without it, or Lora(published='merged'), needs none"
         )
+    before = slots.get_adapter(_SLOT)
+    try:
+        _exchange(slots, adapter)
+    except Exception:
+        if before is not None:
+            _exchange(slots, before)
+        raise
+    return checksum
+
+
+def _exchange(slots: Any, adapter: LoRAModel) -> None:
     slots.remove_adapter(_SLOT)
     slots.add_adapter(adapter)
     slots.activate_adapter(_SLOT)
-    return checksum

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -159,7 +160,12 @@ class ActorWorker(TrainedWorker):
         """
         from ..resharding.weights import Given
 
-        return Given(version, None if self._publisher is None else self._publisher.finish())
+        if self._publisher is None:
+            return Given(version, None)
+        checksum = self._publisher.finish()
+        for receiver in self._publisher.lost.values():
+            print(f"weights: {receiver}", file=sys.stderr, flush=True)
+        return Given(version, checksum)
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def compare_canaries(self, canaries: Mapping[str, Canary], version: int) -> None:

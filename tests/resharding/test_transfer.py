@@ -135,6 +135,8 @@ def test_who_comes_late_gets_everything_too(new_publisher: NewPublisher, monkeyp
     publisher = new_publisher()
     weights = publisher.publish(whole(tensors()), 1, ["early", "late", "never"])
     early, checksum = received(weights.to("early"))
+    assert publisher._transfer is not None
+    assert publisher._transfer._expected == {"early"}, "no other pass waits for who did not come"
     late, again = received(weights.to("late"))
     assert equal(early, tensors()) and equal(late, tensors()) and checksum == again == publisher.finish()
 
@@ -384,6 +386,21 @@ def test_a_receiver_that_stops_in_the_middle_holds_up_the_others_for_its_deadlin
         for _ in steps:
             pass
     idle.close()
+
+
+def test_with_more_bytes_each_side_is_more_patient(
+    way: str, new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "SILENCE_S", 0.2)
+    monkeypatch.setattr(connections, "SLOWEST_BYTES_PER_S", 1000.0)
+    of = {"a": torch.randn(4000)}
+    weights = new_publisher().publish(whole(of), 1).to("slow")
+    with open_weights(weights) as incoming:
+        steps = incoming.slices(receiving_plan(incoming, of).received_by(0))
+        next(steps)
+        time.sleep(0.5)  # longer than with little to send
+        list(steps)
+        incoming.finish()
 
 
 def test_a_publisher_that_says_nothing_is_given_up(

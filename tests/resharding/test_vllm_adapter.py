@@ -100,8 +100,16 @@ def test_vllm_serves_each_version_of_an_adapter_and_never_two_at_once(folder: Pa
         assert sorted(set(response.versions.tolist())) == [2, 3], "what is under way goes on under the new version"
         (after,) = [one for step in generate(engine, prompt) for one in step]
         assert gap(policy, prompt, after) < 1e-4
+        managers: Any = engine._engine.collective_rpc(lambda worker: worker.model_runner.lora_manager._adapter_manager)  # pyright: ignore[reportArgumentType]
+        manager = managers[0]
+        served, activate = manager.get_adapter(1), manager.activate_adapter
+        manager.activate_adapter = lambda number: (activate(number) and manager.get_adapter(number) is served) or 1 / 0
+        with pytest.raises(WeightSyncError, match="could not take adapter version 4: division by zero"):
+            engine.update_weights(publish(policy, publisher, 4))
+        assert manager.get_adapter(1) is served and 1 in manager.lora_index_to_id, "the slot keeps what it had"
+        del manager.activate_adapter
         unknown = {"base_model.model.model.layers.0.self_attn.rotary.lora_A.weight": torch.zeros(3, 64)}
         with pytest.raises(WeightSyncError, match=r"serves no adapter of layer 'model.layers.0.self_attn.rotary'"):
-            engine.update_weights(publisher.publish(whole(unknown), 4))
+            engine.update_weights(publisher.publish(whole(unknown), 5))
     finally:
         engine.close()

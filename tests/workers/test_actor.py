@@ -1,6 +1,7 @@
 """ActorWorker and ReferenceWorker: updates, what they report, and where their weights go."""
 
 import math
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -176,6 +177,19 @@ def test_a_reference_follows_the_actor(tiny_model: Path, rows: Batch):
     given = worker.finish_publishing(version=1)
     assert given is not None and given.checksum == checksum
     assert reference.version == 1 and reference.logprobs(rows, into="x") == mine
+    worker.close()
+
+
+def test_a_receiver_that_was_lost_is_named_in_the_log(tiny_model: Path, capsys: pytest.CaptureFixture[str]):
+    from weft.resharding.incoming import open_weights
+
+    worker = actor(tiny_model)
+    open_weights(worker.publish_weights(version=1).to("rollout[3]")).close()
+    deadline = time.monotonic() + 30
+    while not worker._publisher.lost and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert worker.finish_publishing(version=1).checksum is None
+    assert "weights: rollout[3] is gone" in capsys.readouterr().err
     worker.close()
 
 
