@@ -63,33 +63,59 @@ class Entry:
         return found.reshape(self.box.shape)
 
 
-def cut(parts: Iterable[Part], bucket_bytes: int) -> list[tuple[Entry, torch.Tensor]]:
-    """Entries in the order of their buckets, each with its elements. A part that is larger than a bucket is cut into several.
+class Cutter:
+    """Cuts versions into buckets. A version whose parts are those of the one before has the same entries.
 
     Args:
-        parts: what a rank gives.
         bucket_bytes: what a bucket holds; one element takes more only if it is alone in it.
-
-    Raises:
-        WeightSyncError: a part occurs twice.
     """
-    found: list[tuple[Entry, torch.Tensor]] = []
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._forms: list[tuple[str, Box, tuple[int, ...], torch.dtype]] = []
+        self._entries: list[tuple[Entry, int, tuple[slice, ...] | None]] = []
+        """With the number of the part, and the index that selects the elements from it; None: all of it."""
+        self.description = described(())
+        """Of the entries of the last version."""
+
+    def cut(self, parts: Iterable[Part]) -> list[tuple[Entry, torch.Tensor]]:
+        """Entries in the order of their buckets, each with its elements. A part that is larger than a bucket is cut into several.
+
+        Args:
+            parts: what a rank gives.
+
+        Raises:
+            WeightSyncError: a part occurs twice.
+        """
+        given = list(parts)
+        forms = [(part.name, part.box, part.shape, part.dtype or part.tensor.dtype) for part in given]
+        if forms != self._forms:
+            self._entries = list(_entries_of(forms, self._bucket_bytes))
+            self._forms = forms
+            self.description = described(entry for entry, _, _ in self._entries)
+        tensors = [part.tensor.detach() for part in given]
+        return [
+            (entry, tensors[number] if index is None else tensors[number][index])
+            for entry, number, index in self._entries
+        ]
+
+
+def _entries_of(
+    forms: Iterable[tuple[str, Box, tuple[int, ...], torch.dtype]], bucket_bytes: int
+) -> Iterator[tuple[Entry, int, tuple[slice, ...] | None]]:
     seen: set[tuple[str, Box]] = set()
     bucket = end = 0
-    for part in parts:
-        if (part.name, part.box) in seen:
-            raise WeightSyncError(f"{part.box} of tensor {part.name!r} was published twice")
-        seen.add((part.name, part.box))
-        dtype = part.dtype or part.tensor.dtype
-        for box in _boxes_of(part.box, max(1, bucket_bytes // dtype.itemsize)):
+    for number, (name, whole, shape, dtype) in enumerate(forms):
+        if (name, whole) in seen:
+            raise WeightSyncError(f"{whole} of tensor {name!r} was published twice")
+        seen.add((name, whole))
+        for box in _boxes_of(whole, max(1, bucket_bytes // dtype.itemsize)):
             num_bytes = box.numel * dtype.itemsize
             if end and _aligned(end) + num_bytes > bucket_bytes:
                 bucket, end = bucket + 1, 0
-            name = str(dtype).removeprefix("torch.")
-            entry = Entry(part.name, name, part.shape, box, bucket, _aligned(end))
-            found.append((entry, part.tensor.detach()[box.within(part.box)]))
+            entry = Entry(name, str(dtype).removeprefix("torch."), shape, box, bucket, _aligned(end))
+            yield entry, number, None if box == whole else box.within(whole)
             end = entry.offset + num_bytes
-    return found
 
 
 def _boxes_of(box: Box, max_elements: int) -> Iterator[Box]:

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..dataflow.errors import WeightSyncError
-from .buckets import BUCKET_BYTES, SLOTS, cut, described, fingerprint
+from .buckets import BUCKET_BYTES, SLOTS, Cutter, fingerprint
 from .channel import Transport
 from .connection import Connection, this_machine
 from .delta import Shadow
@@ -52,7 +52,7 @@ class WeightPublisher:
     def __init__(
         self, host: str = "", bucket_bytes: int = BUCKET_BYTES, *, deltas: bool = False, transport: Transport = "auto"
     ) -> None:
-        self._bucket_bytes = bucket_bytes
+        self._cutter = Cutter(bucket_bytes)
         self._transport: Transport = transport
         self._shadow = Shadow() if deltas else None
         self.sent = Sent()
@@ -99,7 +99,7 @@ class WeightPublisher:
             raise WeightSyncError(f"weights version {version}: this publisher was closed")
         self.finish()
         try:
-            entries = cut(parts, self._bucket_bytes)
+            entries = self._cutter.cut(parts)
         except WeightSyncError as error:
             raise WeightSyncError(f"weights version {version}: {error}") from None
         slot_bytes = max((entry.offset + entry.num_bytes for entry, _ in entries), default=0)
@@ -109,7 +109,7 @@ class WeightPublisher:
         ):  # later versions will be others than those that receivers hold under the same numbers
             self._token, self._description = secrets.token_hex(32), b""
         self._version = version
-        before, self._description = self._description, described(entry for entry, _ in entries)
+        before, self._description = self._description, self._cutter.description
         if self._shadow is not None and before != self._description:
             self._shadow.forget()
         self._transfer = Transfer(version, entries, memory, receivers, self._shadow)

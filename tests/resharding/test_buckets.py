@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -11,8 +12,13 @@ from hypothesis import strategies as st
 
 from weft.dataflow.errors import WeightSyncError
 from weft.resharding.box import Box
-from weft.resharding.buckets import cut, described, layout_of, read_description
+from weft.resharding.buckets import Cutter, Entry, described, layout_of, read_description
 from weft.resharding.weights import Part, whole
+
+
+def cut(parts: Iterable[Part], bucket_bytes: int) -> list[tuple[Entry, torch.Tensor]]:
+    return Cutter(bucket_bytes).cut(parts)
+
 
 shapes = st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=6)
 
@@ -66,3 +72,17 @@ def test_ranks_whose_parts_do_not_make_up_a_tensor_are_refused():
     ranks = tuple(read_description(described(entry for entry, _ in cut([part], 64))) for part in parts)
     with pytest.raises(WeightSyncError, match="the ranks publish 3 elements of tensor 'a', which has 4"):
         layout_of(ranks)
+
+
+def test_a_version_of_the_same_parts_has_the_same_entries_and_its_own_elements():
+    cutter = Cutter(64)
+    first, second = ({"a": torch.full((10, 4), value), "b": torch.full((3,), value)} for value in (1.0, 2.0))
+    one, description = cutter.cut(whole(first)), cutter.description
+    two = cutter.cut(whole(second))
+    assert all(a is b for (a, _), (b, _) in zip(one, two, strict=True)) and cutter.description is description
+    assert {float(elements.unique()) for _, elements in two} == {2.0}
+    other = cutter.cut(whole({"a": torch.zeros(10, 4).bfloat16(), "b": torch.zeros(3)}))
+    assert {entry.dtype for entry, _ in other} == {"bfloat16", "float32"} and cutter.description != description
+    with pytest.raises(WeightSyncError, match="twice"):
+        cutter.cut([*whole(first), *whole(first)])
+    assert [entry for entry, _ in cutter.cut(whole(first))] == [entry for entry, _ in one]

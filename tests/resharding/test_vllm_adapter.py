@@ -77,6 +77,10 @@ def publisher() -> Iterator[WeightPublisher]:
     publisher.close()
 
 
+def _slots(worker: Any) -> Any:
+    return worker.model_runner.lora_manager._adapter_manager
+
+
 def generate(engine: VllmEngine, prompt: list[int], tokens: int = 12) -> Any:
     request = GenerationRequest(0, np.array(prompt, np.int32), seed=1)
     return engine.generate([request], Sampling(max_tokens=tokens, ignore_stop=True))
@@ -100,7 +104,7 @@ def test_vllm_serves_each_version_of_an_adapter_and_never_two_at_once(folder: Pa
         assert sorted(set(response.versions.tolist())) == [2, 3], "what is under way goes on under the new version"
         (after,) = [one for step in generate(engine, prompt) for one in step]
         assert gap(policy, prompt, after) < 1e-4
-        managers: Any = engine._engine.collective_rpc(lambda worker: worker.model_runner.lora_manager._adapter_manager)  # pyright: ignore[reportArgumentType]
+        managers: Any = engine._engine.collective_rpc(_slots)  # pyright: ignore[reportArgumentType]
         manager = managers[0]
         served, activate = manager.get_adapter(1), manager.activate_adapter
         manager.activate_adapter = lambda number: (activate(number) and manager.get_adapter(number) is served) or 1 / 0

@@ -14,7 +14,7 @@ the model with `transformers` know it, and vLLM refuses it by name.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,19 +37,33 @@ class _Stored:
     dims: tuple[int | None, ...]
     """For each dimension, the dimension of the tensor of the model that it runs along; None: it has one index."""
 
+    views: dict[tuple[Box, tuple[int, ...]], tuple[Box, tuple[int, ...], tuple[int, ...], int] | None] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    """By box and strides of a part of the tensor of the model: what it has of this one, and how that lies in its memory."""
+
     def part(self, held: Part) -> Part:
         """What a part of the tensor of the model has of this one: a view, or an empty tensor."""
-        common = self.box.intersection(held.box)
-        if common is None:
+        strides = held.tensor.stride()
+        if (key := (held.box, strides)) not in self.views:
+            self.views[key] = self._view(held.box, strides)
+        if (view := self.views[key]) is None:
             empty = Box.full((0,) * len(self.shape))
-            return held._replace(name=self.name, shape=self.shape, box=empty, tensor=held.tensor.new_empty(empty.shape))
-        used = [dim for dim in self.dims if dim is not None]
-        others = [dim for dim in range(held.tensor.ndim) if dim not in used]
-        view = held.tensor[common.within(held.box)].permute(used + others)[(..., *(0 for _ in others))]
-        view = view[tuple(None if dim is None else slice(None) for dim in self.dims)]
+            return Part(self.name, self.shape, empty, held.tensor.new_empty(empty.shape), held.dtype)
+        box, extents, strides, offset = view
+        tensor = held.tensor.as_strided(extents, strides, held.tensor.storage_offset() + offset)
+        return Part(self.name, self.shape, box, tensor, held.dtype)
+
+    def _view(self, held: Box, strides: tuple[int, ...]) -> tuple[Box, tuple[int, ...], tuple[int, ...], int] | None:
+        common = self.box.intersection(held)
+        if common is None:
+            return None
         starts = tuple(0 if dim is None else common.starts[dim] - self.box.starts[dim] for dim in self.dims)
-        stops = tuple(start + extent for start, extent in zip(starts, view.shape, strict=True))
-        return held._replace(name=self.name, shape=self.shape, box=Box(starts, stops), tensor=view)
+        extents = tuple(1 if dim is None else common.shape[dim] for dim in self.dims)
+        stops = tuple(start + extent for start, extent in zip(starts, extents, strict=True))
+        shift = sum((a - b) * stride for a, b, stride in zip(common.starts, held.starts, strides, strict=True))
+        own = tuple(0 if dim is None else strides[dim] for dim in self.dims)
+        return Box(starts, stops), extents, own, shift
 
 
 class CheckpointNames:
