@@ -107,7 +107,7 @@ def balance(sizes: Sequence[int] | np.ndarray, parts: int) -> list[list[int]]:
         load, part = heap[0]
         out[part].append(index)
         heapq.heapreplace(heap, (load + max(1, int(size)), part))  # rows without tokens are spread by number
-    return [sorted(part) for part in out]
+    return [part if len(part) < 2 else sorted(part) for part in out]
 
 
 def _split_by_dp(rows: RowSizes, mesh: Sequence[Coordinates]) -> Shares:

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from ...dataflow.buffer.leases import Published
-from ...dataflow.buffer.rows import Row
 from ...dataflow.buffer.segments import Segment
 from ...dataflow.column import RESPONSE_VERSIONS
 from ...dataflow.errors import UserError, nearest
@@ -223,11 +222,10 @@ class Simulated:
 
     def _generate(self, at: float, call: Call, tasks: Sequence[tuple[int, Task]]) -> None:
         assert call.lease is not None and call.ledger is not None
-        by_id = {r.id: r for r in call.lease.rows}
         for replica, own in self._by_replica(call, tasks):
             _, kept = next((one for one in own if one[1].keep), own[0])
             assert kept.rows is not None
-            rows = [by_id[id] for id in kept.rows.ids.tolist()]
+            rows = [call.lease.row_of[id] for id in kept.rows.ids.tolist()]
             n = int(kept.arguments.get("n", 1))
             assert replica.cost is not None
             lengths = [self._draws.lengths(replica.cost, call.ledger.name, row, n) for row in rows]
@@ -236,16 +234,19 @@ class Simulated:
             self._note(replica)
 
     def _work(self, at: float, call: Call, tasks: Sequence[tuple[int, Task]], cost: LinearCost) -> None:
-        rows = {r.id: r for r in call.lease.rows} if call.lease is not None else {}
+        held, is_update = call.lease, call.node is not None and call.node.operation.updates
+        ids = held.ids.tolist() if held is not None else []
+        tokens_of = {} if held is None else dict(zip(ids, held.num_tokens.tolist(), strict=True))
+        versions = {} if held is None or not is_update else dict(zip(ids, held.versions, strict=True))
         fixed = bool(tasks[0][1].arguments.get("last", True)) if call.node is not None else True
         done: dict[int, float] = {}
         for _, task in tasks:
             if task.rows is not None and id(task.rows) not in done:
-                tokens = sum(rows[i].tokens for i in task.rows.ids.tolist())
+                tokens = sum([tokens_of[i] for i in task.rows.ids.tolist()])
                 done[id(task.rows)] = cost.seconds(len(task.rows.ids), tokens, fixed=fixed)
         seconds = max(done.values(), default=cost.fixed_s)  # ranks of one program wait for the slowest
         for replica, own in self._by_replica(call, tasks):
-            replies = [(rank, self._result(call, rank, task, rows, cost, seconds)) for rank, task in own]
+            replies = [(rank, self._result(call, rank, task, versions, cost, seconds)) for rank, task in own]
             weights = own[0][1].arguments.get("weights")
             version = weights.version if call.method == "receive_weights" and weights is not None else None
             replica.run(at)
@@ -253,21 +254,21 @@ class Simulated:
             self._note(replica)
 
     def _result(
-        self, call: Call, rank: int, task: Task, rows: Mapping[int, Row], cost: LinearCost, seconds: float
+        self, call: Call, rank: int, task: Task, versions: Mapping[int, int | None], cost: LinearCost, seconds: float
     ) -> Reply:
         if task.rows is None:
             return Reply(value=_value(task, rank) if task.keep else None, done=True, seconds=seconds)
-        published = self._published(call, task, rows, cost) if task.keep and len(task.rows.ids) else None
+        published = self._published(call, task, cost) if task.keep and len(task.rows.ids) else None
         wrote = published is not None and task.rows.writes
         return Reply(
             published,
             self._invent(8 * len(task.rows.ids)) if wrote else None,
-            _trained(call, [rows[i] for i in task.rows.ids.tolist()]) if task.keep else {},
+            _trained(call, [versions[i] for i in task.rows.ids.tolist()]) if task.keep and versions else {},
             done=True,
             seconds=seconds,
         )
 
-    def _published(self, call: Call, task: Task, rows: Mapping[int, Row], cost: LinearCost) -> Published | None:
+    def _published(self, call: Call, task: Task, cost: LinearCost) -> Published | None:
         """The report of a simulated call to the ledger."""
         share = task.rows
         assert share is not None
@@ -276,7 +277,8 @@ class Simulated:
             name = call.node.name if call.node else operation.name
             raise UserError(f"node {name!r} generates: its cost must be a Generation(...) in CostModel.nodes")
         if operation.shape is Shape.FILTER:
-            assert call.ledger is not None and call.node is not None
+            assert call.ledger is not None and call.node is not None and call.lease is not None
+            rows = call.lease.row_of
             graph, node = call.ledger.name, call.node.name
             whole = operation.whole_groups
             ids = ids[[self._draws.passes(cost, graph, rows[i], node, whole_groups=whole) for i in ids.tolist()]]
@@ -326,10 +328,9 @@ def _value(task: Task, rank: int) -> Any:
     return {"save_checkpoint": 0.0, "checkpoint_written": True}.get(task.method)
 
 
-def _trained(call: Call, rows: Sequence[Row]) -> Metrics:
-    """Staleness metrics of an update: its largest and mean lag in versions."""
-    assert call.node is not None
-    lags = [call.group.version - r.version for r in rows if r.version is not None and r.version >= 0]
-    if not call.node.operation.updates or not lags:
+def _trained(call: Call, versions: Sequence[int | None]) -> Metrics:
+    """Staleness metrics of an update of rows of these versions: its largest and mean lag."""
+    lags = [call.group.version - version for version in versions if version is not None and version >= 0]
+    if not lags:
         return {}
     return {"max_staleness": Max(float(max(lags))), "mean_staleness": Mean(float(sum(lags)), float(len(lags)))}

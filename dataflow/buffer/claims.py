@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from .leases import Held, Leases, Staleness
 from .live_rows import LiveRows
-from .rows import MAX_CHILDREN, Group, Ids, places_in
+from .rows import MAX_CHILDREN, Group, Ids, LevelRows, places_in
 
 
 class Claims:
@@ -55,13 +55,12 @@ class Claims:
 
     def set_ids_aside(self, held: Sequence[Held], level: int) -> None:
         """Sample ids for the rows of a level that will be made of these; a row of which some were made before keeps its own."""
-        new: list[tuple[Held, int]] = []
-        for one in held:
-            made = set(one.group.levels[level].parents)
-            new += [(one, place) for place in one.places if place not in made]
+        new: list[tuple[LevelRows, int]] = []
+        for group, of, _, places in held:
+            made = set(group.levels[level].parents)
+            new += [(group.levels[of], place) for place in places if place not in made]
         first = self._ids.take(len(new) * MAX_CHILDREN)
-        for k, (one, place) in enumerate(new):
-            rows = one.group.levels[one.level]
+        for k, (rows, place) in enumerate(new):
             rows.aside = rows.aside or {}
             rows.aside[place, level] = first + k * MAX_CHILDREN
 

@@ -164,14 +164,8 @@ class PublishedLists(NamedTuple):
     finished: list[int] | None
 
 
-class Held(NamedTuple):
-    """Rows of one group in a lease."""
-
-    group: Group
-    level: int
-    mask: int
-    places: Sequence[int]
-    """In the order of their sample ids."""
+Held: TypeAlias = tuple[Group, int, int, Sequence[int]]
+"""Rows of one group in a lease: the group, their level, their mask, and their places in the order of their sample ids."""
 
 
 @dataclass
@@ -216,7 +210,7 @@ class Lease:
                 places = (place,)
                 ids.append(rows.ids[place])
                 tokens.append(rows.tokens[place])
-            held.append(Held(group, level, mask, places))
+            held.append((group, level, mask, places))
         columns = np.array(ids, np.int64), np.array(tokens, np.int64)
         return cls(token, node, held, *columns, open=dict.fromkeys(ids), **others)
 
@@ -227,25 +221,36 @@ class Lease:
     @property
     def rows(self) -> list[Row]:
         """The rows, to look at; `ids` and the other columns say the same of all at once."""
-        return [Row(one.group, one.level, place) for one in self.held for place in one.places]
+        return [Row(group, level, place) for group, level, _, places in self.held for place in places]
+
+    @cached_property
+    def row_of(self) -> dict[int, Row]:
+        """The same by their sample ids."""
+        return dict(zip(self.ids.tolist(), self.rows, strict=True))
 
     @property
     def groups(self) -> list[Group]:
         """The groups of the rows."""
-        return [one.group for one in self.held]
+        return [group for group, _, _, _ in self.held]
 
     @property
     def first_children(self) -> np.ndarray:
         """[rows] int64 first of the MAX_CHILDREN sample ids that are set aside for the rows made of each (EXPAND only)."""
         level = self.node.makes_level
         assert level is not None
-        firsts = [one.group.levels[one.level].first_child(place, level) for one in self.held for place in one.places]
-        return np.array(firsts, np.int64)
+        rows = [(group.levels[of], places) for group, of, _, places in self.held]
+        return np.array([own.first_child(place, level) for own, places in rows for place in places], np.int64)
+
+    @property
+    def versions(self) -> list[int | None]:
+        """Oldest policy version in each row; None where no policy made it."""
+        rows = [(group.levels[level].versions, places) for group, level, _, places in self.held]
+        return [versions[place] for versions, places in rows for place in places]
 
     @property
     def step(self) -> int:
         """The step in which its first row was issued."""
-        return self.held[0].group.issued_in
+        return self.held[0][0].issued_in
 
     @property
     def num_groups(self) -> int:
@@ -259,7 +264,7 @@ class Lease:
     @cached_property
     def _rows_of_groups(self) -> list[int]:
         """How many rows each of `groups` has."""
-        return [len(one.places) for one in self.held]
+        return [len(places) for _, _, _, places in self.held]
 
     def of_groups(self, values: Sequence[int]) -> np.ndarray:
         """[rows] int64 the value of each row's group.
@@ -274,7 +279,7 @@ class Lease:
         """[rows] int64 row that each was made of; a row of the source is its own parent."""
         if self.node.level == SOURCE:
             return self.ids
-        above = self.held[0].group.levels[self.node.level].above if self.held else SOURCE
+        above = self.held[0][0].levels[self.node.level].above if self.held else SOURCE
         if above == SOURCE:
             return self.of_groups([group.levels[SOURCE].ids[0] for group in self.groups])
         parents = [
@@ -372,10 +377,10 @@ class Leases:
         if lease.deadline is not None:
             heapq.heappush(self._deadlines, (lease.deadline, lease.token))
         level = lease.node.makes_level
-        for one in lease.held if level is not None else ():
-            rows = one.group.levels[one.level]
+        for group, of, _, places in lease.held if level is not None else ():
+            rows = group.levels[of]
             under = rows.made_under = rows.made_under or {}
-            under |= {(place, level): lease.token for place in one.places if rows.ids[place] in lease.open}
+            under |= {(place, level): lease.token for place in places if rows.ids[place] in lease.open}
 
     def take_token(self) -> int:
         """The token of a new lease."""

@@ -9,8 +9,8 @@ import numpy as np
 
 from ..graph import Graph
 from ..node import SOURCE
-from .leases import Held, Lease
-from .rows import Part
+from .leases import Lease
+from .rows import Group, Part
 from .segments import Segment
 
 
@@ -45,19 +45,19 @@ class Pieces:
         self._source = source
         self._found: list[tuple[tuple[str, ...], np.ndarray, list[Part] | None]] = []
         """Columns, the keys of all rows, and the part of each; None: they are the source's."""
-        places = {other.name: i for i, other in enumerate(graph.nodes)}
+        numbers = {other.name: i for i, other in enumerate(graph.nodes)}
         for writer, columns in by_writer.items():
             if not writer:
                 assert source is not None, f"graph {graph.name!r} has no segment with the rows of its source"
                 positions = lease.of_groups([group.position for group in lease.groups])
                 self._found.append((tuple(columns), positions, None))
                 continue
-            level, i = graph.level_of(writer), places[writer]
+            level, i = graph.level_of(writer), numbers[writer]
             parts: list[Part | None] = []
             owners: list[int] = []
-            for one in lease.held:
-                rows = one.group.levels[level]
-                own = one.places if level == one.level else _places_on(one, level)
+            for group, at, _, places in lease.held:
+                rows = group.levels[level]
+                own = places if level == at else _places_on(group, at, places, level)
                 if len(own) == 1:
                     parts.append(rows.parts[i][own[0]])
                 else:
@@ -97,10 +97,9 @@ class Pieces:
         return pieces
 
 
-def _places_on(held: Held, level: int) -> Sequence[int]:
-    """Places of the rows of a lease, or of their ancestors, on a level."""
-    at, places = held.level, held.places
+def _places_on(group: Group, at: int, places: Sequence[int], level: int) -> Sequence[int]:
+    """Places of the ancestors, on a level, of rows of the level `at`."""
     while at != level:
-        rows = held.group.levels[at]
+        rows = group.levels[at]
         at, places = rows.above, [0] * len(places) if rows.above == SOURCE else [rows.parents[k] for k in places]
     return places
