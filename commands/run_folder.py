@@ -43,6 +43,9 @@ def find_run(name: str) -> Path:
         raise UserError(f"there is no run {path}{nearest(path.name, run_names(path.parent))}")
     inside = {entry.name for entry in _entries(path)}
     if not inside & LEFT:
+        runs = [name for name in run_names(path) if LEFT.intersection(entry.name for entry in _entries(path / name))]
+        if runs:
+            raise UserError(f"{path} is a folder of runs: name one of them, such as {path / runs[0]}")
         found = "is empty" if not inside else f"has none of what a run leaves behind ({', '.join(sorted(LEFT))})"
         raise UserError(f"{path} holds no run: it {found}")
     return path

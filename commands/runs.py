@@ -15,10 +15,10 @@ from .run_folder import RUNS, run_names
 
 @dataclass(frozen=True, kw_only=True)
 class Runs(Command):
-    """List the runs of a folder: status, step, time, reward, and the last warning or error of each."""
+    """List the runs of a folder, or one run: status, step, time, reward, and the last warning or error of each."""
 
     folder: Annotated[Positional[Path], arg(metavar="FOLDER")] = RUNS
-    """The folder of all runs."""
+    """The folder of all runs, or of one."""
 
     def answer(self) -> Answer:
         from ..dashboard.reading.run_facts import facts_of, is_run
@@ -27,7 +27,8 @@ class Runs(Command):
             raise UserError(
                 f"there is no folder {self.folder}: name the one that your runs are in (the default is {RUNS}/)"
             )
-        found = [facts_of(self.folder / name) for name in run_names(self.folder) if is_run(self.folder / name)]
+        paths = [self.folder] if is_run(self.folder) else [self.folder / name for name in run_names(self.folder)]
+        found = [facts_of(path) for path in paths if is_run(path)]
         notes = [f"damaged: {what}" for facts in found for what in facts.damage]
         if not found:
             return Answer({"runs": []}, f"no runs in {self.folder}", notes)

@@ -133,8 +133,9 @@ class View:
 
         alerts = read_alerts(self.run)
         for alert in alerts[max(0, len(alerts) - self.last) :] if not self._alerts else alerts[self._alerts :]:
-            said = f"ended at step {alert.step}: {alert.text}" if alert.ends else f"step {alert.step}: {alert.text}"
-            self.display.say(said, warning=True)
+            when = "" if alert.text.startswith(("step ", "steps ")) else f"step {alert.step}"
+            said = " at ".join(part for part in ("ended" * alert.ends, when) if part)
+            self.display.say(f"{said}: {alert.text}" if said else alert.text, warning=True)
         self._alerts = len(alerts)
 
     @property

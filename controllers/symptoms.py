@@ -450,6 +450,6 @@ class Watch:
         if not text or self._in_a_row[symptom.name] < symptom.steps:
             return None
         self._said.add(symptom.name)
-        before = f", and {symptom.steps - 1} steps before" if symptom.steps > 1 else ""
-        when = f"step {step}{before}: " if symptom.steps else ""
+        steps = f"steps {step - symptom.steps + 1} to {step}" if symptom.steps > 1 else f"step {step}"
+        when = f"{steps}: " if symptom.steps else ""
         return Seen(symptom, f"{when}{text}. {symptom.advice}")

@@ -20,6 +20,8 @@ def test_runs_lists_each_run_with_its_state(done: Path, capsys: pytest.CaptureFi
         ("one", "done", 3, 3),
         ("two", "done", 3, 3),
     ]
+    assert main(["runs", "runs/two"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["run", "two"]
 
 
 def test_runs_says_what_ended_a_run_and_which_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

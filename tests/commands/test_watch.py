@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import threading
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from recorded_runs import Live
 
 from weft.__main__ import main
 from weft.commands.watch import View
+from weft.controllers.alerts import Alerts
 from weft.controllers.telling.lines import PlainLines
 from weft.controllers.telling.terminal import Terminal
 
@@ -43,6 +45,20 @@ def test_a_folder_that_holds_no_run_is_refused(done: Path, tmp_path: Path, capsy
             (folder / inside).write_text("{}")
         assert main(["watch", str(folder)]) == 2
         assert f"error: {folder} holds no run: {says}" in capsys.readouterr().err
+    assert main(["watch", str(done)]) == 2
+    assert f"{done} is a folder of runs: name one of them, such as {done / 'one'}" in capsys.readouterr().err
+
+
+def test_an_alert_names_its_steps_once(done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = Path(shutil.copytree(done / "one", tmp_path / "alerted"))
+    alerts = Alerts(run)
+    alerts.step = 3
+    alerts.add("equal_rewards", "steps 1 to 3: all rewards are equal. Try another reward.")
+    alerts.add("failed", "worker actor[0] is gone", ends=True)
+    assert main(["watch", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "warning: steps 1 to 3: all rewards are equal" in said
+    assert "warning: ended at step 3: worker actor[0] is gone" in said
 
 
 def test_with_json_it_is_the_present_state(done: Path, capsys: pytest.CaptureFixture[str]):

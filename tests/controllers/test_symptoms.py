@@ -135,7 +135,7 @@ def test_groups_that_have_lost_their_signal_are_said_with_the_reward():
         {"groups_without_signal": 0.96, "reward/mean": 0.99},
     )
     (said,) = seen({}, some, *[none] * 9)
-    assert said.startswith("step 6, and 4 steps before: 96% of the groups have equal rewards (reward 0.99)")
+    assert said.startswith("steps 2 to 6: 96% of the groups have equal rewards (reward 0.99)")
     assert "the prompts are learned" in said and "drop_zero_variance" in said
     assert seen({}, some, *[none] * 4, some, *[none] * 4) == []
 
@@ -143,7 +143,7 @@ def test_groups_that_have_lost_their_signal_are_said_with_the_reward():
 def test_rewards_that_are_equal_over_all_responses_are_said_where_no_group_compares_them():
     equal = {"reward/mean": 0.5, "reward/std": 0.0}
     (said,) = seen({}, *[equal] * 10)
-    assert said.startswith("step 3, and 2 steps before: all rewards are equal (all are 0.5)") and "Try " in said
+    assert said.startswith("steps 1 to 3: all rewards are equal (all are 0.5)") and "Try " in said
     assert seen({}, equal, equal, {"reward/mean": 0.5, "reward/std": 0.1}, equal, equal) == []
     assert seen({}, *[{"eval/reward/std": 0.0}] * 10) == [], "an evaluation may well be perfect"
 
