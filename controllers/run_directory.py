@@ -62,7 +62,7 @@ RECENT = 64
 class RunDirectory:
     """`config.json`, `graph.mmd`, metrics and timeline (`dataflow/buffer/run_tables.py`), `samples/`, `logs/`, `checkpoints/`."""
 
-    flush_interval_s = 1.0
+    flush_interval_s = 0.5
     """Longest delay, in seconds, before new metrics and timeline entries are on disk."""
 
     def __init__(self, path: Path, lock: RunLock | None = None, *, origin: str = "begins with step 1") -> None:

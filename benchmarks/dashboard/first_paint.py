@@ -29,10 +29,8 @@ def measure(large: Path, folder: Path) -> dict[str, Any]:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         paints: list[float] = []
         for _ in range(VISITS):
-            page = browser.new_context().new_page()
-            page.goto(f"{client.base_url}?token={TOKEN}")
+            page = browser.new_context(extra_http_headers={"authorization": f"Bearer {TOKEN}"}).new_page()
             page.goto(f"{client.base_url}#/curves?run={run}")
-            page.reload()
             page.wait_for_function(f"{PAINT} !== undefined")
             paints.append(float(page.evaluate(PAINT)))
             page.context.close()
