@@ -33,8 +33,8 @@ from ..run_spec import RunSpec
 
 NUMBER = 4
 """Bytes of a token's id, of its log-probability, of its version, and of its advantage in a file of samples."""
-ROW = 60
-"""Bytes of a row besides: identity, reward, reason of the end, offsets of its lists."""
+ROW = 72
+"""Bytes of a row besides: identity, reward, reason of the end, offsets of its lists and texts, its part of the file's own."""
 
 
 @dataclass(frozen=True)

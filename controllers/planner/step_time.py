@@ -42,7 +42,8 @@ def step_time(spec: RunSpec, sizes: StepSizes, costs: CostModel, of: str) -> Ste
     """
     graph, places = spec.graphs[TRAIN], spec.placement
     if any(isinstance(cost, Generation) for cost in costs.nodes.values()):
-        found = bound(costs, graph, {n: places[n] for n in places}, prompts_per_step=sizes.prompts)
+        placed = {name: place for name, place in places.items() if name == FUNCTIONS or name in graph.handles}
+        found = bound(costs, graph, placed, prompts_per_step=sizes.prompts)
         return StepTime(found.seconds, {}, of, at_best=True)
     nodes: dict[str, float] = {}
     for node in graph.nodes:

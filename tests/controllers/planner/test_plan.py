@@ -1,0 +1,83 @@
+"""Sizes, bytes and seconds of a plan, worked by hand on toys."""
+
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
+
+from weft.algorithms.supervised import supervised
+from weft.controllers.driver import Driver
+from weft.controllers.placement import Place, ResourcePool
+from weft.controllers.planner.plan import Plan, plan_of
+from weft.controllers.planner.sizes import sample_bytes, step_sizes
+from weft.controllers.planning import planning
+from weft.controllers.schedule import Asynchronous, Synchronous
+from weft.controllers.simulation.costs import CostModel, FixedLengths, Generation, LinearCost
+from weft.controllers.simulation.simulated import Simulated
+from weft.dataflow.errors import Planned
+from weft.dataflow.handle import group
+from weft.dataflow.source import TableSource
+from weft.workers.actor import ActorWorker
+
+COSTS = CostModel(
+    nodes={
+        "rollout.generate": LinearCost(fixed_s=1.0, per_row_s=0.1),
+        "actor.update": LinearCost(per_row_s=0.05),
+        "rollout.receive_weights": LinearCost(fixed_s=0.25),
+        "elsewhere": LinearCost(fixed_s=100.0),
+    }
+)
+
+
+def planned(**settings: Any) -> Plan:
+    rollout, reward, actor = group(ToyRollout), group(ToyReward), group(ToyActor)
+    rollout.follows(actor)
+    training = toy_grpo(prompts(8), rollout=rollout, reward=reward, actor=actor, n=4)
+    apart = {"rollout": Place(ResourcePool("a", cpus=2), ranks=2), "actor": Place(ResourcePool("b", cpus=1))}
+    common = {"schedule": Synchronous(steps=5, prompts_per_step=6), "placement": apart, "backend": Simulated(COSTS)}
+    with planning() as made, pytest.raises(Planned):
+        Driver(training, **{**common, **settings})
+    assert made.spec is not None
+    return plan_of(made.spec)
+
+
+def test_a_step_takes_what_its_calls_take_one_after_the_other():
+    time = planned().time
+    assert time is not None and not time.at_best
+    # 24 rows, 12 on each of two rollouts; all of them on the one actor.
+    assert time.nodes == pytest.approx(
+        {"rollout.generate": 1 + 12 * 0.1, "actor.update": 24 * 0.05, "rollout.receive_weights": 0.25}
+    )
+    assert time.seconds == pytest.approx(2.2 + 1.2 + 0.25)
+
+
+def test_where_generation_runs_ahead_the_slowest_pool_is_the_time_that_nothing_beats():
+    time = planned(schedule=Asynchronous(steps=5, prompts_per_step=6)).time
+    assert time is not None and time.at_best and time.seconds == pytest.approx(2.2 + 0.25)
+
+
+def test_costs_with_lengths_give_the_bound_of_the_simulation():
+    generation = Generation(lengths=FixedLengths(lengths=((10,),)), decode_step_s=0.5, max_num_seqs=4)
+    time = planned(backend=Simulated(CostModel(nodes={"rollout.generate": generation}))).time
+    # 24 responses of 10 tokens, four at a time on each of two replicas.
+    assert time is not None and time.at_best and time.seconds == pytest.approx(24 * 10 * 0.5 / 4 / 2)
+
+
+def test_a_step_has_its_rows_updates_and_memory_beside_the_machine():
+    plan = planned()
+    assert (plan.sizes.prompts, plan.sizes.rows) == (6, 24)
+    [update] = plan.updates
+    assert (update.rows, update.replicas, update.optimizer_steps, update.microbatches_per_replica) == (24, 1, 1, 1)
+    assert {g.group: g.ranks for g in plan.groups if g.group in ("rollout", "actor")} == {"rollout": 2, "actor": 1}
+    assert plan.host_bytes == plan.driver_bytes + sum(g.ranks * g.libraries for g in plan.groups)
+    assert plan.machine.memory_bytes > plan.machine.memory_free > 0 and plan.device_bytes == {}
+    assert plan.disk_bytes == plan.sample_bytes == 5 * sample_bytes(plan.spec.graphs["train"], plan.sizes) > 0
+
+
+def test_responses_of_data_count_with_their_mean_length():
+    ragged = pa.list_(pa.int32())
+    columns = {"prompt_ids": [[1, 2], [1, 2, 3, 4]], "response_ids": [[1] * 10, [1] * 20]}
+    rows = TableSource("rows", pa.table({name: pa.array(each, ragged) for name, each in columns.items()}))
+    sizes = step_sizes(supervised(rows, actor=group(ActorWorker, model="m")), 4)
+    assert (sizes.prompt_tokens, sizes.response_tokens, sizes.sampled, sizes.rows) == (3, 15, False, 4)
