@@ -66,8 +66,9 @@ class Serving:
             raise UserError(
                 f"--host {host} without a token would show the runs to everybody who reaches this machine; leave --token out to get one"
             )
-        own = {host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
-        names = frozenset[str]() if loopback else frozenset(own)
+        # A name server that does not answer takes seconds: loopback asks none.
+        known = () if loopback else (host, socket.gethostname(), socket.getfqdn())
+        names = frozenset(name.lower() for name in known)
         token = new_token() if token is None else token
         return cls(_listen(host, port), folder, token, names, any_address=not loopback)
 
