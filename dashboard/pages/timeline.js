@@ -30,11 +30,13 @@ function zoomer({ set }, data) {
 
 /** When steps began and ended: first in all of the run, of which only some are told where it is long, then within that stretch. */
 async function stretchOf(run, first, last) {
-  const within = ({ steps, start_s, total_s }) => [steps.findLast((one) => one.step < first)?.end_s ?? start_s ?? 0, steps.find((one) => one.step >= last)?.end_s ?? total_s];
+  const within = (steps, start, end) => [steps.findLast((one) => one.step < first)?.end_s ?? start, steps.find((one) => one.step >= last)?.end_s ?? end];
   const whole = await get("timeline", { run, width: WIDTH });
   if (!(first >= 0) || !whole.steps.length) return null;
-  const [start, end] = within(whole);
-  return within(await get("timeline", { run, start, end, width: WIDTH }));
+  const [start, end] = within(whole.steps, 0, whole.total_s);
+  const margin = (end - start) / 100; // times of steps are rounded
+  const near = await get("timeline", { run, start: Math.max(0, start - margin), end: end + margin, width: WIDTH });
+  return within(near.steps, start, end);
 }
 
 function gaps(data, zoom) {
