@@ -140,8 +140,10 @@ class View:
 
     @property
     def _evaluations(self) -> Sequence[str]:
+        from ..dataflow.graph import TRAIN
+
         graphs = self._facts.config.get("graphs")
-        return [name for name in graphs if name != "train"] if isinstance(graphs, Mapping) else []
+        return [name for name in graphs if name != TRAIN] if isinstance(graphs, Mapping) else []
 
     def _take_metrics(self) -> None:
         """Read what is new of the stream; once the run is over, the file that it became."""

@@ -9,11 +9,10 @@ from ..dataflow.buffer.capacity import expected_rows
 from ..dataflow.buffer.sample_buffer import BufferConfig
 from ..dataflow.column import OLD_LOGPROBS, RESPONSE_LOGPROBS, RESPONSE_VERSIONS
 from ..dataflow.errors import UserError, nearest
-from ..dataflow.graph import Graph
+from ..dataflow.graph import TRAIN, Graph
 from ..dataflow.handle import Handle
 from ..dataflow.operation import Shape
 from ..dataflow.prompts.prompts import Prompts
-from .graph_run import TRAIN
 from .placement import Place
 from .recovery.checkpoints import CheckpointConfig, has_state
 from .recovery.resume import WITHOUT_ROWS, ResumePoint

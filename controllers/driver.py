@@ -13,7 +13,7 @@ from ..dataflow.arguments import names_arguments
 from ..dataflow.buffer.disk import is_full
 from ..dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
 from ..dataflow.errors import RunError, SymptomError, TakenOverError, UserError, WeftError, WorkerDied
-from ..dataflow.graph import Graph
+from ..dataflow.graph import TRAIN, Graph
 from ..dataflow.handle import Handle
 from ..dataflow.prompts.prompts import Prompts
 from ..dataflow.source import fingerprint
@@ -192,7 +192,7 @@ class Driver:
         """Start the worker groups and give every follower its leader's weights."""
         if self._with_dashboard:
             self._open_dashboard()
-        for mistake in mistakes(self._spec.graphs["train"], self._spec.handles):
+        for mistake in mistakes(self._spec.graphs[TRAIN], self._spec.handles):
             self._history.progress.alert("mistake", mistake)
         try:
             self._start()

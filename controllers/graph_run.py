@@ -15,14 +15,11 @@ from ..algorithms.diagnostics import length_bias
 from ..algorithms.evaluation import interval
 from ..dataflow.buffer.leases import Lease, Published
 from ..dataflow.buffer.ledger import Ledger
-from ..dataflow.graph import Graph
+from ..dataflow.graph import TRAIN, Graph
 from ..dataflow.metrics import Estimate, Metric, merge
 from ..dataflow.node import Node
 from ..dataflow.operation import Shape
 from .cursor import Cursor
-
-TRAIN = "train"
-"""Name of the training graph in its run."""
 
 
 def values_of(metrics: Mapping[str, Metric]) -> dict[str, float]:

@@ -41,9 +41,8 @@ from ..dataflow.buffer.samples import FOLDER as SAMPLES
 from ..dataflow.buffer.samples import sample_files, unfinished_files
 from ..dataflow.config import Config
 from ..dataflow.errors import UserError
-from ..dataflow.graph import Graph
+from ..dataflow.graph import TRAIN, Graph
 from ..dataflow.redaction import redacted, without_secrets
-from .graph_run import TRAIN
 from .run_lock import FOLDER as LOCK
 from .run_lock import RunLock, epochs
 

@@ -13,11 +13,11 @@ from ..dataflow.buffer.ledger import Ledger
 from ..dataflow.buffer.sample_buffer import SampleBuffer
 from ..dataflow.buffer.scratch import notes
 from ..dataflow.column import PROMPT_IDS
-from ..dataflow.graph import Graph
+from ..dataflow.graph import TRAIN, Graph
 from ..dataflow.node import SOURCE
 from .backends.backend import FILE_BYTES, Backend, Files, Setup, this_node
 from .cursor import CURSOR, Cursor, positions
-from .graph_run import TRAIN, EvaluationRun, GraphRuns, TrainingRun
+from .graph_run import EvaluationRun, GraphRuns, TrainingRun
 from .loop.recording import with_recording
 from .own_groups import RECORDER
 from .ranks.row_io import num_tokens

@@ -22,6 +22,9 @@ from .source import Source, TableSource
 from .takes import takes_as_json, takes_from_json
 from .validation import following_problems, refuse, rows_problems
 
+TRAIN = "train"
+"""Name of the graph of a run that trains."""
+
 
 @dataclass(frozen=True)
 class Graph:

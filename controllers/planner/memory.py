@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...dataflow.errors import UserError
+from ...dataflow.graph import TRAIN
 from ...dataflow.handle import Handle
 from ...workers.model_folder import complete_text_settings, find_model_config, head_dim, num_heads
 from ...workers.reward_model import RewardModelConfig
 from ...workers.training.engine import ModelConfig
 from ...workers.training.memory import BYTES, checkpoint_bytes, model_size, training_memory
-from ..graph_run import TRAIN
 from ..placement import Place
 from ..run_spec import RunSpec
 from .resident import HELD_FREE, resident_bytes

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...dataflow.graph import TRAIN
 from ...dataflow.metric_names import FUNCTIONS
-from ..graph_run import TRAIN
 from ..run_spec import RunSpec
 from ..schedule import Synchronous
 from ..simulation.bound import bound

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ...dataflow.errors import DeadlineError, UserError, WorkerError
+from ...dataflow.graph import TRAIN
 from ...workers.worker import MAX_FAILED
 from ..backends.backend import Backend, Event
 from ..group import REGISTER, Call, WorkerGroup, publishes_as_it_goes
@@ -53,7 +54,7 @@ class FailureCounts:
         """Counts that are not 0, as metrics."""
         counts = Counter({"replaced_workers": self.replaced, "requeued_rows": self.requeued})
         for (graph, _), rows in self.dropped.items():
-            counts["failed_rows" if graph == "train" else f"{graph}/failed_rows"] += rows
+            counts["failed_rows" if graph == TRAIN else f"{graph}/failed_rows"] += rows
         return {name: float(count) for name, count in counts.items() if count}
 
 

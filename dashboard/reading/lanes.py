@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...controllers.graph_run import TRAIN
+from ...dataflow.graph import TRAIN
 from .call_log import CallLog
 from .live import part
 

@@ -1,6 +1,6 @@
 """Readiness: what the nodes of a graph can claim now, and what is left for them to do.
 
-    a row at a node that takes rows        RowState:    blocked ──offer_row──> ready ──take_rows──> leased ──> done
+    a row at a node that takes rows        RowState:    blocked ──offer_rows─> ready ──take_rows──> leased ──> done
     a group at a node that takes groups    GroupState:  gathering ──offer_group──> ready ──next_group, claim_group──> claimed
                                                                         held <──hold_group──┘
 
@@ -138,7 +138,7 @@ class Readiness:
                 if group is None:
                     continue
                 rows = group.levels[level]
-                if mask := rows.offered[i] & ~(rows.done[i] | rows.leased[i] | rows.skipped[i]):
+                if mask := rows.ready(i):
                     taken.append((group, mask))
         else:
             taken = self._take_some(i, number, known)
