@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import arg
 
 from ..dataflow.errors import Planned, UserError
 from .command import Answer, ScriptCommand
@@ -22,7 +24,7 @@ class PlanRun(ScriptCommand):
     """Say what a script's run will be: its settings with the origin of each, its graphs, the sizes of a step, the memory of each rank
     beside what this machine has, and bytes on the disk. The script runs up to its first driver; nothing is started or written."""
 
-    like: str | None = None
+    like: Annotated[str | None, arg(metavar="RUN", help_behavior_hint="")] = None
     """Directory of an earlier run, or its name under runs/: the time of a step is computed from what its calls took."""
 
     def answer(self) -> Answer:
