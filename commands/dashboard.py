@@ -26,8 +26,7 @@ class Dashboard(Command):
     """Port that it listens on; 0: one that is free."""
     token: Annotated[str | None, arg(metavar="TOKEN", help_behavior_hint="")] = None
     """What the address is to carry; default: a new one. An empty one asks for none, on loopback alone."""
-
-    export: Annotated[Path | None, arg(metavar="FILE.html")] = None
+    export: Annotated[Path | None, arg(metavar="FILE.html", help_behavior_hint="")] = None
     """Write the run to this one file instead, to be opened anywhere, and end."""
 
     def answer(self) -> Answer:
