@@ -14,8 +14,8 @@
 | `speedup_over_gather` | the same, by gathering on every rank, a CRC-32 by rank 0, shared memory, another CRC-32, and `load_weights` | 4 |
 | `plan_70b_s` | seconds to plan 70B parameters from 64 FSDP ranks to 64 ranks of TP 8 | 5 |
 | `delta_bytes_share` | bytes that travel after a step that has changed one published element in a hundred, over all bytes | 0.03 |
-| `pause_share` | of the time of a transfer with a double buffer, the part in which vLLM cannot generate | 0.5 |
-| `pause_share_without` | the same without one | |
+| `pause_share` | seconds in which vLLM cannot generate, with a double buffer, over those of a transfer without one | 0.5 |
+| `pause_share_without` | the same, without a double buffer | |
 
 Two ranks (FSDP2 over gloo) give 125 million float32 parameters to one engine of vLLM on the CPUs of this machine; ways take turns, and
 seconds are medians. A table projects the plans of large models at the rates of

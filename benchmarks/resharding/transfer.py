@@ -68,8 +68,8 @@ class Ways:
         self.parts: Seconds = {}
         """Of the last transfer in Weft's way, on the clock; and those of the processor, by the threads that do the work."""
         self.cpu_parts: Seconds = {}
-        self.pause_s = self.lost_s = 0.0
-        """Of the last transfer with a double buffer: seconds without sampling, and those by which it has delayed what is sampled."""
+        self.pause_s = 0.0
+        """Of the last transfer with a double buffer: seconds without sampling."""
         settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
         ray.init(
             "local", num_cpus=RANKS, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": settings}
@@ -155,23 +155,13 @@ class Ways:
         self._version += 1
         weights = reduce(add, self._all("publish", self._version)).to("rollout[0]")
         yield
-        steps, start = 0, time.perf_counter()
         for _ in self._engine.stage_weights(weights):
             next(self._sampling)
-            steps += 1
-        came = time.perf_counter()
+        start = time.perf_counter()
         checksum = self._engine.update_weights(weights)
-        self.pause_s = time.perf_counter() - came
+        self.pause_s = time.perf_counter() - start
         if reduce(add, (given for given, _, _ in self._all("finish", self._version))).checksum != checksum:
             raise RuntimeError("another checksum arrived than was given")
-        self.lost_s = came - start + self.pause_s - steps * self.step_s()
-
-    def step_s(self, count: int = 8) -> float:
-        """Seconds of a step of sampling by itself."""
-        start = time.perf_counter()
-        for _ in range(count):
-            next(self._sampling)
-        return (time.perf_counter() - start) / count
 
     def _sample(self) -> Iterator[None]:
         """Responses without an end."""
@@ -265,7 +255,7 @@ def measure(rounds: int = 7, *, small: bool = False) -> dict[str, Any]:
         "wire_over_memcpy": wire(""),
         "wire_over_memcpy_cpu": wire(CPU),
         **{f"speedup_over_{name}": round(s / whole["weft"], 2) for name, s in whole.items() if name != "weft"},
-        "pause_share": round(middle["double_buffer: paused"] / middle["double_buffer"], 3),
+        "pause_share": round(middle["double_buffer: paused"] / whole["weft"], 3),
         "pause_share_without": round(middle["weft: paused"] / whole["weft"], 3),
         "seconds": {name: round(value, 4) for name, value in middle.items()},
         "model_bytes": model_bytes,
@@ -286,7 +276,6 @@ def _rounds(ways: Ways, rounds: int) -> tuple[dict[str, list[float]], bool]:
         ways.change()
         found["double_buffer"].append(sum(timed(ways.double_buffer)))
         found["double_buffer: paused"].append(ways.pause_s)
-        found["double_buffer: sampling lost"].append(ways.lost_s)
         for kind, seconds in zip(("", CPU), ways.copies(), strict=True):
             found[f"plain copies{kind}"].append(seconds)
         for kind, parts in (("", ways.parts), (CPU, ways.cpu_parts)):
