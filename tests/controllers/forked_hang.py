@@ -14,13 +14,15 @@ def hang_holding_the_interpreter() -> tuple[int, str]:
     said = Path(tempfile.mkstemp()[1])
     if not (child := os.fork()):
         os.dup2(os.open(said, os.O_WRONLY), 2)
-        watch = SilenceWatch()
-        with watch.over(0.4):
-            until = time.monotonic() + 0.35
-            while time.monotonic() < until:  # until the watch has seen that it is silent
-                time.sleep(0.01)
-            ctypes.PyDLL(None).sleep(60)
-        os._exit(0)
+        try:
+            watch = SilenceWatch()
+            with watch.over(1.0):
+                until = time.monotonic() + 0.8
+                while time.monotonic() < until:  # until the watch has seen that it is silent
+                    time.sleep(0.01)
+                ctypes.PyDLL(None).sleep(60)
+        finally:
+            os._exit(3)
     _, status = os.waitpid(child, 0)
     text = said.read_text()
     said.unlink()

@@ -50,12 +50,12 @@ def hang(root: Path, reward: type, **settings: float) -> None:
 def test_a_worker_that_hangs_ends_the_run_with_its_stack(tmp_path: Path):
     before, begun = signal.getsignal(SIGNAL), time.monotonic()
     with pytest.raises(DeadlineError) as ended:
-        hang(tmp_path, Hanging, call_timeout_s=0.4)
+        hang(tmp_path, Hanging, call_timeout_s=1.5)
     said = str(ended.value)
-    assert said.startswith("nobody answered for 0 s. Waited for: worker reward[0], node 'reward.score', on ")
+    assert said.startswith("nobody answered for 2 s. Waited for: worker reward[0], node 'reward.score', on ")
     assert "samples " in said and "reward[0]: it stands at (the innermost call first)" in said
     assert "in waits_for_an_answer" in said and "executor.py" not in said
-    assert time.monotonic() - begun < 20 and signal.getsignal(SIGNAL) == before
+    assert time.monotonic() - begun < 50 and signal.getsignal(SIGNAL) == before
 
 
 def test_a_worker_that_hangs_while_it_is_made_is_named(tmp_path: Path):
@@ -76,9 +76,10 @@ def wait(seconds: float) -> None:
 
 
 def test_a_call_that_goes_on_is_left_alone(watch: SilenceWatch):
-    with watch.over(0.4):
-        for _ in range(8):
-            wait(0.1)
+    begun = time.monotonic()
+    with watch.over(0.5):
+        while time.monotonic() - begun < 1.0:
+            wait(0.01)
             watch.advance()
     with pytest.raises(Silent), watch.over(0.2):
         wait(20)
