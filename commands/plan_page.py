@@ -96,10 +96,11 @@ def _step(plan: Plan) -> Iterator[str]:
         )
     for update in plan.updates:
         per_step = max(1, update.microbatches_per_replica // update.optimizer_steps)
+        where = f"{'each of ' * (update.replicas > 1)}{_count(update.replicas, 'replica')}"
         yield (
-            f"  {update.node}: {_count(update.rows, 'row')} → {update.rows_per_replica:,} on each of "
-            f"{_count(update.replicas, 'replica')} → {_count(update.optimizer_steps, 'optimizer step')} of "
-            f"{_count(per_step, 'microbatch')} of {_count(update.rows_per_microbatch, 'row')} at most"
+            f"  {update.node}: {_count(update.rows, 'row')} → {update.rows_per_replica:,} on {where} → "
+            f"{_count(update.optimizer_steps, 'optimizer step')} of {_count(per_step, 'microbatch')} of "
+            f"{_count(update.rows_per_microbatch, 'row')} at most"
         )
     if plan.time is not None:
         how = "no schedule is quicker" if plan.time.at_best else "one call after the other"
@@ -138,13 +139,14 @@ def _group(group: GroupMemory) -> Sequence[str]:
     parts = {"libraries": group.libraries, **{f"{what} (host)": number for what, number in group.on_host.items()}}
     for phase, found in group.phases.items():
         parts |= {what if phase == "at rest" else f"{what} ({phase})": number for what, number in found.items()}
+    parts = {what: number for what, number in parts.items() if number}
     small = [what for what, number in parts.items() if number < LEAST * sum(parts.values())]
     if len(small) > 1:
         parts["smaller ones"] = sum(parts.pop(what) for what in small)
     told = " + ".join(f"{what} {amount(number)}" for what, number in parts.items())
     total = amount(group.host) + (f" + {amount(group.device)} of a GPU" if group.on_gpu else "")
     unknown = f" ({group.unknown.splitlines()[0]})" if group.unknown else ""
-    return group.group, where, total, told + unknown
+    return group.group, where, total if parts else "-", (told or "in the driver's process") + unknown
 
 
 def _machine(plan: Plan) -> Iterator[str]:

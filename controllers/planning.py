@@ -28,6 +28,8 @@ class Planning:
     """What its driver is to run; None: it made no driver."""
     sketched: list[Path] = field(default_factory=list)
     """What the run would make first, and has not made yet."""
+    stands_for: dict[Path, Path] = field(default_factory=dict)
+    """Folder of sketches -> the folder that it stands for."""
     passes: list[tuple[str, int]] = field(default_factory=list)
     """Graphs that would go once over their rows first, and how many these are."""
 
@@ -80,8 +82,10 @@ def prepared(made: str | Path, make: Callable[[], object], sketch: Callable[[Pat
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         sketch(path)
-        if path != made:  # else it belongs to something that is sketched
-            present.sketched.append(made)
+        if path != made:
+            present.stands_for.setdefault(path.parent, made.parent)
+        folder = next(folder for folder in present.stands_for if path.is_relative_to(folder))
+        present.sketched.append(present.stands_for[folder] / path.relative_to(folder))
     return path
 
 

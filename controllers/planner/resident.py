@@ -28,7 +28,9 @@ PLAIN = 200 * MIB
 DRIVER = 240 * MIB
 """The driver, with Ray."""
 TORCH = 405 * MIB
-"""More of a driver whose script has imported torch, to prepare a model, say; and of one that has the groups in its process."""
+"""More of a driver whose script has imported torch, to prepare a model, say."""
+ONE_PROCESS = 540 * MIB
+"""Driver and all groups together, under `Local`, without Ray."""
 HELD_FREE = 0.15
 """Of what a pass makes and gives back, on a CPU: the share by which the heap is larger than what is in use. Two FSDP2 ranks of a model of
 84M parameters held 11 to 15 % more than their tensors took at most."""
@@ -52,7 +54,7 @@ def resident_bytes(name: str, handle: Handle, functions: Iterable[Callable[..., 
 
 def driver_bytes(*, in_process: bool) -> int:
     """What the driver takes: to be asked before the planner itself imports torch."""
-    return DRIVER + TORCH * (in_process or "torch" in sys.modules)
+    return ONE_PROCESS if in_process else DRIVER + TORCH * ("torch" in sys.modules)
 
 
 def _uses_torch(function: Callable[..., Any]) -> bool:
