@@ -168,4 +168,6 @@ listen(changed, (state) => {
   connection = state;
   frame();
 });
+// A dashboard of one run, and an exported one, open on the run itself.
+if (!location.hash) get("runs").then(({ single, runs: [only, ...others] }) => (single || isExported) && only && !others.length && !location.hash && go("curves", { run: only.run }), () => {});
 routed();
