@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from ..dataflow.byte_units import GIB, MIB
+
 if TYPE_CHECKING:
     from ..controllers.planner.memory import GroupMemory
     from ..controllers.planner.plan import Plan
@@ -13,7 +15,6 @@ if TYPE_CHECKING:
     from ..controllers.settings import Composed
     from ..dataflow.graph import Graph
 
-MIB, GIB = 1 << 20, 1 << 30
 LEAST = 0.005
 """Share of a rank's memory from which on a part of it is named."""
 WIDTH = 118

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ...dataflow.byte_units import GIB
 from ...dataflow.errors import UserError
 from ...dataflow.graph import TRAIN
 from ...dataflow.handle import Handle
@@ -18,7 +19,6 @@ from ..run_spec import RunSpec
 from .resident import HELD_FREE, resident_bytes
 from .sizes import StepSizes, UpdateSizes, update_sizes
 
-GIB = 1 << 30
 REST = "at rest"
 
 

@@ -11,11 +11,11 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ...dataflow.byte_units import MIB
 from ...dataflow.handle import Handle
 from ...dataflow.metric_names import FUNCTIONS
 from ...workers.training.engine import ModelConfig
 
-MIB = 1 << 20
 TRAINING = 600 * MIB
 """A rank with an engine that trains, or that only computes log-probabilities."""
 VLLM = 785 * MIB

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from weft.__main__ import main
-from weft.controllers.doctor import checks, doctor
-from weft.controllers.doctor.check import Check, table_of, try_check
+from weft.controllers.doctor.trials import checks
+from weft.controllers.doctor.trials.check import Check, table_of, try_check
 
 sys.path.append(str(Path(__file__).parent))
 import doctored
@@ -24,7 +24,7 @@ def check(run: Callable[..., object], deadline_s: float = 60) -> Check:
 def test_a_check_that_fails_or_crashes_stops_no_other(capsys: pytest.CaptureFixture[str]):
     skipped = replace(check(doctored.hangs), name="skips", skipped_on_cpu="needs a GPU")
     tried = [check(doctored.fails), check(doctored.crashes), skipped, check(doctored.passes)]
-    records = doctor.examine(False, tried)
+    records = checks.examine(False, tried)
     assert [record.outcome for record in records] == ["failed", "failed", "skipped", "passed"]
     assert records[0].why == "AssertionError: two is not three"
     assert records[1].why == "its process ended with exit code 7"

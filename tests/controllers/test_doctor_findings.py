@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from weft.controllers.doctor import environment, gpus, limits, network, packages, room
-from weft.controllers.doctor.finding import Finding
-from weft.controllers.doctor.look import look
-from weft.controllers.doctor.packages import Package
+from weft.controllers.doctor.inspection import environment, gpus, limits, network, packages, room
+from weft.controllers.doctor.inspection.finding import Finding
+from weft.controllers.doctor.inspection.look import look
+from weft.controllers.doctor.inspection.packages import Package
+from weft.dataflow.byte_units import GIB
 
 
 def bad(findings: Iterable[Finding]) -> dict[str, tuple[str, str]]:
@@ -82,7 +83,7 @@ def test_an_extra_is_there_with_all_that_it_requires_and_only_then():
 
 class Usage:
     def __init__(self, free_gib: float) -> None:
-        self.total, self.free = 64 << 30, int(free_gib * (1 << 30))
+        self.total, self.free = 64 * GIB, int(free_gib * GIB)
 
 
 @pytest.mark.parametrize(("free_gib", "outcome"), [(0.5, "fail"), (5.0, "warn"), (50.0, "ok")])

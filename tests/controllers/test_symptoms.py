@@ -14,6 +14,7 @@ from weft.controllers.driver import Driver
 from weft.controllers.schedule import Synchronous
 from weft.controllers.symptoms import FIRST_WITHOUT_SIGNAL, Watch, mistakes
 from weft.dataflow.batch import Batch
+from weft.dataflow.byte_units import GIB
 from weft.dataflow.errors import SymptomError, UserError
 from weft.dataflow.graph import Graph
 from weft.dataflow.handle import group
@@ -179,9 +180,6 @@ def test_numbers_that_are_absurd_are_said_at_once_and_once(row: dict[str, float]
     usual = {"actor/loss": 0.1, "actor/grad_norm": 2.0, "actor/approx_kl": 0.01, "actor/mean_logprob_gap": 1e-6}
     (said,) = seen({}, usual, usual | row, usual, usual | row)
     assert said.startswith(says) and "learning_rate" in said
-
-
-GIB = float(1 << 30)
 
 
 def memory(resident: float, free: float) -> dict[str, float]:

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
+from ...dataflow.byte_units import GIB
 from ...dataflow.config import Config
 from ..model_folder import complete_text_settings, find_model_config, head_dim, num_heads
 
 if TYPE_CHECKING:
     from ..training.lora import Lora
-
-GIB = 1 << 30
 
 
 LARGEST_SHARE = 0.9

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ....dataflow.byte_units import GIB, MIB
+
 DRIVER = "driver"
 """Name of the driver among the processes."""
-GIB = 1 << 30
 NO_LIMIT = 1 << 60
 """Bytes from which on a limit is none; version 1 of cgroups writes such a number."""
 ENDS = 4
@@ -119,7 +120,7 @@ def gib(num_bytes: float) -> str:
     >>> gib(1.5 * GIB), gib(3 << 20)
     ('1.5 GiB', '3 MiB')
     """
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 2 else f"{num_bytes / (1 << 20):.0f} MiB"
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 2 else f"{num_bytes / MIB:.0f} MiB"
 
 
 def course(readings: Sequence[tuple[float, int]]) -> str:

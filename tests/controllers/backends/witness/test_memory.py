@@ -4,8 +4,7 @@ import mmap
 from pathlib import Path
 
 from weft.controllers.backends.witness.memory import cgroup_folders, course, memory_of, node_memory, object_store
-
-GIB = 1 << 30
+from weft.dataflow.byte_units import GIB
 
 
 def write(file: Path, text: str) -> None:

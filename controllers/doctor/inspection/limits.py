@@ -7,12 +7,13 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+from ....dataflow.byte_units import MIB
 from .finding import Finding, fail, ok, warn
 
 ABOUT = "limits"
-FEW_FILES, NO_FILES = 4096, 256
+FILES_WARN_BELOW, FILES_FAIL_BELOW = 4096, 256
 """Open files: Ray opens some for each worker, and the driver some for each rank."""
-FEW_PROCESSES, NO_PROCESSES = 4096, 512
+PROCESSES_WARN_BELOW, PROCESSES_FAIL_BELOW = 4096, 512
 """Processes and threads: a rank with torch and Ray has about a hundred threads."""
 
 
@@ -34,7 +35,7 @@ def open_files(soft: int, hard: int) -> Finding:
     """
     most = "any number" if hard == resource.RLIM_INFINITY else str(hard)
     todo = f"ulimit -n {65536 if most == 'any number' else min(65536, hard)} (up to {most} without an administrator)"
-    return _counted("open files (nofile)", soft, FEW_FILES, NO_FILES, todo)
+    return _counted("open files (nofile)", soft, FILES_WARN_BELOW, FILES_FAIL_BELOW, todo)
 
 
 def processes(limit: int, left: int | None) -> Finding:
@@ -46,19 +47,25 @@ def processes(limit: int, left: int | None) -> Finding:
     """
     todo = "ulimit -u, or the container's own limit (docker run --pids-limit, podPidsLimit)"
     limits = [number for number in (limit, left) if number not in (None, resource.RLIM_INFINITY)]
-    return _counted("processes (nproc)", min(limits, default=resource.RLIM_INFINITY), FEW_PROCESSES, NO_PROCESSES, todo)
+    return _counted(
+        "processes (nproc)",
+        min(limits, default=resource.RLIM_INFINITY),
+        PROCESSES_WARN_BELOW,
+        PROCESSES_FAIL_BELOW,
+        todo,
+    )
 
 
-def _counted(name: str, limit: int, few: int, none: int, todo: str) -> Finding:
-    if limit == resource.RLIM_INFINITY or limit >= few:
+def _counted(name: str, limit: int, warn_below: int, fail_below: int, todo: str) -> Finding:
+    if limit == resource.RLIM_INFINITY or limit >= warn_below:
         return ok(ABOUT, name, "unlimited" if limit == resource.RLIM_INFINITY else f"{limit}")
-    return (fail if limit < none else warn)(ABOUT, name, f"{limit}", todo)
+    return (fail if limit < fail_below else warn)(ABOUT, name, f"{limit}", todo)
 
 
 def locked_memory(limit: int, *, fast_network: bool) -> Finding:
     """Whether memory may be locked; only networks with RDMA, such as InfiniBand, need it."""
     name, unlimited = "locked memory (memlock)", limit == resource.RLIM_INFINITY
-    found = "unlimited" if unlimited else f"{limit / (1 << 20):.0f} MiB"
+    found = "unlimited" if unlimited else f"{limit / MIB:.0f} MiB"
     if fast_network and not unlimited:
         return warn(
             ABOUT, name, f"{found}, and there is an RDMA network", "ulimit -l unlimited: NCCL locks its buffers"

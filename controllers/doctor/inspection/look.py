@@ -1,4 +1,4 @@
-"""The doctor's look at a machine: everything that can be seen without starting or importing anything, in well under two seconds."""
+"""The look at a machine: everything that can be seen without starting or importing anything, in well under two seconds."""
 
 from __future__ import annotations
 

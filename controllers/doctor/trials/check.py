@@ -1,4 +1,4 @@
-"""A check of the doctor: its record, and a process of its own for each, so that one that fails, hangs or crashes stops no other."""
+"""A check that is tried: its record, and a process of its own for each, so that one that fails, hangs or crashes stops no other."""
 
 from __future__ import annotations
 

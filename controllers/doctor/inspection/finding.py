@@ -1,4 +1,4 @@
-"""A finding of the doctor: something of this machine that is as it should be, or not, and what to do about it. Nothing is started."""
+"""A finding: something of this machine that is as it should be, or not, and what to do about it. Nothing is started."""
 
 from __future__ import annotations
 

@@ -1,19 +1,22 @@
-"""The checks of the doctor. Each runs in a process of its own, on GPUs or in the form that a CPU allows."""
+"""The checks that are tried on a machine, on GPUs or in the form that a CPU allows, each in a process of its own."""
 
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .check import Check, Figures
+from ....dataflow.byte_units import GIB
+from ....dataflow.errors import UserError
+from .check import Check, Figures, Record, try_check
 from .random_model import save_random_model
 
 if TYPE_CHECKING:
-    from ...workers.actor import ActorWorker
-    from ...workers.rollout import RolloutWorker
+    from ....workers.actor import ActorWorker
+    from ....workers.rollout import RolloutWorker
 
 _ROUNDING = 1e-3
 """In nats, of float32."""
@@ -26,7 +29,7 @@ def packed_attention(folder: Path, gpu: bool) -> Figures:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from ...workers.actor import ActorConfig, ActorWorker
+    from ....workers.actor import ActorConfig, ActorWorker
 
     model = save_random_model(folder / "model", large=gpu)
     rows = [[3 + (7 * row + place) % 200 for place in range(length)] for row, length in enumerate((5, 130, 17, 64))]
@@ -80,7 +83,7 @@ def colocated(folder: Path, gpu: bool) -> Figures:
 
     def used() -> float:
         free, total = torch.cuda.mem_get_info()
-        return round((total - free) / 2**30, 2)
+        return round((total - free) / GIB, 2)
 
     actor, rollout = _pair(folder, gpu)
     both = used()
@@ -130,7 +133,7 @@ def grpo(folder: Path, gpu: bool) -> Figures:
     """Twenty steps of GRPO with a random model, by `weft.train`."""
     import torch
 
-    from ..train import train
+    from ...train import train
 
     model = save_random_model(folder / "model", large=gpu)
     started = time.perf_counter()
@@ -154,7 +157,7 @@ def grpo(folder: Path, gpu: bool) -> Figures:
     figures |= {name: round(value, 4) for name, value in last.items() if name in _PHASES or name.startswith("time/")}
     if gpu:
         free, total = torch.cuda.mem_get_info()
-        figures["GiB still in use after its workers ended"] = round((total - free) / 2**30, 2)
+        figures["GiB still in use after its workers ended"] = round((total - free) / GIB, 2)
     return figures
 
 
@@ -188,9 +191,9 @@ CHECKS = (
 
 def _pair(folder: Path, gpu: bool) -> tuple[ActorWorker, RolloutWorker]:
     """An actor and a rollout of the same random model, both in bfloat16 and in this process."""
-    from ...workers.actor import ActorConfig, ActorWorker
-    from ...workers.rollout import RolloutWorker
-    from ...workers.rollout_config import RolloutConfig
+    from ....workers.actor import ActorConfig, ActorWorker
+    from ....workers.rollout import RolloutWorker
+    from ....workers.rollout_config import RolloutConfig
 
     model = str(save_random_model(folder / "model", large=gpu))
     engine = "vllm" if gpu else "transformers"
@@ -204,8 +207,8 @@ def _sampled(rollout: RolloutWorker) -> tuple[list[list[int]], list[list[int]], 
     """(prompts, responses, log-probabilities of the responses' tokens) of a few rows."""
     import numpy as np
 
-    from ...algorithms.sampling import Sampling
-    from ...workers.generation.engine import GenerationRequest
+    from ....algorithms.sampling import Sampling
+    from ....workers.generation.engine import GenerationRequest
 
     prompts = [[5 + row, 6, 7 + row] for row in range(4)]
     requests = [GenerationRequest(row, np.array(ids, np.int32), seed=row) for row, ids in enumerate(prompts)]
@@ -215,7 +218,7 @@ def _sampled(rollout: RolloutWorker) -> tuple[list[list[int]], list[list[int]], 
 
 
 def _logprobs(actor: ActorWorker, prompts: Sequence[Any], responses: Sequence[Any]) -> list[list[float]]:
-    from ...dataflow.batch import Batch
+    from ....dataflow.batch import Batch
 
     batch = Batch.of(prompt_ids=list(prompts), response_ids=list(responses))
     return actor.logprobs(batch, into="found")["found"].to_pylist()
@@ -251,3 +254,30 @@ def _collect(folder: Path, rank: int, ranks: int, gpu: bool, answers: Any) -> No
         dist.destroy_process_group()
     except Exception as error:
         answers.put((f"rank {rank}: {error}", 0.0))
+
+
+def examine(gpu: bool, checks: Sequence[Check] = CHECKS) -> list[Record]:
+    """Make the checks, and name each on standard error when it begins.
+
+    Args:
+        gpu: use the GPUs of this machine; otherwise what runs on a CPU runs there, and the rest is skipped.
+        checks: to make.
+
+    Returns:
+        A record of each.
+
+    Raises:
+        UserError: there is no GPU that torch can use.
+    """
+    if gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UserError(
+                f"--gpu: torch {torch.__version__} finds no GPU here; without --gpu the checks run in the form that a CPU allows"
+            )
+    records: list[Record] = []
+    for check in checks:
+        print(f"{check.name} ...", file=sys.stderr, flush=True)
+        records.append(try_check(check, gpu))
+    return records

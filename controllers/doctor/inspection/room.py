@@ -8,16 +8,18 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..backends.witness.memory import node_memory
+from ....dataflow.byte_units import GIB
+from ...backends.witness.memory import node_memory
 from .finding import Finding, fail, ok, warn
 
 ABOUT = "room"
-GIB = 1 << 30
-LITTLE_DISK, NO_DISK = 20 * GIB, 1 * GIB
+DISK_WARN_BELOW, DISK_FAIL_BELOW = 20 * GIB, 1 * GIB
 """Bytes: a checkpoint of a small model with its moments; the log and the segments of a small run."""
-LITTLE_MEMORY, NO_MEMORY = 4 * GIB, 1 * GIB
+FILES_WARN_BELOW = 10_000
+"""Files that may still be made on a disk."""
+MEMORY_WARN_BELOW, MEMORY_FAIL_BELOW = 4 * GIB, 1 * GIB
 """Bytes: a driver, Ray and a rank with torch take about 3 GiB."""
-LITTLE_SHARED = 1 * GIB
+SHARED_WARN_BELOW = 1 * GIB
 """Bytes of /dev/shm: NCCL, vLLM's tensor parallelism and Ray's object store use it; containers often have 64 MiB."""
 NETWORK = {
     "nfs",
@@ -56,10 +58,10 @@ def disk(name: str, folder: Path, todo: str) -> Finding:
         return fail(ABOUT, name, f"{there} cannot be written", todo)
     free = shutil.disk_usage(there).free
     found = f"{free / GIB:.1f} GiB free at {folder}"
-    if free < LITTLE_DISK:
-        return (fail if free < NO_DISK else warn)(ABOUT, name, found, todo)
+    if free < DISK_WARN_BELOW:
+        return (fail if free < DISK_FAIL_BELOW else warn)(ABOUT, name, found, todo)
     status = os.statvfs(there)
-    if status.f_files and status.f_favail < 10_000:
+    if status.f_files and status.f_favail < FILES_WARN_BELOW:
         return warn(ABOUT, name, f"{status.f_favail} files may still be made at {folder}", todo)
     return ok(ABOUT, name, found)
 
@@ -96,7 +98,7 @@ def shared_memory(folder: Path) -> Finding:
         return fail(ABOUT, name, "it cannot be written", todo)
     usage = shutil.disk_usage(folder)
     found = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free"
-    return ok(ABOUT, name, found) if usage.free >= LITTLE_SHARED else warn(ABOUT, name, found, todo)
+    return ok(ABOUT, name, found) if usage.free >= SHARED_WARN_BELOW else warn(ABOUT, name, found, todo)
 
 
 def memory(root: Path = Path("/")) -> Finding:
@@ -107,7 +109,7 @@ def memory(root: Path = Path("/")) -> Finding:
             ABOUT, "memory", "the kernel does not say how much there is", "look at the limits of this container"
         )
     said = f"{found.free_bytes / GIB:.1f} GiB free; {found} used"
-    if found.free_bytes >= LITTLE_MEMORY:
+    if found.free_bytes >= MEMORY_WARN_BELOW:
         return ok(ABOUT, "memory", said)
     todo = "end what uses it, or raise the limit; weft plan says what a run needs"
-    return (fail if found.free_bytes < NO_MEMORY else warn)(ABOUT, "memory", said, todo)
+    return (fail if found.free_bytes < MEMORY_FAIL_BELOW else warn)(ABOUT, "memory", said, todo)

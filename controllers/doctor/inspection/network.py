@@ -10,7 +10,7 @@ from pathlib import Path
 from .finding import Finding, fail, ok, warn
 
 ABOUT = "network"
-FEW_PORTS = 5_000
+PORTS_WARN_BELOW = 5_000
 """Free ports: a Ray node with its workers takes some hundreds."""
 LOOPBACK = "127.0.0.1"
 
@@ -48,7 +48,7 @@ def ports(root: Path) -> Finding:
         return ok(ABOUT, "ports", "the kernel does not say which it gives away")
     free = high - low + 1 - len(_taken(root, low, high))
     found = f"{free} free between {low} and {high}"
-    if free >= FEW_PORTS:
+    if free >= PORTS_WARN_BELOW:
         return ok(ABOUT, "ports", found)
     return warn(ABOUT, "ports", found, "sysctl net.ipv4.ip_local_port_range='32768 60999', or end what holds them")
 

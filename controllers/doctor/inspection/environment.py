@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ..backends.token_file import MODE, TOKEN, token_file
+from ...backends.token_file import MODE, TOKEN, token_file
 from .finding import Finding, fail, ok, warn
 
 ABOUT = "environment"
