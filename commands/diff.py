@@ -27,8 +27,8 @@ class Diff(Command):
     run_b: Annotated[Positional[str], arg(metavar="RUN_B", help="The run that it is compared with.")]
 
     def answer(self) -> Answer:
+        from ..controllers.run_facts import facts_of
         from ..dashboard.reading.comparison import compare_configs, compare_metrics, metrics_of
-        from ..dashboard.reading.run_facts import facts_of
         from ..dashboard.reading.sample_difference import first_difference
 
         a, b = find_run(self.run_a), find_run(self.run_b)

@@ -56,9 +56,10 @@ class Export(Command):
 
 
 def _checkpoint(run: Path, step: int | None) -> Path:
-    from ..controllers.recovery.checkpoints import FOLDER, complete_checkpoints, step_of
+    from ..controllers.recovery.checkpoints import complete_checkpoints, step_of
+    from ..dataflow.buffer.run_files import CHECKPOINTS
 
-    there = {step_of(path): path for path in complete_checkpoints(run / FOLDER)}
+    there = {step_of(path): path for path in complete_checkpoints(run / CHECKPOINTS)}
     if not there:
         raise UserError(
             f"{run} has no checkpoint: CheckpointConfig(every=...) makes them, and a script may save its model itself"

@@ -4,23 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..dataflow.buffer.run_files import LEFT, is_run
 from ..dataflow.errors import UserError, nearest
 
 RUNS = Path("runs")
 """Where the name of a run is looked for."""
-LEFT = frozenset(
-    (
-        "lock",
-        "buffer",
-        "metrics.arrows",
-        "metrics.parquet",
-        "timeline.parquet",
-        "samples",
-        "checkpoints",
-        "alerts.jsonl",
-    )
-)
-"""Some of the names in a run's directory. (A `config.json` is in that of a model, too.)"""
 
 
 def run_path(name: str) -> Path:
@@ -41,12 +29,11 @@ def find_run(name: str) -> Path:
     path = run_path(name)
     if not path.is_dir():
         raise UserError(f"there is no run {path}{nearest(path.name, run_names(path.parent))}")
-    inside = {entry.name for entry in _entries(path)}
-    if not inside & LEFT:
-        runs = [name for name in run_names(path) if LEFT.intersection(entry.name for entry in _entries(path / name))]
+    if not is_run(path):
+        runs = [name for name in run_names(path) if is_run(path / name)]
         if runs:
             raise UserError(f"{path} is a folder of runs: name one of them, such as {path / runs[0]}")
-        found = "is empty" if not inside else f"has none of what a run leaves behind ({', '.join(sorted(LEFT))})"
+        found = f"has none of what a run leaves behind ({', '.join(LEFT)})" if _entries(path) else "is empty"
         raise UserError(f"{path} holds no run: it {found}")
     return path
 

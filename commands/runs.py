@@ -8,6 +8,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
+from ..dataflow.buffer.run_files import is_run
 from ..dataflow.errors import UserError
 from .command import Answer, Command
 from .run_folder import RUNS, run_names
@@ -21,7 +22,7 @@ class Runs(Command):
     """The folder of all runs, or of one."""
 
     def answer(self) -> Answer:
-        from ..dashboard.reading.run_facts import facts_of, is_run
+        from ..controllers.run_facts import facts_of
 
         if not self.folder.is_dir():
             raise UserError(

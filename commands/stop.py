@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..dataflow.buffer.run_files import CHECKPOINTS
 from ..dataflow.errors import RunError
 from .command import Answer, Command, RunName
 from .run_folder import find_run
 
 if TYPE_CHECKING:
-    from ..dashboard.reading.run_facts import RunFacts
+    from ..controllers.run_facts import RunFacts
 
 LOOK_S = 0.5
 """Seconds between two looks at a run that was asked to end."""
@@ -29,9 +30,9 @@ class Stop(Command):
     """Seconds to wait for the end; 0: do not wait."""
 
     def answer(self) -> Answer:
+        from ..controllers.run_facts import facts_of
         from ..controllers.run_lock import Life
         from ..controllers.stop_request import request_stop
-        from ..dashboard.reading.run_facts import facts_of
 
         run = find_run(self.run)
         facts = facts_of(run)
@@ -49,8 +50,8 @@ class Stop(Command):
         return self._ended(run, facts)
 
     def _ended(self, run: Path, asked: RunFacts) -> Answer:
+        from ..controllers.run_facts import facts_of
         from ..controllers.run_lock import Life, life_of
-        from ..dashboard.reading.run_facts import facts_of
 
         deadline = time.monotonic() + self.timeout
         while life_of(run) == (Life.ALIVE, asked.holder):
@@ -67,6 +68,6 @@ class Stop(Command):
 def _state(facts: RunFacts) -> str:
     of = f" of {facts.steps}" if facts.steps is not None else ""
     said = f"{facts.status}, after step {facts.step}{of}"
-    if facts.status in ("killed", "stopped", "failed") and any((facts.path / "checkpoints").glob("step_*")):
+    if facts.status in ("killed", "stopped", "failed") and any((facts.path / CHECKPOINTS).glob("step_*")):
         said += "; resume='latest' goes on from its last checkpoint"
     return said

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..dataflow.buffer.run_files import CHECKPOINTS, METRICS, PARQUET, SAMPLES, STREAM
 from .command import Answer, Command, RunName, Switch
 from .run_folder import find_run
 
@@ -31,8 +32,8 @@ class Watch(Command):
     """Show what there is, and do not wait for more."""
 
     def answer(self) -> Answer:
+        from ..controllers.run_facts import facts_of
         from ..controllers.telling.displays import display_for
-        from ..dashboard.reading.run_facts import facts_of
 
         run = find_run(self.run)
         if not self.json:
@@ -68,8 +69,7 @@ class View:
     """Alerts that were shown or passed over."""
 
     def __post_init__(self) -> None:
-        from ..dashboard.reading.run_facts import facts_of
-        from ..dataflow.buffer.run_tables import METRICS, STREAM
+        from ..controllers.run_facts import facts_of
         from ..dataflow.buffer.stream_tail import StreamTail
 
         self._facts = facts_of(self.run)
@@ -106,7 +106,7 @@ class View:
         self.show()
         rows = [self._rows[step] for step in sorted(self._rows)]
         seconds = rows[-1].get("time_s", 0.0) if rows else 0.0
-        inside = {"checkpoints": "checkpoints", "metrics": "metrics.parquet", "samples": "samples"}
+        inside = {"checkpoints": CHECKPOINTS, "metrics": f"{METRICS}{PARQUET}", "samples": SAMPLES}
         places = {"run": self.run, **{what: self.run / name for what, name in inside.items()}}
         there = {what: path for what, path in places.items() if path.exists()}
         self.display.ended(ending_of(self.run.name, rows, self._evaluations, seconds, there))

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..dataflow.buffer.run_files import ALERTS
 from ..dataflow.redaction import redacted
 
-FILE = "alerts.jsonl"
 MAX_PENDING = 1000
 """Alerts that are kept while the file cannot be written; the oldest are given up."""
 
@@ -48,7 +48,7 @@ class Alerts:
     """
 
     def __init__(self, run: Path, clock: Callable[[], float] = time.time) -> None:
-        self._path, self._clock = run / FILE, clock
+        self._path, self._clock = run / ALERTS, clock
         self._pending: deque[Alert] = deque(maxlen=MAX_PENDING)
         """Those that are not on the disk: it was full, say."""
         self.step = 0
@@ -101,7 +101,7 @@ def read_alerts(run: Path) -> list[Alert]:
         run: its directory.
     """
     try:
-        lines = (run / FILE).read_text(errors="replace").splitlines()
+        lines = (run / ALERTS).read_text(errors="replace").splitlines()
     except OSError:
         return []
     found: list[Alert] = []

@@ -15,6 +15,8 @@ import threading
 from pathlib import Path
 from urllib.parse import quote
 
+from ..dataflow.buffer.run_files import LOGS
+
 PROGRAM = "weft.dashboard.server.beside_run"
 TOKEN = "WEFT_DASHBOARD_TOKEN"
 """Variable of the environment of that process alone."""
@@ -36,7 +38,7 @@ def start_dashboard(run: Path) -> str:
         OSError: there is no port, or no process can be started.
     """
     token = secrets.token_urlsafe(24)
-    with socket.socket() as listening, (run / "logs" / LOG).open("ab") as log:
+    with socket.socket() as listening, (run / LOGS / LOG).open("ab") as log:
         listening.bind(("127.0.0.1", 0))
         listening.listen(128)
         command = [sys.executable, "-m", PROGRAM, str(run.parent), run.name, str(listening.fileno()), str(IDLE_S)]

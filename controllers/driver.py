@@ -11,6 +11,7 @@ from typing import Any
 
 from ..dataflow.arguments import names_arguments
 from ..dataflow.buffer.disk import is_full
+from ..dataflow.buffer.run_files import CHECKPOINTS
 from ..dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
 from ..dataflow.errors import RunError, SymptomError, TakenOverError, UserError, WeftError, WorkerDied
 from ..dataflow.graph import TRAIN, Graph
@@ -37,7 +38,7 @@ from .job_environment import resume_of, root_of
 from .own_groups import RESERVED, own_groups
 from .placement import Placement, check_elastic, resolve
 from .planning import end_if_planned
-from .recovery.checkpoints import FOLDER, CheckpointConfig, complete_checkpoints
+from .recovery.checkpoints import CheckpointConfig, complete_checkpoints
 from .recovery.full_disk import FullDisk
 from .recovery.resume import ResumePoint, find_checkpoint, open_run
 from .run import Run
@@ -272,7 +273,7 @@ class Driver:
     def _start_again(self, error: WorkerDied) -> Run:
         """Go on from the last checkpoint, if there is one and no more than MAX_RESTARTS in a row went on from the same."""
         while True:
-            latest = next(iter(complete_checkpoints(self.directory.path / FOLDER)), None)
+            latest = next(iter(complete_checkpoints(self.directory.path / CHECKPOINTS)), None)
             if asked_to_end() or latest is None or self._restarts[latest.name] >= MAX_RESTARTS:
                 raise error
             try:

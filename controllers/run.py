@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 
 from ..dataflow.buffer.history import waits_for
 from ..dataflow.buffer.log import Position
+from ..dataflow.buffer.run_files import SAMPLES
 from ..dataflow.buffer.sample_buffer import SampleBuffer
-from ..dataflow.buffer.samples import FOLDER as SAMPLES
 from ..dataflow.errors import NoSignalError, StalledError, SymptomError
 from .collecting import collected_seldom
 from .graph_run import GraphRuns

@@ -18,14 +18,26 @@ import pyarrow.compute as pc
 
 from ..dataflow.buffer.disk import PARTIAL, Disk, is_full, make_folder, set_aside
 from ..dataflow.buffer.finished_leases import samples_by_step
-from ..dataflow.buffer.folder import BUFFER, LOG, SEGMENTS
 from ..dataflow.buffer.log import Position, last_epoch
-from ..dataflow.buffer.run_tables import (
-    CALLS,
+from ..dataflow.buffer.run_files import (
+    BUFFER,
+    CHECKPOINTS,
+    CONFIG,
+    GRAPH,
+    LOCK,
+    LOG,
+    LOGS,
+    MERMAID,
     METRICS,
     PARQUET,
+    SAMPLES,
+    SEGMENTS,
+    SKIPPED,
     STREAM,
     TIMELINE,
+)
+from ..dataflow.buffer.run_tables import (
+    CALLS,
     VALUES,
     TableStream,
     begin_again,
@@ -37,21 +49,17 @@ from ..dataflow.buffer.run_tables import (
     values_from,
     values_of,
 )
-from ..dataflow.buffer.samples import FOLDER as SAMPLES
 from ..dataflow.buffer.samples import sample_files, unfinished_files
 from ..dataflow.config import Config
 from ..dataflow.errors import UserError
 from ..dataflow.graph import TRAIN, Graph
 from ..dataflow.redaction import redacted, without_secrets
-from .run_lock import FOLDER as LOCK
 from .run_lock import RunLock, epochs
 
 TABLES = tuple(name + ending for name in (METRICS, TIMELINE) for ending in (PARQUET, STREAM))
-CONFIG = "config.json"
-GRAPH = "graph.json"
-FILES = (CONFIG, "graph.mmd", GRAPH, *TABLES)
+FILES = (CONFIG, MERMAID, GRAPH, *TABLES)
 """Files of a run that are meant for people. A run can be resumed without them."""
-FOLDERS = (BUFFER, f"{BUFFER}/{SEGMENTS}", "checkpoints", "logs", SAMPLES, "skipped")
+FOLDERS = (BUFFER, f"{BUFFER}/{SEGMENTS}", CHECKPOINTS, LOGS, SAMPLES, SKIPPED)
 MAX_NAME_BYTES = 200
 """File systems allow 255, and something is appended to a name."""
 RECENT = 64
@@ -100,7 +108,7 @@ class RunDirectory:
         if is_used(path):
             lock.give_back()
             raise UserError(f"run directory {path} is used already; give the run another name, or remove it")
-        require_folder(path / "logs", f"run directory {str(path)!r}")
+        require_folder(path / LOGS, f"run directory {str(path)!r}")
         if not why:
             return cls(path, lock)
         directory = cls(path, lock, origin=f"{why}; the run begins with step 1")
@@ -216,7 +224,7 @@ class RunDirectory:
         plain = json.loads(json.dumps({**config, "starts": self.starts, "origin": self.origin}, default=_plain))
         described = redacted(json.dumps(without_secrets(plain), indent=2)) + "\n"
         self._disk.write_whole(self.path / CONFIG, described.encode())
-        self._disk.write_whole(self.path / "graph.mmd", graphs[TRAIN].mermaid().encode())
+        self._disk.write_whole(self.path / MERMAID, graphs[TRAIN].mermaid().encode())
         structure = {name: graph.structure() for name, graph in graphs.items()}
         self._disk.write_whole(self.path / GRAPH, redacted(json.dumps(structure)).encode())
 

@@ -39,9 +39,9 @@ from pathlib import Path
 
 from ..dataflow.buffer.disk import make_folder
 from ..dataflow.buffer.log import Record
+from ..dataflow.buffer.run_files import LOCK
 from ..dataflow.errors import TakenOverError, UserError
 
-FOLDER = "lock"
 BEAT_S = 10.0
 """Seconds from one sign of life to the next."""
 DEAD_AFTER_S = 90.0
@@ -104,7 +104,7 @@ class RunLock:
         Raises:
             UserError: somebody else holds it; the message says who, since when, and what to do.
         """
-        return cls(run, _take(run / FOLDER, after, own=None))
+        return cls(run, _take(run / LOCK, after, own=None))
 
     def renew(self) -> None:
         """Begin the next epoch, for another start of the run by the same process.
@@ -113,7 +113,7 @@ class RunLock:
             TakenOverError: somebody else holds it by now.
         """
         self.check(sure=True)
-        before, self._claim = self._claim, _take(self.run / FOLDER, self._claim.holder.epoch, own=self._claim.path)
+        before, self._claim = self._claim, _take(self.run / LOCK, self._claim.holder.epoch, own=self._claim.path)
         self._release.detach()
         self._hold(self._claim)
         before.let_go()
@@ -357,7 +357,7 @@ def life_of(run: Path) -> tuple[Life, Holder | None]:
 
 def epochs(run: Path) -> dict[int, Path]:
     """Epoch -> the file of its holder."""
-    folder = run / FOLDER
+    folder = run / LOCK
     found = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir()) if folder.is_dir() else ()
     return {int(name[1]): path for name, path in found if name}
 

@@ -13,8 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..dataflow.buffer.disk import Disk
-
-FILE = "stacks.json"
+from ..dataflow.buffer.run_files import STACKS
 
 
 def request_stacks(run: Path, epoch: int, worker: str) -> None:
@@ -29,7 +28,7 @@ def request_stacks(run: Path, epoch: int, worker: str) -> None:
         OSError: this user may not write there.
     """
     asked = {"epoch": epoch, "worker": worker, "at": time.time()}
-    Disk().write_whole(run / FILE, json.dumps(asked).encode() + b"\n")
+    Disk().write_whole(run / STACKS, json.dumps(asked).encode() + b"\n")
 
 
 class StacksRequests:
@@ -41,7 +40,7 @@ class StacksRequests:
     """
 
     def __init__(self, run: Path, epoch: int) -> None:
-        self._path, self._epoch, self._answered = run / FILE, epoch, 0.0
+        self._path, self._epoch, self._answered = run / STACKS, epoch, 0.0
 
     def new(self) -> list[str]:
         """Workers that somebody has asked about since the last look."""

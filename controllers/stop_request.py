@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..dataflow.buffer.disk import Disk
+from ..dataflow.buffer.run_files import STOP
 
-FILE = "stop.json"
 LOOK_S = 1.0
 """Seconds between two looks at the file."""
 
@@ -49,7 +49,7 @@ def request_stop(run: Path, epoch: int) -> None:
         "host": platform.node(),
         "at": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
     }
-    Disk().write_whole(run / FILE, json.dumps(asked).encode() + b"\n")
+    Disk().write_whole(run / STOP, json.dumps(asked).encode() + b"\n")
 
 
 class StopRequests:
@@ -62,7 +62,7 @@ class StopRequests:
     """
 
     def __init__(self, run: Path, epoch: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._path = run / FILE
+        self._path = run / STOP
         self._epoch = epoch
         self._clock = clock
         self._looked = -LOOK_S

@@ -28,9 +28,10 @@ from weft.controllers.recovery.checkpoints import CheckpointConfig, CheckpointFo
 from weft.controllers.recovery.resume import find_checkpoint, open_buffer
 from weft.controllers.recovery.run_state import RunState
 from weft.controllers.run_directory import RunDirectory, hold
-from weft.dataflow.buffer.folder import BUFFER, LOG, ledger_checkpoints
+from weft.dataflow.buffer.folder import ledger_checkpoints
 from weft.dataflow.buffer.leases import Published
 from weft.dataflow.buffer.log_history import HISTORY, start_of
+from weft.dataflow.buffer.run_files import BUFFER, LOG
 from weft.dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
 from weft.dataflow.graph import Graph
 

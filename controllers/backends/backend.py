@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
-from ...dataflow.buffer.folder import BUFFER
+from ...dataflow.buffer.run_files import BUFFER, LOGS
 from ...dataflow.buffer.scratch import Scratch
 from ...dataflow.buffer.segment_writer import SegmentWriter
 from ...dataflow.buffer.segments import Segment, SegmentReader
@@ -22,7 +22,6 @@ from ..group import Call, WorkerGroup
 from ..placement import Place
 from ..ranks.row_io import DataAccess
 from ..ranks.tasks import Reply
-from .node_logs import LOGS
 from .witness.memory import Memory
 
 START_TIMEOUT_S = 300.0

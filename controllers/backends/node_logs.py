@@ -15,7 +15,6 @@ from typing import Any
 from ...dataflow.buffer.disk import make_folder
 
 logger = logging.getLogger(__name__)
-LOGS = "logs"
 LOG_S = 10.0
 """Seconds between two questions for what is new."""
 MAX_BYTES = 256 << 10

@@ -17,6 +17,7 @@ from typing import Any
 
 from ...dataflow.arguments import names_arguments
 from ...dataflow.buffer.log import SYNC_INTERVAL_S
+from ...dataflow.buffer.run_files import LOGS
 from ...dataflow.buffer.segments import Segment
 from ...dataflow.errors import UserError, WorkerError
 from ...dataflow.handle import Handle
@@ -31,7 +32,6 @@ from ..ranks.tasks import Failure, FailureKind, Reply, Task
 from .backend import START_TIMEOUT_S, Event, Setup, this_node
 from .model_folders import SentFolders
 from .node_links import POLL_S, NodeLinks, Process
-from .node_logs import LOGS
 from .pools import WAIT_S, Reservations
 from .rank import CONTROL, RankFiles, Standing, start_rank
 from .ray_cluster import RayCluster

@@ -12,10 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...dataflow.buffer.run_files import LOGS
 from ...dataflow.buffer.scratch import notes
 from ...dataflow.buffer.segments import Segment
 from .backend import Files, plain_name, this_node
-from .node_logs import BRING_S, LOGS, NewText, NodeLogs, new_text
+from .node_logs import BRING_S, NewText, NodeLogs, new_text
 from .sample_note import SampleNote
 from .witness.witness import SAMPLE_S, Witness
 

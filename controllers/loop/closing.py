@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ...dataflow.buffer.run_tables import METRICS, PARQUET
-from ...dataflow.buffer.samples import FOLDER as SAMPLES
+from ...dataflow.buffer.run_files import CHECKPOINTS, METRICS, PARQUET, SAMPLES
 from ...dataflow.errors import nearest
 from ..graph_run import EvaluationRun
 from ..own_groups import RESERVED
-from ..recovery.checkpoints import FOLDER, complete_checkpoints
+from ..recovery.checkpoints import complete_checkpoints
 from ..recovery.saving import Saving
 from ..run_directory import RunDirectory
 from ..run_spec import RunHistory, RunSpec
@@ -172,7 +171,7 @@ class Closing:
         path = self._directory.path
         found = {
             "samples": path / SAMPLES,
-            "checkpoint": next(iter(complete_checkpoints(path / FOLDER)), path / FOLDER),
+            "checkpoint": next(iter(complete_checkpoints(path / CHECKPOINTS)), path / CHECKPOINTS),
         }
         places = {"run": path, "metrics": path / f"{METRICS}{PARQUET}"}
         places |= {what: where for what, where in found.items() if where.exists()}

@@ -22,6 +22,7 @@ from pydantic import Field
 from ...dataflow.buffer.disk import Disk, make_folder, remove, set_aside
 from ...dataflow.buffer.log import Position
 from ...dataflow.buffer.manifest import write_manifest
+from ...dataflow.buffer.run_files import CHECKPOINTS
 from ...dataflow.config import Config
 from ...dataflow.handle import Handle
 from ...workers.dispatch import Dispatch
@@ -29,7 +30,6 @@ from ...workers.remote import dispatch_of
 from ..run_directory import RunDirectory
 from .run_state import RunState
 
-FOLDER = "checkpoints"
 MAX_UNJUDGED = 4
 """Checkpoints that are kept beyond the latest until it is known whether they are the best."""
 REPLACED = ".before_"
@@ -99,7 +99,7 @@ class CheckpointFolder:
         self, run: RunDirectory, config: CheckpointConfig, on_complete: Callable[[int], None] = lambda step: None
     ) -> None:
         self._on_complete = on_complete
-        self.path = run.path / FOLDER
+        self.path = run.path / CHECKPOINTS
         self._run = run
         self._config = config
 
@@ -236,7 +236,7 @@ def restore_replaced(folder: Path) -> None:
 
 def has_checkpoints(run: Path) -> bool:
     """Whether a run has a complete checkpoint, or one that was being replaced."""
-    return bool(complete_checkpoints(run / FOLDER)) or any((run / FOLDER).glob(f"{REPLACED}*"))
+    return bool(complete_checkpoints(run / CHECKPOINTS)) or any((run / CHECKPOINTS).glob(f"{REPLACED}*"))
 
 
 def _remove(path: Path) -> None:

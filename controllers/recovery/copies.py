@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from .checkpoints import FOLDER, CheckpointConfig, complete_checkpoints, step_of
+from ...dataflow.buffer.run_files import CHECKPOINTS
+from .checkpoints import CheckpointConfig, complete_checkpoints, step_of
 from .remote_run import RemoteRun
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 300.0
@@ -65,7 +66,7 @@ class Copies:
 
     def resume(self) -> None:
         """Copy the latest checkpoint in the run directory, unless an earlier start of the run copied it."""
-        latest = next(iter(complete_checkpoints(self._run / FOLDER)), None)
+        latest = next(iter(complete_checkpoints(self._run / CHECKPOINTS)), None)
         if latest is not None:
             self._went_back_to = step_of(latest)
             self.add(self._went_back_to)
@@ -126,7 +127,7 @@ class Copies:
                 self._busy = False
                 if failure:
                     self._notes.append(f"checkpoint of step {step} could not be copied to {self._remote}: {failure}")
-                    if self._waiting is None and (self._run / FOLDER / f"step_{step:06d}").exists():
+                    if self._waiting is None and (self._run / CHECKPOINTS / f"step_{step:06d}").exists():
                         self._notes[-1] += f"; it is tried again in {pause_s:.3g} s"
                         self._waiting = step
                 self._changed.notify_all()

@@ -10,10 +10,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from ...dataflow.buffer.run_files import CHECKPOINTS, LOCK
 from ...dataflow.errors import UserError
 from ..run_directory import hold, make_aside, require_folder, set_run_aside
-from ..run_lock import FOLDER as LOCK
-from .checkpoints import FOLDER, has_checkpoints
+from .checkpoints import has_checkpoints
 from .remote_run import FAILURES, RemoteRun
 
 _FETCHED = ".fetched"
@@ -72,7 +72,7 @@ def _fetch(remote: RemoteRun, run: Path) -> str:
             aside = f"; what was there is in {folder.name}"
             for path in before:
                 path.rename(folder / path.name)
-        for path in sorted(fetched.iterdir(), key=lambda path: path.name == FOLDER):
+        for path in sorted(fetched.iterdir(), key=lambda path: path.name == CHECKPOINTS):
             path.rename(run / path.name)
     finally:
         shutil.rmtree(fetched, ignore_errors=True)

@@ -25,14 +25,13 @@ import pyarrow as pa
 import pyarrow.fs as pf
 
 from ...dataflow.buffer.disk import make_folder
-from ...dataflow.buffer.folder import BUFFER, LOG, checkpoint_path
+from ...dataflow.buffer.folder import checkpoint_path
 from ...dataflow.buffer.log_history import HISTORY, header, part_before
 from ...dataflow.buffer.manifest import MANIFEST, describe, verify_manifest
-from ...dataflow.buffer.run_tables import METRICS, STREAM, TIMELINE
-from ...dataflow.buffer.samples import FOLDER as SAMPLES
+from ...dataflow.buffer.run_files import BUFFER, CHECKPOINTS, LOG, METRICS, SAMPLES, STREAM, TIMELINE
 from ...dataflow.errors import UserError
 from ..run_directory import CONFIG
-from .checkpoints import FOLDER, complete_checkpoints, step_of
+from .checkpoints import complete_checkpoints, step_of
 from .run_state import RunState
 
 CHUNK_BYTES = 8 << 20
@@ -82,12 +81,14 @@ class RemoteRun:
 
     def steps(self) -> list[int]:
         """Steps whose checkpoints are complete there, latest first."""
-        folders = (name for name in self._names(FOLDER) if re.fullmatch(r"step_\d+", name))
-        return sorted((step_of(Path(n)) for n in folders if MANIFEST in self._names(f"{FOLDER}/{n}")), reverse=True)
+        folders = (name for name in self._names(CHECKPOINTS) if re.fullmatch(r"step_\d+", name))
+        return sorted(
+            (step_of(Path(n)) for n in folders if MANIFEST in self._names(f"{CHECKPOINTS}/{n}")), reverse=True
+        )
 
     def has(self, run: Path, step: int) -> bool:
         """Whether the checkpoint of a step there is complete and is the one in the directory of the run, not another one of that step."""
-        name = f"{FOLDER}/step_{step:06d}/{MANIFEST}"
+        name = f"{CHECKPOINTS}/step_{step:06d}/{MANIFEST}"
         return step in self.steps() and self._read_whole(name) == (run / name).read_bytes()
 
     def _read_whole(self, name: str) -> bytes:
@@ -115,7 +116,7 @@ class RemoteRun:
         Raises:
             OSError, pyarrow.ArrowException: a write failed, or the checkpoint was removed meanwhile.
         """
-        folder = f"{FOLDER}/step_{step:06d}"
+        folder = f"{CHECKPOINTS}/step_{step:06d}"
         self._withdraw(run, step, went_back_to)
         state, buffer = RunState.read(run / folder), run / BUFFER
         samples = sorted((run / SAMPLES).glob("*.arrow"))
@@ -136,17 +137,17 @@ class RemoteRun:
         """Remove the manifests of checkpoints that are none of the run any more, and of the one that is copied."""
         for there in self.steps():
             given_up = went_back_to is not None and there > went_back_to
-            differs = (run / FOLDER / f"step_{there:06d}" / MANIFEST).exists() and not self.has(run, there)
+            differs = (run / CHECKPOINTS / f"step_{there:06d}" / MANIFEST).exists() and not self.has(run, there)
             if there == step or given_up or differs:
-                self._files.delete_file(str(self._base / FOLDER / f"step_{there:06d}" / MANIFEST))
+                self._files.delete_file(str(self._base / CHECKPOINTS / f"step_{there:06d}" / MANIFEST))
 
     def prune(self, run: Path) -> None:
         """Remove the checkpoints there that the run does not keep any more."""
-        kept = {step_of(path): RunState.read(path).position for path in complete_checkpoints(run / FOLDER)}
+        kept = {step_of(path): RunState.read(path).position for path in complete_checkpoints(run / CHECKPOINTS)}
         complete = self.steps()
-        for name in self._names(FOLDER):
+        for name in self._names(CHECKPOINTS):
             if re.fullmatch(r"step_\d+", name) and (step := step_of(Path(name))) not in kept:
-                folder = self._base / FOLDER / name
+                folder = self._base / CHECKPOINTS / name
                 if step in complete:
                     self._files.delete_file(str(folder / MANIFEST))
                 self._files.delete_dir(str(folder))
@@ -251,13 +252,13 @@ class RemoteRun:
         """
         for step in self.steps():
             shutil.rmtree(run, ignore_errors=True)
-            for folder in (f"{FOLDER}/step_{step:06d}", SAMPLES, BUFFER):
+            for folder in (f"{CHECKPOINTS}/step_{step:06d}", SAMPLES, BUFFER):
                 self._read(folder, run)
             for name in self._names("").keys() & {*TABLES}:
                 self._read_file(name, run / name)
-            checkpoint = run / FOLDER / f"step_{step:06d}"
+            checkpoint = run / CHECKPOINTS / f"step_{step:06d}"
             if damage := verify_manifest(checkpoint):
-                tell_damage(f"{self}/{FOLDER}/{checkpoint.name}: {', '.join(map(str, damage))}")
+                tell_damage(f"{self}/{CHECKPOINTS}/{checkpoint.name}: {', '.join(map(str, damage))}")
                 continue
             state = RunState.read(checkpoint)
             at = state.position

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ...dataflow.buffer.checkpoint_file import is_sound_checkpoint
-from ...dataflow.buffer.folder import BUFFER, LOG, checkpoint_path
+from ...dataflow.buffer.folder import checkpoint_path
 from ...dataflow.buffer.log import LogReader, Position, damage_before, described_graph, has_position
 from ...dataflow.buffer.manifest import verify_manifest
 from ...dataflow.buffer.restored import restore
 from ...dataflow.buffer.rows import Ids
+from ...dataflow.buffer.run_files import BUFFER, CHECKPOINTS, LOG
 from ...dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
 from ...dataflow.buffer.scratch import Scratch
 from ...dataflow.errors import UserError, nearest
@@ -22,7 +23,7 @@ from ..collecting import collected_seldom
 from ..cursor import CURSOR
 from ..run_directory import RunDirectory, check_name, check_rights, hold, is_used
 from ..run_lock import RunLock
-from .checkpoints import FOLDER, complete_checkpoints, has_checkpoints, restore_replaced, step_of
+from .checkpoints import complete_checkpoints, has_checkpoints, restore_replaced, step_of
 from .fetching import fetch_run
 from .run_state import RunState
 
@@ -79,10 +80,10 @@ def find_checkpoint(run: Path, *, with_rows: bool = True) -> ResumePoint | None:
     Raises:
         UserError: there are checkpoints, and none is sound.
     """
-    restore_replaced(run / FOLDER)
+    restore_replaced(run / CHECKPOINTS)
     damage: list[str] = []
     weights_are_sound = False
-    for path in complete_checkpoints(run / FOLDER):
+    for path in complete_checkpoints(run / CHECKPOINTS):
         wrong = _damaged_files(path)
         weights_are_sound |= not wrong
         if wrong := wrong or (_lost_rows(path) if with_rows else ""):
@@ -212,7 +213,7 @@ def open_buffer(
 
 def is_checkpoint(path: Path) -> bool:
     """Whether it is the folder of one checkpoint of a run."""
-    return path.resolve().parent.name == FOLDER and path.is_dir()
+    return path.resolve().parent.name == CHECKPOINTS and path.is_dir()
 
 
 def _where(resume: str | Path, root: Path, name: str | None) -> tuple[Path | None, str]:
@@ -228,7 +229,7 @@ def _where(resume: str | Path, root: Path, name: str | None) -> tuple[Path | Non
         path = Path(resume).resolve()
     except RuntimeError as loop:  # of links
         raise UserError(f"resume={str(resume)!r} cannot be followed: {loop}") from None
-    if path.parent.name == FOLDER:
+    if path.parent.name == CHECKPOINTS:
         check_rights(path.parent.parent)
     run = path.parent.parent if is_checkpoint(path) else path
     if not has_checkpoints(run):
@@ -249,12 +250,12 @@ def _latest_run(root: Path, name: str | None, resume: str) -> tuple[Path | None,
     run = root / name
     if has_checkpoints(run):
         return run, ""
-    others = ", ".join(f"{p.name!r} (step {step_of(complete_checkpoints(p / FOLDER)[0])})" for p in there[:5])
+    others = ", ".join(f"{p.name!r} (step {step_of(complete_checkpoints(p / CHECKPOINTS)[0])})" for p in there[:5])
     known = f"; checkpoints are in {others}" if others else "; no run there has one"
-    if (run / FOLDER).exists() and not (run / FOLDER).is_dir():
+    if (run / CHECKPOINTS).exists() and not (run / CHECKPOINTS).is_dir():
         return (
             None,
-            f"damaged: resume={resume!r}: {run / FOLDER} is not a folder, so nothing can be gone on from{known}",
+            f"damaged: resume={resume!r}: {run / CHECKPOINTS} is not a folder, so nothing can be gone on from{known}",
         )
     what = "there is no checkpoint of run" if is_used(run) else "there is no run"
     return None, f"resume={resume!r}: {what} {name!r} in {root}{nearest(name, [p.name for p in there])}{known}"
@@ -268,7 +269,7 @@ def _checkpointed(root: Path) -> list[Path]:
 
 def _at(path: Path, run: Path) -> ResumePoint:
     """The checkpoint that the user named."""
-    path = run / FOLDER / path.resolve().name
+    path = run / CHECKPOINTS / path.resolve().name
     if wrong := _damaged_files(path) or _lost_rows(path):
         raise UserError(f"checkpoint {path} is damaged: {wrong}")
     state = RunState.read(path)

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ...dataflow.buffer.run_files import CONFIG
 from ...dataflow.buffer.run_tables import read_timeline
 from ...dataflow.errors import UserError
 from ...dataflow.metric_names import FUNCTIONS
@@ -41,7 +42,7 @@ def calibrate(
     Raises:
         UserError: there is no timeline, it cannot be read, or it lacks a column; or the `config.json` of the run is damaged.
     """
-    counts = _ranks(timeline / "config.json") if isinstance(timeline, Path) and timeline.is_dir() else {}
+    counts = _ranks(timeline / CONFIG) if isinstance(timeline, Path) and timeline.is_dir() else {}
     counts |= dict(replicas or {})
     table = _read(timeline) if isinstance(timeline, Path) else timeline
     for column in ("group", "node", "worker_s", "rows", "tokens"):

@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ...dataflow.buffer.run_files import CONFIG
 from ...dataflow.redaction import redacted, without_secrets
 from .new_values import NewValues
 from .sent import Sent, path_of
@@ -60,7 +61,7 @@ class Follower:
         tracker = new_tracker(self._name)
         if tracker.overwrites and self._after is not None:
             self._sent.go_back(self._after)
-        config = _config(self._run / "config.json")
+        config = _config(self._run / CONFIG)
         run = TrackedRun(self._run.name, self._run, config, self._sent.id, self._after, self._sent.logged)
         self._sent.id = tracker.open(run)
         said = None

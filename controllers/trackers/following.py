@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...dataflow.buffer.run_files import LOGS
 from . import follower
 from .sent import Sent, path_of
 from .tracker import PROMETHEUS
@@ -85,7 +86,7 @@ class Following:
                 self._warn(f"tracker {name!r} could not be started, and the run goes on without it: {error}")
 
     def _started(self, name: str, after: int | None) -> _Process:
-        log = self._run / "logs" / f"tracker-{path_of(self._run, name).stem}.log"
+        log = self._run / LOGS / f"tracker-{path_of(self._run, name).stem}.log"
         step = [] if after is None else [str(after)]
         with log.open("ab") as output:
             process = subprocess.Popen(

@@ -8,7 +8,8 @@ from typing import BinaryIO
 
 import pyarrow as pa
 
-from ...dataflow.buffer.run_tables import METRICS, STREAM, VALUES, by_step, present, read_metrics
+from ...dataflow.buffer.run_files import METRICS, STREAM
+from ...dataflow.buffer.run_tables import VALUES, by_step, present, read_metrics
 
 
 class NewValues:

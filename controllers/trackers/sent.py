@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ...dataflow.buffer.disk import make_folder, replacing
-
-FOLDER = "trackers"
+from ...dataflow.buffer.run_files import TRACKERS
 
 
 @dataclass
@@ -81,4 +80,4 @@ def path_of(run: Path, tracker: str) -> Path:
     >>> path_of(Path("runs/sums"), "my_module:Mine").as_posix()
     'runs/sums/trackers/my_module-Mine.json'
     """
-    return run / FOLDER / f"{tracker.replace(':', '-')}.json"
+    return run / TRACKERS / f"{tracker.replace(':', '-')}.json"

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from ...controllers.recovery.checkpoints import FOLDER as CHECKPOINTS
 from ...controllers.recovery.checkpoints import complete_checkpoints
+from ...controllers.run_facts import RunFacts, facts_of
 from ...controllers.run_lock import Life
 from ...controllers.telling.records import metric_of
-from ...dataflow.buffer.folder import BUFFER, LOG
+from ...dataflow.buffer.run_files import BUFFER, CHECKPOINTS, LOG
 from ...dataflow.config import flattened
 from .call_log import CallLog
 from .cards import cards
@@ -22,7 +22,6 @@ from .changes import PARTS
 from .curves import Axis, axis_of, curve, marks, numbers
 from .live import part, read_live
 from .metrics import MetricLog
-from .run_facts import RunFacts, facts_of
 from .sample_index import SampleIndex
 from .sample_pages import SamplePages
 

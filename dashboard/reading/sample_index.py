@@ -18,8 +18,9 @@ import pyarrow as pa
 import pyarrow.compute
 import xxhash
 
+from ...dataflow.buffer.run_files import SAMPLES, SAMPLES_ARCHIVE
 from ...dataflow.buffer.run_tables import read_parquet
-from ...dataflow.buffer.samples import FOLDER, NAME
+from ...dataflow.buffer.samples import NAME
 
 compute: Any = pyarrow.compute  # its functions are made when it is imported
 TEXT_BYTES = 256 << 20
@@ -43,7 +44,7 @@ class SampleIndex:
     """
 
     def __init__(self, run: Path) -> None:
-        self._folder, self._archive = run / FOLDER, run / "samples.parquet"
+        self._folder, self._archive = run / SAMPLES, run / SAMPLES_ARCHIVE
         self._lock = threading.Lock()
         self._known: set[str] = set()
         self._files: list[Path] = []

@@ -17,12 +17,13 @@ from ..errors import UserError
 from .checked_rows import GraphCounts
 from .checker import Checker
 from .checkpoint_file import read_checkpoint
-from .folder import LOG, ledger_checkpoints
+from .folder import ledger_checkpoints
 from .log import LogReader, Position, find_fork, lines
 from .log_history import raw
 from .rules import Rule, Violation
+from .run_files import LOG, SAMPLES
 from .run_tables import last_step
-from .samples import FOLDER, SampleFile, sample_files
+from .samples import SampleFile, sample_files
 
 MAX_VIOLATIONS = 1000
 """The check stops after this many: further violations follow from those before."""
@@ -264,7 +265,7 @@ class RecordedSamples:
         self, graph: str, lease: int, steps: Mapping[int, int], late: dict[tuple[str, int], Mapping[int, int]] | None
     ) -> None:
         found = self._parts.pop((graph, lease), [])
-        if steps and not (self._run / FOLDER).is_dir():
+        if steps and not (self._run / SAMPLES).is_dir():
             self._uncompared += len(steps)
             return
         filed: list[tuple[int, int]] = []
@@ -298,7 +299,7 @@ class RecordedSamples:
         found = [f"{path} belongs to a lease that was not finished: readers skip it" for path in left]
         if self._uncompared:
             what = f"{self._uncompared} recorded rows are not compared with it"
-            found.append(f"{self._run / FOLDER} does not exist: {what}")
+            found.append(f"{self._run / SAMPLES} does not exist: {what}")
         return found
 
 

@@ -12,11 +12,6 @@ from pathlib import Path
 
 from .log import Position
 
-BUFFER = "buffer"
-"""The folder of the buffer in the directory of a run."""
-LOG = "ledger.log"
-SEGMENTS = "segments"
-
 
 def ledger_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of the ledgers in a buffer's folder, latest first."""

@@ -16,10 +16,10 @@ from ..errors import UserError, nearest
 from .check import read_log
 from .checked_graph import CheckedGroup, CheckedRow
 from .checker import Checker
-from .folder import BUFFER, LOG
 from .ledger import Ledger
 from .restored import restore
 from .rows import RowState
+from .run_files import BUFFER, LOG
 
 _PART = pa.struct(
     [

@@ -12,12 +12,13 @@ from typing import Any
 from ..errors import LeaseError, RecoveryError, UserError, nearest
 from ..graph import Graph
 from .checkpoint_file import checkpoint_position, is_sound_checkpoint, read_checkpoint
-from .folder import LOG, ledger_checkpoints
+from .folder import ledger_checkpoints
 from .ledger import Ledger
 from .ledger_state import load
 from .log import LogReader, Position, Record, described_graph, has_position
 from .replay import replay
 from .rows import Ids
+from .run_files import LOG
 from .segments import Segment
 
 

@@ -22,12 +22,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from .disk import Disk, replacing
+from .run_files import METRICS, PARQUET, STREAM, TIMELINE
 
-STREAM, PARQUET = ".arrows", ".parquet"
 ROW_GROUP = 1 << 16
 """Rows of the timeline in one row group of its Parquet file."""
-METRICS, TIMELINE = "metrics", "timeline"
-"""Names of the files without their suffixes."""
 
 VALUES = pa.schema([("step", pa.float64()), ("name", pa.string()), ("value", pa.float64())])
 """Metrics as they are noted. Steps differ in what they measure, and some values of a step are measured after its end."""
@@ -48,8 +46,6 @@ CALLS = pa.schema(
 )
 """The timeline: a row per call, in the order in which they ended."""
 
-PROCESSES = "processes"
-"""Name of the file of readings, which stays a stream."""
 READINGS = pa.schema(
     [
         ("time_s", pa.float64()),  # since the start of the run

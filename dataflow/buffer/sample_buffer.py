@@ -23,7 +23,7 @@ from ..graph import Graph
 from .capacity import Capacity, capacity
 from .checkpoint_file import checkpoint_position, write_checkpoint
 from .disk import Disk, is_full, make_folder, remove
-from .folder import LOG, SEGMENTS, checkpoint_path, ledger_checkpoints
+from .folder import checkpoint_path, ledger_checkpoints
 from .leases import Fate, Lease, Published, Spread, Written
 from .ledger import Ledger
 from .ledger_state import save
@@ -32,6 +32,7 @@ from .log_cutting import LogCutting
 from .pins import Pins
 from .restored import restore, segments_of
 from .rows import Ids
+from .run_files import LOG, SEGMENTS
 from .scratch import Scratch
 from .segment_files import with_file
 from .segment_store import SegmentStore

@@ -19,9 +19,8 @@ import pyarrow.parquet as pq
 from ..errors import UserError
 from .disk import PARTIAL, replacing
 from .finished_leases import finished_leases
-from .folder import BUFFER, LOG
+from .run_files import BUFFER, LOG, SAMPLES, SAMPLES_ARCHIVE
 
-FOLDER = "samples"
 NAME = re.compile(r"(?P<graph>.+)_(?P<step>\d+)\.(?P<lease>\d+)\.(?P<rank>\d+)\.arrow")
 
 
@@ -59,7 +58,7 @@ class SampleFile:
 def sample_files(run: Path) -> list[SampleFile]:
     """All files of samples of a run, of finished leases and of others, sorted by graph and step."""
     found: list[SampleFile] = []
-    for path in (run / FOLDER).glob("*.arrow"):
+    for path in (run / SAMPLES).glob("*.arrow"):
         name = NAME.fullmatch(path.name)
         if name is not None and path.is_file():
             found.append(SampleFile(path, name["graph"], int(name["step"]), int(name["lease"])))
@@ -68,7 +67,7 @@ def sample_files(run: Path) -> list[SampleFile]:
 
 def unfinished_files(run: Path) -> list[Path]:
     """Files that are being written, or that a writer left unfinished."""
-    found = (run / FOLDER).glob(f"*{PARTIAL}")
+    found = (run / SAMPLES).glob(f"*{PARTIAL}")
     return [path for path in found if NAME.fullmatch(path.name.removesuffix(PARTIAL)) and path.is_file()]
 
 
@@ -121,14 +120,14 @@ def archive(run: Path) -> Path:
     Raises:
         UserError: the run recorded no samples, or a file of them cannot be read.
     """
-    path = run / "samples.parquet"
+    path = run / SAMPLES_ARCHIVE
     wrong: list[str] = []
     found = recorded(run)
     schemas = [table.schema for table in tables(found, wrong)]
     if wrong:
         raise UserError(f"the archive would be incomplete: {wrong[0]}")
     if not schemas:
-        raise UserError(f"{run} has no samples ({FOLDER}/*.arrow); Driver(record_every=...) records them")
+        raise UserError(f"{run} has no samples ({SAMPLES}/*.arrow); Driver(record_every=...) records them")
     schema = pa.unify_schemas(schemas, promote_options="permissive")
     with replacing(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
         for table in tables(found, wrong):

@@ -18,10 +18,9 @@ from ..errors import DamagedSegment, UserError
 from .check import read_log
 from .checked_graph import CheckedRow
 from .checker import Checker
-from .folder import BUFFER, SEGMENTS
 from .history import buffer_folder, history
+from .run_files import BUFFER, METRICS, PARQUET, SAMPLES_ARCHIVE, SEGMENTS, TIMELINE, is_run
 from .run_tables import read_metrics, read_parquet, read_timeline
-from .samples import FOLDER as SAMPLES
 from .samples import samples as recorded_samples
 from .scratch import noted_folder
 from .segments import Segment, SegmentReader
@@ -101,7 +100,7 @@ def _tables(run: Path, notes: list[str]) -> dict[str, Callable[[], pa.Table | No
     try:
         folder = buffer_folder(run)
     except UserError:
-        if not any((run / name).exists() for name in (SAMPLES, "metrics.parquet", "metrics.arrows")):
+        if not is_run(run):
             raise
         folder = None  # its log is gone; what else there is can be asked
     run = folder.parent if folder is not None and folder.name == BUFFER else run
@@ -109,8 +108,8 @@ def _tables(run: Path, notes: list[str]) -> dict[str, Callable[[], pa.Table | No
         "rows": lambda: None if folder is None else history(folder),
         "columns": lambda: None if folder is None else columns(folder, notes),
         "samples": lambda: recorded_or_archived(run, notes),
-        "metrics": lambda: _readable(run / "metrics.parquet", lambda path: read_metrics(path.parent), notes),
-        "timeline": lambda: _readable(run / "timeline.parquet", lambda path: read_timeline(path.parent), notes),
+        "metrics": lambda: _readable(run / f"{METRICS}{PARQUET}", lambda path: read_metrics(path.parent), notes),
+        "timeline": lambda: _readable(run / f"{TIMELINE}{PARQUET}", lambda path: read_timeline(path.parent), notes),
     }
 
 
@@ -196,7 +195,7 @@ def recorded_or_archived(run: Path, notes: list[str] | None = None) -> pa.Table 
     """The samples that a run recorded, with their graph and step, or those of its archive; None if there are neither."""
     notes = [] if notes is None else notes
     found = recorded_samples(run, notes)
-    return _readable(run / "samples.parquet", read_parquet, notes) if found is None else found
+    return _readable(run / SAMPLES_ARCHIVE, read_parquet, notes) if found is None else found
 
 
 def _readable(path: Path, read: Callable[[Path], pa.Table | None], notes: list[str]) -> pa.Table | None:

@@ -14,8 +14,8 @@ from weft.controllers.schedule import Training
 from weft.controllers.simulation.costs import CostModel, FixedLengths, Generation, LinearCost, LogNormal
 from weft.controllers.simulation.simulated import Simulated
 from weft.dataflow.batch import Batch
-from weft.dataflow.buffer.folder import LOG
 from weft.dataflow.buffer.log import LogReader
+from weft.dataflow.buffer.run_files import LOG
 from weft.dataflow.handle import group
 from weft.dataflow.metrics import Metrics
 from weft.dataflow.operation import Shape

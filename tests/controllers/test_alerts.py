@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from weft.controllers import alerts as module
-from weft.controllers.alerts import FILE, Alert, Alerts, read_alerts
+from weft.controllers.alerts import Alert, Alerts, read_alerts
+from weft.dataflow.buffer.run_files import ALERTS
 
 
 def test_alerts_are_read_as_they_were_written_over_several_starts(tmp_path: Path):
@@ -18,13 +19,13 @@ def test_alerts_are_read_as_they_were_written_over_several_starts(tmp_path: Path
         Alert("replaced", "worker rollout[0]\nwas replaced", 3, 7.0, ends=False),
         Alert("failed", "no room", 0, 9.0, ends=True),
     ]
-    assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / ALERTS).stat().st_mode & 0o777 == 0o600
     assert read_alerts(tmp_path / "nothing") == []
 
 
 def test_a_line_that_a_killed_process_has_left_half_written_spoils_no_other(tmp_path: Path):
     Alerts(tmp_path).add("replaced", "one")
-    with (tmp_path / FILE).open("a") as file:
+    with (tmp_path / ALERTS).open("a") as file:
         file.write(json.dumps({"name": "torn"})[:7])
     Alerts(tmp_path).add("replaced", "two")
     assert [alert.text for alert in read_alerts(tmp_path)] == ["one", "two"]

@@ -19,9 +19,9 @@ from weft.controllers.ranks.row_io import gather
 from weft.controllers.ranks.tasks import RowTask
 from weft.controllers.schedule import Synchronous
 from weft.dataflow.batch import Batch
-from weft.dataflow.buffer.folder import LOG
 from weft.dataflow.buffer.log import LogReader
 from weft.dataflow.buffer.pieces import Piece, Pieces
+from weft.dataflow.buffer.run_files import LOG
 from weft.dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
 from weft.dataflow.buffer.segment_writer import SegmentWriter
 from weft.dataflow.buffer.segments import SegmentReader

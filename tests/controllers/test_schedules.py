@@ -25,8 +25,8 @@ from weft.controllers.run_spec import Evaluation
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.check import check_log
-from weft.dataflow.buffer.folder import LOG
 from weft.dataflow.buffer.log import LogReader
+from weft.dataflow.buffer.run_files import LOG
 from weft.dataflow.errors import StalledError, UserError
 from weft.dataflow.handle import group
 from weft.dataflow.metric_names import untimed

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from weft.controllers.stop_request import FILE, StopRequests, request_stop
+from weft.controllers.stop_request import StopRequests, request_stop
+from weft.dataflow.buffer.run_files import STOP
 
 
 def test_a_request_is_for_one_epoch(tmp_path: Path):
@@ -13,11 +14,11 @@ def test_a_request_is_for_one_epoch(tmp_path: Path):
     assert not second.asked, "it was looked at within this second"
     now[0] = 1.0
     assert second.asked and not third.asked
-    (tmp_path / FILE).unlink()
+    (tmp_path / STOP).unlink()
     assert second.asked, "what was asked for is not forgotten"
 
 
 def test_a_file_that_says_nothing_is_passed_over(tmp_path: Path):
     for text in ("", "[]", "{}", '"stop"'):
-        (tmp_path / FILE).write_text(text)
+        (tmp_path / STOP).write_text(text)
         assert not StopRequests(tmp_path, 1).asked

@@ -17,7 +17,8 @@ from weft.dashboard.reading.lanes import Lanes, Window
 from weft.dashboard.reading.metrics import MetricLog
 from weft.dashboard.reading.sample_index import SampleIndex
 from weft.dashboard.reading.token_texts import token_texts
-from weft.dataflow.buffer.run_tables import CALLS, METRICS, TIMELINE, VALUES, TableStream
+from weft.dataflow.buffer.run_files import METRICS, TIMELINE
+from weft.dataflow.buffer.run_tables import CALLS, VALUES, TableStream
 
 PAGES = ("run", "alerts", "graph", "timeline", "buffer", "workers", "weights", "samples", "groups")
 

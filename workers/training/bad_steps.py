@@ -12,13 +12,12 @@ import pyarrow as pa
 from ...algorithms.loss import Loss
 from ...dataflow.batch import Batch
 from ...dataflow.buffer.disk import make_folder, replacing
+from ...dataflow.buffer.run_files import SKIPPED
 from ...dataflow.column import SAMPLE_ID
 from ...dataflow.errors import DivergedError
 from ..worker import Context
 from .engine import OptimizerStep, TrainingEngine
 
-FOLDER = "skipped"
-"""Folder of a run with the rows of bad steps, by worker group."""
 LOSS = "loss"
 """Column of each row's share of the undivided loss of its step."""
 
@@ -33,7 +32,7 @@ class BadSteps:
 
     def __init__(self, context: Context, engine: TrainingEngine, stop_after: int) -> None:
         self._context, self._engine, self._stop_after = context, engine, stop_after
-        self._folder = None if context.run_dir is None else context.run_dir / FOLDER / context.name
+        self._folder = None if context.run_dir is None else context.run_dir / SKIPPED / context.name
         self._rows: list[Batch] = []
         self.in_a_row: tuple[str, ...] = ()
         """The fault of each bad step since the last one that was applied. Checkpoints save it."""

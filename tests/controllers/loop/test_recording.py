@@ -24,10 +24,10 @@ from weft.controllers.simulation.costs import CostModel, LinearCost
 from weft.controllers.simulation.simulated import Simulated
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.check import check_log
-from weft.dataflow.buffer.folder import LOG
 from weft.dataflow.buffer.leases import Published
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.log import LogReader
+from weft.dataflow.buffer.run_files import LOG
 from weft.dataflow.buffer.run_tables import read_timeline
 from weft.dataflow.buffer.samples import archive, recorded, sample_files
 from weft.dataflow.errors import UserError

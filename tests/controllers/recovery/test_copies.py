@@ -12,13 +12,14 @@ import pyarrow.fs as pf
 import pytest
 from saved_runs import SCHEDULES, Killed, run, trained
 
-from weft.controllers.recovery.checkpoints import FOLDER, CheckpointConfig, complete_checkpoints
+from weft.controllers.recovery.checkpoints import CheckpointConfig, complete_checkpoints
 from weft.controllers.recovery.copies import Copies
 from weft.controllers.recovery.remote_run import RemoteRun
 from weft.controllers.recovery.run_state import RunState
 from weft.controllers.run_directory import RunDirectory, hold
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.log import Log, LogReader, Position
+from weft.dataflow.buffer.run_files import CHECKPOINTS
 from weft.dataflow.errors import UserError
 
 
@@ -133,7 +134,7 @@ def test_a_run_goes_on_from_a_copy_where_nothing_is_left_of_it(
     assert not check_log(tmp_path / "run" / "buffer").violations
     assert "checkpoint of step 9 was copied to" in said
     assert RemoteRun.at(str(tmp_path / "copies"), "run").steps()[0] == 9
-    private = [p for p in (tmp_path / "run" / FOLDER).rglob("*") if p.stat().st_mode & 0o077]
+    private = [p for p in (tmp_path / "run" / CHECKPOINTS).rglob("*") if p.stat().st_mode & 0o077]
     assert not private
 
 
@@ -144,7 +145,7 @@ def test_what_was_begun_here_without_a_checkpoint_makes_way_for_the_copy(tmp_pat
     with pytest.raises(Killed):
         run(tmp_path, SCHEDULES[0], kill_at=1, checkpoint=CheckpointConfig(every=5))
     run(tmp_path, SCHEDULES[0], checkpoint=every, resume="latest")
-    assert (tmp_path / "run.begun-1").is_dir() and complete_checkpoints(tmp_path / "run" / FOLDER)
+    assert (tmp_path / "run.begun-1").is_dir() and complete_checkpoints(tmp_path / "run" / CHECKPOINTS)
     assert not list(tmp_path.glob(".run*"))
 
 
@@ -201,7 +202,7 @@ def test_a_later_checkpoint_does_not_wait_out_the_pause_of_one_that_failed(tmp_p
 def test_a_copy_is_not_made_again_because_an_old_one_cannot_be_removed(tmp_path: Path, bucket: Bucket):
     here, remote = saved(tmp_path), remote_of(bucket)
     remote.copy(here, 6)
-    shutil.rmtree(here / FOLDER / "step_000006")
+    shutil.rmtree(here / CHECKPOINTS / "step_000006")
     bucket.delete_dir = bucket.delete_root_dir_contents  # pyright: ignore[reportAttributeAccessIssue]
     copies = Copies(here, remote, first_pause_s=0.01)
     copies.add(9)
@@ -222,7 +223,7 @@ def test_the_end_says_what_it_waits_for(tmp_path: Path, bucket: Bucket):
 
 def test_a_checkpoint_that_cannot_be_read_does_not_end_the_copies(tmp_path: Path, bucket: Bucket):
     here = saved(tmp_path)
-    state = here / FOLDER / "step_000006" / "run.json"
+    state = here / CHECKPOINTS / "step_000006" / "run.json"
     sound = state.read_text()
     state.write_text("[")
     copies = Copies(here, remote_of(bucket), first_pause_s=0.01)
@@ -238,7 +239,7 @@ def test_the_end_does_not_wait_for_a_copy_that_was_given_up(tmp_path: Path, buck
     here = saved(tmp_path)
     bucket.fails = lambda path: True
     copies = Copies(here, remote_of(bucket), first_pause_s=20.0)
-    shutil.rmtree(here / FOLDER / "step_000009")
+    shutil.rmtree(here / CHECKPOINTS / "step_000009")
     copies.add(9)
     began = time.monotonic()
     copies.close(60.0)
@@ -289,7 +290,7 @@ def test_no_part_of_a_log_is_missing_that_is_cut_while_it_is_copied(tmp_path: Pa
     remote.copy(here, 9)
     log.close()
     assert remote.fetch(tmp_path / "again") == 9
-    position = RunState.read(here / FOLDER / "step_000009").position
+    position = RunState.read(here / CHECKPOINTS / "step_000009").position
     fetched = LogReader(tmp_path / "again" / "buffer" / "ledger.log")
     assert len([*fetched]) == ends.index(position) + 1 and fetched.end == position and not fetched.damage
 
@@ -299,12 +300,12 @@ def test_a_copy_that_broke_off_or_is_damaged_is_not_used(tmp_path: Path, bucket:
     remote = remote_of(bucket)
     for step in (3, 6, 9):
         remote.copy(here, step)
-    at = bucket.folder / "runs" / "run" / FOLDER
+    at = bucket.folder / "runs" / "run" / CHECKPOINTS
     (at / "step_000009" / "manifest.json").unlink()
     (at / "step_000006" / "actor" / "rank_0.json").write_text("[0, []]")
     assert remote.steps() == [6, 3]
     assert remote.fetch(tmp_path / "again") == 3
-    assert [p.name for p in complete_checkpoints(tmp_path / "again" / FOLDER)] == ["step_000003"]
+    assert [p.name for p in complete_checkpoints(tmp_path / "again" / CHECKPOINTS)] == ["step_000003"]
 
 
 def test_copies_of_checkpoints_that_are_not_kept_go(tmp_path: Path, bucket: Bucket):
@@ -312,9 +313,9 @@ def test_copies_of_checkpoints_that_are_not_kept_go(tmp_path: Path, bucket: Buck
     remote = remote_of(bucket)
     for step in (3, 6, 9):
         remote.copy(here, step)
-    shutil.rmtree(here / FOLDER / "step_000003")
+    shutil.rmtree(here / CHECKPOINTS / "step_000003")
     remote.prune(here)
-    assert remote.steps() == [9, 6] and not (bucket.folder / "runs" / "run" / FOLDER / "step_000003").exists()
+    assert remote.steps() == [9, 6] and not (bucket.folder / "runs" / "run" / CHECKPOINTS / "step_000003").exists()
     assert len(list((bucket.folder / "runs" / "run" / "buffer").glob("*.checkpoint"))) == 2
 
 
@@ -470,7 +471,7 @@ def test_a_copy_that_broke_off_while_it_replaced_a_file_is_not_taken_for_the_fil
 def test_a_file_of_an_earlier_copy_of_the_same_step_does_not_make_the_new_one_unsound(tmp_path: Path, bucket: Bucket):
     here, remote = saved(tmp_path), remote_of(bucket)
     remote.copy(here, 9)
-    at = bucket.folder / "runs" / "run" / FOLDER / "step_000009"
+    at = bucket.folder / "runs" / "run" / CHECKPOINTS / "step_000009"
     (at / "actor" / "rank_1.json").write_text("[]")  # the run had two ranks then
     remote.copy(here, 9)
     assert not (at / "actor" / "rank_1.json").exists() and remote.fetch(tmp_path / "again") == 9
@@ -480,13 +481,13 @@ def test_copies_of_what_a_run_gave_up_are_not_gone_on_from(tmp_path: Path, bucke
     here, remote = saved(tmp_path), remote_of(bucket)
     remote.copy(here, 6)
     remote.copy(here, 9)
-    shutil.rmtree(here / FOLDER / "step_000009")  # the run goes back to step 6
+    shutil.rmtree(here / CHECKPOINTS / "step_000009")  # the run goes back to step 6
     copies = Copies(here, remote_of(bucket))
     copies.resume()
     until(lambda: not copies._busy and copies._waiting is None)
     assert remote.steps() == [9, 6], "nothing is given up before there is something to go on from"
     bucket.fails = lambda path: path.endswith("step_000007/manifest.json")
-    shutil.copytree(here / FOLDER / "step_000006", here / FOLDER / "step_000007")
+    shutil.copytree(here / CHECKPOINTS / "step_000006", here / CHECKPOINTS / "step_000007")
     with pytest.raises(OSError, match="not available"):
         remote.copy(here, 7, went_back_to=6)
     bucket.fails = lambda path: False
@@ -497,7 +498,7 @@ def test_copies_of_what_a_run_gave_up_are_not_gone_on_from(tmp_path: Path, bucke
 def test_the_copy_of_another_checkpoint_of_the_same_step_is_replaced_at_the_start(tmp_path: Path, bucket: Bucket):
     here, remote = saved(tmp_path), remote_of(bucket)
     remote.copy(here, 9)
-    state = bucket.folder / "runs" / "run" / FOLDER / "step_000009" / "manifest.json"
+    state = bucket.folder / "runs" / "run" / CHECKPOINTS / "step_000009" / "manifest.json"
     state.write_text("{}")
     copies = Copies(here, remote)
     copies.resume()
@@ -509,7 +510,7 @@ def test_a_damaged_copy_is_named_where_an_earlier_one_is_fetched(tmp_path: Path,
     every = CheckpointConfig(every=3, keep=2, copy_to=str(tmp_path / "copies"))
     run(tmp_path, SCHEDULES[0], checkpoint=every)
     RemoteRun.at(every.copy_to or "", "run").copy(tmp_path / "run", 6)
-    (tmp_path / "copies" / "run" / FOLDER / "step_000009" / "actor" / "rank_0.json").write_text("[]")
+    (tmp_path / "copies" / "run" / CHECKPOINTS / "step_000009" / "actor" / "rank_0.json").write_text("[]")
     shutil.rmtree(tmp_path / "run")
     run(tmp_path, SCHEDULES[0], checkpoint=every, resume="latest", progress=True)
     said = capsys.readouterr().out

@@ -8,8 +8,9 @@ import pytest
 from saved_runs import SCHEDULES, Killed, run
 
 from weft.controllers.driver import MAX_RESTARTS
-from weft.controllers.recovery.checkpoints import FOLDER, complete_checkpoints
+from weft.controllers.recovery.checkpoints import complete_checkpoints
 from weft.controllers.recovery.resume import find_checkpoint
+from weft.dataflow.buffer.run_files import CHECKPOINTS
 from weft.dataflow.errors import WorkerDied
 
 
@@ -21,7 +22,7 @@ def test_a_run_whose_worker_always_dies_starts_again_so_many_times_from_one_chec
 
     def die(_: Mapping[str, float]) -> None:
         nonlocal died
-        if len(complete_checkpoints(tmp_path / "run" / FOLDER)) >= checkpoints:
+        if len(complete_checkpoints(tmp_path / "run" / CHECKPOINTS)) >= checkpoints:
             died += 1
             raise WorkerDied(f"death {died} of rank 1 of 'rollout'")
 
@@ -34,7 +35,7 @@ def test_the_time_of_a_run_counts_all_its_lives(tmp_path: Path):
     began = time.monotonic()
 
     def end(_: Mapping[str, float]) -> None:
-        if complete_checkpoints(tmp_path / "run" / FOLDER):
+        if complete_checkpoints(tmp_path / "run" / CHECKPOINTS):
             raise Killed
 
     with pytest.raises(Killed):

@@ -26,8 +26,8 @@ from weft.controllers.simulation.bound import bound
 from weft.controllers.simulation.costs import CostModel, FixedLengths, Generation, LinearCost, LogNormal
 from weft.controllers.simulation.simulated import Simulated
 from weft.dataflow.buffer.check import check_log
-from weft.dataflow.buffer.folder import LOG
 from weft.dataflow.buffer.log import LogReader
+from weft.dataflow.buffer.run_files import LOG
 from weft.dataflow.errors import DeadlineError, UserError
 from weft.dataflow.handle import group
 
@@ -403,8 +403,8 @@ class Mortal(Simulated):
             self._replicas[group.name, rank].cost, self._reply, self._invent, at=self.clock()
         )
 
-    def _result(self, call: Call, rank: int, task: Task, rows: Any, cost: Any, seconds: float) -> Reply:
-        reply = super()._result(call, rank, task, rows, cost, seconds)
+    def _result(self, call: Call, rank: int, task: Task, versions: Any, cost: Any, seconds: float) -> Reply:
+        reply = super()._result(call, rank, task, versions, cost, seconds)
         return replace(reply, value=call.group.mesh[rank]) if task.method == "register" else reply
 
 

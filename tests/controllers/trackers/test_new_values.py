@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from weft.controllers.trackers.new_values import NewValues
-from weft.dataflow.buffer.run_tables import METRICS, STREAM, VALUES, TableStream, to_parquet, values_from
+from weft.dataflow.buffer.run_files import METRICS, STREAM
+from weft.dataflow.buffer.run_tables import VALUES, TableStream, to_parquet, values_from
 
 ROWS = [{"step": float(step), "loss": 1.0 / step, "reward/mean": step / 10} for step in range(1, 7)]
 

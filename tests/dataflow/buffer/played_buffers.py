@@ -11,12 +11,12 @@ import numpy as np
 from buffer_graphs import GRAPHS
 
 from weft.dataflow.buffer.disk import Disk
-from weft.dataflow.buffer.folder import LOG
 from weft.dataflow.buffer.leases import Lease, Published, Staleness
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.ledger_state import save
 from weft.dataflow.buffer.log import LogReader
 from weft.dataflow.buffer.restored import restore
+from weft.dataflow.buffer.run_files import LOG
 from weft.dataflow.buffer.sample_buffer import SampleBuffer
 from weft.dataflow.buffer.segments import Segment
 from weft.dataflow.operation import Shape

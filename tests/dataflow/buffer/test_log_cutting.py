@@ -14,12 +14,13 @@ from played_buffers import Driver, comes_to_its_end, go_on, start, state_of
 
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.buffer.disk import Disk
-from weft.dataflow.buffer.folder import LOG, ledger_checkpoints
+from weft.dataflow.buffer.folder import ledger_checkpoints
 from weft.dataflow.buffer.history import history
 from weft.dataflow.buffer.log import Log, LogReader, Position, PreparedCut, damage_before, has_position
 from weft.dataflow.buffer.log_cutting import LogCutting, Work
 from weft.dataflow.buffer.log_history import HISTORY, start_of
 from weft.dataflow.buffer.restored import restore
+from weft.dataflow.buffer.run_files import LOG
 from weft.dataflow.errors import TakenOverError, UserError
 
 RECORDS = [{"do": "note", "key": f"k{i}", "value": [i] * (i % 4)} for i in range(12)]

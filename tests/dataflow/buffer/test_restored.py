@@ -11,9 +11,10 @@ from fragile_disk import Crash, FragileDisk
 from played_buffers import Driver, comes_to_its_end, fine, go_on, start, state_of
 
 from weft.dataflow.buffer import checkpoint_file
-from weft.dataflow.buffer.folder import LOG, ledger_checkpoints
+from weft.dataflow.buffer.folder import ledger_checkpoints
 from weft.dataflow.buffer.log import Position
 from weft.dataflow.buffer.restored import restore
+from weft.dataflow.buffer.run_files import LOG
 from weft.dataflow.buffer.sample_buffer import SampleBuffer
 from weft.dataflow.errors import UserError
 

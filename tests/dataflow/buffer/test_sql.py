@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from recorded_run import Run
 
-from weft.dataflow.buffer.folder import SEGMENTS
+from weft.dataflow.buffer.run_files import SEGMENTS
 from weft.dataflow.buffer.sql import columns, query
 from weft.dataflow.errors import UserError
 

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...controllers.alerts import Alert, read_alerts
-from ...controllers.run_lock import Holder, Life, life_of
-from ...controllers.telling.records import metric_of
+from ..dataflow.buffer.run_files import CONFIG, METRICS, PARQUET, STREAM
+from .alerts import Alert, read_alerts
+from .run_lock import Holder, Life, life_of
+from .telling.records import metric_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
@@ -117,13 +116,6 @@ def facts_of(run: Path, last: Mapping[str, float] | None = None) -> RunFacts:
     return RunFacts(run, life, holder, _config(run, damage), last, tuple(alerts), tuple(damage))
 
 
-def is_run(folder: Path) -> bool:
-    """Whether a folder looks like that of a run. The folder of a model has a `config.json`, too, so that one proves nothing."""
-    with suppress(OSError):
-        return any((folder / name).exists() for name in ("lock", "buffer", "metrics.arrows", "metrics.parquet"))
-    return False
-
-
 def _config(run: Path, damage: list[str]) -> Mapping[str, Any]:
     try:
         found = json.loads((run / CONFIG).read_text())
@@ -140,8 +132,7 @@ def _config(run: Path, damage: list[str]) -> Mapping[str, Any]:
 def _last(run: Path, damage: list[str]) -> Mapping[str, float]:
     import pyarrow as pa
 
-    from ...dataflow.buffer.run_tables import METRICS, PARQUET, STREAM
-    from ...dataflow.buffer.stream_tail import StreamTail
+    from ..dataflow.buffer.stream_tail import StreamTail
 
     stream, parquet = run / f"{METRICS}{STREAM}", run / f"{METRICS}{PARQUET}"
     try:
