@@ -32,7 +32,7 @@ class Stop(Command):
     def answer(self) -> Answer:
         from ..controllers.run_facts import facts_of
         from ..controllers.run_lock import Life
-        from ..controllers.stop_request import request_stop
+        from ..controllers.run_requests import request_stop
 
         run = find_run(self.run)
         facts = facts_of(run)

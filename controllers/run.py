@@ -43,10 +43,10 @@ from .recovery.run_state import RunState
 from .recovery.saving import ASK_S, Saving
 from .request import CallRequest
 from .run_directory import RunDirectory
+from .run_requests import StopRequests
 from .run_spec import RunHistory, RunSpec
 from .schedule import Asynchronous
 from .signals import asked_to_end
-from .stop_request import StopRequests
 from .symptoms import GOES_ON, NO_SIGNAL, Seen
 from .weight_sync import WeightSync
 

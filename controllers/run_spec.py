@@ -18,7 +18,7 @@ from .recovery.checkpoints import CheckpointConfig
 from .recovery.failures import FailureCounts
 from .recovery.full_disk import FullDisk
 from .schedule import Training
-from .stop_request import StopOnSignal
+from .signals import StopOnSignal
 from .symptoms import Watch
 from .telling.progress import Progress
 from .trackers.following import Following

@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
@@ -28,6 +29,17 @@ class _Ending:
     """Runs that can save themselves."""
     asked = 0
     """The signal that asked them to end; 0: none did."""
+
+
+@dataclass(frozen=True)
+class StopOnSignal:
+    """The `stop` of a run that ends after the step in which a signal came. It looks at no metric, so no step waits for an evaluation."""
+
+    noted: Callable[[], int]
+    """The signal that has come; 0: none."""
+
+    def __call__(self, metrics: Mapping[str, float]) -> bool:
+        return bool(self.noted())
 
 
 def ask_to_end(number: int) -> bool:

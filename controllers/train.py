@@ -36,8 +36,7 @@ from .program import Program
 from .recovery.checkpoints import CheckpointConfig
 from .run_spec import Evaluation
 from .schedule import Synchronous
-from .signals import endings_noted, write_line
-from .stop_request import StopOnSignal
+from .signals import StopOnSignal, endings_noted, write_line
 from .telling.displays import Form
 
 Rewards = Callable[..., Any] | Reward | Judge | Sequence[Callable[..., Any] | Reward | Judge]

@@ -12,8 +12,8 @@ from ..own_groups import RESERVED
 from ..recovery.checkpoints import complete_checkpoints
 from ..recovery.saving import Saving
 from ..run_directory import RunDirectory
+from ..run_requests import StopRequests
 from ..run_spec import RunHistory, RunSpec
-from ..stop_request import StopRequests
 from ..symptoms import Seen
 from ..telling.records import Ending, ending_of
 from .memory_ledger import MemoryLedger

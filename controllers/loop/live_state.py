@@ -29,7 +29,7 @@ from ..backends.backend import Backend
 from ..backends.witness.memory import Memory
 from ..graph_run import GraphRun
 from ..group import WorkerGroup
-from ..stacks_request import StacksRequests
+from ..run_requests import StacksRequests
 from .run_parts import RunParts
 
 FILE = "live.json"

@@ -8,8 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from ...controllers.run_lock import Life
-from ...controllers.stacks_request import request_stacks
-from ...controllers.stop_request import request_stop
+from ...controllers.run_requests import request_stacks, request_stop
 from ...dataflow.buffer.history import buffer_folder, why
 from ...dataflow.buffer.sql import query
 from ...dataflow.errors import UserError

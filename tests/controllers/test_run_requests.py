@@ -1,0 +1,35 @@
+"""Requests by file: a driver heeds one for its own epoch, once."""
+
+from pathlib import Path
+
+from weft.controllers.run_requests import StacksRequests, StopRequests, request_stacks, request_stop
+from weft.dataflow.buffer.run_files import STACKS, STOP
+
+
+def test_a_request_is_for_one_epoch(tmp_path: Path):
+    now = [0.0]
+    second, third = (StopRequests(tmp_path, epoch, clock=lambda: now[0]) for epoch in (2, 3))
+    assert not second.asked
+    request_stop(tmp_path, 2)
+    assert not second.asked, "it was looked at within this second"
+    now[0] = 1.0
+    assert second.asked and not third.asked
+    (tmp_path / STOP).unlink()
+    assert second.asked, "what was asked for is not forgotten"
+
+
+def test_a_file_that_says_nothing_is_passed_over(tmp_path: Path):
+    for text in ("", "[]", "{}", '"stop"'):
+        (tmp_path / STOP).write_text(text)
+        assert not StopRequests(tmp_path, 1).asked
+        (tmp_path / STACKS).write_text(text)
+        assert StacksRequests(tmp_path, 1).new() == []
+
+
+def test_a_question_about_a_worker_is_answered_once(tmp_path: Path):
+    requests = StacksRequests(tmp_path, 2)
+    request_stacks(tmp_path, 1, "actor[0]")
+    assert requests.new() == [], "it was for another driver"
+    for worker in ("actor[0]", "actor[1]", "actor[1]"):
+        request_stacks(tmp_path, 2, worker)
+        assert requests.new() == [worker] and requests.new() == []
