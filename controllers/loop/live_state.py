@@ -24,7 +24,8 @@ import pyarrow as pa
 from ...dataflow.buffer.disk import PARTIAL, make_file
 from ...dataflow.buffer.history import waits_for
 from ...dataflow.buffer.ledger import Ledger
-from ...dataflow.buffer.run_tables import PROCESSES, READINGS, STREAM, TableStream, batches, begin_again
+from ...dataflow.buffer.run_files import LIVE, PROCESSES, STREAM
+from ...dataflow.buffer.run_tables import READINGS, TableStream, batches, begin_again
 from ..backends.backend import Backend
 from ..backends.witness.memory import Memory
 from ..graph_run import GraphRun
@@ -32,7 +33,6 @@ from ..group import WorkerGroup
 from ..run_requests import StacksRequests
 from .run_parts import RunParts
 
-FILE = "live.json"
 EVERY_S = 1.0
 """Seconds between two looks."""
 READ_EVERY_S = 10.0
@@ -57,7 +57,7 @@ class LiveState:
     """
 
     def __init__(self, run: Path, parts: RunParts, backend: Backend, started: float, epoch: int) -> None:
-        self._path, self._parts, self._backend, self._started = run / FILE, parts, backend, started
+        self._path, self._parts, self._backend, self._started = run / LIVE, parts, backend, started
         self._requests = StacksRequests(run, epoch)
         self._looked = -EVERY_S
         self._begun: dict[tuple[str, int], float] = {}
@@ -251,7 +251,7 @@ class LiveState:
                 given["stacks"] = self._stacks = {**self._stacks, worker: _own_stack()}
             else:
                 self._asked.append(worker)
-        partial = self._path.with_name(f"{FILE}{PARTIAL}")
+        partial = self._path.with_name(f"{LIVE}{PARTIAL}")
         make_file(partial)
         partial.write_text(json.dumps(given, default=str))
         partial.replace(self._path)

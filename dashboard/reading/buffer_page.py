@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ...dataflow.buffer.folder import BUFFER, LOG, SEGMENTS
+from ...dataflow.buffer.run_files import BUFFER, LOG, SEGMENTS
 from .live import part
 
 AGES_S = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3600.0, 10800.0)

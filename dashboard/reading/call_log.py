@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from ...dataflow.buffer.run_tables import CALLS, PARQUET, STREAM, TIMELINE, read_parquet
+from ...dataflow.buffer.run_files import PARQUET, STREAM, TIMELINE
+from ...dataflow.buffer.run_tables import CALLS, read_parquet
 from ...dataflow.buffer.stream_tail import StreamTail
 
 NUMBERS = ("step", "start_s", "end_s", "worker_s", "rows", "tokens")

@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, RootModel, ValidationError
 
-from ...controllers.loop.live_state import FILE
 from ...controllers.run_directory import GRAPH
+from ...dataflow.buffer.run_files import LIVE
 
 
 class _Open(BaseModel):
@@ -118,7 +118,7 @@ _Graphs = RootModel[dict[str, _Structure]]
 
 def read_live(run: Path) -> dict[str, Any]:
     """The state of a run as its driver wrote it last; empty where there is none that can be read."""
-    return _read(run / FILE, _Live)
+    return _read(run / LIVE, _Live)
 
 
 def read_graphs(run: Path) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from typing import TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from ...dataflow.buffer.run_tables import METRICS, PARQUET, STREAM, read_parquet
+from ...dataflow.buffer.run_files import METRICS, PARQUET, STREAM
+from ...dataflow.buffer.run_tables import read_parquet
 from ...dataflow.buffer.stream_tail import StreamTail
 
 Series: TypeAlias = tuple[np.ndarray, np.ndarray]

@@ -13,7 +13,8 @@ import numpy as np
 from ...controllers.alerts import Alert
 from ...controllers.backends.witness.memory import DRIVER
 from ...controllers.run_lock import Life
-from ...dataflow.buffer.run_tables import PROCESSES, STREAM, batches
+from ...dataflow.buffer.run_files import PROCESSES, STREAM
+from ...dataflow.buffer.run_tables import batches
 from ...dataflow.errors import UserError, nearest
 from .curves import numbers, thinned
 from .live import part
