@@ -47,7 +47,7 @@ _MODULES: dict[str, str] = {
     "launch": "controllers.launch",
     "node": "dataflow.operation",
     "precompute": "controllers.precompute",
-    "prepared": "controllers.planning",
+    "prepared": "controllers.dry_run",
     "remote": "workers.remote",
     "train": "controllers.train",
 }
@@ -67,10 +67,10 @@ if TYPE_CHECKING:  # the same names for editors and checkers; tests/test_packagi
     from .controllers.backends.local import Local as Local
     from .controllers.backends.ray_backend import RayBackend as RayBackend
     from .controllers.driver import Driver as Driver
+    from .controllers.dry_run import prepared as prepared
     from .controllers.launch import launch as launch
     from .controllers.placement import Place as Place
     from .controllers.placement import ResourcePool as ResourcePool
-    from .controllers.planning import prepared as prepared
     from .controllers.precompute import precompute as precompute
     from .controllers.recovery.checkpoints import CheckpointConfig as CheckpointConfig
     from .controllers.run_spec import Evaluation as Evaluation

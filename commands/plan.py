@@ -14,8 +14,8 @@ from .command import Answer, ScriptCommand
 from .script import run_script, script_file
 
 if TYPE_CHECKING:
+    from ..controllers.dry_run import Planning
     from ..controllers.planner.plan import Plan
-    from ..controllers.planning import Planning
     from ..controllers.settings import Composed
 
 
@@ -28,8 +28,8 @@ class PlanRun(ScriptCommand):
     """Directory of an earlier run, or its name under runs/: the time of a step is computed from what its calls took."""
 
     def answer(self) -> Answer:
+        from ..controllers.dry_run import planning
         from ..controllers.planner.plan import plan_of
-        from ..controllers.planning import planning
         from .plan_page import lines
         from .run_folder import find_run
 

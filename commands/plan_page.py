@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from ..dataflow.byte_units import GIB, MIB
 
 if TYPE_CHECKING:
+    from ..controllers.dry_run import Planning
     from ..controllers.planner.memory import GroupMemory
     from ..controllers.planner.plan import Plan
-    from ..controllers.planning import Planning
     from ..controllers.settings import Composed
     from ..dataflow.graph import Graph
 

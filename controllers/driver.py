@@ -33,11 +33,11 @@ from .checks import (
 )
 from .dashboard_process import start_dashboard
 from .deadlines import set_deadlines
+from .dry_run import end_if_planned
 from .group import WorkerGroup
 from .job_environment import resume_of, root_of
 from .own_groups import RESERVED, own_groups
 from .placement import Placement, check_elastic, resolve
-from .planning import end_if_planned
 from .recovery.checkpoints import CheckpointConfig, complete_checkpoints
 from .recovery.full_disk import FullDisk
 from .recovery.resume import ResumePoint, find_checkpoint, open_run
@@ -49,8 +49,8 @@ from .start import start
 from .symptoms import check_stop_on, mistakes
 from .telling.displays import Form, display_for
 from .telling.progress import Progress
-from .trackers.following import Following
 from .trackers.tracker import check_trackers
+from .trackers.tracker_processes import TrackerProcesses
 from .versions import versions
 
 MAX_RESTARTS = 3
@@ -161,7 +161,9 @@ class Driver:
         if at != Path(root):
             self.directory.notes.append(f"the run's directory is {self.directory.path}: this is a job of a cluster")
         shown = Progress(schedule.steps, self.directory.path, display)
-        following = Following(trackers, self.directory.path, self._spec.backend.report, partial(shown.alert, "tracker"))
+        following = TrackerProcesses(
+            trackers, self.directory.path, self._spec.backend.report, partial(shown.alert, "tracker")
+        )
         self._history = RunHistory(shown, FullDisk(self.directory.path, shown), following)
         self._described = {
             "settings": settings,

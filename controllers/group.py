@@ -22,8 +22,8 @@ from ..dataflow.node import Node
 from ..dataflow.operation import Shape
 from ..workers.dispatch import Coordinates, Dispatch, RowSizes
 from ..workers.remote import dispatch_of
+from .gather_time import gather_s
 from .placement import Place
-from .ranks.gathered import gather_s
 from .ranks.tasks import Failure, FailureKind, Reply, RowTask, Task
 
 REGISTER = "register"

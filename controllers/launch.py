@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 from ..dataflow.config import Config
 from ..dataflow.errors import UserError, WeftError
 from ..dataflow.redaction import redacted
-from .planning import note_settings
+from .dry_run import note_settings
 from .settings import compose
 from .signals import end_run, terminals
 

@@ -20,9 +20,9 @@ from ..dataflow.operation import declaration_of, node
 from ..dataflow.source import TableSource
 from .backends.backend import Backend
 from .driver import Driver
+from .dry_run import is_planning, note_pass
 from .job_environment import root_of
 from .placement import Placement
-from .planning import is_planning, note_pass
 from .run_directory import require_folder
 from .schedule import Synchronous
 

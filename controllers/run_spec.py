@@ -21,7 +21,7 @@ from .schedule import Training
 from .signals import StopOnSignal
 from .symptoms import Watch
 from .telling.progress import Progress
-from .trackers.following import Following
+from .trackers.tracker_processes import TrackerProcesses
 
 
 @names_arguments
@@ -124,6 +124,6 @@ class RunHistory:
 
     progress: Progress
     disk: FullDisk
-    trackers: Following
+    trackers: TrackerProcesses
     watch: Watch = field(default_factory=Watch)
     failures: FailureCounts = field(default_factory=FailureCounts)

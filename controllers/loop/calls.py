@@ -13,9 +13,9 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ..gather_time import gather_s
 from ..graph_run import TrainingRun
 from ..group import Call, UnderWay, WorkerGroup
-from ..ranks.gathered import gather_s
 from ..recovery.failures import Failures
 from ..request import CallRequest, NodeRequest, Then
 from ..run_directory import RunDirectory

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from ...dataflow.node import Node
 from ...dataflow.operation import Shape
+from ..gather_time import MANY_RANKS, gather_s
 from ..graph_run import GraphRun
 from ..group import UnderWay
-from ..ranks.gathered import MANY_RANKS, gather_s
 
 MAX_WAIT_S = 0.25
 """Longest time for which rows wait for others, by the run's clock, where few ranks are at work; many may take longer (`gather_s`)."""

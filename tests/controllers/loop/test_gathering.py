@@ -8,10 +8,10 @@ from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_evaluation, toy_gr
 
 from weft.algorithms.filters import first_of_group
 from weft.controllers.cursor import positions
+from weft.controllers.gather_time import MANY_RANKS, gather_s
 from weft.controllers.graph_run import TrainingRun
 from weft.controllers.group import Call, UnderWay
 from weft.controllers.loop.gathering import MAX_ROWS, MAX_WAIT_S, Gathering
-from weft.controllers.ranks.gathered import MANY_RANKS, gather_s
 from weft.dataflow.buffer.leases import Published
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.graph import Graph

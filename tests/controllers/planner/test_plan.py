@@ -8,10 +8,10 @@ from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
 
 from weft.algorithms.supervised import supervised
 from weft.controllers.driver import Driver
+from weft.controllers.dry_run import planning
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.planner.plan import Plan, plan_of
 from weft.controllers.planner.sizes import sample_bytes, step_sizes
-from weft.controllers.planning import planning
 from weft.controllers.schedule import Asynchronous, Synchronous
 from weft.controllers.simulation.costs import CostModel, FixedLengths, Generation, LinearCost
 from weft.controllers.simulation.simulated import Simulated

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from weft.controllers.ranks.gathered import MANY_RANKS, MAX_S, Gathered, gather_s
+from weft.controllers.gather_time import MANY_RANKS, MAX_S, gather_s
+from weft.controllers.ranks.gathered import Gathered
 from weft.dataflow.batch import Batch
 from weft.dataflow.metrics import Sum
 from weft.workers.children import Children

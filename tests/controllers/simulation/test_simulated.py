@@ -17,9 +17,9 @@ from weft.algorithms.filters import first_of_group
 from weft.controllers.backends.backend import Event
 from weft.controllers.backends.local import Local
 from weft.controllers.driver import Driver, Evaluation
+from weft.controllers.gather_time import MANY_RANKS
 from weft.controllers.group import Call
 from weft.controllers.placement import Place, ResourcePool
-from weft.controllers.ranks.gathered import MANY_RANKS
 from weft.controllers.ranks.tasks import Failure, FailureKind, Reply, Task
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
 from weft.controllers.simulation.bound import bound

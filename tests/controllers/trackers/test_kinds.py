@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_follower import rows, scripted
 from test_new_values import add, stream
+from test_tracker_process import rows, scripted
 
-from weft.controllers.trackers.follower import Follower
-from weft.controllers.trackers.sent import Sent, path_of
+from weft.controllers.trackers.sent_metrics import SentMetrics, path_of
+from weft.controllers.trackers.tracker_process import TrackerProcess
 
 CONFIG = {"seed": 7, "settings": {"hub_token": "hf_s3cr3t", "model": "m"}, "graphs": {"train": ["a", "b"]}}
 FIRST = [(step, float(step)) for step in range(5)]
@@ -38,14 +38,14 @@ def tracked(tmp_path: Path, name: str) -> Path:
     run.mkdir()
     (run / "config.json").write_text(json.dumps(CONFIG))
     first = stream(run)
-    Follower(run, name, None).follow(
+    TrackerProcess(run, name, None).follow(
         scripted(lambda: add(first, *rows(0, 1, 2)), lambda: add(first, *rows(3, 4)), last="")
     )
     first.close()
     first.path.unlink()
     second = stream(run)
     late = {"step": float(LATE[0]), "eval/pass@1": LATE[1]}
-    Follower(run, name, 2).follow(
+    TrackerProcess(run, name, 2).follow(
         scripted(lambda: add(second, *rows(0, 1, 2), *rows(3, 4, 5, value=0.5)), lambda: add(second, late))
     )
     second.close()
@@ -131,7 +131,9 @@ def test_wandb_goes_on_offline_under_its_id(tmp_path: Path, monkeypatch: pytest.
     assert [(row["step"], row["loss"]) for row in history if "loss" in row] == NOT_AGAIN
     assert [(row["step"], row["eval/pass@1"]) for row in history if "eval/pass@1" in row] == [LATE]
     assert [row["_step"] for row in history] == list(range(7)), "W&B's own step goes on, too"
-    assert {record.run.run_id for record in records if record.HasField("run")} == {Sent.read(path_of(run, "wandb")).id}
+    assert {record.run.run_id for record in records if record.HasField("run")} == {
+        SentMetrics.read(path_of(run, "wandb")).id
+    }
     assert not [
         file
         for file in run.rglob("*")
@@ -147,7 +149,7 @@ def test_mlflow_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     run = tracked(tmp_path, "mlflow")
-    client, id = MlflowClient(), Sent.read(path_of(run, "mlflow")).id
+    client, id = MlflowClient(), SentMetrics.read(path_of(run, "mlflow")).id
     assert [(metric.step, metric.value) for metric in client.get_metric_history(id, "loss")] == NOT_AGAIN
     assert [(metric.step, metric.value) for metric in client.get_metric_history(id, "eval/pass_at_1")] == [LATE]
     kept = client.get_run(id)

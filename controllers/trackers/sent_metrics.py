@@ -1,4 +1,4 @@
-"""Sent: which metrics a tracker has taken, kept in the run's directory, so that a run that goes on sends nothing twice.
+"""SentMetrics: which metrics a tracker has taken, kept in the run's directory, so that a run that goes on sends nothing twice.
 
 A tracker takes each metric's steps in order, so one number for each metric says it all: the latest step that was sent.
 """
@@ -15,7 +15,7 @@ from ...dataflow.buffer.run_files import TRACKERS
 
 
 @dataclass
-class Sent:
+class SentMetrics:
     """What one tracker has taken of a run."""
 
     id: str = ""
@@ -28,7 +28,7 @@ class Sent:
     """Why the process of the tracker has ended; empty: it goes on, or ended well."""
 
     @classmethod
-    def read(cls, path: Path) -> Sent:
+    def read(cls, path: Path) -> SentMetrics:
         """What was written there; nothing was sent where there is no such file, or it is damaged."""
         try:
             found = json.loads(path.read_text())
@@ -53,7 +53,7 @@ class Sent:
     def go_back(self, step: int) -> None:
         """What was sent of later steps counts no more.
 
-        >>> sent = Sent(steps={"loss": 7, "eval/mean": 2})
+        >>> sent = SentMetrics(steps={"loss": 7, "eval/mean": 2})
         >>> sent.go_back(4)
         >>> sent.steps
         {'loss': 4, 'eval/mean': 2}
@@ -63,7 +63,7 @@ class Sent:
     def new(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Those of the metrics of a step that were not sent.
 
-        >>> Sent(steps={"loss": 7}).new(7, {"loss": 0.5, "eval/mean": 1.0})
+        >>> SentMetrics(steps={"loss": 7}).new(7, {"loss": 0.5, "eval/mean": 1.0})
         {'eval/mean': 1.0}
         """
         return {name: value for name, value in metrics.items() if step > self.steps.get(name, -1)}

@@ -1,10 +1,10 @@
-"""Follower: the program that hands the metrics of one run to one tracker.
+"""TrackerProcess: the program that hands the metrics of one run to one tracker.
 
-    python -m weft.controllers.trackers.follower RUN TRACKER [STEP]
+    python -m weft.controllers.trackers.tracker_process RUN TRACKER [STEP]
 
 The driver starts it, and holds its standard input open. It ends when a line comes there that says how the run ended, or when the driver
 is gone: then it sends what remains, and has PATIENCE_S for that. It never writes to the run's directory but for its log and what it has
-sent (`sent.py`), whose time of change shows the driver that it is not stuck.
+sent (`sent_metrics.py`), whose time of change shows the driver that it is not stuck.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from ...dataflow.buffer.run_files import CONFIG
 from ...dataflow.redaction import redacted, without_secrets
 from .new_values import NewValues
-from .sent import Sent, path_of
+from .sent_metrics import SentMetrics, path_of
 from .tracker import TrackedRun, Tracker, new_tracker
 
 POLL_S = 1.0
@@ -37,7 +37,7 @@ NICE = 5
 """It gives way to the run."""
 
 
-class Follower:
+class TrackerProcess:
     """Hands metrics to a tracker.
 
     Args:
@@ -50,7 +50,7 @@ class Follower:
         self._run, self._name, self._after = run, name, after
         self._values = NewValues(run)
         self._path = path_of(run, name)
-        self._sent = Sent.read(self._path)
+        self._sent = SentMetrics.read(self._path)
 
     def follow(self, said_within: Callable[[float], str | None]) -> None:
         """Send metrics until the run is over.
@@ -122,7 +122,7 @@ def _config(path: Path) -> dict[str, Any]:
 def main(run: str, name: str, *after: str) -> int:
     """Follow a run to its end; returns the exit code."""
     os.nice(NICE)
-    follower = Follower(Path(run), name, int(after[0]) if after else None)
+    follower = TrackerProcess(Path(run), name, int(after[0]) if after else None)
     try:
         follower.follow(Input().within)
     except BaseException as error:

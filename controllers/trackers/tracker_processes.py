@@ -1,4 +1,4 @@
-"""Following: the driver's side of the trackers. It starts a process for each, looks at them after each step, and ends them.
+"""TrackerProcesses: the driver's side of the trackers. It starts a process for each, looks at them after each step, and ends them.
 
     start ──> FOLLOWS ──"finished" or "failed" on its standard input──> ENDS ──> gone
                  │ ends by itself, or is stuck: said once                 │ PATIENCE: killed, and said
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...dataflow.buffer.run_files import LOGS
-from . import follower
-from .sent import Sent, path_of
+from . import tracker_process
+from .sent_metrics import SentMetrics, path_of
 from .tracker import PROMETHEUS
 
 FINISH_S = 30.0
@@ -46,7 +46,7 @@ class _Process:
     """Something was said about it."""
 
 
-class Following:
+class TrackerProcesses:
     """The trackers of a run.
 
     Args:
@@ -90,7 +90,7 @@ class Following:
         step = [] if after is None else [str(after)]
         with log.open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", follower.__name__, str(self._run), name, *step],
+                [sys.executable, "-P", "-m", tracker_process.__name__, str(self._run), name, *step],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -141,7 +141,7 @@ class Following:
         for one in processes:
             with suppress(OSError):  # it is gone
                 assert one.process.stdin is not None
-                one.process.stdin.write(f"{follower.FINISHED if finished else 'failed'}\n".encode())
+                one.process.stdin.write(f"{tracker_process.FINISHED if finished else 'failed'}\n".encode())
                 one.process.stdin.close()
         patience_s = FINISH_S if finished else LEAVE_S
         deadline = self._clock() + patience_s
@@ -168,4 +168,4 @@ def _changed(path: Path) -> int:
 def _why(one: _Process) -> str:
     """Why a process ended: its own words, or its exit code."""
     code = one.process.returncode
-    return Sent.error_in(one.sent) or (f"signal {-code}" if code < 0 else f"exit code {code}")
+    return SentMetrics.error_in(one.sent) or (f"signal {-code}" if code < 0 else f"exit code {code}")

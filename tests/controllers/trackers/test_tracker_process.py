@@ -12,8 +12,8 @@ import pytest
 from fake_trackers import Kept
 from test_new_values import add, stream
 
-from weft.controllers.trackers.follower import FINISHED, Follower
-from weft.controllers.trackers.sent import Sent, path_of
+from weft.controllers.trackers.sent_metrics import SentMetrics, path_of
+from weft.controllers.trackers.tracker_process import FINISHED, TrackerProcess
 
 
 def rows(*steps: int, value: float = 0.0) -> list[dict[str, float]]:
@@ -45,7 +45,7 @@ def test_metrics_are_sent_as_they_come_and_the_run_is_closed(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"seed": 1, "settings": {"api_key": "abc"}}))
     writer = stream(tmp_path)
     late = {"step": 1.0, "eval/reward/mean": 0.5}
-    Follower(tmp_path, "fake_trackers:Kept", None).follow(
+    TrackerProcess(tmp_path, "fake_trackers:Kept", None).follow(
         scripted(lambda: add(writer, *rows(1, 2)), lambda: None, lambda: add(writer, *rows(3), late))
     )
     writer.close()
@@ -65,12 +65,12 @@ def test_a_run_that_goes_back_sends_its_steps_again_only_where_they_replace_the_
     tmp_path: Path, tracker: str, again: list[tuple[int, float]]
 ):
     name, first = f"fake_trackers:{tracker}", stream(tmp_path)
-    Follower(tmp_path, name, None).follow(scripted(lambda: add(first, *rows(0, 1, 2, 3, 4)), last=""))
+    TrackerProcess(tmp_path, name, None).follow(scripted(lambda: add(first, *rows(0, 1, 2, 3, 4)), last=""))
     first.close()
     assert losses(tmp_path) == [(step, float(step)) for step in range(5)] and kept(tmp_path)[-1] == {"closed": "failed"}
     first.path.unlink()
     second = stream(tmp_path)  # the directory of a run that goes on after step 2 begins with what was until then
-    Follower(tmp_path, name, 2).follow(scripted(lambda: add(second, *rows(0, 1, 2), *rows(3, 4, 5, value=0.5))))
+    TrackerProcess(tmp_path, name, 2).follow(scripted(lambda: add(second, *rows(0, 1, 2), *rows(3, 4, 5, value=0.5))))
     second.close()
     assert losses(tmp_path)[5:] == [*again, (5, 5.5)]
     opened = [line for line in kept(tmp_path) if "open" in line]
@@ -81,8 +81,8 @@ def test_what_was_not_sent_before_a_kill_is_sent_when_the_run_goes_on(tmp_path: 
     writer = stream(tmp_path)
     add(writer, *rows(1, 2, 3))
     writer.close()
-    Sent(id="first", logged=1, steps={"loss": 1}).write(path_of(tmp_path, "fake_trackers:Kept"))
-    Follower(tmp_path, "fake_trackers:Kept", 3).follow(scripted())
+    SentMetrics(id="first", logged=1, steps={"loss": 1}).write(path_of(tmp_path, "fake_trackers:Kept"))
+    TrackerProcess(tmp_path, "fake_trackers:Kept", 3).follow(scripted())
     assert losses(tmp_path) == [(2, 2.0), (3, 3.0)]
 
 
@@ -91,11 +91,11 @@ def test_a_damaged_note_of_what_was_sent_counts_as_none(tmp_path: Path, damage: 
     path = path_of(tmp_path, "wandb")
     path.parent.mkdir()
     path.write_text(damage)
-    assert Sent.read(path) == Sent()
+    assert SentMetrics.read(path) == SentMetrics()
 
 
 def program(run: Path, tracker: str, patience_s: float = 60.0) -> subprocess.Popen[bytes]:
-    code = f"from weft.controllers.trackers import follower as f; f.PATIENCE_S = {patience_s}; f.main({str(run)!r}, {tracker!r})"
+    code = f"from weft.controllers.trackers import tracker_process as f; f.PATIENCE_S = {patience_s}; f.main({str(run)!r}, {tracker!r})"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, env=environment)
 
@@ -124,7 +124,7 @@ def test_secrets_are_left_out_of_what_a_tracker_gets(tmp_path: Path, monkeypatch
     monkeypatch.setenv("MY_SERVICE_TOKEN", "s3cr3t-value")
     config = {"url": "https://user:s3cr3t-value@host", "max_tokens": 4, "HF_TOKEN": "x", "tokenizer": "t"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    Follower(tmp_path, "fake_trackers:Kept", None).follow(lambda _: FINISHED)
+    TrackerProcess(tmp_path, "fake_trackers:Kept", None).follow(lambda _: FINISHED)
     told = {
         "url": "https://user:[value of MY_SERVICE_TOKEN]@host",
         "max_tokens": 4,
@@ -132,9 +132,9 @@ def test_secrets_are_left_out_of_what_a_tracker_gets(tmp_path: Path, monkeypatch
         "tokenizer": "t",
     }
     assert kept(tmp_path)[0]["config"] == told
-    follower = Follower(tmp_path, "fake_trackers:Kept", None)
+    follower = TrackerProcess(tmp_path, "fake_trackers:Kept", None)
     follower.failed(ConnectionError("401 for s3cr3t-value"))
-    assert "s3cr3t-value" not in Sent.error_in(path_of(tmp_path, "fake_trackers:Kept"))
+    assert "s3cr3t-value" not in SentMetrics.error_in(path_of(tmp_path, "fake_trackers:Kept"))
 
 
 def test_a_tracker_of_ones_own_is_any_class_with_these_methods():

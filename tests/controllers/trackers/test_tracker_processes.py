@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from saved_runs import SCHEDULES, Killed
 from saved_runs import run as saved_run
-from test_follower import kept
+from test_tracker_process import kept
 from toy_runs import drive, training
 
 from weft.controllers.alerts import read_alerts
 from weft.controllers.backends.local import Local
-from weft.controllers.trackers import following
-from weft.controllers.trackers.following import Following
+from weft.controllers.trackers import tracker_processes
+from weft.controllers.trackers.tracker_processes import TrackerProcesses
 from weft.dataflow.errors import UserError
 from weft.dataflow.metric_names import untimed
 
@@ -21,7 +21,7 @@ ALL = [f"fake_trackers:{name}" for name in ("Kept", "Raising", "Dying", "Hanging
 
 
 def test_a_run_comes_to_its_end_whatever_its_trackers_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(following, "FINISH_S", 12.0)
+    monkeypatch.setattr(tracker_processes, "FINISH_S", 12.0)
     monkeypatch.setenv("TRACKER_API_KEY", "k3y-of-a-service")
     with drive(training(), tmp_path / "plain") as driver:
         expected = driver.run()
@@ -74,13 +74,13 @@ def test_a_tracker_that_shows_no_sign_of_life_is_said_once(tmp_path: Path):
     (tmp_path / "logs").mkdir()
     said: list[str] = []
     clock = Clock()
-    one = Following(["fake_trackers:HangingAtOnce"], tmp_path, lambda run, row: None, said.append, clock)
+    one = TrackerProcesses(["fake_trackers:HangingAtOnce"], tmp_path, lambda run, row: None, said.append, clock)
     one.start(None)
     try:
-        for now in (1.0, following.STUCK_S, following.STUCK_S + 1, 1000.0):
+        for now in (1.0, tracker_processes.STUCK_S, tracker_processes.STUCK_S + 1, 1000.0):
             clock.now = now
             one.stepped({"step": 1.0})
-            assert len(said) == (now > following.STUCK_S)
+            assert len(said) == (now > tracker_processes.STUCK_S)
     finally:
         clock.now = 1e9
         one.end(finished=False)
@@ -95,7 +95,7 @@ def test_an_endpoint_that_fails_is_said_once_and_left_alone(tmp_path: Path):
         asked.append(run)
         raise RuntimeError("the agent is gone")
 
-    one = Following(["prometheus"], tmp_path / "sums", report, said.append)
+    one = TrackerProcesses(["prometheus"], tmp_path / "sums", report, said.append)
     one.start(None)
     one.stepped({"step": 1.0})
     one.stepped({"step": 2.0})
