@@ -78,14 +78,14 @@ def check_best(checkpoint: CheckpointConfig, evaluations: Sequence[Evaluation], 
     Raises:
         UserError: naming the nearest; or it is measured at each step, and nothing says which of them have a checkpoint.
     """
-    best, judge, names = checkpoint.best, checkpoint.judge, [e.name for e in evaluations]
-    if judge and judge not in (*names, *handles):
+    best, source, names = checkpoint.best, checkpoint.best_source, [e.name for e in evaluations]
+    if source and source not in (*names, *handles):
         known = [*names, *handles]
         raise UserError(
-            f"CheckpointConfig(best={best!r}): the run has no evaluation or worker group {judge!r}"
-            f"{nearest(judge, known)}; it has {', '.join(known)}"
+            f"CheckpointConfig(best={best!r}): the run has no evaluation or worker group {source!r}"
+            f"{nearest(source, known)}; it has {', '.join(known)}"
         )
-    if best and judge not in names and not (checkpoint.every or checkpoint.every_s):
+    if best and source not in names and not (checkpoint.every or checkpoint.every_s):
         raise UserError(
             f"CheckpointConfig(best={best!r}): that is measured at each step; say by every=... or every_s=... which have a checkpoint"
         )

@@ -228,7 +228,7 @@ class Run:
         self._closing.close_evaluations()
         if self._closing.close_training():
             step, over = self._train.step, self._train.over
-            self._saving.step_over(step, last=over, judged=self._spec.is_judged(step, over=over))
+            self._saving.step_over(step, last=over, for_best=self._spec.is_evaluated_for_best(step, over=over))
         self._disk.write(lambda: self._directory.flush(when_due=True))
 
     @property

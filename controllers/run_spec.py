@@ -102,15 +102,15 @@ class RunSpec:
         decides = self.stop is not None and not isinstance(self.stop, StopOnSignal)
         return decides and not self.schedule.overlaps
 
-    def is_judged(self, step: int, *, over: bool) -> bool:
+    def is_evaluated_for_best(self, step: int, *, over: bool) -> bool:
         """Whether the weights of a step are evaluated by what the best checkpoint is chosen by.
 
         Args:
             step: that is over.
             over: no step comes after it.
         """
-        judge = self.evaluations.get(self.checkpoint.judge)
-        return judge is not None and judge.is_due(step, over=over)
+        source = self.evaluations.get(self.checkpoint.best_source)
+        return source is not None and source.is_due(step, over=over)
 
     @cached_property
     def follows(self) -> tuple[ParameterEdge, ...]:

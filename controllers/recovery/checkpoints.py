@@ -30,7 +30,7 @@ from ...workers.remote import dispatch_of
 from ..run_directory import RunDirectory
 from .run_state import RunState
 
-MAX_UNJUDGED = 4
+MAX_NOT_EVALUATED = 4
 """Checkpoints that are kept beyond the latest until it is known whether they are the best."""
 REPLACED = ".before_"
 """Prefix of a checkpoint that is being replaced by another one of the same step."""
@@ -64,7 +64,7 @@ class CheckpointConfig(Config):
         return bool(self.every or self.every_s or self.best)
 
     @property
-    def judge(self) -> str:
+    def best_source(self) -> str:
         """The evaluation, or the worker group, whose metric `best` is; empty: there is none, or it is the run's own."""
         return (self.best or "").removeprefix("-").rpartition("/")[0].partition("/")[0]
 
@@ -194,7 +194,7 @@ class CheckpointFolder:
         self._run.check(sure=True)
         present = complete_checkpoints(self.path)
         best = self.best(values)
-        keep = {*present[: self._config.keep], *self._unjudged(present, values), *([best.path] if best else [])}
+        keep = {*present[: self._config.keep], *self._not_evaluated(present, values), *([best.path] if best else [])}
         for path in present:
             if path not in keep:
                 _remove(path)
@@ -215,10 +215,10 @@ class CheckpointFolder:
         path = max(known, key=lambda path: sign * known[path], default=None)
         return None if path is None else BestCheckpoint(path, name, known[path])
 
-    def _unjudged(self, present: Sequence[Path], values: Values) -> list[Path]:
-        """Checkpoints of steps that may still be evaluated, where evaluations come late; not more than MAX_UNJUDGED."""
+    def _not_evaluated(self, present: Sequence[Path], values: Values) -> list[Path]:
+        """Checkpoints of steps that may still be evaluated, where evaluations come late; not more than MAX_NOT_EVALUATED."""
         of_step = values((self._config.best or "").removeprefix("-"))
-        return [path for path in present if of_step and step_of(path) > max(of_step)][:MAX_UNJUDGED]
+        return [path for path in present if of_step and step_of(path) > max(of_step)][:MAX_NOT_EVALUATED]
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

@@ -122,16 +122,16 @@ class Saving:
         self._saved_step = step
         self.folder.forget_after(step)
 
-    def step_over(self, step: int, *, last: bool, judged: bool = False) -> None:
+    def step_over(self, step: int, *, last: bool, for_best: bool = False) -> None:
         """A step is over. A checkpoint of it may be due.
 
         Args:
             step: its number.
             last: no step comes after it.
-            judged: its weights are evaluated by what the best checkpoint is chosen by.
+            for_best: its weights are evaluated by what the best checkpoint is chosen by.
         """
         if self._config.writes and step > 0:
-            self.due |= last or judged or bool(self._full_disk) or self._is_time(step)
+            self.due |= last or for_best or bool(self._full_disk) or self._is_time(step)
 
     def _is_time(self, step: int) -> bool:
         every, every_s = self._config.every, self._config.every_s

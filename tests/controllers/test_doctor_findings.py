@@ -71,13 +71,13 @@ def there(**changes: Package | None) -> dict[str, Package | None]:
 def test_packages_that_do_not_fit_each_other_are_named(
     changes: Mapping[str, Package | None], python: tuple[int, int], name: str, outcome: str, said: str
 ):
-    found = bad(packages.judged(there(**changes), python))
+    found = bad(packages.findings_from(there(**changes), python))
     assert found[name][0] == outcome and said in found[name][1]
 
 
 def test_an_extra_is_there_with_all_that_it_requires_and_only_then():
     weft = Package("weft", "0.1.0", ("pytest; extra == 'a'", "no-such-thing; extra == 'b'"), ("a", "b"))
-    [extras] = [f for f in packages.judged(there(weft=weft), (3, 12)) if f.name == "extras"]
+    [extras] = [f for f in packages.findings_from(there(weft=weft), (3, 12)) if f.name == "extras"]
     assert extras.found.startswith("installed: a; not installed: b")
 
 
@@ -177,7 +177,7 @@ H200 = "NVIDIA H200, 570.1, 143771, 4\nNVIDIA H200, 570.1, 143771, 90000\n"
     ],
 )
 def test_gpus_are_judged(devices: int, driver: str | None, cuda: str, variables: Any, expected: dict[str, str]):
-    found = bad(gpus.judged(devices, driver, "why", cuda, variables))
+    found = bad(gpus.findings_from(devices, driver, "why", cuda, variables))
     assert {name: outcome for name, (outcome, _) in found.items()} == expected
 
 

@@ -40,10 +40,10 @@ def look(environment: Mapping[str, str]) -> Iterator[Finding]:
         driver, why = None, "there is no nvidia-smi"
     except (OSError, subprocess.TimeoutExpired) as error:
         driver, why = None, str(error)
-    yield from judged(devices, driver, why, cuda_of_torch(), environment)
+    yield from findings_from(devices, driver, why, cuda_of_torch(), environment)
 
 
-def judged(
+def findings_from(
     devices: int, driver: str | None, why: str, cuda: str | None, environment: Mapping[str, str]
 ) -> Iterator[Finding]:
     """Findings about GPUs.

@@ -50,10 +50,10 @@ def installed(name: str) -> Package | None:
 def look(python: tuple[int, int] = sys.version_info[:2]) -> list[Finding]:
     """The findings about this interpreter and its packages."""
     names = {name: installed(name) for name in (WEFT, *LOOKED_AT, *NOT_FOR_TEXT)}
-    return list(judged(names, python))
+    return list(findings_from(names, python))
 
 
-def judged(names: Mapping[str, Package | None], python: tuple[int, int]) -> Iterator[Finding]:
+def findings_from(names: Mapping[str, Package | None], python: tuple[int, int]) -> Iterator[Finding]:
     """Findings about packages.
 
     Args:
