@@ -232,12 +232,12 @@ def all_filtered(row: Row, groups: int) -> str:
     )
 
 
-def _all_cut_off(past: Past) -> str | None:
+def _all_truncated(past: Past) -> str | None:
     known = dict(_training(past.last, "truncation_rate"))
     if not known:
         return None
     return (
-        "every response is cut off at its limit of tokens, so that none comes to its end"
+        "every response is truncated at its limit of tokens, so that none comes to its end"
         if all(value == 1 for value in known.values())
         else ""
     )
@@ -342,8 +342,8 @@ SYMPTOMS = (
         steps=3,
     ),
     Symptom(
-        "all_cut_off",
-        _all_cut_off,
+        "all_truncated",
+        _all_truncated,
         "Try a larger Sampling(max_tokens=...), and look in samples/ whether the model ever writes its end-of-text token",
         steps=3,
     ),
@@ -390,7 +390,7 @@ def check_stop_on(names: object) -> tuple[str, ...]:
     >>> check_stop_on(["no_signal", "diverge"])
     Traceback (most recent call last):
     weft.dataflow.errors.UserError: Driver(stop_on=...) names symptoms; there is none called 'diverge'; did you mean 'diverged'? They \
-are no_signal, signal_lost, equal_rewards, all_cut_off, diverged, entropy_collapse, gap_drift, memory_low, memory_grows
+are no_signal, signal_lost, equal_rewards, all_truncated, diverged, entropy_collapse, gap_drift, memory_low, memory_grows
 
     Raises:
         UserError: there is none of a name.

@@ -204,7 +204,7 @@ GENERATION = Section(
         MetricEntry(
             "truncation_rate",
             "0 to 1",
-            "share of responses that were cut off at the limit of tokens",
+            "share of responses that were truncated at the limit of tokens",
             "below 0.1",
             "near 1: rewards judge unfinished responses",
         ),

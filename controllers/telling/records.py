@@ -37,7 +37,7 @@ class Kind:
 KINDS = (
     Kind("reward", "mean", ".3f", spread="std"),
     Kind("loss", "loss", ".4f", instead_of="reward"),
-    Kind("pairs right", "preference_accuracy", ".0%"),
+    Kind("preference accuracy", "preference_accuracy", ".0%"),
     Kind("no signal", "groups_without_signal", ".0%"),
     Kind("length", "response_length", ",.1f"),
     Kind("truncated", "truncation_rate", ".0%"),

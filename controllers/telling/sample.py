@@ -54,13 +54,13 @@ class Sample:
         """Its rewards and how it ended, in words.
 
         >>> Sample(3, {}, "length", 0.5, {"form": 1.0, "right": 0.0}).verdict
-        'reward 0.5 (form 1, right 0); cut off at the limit of tokens'
+        'reward 0.5 (form 1, right 0); truncated at the limit of tokens'
         """
         values = ", ".join(f"{readable(name)} {value:.4g}" for name, value in self.parts.items())
         if self.reward is not None:
             values = f"reward {self.reward:.4g}" + (f" ({values})" if values else "")
-        cut_off = "cut off at the limit of tokens" if self.finish_reason == "length" else ""
-        return "; ".join(part for part in (values, cut_off) if part)
+        truncated = "truncated at the limit of tokens" if self.finish_reason == "length" else ""
+        return "; ".join(part for part in (values, truncated) if part)
 
     def __str__(self) -> str:
         """Several lines, as an error message or a log shows it."""

@@ -58,7 +58,7 @@ function figures(facts) {
   else parts.push(fact("took", duration(facts.duration_s)));
   if (facts.tokens_per_s != null) parts.push(fact("tokens/s", number(facts.tokens_per_s)));
   if (facts.staleness != null) parts.push(fact("staleness", facts.max_staleness != null ? `${number(facts.staleness)} of ${facts.max_staleness}` : number(facts.staleness)));
-  if (facts.gap != null) parts.push(fact("generator's gap", measured(facts.gap, "nats").join(" ")));
+  if (facts.gap != null) parts.push(fact("log-probability gap", measured(facts.gap, "nats").join(" ")));
   return parts;
 }
 

@@ -69,7 +69,7 @@ function response(sample, by, scale, context) {
   const scalars = Object.entries(sample.scalars ?? {}).filter(([, value]) => value != null && typeof value !== "object");
   const body = sample.turns?.length && params.as !== "tokens" ? turns(sample, render) : sample.tokens?.length && (params.as === "tokens" || !unnamed(sample)) ? widget(tokens, { sample, by, scale }, { class: "figured" }) : block(`${sample.id}/response`, sample.response, render);
   return h("article", { class: `panel response ${on ? "on" : ""}`, key: `s${sample.id}`, "aria-label": `response ${sample.id}` },
-    h("div", { class: "meta" }, figure("reward", number(sample.reward)), sample.advantage != null ? figure("advantage", signed(sample.advantage)) : null, length != null ? h("span", {}, `${count(length)} tokens`) : null, versions(sample), sample.truncated ? h("span", { class: "busy-text" }, "cut off") : null,
+    h("div", { class: "meta" }, figure("reward", number(sample.reward)), sample.advantage != null ? figure("advantage", signed(sample.advantage)) : null, length != null ? h("span", {}, `${count(length)} tokens`) : null, versions(sample), sample.truncated ? h("span", { class: "busy-text" }, "truncated") : null,
       h("span", { class: "fill" }), h("a", { href: link("samples", { run, group: sample.group ?? params.group, sample: sample.id }), title: "permanent link" }, `#${sample.id}`), chip("diff", picked.includes(String(sample.id)), pick, `compare response ${sample.id}`)),
     body,
     scalars.length ? h("details", {}, h("summary", {}, `${scalars.length} more columns`), h("dl", { class: "keys small" }, scalars.map(([name, value]) => [h("dt", { class: "faint" }, line(name)), h("dd", {}, typeof value === "number" ? number(value) : line(value, 500))]))) : null);

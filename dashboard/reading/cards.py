@@ -39,8 +39,8 @@ KINDS = (
     CardKind("entropy", "entropy", "entropy"),
     CardKind("kl", "KL from the reference", "kl"),
     CardKind("length", "response length", "response_length", beside="response_length_p95", form="count"),
-    CardKind("cut_off", "cut off", "truncation_rate", form="share"),
-    CardKind("gap", "trainer–generator gap", "mean_logprob_gap", beside="max_logprob_gap", form="small"),
+    CardKind("truncated", "truncated", "truncation_rate", form="share"),
+    CardKind("gap", "log-probability gap", "mean_logprob_gap", beside="max_logprob_gap", form="small"),
     CardKind("ratio", "generator ratio", "mean_generator_ratio", beside="max_generator_ratio", floor=None),
     CardKind("clipped", "clip fraction", "clip_fraction", form="share"),
     CardKind("staleness", "staleness", "mean_staleness", beside="max_staleness"),
@@ -48,7 +48,7 @@ KINDS = (
     CardKind("throughput", "tokens/s", "tokens_per_s", form="count"),
     CardKind("idle", "idle share", "idle_share", form="share", several=True),
     CardKind("memory", "memory", "device_bytes|resident_bytes", form="bytes", several=True),
-    CardKind("pairs", "pairs right", "preference_accuracy", form="share"),
+    CardKind("pairs", "preference accuracy", "preference_accuracy", form="share"),
 )
 """In the order of the page."""
 

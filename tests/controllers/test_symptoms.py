@@ -119,9 +119,9 @@ def test_rewards_that_are_equal_from_the_first_step_on_are_said_once():
     assert seen({}, *[{"eval/groups_without_signal": 1.0}] * 10) == [], "an evaluation learns nothing anyhow"
 
 
-def test_responses_that_are_all_cut_off_are_said_once():
+def test_responses_that_are_all_truncated_are_said_once():
     (said,) = seen({}, *[{"rollout/truncation_rate": 1.0}] * 10)
-    assert "every response is cut off at its limit of tokens" in said and "max_tokens" in said
+    assert "every response is truncated at its limit of tokens" in said and "max_tokens" in said
     assert seen({}, *[{"rollout/truncation_rate": 0.99}] * 10) == []
     cut, not_measured = {"rollout/truncation_rate": 1.0}, {"actor/loss": 0.1}
     assert len(seen({}, cut, {"rollout/truncation_rate": 0.5}, cut, not_measured, cut, cut)) == 1, (

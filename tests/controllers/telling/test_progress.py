@@ -80,7 +80,7 @@ def test_a_display_whose_reader_is_gone_does_not_end_the_run(tmp_path: Path):
     ("row", "labels"),
     [
         ({"actor/loss": 0.5, "tokens_per_s": 9.0}, ["loss", "tokens/s"]),
-        ({"actor/loss": 0.5, "actor/preference_accuracy": 0.5}, ["loss", "pairs right"]),
+        ({"actor/loss": 0.5, "actor/preference_accuracy": 0.5}, ["loss", "preference accuracy"]),
         ({"reward/mean": 0.5, "actor/loss": 0.1, "rollout/truncation_rate": float("nan")}, ["reward"]),
         ({"eval/reward/mean": 0.5}, []),
     ],
