@@ -124,7 +124,7 @@ class LiveState:
                 "ready": readiness.num_rows[i],
                 "leased": held.get(node.name, 0),
                 "done": live.finished[i],
-                "held": len(readiness.held_groups[i]),
+                "held": len(readiness.too_old_groups[i]),
             }
             for i, node in enumerate(ledger.graph.nodes)
         }

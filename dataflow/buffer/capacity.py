@@ -48,7 +48,7 @@ def capacity(
         The smallest of the bounds, never negative, and the reason for it.
     """
     updates = [n for n in ledger.graph.nodes if n.operation.updates]
-    missing = groups_per_update - ledger.live.groups_at_work + max(map(ledger.readiness.held, updates), default=0)
+    missing = groups_per_update - ledger.live.groups_at_work + max(map(ledger.readiness.too_old, updates), default=0)
     bounds: list[tuple[int, str]] = []
     if max_rows is not None:
         each = max(expected_rows(ledger.graph), ledger.live.largest_group)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from .leases import Held, Leases, Staleness
+from .leases import Taken, Leases, Staleness
 from .live_rows import LiveRows
 from .rows import MAX_CHILDREN, Group, Ids, LevelRows, places_in
 
@@ -33,7 +33,7 @@ class Claims:
         if not self._live.wiring.takes_groups[i]:
             return self._live.readiness.take_rows(i, max_rows, self._live.groups), frozenset()
         if staleness is not None:
-            self._offer_held(i, staleness)
+            self._offer_too_old(i, staleness)
         taken: list[tuple[Group, int]] = []
         masked: list[int] = []
         readiness, groups = self._live.readiness, self._live.groups
@@ -53,10 +53,10 @@ class Claims:
                 self._close_quorum(group, i, mask)
         return taken, frozenset(masked)
 
-    def set_ids_aside(self, held: Sequence[Held], level: int) -> None:
+    def set_ids_aside(self, taken: Sequence[Taken], level: int) -> None:
         """Sample ids for the rows of a level that will be made of these; a row of which some were made before keeps its own."""
         new: list[tuple[LevelRows, int]] = []
-        for group, of, _, places in held:
+        for group, of, _, places in taken:
             made = set(group.levels[level].parents)
             new += [(group.levels[of], place) for place in places if place not in made]
         first = self._ids.take(len(new) * MAX_CHILDREN)
@@ -64,18 +64,18 @@ class Claims:
             rows.aside = rows.aside or {}
             rows.aside[place, level] = first + k * MAX_CHILDREN
 
-    def _offer_held(self, i: int, staleness: Staleness) -> None:
+    def _offer_too_old(self, i: int, staleness: Staleness) -> None:
         """Groups that were too old for node i are ready again if this bound allows them."""
         readiness = self._live.readiness
-        for group in [self._live.groups[id] for id in readiness.held_groups[i]]:
+        for group in [self._live.groups[id] for id in readiness.too_old_groups[i]]:
             if not staleness.too_old(group.levels[self._live.wiring.level[i]], readiness.offered_rows(group, i)):
-                readiness.unhold_group(group, i)
+                readiness.clear_too_old(group, i)
                 readiness.offer_group(group, i)
 
     def _pass_over(self, group: Group, i: int, mask: int, staleness: Staleness) -> None:
         """A group is too old for node i, which does not get it."""
         if staleness.fate == "wait":
-            self._live.readiness.hold_group(group, i)
+            self._live.readiness.set_too_old(group, i)
             return
         if staleness.fate == "requeue":
             self._live.issue_again(group)

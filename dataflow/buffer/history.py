@@ -179,7 +179,7 @@ def waits_for(ledger: Ledger, group_id: int) -> str:
         oldest = min((r.version for r in left if r.version is not None and r.version >= 0), default=None)
         if node.operation.behind and not group.rested:
             missing.append("all else to be done with the group")
-        too_old = group.held >> i & 1 and f"too old, of version {oldest}; waits for a larger bound"
+        too_old = group.too_old >> i & 1 and f"too old, of version {oldest}; waits for a larger bound"
         state = too_old or (
             f"{leased} leased" if leased else f"waits for {', '.join(missing)}" if missing else "ready, not claimed"
         )

@@ -164,7 +164,7 @@ class PublishedLists(NamedTuple):
     finished: list[int] | None
 
 
-Held: TypeAlias = tuple[Group, int, int, Sequence[int]]
+Taken: TypeAlias = tuple[Group, int, int, Sequence[int]]
 """Rows of one group in a lease: the group, their level, their mask, and their places in the order of their sample ids."""
 
 
@@ -174,7 +174,7 @@ class Lease:
 
     token: int
     node: Node
-    held: Sequence[Held]
+    taken: Sequence[Taken]
     """The rows, by their groups."""
     ids: np.ndarray
     """[rows] int64 sample ids."""
@@ -196,7 +196,7 @@ class Lease:
     @classmethod
     def of(cls, token: int, node: Node, taken: Iterable[tuple[Group, int]], **others: Any) -> Lease:
         """A lease of these rows, given by their groups and masks. All of them are open."""
-        level, held = node.level, list[Held]()
+        level, own = node.level, list[Taken]()
         ids: list[int] = []
         tokens: list[int] = []
         for group, mask in taken:
@@ -210,9 +210,9 @@ class Lease:
                 places = (place,)
                 ids.append(rows.ids[place])
                 tokens.append(rows.tokens[place])
-            held.append((group, level, mask, places))
+            own.append((group, level, mask, places))
         columns = np.array(ids, np.int64), np.array(tokens, np.int64)
-        return cls(token, node, held, *columns, open=dict.fromkeys(ids), **others)
+        return cls(token, node, own, *columns, open=dict.fromkeys(ids), **others)
 
     @property
     def num_rows(self) -> int:
@@ -221,7 +221,7 @@ class Lease:
     @property
     def rows(self) -> list[Row]:
         """The rows, to look at; `ids` and the other columns say the same of all at once."""
-        return [Row(group, level, place) for group, level, _, places in self.held for place in places]
+        return [Row(group, level, place) for group, level, _, places in self.taken for place in places]
 
     @cached_property
     def row_of(self) -> dict[int, Row]:
@@ -231,30 +231,30 @@ class Lease:
     @property
     def groups(self) -> list[Group]:
         """The groups of the rows."""
-        return [group for group, _, _, _ in self.held]
+        return [group for group, _, _, _ in self.taken]
 
     @property
     def first_children(self) -> np.ndarray:
         """[rows] int64 first of the MAX_CHILDREN sample ids that are set aside for the rows made of each (EXPAND only)."""
         level = self.node.makes_level
         assert level is not None
-        rows = [(group.levels[of], places) for group, of, _, places in self.held]
+        rows = [(group.levels[of], places) for group, of, _, places in self.taken]
         return np.array([own.first_child(place, level) for own, places in rows for place in places], np.int64)
 
     @property
     def versions(self) -> list[int | None]:
         """Oldest policy version in each row; None where no policy made it."""
-        rows = [(group.levels[level].versions, places) for group, level, _, places in self.held]
+        rows = [(group.levels[level].versions, places) for group, level, _, places in self.taken]
         return [versions[place] for versions, places in rows for place in places]
 
     @property
     def step(self) -> int:
         """The step in which its first row was issued."""
-        return self.held[0][0].issued_in
+        return self.taken[0][0].issued_in
 
     @property
     def num_groups(self) -> int:
-        return len(self.held)
+        return len(self.taken)
 
     @cached_property
     def group_ids(self) -> np.ndarray:
@@ -264,7 +264,7 @@ class Lease:
     @cached_property
     def _rows_of_groups(self) -> list[int]:
         """How many rows each of `groups` has."""
-        return [len(places) for _, _, _, places in self.held]
+        return [len(places) for _, _, _, places in self.taken]
 
     def of_groups(self, values: Sequence[int]) -> np.ndarray:
         """[rows] int64 the value of each row's group.
@@ -279,11 +279,11 @@ class Lease:
         """[rows] int64 row that each was made of; a row of the source is its own parent."""
         if self.node.level == SOURCE:
             return self.ids
-        above = self.held[0][0].levels[self.node.level].above if self.held else SOURCE
+        above = self.taken[0][0].levels[self.node.level].above if self.taken else SOURCE
         if above == SOURCE:
             return self.of_groups([group.levels[SOURCE].ids[0] for group in self.groups])
         parents = [
-            (group.levels[above].ids, group.levels[level].parents, places) for group, level, _, places in self.held
+            (group.levels[above].ids, group.levels[level].parents, places) for group, level, _, places in self.taken
         ]
         return np.array([ids[of[place]] for ids, of, places in parents for place in places], np.int64)
 
@@ -377,7 +377,7 @@ class Leases:
         if lease.deadline is not None:
             heapq.heappush(self._deadlines, (lease.deadline, lease.token))
         level = lease.node.makes_level
-        for group, of, _, places in lease.held if level is not None else ():
+        for group, of, _, places in lease.taken if level is not None else ():
             rows = group.levels[of]
             under = rows.made_under = rows.made_under or {}
             under |= {(place, level): lease.token for place in places if rows.ids[place] in lease.open}

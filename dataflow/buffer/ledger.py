@@ -148,7 +148,7 @@ class Ledger:
         deadline = None if deadline_s is None else self._clock() + deadline_s
         lease = Lease.of(token, node, taken, holder=holder, deadline=deadline, masked=masked)
         if node.makes_level is not None:
-            self.claims.set_ids_aside(lease.held, node.makes_level)
+            self.claims.set_ids_aside(lease.taken, node.makes_level)
         self._note(Claim(token, node.name, list(lease.open), max_rows, max_groups, stale, version, holder))
         if not taken:
             return None
@@ -219,16 +219,16 @@ class Ledger:
         ordered = self.live.wiring.ends_in_quorum(i)
         if at_once and not tokens and not ordered:
             if len(parts) == 1:
-                for group, level, mask, _ in lease.held:
+                for group, level, mask, _ in lease.taken:
                     group.levels[level].put(parts[0], i, mask)
             elif parts:
                 part_of = dict(zip(ids, parts, strict=True))
-                for group, level, _, places in lease.held:
+                for group, level, _, places in lease.taken:
                     rows = group.levels[level]
                     column = rows.column(i)
                     for place in places:
                         column[place] = part_of[rows.ids[place]]
-            self.live.finish({group: mask for group, _, mask, _ in lease.held}, i)
+            self.live.finish({group: mask for group, _, mask, _ in lease.taken}, i)
             return
         group_of, level, several = self.live.group_of, node.level, len(parts) > 1
         masks: dict[Group, int] = {}
@@ -321,7 +321,7 @@ class Ledger:
             return
         self._note(Release(lease.token, why))
         if self._takes_groups[i]:
-            for group, level, mask, _ in lease.held:
+            for group, level, mask, _ in lease.taken:
                 group.levels[level].leased[i] &= ~mask
                 self.readiness.unclaim_group(group, i)
             for _, _, segment in lease.staged:

@@ -47,7 +47,7 @@ def save(ledger: Ledger) -> Iterator[Record]:
             "graph": ledger.name,
             "token": lease.token,
             "node": lease.node.name,
-            "held": [[g.id, f"{mask:x}"] for g, _, mask, _ in lease.held if g.id in live.groups],  # others are finished
+            "held": [[g.id, f"{mask:x}"] for g, _, mask, _ in lease.taken if g.id in live.groups],  # others are finished
             "open": list(lease.open),
             "holder": lease.holder,
             "given_up": sorted(lease.given_up),
@@ -78,7 +78,7 @@ def _group_record(ledger: Ledger, group: Group, numbers: dict[Part, int]) -> Rec
         "tokens": group.tokens,
         "version": group.version,
         "offered": group.offered,
-        "held": group.held,
+        "held": group.too_old,
         "closed": group.closed,
         "order": [[i, places] for i, places in (group.order or {}).items()],
         "parts": parts,
@@ -151,7 +151,7 @@ def _load_group(ledger: Ledger, record: Record, parts: list[Part]) -> None:
     ids = record["id"], record["position"], record["issued_in"]
     group = Group(*ids, record["tokens"], live.wiring.above, number)
     group.version, group.trained_in = record["version"], record["trained_in"]
-    group.offered, group.held, group.closed = record["offered"], record["held"], record["closed"]
+    group.offered, group.too_old, group.closed = record["offered"], record["held"], record["closed"]
     for rows, saved in zip(group.levels, record["levels"], strict=True):
         rows.ids, rows.parents, rows.tokens, rows.versions = (
             saved[name] for name in ("ids", "parents", "tokens", "versions")

@@ -348,8 +348,8 @@ class LiveRows:
         readiness.set_version(group, None)  # what becomes of it below is counted no more
         for i, node in enumerate(self.graph.nodes):
             if self.wiring.takes_groups[i]:
-                if group.state(i) is GroupState.HELD:
-                    readiness.unhold_group(group, i)
+                if group.state(i) is GroupState.TOO_OLD:
+                    readiness.clear_too_old(group, i)
                 elif group.state(i) is GroupState.READY:
                     readiness.withdraw_group(group, i)
             group.offered |= 1 << i  # never again
@@ -457,12 +457,12 @@ class LiveRows:
             step, number = group.issued_in if ready else step, number + ready
         return step, number
 
-    def oldest_held(self, node: Node) -> int | None:
+    def oldest_too_old(self, node: Node) -> int | None:
         """Oldest policy version among the groups that are too old for this node and wait; None: there is none."""
         i = self.wiring.index[node.name]
         versions = (
             group.levels[node.level].versions[place]
-            for group in (self.groups[id] for id in self.readiness.held_groups[i])
+            for group in (self.groups[id] for id in self.readiness.too_old_groups[i])
             for place in places_in(self.readiness.offered_rows(group, i))
         )
         return min((v for v in versions if v is not None and v >= 0), default=None)

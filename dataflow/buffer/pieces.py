@@ -55,7 +55,7 @@ class Pieces:
             level, i = graph.level_of(writer), numbers[writer]
             parts: list[Part | None] = []
             owners: list[int] = []
-            for group, at, _, places in lease.held:
+            for group, at, _, places in lease.taken:
                 rows = group.levels[level]
                 own = places if level == at else _places_on(group, at, places, level)
                 if len(own) == 1:

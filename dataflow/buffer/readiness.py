@@ -2,7 +2,7 @@
 
     a row at a node that takes rows        RowState:    blocked ──offer_rows─> ready ──take_rows──> leased ──> done
     a group at a node that takes groups    GroupState:  gathering ──offer_group──> ready ──next_group, claim_group──> claimed
-                                                                        held <──hold_group──┘
+                                                                        too old <──set_too_old──┘
 
 Invariant: all of it follows from the groups in flight. What `Readiness.of` makes of them is what was kept event by event.
 """
@@ -50,7 +50,7 @@ class Readiness:
         """Groups that are ready."""
         self.num_unclaimed = [0] * number
         """Groups in flight that a node which takes groups has not claimed."""
-        self.held_groups: list[set[int]] = [set() for _ in range(number)]
+        self.too_old_groups: list[set[int]] = [set() for _ in range(number)]
         """Groups that are too old and wait for a larger bound."""
         self.unclaimed_of: list[Counter[int]] = [Counter() for _ in range(number)]
         """Of an update: unclaimed groups by the version at which their generation began."""
@@ -82,8 +82,8 @@ class Readiness:
                 continue
             state = group.state(i)
             self.num_unclaimed[i] += state is not GroupState.CLAIMED
-            if state is GroupState.HELD:
-                self.held_groups[i].add(group.id)
+            if state is GroupState.TOO_OLD:
+                self.too_old_groups[i].add(group.id)
             elif state is GroupState.READY:
                 self._enqueue(group, i)
 
@@ -210,15 +210,15 @@ class Readiness:
         self.num_rows[i] -= self.num_offered(group, i)
         self.num_groups[i] -= 1
 
-    def hold_group(self, group: Group, i: int) -> None:
+    def set_too_old(self, group: Group, i: int) -> None:
         """A group that was withdrawn is too old for node i, and waits for a larger bound."""
-        group.held |= 1 << i
-        self.held_groups[i].add(group.id)
+        group.too_old |= 1 << i
+        self.too_old_groups[i].add(group.id)
 
-    def unhold_group(self, group: Group, i: int) -> None:
+    def clear_too_old(self, group: Group, i: int) -> None:
         """A group waits no longer for a larger bound of node i."""
-        group.held &= ~(1 << i)
-        self.held_groups[i].remove(group.id)
+        group.too_old &= ~(1 << i)
+        self.too_old_groups[i].remove(group.id)
 
     def claim_group(self, group: Group, i: int) -> None:
         """Node i has a group that was withdrawn."""
@@ -250,9 +250,9 @@ class Readiness:
         """Groups in flight that this node (which takes groups or batches) has not claimed."""
         return self.num_unclaimed[self._wiring.index[node.name]]
 
-    def held(self, node: Node) -> int:
+    def too_old(self, node: Node) -> int:
         """Groups that are too old for this node and wait for a larger bound."""
-        return len(self.held_groups[self._wiring.index[node.name]])
+        return len(self.too_old_groups[self._wiring.index[node.name]])
 
     def settled(self, node: Node) -> bool:
         """Everything issued so far that will reach this node is ready for it, and none of it is leased."""

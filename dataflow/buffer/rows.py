@@ -60,14 +60,14 @@ class GroupState(enum.Enum):
                          │ ^ │ ^──release───┘
                too old, ─┘ │ └─all its rows are dropped──> DROPPED
                it waits    │
-                 HELD ─────┘ a later claim allows its age
+              TOO_OLD ─────┘ a later claim allows its age
     """
 
     GATHERING = "gathering"
     """More of its rows may become ready."""
     READY = "ready"
     """Complete, or its quorum is reached, and a claim gets it."""
-    HELD = "held"
+    TOO_OLD = "too_old"
     """Too old for the bound of the claims so far, and waiting for a larger one."""
     CLAIMED = "claimed"
     """Leased, or done."""
@@ -239,7 +239,7 @@ class Group:
         "claimed",
         "closed",
         "complete",
-        "held",
+        "too_old",
         "id",
         "issued_in",
         "levels",
@@ -272,7 +272,7 @@ class Group:
         self.levels = [LevelRows(level, num_nodes) for level in above]
         self.complete = [False] * len(above)
         """No more rows of this level can come."""
-        self.offered = self.held = self.claimed = self.closed = 0
+        self.offered = self.too_old = self.claimed = self.closed = 0
         """Masks of the nodes that it was offered to, for which it is too old and waits, that have claimed it, and that have chosen
         their quorum of it."""
         self.open = 0
@@ -288,8 +288,8 @@ class Group:
         """Its state at node i, which takes groups."""
         if self.claimed >> i & 1:
             return GroupState.CLAIMED
-        if self.held >> i & 1:
-            return GroupState.HELD
+        if self.too_old >> i & 1:
+            return GroupState.TOO_OLD
         if not self.offered >> i & 1:
             return GroupState.GATHERING
         return GroupState.READY if self.num_ready(i) else GroupState.DROPPED

@@ -50,5 +50,5 @@ LEFT = (
 def is_run(folder: Path) -> bool:
     """Whether a folder holds a run, or a part of one; False where it is not there, or may not be read."""
     with suppress(OSError):
-        return any(any(folder.glob(name)) for name in LEFT)
+        return any(list(folder.glob(name)) for name in LEFT)
     return False

@@ -189,13 +189,13 @@ def test_a_parent_that_is_given_up_leaves_the_children_that_it_has():
 def test_a_group_that_is_too_old_waits_for_a_larger_bound():
     ledger = aged([5, 3, 5])
     update = node(ledger, "update")
-    assert ledger.live.oldest_held(update) is None
+    assert ledger.live.oldest_too_old(update) is None
     assert claim(ledger, "update", staleness=Staleness(6, 2)).ids.tolist() == [1000, 1002]
-    assert (ledger.readiness.held(update), ledger.readiness.ready(update), ledger.claims.stale) == (1, 0, {"wait": 1})
-    assert ledger.live.oldest_held(update) == 3
+    assert (ledger.readiness.too_old(update), ledger.readiness.ready(update), ledger.claims.stale) == (1, 0, {"wait": 1})
+    assert ledger.live.oldest_too_old(update) == 3
     assert ledger.claim(update, staleness=Staleness(6, 2)) is None and ledger.claim(update) is None
     assert claim(ledger, "update", staleness=Staleness(6, 3)).ids.tolist() == [1001]
-    assert ledger.claims.stale == {"wait": 1} and ledger.readiness.held(update) == 0
+    assert ledger.claims.stale == {"wait": 1} and ledger.readiness.too_old(update) == 0
 
 
 def test_a_group_that_is_too_old_is_masked():

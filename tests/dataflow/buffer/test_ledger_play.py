@@ -367,7 +367,7 @@ class Play:
         assert (copy.ids.next_id, copy.ids.next_group) == (one.ids.next_id, one.ids.next_group)
         assert readiness_state(copy, copy.readiness) == readiness_state(one, one.readiness)
         for n in (n for n in self.graph.nodes if n.operation.takes_groups):
-            assert copy.live.oldest_held(n) == one.live.oldest_held(n)
+            assert copy.live.oldest_too_old(n) == one.live.oldest_too_old(n)
             assert copy.leases.num_groups(n) == one.leases.num_groups(n)
         assert copy.live.counts() == one.live.counts() and copy.live.dropped == one.live.dropped
         assert copy.parts.num_bytes == one.parts.num_bytes and list(copy.live.groups) == list(one.live.groups)
@@ -425,7 +425,7 @@ class Play:
         if n.operation.takes_groups:
             assert readiness.unclaimed(n) == len(unclaimed)
             assert readiness.ready_groups(n) == len(ready)
-            assert readiness.held(n) == len(states.held_back)
+            assert readiness.too_old(n) == len(states.held_back)
             leased = [group for group in groups if group.levels[n.level] & states.leased]
             assert self.ledger.leases.num_groups(n) == len(leased)
             settled = len(ready) == len(unclaimed) > 0 if n.operation.quorum else settled

@@ -174,11 +174,11 @@ def test_positions_of_groups_that_no_node_has_claimed():
 def test_the_oldest_version_of_the_groups_that_are_held_back():
     ledger = aged([4, 2, 9])
     update = node(ledger, "update")
-    assert ledger.live.oldest_held(update) is None
+    assert ledger.live.oldest_too_old(update) is None
     assert claim(ledger, "update", staleness=Staleness(9, 4)).rows[0].version == 9
-    assert (ledger.live.oldest_held(update), ledger.readiness.held(update)) == (2, 2)
+    assert (ledger.live.oldest_too_old(update), ledger.readiness.too_old(update)) == (2, 2)
     assert claim(ledger, "update", staleness=Staleness(9, 5)).rows[0].version == 4
-    assert (ledger.live.oldest_held(update), ledger.readiness.held(update)) == (2, 1)
+    assert (ledger.live.oldest_too_old(update), ledger.readiness.too_old(update)) == (2, 1)
 
 
 def test_the_groups_that_have_columns_in_a_segment():
