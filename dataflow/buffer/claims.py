@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from .leases import Taken, Leases, Staleness
+from .leases import Leases, Staleness, Taken
 from .live_rows import LiveRows
 from .rows import MAX_CHILDREN, Group, Ids, LevelRows, places_in
 

@@ -47,7 +47,9 @@ def save(ledger: Ledger) -> Iterator[Record]:
             "graph": ledger.name,
             "token": lease.token,
             "node": lease.node.name,
-            "held": [[g.id, f"{mask:x}"] for g, _, mask, _ in lease.taken if g.id in live.groups],  # others are finished
+            "held": [
+                [g.id, f"{mask:x}"] for g, _, mask, _ in lease.taken if g.id in live.groups
+            ],  # others are finished
             "open": list(lease.open),
             "holder": lease.holder,
             "given_up": sorted(lease.given_up),

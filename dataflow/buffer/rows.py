@@ -239,7 +239,6 @@ class Group:
         "claimed",
         "closed",
         "complete",
-        "too_old",
         "id",
         "issued_in",
         "levels",
@@ -249,6 +248,7 @@ class Group:
         "position",
         "rested",
         "tokens",
+        "too_old",
         "trained_in",
         "version",
     )

@@ -191,7 +191,11 @@ def test_a_group_that_is_too_old_waits_for_a_larger_bound():
     update = node(ledger, "update")
     assert ledger.live.oldest_too_old(update) is None
     assert claim(ledger, "update", staleness=Staleness(6, 2)).ids.tolist() == [1000, 1002]
-    assert (ledger.readiness.too_old(update), ledger.readiness.ready(update), ledger.claims.stale) == (1, 0, {"wait": 1})
+    assert (ledger.readiness.too_old(update), ledger.readiness.ready(update), ledger.claims.stale) == (
+        1,
+        0,
+        {"wait": 1},
+    )
     assert ledger.live.oldest_too_old(update) == 3
     assert ledger.claim(update, staleness=Staleness(6, 2)) is None and ledger.claim(update) is None
     assert claim(ledger, "update", staleness=Staleness(6, 3)).ids.tolist() == [1001]
