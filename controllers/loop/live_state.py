@@ -16,6 +16,7 @@ import traceback
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,7 @@ class LiveState:
         self._past: deque[tuple[float, dict[str, tuple[float, float]]]] = deque()
         """When, and of each node the rows that had come to it and those that it was done with."""
         self._stacks: dict[str, dict[str, Any]] = {}
-        self._asked: list[str] = []
-        """Workers whose stacks somebody wants to see."""
+        """Worker -> what was read when somebody asked for it last; the thread's alone."""
         self._given: dict[str, Any] | None = None
         self._wanted, self._over = threading.Event(), False
         self._readings = TableStream(run / f"{PROCESSES}{STREAM}", READINGS)
@@ -81,7 +81,6 @@ class LiveState:
         if now - self._looked < EVERY_S:
             return
         self._looked = now
-        self._answer()
         self._given = self._state()
         if self._thread.ident is None:
             self._keep_readings()
@@ -94,6 +93,8 @@ class LiveState:
             self._given, self._over = {**self._state(), "over": True}, True
             self._wanted.set()
             self._thread.join(LEAVE_S)
+        if not self._thread.is_alive():
+            self._readings.close()
 
     # On the loop
 
@@ -109,7 +110,6 @@ class LiveState:
             "graphs": graphs,
             "groups": {name: self._group(group, now) for name, group in parts.groups.items()},
             "segment_bytes": sum(ledger.parts.num_bytes for ledger in parts.buffer.ledgers.values()),
-            "stacks": self._stacks,
         }
 
     def _graph(self, run: GraphRun) -> dict[str, Any]:
@@ -145,8 +145,7 @@ class LiveState:
             "leases": self._leases(ledger),
             "oldest": [
                 {"group": id, "step": live.groups[id].issued_in, "waits": waits_for(ledger, id).splitlines()}
-                for id in _first(live.groups, MOST_GROUPS)
-                if not live.groups[id].rested
+                for id in islice((id for id, group in live.groups.items() if not group.rested), MOST_GROUPS)
             ],
         }
 
@@ -222,17 +221,6 @@ class LiveState:
             ],
         }
 
-    def _answer(self) -> None:
-        """Ask the processes whose stacks somebody wants to see where they stand."""
-        asked, self._asked = self._asked, []
-        for worker in asked:
-            name, _, rank = worker.removesuffix("]").rpartition("[")
-            group = self._parts.groups.get(name)
-            if group is None or not rank.isdecimal() or int(rank) >= len(group.mesh):
-                continue
-            said = self._backend.stacks(group, [int(rank)]).get(int(rank))
-            self._stacks[worker] = {"at": time.time(), "text": said or "nobody says where it stands"}
-
     # In the thread
 
     def _write_all(self) -> None:
@@ -247,15 +235,24 @@ class LiveState:
         memory = self._backend.memory()
         given["hosts"] = {name: _host(one) for name, one in memory.items()}
         for worker in self._requests.new():
-            if self._backend.in_process:
-                given["stacks"] = self._stacks = {**self._stacks, worker: _own_stack()}
-            else:
-                self._asked.append(worker)
+            self._stacks[worker] = {"at": time.time(), "text": self._stack(worker)}
+        given["stacks"] = self._stacks
         partial = self._path.with_name(f"{LIVE}{PARTIAL}")
         make_file(partial)
         partial.write_text(json.dumps(given, default=str))
         partial.replace(self._path)
         self._read_memory(given["time_s"], memory)
+
+    def _stack(self, worker: str) -> str:
+        """Where a worker stands. A process of its own is asked, and waited for: by this thread, so that the loop goes on."""
+        if self._backend.in_process:
+            frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            return "".join(traceback.format_stack(frame)) if frame else ""
+        name, _, rank = worker.removesuffix("]").rpartition("[")
+        group = self._parts.groups.get(name)
+        if group is None or not rank.isdecimal() or int(rank) >= len(group.mesh):
+            return "there is no such rank"
+        return self._backend.stacks(group, [int(rank)]).get(int(rank)) or "nobody says where it stands"
 
     def _read_memory(self, time_s: float, memory: Mapping[str, Memory]) -> None:
         now = time.monotonic()
@@ -281,15 +278,6 @@ class LiveState:
                 begin_again(path.parent, PROCESSES, pa.Table.from_batches(batches(path), READINGS))
 
 
-def _first(groups: Mapping[int, Any], number: int) -> list[int]:
-    found: list[int] = []
-    for id in groups:
-        if len(found) == number:
-            break
-        found.append(id)
-    return found
-
-
 def _host(memory: Memory) -> dict[str, Any]:
     node = memory.node
     return {
@@ -298,9 +286,3 @@ def _host(memory: Memory) -> dict[str, Any]:
         "object_store_bytes": memory.object_store_bytes,
         "processes": {who: [one.resident_bytes, one.shared_bytes] for who, one in memory.processes.items()},
     }
-
-
-def _own_stack() -> dict[str, Any]:
-    """Where the main thread of this process stands: workers of `Local()` are in it."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return {"at": time.time(), "text": "".join(traceback.format_stack(frame)) if frame else ""}

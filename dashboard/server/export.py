@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote_plus
@@ -50,11 +51,13 @@ def export_run(run: Path, file: Path) -> dict[str, Any]:
     if not catalogue.single:
         raise UserError(f"{run} is not the directory of a run: an export is of one run")
     [name] = catalogue.readers
-    while (progress := catalogue[name].samples.progress)["read"] < progress["files"] or not progress["files"]:
-        catalogue[name].samples.table()
-        if not progress["files"]:
-            break
-    answers, groups, total = asyncio.run(_answers(new_app(catalogue, Access("")), name))
+    samples = catalogue[name].samples
+    samples.table()
+    while samples.progress["read"] < samples.progress["files"]:
+        samples.table()
+    with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop in its own
+        asked = thread.submit(lambda: asyncio.run(_answers(new_app(catalogue, Access("")), name)))
+        answers, groups, total = asked.result()
     page = _page(answers)
     try:
         with replacing(file) as partial:

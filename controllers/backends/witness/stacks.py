@@ -11,6 +11,7 @@ import re
 import signal
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from .exit_status import HeldProcess
@@ -47,31 +48,50 @@ def write_on_request(stream: int = 2) -> None:
     faulthandler.register(SIGNAL, file=stream, all_threads=True)
 
 
-def stacks_of(processes: Mapping[str, tuple[HeldProcess, Path]], wait_s: float = WAIT_S) -> dict[str, str]:
-    """Where processes of this machine stand, each in a few lines; all are asked at once.
+@dataclass(frozen=True)
+class Asked:
+    """Processes of this machine that were asked for their stacks, all at once."""
+
+    logs: Mapping[str, tuple[int, Path]]
+    """Worker -> number of its process, and its log."""
+    begun: Mapping[str, int]
+    """Bytes of each log before."""
+    known: Mapping[str, bool]
+    """Whether the process was there."""
+
+    def answers(self, wait_s: float = WAIT_S) -> dict[str, str]:
+        """Where the processes stand, each in a few lines. Holds no process: others may end and forget them meanwhile.
+
+        Args:
+            wait_s: longest wait for all of them.
+
+        Returns:
+            Worker -> the innermost frames of the thread that carries out calls, or why there are none.
+        """
+        deadline, grown, last = time.monotonic() + wait_s, dict(self.begun), time.monotonic()
+        while time.monotonic() < deadline:
+            now = {who: _size(log) for who, (_, log) in self.logs.items()}
+            if now != grown:
+                grown, last = now, time.monotonic()
+            all_wrote = all(now[who] > self.begun[who] for who, known in self.known.items() if known)
+            if all_wrote and time.monotonic() - last > SETTLED_S:
+                break
+            time.sleep(POLL_S)
+        return {
+            who: _in_words(_read(log, self.begun[who]), pid, known=self.known[who])
+            for who, (pid, log) in self.logs.items()
+        }
+
+
+def ask_stacks(processes: Mapping[str, tuple[HeldProcess, Path]]) -> Asked:
+    """Have processes of this machine write their stacks.
 
     Args:
         processes: worker -> its process, and its log.
-        wait_s: longest wait for all of them.
-
-    Returns:
-        Worker -> the innermost frames of the thread that carries out calls, or why there are none.
     """
     begun = {who: _size(log) for who, (_, log) in processes.items()}
-    asked = {who: process.send(SIGNAL) for who, (process, _) in processes.items()}
-    deadline, grown, last = time.monotonic() + wait_s, dict(begun), time.monotonic()
-    while time.monotonic() < deadline:
-        now = {who: _size(log) for who, (_, log) in processes.items()}
-        if now != grown:
-            grown, last = now, time.monotonic()
-        all_wrote = all(now[who] > begun[who] for who, known in asked.items() if known)
-        if all_wrote and time.monotonic() - last > SETTLED_S:
-            break
-        time.sleep(POLL_S)
-    return {
-        who: _in_words(_read(log, begun[who]), process.pid, known=asked[who])
-        for who, (process, log) in processes.items()
-    }
+    known = {who: process.send(SIGNAL) for who, (process, _) in processes.items()}
+    return Asked({who: (process.pid, log) for who, (process, log) in processes.items()}, begun, known)
 
 
 def _in_words(text: str, pid: int, *, known: bool) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from .exit_status import HeldProcess, said_of
 from .memory import Memory, ProcessMemory, course, memory_of, node_memory, object_store
 from .out_of_memory import kills, said_by_kernel
-from .stacks import stacks_of
+from .stacks import WAIT_S, ask_stacks
 
 SAMPLE_S = 1.0
 """Seconds between two readings of the memory of a process."""
@@ -87,11 +87,18 @@ class Witness:
             found = {who: watched.memory for who, watched in self._watched.items() if watched.memory}
         return Memory(found, node_memory(self._root), self._store_bytes)
 
-    def stacks(self, whose: Collection[str]) -> dict[str, str]:
-        """Where processes stand: worker -> some lines. Those that are not watched are left out."""
+    def stacks(self, whose: Collection[str], wait_s: float = WAIT_S) -> dict[str, str]:
+        """Where processes stand: worker -> some lines. Those that are not watched are left out.
+
+        Args:
+            whose: workers.
+            wait_s: longest wait for all of them; others may use this witness meanwhile.
+        """
         with self._lock:
-            asked = {who: (self._watched[who].process, self._log(who)) for who in whose if who in self._watched}
-            return stacks_of(asked) if asked else {}
+            asked = ask_stacks(
+                {who: (self._watched[who].process, self._log(who)) for who in whose if who in self._watched}
+            )
+        return asked.answers(wait_s) if asked.logs else {}
 
     def ending(self, who: str, wait_s: float = EXIT_S, *, blamed: bool = False) -> str:
         """How a process ended, in words: its exit code or signal, memory that ran out, and how its memory went; empty: that is not known.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ ANSWER_S = 8.0
 
 
 class Witnesses:
-    """What the nodes of a run know of its processes.
+    """What the nodes of a run know of its processes. Stacks may be asked for by another thread than the loop's.
 
     Args:
         logs: folder of the logs in the run's directory.
@@ -28,6 +29,8 @@ class Witnesses:
 
     def __init__(self, logs: Path) -> None:
         self._own = Witness(logs)
+        self._lock = threading.RLock()
+        """Held by whoever takes or changes what is below, never while somebody's answer is waited for."""
         self._coming: dict[Any, str] = {}
         """Promise of where a process is -> its worker."""
         self._processes: dict[str, tuple[str, int]] = {DRIVER: (this_node(), os.getpid())}
@@ -47,13 +50,15 @@ class Witnesses:
             who: the worker, such as `rollout[0]`.
             process: promise of its node and number.
         """
-        self.forget(who)
-        self._coming[process] = who
+        with self._lock:
+            self.forget(who)
+            self._coming[process] = who
 
     def forget(self, who: str) -> None:
         """The process of a worker was ended."""
-        self._coming = {promise: other for promise, other in self._coming.items() if other != who}
-        self._processes.pop(who, None)
+        with self._lock:
+            self._coming = {promise: other for promise, other in self._coming.items() if other != who}
+            self._processes.pop(who, None)
 
     def look(self, hosts: Mapping[str, Any]) -> None:
         """Take what has come, and readings when it is time. Waits for nobody.
@@ -65,8 +70,7 @@ class Witnesses:
         if now - self._looked < SAMPLE_S:
             return
         self._looked = now
-        self._take_coming()
-        self._own.watch(self._on(this_node()))
+        self._watch()
         self._own.look()
         self._take_asked()
         told = {node: self._on(node) for node in hosts}
@@ -74,17 +78,25 @@ class Witnesses:
             self._asked_at, self._told = now, told
             self._asked = {host.look.remote(told[node]): node for node, host in hosts.items()}
 
+    def _watch(self) -> None:
+        with self._lock:
+            self._take_coming()
+            self._own.watch(self._on(this_node()))
+
     def _take_coming(self) -> None:
         import ray
         from ray.exceptions import RayError
 
-        ready, _ = ray.wait(list(self._coming), num_returns=len(self._coming), timeout=0) if self._coming else ([], [])
-        for promise in ready:
-            who = self._coming.pop(promise)
-            try:
-                self._processes[who] = ray.get(promise)
-            except RayError:  # it has ended before it could say so
-                continue
+        with self._lock:
+            ready, _ = (
+                ray.wait(list(self._coming), num_returns=len(self._coming), timeout=0) if self._coming else ([], [])
+            )
+            for promise in ready:
+                who = self._coming.pop(promise)
+                try:
+                    self._processes[who] = ray.get(promise)
+                except RayError:  # it has ended before it could say so
+                    continue
 
     def _take_asked(self) -> None:
         import ray
@@ -99,7 +111,8 @@ class Witnesses:
                 continue
 
     def _on(self, node: str) -> dict[str, int]:
-        return {who: pid for who, (at, pid) in self._processes.items() if at == node}
+        with self._lock:
+            return {who: pid for who, (at, pid) in self._processes.items() if at == node}
 
     def memory(self) -> dict[str, Memory]:
         """Node -> the memory of it and of its processes, as far as it is known."""
@@ -107,10 +120,10 @@ class Witnesses:
 
     def stacks(self, whose: Collection[str], hosts: Mapping[str, Any]) -> dict[str, str]:
         """Where the processes of workers stand, in words; those that are not known are left out."""
-        self._take_coming()
-        self._own.watch(self._on(this_node()))
-        nodes = {self._processes[who][0] for who in whose if who in self._processes} - {this_node()}
-        asked = {hosts[node].stacks.remote(self._on(node), list(whose)): node for node in nodes if node in hosts}
+        with self._lock:
+            self._watch()
+            nodes = {self._processes[who][0] for who in whose if who in self._processes} - {this_node()}
+            asked = {hosts[node].stacks.remote(self._on(node), list(whose)): node for node in nodes if node in hosts}
         found = self._own.stacks(whose)
         for answer in self._answers(asked):
             found |= answer
@@ -124,7 +137,8 @@ class Witnesses:
         """
         self._take_coming()
         by_ray = said_by_ray(f"{type(error).__name__}: {error}")
-        node, _ = self._processes.pop(who, ("", 0))
+        with self._lock:
+            node, _ = self._processes.pop(who, ("", 0))
         if node == this_node():
             said = self._own.ending(who, EXIT_S, blamed=bool(by_ray))
         else:

@@ -134,23 +134,19 @@ def test_where_a_process_stands_is_read_from_its_log(tmp_path: Path):
     assert log.read_text().count("hread 0x") == 2, "the log has all of them"
 
 
-def test_a_process_that_cannot_say_where_it_stands_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "stacks_of", lambda asked: module_stacks_of(asked, 0.2))
+def test_a_process_that_cannot_say_where_it_stands_says_why(tmp_path: Path):
     witness = Witness(tmp_path)
     with process(*python("")) as started:
         witness.watch({"actor[0]": started.pid})
-        assert witness.stacks(["actor[0]"])["actor[0]"].endswith("it answers no signal")
+        assert witness.stacks(["actor[0]"], 0.2)["actor[0]"].endswith("it answers no signal")
         started.send_signal(signal.SIGSTOP)
         deadline = time.monotonic() + 20
-        while "stopped" not in (said := witness.stacks(["actor[0]"])["actor[0]"]) and time.monotonic() < deadline:
+        while "stopped" not in (said := witness.stacks(["actor[0]"], 0.2)["actor[0]"]) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert said == "its process does not say where it stands: it is stopped, by SIGSTOP or from a terminal"
         started.kill()
         started.wait()
-        assert witness.stacks(["actor[0]"]) == {"actor[0]": "its process is gone"}
-
-
-module_stacks_of = module.stacks_of
+        assert witness.stacks(["actor[0]"], 0.2) == {"actor[0]": "its process is gone"}
 
 
 def test_a_worker_that_waits_for_a_call_is_said_to_do_so():
