@@ -227,7 +227,7 @@ class EvaluationRun(GraphRun):
         """Steps under way whose rows are all finished."""
         return [step for step in self.under_way if not self.ledger.live.groups_of_step[step]]
 
-    def holds(self, group: str, version: int) -> bool:
+    def needs_weights(self, group: str, version: int) -> bool:
         """Whether a group has to keep the version of the weights that it has until the evaluation that is due or under way is over."""
         if group not in self.graph.handles:
             return False
@@ -285,6 +285,6 @@ class GraphRuns:
         """Whether an evaluation is due or under way."""
         return any(evaluation.pending for evaluation in self.evaluations.values())
 
-    def hold(self, group: str, version: int) -> bool:
+    def needs_weights(self, group: str, version: int) -> bool:
         """Whether an evaluation needs the weights of this version that a group has."""
-        return any(evaluation.holds(group, version) for evaluation in self.evaluations.values())
+        return any(evaluation.needs_weights(group, version) for evaluation in self.evaluations.values())

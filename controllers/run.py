@@ -86,7 +86,7 @@ class Run:
         self._started = self._backend.clock() - (point.state.time_s if point else 0.0)
         schedule, samples = spec.schedule, directory.path / SAMPLES
         partial = schedule.partial_rollouts if isinstance(schedule, Asynchronous) else "continue"
-        keeps = (lambda group, version: False) if schedule.overlaps else graph_runs.hold
+        keeps = (lambda group, version: False) if schedule.overlaps else graph_runs.needs_weights
         weights = WeightSync(spec.follows, groups, partial, spec.backend.cancel, keeps)
         deadlines = spec.start_timeout_s, spec.call_timeout_s
         failures = Failures(self._backend, weights, history.progress, self._disk, history.failures, *deadlines)

@@ -129,7 +129,7 @@ class Spread(NamedTuple):
     """Where rows lie that several ranks wrote."""
 
     segments: Sequence[Segment]
-    rows: Sequence[int]
+    counts: Sequence[int]
     """How many of the rows, in their order, lie in each segment."""
 
     def only(self, kept: np.ndarray) -> Spread:
@@ -138,12 +138,12 @@ class Spread(NamedTuple):
         Args:
             kept: [rows] bool.
         """
-        parts = np.split(kept, np.cumsum(self.rows)[:-1])
+        parts = np.split(kept, np.cumsum(self.counts)[:-1])
         return Spread(self.segments, [int(part.sum()) for part in parts])
 
     def to_json(self) -> list[list[Any]]:
         """As the log has it: the number of rows and the segment of each."""
-        return [[rows, *segment.to_json()] for segment, rows in zip(self.segments, self.rows, strict=True)]
+        return [[rows, *segment.to_json()] for segment, rows in zip(self.segments, self.counts, strict=True)]
 
     @classmethod
     def from_json(cls, value: Sequence[Sequence[Any]]) -> Spread:

@@ -265,10 +265,10 @@ class Ledger:
             for segment in spread.segments:
                 self.parts.discard(segment)
             return []
-        parts = [self.parts.add(segment, number) for segment, number in zip(spread.segments, spread.rows, strict=True)]
+        parts = [self.parts.add(segment, number) for segment, number in zip(spread.segments, spread.counts, strict=True)]
         if len(parts) == 1:
             return parts
-        return [part for part, number in zip(parts, spread.rows, strict=True) for _ in range(number)]
+        return [part for part, number in zip(parts, spread.counts, strict=True) for _ in range(number)]
 
     # Leases end
 

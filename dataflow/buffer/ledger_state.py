@@ -166,7 +166,7 @@ def _load_group(ledger: Ledger, record: Record, parts: list[Part]) -> None:
             rows.parts[i] = [None if k is None else parts[k] for k in lie_in]
             for k in lie_in:
                 if k is not None:
-                    parts[k].rows += 1
+                    parts[k].in_flight += 1
         rows.aside = {(place, level): first for place, level, first in saved["aside"]} or None
         live.group_of.update(dict.fromkeys(rows.ids, group))
     group.order = dict(record["order"]) or None

@@ -79,13 +79,13 @@ class Part:
     """What one call of a node wrote, as the ledger keeps it: the segment, how many rows it has, and how many of them are in flight.
     All rows of the call share it; when the last of them is finished, the segment is freed."""
 
-    __slots__ = ("row_bytes", "rows", "segment", "written")
+    __slots__ = ("in_flight", "row_bytes", "segment", "written")
 
-    def __init__(self, segment: Segment, written: int, rows: int) -> None:
+    def __init__(self, segment: Segment, written: int, in_flight: int) -> None:
         self.segment = segment
         self.written = written
         self.row_bytes = segment.num_bytes / written if written else 0.0
-        self.rows = rows
+        self.in_flight = in_flight
 
 
 def places_in(mask: int) -> Sequence[int]:

@@ -54,8 +54,8 @@ class StoredParts:
         for column in columns:  # in an order that does not depend on who was through first: a copy frees in the same
             for part, rows in _counted(column):
                 num_bytes += part.row_bytes * rows
-                part.rows -= rows
-                if not part.rows:
+                part.in_flight -= rows
+                if not part.in_flight:
                     self._free(part)
         self.finished_bytes += num_bytes
         self.largest_group_bytes = max(self.largest_group_bytes, round(num_bytes))
