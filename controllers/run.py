@@ -86,7 +86,8 @@ class Run:
         self._started = self._backend.clock() - (point.state.time_s if point else 0.0)
         schedule, samples = spec.schedule, directory.path / SAMPLES
         partial = schedule.partial_rollouts if isinstance(schedule, Asynchronous) else "continue"
-        keeps = (lambda group, version: False) if schedule.overlaps else graph_runs.needs_weights
+        rules = spec.evaluation_rules
+        keeps = graph_runs.needs_weights if rules.keeps_weights else None
         weights = WeightSync(spec.follows, groups, partial, spec.backend.cancel, keeps)
         deadlines = spec.start_timeout_s, spec.call_timeout_s
         failures = Failures(self._backend, weights, history.progress, self._disk, history.failures, *deadlines)
@@ -103,7 +104,7 @@ class Run:
         remedies = Remedies(self._backend, failures, lost_nodes, self._elastic, self._saving, self._disk)
         self._replies = Replies(self._backend, buffer, graph_runs, calls, remedies)
         self._weights, self._calls = weights, calls
-        parts = RunParts(schedule, buffer, groups, graph_runs, weights, recording, calls, spec.waits_for_evaluations)
+        parts = RunParts(schedule, buffer, groups, graph_runs, weights, recording, calls, rules)
         self._admission = Admission(parts, stop_without_signal=NO_SIGNAL in spec.stop_on)
         self._dispatcher = Dispatcher(parts, self._backend.clock)
         self._stop = StopRequests(directory.path, directory.starts + 1)
@@ -323,7 +324,7 @@ class Run:
         """Whether everything is in the buffer, or can be made again: no update is under way or has half of its batch, and training
         waits for no evaluation."""
         evaluating = any(e.under_way for e in self.graph_runs.evaluations.values())
-        return not (evaluating and self._spec.waits_for_evaluations) and not any(self._train.taken.values())
+        return not (evaluating and self._spec.evaluation_rules.holds_training) and not any(self._train.taken.values())
 
     def _leave(self) -> NoReturn:
         """Save the run, record what it is through with, and end the process."""

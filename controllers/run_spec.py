@@ -13,6 +13,7 @@ from ..dataflow.graph import Graph
 from ..dataflow.handle import Handle
 from ..dataflow.node import ParameterEdge
 from .backends.backend import Backend
+from .evaluation_rules import AMONG, BESIDE, BETWEEN, EvaluationRules
 from .placement import Place
 from .recovery.checkpoints import CheckpointConfig
 from .recovery.failures import FailureCounts
@@ -96,11 +97,12 @@ class RunSpec:
     """Names of the symptoms that end the run."""
 
     @property
-    def waits_for_evaluations(self) -> bool:
-        """Whether no step begins while another one is evaluated, since `stop` decides by what was measured, and the model is to be the one
-        that it decided by. Where generation runs ahead, the next step has begun anyway."""
-        decides = self.stop is not None and not isinstance(self.stop, StopOnSignal)
-        return decides and not self.schedule.overlaps
+    def evaluation_rules(self) -> EvaluationRules:
+        """What evaluations and training wait for of each other. Where `stop` decides by what was measured, the model is to be the one that
+        it decided by; where generation runs ahead, the next step has begun anyway."""
+        if self.schedule.overlaps:
+            return AMONG
+        return BESIDE if self.stop is None or isinstance(self.stop, StopOnSignal) else BETWEEN
 
     def is_evaluated_for_best(self, step: int, *, over: bool) -> bool:
         """Whether the weights of a step are evaluated by what the best checkpoint is chosen by.

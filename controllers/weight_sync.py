@@ -29,7 +29,7 @@ class WeightSync:
         groups: the worker groups of the run, by name.
         partial_rollouts: what becomes of responses that are unfinished when weights come (see `Asynchronous`).
         cancel: ends a call that gives way, on all of its ranks.
-        keeps: whether a group has to keep the version that it has, because it is evaluated.
+        keeps: whether a group has to keep the version that it has, because it is evaluated; None: none has to.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class WeightSync:
         groups: Mapping[str, WorkerGroup],
         partial_rollouts: Literal["continue", "finish", "requeue"],
         cancel: Callable[[Call], None],
-        keeps: Callable[[str, int], bool] = lambda group, version: False,
+        keeps: Callable[[str, int], bool] | None = None,
     ) -> None:
         self._edges = edges
         self._groups = groups
@@ -156,7 +156,7 @@ class WeightSync:
         """Whether a follower can take weights now."""
         if follower.name in self._owing:  # its own followers take what it has
             return False
-        if not follower.lacking and self._keeps(follower.name, follower.version):
+        if self._keeps is not None and not follower.lacking and self._keeps(follower.name, follower.version):
             return False
         ranks = self._receivers(follower, version)
         finishes = self._partial_rollouts == "finish"

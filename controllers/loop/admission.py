@@ -56,7 +56,7 @@ class Admission:
     @property
     def _waits(self) -> bool:
         """Whether an evaluation has to be over before another step begins."""
-        return self._parts.waits_for_evaluations and self._parts.graph_runs.evaluating
+        return self._parts.evaluation_rules.holds_training and self._parts.graph_runs.evaluating
 
     def _admit_ahead(self) -> None:
         train, schedule = self._parts.train, self._parts.schedule
@@ -94,10 +94,10 @@ class Admission:
     def _may_begin(self, evaluation: EvaluationRun, versions: Mapping[str, int]) -> bool:
         """Whether an evaluation that wants groups to hold these versions may begin: when they do, and, where its rows do not take their
         place among others, that of an earlier step is over; or, where training waits for it, when nothing else is under way."""
-        if self._parts.waits_for_evaluations:
+        if self._parts.evaluation_rules.holds_training:
             idle = all(call.behind for call in self._parts.calls.at_work) and not self._parts.calls.beside_the_graph
             return idle and not self._parts.weights.under_way
-        if evaluation.under_way and not self._parts.schedule.overlaps:
+        if evaluation.under_way and self._parts.evaluation_rules.keeps_weights:
             return False
         return all(self._parts.groups[name].version >= version for name, version in versions.items())
 

@@ -63,7 +63,7 @@ class Closing:
     def _possible(self) -> bool:
         """Whether a step may be closed: where generation does not run ahead, not before its weights have arrived, and the evaluations of
         the step before it are over. So a checkpoint has no evaluation in it that would be lost."""
-        if self._spec.schedule.overlaps:
+        if not self._parts.evaluation_rules.keeps_weights:
             return True
         weights = self._parts.calls.beside_the_graph or self._parts.weights.under_way
         return not (weights or self._parts.graph_runs.evaluating)
@@ -129,7 +129,7 @@ class Closing:
         calls = (c for c in self._parts.calls.under_way if c.ledger is evaluation.ledger and not c.behind)
         if any(call.lease is not None and call.lease.step == step for call in calls):
             return
-        metrics = evaluation.close(step, overlaps=self._spec.schedule.overlaps)
+        metrics = evaluation.close(step, overlaps=not self._parts.evaluation_rules.keeps_weights)
         row = self._directory.add_metrics({"step": float(step), **metrics, **self._history.failures.metrics()})
         self._history.progress.evaluated(evaluation.name, step, metrics)
         self._check_best(evaluation.name, metrics)

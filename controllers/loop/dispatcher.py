@@ -39,7 +39,7 @@ class Dispatcher:
     def __init__(self, parts: RunParts, clock: Callable[[], float]) -> None:
         self._parts = parts
         self._gathering = Gathering(clock)
-        self._one_pass = OnePass(overlaps=parts.schedule.overlaps)
+        self._one_pass = OnePass(overlaps=parts.evaluation_rules.comes_first)
         self._seen = {run.name: list(run.ledger.readiness.num_rows) for run in parts.graph_runs}
         """Graph -> rows that were ready for each of its nodes after the last dispatch."""
         self._pools: dict[str, list[WorkerGroup]] = {}
@@ -71,7 +71,7 @@ class Dispatcher:
         """
         self.record(hurry=self._parts.train.over)
         train, evaluations = self._parts.train, self._parts.graph_runs.evaluations.values()
-        for graph_run in (*evaluations, train) if self._parts.schedule.overlaps else (train, *evaluations):
+        for graph_run in (*evaluations, train) if self._parts.evaluation_rules.comes_first else (train, *evaluations):
             for node in graph_run.nodes:
                 group = self._parts.groups[group_of(node)]
                 share = self._share(graph_run, node, group)
@@ -124,7 +124,7 @@ class Dispatcher:
         if not group.is_free(to_join=self._joins(node)):
             return None
         # Weights that wait for an evaluation do not hold it back.
-        waits_for_it = isinstance(graph_run, EvaluationRun) and not self._parts.schedule.overlaps
+        waits_for_it = isinstance(graph_run, EvaluationRun) and self._parts.evaluation_rules.keeps_weights
         if self._parts.weights.holds_back(group) and not waits_for_it:
             return None
         if self._pool_is_taken(group) or not group.replicas:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...dataflow.buffer.sample_buffer import SampleBuffer
+from ..evaluation_rules import EvaluationRules
 from ..graph_run import GraphRuns, TrainingRun
 from ..group import WorkerGroup
 from ..schedule import Training
@@ -25,8 +26,7 @@ class RunParts:
     weights: WeightSync
     recording: Recording
     calls: Calls
-    waits_for_evaluations: bool
-    """No step begins while another one is evaluated."""
+    evaluation_rules: EvaluationRules
 
     @property
     def train(self) -> TrainingRun:

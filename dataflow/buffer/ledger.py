@@ -265,7 +265,9 @@ class Ledger:
             for segment in spread.segments:
                 self.parts.discard(segment)
             return []
-        parts = [self.parts.add(segment, number) for segment, number in zip(spread.segments, spread.counts, strict=True)]
+        parts = [
+            self.parts.add(segment, number) for segment, number in zip(spread.segments, spread.counts, strict=True)
+        ]
         if len(parts) == 1:
             return parts
         return [part for part, number in zip(parts, spread.counts, strict=True) for _ in range(number)]
