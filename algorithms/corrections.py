@@ -84,7 +84,7 @@ class TruncatedImportance(Config):
     """
 
     cap: float = Field(default=2.0, ge=1, allow_inf_nan=False)
-    """[ratio] Largest weight of a token. Lower it where single tokens make the gradient jump, raise it to be biased less towards the
+    """[ratio] Largest weight of a token. Lower it where single tokens make the gradient jump, raise it for less bias towards the
     generator."""
     level: Level = "token"
     """"token", "sequence" (product over the response) or "geometric" (geometric mean over the response). Choose the level of the reward

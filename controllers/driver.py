@@ -100,7 +100,7 @@ class Driver:
                 find the run again, and to resume it.
             root: the folder that has the run's directory. In a job of a cluster a relative one lies below `WEFT_ROOT`, or `~/weft`. Give
                 one on a disk with room for checkpoints.
-            seed: [seed] of sampling, order and new parameters. Change it to see the spread.
+            seed: [seed] of sampling, of the order of prompts, and of new parameters. Change it to see the spread.
             record_every: [steps] samples of each so-many-th step are kept in the run directory; 0 keeps none. Raise it where samples fill
                 the disk.
             start_timeout_s: [s] longest wait for the workers of a group to be up; None: 300, and 20 more for each GB of the largest

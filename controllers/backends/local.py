@@ -107,7 +107,7 @@ class Local:
             for name, executor in self._executors.items():
                 if executor.busy:
                     self._take_turn(name, executor, self._watch)
-        if self._silent:  # whoever asks for replies ends the run, within a second
+        if self._silent:  # the loop that waits here ends the run within a second
             time.sleep(min(timeout_s, REST_S))
             return []
         events, self._events = list(self._events), deque()

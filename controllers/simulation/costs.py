@@ -133,7 +133,7 @@ class CostModel(Config):
     """[s] Time that a call takes the driver for each rank, one after the other. All ranks begin when the first has been called. Raise it
     for a slow network."""
     seed: int = 0
-    """[seed] It draws the lengths: a prompt gets the same ones under every schedule and placement. Change it to see the spread."""
+    """[seed] Of the lengths that are drawn: a prompt gets the same ones under every schedule and placement. Change it to see the spread."""
 
     def linear(self, name: str) -> LinearCost:
         """The cost of a call that does not generate; nothing, if it is not mentioned."""

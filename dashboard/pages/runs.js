@@ -39,7 +39,7 @@ function columns({ params, set }) {
     { name: "tokens", title: "Tokens/s", n: true, value: (run) => run.tokens_per_s, cell: (run) => number(run.tokens_per_s) },
     { name: "took", title: "Took", n: true, value: (run) => run.duration_s, cell: (run) => duration(run.duration_s) },
     { name: "updated", title: "Last written", n: true, value: (run) => run.updated_at, cell: (run) => ago(run.updated_at) },
-    { name: "trouble", title: "Last word of trouble", wide: true, value: (run) => run.why ?? run.trouble?.text, cell: trouble },
+    { name: "trouble", title: "Last alert", wide: true, value: (run) => run.why ?? run.trouble?.text, cell: trouble },
   ];
 }
 

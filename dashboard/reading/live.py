@@ -1,6 +1,6 @@
 """What `live.json` and `graph.json` say of a run: rows at each node, groups, leases, memory; nodes and who follows whom.
 
-A file that has another form than a driver gives it, since it is damaged, counts as one that is not there.
+A damaged file counts as missing.
 """
 
 from __future__ import annotations

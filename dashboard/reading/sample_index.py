@@ -24,7 +24,7 @@ from ...dataflow.buffer.samples import NAME
 
 compute: Any = pyarrow.compute  # its functions are made when it is imported
 TEXT_BYTES = 256 << 20
-"""Of texts that are kept, and kept once more to be searched; beyond it, the first SHORT characters of each."""
+"""Of texts that are kept completely, each twice: as it is, and for the search. Beyond it, the first SHORT characters of each are kept."""
 SHORT = 500
 SMALL_BYTES = 8 << 20
 """A file up to this size is read, a larger one is mapped."""

@@ -6,7 +6,7 @@ The law of rows:
 - A row is exactly one of waiting, leased, done or dropped, and each node consumes it at most once (`RowState`, in `rows.py`).
 - A row is ready for a node when everything in the node's `after` is done with it. A node that takes groups gets a group when no more
   rows of it can come and all are ready, or when its quorum is there.
-- Rows made of a parent come one by one. The parent is finished by a word of its own, by the end of its lease, or by a quorum that
+- Rows made of a parent come one by one. The parent is finished by a separate event, by the end of its lease, or by a quorum that
   does without the rest. A parent that is requeued keeps the rows that were made of it, and their ids.
 - A claim is a lease, and only the holder of its token may publish. What a node that takes groups publishes counts when its lease is
   finished: a lease that is released before that gives complete groups back.

@@ -32,8 +32,8 @@ class Reward(Config):
     """A reward function, and how it is called. In `RewardWorker(function=...)` a plain function will do where these are the defaults."""
 
     function: Callable[..., Any]
-    """What scores. It is found by the names of its parameters to be Weft's own, TRL's, verl's, OpenRLHF's, slime's or verifiers'
-    (`signature.py`). Choose it; there is no default."""
+    """The reward function. The names of its parameters tell whether it has Weft's own form or that of TRL, verl, OpenRLHF, slime or
+    verifiers (`signature.py`). Choose it; there is no default."""
     name: str = ""
     """Name of its metric and column; empty: the function's name. Give one where two functions are called alike."""
     weight: float = 1.0

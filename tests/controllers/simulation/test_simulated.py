@@ -212,20 +212,7 @@ def test_an_evaluation_every_step_costs_asynchronous_training_what_its_rows_cost
     cost = CostModel(nodes={**cost.nodes, "actor.update": LinearCost(fixed_s=8.0)})
 
     def a_step(number: int) -> tuple[float, Driver]:
-        made = groups()
-        graph = toy_evaluation(prompts(number or 1), rollout=made["rollout"], reward=made["reward"])
-        driver = Driver(
-            toy_grpo(prompts(40), n=2, **made),
-            schedule=schedule,
-            evaluations=[Evaluation(graph, every=1)] if number else [],
-            placement=apart(1, 1),
-            backend=Simulated(cost),
-            root=tmp_path,
-            name=f"run-{number}",
-            progress=False,
-        )
-        with driver:
-            driver.run()
+        driver = evaluated(tmp_path, schedule, number, cost)
         return times(driver)[-1] / 12, driver
 
     (alone, _), (with_one, driver) = a_step(0), a_step(1)
@@ -239,17 +226,20 @@ def test_an_evaluation_every_step_costs_asynchronous_training_what_its_rows_cost
     assert not check_log(driver.directory.path / "buffer").violations
 
 
-def evaluated(root: Path, schedule: Training, rows: int, **settings: Any) -> Driver:
+def slow_updates() -> CostModel:
+    return CostModel(nodes={**costs(FixedLengths(lengths=((10,),)), 1.0).nodes, "actor.update": LinearCost(fixed_s=20)})
+
+
+def evaluated(root: Path, schedule: Training, rows: int, cost: CostModel | None = None, **settings: Any) -> Driver:
     """A run with an evaluation of so many rows after each step; 0: none."""
     made = groups()
     graph = toy_evaluation(prompts(rows or 1), rollout=made["rollout"], reward=made["reward"])
-    cost = CostModel(nodes={**costs(FixedLengths(lengths=((10,),)), 1.0).nodes, "actor.update": LinearCost(fixed_s=20)})
     driver = Driver(
         toy_grpo(prompts(40), n=2, **made),
         schedule=schedule,
         evaluations=[Evaluation(graph, every=1)] if rows else [],
         placement=apart(1, 1),
-        backend=Simulated(cost),
+        backend=Simulated(cost or slow_updates()),
         root=root,
         name=f"run-{rows}-{len(settings)}",
         progress=False,

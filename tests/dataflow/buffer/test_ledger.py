@@ -76,7 +76,7 @@ def test_rows_that_several_ranks_wrote_are_published_together_and_each_lies_wher
 
 def test_what_comes_of_parents_that_were_given_up_leaves_the_segments_of_the_other_rows():
     ranks = Spread([segment("first rank"), segment("second rank")], [2, 2])
-    assert ranks.only(np.array([True, False, False, False])).rows == [1, 0]
+    assert ranks.only(np.array([True, False, False, False])).counts == [1, 0]
     assert Spread.from_json(ranks.to_json()).segments == ranks.segments
 
 
