@@ -14,6 +14,8 @@ from .metric_table import SECTIONS, MetricEntry
 
 FUNCTIONS = "functions"
 """The worker group that runs the pure functions of graphs. Users do not name it, and it names no metric of the table."""
+DRIVER = "driver"
+"""Name of the driver among the processes of a run."""
 FATES = ("wait", "mask", "requeue", "drop")
 _FILLED = {"FATE": "|".join(FATES), "COLUMN": r"\w+", "K": r"\d+"}
 """What the capital letters of a name stand for, as patterns."""

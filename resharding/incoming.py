@@ -56,7 +56,6 @@ class IncomingWeights:
         self.version = weights.version
         self.receiver = weights.receiver or "a receiver"
         self._sources: list[_Source] = []
-        self._came = 0
         try:
             for number, rank in enumerate(weights.ranks):
                 where = f"weights version {weights.version}, rank {number} of the trainer"

@@ -117,7 +117,7 @@ class LiveState:
         live, readiness, wiring = ledger.live, ledger.readiness, ledger.live.wiring
         held: dict[str, int] = {}
         for lease in ledger.leases:
-            held[lease.node.name] = held.get(lease.node.name, 0) + len(lease.open or lease.ids)
+            held[lease.node.name] = held.get(lease.node.name, 0) + (len(lease.open) or lease.num_rows)
         nodes: dict[str, dict[str, float]] = {
             node.name: {
                 "todo": readiness.todo[i],
@@ -194,7 +194,7 @@ class LiveState:
                         "lease": lease.token,
                         "node": lease.node.name,
                         "holder": lease.holder,
-                        "rows": len(lease.ids),
+                        "rows": lease.num_rows,
                         "left": left,
                         "age_s": now - begun,
                     }
@@ -213,7 +213,7 @@ class LiveState:
             "calls": [
                 {
                     "what": call.node.name if call.node else call.method,
-                    "rows": len(call.lease.ids) if call.lease else 0,
+                    "rows": call.lease.num_rows if call.lease else 0,
                     "waits_for": sorted(call.waiting),
                     "since_s": now - call.started,
                 }

@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...dataflow.buffer.run_files import BUFFER, LOG, SEGMENTS
-from .live import part
+from ...dataflow.graph import TRAIN
+from .live import nested
 
 AGES_S = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3600.0, 10800.0)
 """Ends of the stretches in which ages are counted; what is older is in one more."""
@@ -29,20 +30,20 @@ def buffer_page(run: Path, live: Mapping[str, Any], samples: pa.Table, config: M
         samples: the index of the run's samples.
         config: of the run.
     """
-    graphs = part(live, "graphs")
-    counts = [part(graphs, name) for name in graphs]
+    graphs = nested(live, "graphs")
+    counts = [nested(graphs, name) for name in graphs]
     dropped: dict[str, int] = {}
     for one in counts:
-        for reason, rows in part(one, "dropped").items():
+        for reason, rows in nested(one, "dropped").items():
             dropped[reason] = dropped.get(reason, 0) + rows
     leases = [
         {"graph": name, "rank": lease.get("holder"), **lease}
         for name in graphs
-        for lease in part(graphs, name).get("leases", ())
+        for lease in nested(graphs, name).get("leases", ())
     ]
     leased = sum(lease.get("left", 0) for lease in leases)
     flying = sum(one.get("in_flight", 0) for one in counts)
-    train = part(graphs, "train")
+    train = nested(graphs, TRAIN)
     return {
         "known": bool(live),
         "at": live.get("at"),
@@ -55,28 +56,28 @@ def buffer_page(run: Path, live: Mapping[str, Any], samples: pa.Table, config: M
         },
         "graphs": {
             name: {
-                key: part(graphs, name).get(key) for key in ("issued", "in_flight", "done", "groups", "groups_behind")
+                key: nested(graphs, name).get(key) for key in ("issued", "in_flight", "done", "groups", "groups_behind")
             }
             for name in graphs
         },
         "drops": [
             {"reason": reason, "rows": rows} for reason, rows in sorted(dropped.items(), key=lambda item: -item[1])
         ],
-        "stale": part(train, "stale"),
+        "stale": nested(train, "stale"),
         "waiting": [
             {
                 "graph": name,
                 "group": one["group"],
                 "step": one["step"],
-                "age_s": _age(part(graphs, name), one["step"]),
+                "age_s": _age(nested(graphs, name), one["step"]),
                 "for": "; ".join(one["waits"]),
                 "prompt": None,
             }
             for name in graphs
-            for one in part(graphs, name).get("oldest", ())
+            for one in nested(graphs, name).get("oldest", ())
         ],
         "ages": _ages(train),
-        "versions": _numbered(part(train, "versions")),
+        "versions": _numbered(nested(train, "versions")),
         "staleness": staleness(samples),
         "leases": leases,
         "segments": _segments(run, config, live),
@@ -89,7 +90,7 @@ def _ages(train: Mapping[str, Any]) -> dict[str, Any]:
     >>> _ages({"steps": {"3": [4, 0.5], "2": [1, 70.0]}})
     {'edges_s': [0.0, 1.0, 3.0, 10.0, 30.0, 100.0], 'counts': [4, 0, 0, 0, 1]}
     """
-    found = [value for value in part(train, "steps").values() if isinstance(value, list) and len(value) == 2]
+    found = [value for value in nested(train, "steps").values() if isinstance(value, list) and len(value) == 2]
     number = next((k for k, edge in enumerate(AGES_S) if all(age <= edge for _, age in found)), len(AGES_S))
     edges = [0.0, *AGES_S[: number + 1]]
     counts = [0] * min(number + 1, len(AGES_S) + 1)
@@ -99,7 +100,7 @@ def _ages(train: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _age(graph: Mapping[str, Any], step: int) -> float | None:
-    found = part(graph, "steps").get(str(step))
+    found = nested(graph, "steps").get(str(step))
     return found[1] if isinstance(found, list) else None
 
 
@@ -141,7 +142,7 @@ def _segments(run: Path, config: Mapping[str, Any], live: Mapping[str, Any]) -> 
         log = (run / BUFFER / LOG).stat().st_size
     except OSError:
         log = 0
-    limits = part(config, "buffer")
+    limits = nested(config, "buffer")
     return {
         "count": files,
         "bytes": size,

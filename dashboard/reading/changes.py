@@ -6,15 +6,30 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from ...dataflow.buffer.run_files import (
+    ALERTS,
+    CHECKPOINTS,
+    CONFIG,
+    LIVE,
+    LOCK,
+    LOGS,
+    METRICS,
+    PARQUET,
+    SAMPLES,
+    STOP,
+    STREAM,
+    TIMELINE,
+)
+
 PARTS: Mapping[str, tuple[str, ...]] = {
-    "metrics": ("metrics.arrows", "metrics.parquet"),
-    "timeline": ("timeline.arrows", "timeline.parquet"),
-    "samples": ("samples",),
-    "live": ("live.json",),
-    "alerts": ("alerts.jsonl",),
-    "status": ("lock", "config.json", "stop.json"),
-    "checkpoints": ("checkpoints",),
-    "logs": ("logs",),
+    "metrics": (f"{METRICS}{STREAM}", f"{METRICS}{PARQUET}"),
+    "timeline": (f"{TIMELINE}{STREAM}", f"{TIMELINE}{PARQUET}"),
+    "samples": (SAMPLES,),
+    "live": (LIVE,),
+    "alerts": (ALERTS,),
+    "status": (LOCK, CONFIG, STOP),
+    "checkpoints": (CHECKPOINTS,),
+    "logs": (LOGS,),
 }
 """Part of a run -> its files and folders; that of a folder changes with its entries."""
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from ...dataflow.graph import TRAIN
 from .metrics import MetricLog
 
 Axis: TypeAlias = Literal["step", "time_s", "samples"]
@@ -112,7 +113,7 @@ def marks(
     graphs = config.get("graphs")
     for name in graphs if isinstance(graphs, Mapping) else ():
         own = next((metric for metric in metrics.names if metric.startswith(f"{name}/")), None)
-        if name != "train" and own is not None:
+        if name != TRAIN and own is not None:
             steps, _ = metrics.series(own)
             found += [{"step": int(step), "kind": "evaluation", "text": str(name)} for step in steps.tolist()]
     for alert in alerts:

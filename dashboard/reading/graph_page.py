@@ -11,7 +11,7 @@ import numpy as np
 from ...dataflow.metric_names import FUNCTIONS
 from .call_log import CallLog
 from .curves import numbers
-from .live import part
+from .live import nested
 from .metrics import MetricLog
 
 RECEIVE = "receive_weights"
@@ -40,13 +40,15 @@ def graph_page(
     nodes: list[dict[str, Any]] = []
     edges: list[dict[str, Any]] = []
     for name in graphs:
-        counts = part(live, "graphs", name)
-        described = part(graphs, name)
-        source = part(described, "source")
+        counts = nested(live, "graphs", name)
+        described = nested(graphs, name)
+        source = nested(described, "source")
         nodes.append(_source(name, source, counts))
         for node in described.get("nodes", ()):
-            nodes.append(_node(name, node, part(counts, "nodes", node["name"]), live, worked, config, goes_on=goes_on))
-            edges += _edges(name, str(source.get("name")), node, part(counts, "nodes", node["name"]))
+            nodes.append(
+                _node(name, node, nested(counts, "nodes", node["name"]), live, worked, config, goes_on=goes_on)
+            )
+            edges += _edges(name, str(source.get("name")), node, nested(counts, "nodes", node["name"]))
     return {
         "nodes": nodes,
         "edges": edges,
@@ -111,7 +113,7 @@ def _node(
     goes_on: bool,
 ) -> dict[str, Any]:
     group = node.get("group") or FUNCTIONS
-    state = part(live, "groups", group)
+    state = nested(live, "groups", group)
     under_way = [call for call in state.get("calls", ()) if call.get("what") == node["name"]]
     own = worked.get((graph, node["name"]), {})
     leased = now.get("leased") if goes_on else (0 if now else None)
@@ -119,7 +121,7 @@ def _node(
         "name": node["name"],
         "graph": graph,
         "group": group,
-        "ranks": state.get("ranks") or part(config, "placement", group).get("ranks"),
+        "ranks": state.get("ranks") or nested(config, "placement", group).get("ranks"),
         "shape": node.get("shape"),
         "updates": node.get("updates", False),
         "waiting": max(0, now["todo"] - now["leased"]) if now else None,
@@ -146,7 +148,7 @@ def _node(
 
 def _edges(graph: str, source: str, node: Mapping[str, Any], now: Mapping[str, Any]) -> list[dict[str, Any]]:
     columns: dict[str, list[str]] = {writer: [] for writer in node.get("after", ())}
-    for column, writer in part(node, "writers").items():
+    for column, writer in nested(node, "writers").items():
         columns.setdefault(writer, []).append(column)
     waiting = max(0, now["todo"] - now["leased"]) if now else None
     direct = [writer for writer in columns if columns[writer] or writer in node.get("after", ())]
@@ -175,11 +177,11 @@ def _weights(
     edges = {
         (edge["leader"], edge["follower"]): edge.get("every", 1)
         for graph in graphs
-        for edge in part(graphs, graph).get("follows", ())
+        for edge in nested(graphs, graph).get("follows", ())
     }
     found: list[dict[str, Any]] = []
     for (leader, follower), every in edges.items():
-        ahead, behind = (part(live, "groups", name).get("version") for name in (leader, follower))
+        ahead, behind = (nested(live, "groups", name).get("version") for name in (leader, follower))
         received = last_received(calls, follower)
         [pause] = numbers(metrics.series(f"{follower}/weights_pause_s")[1][-1:]) or [None]
         age = None
@@ -197,7 +199,7 @@ def _weights(
                 "bytes": None,
                 "transfer_s": received["transfer_s"] if received else None,
                 "pause_s": pause,
-                "max_staleness": part(config, "schedule").get("max_staleness", 0),
+                "max_staleness": nested(config, "schedule").get("max_staleness", 0),
             }
         )
     return found

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...dataflow.graph import TRAIN
 from .call_log import CallLog
-from .live import part
+from .live import nested
 
 MOST_CALLS = 1500
 """Calls of a lane that are sent one by one; of more, the share of time in each of `width / 3` stretches."""
@@ -51,7 +51,7 @@ class Lanes:
         self._columns = calls.columns
         self._nodes, self._groups, self._graphs = (calls.words(name) for name in ("node", "group", "graph"))
         self._upstream = _upstream(graphs)
-        self._pools = {name: str(part(config, "placement", name).get("pool")) for name in self._groups}
+        self._pools = {name: str(nested(config, "placement", name).get("pool")) for name in self._groups}
 
     def _name(self, column: str, row: int) -> str:
         """Node or group of a call."""
@@ -230,7 +230,7 @@ def _upstream(graphs: Mapping[str, Any]) -> dict[str, frozenset[str]]:
     """Node -> the nodes that it waits for."""
     found: dict[str, set[str]] = {}
     for graph in graphs:
-        for node in part(graphs, graph).get("nodes", ()):
+        for node in nested(graphs, graph).get("nodes", ()):
             found.setdefault(node["name"], set()).update(node.get("after", ()))
     return {name: frozenset(names) for name, names in found.items()}
 

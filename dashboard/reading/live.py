@@ -135,10 +135,10 @@ def _read(path: Path, model: type[BaseModel]) -> dict[str, Any]:
     return found
 
 
-def part(value: Any, *names: str) -> dict[str, Any]:
+def nested(value: Any, *names: str) -> dict[str, Any]:
     """An object within an object; empty where it is not there, or is something else.
 
-    >>> part({"a": {"b": {"c": 1}}}, "a", "b"), part({"a": 1}, "a", "b")
+    >>> nested({"a": {"b": {"c": 1}}}, "a", "b"), nested({"a": 1}, "a", "b")
     ({'c': 1}, {})
     """
     for name in names:

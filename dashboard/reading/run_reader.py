@@ -14,13 +14,14 @@ from ...controllers.recovery.checkpoints import complete_checkpoints
 from ...controllers.run_facts import RunFacts, facts_of
 from ...controllers.run_lock import Life
 from ...controllers.telling.records import metric_of
-from ...dataflow.buffer.run_files import BUFFER, CHECKPOINTS, LOG
+from ...dataflow.buffer.run_files import BUFFER, CHECKPOINTS, GRAPH, LOG, SAMPLES_ARCHIVE
 from ...dataflow.config import flattened
+from ...dataflow.graph import TRAIN
 from .call_log import CallLog
 from .cards import cards
 from .changes import PARTS
 from .curves import Axis, axis_of, curve, marks, numbers
-from .live import part, read_live
+from .live import nested, read_live
 from .metrics import MetricLog
 from .sample_index import SampleIndex
 from .sample_pages import SamplePages
@@ -138,7 +139,7 @@ class RunReader:
             "gap": _of_group(last, "mean_logprob_gap"),
             "alerts": len(facts.alerts),
             "samples": len(self.samples.table()),
-            "rows_in_flight": sum(one.get("in_flight", 0) for one in part(live, "graphs").values()) if live else None,
+            "rows_in_flight": sum(one.get("in_flight", 0) for one in nested(live, "graphs").values()) if live else None,
             "workers": _workers(live, facts.config),
             "last": dict(last),
             "settings": {key: value for key, value in facts.config.items() if key != "versions"},
@@ -151,9 +152,9 @@ class RunReader:
         """The pages that have something to show."""
         has = {
             "curves": bool(facts.last),
-            "graph": self._has(("graph.json", f"{BUFFER}/{LOG}")),
+            "graph": self._has((GRAPH, f"{BUFFER}/{LOG}")),
             "timeline": self._has(PARTS["timeline"]),
-            "samples": self._has((*PARTS["samples"], "samples.parquet")),
+            "samples": self._has((*PARTS["samples"], SAMPLES_ARCHIVE)),
             "buffer": self._has((f"{BUFFER}/{LOG}",)),
             "workers": bool(facts.config.get("placement")),
             "weights": any(name.endswith("weights_transfer_s") for name in self.metric_names),
@@ -187,7 +188,7 @@ class RunReader:
 
     def _evaluations_of(self, facts: RunFacts) -> list[str]:
         graphs = facts.config.get("graphs")
-        return [str(name) for name in graphs if name != "train"] if isinstance(graphs, dict) else []
+        return [str(name) for name in graphs if name != TRAIN] if isinstance(graphs, dict) else []
 
     @property
     def metric_names(self) -> list[str]:
@@ -233,8 +234,8 @@ def _workers(live: Mapping[str, Any], config: Mapping[str, Any]) -> int:
     """Ranks of all groups of a run."""
     if live:
         return sum(one["ranks"] for one in live["groups"].values())
-    places = part(config, "placement")
-    return sum(ranks if isinstance(ranks := part(places, name).get("ranks"), int) else 1 for name in places)
+    places = nested(config, "placement")
+    return sum(ranks if isinstance(ranks := nested(places, name).get("ranks"), int) else 1 for name in places)
 
 
 def _of_group(row: Mapping[str, float], metric: str) -> float | None:

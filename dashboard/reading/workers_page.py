@@ -11,15 +11,14 @@ from typing import Any
 import numpy as np
 
 from ...controllers.alerts import Alert
-from ...controllers.backends.witness.memory import DRIVER
 from ...controllers.run_lock import Life
-from ...dataflow.buffer.run_files import PROCESSES, STREAM
+from ...dataflow.buffer.run_files import LOGS, PROCESSES, STREAM
 from ...dataflow.buffer.run_tables import batches
 from ...dataflow.errors import UserError, nearest
+from ...dataflow.metric_names import DRIVER
 from .curves import numbers, thinned
-from .live import part
+from .live import nested
 
-LOGS = "logs"
 MOST_POINTS = 300
 """Readings of memory of one worker."""
 MOST_LOG = 256 << 10
@@ -41,10 +40,10 @@ def workers_page(
         life: of its driver.
     """
     memory, logs = _memory(run), _logs(run)
-    where = {who: host for host in part(live, "hosts") for who in part(live, "hosts", host, "processes")}
+    where = {who: host for host in nested(live, "hosts") for who in nested(live, "hosts", host, "processes")}
     found: list[dict[str, Any]] = []
-    for name in dict.fromkeys([*part(config, "placement"), *part(live, "groups")]):
-        group, place = part(live, "groups", name), part(config, "placement", name)
+    for name in dict.fromkeys([*nested(config, "placement"), *nested(live, "groups")]):
+        group, place = nested(live, "groups", name), nested(config, "placement", name)
         number = group.get("ranks") or place.get("ranks") or 1
         for rank in range(number):
             worker = f"{name}[{rank}]"
@@ -62,8 +61,8 @@ def workers_page(
                     **_troubles(worker, alerts),
                     "log": log if log in logs else None,
                     "log_bytes": logs.get(log),
-                    "stack": part(live, "stacks", worker).get("text"),
-                    "stack_at": part(live, "stacks", worker).get("at"),
+                    "stack": nested(live, "stacks", worker).get("text"),
+                    "stack_at": nested(live, "stacks", worker).get("at"),
                 }
             )
     driver = {"rank": DRIVER, "group": None, "node": where.get(DRIVER), "device": None, "log": None, "log_bytes": None}
@@ -116,8 +115,8 @@ def _device(place: Mapping[str, Any], rank: int) -> str | None:
 def _of_memory(
     worker: str, live: Mapping[str, Any], where: Mapping[str, str], memory: Mapping[str, list[list[float]]]
 ) -> dict[str, Any]:
-    host = part(live, "hosts", where.get(worker, ""))
-    now = part(host, "processes").get(worker)
+    host = nested(live, "hosts", where.get(worker, ""))
+    now = nested(host, "processes").get(worker)
     return {
         "memory_bytes": now[0] if isinstance(now, list) else None,
         "shared_bytes": now[1] if isinstance(now, list) else None,
@@ -140,7 +139,7 @@ def _troubles(worker: str, alerts: Sequence[Alert]) -> dict[str, Any]:
 def _hosts(live: Mapping[str, Any]) -> list[dict[str, Any]]:
     names = ("used_bytes", "limit_bytes", "object_store_bytes")
     return [
-        {"node": host, **{key: part(live, "hosts", host).get(key) for key in names}} for host in part(live, "hosts")
+        {"node": host, **{key: nested(live, "hosts", host).get(key) for key in names}} for host in nested(live, "hosts")
     ]
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from ....dataflow.byte_units import GIB, MIB
 
-DRIVER = "driver"
-"""Name of the driver among the processes."""
 NO_LIMIT = 1 << 60
 """Bytes from which on a limit is none; version 1 of cgroups writes such a number."""
 ENDS = 4

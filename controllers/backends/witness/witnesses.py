@@ -9,8 +9,9 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ....dataflow.metric_names import DRIVER
 from ..backend import this_node
-from .memory import DRIVER, Memory
+from .memory import Memory
 from .out_of_memory import said_by_ray
 from .witness import EXIT_S, SAMPLE_S, Witness
 
