@@ -186,7 +186,7 @@ class ShardedModel:
         """Parameters and saved buffers by Hugging Face name, as this rank holds them; tied ones once."""
         module = self.model.causal_lm
         parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-        buffers = {name: tensor for name, tensor in module.state_dict().items() if name not in parameters}
+        buffers = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name not in parameters}
         return {**dict(module.named_parameters()), **buffers}
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
