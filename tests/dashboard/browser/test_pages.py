@@ -7,6 +7,8 @@ import pytest
 from looking import PAGES
 from wicked import NAME, RAW
 
+from weft.dashboard.server.export import export_run
+
 pytestmark = pytest.mark.browser
 RUNS = ("first", "killed", "nothing", "live")
 
@@ -72,6 +74,17 @@ def test_text_of_a_model_is_text_on_every_page(look):
     window.show("workers", run=NAME, worker="actor[0]")
     window.show("compare", run=NAME, **{"with": "first"})
     assert window.page.evaluate("window.harmed") is None
+
+
+def test_an_exported_run_is_looked_at_without_a_server(look, folder: Path, tmp_path: Path):
+    export_run(folder / "first", tmp_path / "first.html")
+    window = look()
+    window.page.goto("about:blank")
+    window.page.goto((tmp_path / "first.html").as_uri())
+    assert "reward" in window.shown("curves").inner_text()
+    for page in PAGES[1:]:
+        main = window.show(page, run="first")
+        assert main.get_attribute("data-shows") != "problem", main.inner_text()
 
 
 def test_a_run_that_is_removed_while_it_is_looked_at_is_said_to_be_gone(look, folder: Path):
