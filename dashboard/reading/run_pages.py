@@ -20,7 +20,7 @@ from .run_reader import RunReader
 from .weights_page import weights_page
 from .workers_page import log_part, workers_page
 
-SQL_ROWS, SQL_S, SQL_MEMORY = 1000, 10.0, "1GB"
+SQL_ROWS, SQL_S, SQL_BYTES = 1000, 10.0, 10**9
 """What a query of a page may take."""
 TOKEN_COLUMNS = re.compile(
     r"\b(prompt_ids|response_ids|response_logprobs|response_versions|advantages|\w+_ids|\w+_logprobs)\b"
@@ -92,7 +92,7 @@ class RunPages:
         """
         notes: list[str] = []
         known = {} if TOKEN_COLUMNS.search(text) else {"samples": self._light_samples}
-        limits = {"max_rows": SQL_ROWS, "timeout_s": SQL_S, "memory": SQL_MEMORY}
+        limits = {"max_rows": SQL_ROWS, "timeout_s": SQL_S, "memory_bytes": SQL_BYTES}
         table = query(self._path, text, notes, known=known, **limits)
         rows = [[_cell(value) for value in row.values()] for row in _rows(table)]
         return {

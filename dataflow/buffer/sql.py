@@ -5,9 +5,16 @@ This is `weft buffer sql`. It reads only, also while the run goes on.
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,11 +34,13 @@ from .segments import Segment, SegmentReader
 
 MAX_ROWS = 100_000
 TIMEOUT_S = 60.0
-_LOCKED = (
-    "python_enable_replacements = false",  # else a name in the query may be a variable of this program
-    "enable_external_access = false",  # files, other databases, extensions
-    "lock_configuration = true",
-)
+MAX_TIMEOUT_S = 86400.0
+AT_ONCE = 2
+"""Queries that one process answers at the same time."""
+GRACE_S = 5.0
+"""Seconds that the process of a query has to end after its time."""
+_PROGRAM = Path(__file__).with_name("sql_process.py")
+_running = threading.BoundedSemaphore(AT_ONCE)
 
 
 def query(
@@ -41,10 +50,10 @@ def query(
     *,
     max_rows: int = MAX_ROWS,
     timeout_s: float = TIMEOUT_S,
-    memory: str | None = None,
+    memory_bytes: int | None = None,
     known: Mapping[str, Callable[[], pa.Table | None]] = MappingProxyType({}),
 ) -> pa.Table:
-    """Answer a query over the tables of a run with DuckDB.
+    """Answer a query over the tables of a run with DuckDB, in a process of its own, which is killed when its time is over.
 
     The tables are `rows` (see `HISTORY`), `columns` (what nodes wrote for the rows in flight), `samples`, `metrics` and `timeline`,
     as far as the run has them. DuckDB has access to nothing else: it can neither read nor write files, nor load extensions, and the
@@ -55,44 +64,77 @@ def query(
         sql: the query.
         notes: gets a line for each part that could not be read, and one when the answer is cut.
         max_rows: the answer is cut after this many rows.
-        timeout_s: the query is stopped after this many seconds.
-        memory: most that DuckDB may take, such as `1GB`; None: what it takes by itself.
+        timeout_s: the query is stopped after this many seconds, at most a day.
+        memory_bytes: most memory that DuckDB may take; None: what it takes by itself.
         known: tables that the caller has read already, by name; they stand for those of the run.
 
     Returns:
         The answer; an empty table for a statement without one.
 
     Raises:
-        UserError: DuckDB is not installed, cannot answer, or takes too long.
+        UserError: DuckDB is not installed, cannot answer, or takes too long; or AT_ONCE other queries are under way.
     """
+    if find_spec("duckdb") is None:
+        raise UserError("SQL needs DuckDB, which is not installed: pip install 'weft[inspect]'")
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise UserError(f"a query may take more than 0 s, and at most {MAX_TIMEOUT_S:g} s, not {timeout_s:g}")
+    if not sql.strip():
+        raise UserError("the query is empty; such as: select count(*) from samples")
+    if not _running.acquire(blocking=False):
+        raise UserError(f"{AT_ONCE} queries are under way already; ask again when one of them has ended")
     try:
-        import duckdb
-    except ImportError:
-        raise UserError("SQL needs DuckDB, which is not installed: pip install 'weft[inspect]'") from None
-    notes = [] if notes is None else notes
-    readers = {**_tables(run, notes), **known}
-    named = {name: read for name, read in readers.items() if re.search(rf"\b{name}\b", sql, re.IGNORECASE)}
-    found = {name: table for name, read in named.items() if (table := read()) is not None}
-    limits = {"memory_limit": memory} if memory else {}
-    with duckdb.connect(config={"temp_directory": "", **limits}) as connection:
-        for name, table in found.items():
-            connection.register(name, table)
-        for setting in _LOCKED:
-            connection.execute(f"SET {setting}")
-        clock = threading.Timer(timeout_s, connection.interrupt)
-        clock.start()
+        notes = [] if notes is None else notes
+        readers = {**_tables(run, notes), **known}
+        named = {name: read for name, read in readers.items() if re.search(rf"\b{name}\b", sql, re.IGNORECASE)}
+        found = {name: table for name, read in named.items() if (table := read()) is not None and table.num_columns}
+        asked = {"sql": sql, "max_rows": max_rows, "timeout_s": timeout_s, "memory_bytes": memory_bytes}
+        said, answer = _asked(asked, found, timeout_s)
+    finally:
+        _running.release()
+    if "error" in said:
+        missing = [name for name in named if name not in found]
+        lacks = f"; this run has no {' and no '.join(missing)} yet" if missing else ""
+        raise UserError(f"{said['error']}; a run's tables are {', '.join(readers)}{lacks}")
+    if said["cut"]:
+        notes.append(f"the answer has more than {max_rows} rows; the others are left out")
+    return answer
+
+
+def _asked(
+    asked: Mapping[str, Any], tables: Mapping[str, pa.Table], timeout_s: float
+) -> tuple[dict[str, Any], pa.Table]:
+    """What the process of a query says of it, and the answer."""
+    path = os.pathsep.join(place for place in sys.path if place)
+    environment = {**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "2"}
+    command = [sys.executable, "-P", str(_PROGRAM)]
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        late = threading.Timer(timeout_s + GRACE_S, process.kill)
         try:
-            return _cut(connection.sql(sql), max_rows, notes)
-        except duckdb.InterruptException:
-            raise UserError(
-                f"the query was stopped after {timeout_s:g} s; ask for less (where ..., limit ...), or allow more time"
-            ) from None
-        except duckdb.Error as error:
-            missing = [name for name in named if name not in found]
-            lacks = f"; this run has no {' and no '.join(missing)} yet" if missing else ""
-            raise UserError(f"{error}; a run's tables are {', '.join(readers)}{lacks}") from None
+            with suppress(BrokenPipeError), process.stdin as sink:
+                sink.write(json.dumps({**asked, "tables": list(tables)}).encode() + b"\n")
+                for table in tables.values():
+                    with pa.ipc.new_stream(sink, table.schema) as stream:
+                        stream.write_table(table)
+            late.start()
+            line = process.stdout.readline()
+            if line:
+                with suppress(pa.ArrowInvalid):  # it was killed while it printed the answer
+                    return json.loads(line), pa.ipc.open_stream(process.stdout).read_all()
+            process.wait()
         finally:
-            clock.cancel()
+            late.cancel()
+            process.kill()
+    if process.returncode in (-signal.SIGALRM, -signal.SIGKILL):
+        raise UserError(
+            f"the query was stopped after {timeout_s:g} s; ask for less (where ..., limit ...), or allow more time"
+        )
+    raise UserError(
+        f"the query ended its process (exit code {process.returncode}): most likely it takes too much memory; "
+        "ask for less (where ..., limit ...)"
+    )
 
 
 def _tables(run: Path, notes: list[str]) -> dict[str, Callable[[], pa.Table | None]]:
@@ -111,16 +153,6 @@ def _tables(run: Path, notes: list[str]) -> dict[str, Callable[[], pa.Table | No
         "metrics": lambda: _readable(run / f"{METRICS}{PARQUET}", lambda path: read_metrics(path.parent), notes),
         "timeline": lambda: _readable(run / f"{TIMELINE}{PARQUET}", lambda path: read_timeline(path.parent), notes),
     }
-
-
-def _cut(answer: Any, max_rows: int, notes: list[str]) -> pa.Table:
-    """The first rows of an answer of DuckDB; an empty table where a statement has none."""
-    if answer is None:
-        return pa.table({})
-    table = answer.limit(max_rows + 1).to_arrow_table()
-    if len(table) > max_rows:
-        notes.append(f"the answer has more than {max_rows} rows; the others are left out")
-    return table.slice(0, max_rows)
 
 
 def columns(folder: Path, notes: list[str] | None = None) -> pa.Table:

@@ -1,6 +1,8 @@
 """SQL over the tables of a run, of one that goes on and of one with damage."""
 
-import builtins
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -99,15 +101,68 @@ def test_a_question_that_takes_too_long_is_given_up(run: Run):
         query(run.path, "select count(*) from range(100000000000)", timeout_s=0.05)
 
 
+UNSTOPPABLE = [
+    "select levenshtein(repeat('a', 300000), repeat('b', 300000))",  # one call of a function
+    " union all ".join(["select 1"] * 20000),  # the parser and the binder
+]
+
+
+@pytest.mark.parametrize("sql", UNSTOPPABLE, ids=["function", "binder"])
+def test_a_question_that_duckdb_cannot_interrupt_ends_in_time(run: Run, sql: str):
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"was stopped after 0\.2 s|ended its process"):
+        query(run.path, sql, timeout_s=0.2)
+    assert time.monotonic() - began < 10
+
+
+def test_a_question_takes_no_more_memory_than_it_may(run: Run):
+    with pytest.raises(UserError, match="Out of Memory"):
+        query(run.path, "select len(range(500000000))", memory_bytes=10**8)
+
+
+def test_a_third_question_at_once_is_refused(run: Run):
+    asked, go_on = threading.Barrier(3), threading.Event()
+
+    def slow() -> None:
+        asked.wait(10)
+        go_on.wait(10)
+
+    def ask() -> None:
+        query(run.path, "select 1 -- metrics", known={"metrics": slow})  # pyright: ignore[reportArgumentType]
+
+    others = [threading.Thread(target=ask) for _ in range(2)]
+    for other in others:
+        other.start()
+    try:
+        asked.wait(10)
+        with pytest.raises(UserError, match="2 queries are under way already"):
+            query(run.path, "select 1")
+    finally:
+        go_on.set()
+        for other in others:
+            other.join()
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 1e300, float("nan")])
+def test_a_time_that_no_clock_has_is_refused(run: Run, timeout_s: float):
+    with pytest.raises(UserError, match="at most 86400 s"):
+        query(run.path, "select 1", timeout_s=timeout_s)
+
+
+def test_a_date_that_python_lacks_is_text(run: Run):
+    answer = query(run.path, "select date '294247-01-10' as last, 'x' as other")
+    assert answer.to_pylist() == [{"last": "294247-01-10", "other": "x"}]
+
+
+def test_an_empty_question_and_a_table_without_columns_are_told(run: Run):
+    with pytest.raises(UserError, match="the query is empty"):
+        query(run.path, " ")
+    with pytest.raises(UserError, match="this run has no metrics yet"):
+        query(run.path, "select count(*) from metrics", known={"metrics": lambda: pa.table({})})
+
+
 def test_sql_without_duckdb_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch):
-    import_module = builtins.__import__
-
-    def without_duckdb(name: str, *rest: object, **more: object):
-        if name == "duckdb":
-            raise ImportError(name)
-        return import_module(name, *rest, **more)  # pyright: ignore[reportArgumentType]
-
-    monkeypatch.setattr(builtins, "__import__", without_duckdb)
+    monkeypatch.setitem(sys.modules, "duckdb", None)
     with pytest.raises(UserError, match=r"pip install 'weft\[inspect\]'"):
         query(run.path, "select 1")
 

@@ -1,0 +1,95 @@
+"""The program of the process that answers one query in SQL: `sql.py` starts it, by its path, and ends with it.
+
+DuckDB can be interrupted between two pieces of its work only: neither in a function, nor in the parser or the binder. A process can
+always be killed. This one has an alarm that it never handles, so that the kernel ends it in time, and may take only so much memory.
+
+It reads one line of JSON, and then the tables of the query as Arrow streams; it prints one line of JSON, and then the answer as a
+stream. It imports nothing of Weft.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import resource
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+LOCKED = (
+    "python_enable_replacements = false",  # else a name in the query may be a variable of this program
+    "enable_external_access = false",  # files, other databases, extensions
+    "lock_configuration = true",
+)
+SPARE_BYTES = 2 << 30
+"""Address space beyond what DuckDB may take: for stacks of threads, arenas, and the answer."""
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Answer the query on standard input."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    with contextlib.suppress(OSError, AttributeError):  # this is no Linux
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    source = sys.stdin.buffer
+    asked = json.loads(source.readline())
+    tables = {name: pa.ipc.open_stream(source).read_all() for name in asked["tables"]}
+    signal.setitimer(signal.ITIMER_REAL, asked["timeout_s"])
+    limits = {} if asked["memory_bytes"] is None else {"memory_limit": f"{asked['memory_bytes']}B"}
+    found, answer = {}, pa.table({})
+    try:
+        with duckdb.connect(config={"temp_directory": "", **limits}) as connection:
+            if asked["memory_bytes"] is not None:
+                _bound(asked["memory_bytes"] + SPARE_BYTES)
+            for name, table in tables.items():
+                connection.register(name, table)
+            for setting in LOCKED:
+                connection.execute(f"SET {setting}")
+            found["cut"], answer = _cut(connection.sql(asked["sql"]), asked["max_rows"])
+    except duckdb.Error as error:
+        found["error"] = str(error)
+    except (MemoryError, pa.ArrowMemoryError) as error:
+        found["error"] = f"Out of Memory Error: {error}"
+    sys.stdout.buffer.write(json.dumps(found).encode() + b"\n")
+    with pa.ipc.new_stream(sys.stdout.buffer, answer.schema) as stream:
+        stream.write_table(answer)
+    sys.stdout.buffer.flush()
+
+
+def _bound(more: int) -> None:
+    """Let this process take so much address space more than it has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, resource.RLIM_INFINITY))
+
+
+def _cut(answer: Any, max_rows: int) -> tuple[bool, pa.Table]:
+    """Whether an answer of DuckDB was longer, and its first rows; an empty table where a statement has none."""
+    if answer is None:
+        return False, pa.table({})
+    table = answer.limit(max_rows + 1).to_arrow_table()
+    for place, field in enumerate(table.schema):
+        if not _is_readable(table.column(place)):
+            text = answer.limit(max_rows + 1).project(f"#{place + 1}::varchar").to_arrow_table().column(0)
+            table = table.set_column(place, field.name, text)
+    return len(table) > max_rows, table.slice(0, max_rows)
+
+
+def _is_readable(column: Any) -> bool:
+    """Whether Python has these values: its dates end with the year 9999."""
+    if not (pa.types.is_temporal(column.type) or pa.types.is_nested(column.type)):
+        return True
+    try:
+        column.to_pylist()
+    except (OverflowError, ValueError):
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()
