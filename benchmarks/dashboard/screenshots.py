@@ -79,7 +79,7 @@ def main() -> None:
         for line in live.stdout:
             if line.startswith("step 12/"):
                 break
-    serving = Serving(folder)
+    serving = Serving.at(folder)
     threading.Thread(target=serving.serve, daemon=True).start()
     arguments.out.mkdir(exist_ok=True)
     try:

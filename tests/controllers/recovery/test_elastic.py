@@ -77,8 +77,8 @@ class Spot(Simulated):
     def vacant(self, group: WorkerGroup) -> Collection[int]:
         return {rank for rank in group.absent if self._room(rank, self.clock())}
 
-    def _result(self, call: Call, rank: int, task: Task, rows: Any, cost: Any, seconds: float) -> Reply:
-        reply = super()._result(call, rank, task, rows, cost, seconds)
+    def _result(self, call: Call, rank: int, task: Task, versions: Any, cost: Any, seconds: float) -> Reply:
+        reply = super()._result(call, rank, task, versions, cost, seconds)
         return replace(reply, value=call.group.mesh[rank]) if task.method == "register" else reply
 
 

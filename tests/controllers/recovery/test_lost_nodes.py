@@ -66,8 +66,8 @@ class Nodes(Simulated):
         before = self._replicas[group.name, rank]
         self._replicas[group.name, rank] = type(before)(before.cost, self._reply, self._invent, at=self.clock())
 
-    def _result(self, call: Call, rank: int, task: Task, rows: Any, cost: Any, seconds: float) -> Reply:
-        reply = super()._result(call, rank, task, rows, cost, seconds)
+    def _result(self, call: Call, rank: int, task: Task, versions: Any, cost: Any, seconds: float) -> Reply:
+        reply = super()._result(call, rank, task, versions, cost, seconds)
         return replace(reply, value=call.group.mesh[rank]) if task.method == "register" else reply
 
 
