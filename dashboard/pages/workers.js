@@ -52,7 +52,7 @@ function detail(worker, log, { run, set, say, reload }) {
   const series = [{ x: memory.map(([time]) => time), y: memory.map(([, value]) => value), colour: "--s1", name: "" }];
   return h("section", { class: "panel pad detail", key: `w${worker.rank}` },
     h("div", { class: "row" }, h("h2", {}, line(worker.rank), h("small", {}, [worker.node, worker.device, worker.pid && `process ${worker.pid}`].filter(Boolean).join(" · "))), h("span", { class: "fill" }), h("button", { on: { click: ask } }, "Ask for its stack"), h("button", { on: { click: () => set({ worker: "" }) } }, "Close")),
-    worker.last_error ? h("div", {}, h("h3", { class: "bad-text" }, "Last error"), h("div", { class: "text log", tabindex: "0" }, visible(worker.last_error.slice(-6000)))) : null,
+    worker.last_error ? h("div", {}, h("h3", { class: "bad-text" }, "Last error"), h("div", { class: "text log", tabindex: "0" }, visible(worker.last_error.text.slice(-6000)))) : null,
     memory.length > 1 ? h("div", {}, h("h3", {}, "Memory"), widget(chart, { series, axis: "time_s", form: "bytes", floor: 0, label: `memory of ${worker.rank} over time` }, { class: "chart" })) : null,
     worker.stack ? h("div", {}, h("h3", {}, "Stack"), h("div", { class: "text log", tabindex: "0" }, visible(worker.stack))) : null,
     h("h3", {}, "Log", h("small", {}, "the end of it, as it grows")), log ? widget(tail, log.slice(-20000), { class: "text log", tabindex: "0", role: "log", "aria-label": `log of ${worker.rank}` }) : h("p", { class: "soft small" }, "It writes no log of its own: what runs in the driver's process prints there."));
@@ -67,7 +67,7 @@ function view(data, context) {
     { name: "node", title: "Node", value: (row) => row.node, cell: (row) => line(row.node ?? "–", 60) }, { name: "device", title: "Device", value: (row) => row.device, cell: (row) => line(row.device ?? "–", 60) },
     { name: "memory", title: "Memory", n: true, value: (row) => row.memory_bytes, cell: (row) => (row.memory_limit_bytes ? `${bytes(row.memory_bytes)} of ${bytes(row.memory_limit_bytes)}` : bytes(row.memory_bytes)) },
     { name: "restarts", title: "Restarts", n: true, value: (row) => row.restarts, cell: (row) => count(row.restarts) },
-    { name: "error", title: "Last error", wide: true, value: (row) => row.last_error, cell: (row) => (row.last_error ? h("span", { class: "bad-text" }, line(row.last_error.trim().split("\n").pop(), 160)) : "") },
+    { name: "error", title: "Last error", wide: true, value: (row) => row.last_error?.text, cell: (row) => (row.last_error ? h("span", { class: "bad-text" }, line(row.last_error.text.trim().split("\n").pop(), 160)) : "") },
   ];
   const chosen = data.workers.find((worker) => worker.rank === params.worker);
   return [h("div", { class: "panel", key: "table" }, table(columns, data.workers, { sort: params.sort ?? "rank", sorts: (sort) => set({ sort }), key: (row) => row.rank, on: (row) => row.rank === params.worker, label: "workers" })), chosen ? detail(chosen, data.log, context) : h("p", { class: "faint small", key: "hint" }, "Choose a rank for its log, its memory and its stack.")];

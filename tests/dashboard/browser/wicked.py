@@ -35,5 +35,5 @@ def make_wicked(run: Path, root: Path) -> None:
         file.write_table(table)
     (copied / "logs").mkdir(exist_ok=True)
     (copied / "logs" / "actor_0.log").write_text(f"{WICKED}\n" * 100)
-    alert = {"time": 1763851200.2, "step": 3, "name": WICKED, "text": WICKED, "ends": False}
+    alert = {"time": 1763851200.2, "step": 3, "name": WICKED, "text": f"worker actor[0]: {WICKED}", "ends": False}
     (copied / "alerts.jsonl").write_text(json.dumps(alert) + "\n")
