@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
+from ..dataflow.errors import RunError
 from .command import Answer, Command, RunName
 from .run_folder import find_run, run_path
 
@@ -158,5 +159,9 @@ class Archive(Command):
     def answer(self) -> Answer:
         from ..dataflow.buffer.samples import archive
 
-        path = archive(find_run(self.run))
+        run = find_run(self.run)
+        try:
+            path = archive(run)
+        except OSError as error:
+            raise RunError(f"{run} cannot be archived: {error}") from None
         return Answer({"file": str(path)}, str(path))

@@ -12,6 +12,7 @@ from tyro.conf import Positional, arg
 
 from ..dataflow.errors import UserError
 
+MAX_NUMBER = 2**63 - 1
 Switch: TypeAlias = Annotated[bool, arg(help_behavior_hint="")]
 """An option that is off unless it is given."""
 RunName: TypeAlias = Annotated[Positional[str], arg(metavar="RUN", help="A run's directory, or its name under runs/.")]
@@ -42,12 +43,14 @@ class Command(ABC):
         """Refuse what no command takes.
 
         Raises:
-            UserError: a number is negative.
+            UserError: a number is negative, or larger than any table.
         """
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, int | float) and value < 0:
                 raise UserError(f"--{field.name.replace('_', '-')} {value}: it is a number from 0 on")
+            if isinstance(value, int) and value > MAX_NUMBER:
+                raise UserError(f"--{field.name.replace('_', '-')} {value}: it is at most {MAX_NUMBER}")
 
     @classmethod
     def split(cls, words: Sequence[str]) -> list[str]:

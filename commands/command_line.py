@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Annotated, Any, Union
@@ -45,6 +46,8 @@ TREE: Mapping[str, Any] = {
     "completion": "completion:Completion",
 }
 """Name -> module and class of a command, or the commands below it."""
+MOST_SAID = 300
+"""Characters of an error that no command expects."""
 PRINT_COMPLETION = "--tyro-print-completion"
 DESCRIPTION = "Run, watch and look into the runs of Weft, also while they go on, and try a machine."
 
@@ -73,6 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _failed("interrupted", 130, "interrupted", as_json)
     except BrokenPipeError:
         return _reader_is_gone()
+    except Exception as error:  # a run may be damaged in ways that nobody thought of
+        if sys.flags.dev_mode:
+            raise
+        return _failed(f"unexpected error: {_where(error)}", 1, _where(error), as_json)
     return _show(answer, as_json)
 
 
@@ -154,6 +161,18 @@ def _failed(said: str, code: int, why: str, as_json: bool) -> int:
     if as_json:
         print(json.dumps({"error": why, "exit_code": code}), flush=True)
     return code
+
+
+def _where(error: Exception) -> str:
+    """An error that no command expects, in one line."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return str(error)
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    said = " ".join(str(error).split())[:MOST_SAID]
+    return (
+        f"{type(error).__name__}: {said} ({place.filename}:{place.lineno}); a file that was read may be damaged. "
+        "PYTHONDEVMODE=1 shows the traceback"
+    )
 
 
 def _reader_is_gone() -> int:

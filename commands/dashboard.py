@@ -41,6 +41,8 @@ class Dashboard(Command):
         return Answer({"address": serving.address, "folder": str(folder)})
 
     def _exported(self, file: Path) -> Answer:
+        if not file.name or file.is_dir():
+            raise UserError(f"--export {file}: it is a folder; name a new file, such as run.html")
         from ..dashboard.server.export import export_run
 
         found = export_run(self._folder(), file)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -42,17 +44,34 @@ class Export(Command):
         if damage := verify_manifest(checkpoint):
             raise RunError(f"{checkpoint} is damaged: {damage[0]}; --step exports another checkpoint")
         is_adapter = (model / ADAPTER_CONFIG_FILE).is_file()
-        if self.merged and is_adapter:
-            from ..workers.training.merged_folder import write_merged
+        with _written(self.out) as partial:
+            if self.merged and is_adapter:
+                from ..workers.training.merged_folder import write_merged
 
-            write_merged(model, self.out)
-        else:
-            partial = self.out.with_name(f".{self.out.name}.partial")
-            shutil.copytree(model, partial, dirs_exist_ok=True)
-            partial.rename(self.out)
+                write_merged(model, self.out)
+            else:
+                shutil.copytree(model, partial)
+                partial.rename(self.out)
         kind = "adapter" if is_adapter and not self.merged else "model"
         found = {"folder": str(self.out), "kind": kind, "checkpoint": str(checkpoint), "group": model.parent.name}
         return Answer(found, f"{self.out}: the {kind} of {model.parent.name!r} in {checkpoint}")
+
+
+@contextmanager
+def _written(out: Path) -> Iterator[Path]:
+    """The folder that gets the name `out` once it is complete. It is removed where it cannot be written."""
+    from ..dataflow.buffer.disk import remove
+
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        remove(partial)  # of an export that was killed
+        yield partial
+    except OSError as error:
+        with suppress(OSError):
+            remove(partial)
+        files = error.args[0] if isinstance(error, shutil.Error) else None
+        why = files[0][2] if isinstance(files, list) and files else error
+        raise RunError(f"{out} cannot be written: {why}") from None
 
 
 def _checkpoint(run: Path, step: int | None) -> Path:

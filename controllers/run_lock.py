@@ -351,7 +351,7 @@ def life_of(run: Path) -> tuple[Life, Holder | None]:
         return Life.UNKNOWN, None
     if len(lines) > 1:
         return Life.ENDED, holder
-    lives = not holder.has_ended if holder.is_here else time.time() - touched < DEAD_AFTER_S
+    lives = not holder.has_ended if holder.is_here else abs(time.time() - touched) < DEAD_AFTER_S
     return (Life.ALIVE if lives else Life.DEAD), holder
 
 

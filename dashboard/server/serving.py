@@ -153,7 +153,7 @@ def _listen(host: str, port: int) -> socket.socket:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(address)
             listening.listen(128)
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, UnicodeError) as error:
             raise UserError(f"--host {host} --port {port} cannot be listened on: {error}") from None
         undo.pop_all()
         return listening

@@ -124,12 +124,13 @@ class Disk:
         remove(partial)
         descriptor = self.open(partial)
         try:
-            self.write(descriptor, data)
-            self.sync(descriptor)
+            try:
+                self.write(descriptor, data)
+                self.sync(descriptor)
+            finally:
+                self.close(descriptor)
+            self.rename(partial, path)
         except OSError:
-            partial.unlink()
+            partial.unlink(missing_ok=True)
             raise
-        finally:
-            self.close(descriptor)
-        self.rename(partial, path)
         self.sync_folder(path.parent)

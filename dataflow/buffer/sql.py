@@ -26,7 +26,7 @@ from .check import read_log
 from .checked_graph import CheckedRow
 from .checker import Checker
 from .history import buffer_folder, history
-from .run_files import BUFFER, METRICS, PARQUET, SAMPLES_ARCHIVE, SEGMENTS, TIMELINE, is_run
+from .run_files import BUFFER, METRICS, PARQUET, SAMPLES, SAMPLES_ARCHIVE, SEGMENTS, TIMELINE, is_run
 from .run_tables import read_metrics, read_parquet, read_timeline
 from .samples import samples as recorded_samples
 from .scratch import noted_folder
@@ -145,11 +145,14 @@ def _tables(run: Path, notes: list[str]) -> dict[str, Callable[[], pa.Table | No
         if not is_run(run):
             raise
         folder = None  # its log is gone; what else there is can be asked
+    except OSError as error:
+        notes.append(f"left out: {error}")
+        folder = None
     run = folder.parent if folder is not None and folder.name == BUFFER else run
     return {
-        "rows": lambda: None if folder is None else history(folder),
-        "columns": lambda: None if folder is None else columns(folder, notes),
-        "samples": lambda: recorded_or_archived(run, notes),
+        "rows": lambda: None if folder is None else _readable(folder, history, notes),
+        "columns": lambda: None if folder is None else _readable(folder, lambda path: columns(path, notes), notes),
+        "samples": lambda: _readable(run / SAMPLES, lambda path: recorded_or_archived(path.parent, notes), notes),
         "metrics": lambda: _readable(run / f"{METRICS}{PARQUET}", lambda path: read_metrics(path.parent), notes),
         "timeline": lambda: _readable(run / f"{TIMELINE}{PARQUET}", lambda path: read_timeline(path.parent), notes),
     }

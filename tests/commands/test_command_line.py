@@ -95,3 +95,29 @@ def test_the_module_and_the_script_are_the_same_command(runs: Path):
     assert (done.returncode, done.stdout) == (2, "") and "did you mean 'tiny'" in done.stderr
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"weft": f"{main.__module__}:{main.__qualname__}"}
+
+
+def test_an_error_that_nobody_thought_of_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def damaged(self: object) -> None:
+        raise RecursionError("maximum recursion depth exceeded")
+
+    monkeypatch.setattr("weft.commands.runs.Runs.answer", damaged)
+    assert main(["runs", ".", "--json"]) == 1
+    said = capsys.readouterr()
+    assert len(said.err.splitlines()) == 1 and said.err.startswith("unexpected error: RecursionError: maximum")
+    assert json.loads(said.out) == {"error": said.err.strip().removeprefix("unexpected error: "), "exit_code": 1}
+
+
+def test_a_number_larger_than_any_table_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert main(["buffer", "table", "some-run", "--limit", "9" * 23]) == 2
+    assert "at most 9223372036854775807" in capsys.readouterr().err
+
+
+def test_an_export_without_a_name_and_a_host_that_no_name_can_be_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    for words, says in ((["--export", ""], "name a new file"), (["--host", "a" * 300], "cannot be listened on")):
+        assert main(["dashboard", str(tmp_path), *words]) == 2
+        assert says in capsys.readouterr().err

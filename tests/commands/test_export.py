@@ -1,5 +1,6 @@
 """`weft export`: the model of a checkpoint, complete and under its own name."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -48,3 +49,21 @@ def test_what_cannot_be_exported_is_told(saved: Path, done: Path, capsys: pytest
         assert main(["export", *words]) == code
         assert says in capsys.readouterr().err
     assert not Path("new").exists()
+
+
+def test_a_model_that_cannot_be_written_leaves_nothing(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    Path("afile").write_text("")
+    assert main(["export", "two", "afile/x"]) == 1
+    assert "afile/x cannot be written: [Errno" in capsys.readouterr().err
+    monkeypatch.setattr("shutil.copyfile", _on_a_full_disk)
+    Path(".new.partial").mkdir()
+    Path(".new.partial/of-another-export").touch()
+    assert main(["export", "two", "new", "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert "new cannot be written: [Errno 28]" in said["error"] and not list(Path().glob("*new*"))
+
+
+def _on_a_full_disk(source: object, target: str, **more: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", target)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -51,6 +52,9 @@ def test_a_run_on_another_host_is_asked_by_its_file_and_waited_for(tmp_path: Pat
     elsewhere = replace(holder, host="elsewhere", pid=os.getpid(), epoch=4)
     (run / "lock" / "epoch_000004").write_text(json.dumps(asdict(elsewhere)) + "\n")
     assert life_of(run)[0] is Life.ALIVE
+    (run / "stop.json").mkdir()
+    assert main(["stop", str(run)]) == 1 and not (run / "stop.json.partial").exists()
+    (run / "stop.json").rmdir()
     capsys.readouterr()
     assert main(["stop", str(run), "--timeout", "0.1"]) == 1
     assert "did not end within 0.1 s: its driver is host 'elsewhere'" in capsys.readouterr().err
@@ -58,4 +62,7 @@ def test_a_run_on_another_host_is_asked_by_its_file_and_waited_for(tmp_path: Pat
     silent = (run / "lock" / "epoch_000004").stat().st_mtime - 100
     os.utime(run / "lock" / "epoch_000004", (silent, silent))
     assert life_of(run)[0] is Life.DEAD
+    ahead = time.time() + 30 * 86400
+    os.utime(run / "lock" / "epoch_000004", (ahead, ahead))
+    assert life_of(run)[0] is Life.DEAD, "a clock that went back"
     assert main(["stop", str(run)]) == 0

@@ -1,5 +1,6 @@
 """SQL over the tables of a run, of one that goes on and of one with damage."""
 
+import errno
 import sys
 import threading
 import time
@@ -173,3 +174,15 @@ def test_a_table_that_cannot_be_read_is_left_out_with_a_note(run: Run):
     with pytest.raises(UserError, match="this run has no metrics yet"):
         query(run.path, "select * from metrics", notes)
     assert len(notes) == 1 and notes[0].startswith(f"left out: {run.path / 'metrics.parquet'}: ")
+
+
+@pytest.mark.parametrize("part", ["buffer", "buffer/ledger.log"])
+def test_a_part_that_may_not_be_read_is_left_out_with_a_note(run: Run, part: str, monkeypatch: pytest.MonkeyPatch):
+    def refuse(path: Path, *arguments: object, **more: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file" if part == "buffer" else "open", refuse)
+    notes: list[str] = []
+    with pytest.raises(UserError, match="this run has no rows yet"):
+        query(run.path, "select * from rows", notes)
+    assert any("Permission denied" in note for note in notes)
