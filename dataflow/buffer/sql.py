@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ..errors import DamagedSegment, UserError
 from .check import read_log
@@ -152,7 +153,9 @@ def _tables(run: Path, notes: list[str]) -> dict[str, Callable[[], pa.Table | No
     return {
         "rows": lambda: None if folder is None else _readable(folder, history, notes),
         "columns": lambda: None if folder is None else _readable(folder, lambda path: columns(path, notes), notes),
-        "samples": lambda: _readable(run / SAMPLES, lambda path: recorded_or_archived(path.parent, notes), notes),
+        "samples": lambda: _readable(
+            run / SAMPLES, lambda path: _with_length(recorded_or_archived(path.parent, notes)), notes
+        ),
         "metrics": lambda: _readable(run / f"{METRICS}{PARQUET}", lambda path: read_metrics(path.parent), notes),
         "timeline": lambda: _readable(run / f"{TIMELINE}{PARQUET}", lambda path: read_timeline(path.parent), notes),
     }
@@ -231,6 +234,15 @@ def recorded_or_archived(run: Path, notes: list[str] | None = None) -> pa.Table 
     notes = [] if notes is None else notes
     found = recorded_samples(run, notes)
     return _readable(run / SAMPLES_ARCHIVE, read_parquet, notes) if found is None else found
+
+
+def _with_length(samples: pa.Table | None) -> pa.Table | None:
+    """Samples with the `length` of each response, as the pages of a dashboard have it, unless they have a column of that name."""
+    if samples is None or "response_ids" not in samples.column_names or "length" in samples.column_names:
+        return samples
+    return samples.append_column(
+        "length", pc.fill_null(pc.call_function("list_value_length", [samples["response_ids"]]), 0)
+    )
 
 
 def _readable(path: Path, read: Callable[[Path], pa.Table | None], notes: list[str]) -> pa.Table | None:

@@ -22,6 +22,12 @@ def test_sql_asks_about_all_samples(done: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.splitlines() == ["graph   n", "eval    6", "train  24"]
 
 
+def test_sql_has_the_lengths_of_responses(done: Path, capsys: pytest.CaptureFixture[str]):
+    asked = "select count(*) as n from samples where length = len(response_ids)"
+    assert main(["samples", "one", "--sql", asked]) == 0
+    assert capsys.readouterr().out.splitlines() == [" n", "30"]
+
+
 def test_an_answer_in_sql_is_longer_than_the_samples_that_are_shown(done: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["samples", "one", "--sql", "select sample_id from samples"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1 + 30
