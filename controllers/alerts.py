@@ -9,6 +9,7 @@ the table of names.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections import deque
@@ -92,6 +93,10 @@ class Alerts:
             raise
 
 
+MAX_STEP = 1 << 53
+"""A larger number of steps is damage: it is no exact number in a page."""
+
+
 def read_alerts(run: Path) -> list[Alert]:
     """The alerts of a run, oldest first; none where it has none.
 
@@ -107,7 +112,16 @@ def read_alerts(run: Path) -> list[Alert]:
     found: list[Alert] = []
     for line in lines:
         try:
-            found.append(Alert(**json.loads(line)))
-        except (ValueError, TypeError):
+            alert = Alert(**json.loads(line))
+        except (ValueError, TypeError, RecursionError):
             continue
+        if _is_sound(alert):
+            found.append(alert)
     return found
+
+
+def _is_sound(alert: Alert) -> bool:
+    """Whether what a line says is what a driver writes: anybody may have edited it."""
+    named = isinstance(alert.name, str) and isinstance(alert.text, str)
+    counted = isinstance(alert.step, int) and 0 <= alert.step <= MAX_STEP
+    return named and counted and isinstance(alert.time, int | float) and math.isfinite(alert.time)

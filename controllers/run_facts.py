@@ -39,7 +39,8 @@ class RunFacts:
     @property
     def step(self) -> int:
         """Steps that are over."""
-        return int(self.last.get("step", 0))
+        step = self.last.get("step", 0)
+        return int(step) if math.isfinite(step) else 0
 
     @property
     def steps(self) -> int | None:
@@ -111,7 +112,7 @@ def facts_of(run: Path, last: Mapping[str, float] | None = None) -> RunFacts:
     """
     damage: list[str] = []
     life, holder = life_of(run)
-    alerts = [alert for alert in read_alerts(run) if isinstance(alert.text, str) and isinstance(alert.time, float)]
+    alerts = read_alerts(run)
     last = _last(run, damage) if last is None else last
     return RunFacts(run, life, holder, _config(run, damage), last, tuple(alerts), tuple(damage))
 
@@ -124,7 +125,7 @@ def _config(run: Path, damage: list[str]) -> Mapping[str, Any]:
         return found
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         damage.append(f"{run / CONFIG}: {error}")
         return {}
 

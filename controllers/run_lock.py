@@ -346,8 +346,8 @@ def life_of(run: Path) -> tuple[Life, Holder | None]:
     try:
         path = max(epochs(run).items())[1]
         touched, lines = path.stat().st_mtime, path.read_bytes().splitlines()
-        holder = Holder(**json.loads(lines[0]))
-    except (OSError, ValueError, TypeError, IndexError):
+        holder = _sound(Holder(**json.loads(lines[0])))
+    except (OSError, ValueError, TypeError, IndexError, RecursionError):
         return Life.UNKNOWN, None
     if len(lines) > 1:
         return Life.ENDED, holder
@@ -360,6 +360,18 @@ def epochs(run: Path) -> dict[int, Path]:
     folder = run / LOCK
     found = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir()) if folder.is_dir() else ()
     return {int(name[1]): path for name, path in found if name}
+
+
+def _sound(holder: Holder) -> Holder:
+    """The holder, if its file says what a driver writes.
+
+    Raises:
+        ValueError: it does not.
+    """
+    texts = (holder.host, holder.machine, holder.started, holder.since)
+    if not (isinstance(holder.pid, int) and 0 < holder.pid < 1 << 31 and all(isinstance(text, str) for text in texts)):
+        raise ValueError(f"{holder} is no driver's")
+    return holder
 
 
 def _read(path: Path) -> Holder:

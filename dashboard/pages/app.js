@@ -3,7 +3,7 @@ import { Gone, get, isExported, listen } from "./api.js";
 import { h, patch } from "./dom.js";
 import { brand, headline, runLinks } from "./frame.js";
 import { showHelp, stopDialog } from "./dialogs.js";
-import { go, link, parse, set } from "./route.js";
+import { go, link, parse, parted, set } from "./route.js";
 import { alerts } from "./alerts.js";
 import { buffer } from "./buffer.js";
 import { compare } from "./compare.js";
@@ -132,7 +132,7 @@ function routed() {
 let due = 0;
 function changed({ run, parts }) {
   const { page, params } = shown.route;
-  const looked = run == null || page === "runs" || [params.run, params.with, ...(params.runs ?? "").split(",")].includes(run);
+  const looked = run == null || page === "runs" || [params.run, params.with, ...parted(params.runs)].includes(run);
   const needs = PAGES[page].follows;
   if (!looked || document.hidden || (needs && parts && !parts.some((part) => needs.includes(part)))) return;
   clearTimeout(due);

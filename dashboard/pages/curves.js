@@ -3,6 +3,7 @@ import { get } from "./api.js";
 import { chart } from "./chart.js";
 import { h, widget } from "./dom.js";
 import { measured, number } from "./format.js";
+import { joined, parted } from "./route.js";
 import { smooth, together } from "./smooth.js";
 import { empty } from "./table.js";
 import { line } from "./text.js";
@@ -14,7 +15,7 @@ const COLOURS = ["--s1", "--s2", "--s3", "--s4", "--s5", "--s6", "--s7", "--s8"]
 const SMOOTHING = "0.6";
 const UNITS = { "0 to 1": "", "of the reward": "", "nats/token": "nats a token" };
 
-const runsOf = (params) => [params.run, ...(params.runs ? params.runs.split(",") : [])].filter((run, place, all) => run && all.indexOf(run) === place);
+const runsOf = (params) => [params.run, ...parted(params.runs)].filter((run, place, all) => run && all.indexOf(run) === place);
 const rangeOf = (params) => (params.x ? params.x.split("~").map(Number) : null);
 
 /** A metric that was searched for, as a card. */
@@ -33,11 +34,11 @@ function wanted({ cards, metrics }, search) {
 
 async function load({ params }, signal) {
   const runs = runsOf(params);
-  const known = await get("metrics", { runs: runs.join(",") }, signal);
+  const known = await get("metrics", { runs: joined(runs) }, signal);
   const cards = wanted(known, params.q);
   const names = [...new Set(cards.flatMap((card) => [...card.names, card.spread, card.beside, ...Object.values(card.bands ?? {}).flat()]))].filter(Boolean);
   const [start, end] = rangeOf(params) ?? [];
-  const asked = { runs: runs.join(","), names: names.join(","), axis: params.axis ?? "step", points: 600, start, end };
+  const asked = { runs: joined(runs), names: joined(names), axis: params.axis ?? "step", points: 600, start, end };
   const curves = names.length ? await get("curves", asked, signal) : { series: [], marks: [] };
   return { runs, metrics: known.metrics, cards, ...curves };
 }
@@ -127,7 +128,7 @@ function toolbar(data, { params, set, runs }) {
   const weight = params.smooth ?? SMOOTHING;
   const axis = (name) => h("button", { class: "chip", "aria-pressed": String((params.axis ?? "step") === name), on: { click: () => set({ axis: name === "step" ? "" : name, x: "" }) } }, AXES[name]);
   const others = runs.filter((run) => !data.runs.includes(run.run));
-  const add = others.length ? h("select", { "aria-label": "lay another run over", on: { change: (event) => event.target.value && set({ runs: [...data.runs.slice(1), event.target.value].join(",") }) } }, h("option", { value: "" }, "+ another run"), others.map((run) => h("option", { value: run.run }, line(run.run, 60)))) : null;
+  const add = others.length ? h("select", { "aria-label": "lay another run over", on: { change: (event) => event.target.value && set({ runs: joined([...data.runs.slice(1), event.target.value]) }) } }, h("option", { value: "" }, "+ another run"), others.map((run) => h("option", { value: run.run }, line(run.run, 60)))) : null;
   return h("div", { class: "toolbar", key: "toolbar" },
     h("input", { type: "search", placeholder: `Search ${data.metrics.length} metrics`, "aria-label": "search metrics", value: params.q ?? "", on: { input: (event) => set({ q: event.target.value }) } }),
     h("span", { class: "chips", role: "group", "aria-label": "axis" }, Object.keys(AXES).map(axis)),
@@ -141,7 +142,7 @@ function toolbar(data, { params, set, runs }) {
 function legend(data, { params, set }) {
   if (data.runs.length < 2) return null;
   const entry = (run, place) => h("span", { key: run }, h("i", { class: "key", css: { "--shade": `var(${COLOURS[place % COLOURS.length]})` } }), line(run, 60),
-    place ? h("button", { class: "quiet", "aria-label": `leave out ${line(run)}`, on: { click: () => set({ runs: data.runs.filter((other, at) => at && other !== run).join(",") }) } }, "×") : null);
+    place ? h("button", { class: "quiet", "aria-label": `leave out ${line(run)}`, on: { click: () => set({ runs: joined(data.runs.filter((other, at) => at && other !== run)) }) } }, "×") : null);
   return h("div", { class: "legend", key: "legend" }, data.runs.map(entry));
 }
 

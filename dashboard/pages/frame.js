@@ -9,6 +9,7 @@ export const STATUS = {
   done: { word: "done", tone: "ok", sign: "✓" },
   stopped: { word: "stopped", tone: "idle", sign: "■" },
   failed: { word: "failed", tone: "bad", sign: "✕" },
+  damaged: { word: "damaged", tone: "bad", sign: "✕" },
   killed: { word: "killed", tone: "bad", sign: "✕" },
   empty: { word: "no step yet", tone: "idle", sign: "○" },
   unknown: { word: "unknown", tone: "idle", sign: "?" },

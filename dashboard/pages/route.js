@@ -22,3 +22,8 @@ export function set(changes) {
   history.replaceState(null, "", link(page, { ...params, ...changes }));
   dispatchEvent(new HashChangeEvent("hashchange"));
 }
+
+/** Names with commas between them, as an address has them; the server takes them apart in the same way. */
+export const joined = (names) => names.map((name) => name.replaceAll("%", "%25").replaceAll(",", "%2C")).join(",");
+
+export const parted = (text) => (text ?? "").split(",").filter(Boolean).map((name) => name.replaceAll("%2C", ",").replaceAll("%25", "%"));

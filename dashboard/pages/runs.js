@@ -3,11 +3,11 @@ import { get } from "./api.js";
 import { h, s } from "./dom.js";
 import { ago, count, duration, number } from "./format.js";
 import { dot, statusOf } from "./frame.js";
-import { link } from "./route.js";
+import { joined, link, parted } from "./route.js";
 import { empty, sorted, table } from "./table.js";
 import { line } from "./text.js";
 
-const chosen = (params) => (params.runs ? params.runs.split(",") : []);
+const chosen = (params) => parted(params.runs);
 
 function spark(values) {
   const known = (values ?? []).filter((value) => value != null);
@@ -27,7 +27,7 @@ function columns({ params, set }) {
   const marked = chosen(params);
   const mark = (run) => {
     const next = marked.includes(run.run) ? marked.filter((name) => name !== run.run) : [...marked, run.run];
-    set({ runs: next.join(",") });
+    set({ runs: joined(next) });
   };
   return [
     { name: "chosen", title: "", label: "chosen", cell: (run) => h("input", { type: "checkbox", "aria-label": `choose ${line(run.run)}`, checked: marked.includes(run.run), on: { change: () => mark(run) } }) },
@@ -59,7 +59,7 @@ function view(data, context) {
   const states = [...new Set(data.runs.map((run) => run.status))];
   const filter = h("input", { type: "search", placeholder: "Filter: name, status, setting, trouble", "aria-label": "filter runs", value: params.q ?? "", on: { input: (event) => set({ q: event.target.value }) } });
   const state = (name) => h("button", { class: "chip", "aria-pressed": String(params.status === name), on: { click: () => set({ status: params.status === name ? "" : name }) } }, `${statusOf({ status: name }).word} ${data.runs.filter((run) => run.status === name).length}`);
-  const lay = marked.length ? h("a", { class: "button", href: link("curves", { run: marked[0], runs: marked.slice(1).join(",") }) }, `Curves of ${marked.length} ${marked.length === 1 ? "run" : "runs"}`) : h("span", { class: "faint small" }, "Tick runs to lay them over one another.");
+  const lay = marked.length ? h("a", { class: "button", href: link("curves", { run: marked[0], runs: joined(marked.slice(1)) }) }, `Curves of ${marked.length} ${marked.length === 1 ? "run" : "runs"}`) : h("span", { class: "faint small" }, "Tick runs to lay them over one another.");
   const two = marked.length === 2 ? h("a", { class: "button", href: link("compare", { run: marked[0], with: marked[1] }) }, "Compare the two") : null;
   const list = rows.length ? h("div", { class: "panel", key: "table" }, table(columns(context), rows, { sort: params.sort ?? "-updated", sorts: (sort) => set({ sort }), key: (run) => run.run, on: (run) => run.run === params.at, label: "runs" })) : empty("No run matches.", "The filter looks at names, states, settings and troubles.");
   return [h("div", { class: "toolbar", key: "toolbar" }, filter, h("span", { class: "chips" }, states.map(state)), h("span", { class: "fill" }), lay, two), list];
@@ -77,7 +77,7 @@ const keys = {
   j: { what: "next run", does: step(1) },
   k: { what: "previous run", does: step(-1) },
   Enter: { what: "curves of the run", does: ({ params, go }) => params.at && go("curves", { run: params.at }) },
-  x: { what: "choose the run", does: ({ params, set }) => params.at && set({ runs: (chosen(params).includes(params.at) ? chosen(params).filter((run) => run !== params.at) : [...chosen(params), params.at]).join(",") }) },
+  x: { what: "choose the run", does: ({ params, set }) => params.at && set({ runs: joined(chosen(params).includes(params.at) ? chosen(params).filter((run) => run !== params.at) : [...chosen(params), params.at]) }) },
 };
 
 export const runs = { title: "Runs", loads: [], load: (context, signal) => get("runs", {}, signal), view, keys };

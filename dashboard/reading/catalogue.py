@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from ...dataflow.buffer.run_files import is_run
@@ -68,12 +68,26 @@ class Catalogue:
         """The readers of several runs.
 
         Args:
-            names: with commas between them.
+            names: with commas between them, as `parted` takes them apart.
 
         Raises:
             NoSuchRunError: there is no run of one of these names.
         """
-        return [self[name] for name in dict.fromkeys(names.split(","))]
+        return [self[name] for name in dict.fromkeys(parted(names))]
+
+
+def parted(names: str) -> list[str]:
+    """Names that an address has with commas between them; a comma of a name is written %2C there, and a percent sign %25.
+
+    >>> parted("lr=1%2Ckl=2,other")
+    ['lr=1,kl=2', 'other']
+    """
+    return [name.replace("%2C", ",").replace("%25", "%") for name in names.split(",") if name]
+
+
+def joined(names: Iterable[str]) -> str:
+    """The contrary of `parted`."""
+    return ",".join(name.replace("%", "%25").replace(",", "%2C") for name in names)
 
 
 def _runs_below(folder: Path, depth: int) -> Iterator[Path]:

@@ -10,6 +10,9 @@ from .comparison import at_last_common_step, compare_configs, compare_metrics, m
 from .run_reader import RunReader
 from .sample_difference import SampleDifference, first_difference
 
+READ_S = 5.0
+"""Longest wait for the samples of a run to be read, when one of them is shown."""
+
 
 def compare_page(a: RunReader, b: RunReader) -> dict[str, Any]:
     """Where two runs differ."""
@@ -51,6 +54,7 @@ def _difference(found: SampleDifference, a: RunReader, b: RunReader) -> dict[str
 
 
 def _sample(reader: RunReader, id: int) -> dict[str, Any] | None:
+    reader.samples.wait(READ_S)
     try:
         return reader.sample_pages.sample(id, {})
     except UserError:

@@ -105,6 +105,10 @@ def numbers(values: np.ndarray | Sequence[float], digits: int = 7) -> list[float
     return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in np.asarray(values).tolist()]
 
 
+MOST_ALERTS, MOST_CHARACTERS = 500, 300
+"""Alerts that are marked on a curve, the latest, and characters of each."""
+
+
 def marks(
     metrics: MetricLog, config: Mapping[str, Any], alerts: Sequence[Any], checkpoints: Sequence[int]
 ) -> list[dict[str, Any]]:
@@ -115,8 +119,19 @@ def marks(
         own = next((metric for metric in metrics.names if metric.startswith(f"{name}/")), None)
         if name != TRAIN and own is not None:
             steps, _ = metrics.series(own)
-            found += [{"step": int(step), "kind": "evaluation", "text": str(name)} for step in steps.tolist()]
-    for alert in alerts:
+            found += [
+                {"step": int(step), "kind": "evaluation", "text": str(name)}
+                for step in steps.tolist()
+                if math.isfinite(step)
+            ]
+    for alert in alerts[-MOST_ALERTS:]:
         kind = "restart" if alert.name == "restarted" else "alert"
-        found.append({"step": alert.step, "kind": kind, "name": alert.name, "text": alert.text.partition("\n")[0]})
+        found.append(
+            {
+                "step": alert.step,
+                "kind": kind,
+                "name": alert.name,
+                "text": alert.text.partition("\n")[0][:MOST_CHARACTERS],
+            }
+        )
     return sorted(found, key=lambda mark: mark["step"])

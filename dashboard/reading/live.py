@@ -130,7 +130,7 @@ def _read(path: Path, model: type[BaseModel]) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
         model.model_validate(found)
-    except (OSError, ValueError, ValidationError):
+    except (OSError, ValueError, RecursionError, ValidationError):
         return {}
     return found
 

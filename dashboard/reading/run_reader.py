@@ -94,6 +94,34 @@ class RunReader:
             "damage": [*facts.damage, *self.damage],
         }
 
+    def damaged(self, why: str) -> dict[str, Any]:
+        """The line of a run whose files make no sense.
+
+        Args:
+            why: in words.
+        """
+        nothing = (
+            "started_at",
+            "duration_s",
+            "left_s",
+            "steps",
+            "reward",
+            "accuracy",
+            "tokens_per_s",
+            "trouble",
+            "schedule",
+        )
+        return dict.fromkeys((*nothing, "epoch", "holder")) | {
+            "run": self.name,
+            "name": self.path.name,
+            "status": "damaged",
+            "updated_at": self._updated_at,
+            "step": 0,
+            "spark": [],
+            "settings": {},
+            "damage": [why],
+        }
+
     @property
     def _updated_at(self) -> float | None:
         """Seconds since 1970 at which something of it was written last."""

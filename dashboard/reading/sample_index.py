@@ -26,8 +26,6 @@ compute: Any = pyarrow.compute  # its functions are made when it is imported
 TEXT_BYTES = 256 << 20
 """Of texts that are kept completely, each twice: as it is, and for the search. Beyond it, the first SHORT characters of each are kept."""
 SHORT = 500
-SMALL_BYTES = 8 << 20
-"""A file up to this size is read, a larger one is mapped."""
 READ_S = 0.1
 """Seconds for which a request reads new files; a thread reads the rest."""
 FEW_PARTS = 64
@@ -78,6 +76,21 @@ class SampleIndex:
                 self._parts = [pa.concat_tables(self._parts, promote_options="permissive").combine_chunks()]
             return pa.concat_tables(self._parts, promote_options="permissive") if self._parts else _EMPTY
 
+    def wait(self, limit_s: float) -> bool:
+        """Read what is there, all of it if time allows.
+
+        Args:
+            limit_s: longest time that it may take.
+
+        Returns:
+            Whether all files are read.
+        """
+        deadline = time.monotonic() + limit_s
+        self.table()
+        while self._pending and time.monotonic() < deadline:
+            self.table()
+        return not self._pending
+
     def _read_rest(self) -> None:
         while self._pending:
             with self._lock:
@@ -93,10 +106,14 @@ class SampleIndex:
             return
         if now == self._seen:
             return
+        try:
+            with os.scandir(self._folder) as entries:
+                found = {entry.name for entry in entries if NAME.fullmatch(entry.name)}
+        except OSError as error:
+            self.damage = [f"{self._folder}: {error}"]
+            return
         if time.time_ns() - now > 10**9:  # else another file may come within the same tick of its clock
             self._seen = now
-        with os.scandir(self._folder) as entries:
-            found = {entry.name for entry in entries if NAME.fullmatch(entry.name)}
         if gone := self._known - found:
             self._forget(gone)
         new = found - self._known
@@ -196,11 +213,8 @@ def _step(name: str) -> tuple[int, str]:
 
 def _read(path: Path) -> pa.Table:
     """The rows of a file. What is damaged is found here, not where values are read."""
-    if path.stat().st_size <= SMALL_BYTES:  # to map a small file takes twice as long as to read it
-        table = pa.ipc.open_file(pa.BufferReader(path.read_bytes())).read_all()
-    else:
-        with pa.memory_map(str(path)) as file:
-            table = pa.ipc.open_file(file).read_all()
+    # A mapped file that somebody cuts would end this process when a value is read, so all of it is read now.
+    table = pa.ipc.open_file(pa.BufferReader(path.read_bytes())).read_all()
     table.validate(full=True)
     if "sample_id" not in table.column_names or "group_id" not in table.column_names:
         raise ValueError("it has no sample_id or group_id")
@@ -210,15 +224,16 @@ def _read(path: Path) -> pa.Table:
 def _indexed(table: pa.Table, file: int, *, short: bool) -> pa.Table:
     """What is kept of a file's rows."""
     kept: dict[str, Any] = {}
+    all_rows = pa.array(np.arange(len(table)))  # taking them copies: what is kept holds no file in memory
     for name, column in zip(table.column_names, table.columns, strict=True):
         kind = column.type
         if pa.types.is_list(kind) or pa.types.is_large_list(kind):
             kept |= _of_tokens(name, column.combine_chunks())
         elif pa.types.is_string(kind) or pa.types.is_large_string(kind):
             cut = short or name not in TEXTS
-            kept[name] = compute.utf8_slice_codeunits(column, 0, SHORT) if cut else column
+            kept[name] = compute.utf8_slice_codeunits(column, 0, SHORT) if cut else column.take(all_rows)
         elif pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
-            kept[name] = column
+            kept[name] = column.take(all_rows)
     texts = [kept[name] for name in TEXTS if name in kept]
     if texts:
         joined = compute.binary_join_element_wise(*texts, "\n", null_handling="replace", null_replacement="")

@@ -18,10 +18,11 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from ...dataflow.config import Config
 from ...dataflow.errors import NoSuchRunError, UserError, WeftError
 from ..reading.cards import cards, meaning
-from ..reading.catalogue import Catalogue
+from ..reading.catalogue import Catalogue, parted
 from ..reading.compare_page import compare_page
 from ..reading.curves import Axis
 from ..reading.run_pages import RunPages
+from ..reading.run_reader import RunReader
 from .event_stream import EventStream
 from .safety import Access, Guard
 from .vendored import vendored
@@ -50,6 +51,7 @@ def new_app(catalogue: Catalogue, access: Access) -> FastAPI:
     app.add_exception_handler(WeftError, _refused)
     app.add_exception_handler(NoSuchRunError, _gone)
     app.add_exception_handler(404, _unknown)
+    app.add_exception_handler(Exception, _failed)
     app.add_exception_handler(RequestValidationError, _malformed)
     _add_runs(app, catalogue)
     _add_curves(app, catalogue)
@@ -59,7 +61,7 @@ def new_app(catalogue: Catalogue, access: Access) -> FastAPI:
 
     @app.get("/api/events")
     async def events(runs: str = "") -> Response:
-        asked = [name for name in runs.split(",") if name]
+        asked = parted(runs)
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(stream.events(asked), media_type="text/event-stream", headers=headers)
 
@@ -135,10 +137,24 @@ async def _malformed(_: Request, error: Exception) -> Response:
     return answer({"error": "refused", "message": said}, 400)
 
 
+async def _failed(_: Request, error: Exception) -> Response:
+    """What nobody foresaw; the server's log has the traceback."""
+    message = f"the files of the run cannot be read: {type(error).__name__}: {error}"[:500]
+    return answer({"error": "damaged", "message": message}, 500)
+
+
+def _line_of(reader: RunReader) -> dict[str, Any]:
+    """A run's line in the list. One that cannot be read says so, and takes nothing from the others."""
+    try:
+        return reader.summary
+    except Exception as error:  # whatever a damaged file leads to
+        return reader.damaged(f"{type(error).__name__}: {error}"[:500])
+
+
 def _add_runs(app: FastAPI, catalogue: Catalogue) -> None:
     @app.get("/api/runs")
     def runs() -> Response:
-        found = [reader.summary for reader in catalogue.readers.values()]
+        found = [_line_of(reader) for reader in catalogue.readers.values()]
         return answer({"folder": str(catalogue.root), "single": catalogue.single, "runs": found})
 
     @app.get("/api/run")
@@ -173,7 +189,7 @@ def _add_curves(app: FastAPI, catalogue: Catalogue) -> None:
         end: float | None = None,
     ) -> Response:
         window = None if start is None and end is None else (_or(start, -math.inf), _or(end, math.inf))
-        chosen, wanted = catalogue.chosen(runs), names.split(",")
+        chosen, wanted = catalogue.chosen(runs), parted(names)
         series = [one for reader in chosen for one in reader.curves(wanted, axis, points, window)]
         marks = [mark for reader in chosen for mark in reader.marks(axis)]
         return answer({"axis": axis, "series": series, "marks": marks})

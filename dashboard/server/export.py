@@ -9,6 +9,7 @@ import asyncio
 import base64
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from fastapi import FastAPI
 
 from ...dataflow.buffer.disk import replacing
 from ...dataflow.errors import UserError
-from ..reading.catalogue import Catalogue
+from ..reading.catalogue import Catalogue, joined
 from .app import PAGES, new_app
 from .safety import Access
 from .vendored import vendored
@@ -51,10 +52,7 @@ def export_run(run: Path, file: Path) -> dict[str, Any]:
     if not catalogue.single:
         raise UserError(f"{run} is not the directory of a run: an export is of one run")
     [name] = catalogue.readers
-    samples = catalogue[name].samples
-    samples.table()
-    while samples.progress["read"] < samples.progress["files"]:
-        samples.table()
+    catalogue[name].samples.wait(math.inf)
     with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop in its own
         asked = thread.submit(lambda: asyncio.run(_answers(new_app(catalogue, Access("")), name)))
         answers, groups, total = asked.result()
@@ -73,12 +71,16 @@ def export_run(run: Path, file: Path) -> dict[str, Any]:
 async def _answers(app: FastAPI, run: str) -> tuple[dict[str, Any], int, int]:
     """Address -> answer, for all that the pages of a run ask first; and how many groups of samples are among them, of how many."""
     one = {"run": run}
-    asked = [address("runs", {}), address("timeline", {**one, "width": 1200}), address("metrics", {"runs": run})]
+    asked = [
+        address("runs", {}),
+        address("timeline", {**one, "width": 1200}),
+        address("metrics", {"runs": joined([run])}),
+    ]
     asked += [address(page, one) for page in ("run", "alerts", "graph", "buffer", "workers", "weights")]
     answers = {each: await ask(app, each) for each in asked}
-    names = _curves_of(answers[address("metrics", {"runs": run})]["cards"])
+    names = _curves_of(answers[address("metrics", {"runs": joined([run])})]["cards"])
     for axis in ("step", "time_s", "samples") if names else ():
-        each = address("curves", {"runs": run, "names": ",".join(names), "axis": axis, "points": 600})
+        each = address("curves", {"runs": joined([run]), "names": joined(names), "axis": axis, "points": 600})
         answers[each] = await ask(app, each)
     listed = address("groups", {**one, "limit": GROUPS})
     answers[listed] = await ask(app, listed)

@@ -114,6 +114,8 @@ class Guard:
             return PlainTextResponse(f"this dashboard is not known as {host!r}", 421)
         if not _same_site(headers, scope["method"], host):
             return PlainTextResponse("requests from other sites are refused", 403)
+        if "transfer-encoding" in headers:
+            return PlainTextResponse("a request says its length beforehand", 411)
         if int(headers.get("content-length") or 0) > MAX_BODY:
             return PlainTextResponse("the request is too large", 413)
         if not access.token:

@@ -61,6 +61,8 @@ class Serving:
         Raises:
             UserError: the address cannot be listened on, or would show runs to everybody.
         """
+        if not 0 <= port <= 65535:
+            raise UserError(f"--port {port} is no port: they go from 1 to 65535, and 0 takes one that is free")
         loopback = _is_loopback(host)
         if token == "" and not loopback:
             raise UserError(

@@ -1,6 +1,7 @@
 """What run directories say: curves, samples, lanes, the buffer and workers, of whole runs and of damaged, empty and killed ones."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -170,6 +171,46 @@ def test_a_run_with_wrong_values_in_its_files_is_shown(runs: Path, tmp_path: Pat
         '[]\n{"name": 1}\n{"name": "x", "text": "t", "step": 1, "time": 1.5, "ends": false}\nnull\n'
     )
     asked(client_of(tmp_path / "runs"), "one")
+
+
+DEEP = "[" * 200_000
+HOLDER = {"epoch": 1, "host": "h", "machine": "m", "pid": 1, "started": "", "since": ""}
+NO_STEPS = ('"x"', "null", "{}", "1" + "0" * 400)
+WRONG = {
+    "alerts.jsonl": [DEEP, *(f'{{"name": "x", "text": "t", "step": {step}, "time": 1.5}}' for step in NO_STEPS)],
+    "config.json": [DEEP],
+    "lock": [DEEP, *(json.dumps(HOLDER | wrong) for wrong in ({"pid": "x"}, {"pid": 10**30}, {"since": 5}))],
+    "live.json": [DEEP],
+    "graph.json": [DEEP],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_one_run_has_in_its_files_takes_nothing_from_the_others(runs: Path, tmp_path: Path, name: str):
+    shutil.copytree(runs / "one", tmp_path / "runs" / "sound")
+    run = tmp_path / "runs" / "wrong, it is"
+    shutil.copytree(runs / "one", run)
+    file = next((run / "lock").iterdir()) if name == "lock" else run / name
+    for text in WRONG[name]:
+        file.write_text(text)
+        client = client_of(tmp_path / "runs")
+        assert [one["run"] for one in client.get("/api/runs").json()["runs"]] == ["sound", "wrong, it is"]
+        both = "sound,wrong%2C it is"
+        answers = [client.get("/api/curves", params={"runs": both, "names": "reward/mean"})]
+        answers += [
+            client.get(f"/api/{page}", params={"run": "wrong, it is"})
+            for page in ("run", "alerts", "graph", "buffer", "workers")
+        ]
+        assert [answer.status_code for answer in answers] == [200] * 6, text[:80]
+
+
+def test_samples_that_are_cut_while_they_are_looked_at_are_still_there(runs: Path, tmp_path: Path):
+    shutil.copytree(runs / "one", tmp_path / "runs" / "one")
+    client = client_of(tmp_path / "runs")
+    before = client.get("/api/samples", params={"run": "one"}).json()
+    for path in (tmp_path / "runs" / "one" / "samples").iterdir():
+        os.truncate(path, 100)
+    assert client.get("/api/samples", params={"run": "one"}).json()["total"] == before["total"] > 0
 
 
 def test_a_killed_run_is_read_from_its_streams(runs: Path, tmp_path: Path):

@@ -189,3 +189,14 @@ def test_a_query_may_ask_for_tokens_and_for_two_columns_of_one_name(client: Test
 def test_a_request_that_is_too_large_is_refused(client: TestClient):
     body = json.dumps({"run": "one", "query": "x" * (2 << 20)})
     assert client.post("/api/sql", content=body, headers={"content-type": "application/json"}).status_code == 413
+
+
+def test_a_request_that_does_not_say_its_length_is_refused(client: TestClient):
+    asked = client.post("/api/sql", content=iter([b"x" * 10]), headers={"content-type": "application/json"})
+    assert asked.status_code == 411
+
+
+@pytest.mark.parametrize("port", [-1, 65536, 70000])
+def test_a_port_that_is_none_is_refused(tmp_path: Path, port: int):
+    with pytest.raises(UserError, match=f"--port {port} is no port"):
+        Serving.at(tmp_path, port=port)
