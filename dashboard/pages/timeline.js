@@ -24,7 +24,8 @@ function zoomer({ set }, data) {
     if (start == null) return set({ t: "" });
     const width = Math.min(total, Math.max(1e-4, end - start));
     const from = Math.min(Math.max(0, start), total - width);
-    set({ t: width >= total * 0.999 ? "" : `${+from.toFixed(5)}~${+(from + width).toFixed(5)}` });
+    // Outwards: what ends exactly where the stretch does, a step say, is in it.
+    set({ t: width >= total * 0.999 ? "" : `${Math.floor(from * 1e5) / 1e5}~${Math.ceil((from + width) * 1e5) / 1e5}` });
   };
 }
 
