@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
-from ...dataflow.buffer.run_files import PARQUET, STREAM, TIMELINE
-from ...dataflow.buffer.run_tables import CALLS, read_parquet
-from ...dataflow.buffer.stream_tail import StreamTail
+from ...dataflow.buffer.run_files import TIMELINE
+from ...dataflow.buffer.run_tables import CALLS
+from .followed_table import FollowedTable
 
 NUMBERS = ("step", "start_s", "end_s", "worker_s", "rows", "tokens")
 WORDS = ("graph", "group", "node")
@@ -25,10 +24,7 @@ class CallLog:
     """
 
     def __init__(self, run: Path) -> None:
-        self._stream, self._parquet = run / f"{TIMELINE}{STREAM}", run / f"{TIMELINE}{PARQUET}"
-        self._tail = StreamTail(self._stream)
-        self._begun = 0
-        self._read_from: object = None
+        self._table = FollowedTable(run, TIMELINE)
         self._parts: list[dict[str, np.ndarray]] = []
         self._words: dict[str, dict[str, int]] = {name: {} for name in WORDS}
         """Column -> word -> its number."""
@@ -38,30 +34,16 @@ class CallLog:
     def refresh(self) -> None:
         """Read what is new."""
         try:
-            if self._stream.is_file():
-                batches = self._tail.read()
-                if self._tail.begun != self._begun:
-                    self._begun, self._read_from, self._parts = self._tail.begun, None, []
-                for batch in batches:
-                    self._add(pa.Table.from_batches([batch]))
-            else:
-                self._load()
+            news = self._table.news()
+            if news.anew:
+                self._parts = []
+            for batch in news.batches:
+                self._add(pa.Table.from_batches([batch]))
+            if news.table is not None:
+                self._add(news.table.select([name for name in CALLS.names if name in news.table.column_names]))
             self.damage = None
         except (OSError, ValueError, KeyError, pa.ArrowException) as error:
-            self.damage = f"{self._parquet if not self._stream.is_file() else self._stream}: {error}"
-
-    def _load(self) -> None:
-        try:
-            found = os.stat(self._parquet)
-        except FileNotFoundError:
-            return
-        this = found.st_ino, found.st_size, found.st_mtime_ns
-        if this == self._read_from:
-            return
-        table = read_parquet(self._parquet)
-        self._read_from, self._parts = this, []
-        if table is not None:
-            self._add(table.select([name for name in CALLS.names if name in table.column_names]))
+            self.damage = f"{self._table.path}: {error}"
 
     def _add(self, table: pa.Table) -> None:
         part = {name: table[name].to_numpy() for name in NUMBERS}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,9 +10,8 @@ from typing import TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from ...dataflow.buffer.run_files import METRICS, PARQUET, STREAM
-from ...dataflow.buffer.run_tables import read_parquet
-from ...dataflow.buffer.stream_tail import StreamTail
+from ...dataflow.buffer.run_files import METRICS
+from .followed_table import FollowedTable
 
 Series: TypeAlias = tuple[np.ndarray, np.ndarray]
 """[points] steps, which only grow, and the value at each."""
@@ -27,11 +25,7 @@ class MetricLog:
     """
 
     def __init__(self, run: Path) -> None:
-        self._stream, self._parquet = run / f"{METRICS}{STREAM}", run / f"{METRICS}{PARQUET}"
-        self._tail = StreamTail(self._stream)
-        self._begun = 0
-        self._read_from: object = None
-        """Which Parquet file was read, by its number, size and time."""
+        self._table = FollowedTable(run, METRICS)
         self._columns: dict[str, tuple[array[float], array[float]]] = {}
         """Metric -> steps and values, in the order in which they were written."""
         self._series: dict[str, Series] = {}
@@ -42,22 +36,17 @@ class MetricLog:
     def refresh(self) -> None:
         """Read what is new."""
         try:
-            if self._stream.is_file():
-                self._follow()
-            else:
-                self._load()
+            news = self._table.news()
+            if news.anew:
+                self._columns.clear()
+                self._series.clear()
+            for batch in news.batches:
+                self._take(batch)
+            if news.table is not None:
+                self._take_wide(news.table)
             self.damage = None
         except (OSError, ValueError, pa.ArrowException) as error:
-            self.damage = f"{self._parquet if not self._stream.is_file() else self._stream}: {error}"
-
-    def _follow(self) -> None:
-        batches = self._tail.read()
-        if self._tail.begun != self._begun:
-            self._begun, self._read_from = self._tail.begun, None
-            self._columns.clear()
-            self._series.clear()
-        for batch in batches:
-            self._take(batch)
+            self.damage = f"{self._table.path}: {error}"
 
     def _take(self, batch: pa.RecordBatch) -> None:
         steps, values = batch["step"].to_numpy(zero_copy_only=False), batch["value"].to_numpy(zero_copy_only=False)
@@ -73,19 +62,9 @@ class MetricLog:
         held[1].frombytes(np.asarray(values, np.float64).tobytes())
         self._series.pop(name, None)
 
-    def _load(self) -> None:
-        try:
-            found = os.stat(self._parquet)
-        except FileNotFoundError:
-            return
-        this = found.st_ino, found.st_size, found.st_mtime_ns
-        if this == self._read_from:
-            return
-        table = read_parquet(self._parquet)
-        self._read_from = this
-        self._columns.clear()
-        self._series.clear()
-        if table is None or "step" not in table.column_names:
+    def _take_wide(self, table: pa.Table) -> None:
+        """Take a table with a row for each step and a column for each metric."""
+        if "step" not in table.column_names:
             return
         steps = table["step"].to_numpy()
         for name in table.column_names:
