@@ -42,7 +42,7 @@ def check_alike(engine: Any, folder: str) -> None:
         assert torch.equal(buffer, buffers[name]), name
     response = engine.model
     agreement = find_agreement(ResponseModel(expected))
-    assert (response.packs, response.logit_factor) == (agreement.packs, agreement.logit_factor)
+    assert (response.packs, response.head_form) == (agreement.packs, agreement.head_form)
     assert model.config.get_text_config()._attn_implementation == agreement.attention
 
 

@@ -81,7 +81,7 @@ def test_the_gap_to_the_generator_is_measured_before_the_update(tiny_model: Path
 def test_the_entropy_of_the_policy_is_watched(tiny_model: Path, rows: Batch, general: bool, loss: Any):
     worker, model = actor(tiny_model, microbatch_tokens=60), AutoModelForCausalLM.from_pretrained(tiny_model).double()
     if general:
-        worker.engine.model.logit_factor = None  # pyright: ignore[reportAttributeAccessIssue]
+        worker.engine.model.head_form = None  # pyright: ignore[reportAttributeAccessIssue]
     entropies, ends = [], rows.ragged_numpy("response_ids")[1]
     mask = torch.from_numpy(rows.ragged_numpy("response_mask")[0] > 0)
     for k, row in enumerate(rows.to_rows()):

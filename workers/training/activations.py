@@ -21,6 +21,7 @@ from ...dataflow.errors import WeftError
 from .agreement import Agreement
 from .causal_lm import build_causal_lm
 from .engine import Head
+from .head_logprobs import HeadForm
 from .lora import Lora
 from .packed_attention import NAME, PackedSequences, may_pack
 from .response_model import ResponseModel
@@ -119,7 +120,7 @@ def pass_bytes(
     skeleton = build_causal_lm(model, folder, head, 0, activation_checkpointing=checkpointing and trains)
     response = ResponseModel(skeleton.causal_lm, scalar=head != "logprobs").to(getattr(torch, dtype))
     packs = may_pack(skeleton.causal_lm)
-    Agreement(packs=packs, attention=NAME if packs else "sdpa", logit_factor=1.0).put_on(response)
+    Agreement(packs=packs, attention=NAME if packs else "sdpa", head_form=HeadForm()).put_on(response)
     response.requires_grad_(trains and lora is None)
     if trains and lora is not None:
         for name, layer in response.backbone.named_modules():

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...dataflow.errors import UserError
+from .head_logprobs import HeadForm
 from .lent_weights import LentWeights, lend_weights
 from .packed_attention import NAME as PACKED
 from .packed_attention import PackedSequences, may_pack, windows_reached_attention
@@ -72,15 +73,15 @@ class Agreement:
     """Rows stand one behind the other; otherwise they are padded."""
     attention: str
     """Name of its attention in `transformers`."""
-    logit_factor: float | None
-    """See `ResponseModel.logit_factor`."""
+    head_form: HeadForm | None
+    """See `ResponseModel.head_form`."""
 
     def put_on(self, model: ResponseModel) -> None:
         """Set a model to it; the rope of the model sees one row at a time where it follows the length of a sequence."""
         put_rope_by_row(model.causal_lm)
         with _quiet_transformers():
             _set_attention(model.causal_lm, self.attention)
-        model.packs, model.logit_factor = self.packs, self.logit_factor
+        model.packs, model.head_form = self.packs, self.head_form
 
 
 def find_agreement(
@@ -107,14 +108,14 @@ def find_agreement(
         with lend_weights(model, full, by_layer=by_layer) as lent:
             probe = _amplified_probe(model, lent)
             put_rope_by_row(causal_lm)
-            model.logit_factor = None if model.scalar else _logit_factor(model, probe)
+            model.head_form = None if model.scalar else _head_form(model, probe)
             ways = [(True, PACKED)] if may_pack(causal_lm) else []
             for packs, attention in (*ways, *((False, name) for name in dict.fromkeys((loaded_with, "eager")))):
                 model.packs = packs
                 _set_attention(causal_lm, attention)
                 off = _difference(model, probe)
                 if off <= _TOLERANCE:
-                    return Agreement(packs, attention, model.logit_factor)
+                    return Agreement(packs, attention, model.head_form)
     raise UserError(
         f"model {causal_lm.name_or_path!r} ({type(causal_lm).__name__}) cannot be trained: for rows that share a forward "
         f"pass its results are {off:.2g} off from those of transformers for each row alone, and rounding is at most {_TOLERANCE:g}"
@@ -181,23 +182,26 @@ def _run_alone(model: ResponseModel, row: Tensor, start: int) -> tuple[Any, Tens
     return seen[-1] if seen else model.backbone(**inputs), logits  # some models call only a part of their backbone
 
 
-def _logit_factor(model: ResponseModel, probe: _Probe) -> float | None:
-    """The factor between the products of the head and the logits; None: the logits are not these products alone.
+def _head_form(model: ResponseModel, probe: _Probe) -> HeadForm | None:
+    """How the logits follow from the products of the head; None: in another way than a factor and a soft cap.
 
-    Hidden states much larger than the model's own would show a soft cap.
+    Hidden states much larger than the model's own would show a soft cap that its settings do not name.
     """
     causal_lm = model.causal_lm
-    weight = causal_lm.get_output_embeddings().weight
+    head = causal_lm.get_output_embeddings()
+    own_parameters = set(head.parameters(recurse=False)) if isinstance(head, nn.Linear) else {head.weight}
     outside = [p for name, p in causal_lm.named_parameters() if not name.startswith(f"{model.backbone_name}.")]
-    if any(parameter is not weight for parameter in outside):  # the factor may be trained
+    if any(parameter not in own_parameters for parameter in outside):  # the factor may be trained
         return None
-    hidden = torch.cat([probe.hidden * size for size in (1, 30, 1000)]).to(weight.dtype)
-    own, products = model.own_logits(probe.outputs, hidden).double(), F.linear(hidden, weight).double()
-    factor = float((own * products).sum() / products.square().sum())
-    rounding = 1e-5 * products.abs().amax(-1, keepdim=True) * abs(factor)
-    if not ((own - factor * products).abs() <= rounding).all():
-        return None
-    return 1.0 if abs(factor - 1) < 1e-6 else factor
+    cap = getattr(causal_lm.config.get_text_config(), "final_logit_softcapping", None)
+    hidden = torch.cat([probe.hidden * size for size in (1, 30, 1000)]).to(head.weight.dtype)
+    own = model.own_logits(probe.outputs, hidden).double()
+    products = F.linear(hidden, head.weight, getattr(head, "bias", None)).double()
+    factor = 1.0 if cap else float((own * products).sum() / products.square().sum())
+    form = HeadForm(1.0 if abs(factor - 1) < 1e-6 else factor, cap or None)
+    found = form.logits(products.clone())
+    rounding = 1e-5 * found.abs().amax(-1, keepdim=True)
+    return form if ((own - found).abs() <= rounding).all() else None
 
 
 def _amplified_probe(model: ResponseModel, lent: LentWeights) -> _Probe:

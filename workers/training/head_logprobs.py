@@ -1,112 +1,335 @@
 """Head log-probabilities: log-probabilities and entropies of tokens, from the hidden states before them.
 
-The logits of a batch (tokens x vocabulary) are by far its largest tensor, so they are computed in chunks.
+The logits of a batch (tokens x vocabulary) are by far its largest tensor. Here they are made in chunks of tokens, forwards and once more
+backwards (StreamBP, arXiv:2506.03077), and the gradients of a chunk are added up before the next one is made. Under tensor parallelism each
+rank has the head's rows of some token ids; what the ranks tell one another is four numbers for each token forwards, and the gradient of
+the hidden states backwards (Vocabulary Parallelism, arXiv:2411.05288).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .memory import CHUNK_BYTES, KEPT_BYTES
+from .memory import CHUNK_BYTES, GPU_CHUNK_SHARE, KEPT_BYTES
+from .sharding import offset_of
 
 _CACHED = 2**17
 """Number of logits that stay in the cache of a CPU during a pass over them."""
 
 
-class HeadLogprobs(torch.autograd.Function):
-    """log_softmax(factors * (hidden @ weight.T))[target], for a head without bias; logits are scaled in float32. Where a gradient
-    is needed, it also returns the entropies of the distributions, which have none.
+@dataclass(frozen=True)
+class HeadForm:
+    """How logits z follow from the products x of hidden states and the head's matrix (and its bias, which x includes):
+    z = factor * x, or with a soft cap z = softcap * tanh(factor * x / softcap) (Gemma 2, arXiv:2408.00118, section 2)."""
 
-    Compared with plain autograd this saves passes over [T, vocabulary], which cost as much as the matrix products: exponentials
-    are computed in place, kept, and turned in place into the gradient, p - onehot.
+    factor: float = 1.0
+    softcap: float | None = None
+
+    def logits(self, products: Tensor) -> Tensor:
+        """Logits in the place of products.
+
+        >>> HeadForm(2.0).logits(torch.ones(2)).tolist(), HeadForm(softcap=1.0).logits(torch.tensor([1e9])).tolist()
+        ([2.0, 2.0], [1.0])
+        """
+        if self.softcap is not None:
+            return products.mul_(self.factor / self.softcap).tanh_().mul_(self.softcap)
+        return products if self.factor == 1 else products.mul_(self.factor)
+
+
+def head_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperatures: Tensor | None,
+    form: HeadForm = HeadForm(),
+    *,
+    entropy: bool = False,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities and entropies of softmax(z / temperature), of which no more than a chunk exists at any time.
+
+    Logits are capped, scaled and summed in float32 (in float64 for such hidden states); products of half precision are added up in
+    float32, and a CPU rounds their sums to half precision, a GPU does not.
+
+    Args:
+        hidden: [T, hidden], gradient yes.
+        weight: [vocabulary, hidden], of the dtype of `hidden`, gradient yes; a `DTensor` of one dimension, split over rows, where ranks
+            share the vocabulary: then all of its ranks call with the same tokens, and get the same answer.
+        bias: [vocabulary], or None; split as `weight` is; gradient yes.
+        targets: [T] int64.
+        temperatures: [T] float32, or None for 1; no gradient.
+        entropy: entropies get a gradient. Without one they are returned where gradients are computed, because they cost little there.
+        chunk: bytes of logits that are made at once; None: what suits the device.
+
+    Returns:
+        ([T] nats, log-probability of each target; [T] nats, -sum_v p_v log p_v, or None), empty for no tokens.
+    """
+    shards = _Shards.of(weight)
+    if shards is not None:
+        weight = weight.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+        bias = bias.to_local() if isinstance(bias, DTensor) else bias
+    trains = torch.is_grad_enabled()
+    scales = None if temperatures is None else temperatures.reciprocal()
+    chunk = chunk_bytes(hidden.device) if chunk is None else chunk
+    how = _How(form, shards, trains, trains or entropy, trains and entropy, chunk)
+    logprobs, entropies = _HeadLogprobs.apply(hidden, weight, bias, targets, scales, how)
+    return logprobs, entropies if how.entropies else None
+
+
+@dataclass(frozen=True)
+class _Shards:
+    """The rows of the head that this rank has, where ranks share them."""
+
+    group: dist.ProcessGroup
+    first: int
+    """Token id of the first row."""
+
+    @classmethod
+    def of(cls, weight: Tensor) -> _Shards | None:
+        if not isinstance(weight, DTensor):
+            return None
+        if weight.device_mesh.ndim != 1 or weight.placements != (Shard(0),):
+            raise ValueError(
+                f"a head must be split over its rows, on one dimension of the mesh; it lies as {weight.placements}"
+            )
+        return cls(weight.device_mesh.get_group(), offset_of(weight)[0])
+
+
+@dataclass(frozen=True)
+class _How:
+    form: HeadForm
+    shards: _Shards | None
+    trains: bool
+    entropies: bool
+    """They are computed."""
+    entropy: bool
+    """They have a gradient."""
+    chunk: int
+    """[bytes] of logits at once."""
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    """See `head_logprobs`. With p = softmax(z / temperature) and H its entropy,
+
+    d log p_y / dz_v = 1[v = y] - p_v            d H / dz_v = -p_v (log p_v + H)
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, factors: Tensor | None, needs_grad: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scales: Tensor | None, how: _How
     ) -> tuple[Tensor, Tensor]:
-        num_tokens, vocabulary = len(targets), len(weight)
-        ctx.chunk = max(1, CHUNK_BYTES // (4 * vocabulary))
-        keep = needs_grad and 4 * num_tokens * vocabulary <= KEPT_BYTES
-        out = torch.empty(num_tokens, dtype=torch.float32, device=hidden.device)
-        log_sums, entropies = torch.empty_like(out), torch.empty_like(out)
-        ctx.kept = []
-        for start in range(0, num_tokens, ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            logits = _scaled_logits(hidden[part], weight, None if factors is None else factors[part])
-            chosen = logits.gather(1, targets[part, None])[:, 0]
-            largest, sums, means = _exponentiate(logits, means=needs_grad)
-            log_sums[part] = largest + sums.log()
-            out[part] = chosen - log_sums[part]
-            if means is not None:
-                entropies[part] = sums.log() - means
+        chunks = _Chunks(hidden, weight, bias, scales, how)
+        keep = how.trains and chunks.bytes <= KEPT_BYTES
+        parts, kept = [], []
+        for part in chunks.parts():
+            logits = chunks.logits(part, reuse=not keep)
+            parts.append(_statistics(logits, _own_ids(targets[part], how.shards), means=how.entropies))
             if keep:
-                ctx.kept.append((logits, sums))
-        if needs_grad:
-            ctx.save_for_backward(hidden, weight, targets, factors, log_sums)
-        ctx.mark_non_differentiable(entropies)
-        return out, entropies
+                kept.append(logits)
+        found = torch.cat(parts) if parts else hidden.new_zeros((0, 4), dtype=chunks.dtype)
+        chosen, largest, sums, weighted = (found if how.shards is None else _joined(found, how.shards)).unbind(1)
+        log_sums = largest + sums.log()
+        entropies = sums.log() - weighted / sums
+        if how.trains:
+            ctx.how, ctx.kept = how, kept
+            ctx.save_for_backward(hidden, weight, bias, targets, scales, log_sums, entropies)
+        if not how.entropy:
+            ctx.mark_non_differentiable(entropies)
+        return chosen - log_sums, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, factors, log_sums = ctx.saved_tensors
-        grad = grads[0] if factors is None else grads[0] * factors
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = None
-        if ctx.needs_input_grad[1]:  # not for a frozen head
-            grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for number, start in enumerate(range(0, len(targets), ctx.chunk)):
-            part = slice(start, start + ctx.chunk)
-            if ctx.kept:
-                exponentials, sums = ctx.kept[number]
-                grad_logits = exponentials.mul_((-grad[part] / sums)[:, None])
-                ctx.kept[number] = None
-            else:
-                logits = _scaled_logits(hidden[part], weight, None if factors is None else factors[part])
-                grad_logits = logits.sub_(log_sums[part, None]).exp_().mul_(-grad[part, None])
-            grad_logits.scatter_add_(1, targets[part, None], grad[part, None])
-            grad_logits = grad_logits.to(hidden.dtype)
-            torch.mm(grad_logits, weight, out=grad_hidden[part])
-            if grad_weight is None:
-                continue
-            if hidden.dtype == torch.float32:
-                grad_weight.addmm_(grad_logits.T, hidden[part])
-            else:
-                grad_weight += grad_logits.T @ hidden[part]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+        hidden, weight, bias, targets, scales, log_sums, entropies = ctx.saved_tensors
+        how: _How = ctx.how
+        chunks, kept = _Chunks(hidden, weight, bias, scales, how), ctx.kept
+        ctx.kept = []
+        of_hidden, of_weight, of_bias, *_ = ctx.needs_input_grad
+        grad_hidden = torch.empty_like(hidden) if of_hidden else None
+        grad_weight = weight.new_zeros(weight.shape, dtype=chunks.dtype) if of_weight else None
+        grad_bias = bias.new_zeros(bias.shape, dtype=chunks.dtype) if of_bias else None
+        for number, part in enumerate(chunks.parts()):
+            logits = chunks.logits(part) if not kept else kept[number]
+            slopes = chunks.slopes(logits, part)
+            ids = _own_ids(targets[part], how.shards)
+            to_entropy = (grads[1][part], entropies[part]) if how.entropy else None
+            _differentiate(logits, ids, log_sums[part], grads[0][part], to_entropy)
+            chunks.through_form(logits, slopes, part)
+            if grad_bias is not None:
+                grad_bias += logits.sum(0)
+            chunks.add_gradients(logits, part, grad_hidden, grad_weight)
+            if kept:
+                kept[number] = None
+        if how.shards is not None and grad_hidden is not None:
+            total = grad_hidden.to(chunks.dtype)  # summed as one rank would sum it
+            dist.all_reduce(total, group=how.shards.group)
+            grad_hidden = total.to(hidden.dtype)
+        of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, of_weight, None if grad_bias is None else grad_bias.to(weight.dtype), None, None, None
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, factors: Tensor | None) -> Tensor:
-    """[T, vocabulary] float32, a new tensor."""
-    logits = (hidden @ weight.T).float()
-    return logits if factors is None else logits.mul_(factors[:, None])
+class _Chunks:
+    """The chunks of a head's pass, in one buffer after the other: fresh pages cost as much as a pass over them."""
 
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, how: _How) -> None:
+        self.hidden, self.weight, self.bias, self.scales, self.form = hidden, weight, bias, scales, how.form
+        self.dtype = torch.promote_types(hidden.dtype, torch.float32)
+        self.bytes = self.dtype.itemsize * len(hidden) * len(weight)
+        row = self.dtype.itemsize * max(1, len(weight))
+        self._size = max(1, min(len(hidden), how.chunk // row))
+        self._buffers: dict[str, Tensor] = {}
 
-def _exponentiate(logits: Tensor, *, means: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Replace logits [T, vocabulary] by exp(z), z = logits - max. Returns the maxima, the sums of exp(z) and, with `means`, the means
-    of z under softmax(z), each [T]."""
-    largest = torch.empty(len(logits), dtype=logits.dtype, device=logits.device)
-    sums, weighted = torch.empty_like(largest), torch.empty_like(largest)
-    rows = max(1, _CACHED // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(logits))
-    for start in range(0, len(logits), rows):
-        part = slice(start, start + rows)
-        z = logits[part]
-        largest[part] = z.amax(-1)
-        z -= largest[part, None]
-        if means:
-            exponentials = z.exp()
-            weighted[part] = z.mul_(exponentials).sum(-1)
-            z.copy_(exponentials)
+    def parts(self) -> Iterator[slice]:
+        for start in range(0, len(self.hidden), self._size):
+            yield slice(start, min(start + self._size, len(self.hidden)))
+
+    def logits(self, part: slice, *, reuse: bool = True) -> Tensor:
+        """[t, vocabulary] in float32 or more, divided by temperatures; with `reuse` the next call overwrites it."""
+        hidden, number = self.hidden[part], part.stop - part.start
+        if reuse:
+            out = self._buffer("logits", number, self.dtype)
         else:
-            z.exp_()
-        sums[part] = z.sum(-1)
-    return largest, sums, weighted / sums if means else None
+            out = hidden.new_empty(number, len(self.weight), dtype=self.dtype)
+        if hidden.dtype == self.dtype:
+            torch.mm(hidden, self.weight.T, out=out)
+        elif hidden.is_cuda:
+            torch.mm(hidden, self.weight.T, out_dtype=self.dtype, out=out)
+        else:
+            out.copy_(torch.mm(hidden, self.weight.T, out=self._buffer("rounded", number, hidden.dtype)))
+        if self.bias is not None:
+            out += self.bias
+        self.form.logits(out)
+        return out if self.scales is None else out.mul_(self.scales[part, None])
+
+    def slopes(self, logits: Tensor, part: slice) -> Tensor | None:
+        """[t, vocabulary] derivative of a soft cap, 1 - tanh^2, from the scaled logits; None without one."""
+        cap = self.form.softcap
+        if cap is None:
+            return None
+        slopes = self._buffer("slopes", len(logits), self.dtype).copy_(logits)
+        if self.scales is not None:
+            slopes /= self.scales[part, None]
+        return slopes.mul_(1 / cap).square_().neg_().add_(1)
+
+    def through_form(self, gradient: Tensor, slopes: Tensor | None, part: slice) -> None:
+        """Turn the gradient of scaled logits into that of products, in its place."""
+        if slopes is not None:
+            gradient *= slopes
+        if self.form.factor != 1:
+            gradient *= self.form.factor
+        if self.scales is not None:
+            gradient *= self.scales[part, None]
+
+    def add_gradients(
+        self, gradient: Tensor, part: slice, grad_hidden: Tensor | None, grad_weight: Tensor | None
+    ) -> None:
+        """Write the gradient of these hidden states, and add what these tokens make of the weight's.
+
+        Args:
+            gradient: [t, vocabulary] of products.
+        """
+        hidden = self.hidden[part]
+        if hidden.dtype != self.dtype:
+            gradient = self._buffer("rounded", len(gradient), hidden.dtype).copy_(gradient)
+        if grad_hidden is not None:
+            torch.mm(gradient, self.weight, out=grad_hidden[part])
+        if grad_weight is None:
+            return
+        if hidden.dtype == self.dtype:
+            grad_weight.addmm_(gradient.T, hidden)
+        else:
+            rounded = self._buffers.setdefault("weight", torch.empty_like(self.weight))
+            grad_weight += torch.mm(gradient.T, hidden, out=rounded)
+
+    def _buffer(self, name: str, rows: int, dtype: torch.dtype) -> Tensor:
+        if name not in self._buffers:
+            self._buffers[name] = self.hidden.new_empty(self._size, len(self.weight), dtype=dtype)
+        return self._buffers[name][:rows]
+
+
+def chunk_bytes(device: torch.device) -> int:
+    """Bytes of logits that are made at once: on a GPU a share of its memory, since short chunks leave it idle."""
+    if device.type != "cuda":
+        return CHUNK_BYTES
+    return max(CHUNK_BYTES, int(GPU_CHUNK_SHARE * torch.cuda.get_device_properties(device).total_memory))
+
+
+def _own_ids(targets: Tensor, shards: _Shards | None) -> Tensor:
+    """[T] targets as rows of this rank's head; those of others are below 0, or beyond its last row."""
+    return targets if shards is None else targets - shards.first
+
+
+def _statistics(logits: Tensor, ids: Tensor, *, means: bool) -> Tensor:
+    """[T, 4] of logits z [T, vocabulary]: z of the token (0 where it is not here), the largest z, and, with y = z - largest, the sums of
+    exp(y) and (with `means`) of y exp(y)."""
+    out = logits.new_zeros(len(logits), 4)
+    if not logits.shape[1]:
+        out[:, 1] = -torch.inf
+        return out
+    here = (ids >= 0) & (ids < logits.shape[1])
+    out[:, 0] = torch.where(here, logits.gather(1, ids.clamp(0, logits.shape[1] - 1)[:, None])[:, 0], 0)
+    for rows in _cached_rows(logits):
+        part, of = logits[rows], out[rows]
+        torch.amax(part, -1, out=of[:, 1])
+        above = part - of[:, 1, None]
+        if means:
+            exponentials = above.exp()
+            of[:, 2] = exponentials.sum(-1)
+            of[:, 3] = above.mul_(exponentials).sum(-1)
+        else:
+            of[:, 2] = above.exp_().sum(-1)
+    return out
+
+
+def _joined(own: Tensor, shards: _Shards) -> Tensor:
+    """The statistics of all ranks' logits together, from those of each; one exchange of four numbers a token."""
+    ranks = dist.get_world_size(shards.group)
+    everyones = [torch.empty_like(own) for _ in range(ranks)]
+    dist.all_gather(everyones, own, group=shards.group)
+    chosen, largest, sums, weighted = torch.stack(everyones).unbind(2)
+    most = largest.amax(0)
+    below = largest - most  # -inf of a rank without rows, whose sums are 0
+    share = below.exp()
+    weighted = weighted + torch.where(share > 0, below, 0) * sums
+    return torch.stack([chosen.sum(0), most, (sums * share).sum(0), (weighted * share).sum(0)], 1)
+
+
+def _differentiate(
+    logits: Tensor, ids: Tensor, log_sums: Tensor, grad: Tensor, entropy: tuple[Tensor, Tensor] | None
+) -> None:
+    """Replace logits [T, vocabulary] by the gradient of sum_t grad_t log p_t (+ sum_t e_t H_t).
+
+    Args:
+        entropy: (e, H), each [T].
+    """
+    if not logits.shape[1]:
+        return
+    for rows in _cached_rows(logits):
+        log_p = logits[rows].sub_(log_sums[rows, None])
+        if entropy is None:
+            log_p.exp_().mul_(-grad[rows, None])
+        else:
+            grads, entropies = entropy[0][rows, None], entropy[1][rows, None]
+            p = log_p.exp()
+            log_p.add_(entropies).mul_(grads).add_(grad[rows, None]).mul_(p).neg_()
+    here = (ids >= 0) & (ids < logits.shape[1])
+    logits.scatter_add_(1, ids.clamp(0, logits.shape[1] - 1)[:, None], torch.where(here, grad, 0)[:, None])
+
+
+def _cached_rows(logits: Tensor) -> Iterator[slice]:
+    """Parts of the rows that stay in the cache of a CPU from one operation to the next; all of them on a GPU."""
+    rows = len(logits) if logits.device.type != "cpu" else max(1, _CACHED // logits.shape[1])
+    for start in range(0, len(logits), max(1, rows)):
+        yield slice(start, start + rows)
 
 
 def logprobs_of_any_head(
@@ -116,16 +339,17 @@ def logprobs_of_any_head(
     temperatures: Tensor | None,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The general form, by autograd: for heads that are more than a matrix, and entropies that have a gradient.
+    """The general form, by autograd: for heads that are more than a matrix with a soft cap.
 
     Args:
         logits_of: [T, hidden] -> [T, vocabulary].
-        hidden, targets, temperatures, entropy: see `ResponseModel.forward`.
+        hidden, targets, temperatures, entropy: see `head_logprobs`.
     """
     trains = torch.is_grad_enabled()
 
     def chunk(hidden: Tensor, targets: Tensor, temperatures: Tensor | None) -> tuple[Tensor, Tensor]:
-        logits = logits_of(hidden).float()
+        logits = logits_of(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if temperatures is not None:
             logits = logits / temperatures[:, None]
         log_p = F.log_softmax(logits, -1)
@@ -136,7 +360,7 @@ def logprobs_of_any_head(
             return chosen, -(log_p.exp() * log_p).sum(-1)
 
     vocabulary = logits_of(hidden[:1].detach()).shape[-1]
-    size = max(1, CHUNK_BYTES // (4 * vocabulary))
+    size = max(1, chunk_bytes(hidden.device) // (4 * vocabulary))
     again = trains and 4 * len(targets) * vocabulary > KEPT_BYTES
     parts = []
     for start in range(0, max(1, len(targets)), size):

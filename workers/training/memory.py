@@ -20,8 +20,10 @@ from .lora import Lora
 FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CHUNK_BYTES = 128 << 20
-"""Bytes of logits computed at once."""
-KEPT_BYTES = 1 << 30
+"""Bytes of logits computed at once, at least; on a CPU as many."""
+GPU_CHUNK_SHARE = 1 / 64
+"""Of a GPU's memory, for logits computed at once."""
+KEPT_BYTES = 256 << 20
 """Bytes of logits kept for the backward pass; if there are more, they are computed a second time."""
 LAYERS_AT_ONCE = 4
 """Layers whose parameters are gathered at once where they are gathered one by one: one is computed with, the next is on its way, and each

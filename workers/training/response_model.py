@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...dataflow.errors import UserError
-from .head_logprobs import HeadLogprobs, logprobs_of_any_head
+from .head_logprobs import HeadForm, head_logprobs, logprobs_of_any_head
 from .packed_attention import PackedSequences
 from .rope import follows_length
 
@@ -40,8 +40,10 @@ class ResponseModel(nn.Module):
         self.backbone_name = _find_backbone(causal_lm)
         self.packs = False
         """Whether a microbatch costs its tokens, and not its rows times the longest."""
-        self.logit_factor: float | None = None
-        """Logits are the products of hidden states and the head's weight, times this; None: the model computes them in another way."""
+        self.head_form: HeadForm | None = None
+        """How logits follow from the products of hidden states and the head; None: the model computes them in another way."""
+        self.chunk_bytes: int | None = None
+        """Bytes of logits at once; None: what suits the device."""
 
     @property
     def backbone(self) -> Any:
@@ -112,19 +114,22 @@ class ResponseModel(nn.Module):
     def logprobs_of(
         self, outputs: Any, hidden: Tensor, targets: Tensor, temperatures: Tensor | None, *, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities of targets, and entropies, from the [T, hidden] states before them (see `forward`). Logits are scaled in
-        float32."""
-        if self.logit_factor is None or entropy:
+        """Log-probabilities of targets, and entropies, from the [T, hidden] states before them (see `forward`)."""
+        if self.head_form is None:
             return logprobs_of_any_head(
                 lambda states: self.own_logits(outputs, states), hidden, targets, temperatures, entropy
             )
-        factors = None if self.logit_factor == 1 else torch.full_like(targets, self.logit_factor, dtype=torch.float32)
-        if temperatures is not None:
-            factors = self.logit_factor / temperatures
-        weight = self.causal_lm.get_output_embeddings().weight
-        trains = torch.is_grad_enabled()
-        logprobs, entropies = HeadLogprobs.apply(hidden.to(weight.dtype), weight, targets, factors, trains)
-        return logprobs, entropies if trains else None
+        head = self.causal_lm.get_output_embeddings()
+        return head_logprobs(
+            hidden.to(head.weight.dtype),
+            head.weight,
+            getattr(head, "bias", None),
+            targets,
+            temperatures,
+            self.head_form,
+            entropy=entropy,
+            chunk=self.chunk_bytes,
+        )
 
     def own_logits(self, outputs: Any, hidden: Tensor) -> Tensor:
         """[T, vocabulary] logits of [T, hidden] states, by everything that the model's own forward pass does after its backbone.

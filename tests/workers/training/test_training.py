@@ -72,39 +72,6 @@ def test_logprobs_are_those_of_a_straight_forward_pass(tiny_model: Path, rows: B
         assert torch.tensor(mine).double().sub(straight).abs().max() < 1e-5
 
 
-def test_a_head_in_chunks_and_one_that_computes_logits_twice_give_the_same(monkeypatch: pytest.MonkeyPatch):
-    from weft.workers.training import head_logprobs
-
-    torch.manual_seed(0)
-    hidden, weight, targets, upstream = (
-        torch.randn(37, 8),
-        torch.randn(50, 8),
-        torch.randint(50, (37,)),
-        torch.randn(37),
-    )
-
-    temperatures = torch.linspace(0.5, 2, 37)
-
-    def gradients(function: Any) -> list[torch.Tensor]:
-        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        out = function(h, w)
-        return [out.detach(), *torch.autograd.grad(out, (h, w), upstream)]
-
-    plain = gradients(lambda h, w: F.log_softmax(h @ w.T / temperatures[:, None], -1).gather(1, targets[:, None])[:, 0])
-    for chunk_bytes, kept_bytes in ((2**20, 2**20), (5 * 50 * 4, 2**20), (5 * 50 * 4, 0)):
-        monkeypatch.setattr(head_logprobs, "CHUNK_BYTES", chunk_bytes)
-        monkeypatch.setattr(head_logprobs, "KEPT_BYTES", kept_bytes)
-        mine = gradients(lambda h, w: head_logprobs.HeadLogprobs.apply(h, w, targets, 1 / temperatures, True)[0])
-        general = gradients(
-            lambda h, w: head_logprobs.logprobs_of_any_head(lambda x: x @ w.T, h, targets, temperatures, entropy=True)[
-                0
-            ]
-        )
-        for a, b, c in zip(mine, general, plain, strict=True):
-            torch.testing.assert_close(a, c, atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(b, c, atol=1e-5, rtol=1e-5)
-
-
 def test_activation_checkpointing_changes_no_gradient(tiny_model: Path, rows: Batch):
     plain, _ = spmd.one_step(actor(tiny_model), rows)
     again, _ = spmd.one_step(actor(tiny_model, activation_checkpointing=True), rows)

@@ -1,0 +1,45 @@
+"""Ranks that share the rows of a head, and what one rank makes of the complete head."""
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from weft.workers.training.head_logprobs import HeadForm, head_logprobs
+
+CASES = {
+    "plain": (HeadForm(), 29, False),
+    "soft cap and bias": (HeadForm(softcap=3.0), 29, True),
+    "ranks without rows": (HeadForm(0.5), 2, False),
+}
+
+
+def outputs(case: str, *, mesh: DeviceMesh | None) -> list[Tensor]:
+    """Log-probabilities, entropies and all gradients, full."""
+    form, vocabulary, biased = CASES[case]
+    torch.manual_seed(0)
+    hidden, weight, bias, upstream = (
+        torch.randn(*shape, dtype=torch.float64) for shape in ((7, 4), (vocabulary, 4), (vocabulary,), (2, 7))
+    )
+    targets, temperatures = torch.randint(vocabulary, (7,)), torch.linspace(0.5, 2, 7, dtype=torch.float64)
+    leaves = [hidden, *(each if mesh is None else distribute_tensor(each, mesh, [Shard(0)]) for each in (weight, bias))]
+    leaves = [leaf.requires_grad_() for leaf in leaves[: 2 + biased]]
+    logprobs, entropies = head_logprobs(
+        leaves[0], leaves[1], leaves[2] if biased else None, targets, temperatures, form, entropy=True, chunk=3 * 8 * 10
+    )
+    assert entropies is not None
+    gradients = torch.autograd.grad((logprobs * upstream[0] + entropies * upstream[1]).sum(), leaves)
+    return [each.full_tensor() if isinstance(each, DTensor) else each for each in (logprobs, entropies, *gradients)]
+
+
+def main(folder: Path, rank: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
+    mesh = init_device_mesh("cpu", (3,))
+    torch.save({case: outputs(case, mesh=mesh) for case in CASES}, folder / f"rank{rank}.pt")
+    dist.destroy_process_group()

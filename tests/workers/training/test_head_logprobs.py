@@ -1,0 +1,133 @@
+"""The head in chunks, beside logits that are made at once, in float64."""
+
+from pathlib import Path
+
+import head_ranks
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run_processes
+from torch import Tensor
+
+from weft.workers.training import head_logprobs as module
+from weft.workers.training.head_logprobs import HeadForm, head_logprobs, logprobs_of_any_head
+
+V, H = 23, 5
+
+
+def plain(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperatures: Tensor | None, form: HeadForm
+) -> tuple[Tensor, Tensor]:
+    logits = hidden @ weight.T * form.factor if bias is None else (hidden @ weight.T + bias) * form.factor
+    if form.softcap is not None:
+        logits = form.softcap * torch.tanh(logits / form.softcap)
+    if temperatures is not None:
+        logits = logits / temperatures[:, None]
+    distribution = torch.distributions.Categorical(logits=logits)
+    return distribution.log_prob(targets), distribution.entropy()
+
+
+@given(
+    tokens=st.integers(1, 9),
+    form=st.builds(HeadForm, st.sampled_from((1.0, 0.3)), st.sampled_from((None, 2.0))),
+    biased=st.booleans(),
+    tempered=st.booleans(),
+    entropy=st.booleans(),
+    at_once=st.integers(1, 10),
+    keeps=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_gradients_are_those_of_logits_made_at_once(
+    tokens: int, form: HeadForm, biased: bool, tempered: bool, entropy: bool, at_once: int, keeps: bool, seed: int
+):
+    made = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=made)
+
+    leaves = [drawn(tokens, H), drawn(V, H), *([drawn(V)] if biased else [])]
+    targets, upstream = torch.randint(V, (tokens,), generator=made), drawn(2, tokens)
+    temperatures = drawn(tokens).abs() + 0.2 if tempered else None
+
+    def outputs(ours: bool) -> list[Tensor]:
+        own = [leaf.clone().requires_grad_() for leaf in leaves]
+        bias = own[2] if biased else None
+        if ours:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(module, "KEPT_BYTES", 2**20 if keeps else 0)
+                found = head_logprobs(
+                    own[0], own[1], bias, targets, temperatures, form, entropy=entropy, chunk=at_once * V * 8
+                )
+        else:
+            found = plain(own[0], own[1], bias, targets, temperatures, form)
+        logprobs, entropies = found
+        assert entropies is not None and (entropies.requires_grad == entropy or not ours)
+        loss = (logprobs * upstream[0]).sum() + ((entropies * upstream[1]).sum() if entropy else 0)
+        return [logprobs, entropies, *torch.autograd.grad(loss, own)]
+
+    for ours, expected in zip(outputs(True), outputs(False), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_a_head_that_is_run_by_the_models_own_code_gives_the_same(monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    hidden, weight, targets, upstream = torch.randn(37, 8), torch.randn(V, 8), torch.randint(V, (37,)), torch.randn(37)
+    temperatures = torch.linspace(0.5, 2, 37)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 5 * 4 * V)
+    found = []
+    for kept_bytes in (2**20, 0):
+        monkeypatch.setattr(module, "KEPT_BYTES", kept_bytes)
+        for ours in (True, False):
+            h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+            if ours:
+                logprobs, entropies = head_logprobs(h, w, None, targets, temperatures)
+            else:
+                logprobs, entropies = logprobs_of_any_head(lambda x, w=w: x @ w.T, h, targets, temperatures, False)
+            assert entropies is not None
+            found.append([logprobs, entropies.detach(), *torch.autograd.grad(logprobs, (h, w), upstream)])
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], atol=1e-5, rtol=1e-5)
+
+
+def test_no_tokens_have_no_logprobs_and_a_gradient_of_zero():
+    hidden, weight = torch.zeros(0, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+    logprobs, entropies = head_logprobs(hidden, weight, None, torch.zeros(0, dtype=torch.long), None, entropy=True)
+    assert entropies is not None and logprobs.shape == entropies.shape == (0,)
+    (logprobs.sum() + entropies.sum()).backward()
+    assert weight.grad is not None and not weight.grad.any()
+
+
+def test_without_gradients_nothing_is_kept_and_a_frozen_head_gets_none():
+    hidden, weight, targets = torch.randn(3, H, requires_grad=True), torch.randn(V, H), torch.tensor([0, 1, V - 1])
+    with torch.no_grad():
+        logprobs, entropies = head_logprobs(hidden, weight, None, targets, None)
+        asked = head_logprobs(hidden, weight, None, targets, None, entropy=True)[1]
+    assert entropies is None and not logprobs.requires_grad
+    expected = plain(hidden, weight, None, targets, None, HeadForm())
+    torch.testing.assert_close((logprobs, asked), expected)
+    head_logprobs(hidden, weight, None, targets, None)[0].sum().backward()
+    assert weight.grad is None and hidden.grad is not None
+
+
+def test_half_precision_is_off_by_the_rounding_of_its_products_alone():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(64, 32).bfloat16().requires_grad_(), torch.randn(V, 32).bfloat16().requires_grad_()
+    targets = torch.randint(V, (64,))
+    logprobs, _ = head_logprobs(hidden, weight, None, targets, None, chunk=7 * 4 * V)
+    exact = [each.detach().double().requires_grad_() for each in (hidden, weight)]
+    expected, _ = plain(exact[0], exact[1], None, targets, None, HeadForm())
+    assert logprobs.dtype == torch.float32 and (logprobs - expected).abs().max() < 0.1
+    logprobs.sum().backward()
+    expected.sum().backward()
+    for ours, right in zip((hidden, weight), exact, strict=True):
+        assert ours.grad is not None and right.grad is not None and ours.grad.dtype == torch.bfloat16
+        assert (ours.grad - right.grad).norm() < 0.01 * right.grad.norm()
+
+
+def test_ranks_that_share_the_vocabulary_give_what_one_rank_gives(tmp_path: Path):
+    run_processes(head_ranks.main, tmp_path, 3)
+    for rank in range(3):
+        found = torch.load(tmp_path / f"rank{rank}.pt")
+        for case in head_ranks.CASES:
+            torch.testing.assert_close(found[case], head_ranks.outputs(case, mesh=None), rtol=1e-9, atol=1e-11)
