@@ -176,11 +176,18 @@ _UNSET: Mapping[signal.Signals, object] = {
 """Signal -> its handler where nobody has set one."""
 
 
+def _is_free(number: signal.Signals) -> bool:
+    """Whether nobody has set a handler. Ray sets one for SIGTERM and leaves it behind when its cluster ends; it would end a later run
+    of the process without a checkpoint."""
+    handler = signal.getsignal(number)
+    return handler is _UNSET[number] or str(getattr(handler, "__module__", "")).split(".")[0] == "ray"
+
+
 @contextmanager
 def _handlers(handlers: Mapping[signal.Signals, Callable[[int, FrameType | None], None]]) -> Iterator[None]:
     """Set handlers where nobody has, for as long as the block lasts; only the main thread may."""
     main = threading.current_thread() is threading.main_thread()
-    free = [number for number in handlers if main and signal.getsignal(number) is _UNSET[number]]
+    free = [number for number in handlers if main and _is_free(number)]
     before = {number: signal.signal(number, handlers[number]) for number in free}
     try:
         yield

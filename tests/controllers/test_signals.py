@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.controllers.signals import signals_deferred
+from weft.controllers.signals import endings_noted, signals_deferred
 
 
 class Ended(Exception):
@@ -54,6 +54,20 @@ def test_what_fails_meanwhile_gives_way_to_the_signal():
     with pytest.raises(Ended), signals_deferred("it is up"):
         signal.raise_signal(signal.SIGTERM)
         raise ValueError("half a cluster")
+
+
+def test_a_handler_that_ray_has_left_behind_gives_way_for_the_time_of_a_run():
+    ray_private = pytest.importorskip("ray._private.utils")
+
+    def of_ray(number: int, frame: object) -> None:
+        raise AssertionError("it would end the process without a checkpoint")
+
+    of_ray.__module__ = "ray._private.node"
+    ray_private.set_sigterm_handler(of_ray)
+    with endings_noted("it ends", of_systems=True) as noted:
+        signal.raise_signal(signal.SIGTERM)
+        assert noted() == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is of_ray
 
 
 CLOSED = """
