@@ -49,6 +49,11 @@ class ModelConfig(Config):
     gradient on every rank), or "layerwise" in every microbatch. "auto": once, below 2 GiB of parameters. Choose "layerwise" where memory
     is short, "once" where it is plenty."""
 
+    offload: Literal["nothing", "moments", "everything"] = "nothing"
+    """What lies in host memory between its uses: nothing; the optimizer's "moments", which visit the device in parts during a step; or
+    "everything", parameters (of frozen models, too), gradients and moments: each layer visits the device while it computes, and the host
+    takes the steps. Choose "moments" where a model fits on its GPUs and AdamW does not, "everything" where the model itself does not."""
+
     def check(self) -> None:
         """Find mistakes that the model's own settings tell of.
 

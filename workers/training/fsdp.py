@@ -36,7 +36,9 @@ from .causal_lm import build_causal_lm, move_buffers
 from .engine import BETAS, Head, ModelConfig, OptimizerConfig, OptimizerStep
 from .lora import Lora
 from .memory import CPU_TOKENS, GPU_TOKENS
+from .mesh_of_one import MeshOfOne
 from .microbatches import Microbatches, tokens_of
+from .offload import MOMENTS, HostMoments
 from .replicated import check_alike
 from .response_model import ResponseModel
 from .sharded_model import ShardedModel
@@ -78,7 +80,9 @@ class FsdpEngine:
         self.bytes_read = 0
         """What this rank read of the model's files."""
         self.device = rank_device(context)
-        self.mesh = join_mesh(context, config.tensor_parallel, self.device)
+        streams = config.offload == "everything" and context.world_size == 1
+        self._alone = MeshOfOne(self.device) if streams else None
+        self.mesh = self._alone.mesh if self._alone else join_mesh(context, config.tensor_parallel, self.device)
         self.microbatch_tokens = config.microbatch_tokens or (GPU_TOKENS if self.device.type == "cuda" else CPU_TOKENS)
         self.head: Head = head
         self.model, self._sharded = self._load(optimizer is not None, lora, activation_checkpointing)
@@ -121,15 +125,13 @@ class FsdpEngine:
                 continue
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None  # one operation takes one mesh
             groups.setdefault((parameter.ndim > 1, mesh), []).append(parameter)
-        return torch.optim.AdamW(
-            [
-                {"params": parameters, "weight_decay": config.weight_decay if cast(Any, key)[0] else 0.0}
-                for key, parameters in groups.items()
-            ],
-            lr=config.learning_rate,
-            betas=BETAS,
-            fused=True,
-        )
+        kinds = [
+            {"params": parameters, "weight_decay": config.weight_decay if cast(Any, key)[0] else 0.0}
+            for key, parameters in groups.items()
+        ]
+        if self.config.offload == "moments":
+            return HostMoments(kinds, self.device, lr=config.learning_rate, betas=BETAS, fused=True)
+        return torch.optim.AdamW(kinds, lr=config.learning_rate, betas=BETAS, fused=True)
 
     @property
     def coordinates(self) -> Coordinates:
@@ -331,6 +333,9 @@ class FsdpEngine:
     def state(self) -> dict[str, Tensor]:
         """Everything that training changes: tensors of the model, and AdamW's state of each parameter (made if there is none yet)."""
         assert self.optimizer is not None
+        zeros = partial(torch.zeros_like, memory_format=torch.preserve_format)
+        if isinstance(self.optimizer, HostMoments):
+            zeros = self.optimizer.host_zeros
         state: dict[str, Tensor] = {}
         for name, tensor in self._sharded.own_tensors().items():
             if self._sharded.adapter is not None and not is_trained(name):
@@ -340,8 +345,8 @@ class FsdpEngine:
                 moments = self.optimizer.state[tensor]
                 if not moments:  # as AdamW makes it at its first step
                     moments["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
-                    moments["exp_avg"] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
-                    moments["exp_avg_sq"] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
+                    for key in MOMENTS:
+                        moments[key] = zeros(tensor)
                 state |= {f"optimizer.{name}.{key}": value for key, value in moments.items()}
         return state
 
@@ -362,10 +367,11 @@ class FsdpEngine:
         self._move(torch.device("cpu"))
 
     def _move(self, device: torch.device) -> None:
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" or self.config.offload == "everything":
             return
         self.model.to(device)
-        for state in self.optimizer.state.values() if self.optimizer is not None else ():
+        on_device = self.optimizer is not None and not isinstance(self.optimizer, HostMoments)
+        for state in self.optimizer.state.values() if self.optimizer is not None and on_device else ():
             for key, value in state.items():
                 if isinstance(value, Tensor):
                     state[key] = value.to(device)
@@ -376,7 +382,9 @@ class FsdpEngine:
             if self._snapshots is not None:
                 self._snapshots.close()
         finally:
-            if self.mesh is not None and dist.is_initialized():
+            if self._alone is not None:
+                self._alone.close()
+            elif self.mesh is not None and dist.is_initialized():
                 dist.destroy_process_group()
 
 

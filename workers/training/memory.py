@@ -137,6 +137,8 @@ def training_memory(
 
 def gathers_once(config: ModelConfig, parameters: int) -> bool:
     """Whether ranks gather all parameters of a model at once, and not layer by layer."""
+    if config.offload == "everything":
+        return False
     return config.gather == "once" or (config.gather == "auto" and FLOAT32 * parameters < GATHER_ONCE_BYTES)
 
 

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ...dataflow.buffer.disk import Disk
@@ -24,6 +23,7 @@ from ...resharding.tensor_receiver import receive_parts
 from ...resharding.weights import Part
 from ..model_folder import find_model_config, read_model_config
 from .adapter import Adapter, is_adapter, is_trained, measured_weight, peft_name, tensor_parallel_plan
+from .causal_lm import move_buffers
 from .checkpoint_names import CheckpointNames
 from .engine import ModelConfig
 from .memory import gathers_once
@@ -31,7 +31,7 @@ from .model_files import write_model
 from .precision import rounded_parameters
 from .response_model import ResponseModel
 from .scalar_head import scalar_settings
-from .sharding import box_of, full_tensor, local_part, offset_of, writes
+from .sharding import box_of, full_tensor, local_part, lying_as, offset_of, writes
 from .stored_weights import Weights
 
 _ONE_UNIT_PARAMETERS = 16_000_000
@@ -68,6 +68,11 @@ class ShardedModel:
         self.gathers_once = self._distribute()
         """Whether parameters are gathered once a step, and not in each microbatch."""
 
+    @property
+    def _on_host(self) -> bool:
+        """Whether parameters lie in host memory between the passes of their layers."""
+        return self.config.offload == "everything" and self.mesh is not None
+
     def _distribute(self) -> bool:
         mesh = self.mesh
         if mesh is None:
@@ -79,16 +84,24 @@ class ShardedModel:
             # Embeddings, norms and the head are the same on all ranks of a replica, and get the same gradient there.
             for layer in layers:
                 parallelize_module(layer, mesh["tp"], tensor_parallel_plan(layer, _TENSOR_PARALLEL_PLAN))
-        precision = MixedPrecisionPolicy()
+        precision, offload = MixedPrecisionPolicy(), OffloadPolicy()
+        if self._on_host:
+            offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         if self.config.dtype == "bfloat16":
             # Inputs stay as they are: the model itself rounds those that it must, and temperatures stay exact.
             precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
             if self.model.scalar_head is not None:  # half precision is too coarse for values
-                fully_shard(self.model.scalar_head, mesh=mesh["dp"], reshard_after_forward=False)
+                fully_shard(
+                    self.model.scalar_head, mesh=mesh["dp"], reshard_after_forward=False, offload_policy=offload
+                )
         units = [] if once and numel < _ONE_UNIT_PARAMETERS else layers
         for layer in units:
-            fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=not once, mp_policy=precision)
-        fully_shard(self.model, mesh=mesh["dp"], reshard_after_forward=False, mp_policy=precision)
+            fully_shard(
+                layer, mesh=mesh["dp"], reshard_after_forward=not once, mp_policy=precision, offload_policy=offload
+            )
+        fully_shard(
+            self.model, mesh=mesh["dp"], reshard_after_forward=False, mp_policy=precision, offload_policy=offload
+        )
         return once
 
     @torch.no_grad()
@@ -102,7 +115,8 @@ class ShardedModel:
         causal_lm = self.model.causal_lm
         filled: dict[Tensor, Tensor] = {}
         for name, tensor in self._empty_tensors().items():
-            part = torch.empty_like(local_part(tensor), device=self.device)
+            on_host = self._on_host and isinstance(tensor, nn.Parameter)
+            part = torch.empty_like(local_part(tensor), device="cpu" if on_host else self.device)
             offset = offset_of(tensor)
             if part.numel():
                 full = made.get(name)
@@ -120,7 +134,8 @@ class ShardedModel:
             held: dict[str, Any]
             for held in (module._parameters, module._buffers):
                 held |= {key: whole[tensor] for key, tensor in held.items() if tensor in whole}
-        self.model.to(self.device)  # buffers; and FSDP takes note of its parameters
+        self.model.to("cpu" if self._on_host else self.device)  # FSDP takes note of its parameters
+        move_buffers(causal_lm, self.device)
         causal_lm._weight_conversions = weights.conversions
 
     def _empty_tensors(self) -> dict[str, Tensor]:
@@ -130,7 +145,7 @@ class ShardedModel:
         """The full tensor of this name in the model without its adapter; gathered, by all ranks together, where it lies on several."""
         own = self.own_tensors()
         path, _, last = name.rpartition(".")
-        return full_tensor(own[name if name in own else f"{path}.base_layer.{last}"])
+        return full_tensor(own[name if name in own else f"{path}.base_layer.{last}"]).to(self.device)
 
     # Passes
 
@@ -303,7 +318,5 @@ class ShardedModel:
 
 def _whole(tensor: Tensor, part: Tensor) -> Tensor:
     """A tensor like an empty one, of which this rank holds this part."""
-    if isinstance(tensor, DTensor):
-        spec = tensor.device_mesh, tensor.placements
-        part = DTensor.from_local(part, *spec, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    part = lying_as(tensor, part)
     return nn.Parameter(part, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else part

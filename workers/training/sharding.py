@@ -55,6 +55,11 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def lying_as(tensor: Tensor, part: Tensor) -> Tensor:
+    """A tensor of which this rank has this part, and which lies over the ranks as another one does; on the part's device."""
+    return DTensor(part, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else part  # pyright: ignore
+
+
 def offset_of(tensor: Tensor) -> list[int]:
     """Where this rank's part begins in the full tensor, for each dimension."""
     if isinstance(tensor, DTensor):

@@ -81,6 +81,11 @@ def test_activation_checkpointing_changes_no_gradient(tiny_model: Path, rows: Ba
 SPLITS = {
     "two ranks": ([list(range(0, 23, 2)), list(range(1, 23, 2))], {}),
     "two ranks, layer by layer": ([list(range(20)), [20, 21, 22]], {"gather": "layerwise", "microbatch_tokens": 60}),
+    "two ranks, from host memory": (
+        [list(range(20)), [20, 21, 22]],
+        {"offload": "everything", "microbatch_tokens": 60},
+    ),
+    "two ranks, moments on the host": ([list(range(20)), [20, 21, 22]], {"offload": "moments"}),
     "two ranks, one without rows": ([list(range(23)), []], {"microbatch_tokens": 100}),
     "four ranks, one without rows": ([[22, 3], list(range(3)), [], list(range(4, 22))], {"microbatch_tokens": 50}),
 }

@@ -1,0 +1,114 @@
+"""Offload: moments of AdamW that lie in host memory, and are on the device only while their parameters are updated.
+
+Parameters that lie in host memory, too (`ModelConfig.offload="everything"`), are FSDP2's own: it brings a layer to the device before it
+runs, while the layer before it computes, and takes gradients back. Their moments are updated where they lie, by the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .sharding import local_part, lying_as
+
+PART_BYTES = 256 << 20
+"""Bytes of moments that are brought to a device at once; two such parts are there at any time."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class HostMoments(torch.optim.AdamW):
+    """AdamW with its moments in host memory, pinned where the device is a GPU. A step updates the parameters part by part; the moments
+    of the next part arrive, and those of the last one leave, while one is computed. The numbers are those of AdamW.
+
+    Args:
+        groups, settings: of `torch.optim.AdamW`.
+        device: of the parameters. On a CPU nothing is moved.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], device: torch.device, **settings: Any) -> None:
+        super().__init__(groups, **settings)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._device = device
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        groups = self.param_groups
+        parts = list(_parts(groups))
+        try:
+            arrived = self._bring(parts[0][1]) if parts else None
+            for number, (group, parameters) in enumerate(parts):
+                following = parts[number + 1][1] if number + 1 < len(parts) else []
+                current, arrived = arrived, self._bring(following)
+                if self._stream is not None and current is not None:
+                    torch.cuda.current_stream(self._device).wait_event(current)
+                self.param_groups = [{**group, "params": parameters}]
+                super().step()
+                self._take(parameters)
+        finally:
+            self.param_groups = groups
+            if self._stream is not None:
+                self._stream.synchronize()  # the host may read the moments from now on
+
+    def host_zeros(self, like: Tensor) -> Tensor:
+        """A moment in host memory before the first step.
+
+        Args:
+            like: the parameter.
+        """
+        zeros = torch.zeros_like(local_part(like), device="cpu", memory_format=torch.preserve_format)
+        return lying_as(like, zeros if self._stream is None else zeros.pin_memory())
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _bring(self, parameters: Sequence[nn.Parameter]) -> torch.Event | None:
+        """Begin to copy the moments of these parameters to the device; the event is set when they are there."""
+        if self._stream is None:
+            return None
+        computing = torch.cuda.current_stream(self._device)
+        with self._on_stream():
+            for parameter in parameters:
+                state = self.state[parameter]
+                for key in MOMENTS if state else ():
+                    here = local_part(state[key]).to(self._device, non_blocking=True)
+                    here.record_stream(computing)
+                    state[f"host_{key}"], state[key] = state[key], lying_as(parameter, here)
+        return self._stream.record_event()
+
+    def _take(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Begin to copy the moments of these parameters back."""
+        if self._stream is None:
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with self._on_stream():
+            for parameter in parameters:
+                state = self.state[parameter]
+                for key in MOMENTS if state else ():
+                    host = state.pop(f"host_{key}", None)
+                    host = self.host_zeros(parameter) if host is None else host
+                    there = local_part(state[key])
+                    there.record_stream(self._stream)
+                    local_part(host).copy_(there, non_blocking=True)
+                    state[key] = host
+
+
+def _parts(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[nn.Parameter]]]:
+    """Parameters that are updated together, with their group; those without a gradient are left out."""
+    for group in groups:
+        part: list[nn.Parameter] = []
+        size = 0
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            own = len(MOMENTS) * local_part(parameter).nbytes
+            if part and size + own > PART_BYTES:
+                yield group, part
+                part, size = [], 0
+            part.append(parameter)
+            size += own
+        if part:
+            yield group, part
