@@ -14,7 +14,7 @@ from ..dataflow.takes import TrainingBatch
 from .dispatch import Dispatch
 from .engine_worker import EngineWorker
 from .remote import remote
-from .training.engine import Head, ModelConfig, OptimizerConfig, TrainingEngine
+from .training.engine import Head, ModelConfig, OptimizerConfig, Recomputed, TrainingEngine
 from .training.lora import Lora
 from .training.updates import Updates
 from .worker import Context
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 class TrainedConfig(ModelConfig, OptimizerConfig):
     """A model, how it is sharded, and how it is optimised."""
 
-    activation_checkpointing: bool = False
-    """Compute activations a second time in the backward pass instead of keeping them. Set it where they do not fit into memory; a step is
-    slower by about a third."""
+    activation_checkpointing: Recomputed = False
+    """Compute activations a second time in the backward pass instead of keeping them: True for those of all layers (a step is slower by
+    about a third), a number n for every n-th layer, "elementwise" for all but the outcomes of matrix products and attention, which
+    take the time. Set it where activations do not fit into memory."""
     lora: Lora | None = None
     """Train an adapter (and a scalar head, if there is one) and freeze the model; None: train the model. Set it where gradients and
     moments of the model do not fit."""

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from ...dataflow.errors import WeftError
 from .agreement import Agreement
 from .causal_lm import build_causal_lm
-from .engine import Head
+from .engine import Head, Recomputed
 from .head_logprobs import HeadForm
 from .lora import Lora
 from .packed_attention import NAME, PackedSequences, may_pack
@@ -99,7 +99,7 @@ def pass_bytes(
     trains: bool = True,
     gradients_stay: bool = True,
     lora: Lora | None = None,
-    checkpointing: bool = False,
+    checkpointing: Recomputed = False,
 ) -> int:
     """Largest number of bytes that live in a pass, without parameters; with those of the gradients that it makes, if it trains.
 
@@ -112,12 +112,12 @@ def pass_bytes(
         gradients_stay: gradients of earlier microbatches are there from the beginning.
         lora: the adapter that is trained. Its layers keep their inputs as if they were trained; its own gradients are small, and not
             counted.
-        checkpointing: activations of a layer are computed a second time.
+        checkpointing: activations that are computed a second time.
 
     Raises:
         ValueError: a pass of this model depends on the values of its tensors.
     """
-    skeleton = build_causal_lm(model, folder, head, 0, activation_checkpointing=checkpointing and trains)
+    skeleton = build_causal_lm(model, folder, head, 0, activation_checkpointing=checkpointing if trains else False)
     response = ResponseModel(skeleton.causal_lm, scalar=head != "logprobs").to(getattr(torch, dtype))
     packs = may_pack(skeleton.causal_lm)
     Agreement(packs=packs, attention=NAME if packs else "sdpa", head_form=HeadForm()).put_on(response)

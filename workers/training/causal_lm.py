@@ -12,11 +12,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...dataflow.errors import UserError
 from ..model_folder import refusals_named
-from .engine import SCALAR_HEAD, Head
+from .engine import SCALAR_HEAD, Head, Recomputed
 from .scalar_head import new_scalar_head, put_scalar_head
+
+_PRODUCTS = [
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    )
+    if hasattr(torch.ops.aten, name)
+]  # fmt: skip
+"""What takes the time of a layer."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +44,7 @@ class Skeleton:
 
 
 def build_causal_lm(
-    model: str | Path, folder: Path, head: Head, seed: int, *, activation_checkpointing: bool = False
+    model: str | Path, folder: Path, head: Head, seed: int, *, activation_checkpointing: Recomputed = False
 ) -> Skeleton:
     """The model of a folder, without weights.
 
@@ -40,7 +52,7 @@ def build_causal_lm(
         model: what the user calls it.
         head: with "values" or "rewards" a scalar head takes the place of the model's own.
         seed: of a scalar head that the folder does not have.
-        activation_checkpointing: compute the activations of each layer a second time in the backward pass.
+        activation_checkpointing: which activations are computed a second time in the backward pass.
 
     Raises:
         UserError: `transformers` refuses the model, or to checkpoint its activations.
@@ -59,7 +71,7 @@ def build_causal_lm(
         hidden = causal_lm.get_input_embeddings().weight.shape[1]
         made[SCALAR_HEAD] = new_scalar_head(folder, hidden, seed)
     if activation_checkpointing:
-        _checkpoint_activations(causal_lm)
+        _checkpoint_activations(causal_lm, activation_checkpointing)
     return Skeleton(causal_lm, made, dropped)
 
 
@@ -139,12 +151,25 @@ def _switch_off_dropout(settings: Any) -> None:
             setattr(settings, name, 0.0)
 
 
-def _checkpoint_activations(causal_lm: Any) -> None:
+def _checkpoint_activations(causal_lm: Any, which: Recomputed) -> None:
+    settings: dict[str, Any] = {"use_reentrant": False}
+    if which == "elementwise":
+        settings["context_fn"] = _keep_products
     try:
-        causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+        causal_lm.gradient_checkpointing_enable(settings)
     except ValueError as error:
-        raise UserError(f"activation_checkpointing=True: transformers refuses it ({error})") from error
+        raise UserError(f"activation_checkpointing={which!r}: transformers refuses it ({error})") from error
+    layers = [m for m in causal_lm.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if which not in (True, "elementwise"):
+        for number, layer in enumerate(layers):
+            layer.gradient_checkpointing = number % which == 0
     for module in causal_lm.modules():
         module.training = bool(
             getattr(module, "gradient_checkpointing", False)
         )  # only checkpointing looks at `training`
+
+
+def _keep_products() -> Any:
+    """Keeps what matrix products and attention give, and computes all else a second time (Megatron's selective recomputation keeps and
+    drops the other way round, arXiv:2205.05198: its attention was the cheap part)."""
+    return create_selective_checkpoint_contexts(_PRODUCTS)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -79,6 +79,10 @@ class ModelConfig(Config):
 Head = Literal["logprobs", "values", "rewards"]
 """What a model says of each response token: its log-probability; by a scalar head the value *before* it, which is what a critic
 predicts; or by a scalar head the reward of the sequence up to it, *with* it. A causal model's last reward has seen all."""
+
+Recomputed = bool | Annotated[int, Field(ge=1)] | Literal["elementwise"]
+"""Activations that are computed a second time in the backward pass: none, those of all layers, of every so-many-th layer, or of all but
+matrix products and attention, which take the time."""
 
 SCALAR_HEAD = "score.weight"
 """The weight of a scalar head, [1, hidden], without a bias."""

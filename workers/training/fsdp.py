@@ -33,12 +33,13 @@ from ..worker import Context
 from .adapter import Adapter, is_trained
 from .agreement import find_agreement
 from .causal_lm import build_causal_lm, move_buffers
-from .engine import BETAS, Head, ModelConfig, OptimizerConfig, OptimizerStep
+from .engine import BETAS, Head, ModelConfig, OptimizerConfig, OptimizerStep, Recomputed
 from .lora import Lora
 from .memory import CPU_TOKENS, GPU_TOKENS
 from .mesh_of_one import MeshOfOne
 from .microbatches import Microbatches, tokens_of
 from .offload import MOMENTS, HostMoments
+from .precision import keep_in
 from .replicated import check_alike
 from .response_model import ResponseModel
 from .sharded_model import ShardedModel
@@ -71,7 +72,7 @@ class FsdpEngine:
         *,
         head: Head = "logprobs",
         lora: Lora | None = None,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: Recomputed = False,
         disk: Disk | None = None,
     ) -> None:
         self.config, self.context, self.schedule = config, context, optimizer
@@ -95,7 +96,7 @@ class FsdpEngine:
         self._count = self._loss_total = 0.0
         """Of the rows whose gradients have been accumulated since the last step: what the sum is divided by, and the sum."""
 
-    def _load(self, trained: bool, lora: Lora | None, again: bool) -> tuple[ResponseModel, ShardedModel]:
+    def _load(self, trained: bool, lora: Lora | None, again: Recomputed) -> tuple[ResponseModel, ShardedModel]:
         """The model, sharded before it has values: this rank reads only what it holds."""
         model, context, scalar = self.config.model, self.context, self.head != "logprobs"
         folder = node_folder(model, advance=context.advance)
@@ -105,6 +106,8 @@ class FsdpEngine:
         response = ResponseModel(skeleton.causal_lm, scalar=scalar)
         response.requires_grad_(trained)
         made, adapter = dict(skeleton.made), None
+        if not trained:
+            keep_in(response, getattr(torch, self.config.dtype))
         if lora is not None:
             adapter = Adapter(skeleton.causal_lm, lora, getattr(torch, self.config.dtype), context.seed)
             made |= adapter.made

@@ -1,7 +1,7 @@
 """Memory of a model: how many bytes its weights, gradients and moments take, from its files, without torch.
 
-Parameters, gradients and moments are float32, whatever a pass computes in; with an adapter the model itself is frozen, and of the dtype of
-passes. FSDP shares all of it evenly over the ranks of a group.
+Parameters that are trained, gradients and moments are float32, whatever a pass computes in; a frozen model, also one with an adapter, is of
+the dtype of passes. FSDP shares all of it evenly over the ranks of a group.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ def training_memory(
     whole, width = size.parameters, BYTES[config.dtype]
     adapter = size.adapter(lora) if lora is not None else 0
     trained = (adapter if lora is not None else whole) if trains else 0
-    frozen = width if lora is not None else FLOAT32
+    frozen = width if lora is not None or not trains else FLOAT32
     weights = (whole * frozen + adapter * FLOAT32) // ranks
-    rounds = config.dtype != "float32" and lora is None
+    rounds = config.dtype != "float32" and lora is None and trains
     at_once = (
         whole if gathers_once(config, whole) else min(whole, _embeddings(size) + LAYERS_AT_ONCE * whole // size.layers)
     )

@@ -1,6 +1,7 @@
 """Mixed precision of one process: what FSDP's `MixedPrecisionPolicy` does on several ranks, so that any number of them computes the same.
 
-Parameters are held in float32. For a pass, forward and backward, each stands rounded in its place; gradients arrive in float32.
+Parameters that are trained are held in float32. For a pass, forward and backward, each stands rounded in its place; gradients arrive in
+float32. Frozen models are held in the dtype of their passes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,17 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+
+from .response_model import ResponseModel
+
+
+def keep_in(model: ResponseModel, dtype: torch.dtype) -> None:
+    """Let a model on the meta device have its parameters in another dtype; a scalar head keeps its own, because half precision is too
+    coarse for values."""
+    kept = set(model.scalar_head.parameters()) if model.scalar_head is not None else set[nn.Parameter]()
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter not in kept:
+            parameter.data = parameter.data.to(dtype)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import pytest
 from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
 from weft.dataflow.batch import Batch
 from weft.workers.actor import ActorConfig, ActorWorker
+from weft.workers.reference import ReferenceConfig, ReferenceWorker
 from weft.workers.training.activations import LiveBytes, PassShape, pass_bytes
 from weft.workers.training.lora import Lora
 from weft.workers.training.memory import checkpoint_bytes, model_size, training_memory
@@ -64,11 +65,13 @@ def test_ranks_share_the_state_evenly_and_gather_the_model_for_a_pass(tiny_model
     )
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "again", "lora", "logprobs"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "again", "every second", "elementwise", "lora", "logprobs"])
 def test_a_pass_without_memory_takes_what_a_real_one_takes(tiny_model: Path, kind: str):
     settings: dict[str, Any] = {
         "bfloat16": {"dtype": "bfloat16"},
         "again": {"activation_checkpointing": True},
+        "every second": {"activation_checkpointing": 2},
+        "elementwise": {"activation_checkpointing": "elementwise"},
         "lora": {"lora": Lora(rank=4)},
     }.get(kind, {})
     worker = ActorWorker(ActorConfig(model=str(tiny_model), microbatch_tokens=640, **settings))
@@ -89,10 +92,20 @@ def test_a_pass_without_memory_takes_what_a_real_one_takes(tiny_model: Path, kin
         dtype=settings.get("dtype", "float32"),
         trains=trains,
         lora=settings.get("lora"),
-        checkpointing=kind == "again",
+        checkpointing=settings.get("activation_checkpointing", False),
     )
     rounded = 2 * model_size(tiny_model).parameters if kind == "bfloat16" else 0  # it stands for itself in a plan
     assert abs((planned + rounded) / live.peak - 1) < 0.1, (planned + rounded, live.peak)
+    worker.close()
+
+
+def test_a_frozen_model_is_held_in_the_dtype_of_its_passes(tiny_model: Path):
+    config = ReferenceConfig(model=str(tiny_model), dtype="bfloat16")
+    worker = ReferenceWorker(config)
+    engine: Any = worker.engine
+    planned = training_memory(model_size(tiny_model), config, ranks=1, trains=False, lora=None, saves=False)
+    assert planned.weights == sum(p.nbytes for p in engine.model.parameters())
+    assert planned.gathered == planned.gradients == planned.moments == 0
     worker.close()
 
 

@@ -19,6 +19,7 @@ from weft.dataflow.errors import UserError
 from weft.dataflow.metrics import merge
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.dispatch import Coordinates
+from weft.workers.reference import ReferenceConfig, ReferenceWorker
 from weft.workers.training.engine import OptimizerConfig
 from weft.workers.training.microbatches import check_rows, plan_microbatches, tokens_of
 
@@ -72,10 +73,17 @@ def test_logprobs_are_those_of_a_straight_forward_pass(tiny_model: Path, rows: B
         assert torch.tensor(mine).double().sub(straight).abs().max() < 1e-5
 
 
-def test_activation_checkpointing_changes_no_gradient(tiny_model: Path, rows: Batch):
+@pytest.mark.parametrize("which", [True, 2, "elementwise"])
+def test_activation_checkpointing_changes_no_gradient(tiny_model: Path, rows: Batch, which: Any):
     plain, _ = spmd.one_step(actor(tiny_model), rows)
-    again, _ = spmd.one_step(actor(tiny_model, activation_checkpointing=True), rows)
+    again, _ = spmd.one_step(actor(tiny_model, activation_checkpointing=which), rows)
     assert difference(again, plain) < 1e-6
+
+
+@pytest.mark.parametrize("which", [-1, "products"])
+def test_activation_checkpointing_of_nothing_that_exists_is_refused(which: Any):
+    with pytest.raises(UserError, match="activation_checkpointing"):
+        ActorConfig(model="m", activation_checkpointing=which)
 
 
 SPLITS = {
@@ -211,6 +219,9 @@ def test_bfloat16_computes_near_float32_and_keeps_float32_parameters(tiny_model:
     exact, half = actor(tiny_model), actor(tiny_model, dtype="bfloat16")
     a, b = (worker.logprobs(rows, into="scored").ragged("scored")[0] for worker in (exact, half))
     assert 0 < (a - b).abs().mean() < 0.03
+    frozen = ReferenceWorker(ReferenceConfig(model=tiny_model, dtype="bfloat16"))
+    assert {p.dtype for p in frozen.engine.model.parameters()} == {torch.bfloat16}  # pyright: ignore[reportAttributeAccessIssue]
+    assert torch.equal(frozen.logprobs(rows, into="scored").ragged("scored")[0], b)
     half.update(rows, loss=spmd.LOSS)
     assert {p.dtype for p in half.engine.model.parameters()} == {torch.float32}  # pyright: ignore[reportAttributeAccessIssue]
     assert {t.dtype for _, t in half.engine.named_tensors()} == {torch.bfloat16}
