@@ -236,10 +236,9 @@ def test_the_drivers_bytes_do_not_grow_with_the_batch(under_ray: Done, tmp_path:
     short = under_ray
     with whole_run(tmp_path, "long", Weighing(), length=100_000) as long:
         assert long.metrics[1]["actor/prompt_tokens"] == 2 * 4 * 100_000
-    assert sum(short.tasks) < 90_000 and sum(short.replies) < 90_000
-    assert len(short.tasks) == len(long.tasks) and len(short.replies) == len(long.replies)
-    assert abs(sum(long.tasks) - sum(short.tasks)) < 600, "task sizes differ by a few digits at most"
-    assert abs(sum(long.replies) - sum(short.replies)) < 600
+    # Prompts of one of the long run's messages would be a megabyte. Rows that come at another moment make a message more or less of 2 kB.
+    for sent in (short.tasks, short.replies, long.tasks, long.replies):
+        assert sum(sent) < 90_000 and max(sent) < 20_000
 
 
 def test_a_rank_on_a_pool_without_gpus_sees_none_and_talks_over_its_nodes_interface(under_ray: Done):
