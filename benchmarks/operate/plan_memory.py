@@ -1,4 +1,7 @@
-"""Planned bytes beside those of a real engine: the actor of the example on addition, in four ways, on one rank."""
+"""Planned bytes beside those of a real engine: the actor of the example on addition, in ten ways, on one rank; and its reference.
+
+Of what lies in host memory the pass is not compared: FSDP frees and fills storages in place, which a count of tensors does not see.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,37 @@ PROMPT, RESPONSE, ROWS = 22, 10, 80
 """Tokens of each prompt and response, and rows of an update: two microbatches."""
 
 
-def measure() -> dict[str, float]:
-    """The largest relative error of a number of bytes."""
+def measure(*, quick: bool = False) -> dict[str, float]:
+    """The largest relative error of a number of bytes.
+
+    Args:
+        quick: a small model, and two of the ways.
+    """
     import arithmetic  # pyright: ignore[reportMissingImports]
 
     from weft.workers.training.lora import Lora
 
     errors: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="weft-plan-") as folder:
-        arithmetic.make_model(Path(folder) / "model", seed=0, hidden_size=256)
-        for kind, settings in {
+        arithmetic.make_model(Path(folder) / "model", seed=0, hidden_size=64 if quick else 256)
+        ways: dict[str, dict[str, Any]] = {
             "float32": {},
-            "bfloat16": {"dtype": "bfloat16"},
-            "lora": {"lora": Lora(rank=16)},
-            "activations again": {"activation_checkpointing": True},
-        }.items():
+            "bfloat16, moments on the host": {"dtype": "bfloat16", "offload": "moments"},
+        }
+        if not quick:
+            ways |= {
+                "bfloat16": {"dtype": "bfloat16"},
+                "lora": {"lora": Lora(rank=16)},
+                "bfloat16 lora": {"lora": Lora(rank=16), "dtype": "bfloat16"},
+                "activations again": {"activation_checkpointing": True},
+                "every second layer again": {"activation_checkpointing": 2},
+                "elementwise again": {"activation_checkpointing": "elementwise"},
+                "elementwise again, bfloat16": {"activation_checkpointing": "elementwise", "dtype": "bfloat16"},
+                "everything on the host": {"offload": "everything"},
+            }
+        for kind, settings in ways.items():
             errors |= _errors(Path(folder), kind, settings)
+        errors |= {} if quick else _frozen_errors(Path(folder))
     print("\n".join(f"  {name:<32} {error:7.2%}" for name, error in errors.items()), flush=True)
     return {"plan_memory_error": round(max(errors.values()), 4)}
 
@@ -37,7 +55,7 @@ def _errors(folder: Path, kind: str, settings: dict[str, Any]) -> dict[str, floa
     from weft.algorithms.policy_loss import NegativeLogLikelihood
     from weft.dataflow.batch import Batch
     from weft.workers.actor import ActorConfig, ActorWorker
-    from weft.workers.training.activations import LiveBytes, PassShape, pass_bytes
+    from weft.workers.training.activations import LiveBytes
     from weft.workers.training.memory import checkpoint_bytes, model_size, training_memory
 
     config = ActorConfig(model=str(folder / "model"), microbatch_tokens=ROWS // 2 * (PROMPT + RESPONSE), **settings)
@@ -67,12 +85,37 @@ def _errors(folder: Path, kind: str, settings: dict[str, Any]) -> dict[str, floa
     made = training_memory(size, config, ranks=1, trains=True, lora=config.lora, saves=True)
     planned = {"weights": made.weights, "gradients": made.gradients, "moments": made.moments}
     planned["checkpoint"] = checkpoint_bytes(size, config, config.lora)
-    planned["pass"] = made.gathered + pass_bytes(
-        config.model,
-        folder / "model",
-        PassShape(ROWS // 2, PROMPT + RESPONSE, RESPONSE),
-        dtype=config.dtype,
-        lora=config.lora,
-        checkpointing=config.activation_checkpointing,
+    planned["pass"] = made.gathered + _pass_bytes(
+        config, lora=config.lora, checkpointing=config.activation_checkpointing
     )
+    if config.offload == "everything":
+        del found["pass"]
     return {f"{kind}: {name}": abs(planned[name] / number - 1) for name, number in found.items()}
+
+
+def _frozen_errors(folder: Path) -> dict[str, float]:
+    """Of a reference in bfloat16."""
+    from weft.dataflow.batch import Batch
+    from weft.workers.reference import ReferenceConfig, ReferenceWorker
+    from weft.workers.training.activations import LiveBytes
+    from weft.workers.training.memory import model_size, training_memory
+
+    config = ReferenceConfig(
+        model=str(folder / "model"), microbatch_tokens=ROWS // 2 * (PROMPT + RESPONSE), dtype="bfloat16"
+    )
+    worker = ReferenceWorker(config)
+    engine: Any = worker.engine
+    with LiveBytes([*engine.model.parameters(), *engine.model.buffers()]) as live:
+        engine.logprobs(Batch.of(prompt_ids=[[1] * PROMPT] * ROWS, response_ids=[[4] * RESPONSE] * ROWS))
+    found = {"weights": sum(p.nbytes for p in engine.model.parameters()), "pass": live.peak}
+    worker.close()
+    made = training_memory(model_size(folder / "model"), config, ranks=1, trains=False, lora=None, saves=False)
+    planned = {"weights": made.weights, "pass": made.gathered + _pass_bytes(config, trains=False)}
+    return {f"frozen: {name}": abs(planned[name] / number - 1) for name, number in found.items()}
+
+
+def _pass_bytes(config: Any, **settings: Any) -> int:
+    from weft.workers.training.activations import PassShape, pass_bytes
+
+    shape = PassShape(ROWS // 2, PROMPT + RESPONSE, RESPONSE)
+    return pass_bytes(config.model, Path(config.model), shape, dtype=config.dtype, **settings)

@@ -13,7 +13,7 @@ from ...dataflow.handle import Handle
 from ...workers.model_folder import complete_text_settings, find_model_config, head_dim, num_heads
 from ...workers.reward_model import RewardModelConfig
 from ...workers.training.engine import ModelConfig
-from ...workers.training.memory import BYTES, checkpoint_bytes, model_size, training_memory
+from ...workers.training.memory import BYTES, TrainingMemory, checkpoint_bytes, model_size, training_memory
 from ..placement import Place
 from ..run_spec import RunSpec
 from .resident import HELD_FREE, resident_bytes
@@ -81,13 +81,13 @@ def group_memory(
         return replace(known, on_gpu=False)
     try:
         if isinstance(config, ModelConfig):
-            return _trained(spec, known, config, sizes)
+            return _trained(spec, known, config, sizes, gpu_bytes)
         return _generating(known, config, sizes, gpu_bytes) if hasattr(config, "engine") else known
     except (OSError, ValueError, UserError) as error:
         return replace(known, unknown=str(error))
 
 
-def _trained(spec: RunSpec, known: GroupMemory, config: Any, sizes: StepSizes) -> GroupMemory:
+def _trained(spec: RunSpec, known: GroupMemory, config: Any, sizes: StepSizes, gpu_bytes: int) -> GroupMemory:
     size = model_size(config.model)
     nodes = [n for n in spec.graphs[TRAIN].nodes if n.group == known.group]
     updates = [n for n in nodes if n.operation.updates]
@@ -95,23 +95,39 @@ def _trained(spec: RunSpec, known: GroupMemory, config: Any, sizes: StepSizes) -
     node = next(iter([*updates, *nodes]), None)
     passes = update_sizes(spec, node, sizes) if node is not None else None
     made = training_memory(size, config, ranks=known.ranks, trains=trains, lora=lora, saves=saves)
-    rest = {"weights": made.weights, "moments": made.moments}
-    in_pass = {"gradients": made.gradients, "gathered weights": made.gathered, "gathered gradients": made.exchanged}
+    rest, in_pass, host = placed(made, config, on_gpu=known.on_gpu)
     unknown = ""
     if passes is not None and passes.rows_per_microbatch and sizes.tokens_a_row:
         try:
-            in_pass["activations"] = _activations(known, config, sizes, passes, trains=trains)
+            in_pass["activations"] = _activations(
+                config, sizes, passes, trains=trains, gpu_bytes=gpu_bytes * known.on_gpu
+            )
         except ValueError as error:
             unknown = f"activations: {error}"
     if not known.on_gpu:
         in_pass["heap"] = round(HELD_FREE * sum(in_pass.values()))
     phases = {REST: _present(rest), "update" if trains else "logprobs": _present(in_pass)}
     stored = checkpoint_bytes(size, config, lora) if saves and trains else 0
-    host = _present({"copy for a checkpoint": made.snapshot})
-    return replace(known, phases=phases, on_host=host, checkpoint=stored, unknown=unknown)
+    return replace(known, phases=phases, on_host=_present(host), checkpoint=stored, unknown=unknown)
 
 
-def _activations(known: GroupMemory, config: Any, sizes: StepSizes, passes: UpdateSizes, *, trains: bool) -> int:
+def placed(
+    made: TrainingMemory, config: ModelConfig, *, on_gpu: bool
+) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """What a rank holds at rest, what comes in a pass, and what lies on the host in any case, without activations."""
+    rest = {"weights": made.weights, "moments": made.moments}
+    in_pass = {"gradients": made.gradients, "gathered weights": made.gathered, "gathered gradients": made.exchanged}
+    host = {"copy for a checkpoint": made.snapshot}
+    if on_gpu and config.offload == "moments":
+        host["moments"] = rest.pop("moments")
+        in_pass["visiting moments"] = made.visiting
+    if on_gpu and config.offload == "everything":
+        host |= {**rest, "gradients": in_pass.pop("gradients")}
+        rest = {}
+    return rest, in_pass, host
+
+
+def _activations(config: Any, sizes: StepSizes, passes: UpdateSizes, *, trains: bool, gpu_bytes: int) -> int:
     """Of a microbatch, logits included: what lives in a pass, without gradients."""
     from ...workers.training.activations import PassShape, pass_bytes
 
@@ -130,6 +146,7 @@ def _activations(known: GroupMemory, config: Any, sizes: StepSizes, passes: Upda
         gradients_stay=several,
         lora=lora,
         checkpointing=getattr(config, "activation_checkpointing", False),
+        gpu_bytes=gpu_bytes,
     )
     if not trains or lora is not None:
         return found

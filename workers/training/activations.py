@@ -23,6 +23,7 @@ from .causal_lm import build_causal_lm
 from .engine import Head, Recomputed
 from .head_logprobs import HeadForm
 from .lora import Lora
+from .memory import head_chunk_bytes
 from .packed_attention import NAME, PackedSequences, may_pack
 from .response_model import ResponseModel
 
@@ -100,6 +101,7 @@ def pass_bytes(
     gradients_stay: bool = True,
     lora: Lora | None = None,
     checkpointing: Recomputed = False,
+    gpu_bytes: int = 0,
 ) -> int:
     """Largest number of bytes that live in a pass, without parameters; with those of the gradients that it makes, if it trains.
 
@@ -113,6 +115,7 @@ def pass_bytes(
         lora: the adapter that is trained. Its layers keep their inputs as if they were trained; its own gradients are small, and not
             counted.
         checkpointing: activations that are computed a second time.
+        gpu_bytes: memory of the GPU that it is for, whose chunks of logits are larger; 0: a CPU.
 
     Raises:
         ValueError: a pass of this model depends on the values of its tensors.
@@ -121,6 +124,7 @@ def pass_bytes(
     response = ResponseModel(skeleton.causal_lm, scalar=head != "logprobs").to(getattr(torch, dtype))
     packs = may_pack(skeleton.causal_lm)
     Agreement(packs=packs, attention=NAME if packs else "sdpa", head_form=HeadForm()).put_on(response)
+    response.chunk_bytes = head_chunk_bytes(gpu_bytes)
     response.requires_grad_(trains and lora is None)
     if trains and lora is not None:
         for name, layer in response.backbone.named_modules():

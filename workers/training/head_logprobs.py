@@ -15,11 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .memory import CHUNK_BYTES, GPU_CHUNK_SHARE, KEPT_BYTES
+from .memory import KEPT_BYTES, head_chunk_bytes
 from .sharding import offset_of
 
 _CACHED = 2**17
@@ -257,10 +258,8 @@ class _Chunks:
 
 
 def chunk_bytes(device: torch.device) -> int:
-    """Bytes of logits that are made at once: on a GPU a share of its memory, since short chunks leave it idle."""
-    if device.type != "cuda":
-        return CHUNK_BYTES
-    return max(CHUNK_BYTES, int(GPU_CHUNK_SHARE * torch.cuda.get_device_properties(device).total_memory))
+    """Bytes of logits that are made at once on a device."""
+    return head_chunk_bytes(torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0)
 
 
 def _own_ids(targets: Tensor, shards: _Shards | None) -> Tensor:
@@ -326,8 +325,11 @@ def _differentiate(
 
 
 def _cached_rows(logits: Tensor) -> Iterator[slice]:
-    """Parts of the rows that stay in the cache of a CPU from one operation to the next; all of them on a GPU."""
-    rows = len(logits) if logits.device.type != "cpu" else max(1, _CACHED // logits.shape[1])
+    """Parts of the rows that stay in the cache of a CPU from one operation to the next. On a GPU, and without memory, they are a sixteenth,
+    so that what is made of them is small."""
+    rows = max(1, _CACHED // logits.shape[1])
+    if logits.device.type != "cpu" or isinstance(logits, FakeTensor):
+        rows = -(-len(logits) // 16)
     for start in range(0, len(logits), max(1, rows)):
         yield slice(start, start + rows)
 

@@ -23,6 +23,8 @@ CHUNK_BYTES = 128 << 20
 """Bytes of logits computed at once, at least; on a CPU as many."""
 GPU_CHUNK_SHARE = 1 / 64
 """Of a GPU's memory, for logits computed at once."""
+MOMENTS_BYTES = 256 << 20
+"""Bytes of moments that are brought to a device at once, where they lie in host memory; two such parts are there at any time."""
 KEPT_BYTES = 256 << 20
 """Bytes of logits kept for the backward pass; if there are more, they are computed a second time."""
 LAYERS_AT_ONCE = 4
@@ -75,6 +77,8 @@ class TrainingMemory:
     layers and the embeddings where they are gathered layer by layer."""
     exchanged: int
     """Of an update: as much of the gradients, in float32, and their copy in the exchange, where the rank keeps a part of them."""
+    visiting: int
+    """Of an update: moments that are on the device for a while, where they lie in host memory."""
     snapshot: int
     """On the host, from the first checkpoint on: a copy of what a rank writes of it."""
 
@@ -122,6 +126,7 @@ def training_memory(
     frozen = width if lora is not None or not trains else FLOAT32
     weights = (whole * frozen + adapter * FLOAT32) // ranks
     rounds = config.dtype != "float32" and lora is None and trains
+    sharded = ranks > 1 or config.offload == "everything"
     at_once = (
         whole if gathers_once(config, whole) else min(whole, _embeddings(size) + LAYERS_AT_ONCE * whole // size.layers)
     )
@@ -129,10 +134,20 @@ def training_memory(
         weights=weights,
         gradients=FLOAT32 * trained // ranks,
         moments=2 * FLOAT32 * trained // ranks,
-        gathered=at_once * width if ranks > 1 else whole * width if rounds else 0,
-        exchanged=2 * FLOAT32 * at_once if ranks > 1 and trains and lora is None else 0,
+        gathered=at_once * width if sharded else whole * width if rounds else 0,
+        exchanged=2 * FLOAT32 * at_once if sharded and trains and lora is None else 0,
+        visiting=min(2 * MOMENTS_BYTES, 2 * FLOAT32 * trained // ranks) if config.offload == "moments" else 0,
         snapshot=3 * FLOAT32 * trained // ranks if saves and trains else 0,
     )
+
+
+def head_chunk_bytes(gpu_bytes: int) -> int:
+    """Bytes of logits that are made at once: on a GPU a share of its memory, since short chunks leave it idle.
+
+    Args:
+        gpu_bytes: memory of the GPU; 0 for a CPU.
+    """
+    return max(CHUNK_BYTES, int(GPU_CHUNK_SHARE * gpu_bytes))
 
 
 def gathers_once(config: ModelConfig, parameters: int) -> bool:

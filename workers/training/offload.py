@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .memory import MOMENTS_BYTES
 from .sharding import local_part, lying_as
 
-PART_BYTES = 256 << 20
-"""Bytes of moments that are brought to a device at once; two such parts are there at any time."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -105,7 +104,7 @@ def _parts(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], l
             if parameter.grad is None:
                 continue
             own = len(MOMENTS) * local_part(parameter).nbytes
-            if part and size + own > PART_BYTES:
+            if part and size + own > MOMENTS_BYTES:
                 yield group, part
                 part, size = [], 0
             part.append(parameter)

@@ -11,6 +11,7 @@ from ranks import run_processes
 from torch import Tensor
 
 from weft.workers.training import head_logprobs as module
+from weft.workers.training import memory
 from weft.workers.training.head_logprobs import HeadForm, head_logprobs, logprobs_of_any_head
 
 V, H = 23, 5
@@ -74,7 +75,7 @@ def test_a_head_that_is_run_by_the_models_own_code_gives_the_same(monkeypatch: p
     torch.manual_seed(0)
     hidden, weight, targets, upstream = torch.randn(37, 8), torch.randn(V, 8), torch.randint(V, (37,)), torch.randn(37)
     temperatures = torch.linspace(0.5, 2, 37)
-    monkeypatch.setattr(module, "CHUNK_BYTES", 5 * 4 * V)
+    monkeypatch.setattr(memory, "CHUNK_BYTES", 5 * 4 * V)
     found = []
     for kept_bytes in (2**20, 0):
         monkeypatch.setattr(module, "KEPT_BYTES", kept_bytes)

@@ -67,7 +67,7 @@ def test_a_frozen_model_in_host_memory_says_the_same(tiny_model: Path, rows: Bat
 
 
 def test_moments_are_updated_in_parts(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(offload, "PART_BYTES", 100)
+    monkeypatch.setattr(offload, "MOMENTS_BYTES", 100)
 
     def trained(make: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)
