@@ -13,8 +13,10 @@ from typing import Annotated, Any, TypeAlias
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.staticfiles import StaticFiles
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import FileResponse, Response, StreamingResponse
 
+from ...dataflow.buffer.query_process import end_prepared, prepare
 from ...dataflow.config import Config
 from ...dataflow.errors import NoSuchRunError, UserError, WeftError
 from ..reading.cards import cards, meaning
@@ -45,6 +47,7 @@ def new_app(catalogue: Catalogue, access: Access) -> FastAPI:
     async def life(_: FastAPI):
         yield
         stream.over.set()
+        end_prepared()
 
     app = FastAPI(title="Weft", docs_url=None, redoc_url=None, openapi_url=None, lifespan=life)
     app.add_middleware(Guard, access=access)
@@ -267,8 +270,11 @@ def _add_requests(app: FastAPI, catalogue: Catalogue) -> None:
     """What is asked with a body. A form of another page can send neither JSON nor the header."""
 
     @app.post("/api/sql")
-    def sql(asked: Question) -> Response:
-        return answer(RunPages(catalogue[asked.run]).sql(asked.query))
+    async def sql(asked: Question) -> Response:
+        try:
+            return answer(await run_in_threadpool(lambda: RunPages(catalogue[asked.run]).sql(asked.query)))
+        finally:
+            prepare()  # by the thread of the server, with which that process ends; threads of the pool end earlier
 
     @app.post("/api/stop", dependencies=[Depends(_meant)])
     def stop(asked: AskedRun) -> Response:

@@ -5,15 +5,9 @@ This is `weft buffer sql`. It reads only, also while the run goes on.
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -27,6 +21,7 @@ from .check import read_log
 from .checked_graph import CheckedRow
 from .checker import Checker
 from .history import buffer_folder, history
+from .query_process import ask
 from .run_files import BUFFER, METRICS, PARQUET, SAMPLES, SAMPLES_ARCHIVE, SEGMENTS, TIMELINE, is_run
 from .run_tables import read_metrics, read_parquet, read_timeline
 from .samples import samples as recorded_samples
@@ -38,9 +33,6 @@ TIMEOUT_S = 60.0
 MAX_TIMEOUT_S = 86400.0
 AT_ONCE = 2
 """Queries that one process answers at the same time."""
-GRACE_S = 5.0
-"""Seconds that the process of a query has to end after its time."""
-_PROGRAM = Path(__file__).with_name("sql_process.py")
 _running = threading.BoundedSemaphore(AT_ONCE)
 
 
@@ -89,7 +81,7 @@ def query(
         named = {name: read for name, read in readers.items() if re.search(rf"\b{name}\b", sql, re.IGNORECASE)}
         found = {name: table for name, read in named.items() if (table := read()) is not None and table.num_columns}
         asked = {"sql": sql, "max_rows": max_rows, "timeout_s": timeout_s, "memory_bytes": memory_bytes}
-        said, answer = _asked(asked, found, timeout_s)
+        said, answer = ask(asked, found, timeout_s)
     finally:
         _running.release()
     if "error" in said:
@@ -99,43 +91,6 @@ def query(
     if said["cut"]:
         notes.append(f"the answer has more than {max_rows} rows; the others are left out")
     return answer
-
-
-def _asked(
-    asked: Mapping[str, Any], tables: Mapping[str, pa.Table], timeout_s: float
-) -> tuple[dict[str, Any], pa.Table]:
-    """What the process of a query says of it, and the answer."""
-    path = os.pathsep.join(place for place in sys.path if place)
-    environment = {**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "2"}
-    command = [sys.executable, "-P", str(_PROGRAM)]
-    with subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    ) as process:
-        assert process.stdin is not None and process.stdout is not None
-        late = threading.Timer(timeout_s + GRACE_S, process.kill)
-        try:
-            with suppress(BrokenPipeError), process.stdin as sink:
-                sink.write(json.dumps({**asked, "tables": list(tables)}).encode() + b"\n")
-                for table in tables.values():
-                    with pa.ipc.new_stream(sink, table.schema) as stream:
-                        stream.write_table(table)
-            late.start()
-            line = process.stdout.readline()
-            if line:
-                with suppress(pa.ArrowInvalid):  # it was killed while it printed the answer
-                    return json.loads(line), pa.ipc.open_stream(process.stdout).read_all()
-            process.wait()
-        finally:
-            late.cancel()
-            process.kill()
-    if process.returncode in (-signal.SIGALRM, -signal.SIGKILL):
-        raise UserError(
-            f"the query was stopped after {timeout_s:g} s; ask for less (where ..., limit ...), or allow more time"
-        )
-    raise UserError(
-        f"the query ended its process (exit code {process.returncode}): most likely it takes too much memory; "
-        "ask for less (where ..., limit ...)"
-    )
 
 
 def _tables(run: Path, notes: list[str]) -> dict[str, Callable[[], pa.Table | None]]:

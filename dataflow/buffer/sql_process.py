@@ -1,10 +1,11 @@
-"""The program of the process that answers one query in SQL: `sql.py` starts it, by its path, and ends with it.
+"""The program of the process that answers one query in SQL: `query_process.py` starts it, by its path, and ends it.
 
 DuckDB can be interrupted between two pieces of its work only: neither in a function, nor in the parser or the binder. A process can
 always be killed. This one has an alarm that it never handles, so that the kernel ends it in time, and may take only so much memory.
 
-It reads one line of JSON, and then the tables of the query as Arrow streams; it prints one line of JSON, and then the answer as a
-stream. It imports nothing of Weft.
+It reads one line of JSON, prints an empty one, and reads the tables of the query as Arrow streams; it prints one line of JSON, and then
+the answer as a stream. While it waits for the first line, it ends when the pipe is closed, or after as many seconds as its argument says.
+It imports nothing of Weft.
 """
 
 from __future__ import annotations
@@ -35,10 +36,17 @@ def main() -> None:
     """Answer the query on standard input."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(int(sys.argv[1]))
     with contextlib.suppress(OSError, AttributeError):  # this is no Linux
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     source = sys.stdin.buffer
-    asked = json.loads(source.readline())
+    line = source.readline()
+    if not line:
+        return
+    signal.alarm(0)
+    sys.stdout.buffer.write(b"\n")
+    sys.stdout.buffer.flush()
+    asked = json.loads(line)
     tables = {name: pa.ipc.open_stream(source).read_all() for name in asked["tables"]}
     signal.setitimer(signal.ITIMER_REAL, asked["timeout_s"])
     limits = {} if asked["memory_bytes"] is None else {"memory_limit": f"{asked['memory_bytes']}B"}

@@ -1,0 +1,104 @@
+"""A process that waits for a query takes it at once; one that is gone costs the query nothing but the start of another."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from weft.dataflow.buffer import query_process
+from weft.dataflow.buffer.query_process import QueryProcess, ask, end_prepared, prepare
+
+QUESTION = {"sql": "select max(x) as most from numbers", "max_rows": 10, "timeout_s": 30, "memory_bytes": None}
+TABLES = {"numbers": pa.table({"x": [1, 3, 2]})}
+
+
+@pytest.fixture(autouse=True)
+def none_waits() -> Iterator[None]:
+    end_prepared()
+    yield
+    end_prepared()
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Ids of the processes that are started."""
+    pids: list[int] = []
+
+    class Noted(QueryProcess):
+        def __init__(self) -> None:
+            super().__init__()
+            pids.append(self.pid)
+
+    monkeypatch.setattr(query_process, "QueryProcess", Noted)
+    return pids
+
+
+def is_gone(pid: int) -> bool:
+    """Whether it has ended, read or not by whoever inherited it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_a_query_takes_the_process_that_waits_and_ends_it(started: list[int]):
+    prepare()
+    prepare()
+    assert len(started) == 1, "one waits at most"
+    for number in (1, 2):
+        said, answer = ask(QUESTION, TABLES, 30)
+        assert said == {"cut": False} and answer.to_pydict() == {"most": [3]}
+        assert len(started) == number and is_gone(started[-1])
+
+
+def test_a_process_that_was_killed_while_it_waited_is_replaced(started: list[int]):
+    prepare()
+    os.kill(started[0], signal.SIGKILL)
+    assert ask(QUESTION, TABLES, 30)[1].to_pydict() == {"most": [3]}
+    assert len(started) == 2
+    prepare()
+    os.kill(started[2], signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while len(started) < 4 and time.monotonic() < deadline:  # until its end is seen
+        prepare()
+    assert len(started) == 4
+
+
+def test_a_process_that_nobody_asks_ends_by_itself(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(query_process, "PREPARED_S", 1)
+    waiting = QueryProcess()
+    deadline = time.monotonic() + 30
+    while waiting.is_alive and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not waiting.is_alive
+    assert waiting.ask(QUESTION, TABLES, 30) is None
+
+
+ENDS = """
+import sys
+sys.path[:0] = sys.argv[1:]
+from weft.dataflow.buffer.query_process import QueryProcess
+waiting = QueryProcess()
+print(waiting.pid)
+"""
+
+
+def test_it_ends_with_the_program_that_prepared_it():
+    command = [sys.executable, "-c", ENDS, *sys.path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    pid, deadline = int(done.stdout), time.monotonic() + 30
+    while not is_gone(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert is_gone(pid)
+
+
+def test_nothing_is_prepared_without_duckdb(monkeypatch: pytest.MonkeyPatch, started: list[int]):
+    monkeypatch.setattr(query_process, "find_spec", lambda name: None)
+    prepare()
+    assert not started
