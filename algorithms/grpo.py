@@ -29,11 +29,13 @@ def grpo(
     advantages: Estimator = group_normalized,
     epochs: int = 1,
     minibatches: int = 1,
+    entropies: bool = False,
 ) -> Any:
     """Group-relative policy optimisation (arXiv:2402.03300): n responses to a prompt are each other's baseline.
 
     The actor makes `epochs` passes of `minibatches` steps each. Its own log-probabilities from before the update are computed where
-    the loss needs them, and greedy responses are sampled where the estimator compares with their reward (ReMax).
+    the loss needs them, and greedy responses are sampled where the estimator compares with their reward (ReMax). `entropies` adds the
+    entropy of each token to the samples, from the pass that computes those log-probabilities (it is made for this alone if need be).
     """
     if str(BASELINE_REWARD) in getattr(advantages, "reads", ()):
         prompts = greedy_baselines(prompts, rollout=rollout, reward=reward, sampling=sampling)
@@ -41,7 +43,7 @@ def grpo(
     samples = reward.score(samples)
     if reference:
         samples = reference.logprobs(samples, into=str(REFERENCE_LOGPROBS))
-    if needs_old_logprobs(loss, epochs=epochs, minibatches=minibatches):
-        samples = old_logprobs(samples, actor=actor)
+    if entropies or needs_old_logprobs(loss, epochs=epochs, minibatches=minibatches):
+        samples = old_logprobs(samples, actor=actor, entropies=entropies)
     samples = group_advantages(samples, estimator=advantages)
     return actor.update(samples, loss=loss, epochs=epochs, minibatches=minibatches)

@@ -6,17 +6,24 @@ from typing import Any
 
 from ..dataflow.column import OLD_LOGPROBS
 from .loss import Loss
-from .protocols import Scorer
+from .protocols import Policy
 
 
-def old_logprobs(samples: Any, *, actor: Scorer) -> Any:
+def old_logprobs(samples: Any, *, actor: Policy, entropies: bool = False) -> Any:
     """Adds `old_logprobs`: what the actor itself, and not the generator, says of the samples' tokens before their update. To be
     called inside a `@graph` function, where it is a node.
 
     It costs a forward pass. `PolicyLoss` takes them for a ratio of whole responses and beside a correction that weighs, and
     otherwise with `PolicyLoss(old="old_logprobs")`, as in decoupled PPO (arXiv:2110.00641). `grpo` and `ppo` have this node
     where their loss needs it.
+
+    Args:
+        samples: rows with `prompt_ids` and `response_ids`.
+        actor: the policy.
+        entropies: add `entropies`, too, the entropy of each token's distribution, as a dashboard colours tokens by it.
     """
+    if entropies:
+        return actor.logprobs(samples, into=str(OLD_LOGPROBS), entropies=True)
     return actor.logprobs(samples, into=str(OLD_LOGPROBS))
 
 

@@ -47,6 +47,10 @@ class Trainable(Protocol):
 class Policy(Trainable, Scorer, Protocol):
     """Is trained, and says what it thinks of tokens before it is (`workers/actor.py`)."""
 
+    def logprobs(self, batch: Any, *, into: str, of: str = "response_ids", entropies: bool = False) -> Any:
+        """Adds the column `into`, and with `entropies` the entropy of each token's distribution."""
+        ...
+
 
 class Critic(Trainable, Protocol):
     """Predicts the reward to come, and learns to (`workers/critic.py`)."""

@@ -88,6 +88,13 @@ OLD_LOGPROBS = Column(
     "[L] nats, under the actor before the update",
     "the actor makes it: samples = old_logprobs(samples, actor=actor) (weft.algorithms.old_policy)",
 )
+ENTROPIES = Column(
+    "entropies",
+    ragged(float32),
+    "[L] nats, of the actor's distribution of each token before the update",
+    "the actor makes it beside its log-probabilities: grpo(..., entropies=True), or in a graph of your own "
+    "old_logprobs(samples, actor=actor, entropies=True) (weft.algorithms.old_policy)",
+)
 REFERENCE_LOGPROBS = Column(
     "reference_logprobs",
     ragged(float32),

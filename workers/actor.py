@@ -14,6 +14,7 @@ from ..algorithms.loss import Loss, PackedRows, observed
 from ..algorithms.policy_loss import PolicyLoss
 from ..dataflow.batch import Batch
 from ..dataflow.column import (
+    ENTROPIES,
     OLD_LOGPROBS,
     PROMPT_IDS,
     RESPONSE_IDS,
@@ -72,6 +73,10 @@ class ActorWorker(TrainedWorker):
     def check(cls, config: ActorConfig, nodes: Sequence[Node], source: Source) -> None:
         super().check(config, nodes, source)
         for node in nodes:
+            if not node.arguments.get("adapter", True) and node.arguments.get("entropies"):
+                raise UserError(
+                    f"node {node.name!r}: entropies=True is of the policy that is trained, with its adapter"
+                )
             if not node.arguments.get("adapter", True) and config.lora is None:
                 raise UserError(
                     f"node {node.name!r}: adapter=False, and the actor has none; give it lora=weft.Lora(...)"
@@ -81,15 +86,25 @@ class ActorWorker(TrainedWorker):
         dispatch=Dispatch.SPLIT_BY_DP,
         reads=lambda of: (PROMPT_IDS, of),
         may_read=(TEMPERATURE,),
-        writes=lambda into: (into,),
+        writes=lambda into, entropies: (into, *([str(ENTROPIES)] if entropies else [])),
     )
     def logprobs(
-        self, batch: Batch, *, into: str = str(OLD_LOGPROBS), of: str = str(RESPONSE_IDS), adapter: bool = True
+        self,
+        batch: Batch,
+        *,
+        into: str = str(OLD_LOGPROBS),
+        of: str = str(RESPONSE_IDS),
+        adapter: bool = True,
+        entropies: bool = False,
     ) -> Batch:
         """Log-probability of each token of the responses in the column `of` under the present weights, at the temperature that
-        they were sampled at; without its `adapter`, under the model that it was put on (`weft.adapter_off`)."""
-        found = self.engine.logprobs(batch.with_columns(response_ids=batch[of]), adapter=adapter)
-        return batch.with_columns(**{into: found})
+        they were sampled at; without its `adapter`, under the model that it was put on (`weft.adapter_off`). With `entropies`, the same
+        pass writes the entropy of each token's distribution."""
+        rows = batch.with_columns(response_ids=batch[of])
+        if entropies:
+            logprobs, found, cu_seqlens = self.engine.logprobs_and_entropies(rows)
+            return batch.with_columns(**{into: (logprobs, cu_seqlens), str(ENTROPIES): (found, cu_seqlens)})
+        return batch.with_columns(**{into: self.engine.logprobs(rows, adapter=adapter)})
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,

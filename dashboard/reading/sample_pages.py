@@ -28,6 +28,7 @@ NAMES = {
     "response_versions": "version",
     "response_mask": "mask",
     "old_logprobs": "trainer_logprob",
+    "entropies": "entropy",
     "reference_logprobs": "reference_logprob",
     "values": "value",
     "advantages": "advantage",

@@ -100,6 +100,14 @@ def test_the_old_policy_is_asked_where_the_loss_needs_it(loss: PolicyLoss, steps
         assert graph["actor.update"].arguments["minibatches"] == steps.get("minibatches", 1)
 
 
+def test_entropies_are_written_beside_the_old_policys_log_probabilities():
+    rollout, reward = rollout_and_reward()
+    actor = group(ActorWorker, model="m")
+    prompts = TableSource("prompts", pa.table({"prompt_ids": [[1]]}))
+    graph = grpo(prompts, rollout=rollout, reward=reward, actor=actor, entropies=True)
+    assert graph["actor.logprobs"].writes == ("old_logprobs", "entropies")
+
+
 def test_remax_samples_a_greedy_response_to_each_prompt_first():
     rollout, reward = rollout_and_reward()
     prompts = TableSource("prompts", pa.table({"prompt_ids": [[1]]}))

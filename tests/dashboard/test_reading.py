@@ -104,13 +104,14 @@ def test_gap_and_ratio_follow_from_the_trainers_own_logprobs(tmp_path: Path):
     (run / "samples").mkdir()
     columns = {"sample_id": [1], "group_id": [0], "response_ids": [[5, 6]], "response_mask": [[1, 0]]}
     columns |= {"response_logprobs": [[-1.0, -2.0]], "old_logprobs": [[-0.5, -2.0]]}
+    columns |= {"entropies": [[0.25, 1.5]]}
     with pa.ipc.new_file(
         str(run / "samples" / "train_000001.1.0.arrow"), (table := pa.table(columns)).schema
     ) as writer:
         writer.write_table(table)
     found = client_of(run.parent).get("/api/sample", params={"run": "own", "id": 1}).json()["columns"]
     assert found["gap"] == [0.5, 0] and found["ratio"] == pytest.approx([np.exp(0.5), 1], rel=1e-4)
-    assert found["mask"] == [1, 0] and found["trainer_logprob"] == [-0.5, -2]
+    assert found["mask"] == [1, 0] and found["trainer_logprob"] == [-0.5, -2] and found["entropy"] == [0.25, 1.5]
 
 
 def test_rows_that_two_recorders_wrote_count_once(runs: Path, tmp_path: Path):

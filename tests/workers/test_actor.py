@@ -76,6 +76,20 @@ def test_the_gap_to_the_generator_is_measured_before_the_update(tiny_model: Path
     assert stale["max_staleness"] == 1 and stale["mean_staleness"] == 1
 
 
+def test_entropies_come_with_log_probabilities_and_are_those_of_the_distributions(tiny_model: Path, rows: Batch):
+    rows = rows.with_columns(temperature=np.full(len(rows), 0.7, np.float32))
+    worker = actor(tiny_model, microbatch_tokens=60)
+    scored = worker.logprobs(rows, entropies=True)
+    assert scored["old_logprobs"] == worker.logprobs(rows)["old_logprobs"]
+    model = AutoModelForCausalLM.from_pretrained(tiny_model).double()
+    for row, entropies in zip(rows.to_rows(), scored["entropies"].to_pylist(), strict=True):
+        ids, length = [*row["prompt_ids"], *row["response_ids"]], len(row["response_ids"])
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, len(ids) - length - 1 : -1] / 0.7
+        plain = torch.distributions.Categorical(logits=logits).entropy()
+        assert entropies == pytest.approx(plain.tolist(), abs=1e-4)
+
+
 @pytest.mark.parametrize("general", [False, True], ids=["linear head", "any head"])
 @pytest.mark.parametrize("loss", [LOSS, NegativeLogLikelihood()], ids=["policy", "supervised"])
 def test_the_entropy_of_the_policy_is_watched(tiny_model: Path, rows: Batch, general: bool, loss: Any):

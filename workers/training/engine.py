@@ -173,6 +173,10 @@ class TrainingEngine(Protocol):
         the model that it was put on."""
         ...
 
+    def logprobs_and_entropies(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The same pass with the entropy of each token's distribution: `(values [T], entropies [T] float32 nats, cu_seqlens)`."""
+        ...
+
     def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """The scalar head's output at each response token: `(values [T] float32, cu_seqlens [rows + 1])`."""
         ...

@@ -143,23 +143,34 @@ class FsdpEngine:
     # Log-probabilities and values
 
     def logprobs(self, batch: Batch, *, adapter: bool = True) -> tuple[np.ndarray, np.ndarray]:
-        return self._of_tokens(batch, "log-probabilities", self.head == "logprobs", adapter)
+        (values,), cu_seqlens = self._of_tokens(batch, "log-probabilities", self.head == "logprobs", adapter)
+        return values, cu_seqlens
+
+    def logprobs_and_entropies(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        has_it = self.head == "logprobs"
+        (values, entropies), cu_seqlens = self._of_tokens(batch, "entropies", has_it, entropies=True)
+        return values, entropies, cu_seqlens
 
     def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        return self._of_tokens(batch, "values", self.head != "logprobs")
+        (values,), cu_seqlens = self._of_tokens(batch, "values", self.head != "logprobs")
+        return values, cu_seqlens
 
-    def _of_tokens(self, batch: Batch, what: str, has_it: bool, adapter: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    def _of_tokens(
+        self, batch: Batch, what: str, has_it: bool, adapter: bool = True, entropies: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """([1 or 2, T] float32 figures of the response tokens, the second of them entropies; cu_seqlens)."""
         if not has_it:
             raise RuntimeError(f"this engine was made with head={self.head!r}; it computes no {what}")
         rows = self._rows(batch, ())
         cu_seqlens = rows.response[1]
-        out = np.zeros(int(cu_seqlens[-1]), dtype=np.float32)
+        out = np.zeros((1 + entropies, int(cu_seqlens[-1])), dtype=np.float32)
         plan = self._plan(rows)
         with torch.no_grad(), self._sharded.precision(), nullcontext() if adapter else self._sharded.adapter_off():
             for part in self._sharded.padded_plan(plan, self._sharded.over_replicas(len(plan))):
-                values, _ = self._forward(rows, part)
-                if len(part):
-                    out[tokens_of(cu_seqlens, part)] = values.cpu().numpy()
+                figures = self._forward(rows, part, entropy=entropies)
+                for of_tokens, found in zip(out, figures, strict=False):
+                    if len(part) and found is not None:
+                        of_tokens[tokens_of(cu_seqlens, part)] = found.cpu().numpy()
         self._sharded.reshard()
         return out, cu_seqlens
 
