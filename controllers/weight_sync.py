@@ -56,14 +56,14 @@ class WeightSync:
         self._waiting: set[str] = set()
         """Followers that take weights when their responses are finished."""
 
-        self._times: dict[str, float] = {}
-        """Seconds of transfers since they were asked for last, by the names of metrics."""
+        self._metrics: dict[str, float] = {}
+        """Of transfers since they were asked for last."""
 
-    def take_times(self) -> dict[str, float]:
-        """Seconds of the longest transfer since this was asked last, as metrics: `GROUP/weights_transfer_s`, and `GROUP/weights_pause_s`,
-        the part of it in which the group could do nothing else."""
-        times, self._times = self._times, {}
-        return times
+    def take_metrics(self) -> dict[str, float]:
+        """What transfers were since this was asked last: the longest one's `FOLLOWER/weights_transfer_s`, and `FOLLOWER/weights_pause_s`,
+        the part of it in which the group could do nothing else; and `LEADER/weights_bytes`, the size of a version."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
 
     @property
     def under_way(self) -> bool:
@@ -248,11 +248,13 @@ class WeightSync:
         pause_s = transfer_s if pause is None else pause.value
         for name, seconds in (("weights_transfer_s", transfer_s), ("weights_pause_s", pause_s)):
             key = f"{call.group.name}/{name}"
-            self._times[key] = max(self._times.get(key, 0.0), seconds)
+            self._metrics[key] = max(self._metrics.get(key, 0.0), seconds)
 
     def _finished(self, call: Call, leader: str) -> Iterable[CallRequest]:
         """Everybody has taken a version: compare what each took with what was given."""
         given = reduce(add, call.results)
+        if given.num_bytes:
+            self._metrics[f"{leader}/weights_bytes"] = float(given.num_bytes)
         for receiver, checksum in self._taken.pop(leader):
             if checksum != given.checksum:
                 raise WeightSyncError(

@@ -97,6 +97,13 @@ STEP = Section(
             "a large share of the step: set `double_buffer` where memory allows it",
             is_timed=True,
         ),
+        MetricEntry(
+            "weights_bytes",
+            "bytes",
+            "of a group that others follow: size of a version of the weights, or of its adapter, summed over the ranks that give it",
+            "stays as it is",
+            "changes",
+        ),
         MetricEntry("ranks", "count", "of an elastic group that are up", "all that were asked for", "falls", "group"),
         MetricEntry(
             "replaced_workers",

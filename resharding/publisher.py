@@ -57,6 +57,8 @@ class WeightPublisher:
         self._shadow = Shadow() if deltas else None
         self.sent = Sent()
         """What the last version sent over the network."""
+        self.num_bytes = 0
+        """Of the parts of the last version."""
         self._host = host
         try:
             self._listener = socket.create_server((host or LOOPBACK, 0), family=_family(host))
@@ -102,6 +104,7 @@ class WeightPublisher:
             entries = self._cutter.cut(parts)
         except WeightSyncError as error:
             raise WeightSyncError(f"weights version {version}: {error}") from None
+        self.num_bytes = sum(entry.num_bytes for entry, _ in entries)
         slot_bytes = max((entry.offset + entry.num_bytes for entry, _ in entries), default=0)
         memory = self._memory_of(SLOTS * (-(-slot_bytes // mmap.PAGESIZE) or 1) * mmap.PAGESIZE)
         if (

@@ -79,8 +79,12 @@ class Given:
     checksum: str | None
     """Sum over all elements, as 16 hexadecimal digits (see `checksum.py`); every receiver must arrive at the same. None: nobody took all
     of it."""
+    num_bytes: int
+    """Of all elements, as they travel to a receiver that takes all of them."""
 
     def __add__(self, other: Given) -> Given:
+        num_bytes = self.num_bytes + other.num_bytes
         if self.checksum is None or other.checksum is None:
-            return Given(self.version, None)
-        return Given(self.version, f"{(int(self.checksum, 16) + int(other.checksum, 16)) % CHECKSUM_MODULUS:016x}")
+            return Given(self.version, None, num_bytes)
+        checksum = f"{(int(self.checksum, 16) + int(other.checksum, 16)) % CHECKSUM_MODULUS:016x}"
+        return Given(self.version, checksum, num_bytes)

@@ -176,11 +176,11 @@ class ActorWorker(TrainedWorker):
         from ..resharding.weights import Given
 
         if self._publisher is None:
-            return Given(version, None)
+            return Given(version, None, 0)
         checksum = self._publisher.finish()
         for receiver in self._publisher.lost.values():
             print(f"weights: {receiver}", file=sys.stderr, flush=True)
-        return Given(version, checksum)
+        return Given(version, checksum, self._publisher.num_bytes)
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def compare_canaries(self, canaries: Mapping[str, Canary], version: int) -> None:

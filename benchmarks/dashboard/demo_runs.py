@@ -60,7 +60,8 @@ def train(root: Path, name: str) -> None:
     rollout = weft.group(weft.RolloutWorker, model=model, engine="transformers")
     reward = weft.group(weft.RewardWorker, function=judge, tokenizer=model)
     rollout.follows(actor)
-    graph = grpo(prompts, rollout=rollout, reward=reward, actor=actor, n=8, sampling=weft.Sampling(max_tokens=6))
+    sampling = weft.Sampling(max_tokens=6)
+    graph = grpo(prompts, rollout=rollout, reward=reward, actor=actor, n=8, sampling=sampling, entropies=True)
     greedy = weft.Sampling(max_tokens=6, temperature=0)
     evaluation = weft.Evaluation(
         evaluate(held_out, rollout=rollout, reward=reward, sampling=greedy), every=10, at_start=name != "nothing"

@@ -151,6 +151,7 @@ def _metrics(step: int, steps: int, chance: np.random.Generator) -> dict[str, fl
     row |= {
         "rollout/weights_transfer_s": 0.05,
         "rollout/weights_pause_s": 0.02,
+        "actor/weights_bytes": 5e8,
         "segment_bytes": 1e6,
         "host_free_bytes": 1e10,
     }

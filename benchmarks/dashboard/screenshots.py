@@ -26,6 +26,11 @@ PICTURES = (
     ("graph", 1280, "dark", "graph", "run=live"),
     ("timeline", 1280, "light", "timeline", "run=ahead&t=2~3"),
     ("samples", 1280, "light", "samples", "run=ahead&by=version"),
+    ("buffer", 1280, "light", "buffer", "run=live"),
+    ("workers", 1280, "light", "workers", "run=live"),
+    ("weights", 1280, "dark", "weights", "run=ahead"),
+    ("compare", 1280, "light", "compare", "run=first&with=second"),
+    ("alerts", 1280, "light", "alerts", "run=first"),
     ("phone", 390, "dark", "curves", "run=first"),
 )
 """Name, width, scheme, page, and what is looked at."""

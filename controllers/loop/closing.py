@@ -99,7 +99,7 @@ class Closing:
         row |= self._memory.metrics()
         row |= self._history.failures.metrics()
         row |= {f"{g.name}/ranks": float(len(g.up)) for g in self._parts.groups.values() if g.place.is_elastic}
-        row |= self._parts.weights.take_times()
+        row |= self._parts.weights.take_metrics()
         if pause_s := self._saving.take_pause_s():
             row["checkpoint_pause_s"] = pause_s
         self._closed_at, train.begun = now, True

@@ -46,6 +46,7 @@ class SimulatedWeights:
     """The weights that a simulated leader publishes: a version without tensors."""
 
     version: int
+    num_bytes: int = 0
 
     @property
     def checksum(self) -> str:

@@ -12,7 +12,7 @@ const SHADES = ["--s3", "--s6", "--s5", "--s2", "--s4", "--s7"];
 function waiting(data, { params, set, run }) {
   const columns = [
     { name: "group", title: "Group", n: true, value: (row) => row.group, cell: (row) => h("a", { href: link("samples", { run, group: row.group }) }, count(row.group)) },
-    { name: "for", title: "Waits for", value: (row) => row.for, cell: (row) => line(row.for, 400) },
+    { name: "for", title: "Waits for", wraps: true, value: (row) => row.for, cell: (row) => line(row.for, 400) },
     { name: "age", title: "Age", n: true, value: (row) => row.age_s, cell: (row) => duration(row.age_s) },
     { name: "prompt", title: "Prompt", wide: true, value: (row) => row.prompt, cell: (row) => line(row.prompt, 200) },
   ];

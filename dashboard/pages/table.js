@@ -26,7 +26,7 @@ export function table(columns, rows, { sort, sorts, key, on, label, served }) {
     const title = column.value && sorts ? h("button", { on: { click: () => sorts(next) } }, column.title, arrow) : column.title;
     return h("th", { scope: "col", class: column.n ? "n" : "", "aria-sort": direction }, title || h("span", { class: "hidden-text" }, column.label ?? ""));
   };
-  const cells = (row) => columns.map((column) => h("td", { class: `${column.n ? "n" : ""} ${column.wide ? "wide" : ""}` }, column.cell ? column.cell(row) : (column.value(row) ?? "–")));
+  const cells = (row) => columns.map((column) => h("td", { class: `${column.n ? "n" : ""} ${column.wide ? "wide" : column.wraps ? "wraps" : ""}` }, column.cell ? column.cell(row) : (column.value(row) ?? "–")));
   const body = (sorts && !served ? sorted(columns, rows, sort) : rows).map((row, place) => h("tr", { key: key ? String(key(row)) : String(place), class: on?.(row) ? "on" : "" }, cells(row)));
   return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, h("table", {}, h("thead", {}, h("tr", {}, columns.map(head))), h("tbody", {}, body)));
 }

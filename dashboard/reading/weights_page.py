@@ -28,12 +28,11 @@ def weights_page(
     """
     c, nodes, groups = calls.columns, calls.words("node"), calls.words("group")
     pauses = {edge["to"]: metrics.series(f"{edge['to']}/weights_pause_s") for edge in edges}
+    sizes = {edge["to"]: metrics.series(f"{edge['from']}/weights_bytes") for edge in edges}
     versions: list[dict[str, Any]] = []
     if RECEIVE in nodes:
         for row in np.flatnonzero(c["node"] == nodes.index(RECEIVE))[-MOST:].tolist():
             follower, step = groups[int(c["group"][row])], int(c["step"][row])
-            steps, paused = pauses.get(follower, (np.empty(0), np.empty(0)))
-            at = np.searchsorted(steps, step)
             versions.append(
                 {
                     "version": step,
@@ -43,11 +42,18 @@ def weights_page(
                     "at": None if began_at is None else began_at + float(c["end_s"][row]),
                     "took_s": round(float(c["end_s"][row] - c["start_s"][row]), 6),
                     "transfer_s": round(float(c["worker_s"][row]), 6),
-                    "pause_s": float(paused[at]) if at < len(steps) and steps[at] == step else None,
-                    "bytes": None,
+                    "pause_s": _at(step, pauses.get(follower)),
+                    "bytes": _at(step, sizes.get(follower)),
                 }
             )
     names = [
         name for name in metrics.names if name.endswith(("weights_transfer_s", "weights_pause_s", "changed_share"))
     ]
     return {"edges": [*edges], "versions": versions, "metrics": names, "ranks": []}
+
+
+def _at(step: int, series: tuple[np.ndarray, np.ndarray] | None) -> float | None:
+    """The value of a step; None: it has none."""
+    steps, values = series or (np.empty(0), np.empty(0))
+    at = np.searchsorted(steps, step)
+    return float(values[at]) if at < len(steps) and steps[at] == step else None

@@ -100,15 +100,20 @@ def test_a_version_is_published_and_received_and_then_the_next_may_be():
     assert weights.publish("actor")
 
 
-def test_the_longest_transfer_and_its_pause_are_metrics():
+def test_the_longest_transfer_its_pause_and_its_size_are_metrics():
     weights, _, _ = synced()
     (publish,) = weights.publish("actor")
     (receive,) = over(publish, ToyWeights(0))
     call = receive.call()
     call.take(0, Reply(value=ToyWeights(0).checksum, metrics={"weights_pause_s": Max(0.25)}, done=True, seconds=1.0))
-    receive.then(call)
-    assert weights.take_times() == {"rollout/weights_transfer_s": 1.0, "rollout/weights_pause_s": 0.25}
-    assert weights.take_times() == {}
+    (finish,) = (one for one in receive.then(call) if one.method == "finish_publishing")
+    assert not over(finish, ToyWeights(0))
+    assert weights.take_metrics() == {
+        "rollout/weights_transfer_s": 1.0,
+        "rollout/weights_pause_s": 0.25,
+        "actor/weights_bytes": 8.0,
+    }
+    assert weights.take_metrics() == {}
 
 
 def test_several_followers_take_one_version_together():

@@ -79,6 +79,7 @@ class ToyWeights:
     def __init__(self, version: int) -> None:
         self.version = version
         self.checksum = f"{zlib.crc32(str(version).encode()):08x}"
+        self.num_bytes = 8
 
     def __add__(self, other: ToyWeights) -> ToyWeights:
         return self

@@ -76,7 +76,7 @@ def test_four_processes_move_the_bytes_of_the_plan_and_name_who_was_killed(four:
             pipe.send((weights, None))
         taken = [pipe.recv() for pipe in four.takers]
         given = four.finish()
-        checksum = reduce(add, (Given(version, found) for found, _, _ in given)).checksum
+        checksum = reduce(add, (Given(version, found, 0) for found, _, _ in given)).checksum
         assert [(found, right) for found, right, _ in taken] == [(checksum, True)] * 2
         assert [sum(sent) for _, sent, _ in given] == plan().sent_bytes.tolist()
         assert [sum(came) for _, _, came in taken] == plan().received_bytes.tolist()
@@ -88,7 +88,7 @@ def test_four_processes_move_the_bytes_of_the_plan_and_name_who_was_killed(four:
     checksum, right, _ = four.takers[0].recv()
     assert right
     given = four.finish()
-    assert reduce(add, (Given(3, found) for found, _, _ in given)).checksum == checksum
+    assert reduce(add, (Given(3, found, 0) for found, _, _ in given)).checksum == checksum
     for _, _, lost in given:
         assert "right is gone" in lost["right"] and "buckets of version 3" in lost["right"]
 

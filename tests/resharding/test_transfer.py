@@ -123,7 +123,7 @@ def test_several_ranks_give_to_several_receivers_at_once(way: str, new_publisher
     with ThreadPoolExecutor(3) as threads:
         results = list(threads.map(lambda name: received(weights.to(name)), names))
     assert all(equal(found, tensors()) for found, _ in results)
-    one, two, three = (Given(1, publisher.finish()) for publisher in publishers)
+    one, two, three = (Given(1, publisher.finish(), 0) for publisher in publishers)
     assert {checksum for _, checksum in results} == {(one + two + three).checksum}
     alone = new_publisher()
     _, checksum = received(alone.publish(whole(tensors()), 1))

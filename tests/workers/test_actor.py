@@ -190,6 +190,7 @@ def test_a_reference_follows_the_actor(tiny_model: Path, rows: Batch):
     checksum = reference.receive_weights(weights)
     given = worker.finish_publishing(version=1)
     assert given is not None and given.checksum == checksum
+    assert given.num_bytes == sum(tensor.nbytes for _, tensor in worker.engine.named_tensors())
     assert reference.version == 1 and reference.logprobs(rows, into="x") == mine
     worker.close()
 
