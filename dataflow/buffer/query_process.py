@@ -9,6 +9,7 @@ as long as it waits, and each query takes the one that waits, or a new one.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -158,3 +159,4 @@ class _Waiting:
 
 
 _waiting = _Waiting()
+atexit.register(end_prepared)
