@@ -97,6 +97,8 @@ def check_command(words: list[str]) -> None:
     elif name == "pip":
         named = {extra for group in re.findall(r"\[([\w,]+)\]", " ".join(arguments)) for extra in group.split(",")}
         assert named <= EXTRAS, f"pyproject.toml has no extra {named - EXTRAS}"
+        for lock in arguments[arguments.index("-r") + 1 :] if "-r" in arguments else ():
+            assert (ROOT / lock).is_file(), f"there is no {lock}"
     else:
         assert name in COMMANDS_OF_OTHERS, f"no rule says how to check the command {shlex.join(words)!r}"
 

@@ -138,6 +138,16 @@ def test_the_lock_satisfies_pyproject():
         assert version and requirement.specifier.contains(version), f"{needed}: requirements/cpu.txt has {version}"
 
 
+def test_the_lock_for_cuda_satisfies_pyproject_and_differs_only_where_vllm_does():
+    locked, cpu = locked_versions("cuda.txt"), locked_versions()
+    for needed in PYPROJECT["project"]["dependencies"] + PYPROJECT["project"]["optional-dependencies"]["cuda"]:
+        requirement = Requirement(needed)
+        version = locked.get(canonicalize_name(requirement.name))
+        assert version and requirement.specifier.contains(version), f"{needed}: requirements/cuda.txt has {version}"
+    other = {name for name in locked.keys() & cpu.keys() if locked[name] != cpu[name].removesuffix("+cpu")}
+    assert other <= {"apache-tvm-ffi", "triton"}
+
+
 def test_what_a_job_server_needs_is_locked_beside_the_rest():
     """In a lock of its own: with it, Ray starts more processes on every node."""
     needed = [

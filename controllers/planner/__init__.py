@@ -5,6 +5,7 @@ sizes.py        a step in prompts, rows, tokens, microbatches and optimizer step
 memory.py       what each rank holds in each phase
 resident.py     what a process takes before it holds a tensor: measured constants
 step_time.py    the time of a step, where costs are known
+expected.py     what common models take on common GPUs: the tables of docs/gpu.md
 
 The arithmetic of a trained model is in `workers/training/memory.py`, and what a pass takes is found by `workers/training/activations.py`,
 both beside what they describe.

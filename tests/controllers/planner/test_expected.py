@@ -1,0 +1,56 @@
+"""What to expect of GPUs: which way of training is the first that fits, and the tables of the docs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.controllers.planner import expected as module
+from weft.controllers.planner.expected import ADAPTER, MACHINES, MODELS, WAYS, Machine, expected, first_that_fits, table
+from weft.dataflow.byte_units import GIB
+
+DOCS = Path(__file__).parents[3] / "docs" / "gpu.md"
+MODEL = "Qwen2.5-0.5B"
+PARAMETERS = 494_032_768
+"""Of it, as its card says."""
+
+
+def without_activations(*_: Any) -> int:
+    return 0
+
+
+def test_each_way_takes_less_of_a_gpu_than_the_one_before(monkeypatch: pytest.MonkeyPatch):
+    again: list[Any] = [False, "elementwise", True]
+    monkeypatch.setattr(module, "_activations", lambda _, __, ___, which: (3 - again.index(which)) * GIB)
+    found = [expected(MODEL, Machine(1, 24, 4096), way) for way in WAYS]
+    assert [one.device for one in found] == sorted((one.device for one in found), reverse=True)
+    none, moments, everything = found[0], found[3], found[4]
+    assert none.device == module.OWN_BYTES + 3 * GIB + PARAMETERS * (3 * 4 + 4 + 2)
+    assert moments.host - none.host == 8 * PARAMETERS and everything.host - none.host == 16 * PARAMETERS
+
+
+def test_the_first_way_that_fits_is_taken_and_none_where_none_does(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_activations", without_activations)
+    roomy, tight = (first_that_fits(MODEL, Machine(1, gib, 4096), None) for gib in (24, 9))
+    assert roomy is not None and roomy.settings == {}
+    assert tight is not None and tight.settings["offload"] == "moments"
+    assert first_that_fits(MODEL, Machine(1, 2, 4096), None) is None
+
+
+def test_the_docs_have_a_row_of_each_model_on_each_machine():
+    docs = DOCS.read_text()
+    for machine in MACHINES:
+        title = f"### {machine.gpus} x {machine.gib} GB, passes of {machine.microbatch_tokens:,} tokens\n"
+        part = docs.partition(title)[2].partition("\n###")[0]
+        rows = [line.split(" | ")[:2] for line in part.splitlines() if line.startswith("| ") and "---" not in line]
+        assert rows[1:] == [[f"| {model}", what] for model in MODELS for what in ("all", "adapter")]
+
+
+@pytest.mark.slow
+def test_the_docs_have_what_the_command_says(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "MODELS", {MODEL: MODELS[MODEL]})
+    docs = DOCS.read_text()
+    for machine in MACHINES:
+        for line in table(machine):
+            assert line in docs
+    assert first_that_fits(MODEL, MACHINES[0], ADAPTER) is not None
