@@ -1,4 +1,5 @@
-"""Replicated tensors: embeddings, norms and the head, with their moments, which all tensor-parallel ranks hold alike.
+"""Replicated tensors: norms, and embeddings and head where their rows cannot be shared evenly, with their moments, which all
+tensor-parallel ranks hold alike.
 
 They are never sent between ranks, and stay alike because each rank computes the same. If that ever failed, the ranks would hold different
 models, and no loss would show it; so they are compared at each checkpoint.

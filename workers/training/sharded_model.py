@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ...dataflow.buffer.disk import Disk
@@ -81,9 +82,10 @@ class ShardedModel:
         once = gathers_once(self.config, numel)
         layers = self.model.layers
         if self.config.tensor_parallel > 1:
-            # Embeddings, norms and the head are the same on all ranks of a replica, and get the same gradient there.
+            # Norms are the same on all ranks of a replica, and get the same gradient there.
             for layer in layers:
                 parallelize_module(layer, mesh["tp"], tensor_parallel_plan(layer, _TENSOR_PARALLEL_PLAN))
+            self._split_vocabulary(mesh)
         precision, offload = MixedPrecisionPolicy(), OffloadPolicy()
         if self._on_host:
             offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
@@ -103,6 +105,19 @@ class ShardedModel:
             self.model, mesh=mesh["dp"], reshard_after_forward=False, mp_policy=precision, offload_policy=offload
         )
         return once
+
+    def _split_vocabulary(self, mesh: DeviceMesh) -> None:
+        """Split embeddings and head over token ids, where all ranks get equally many; else they are the same on all ranks of a replica."""
+        causal_lm = self.model.causal_lm
+        embeddings, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
+        if self.model.scalar or embeddings.weight.shape[0] % mesh.size():
+            return
+        tied = head.weight is embeddings.weight
+        parallelize_module(embeddings, mesh["tp"], RowwiseParallel(input_layouts=Replicate()))
+        if tied:
+            head.weight = embeddings.weight
+        else:
+            parallelize_module(head, mesh["tp"], ColwiseParallel())
 
     @torch.no_grad()
     def fill(self, weights: Weights, made: Mapping[str, Tensor]) -> None:

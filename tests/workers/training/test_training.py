@@ -12,7 +12,7 @@ import spmd
 import torch
 from ranks import run_processes
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
@@ -141,6 +141,21 @@ def test_the_gradient_does_not_depend_on_tensor_parallel(
     shares = [part for part in parts for _ in range(2)]
     ranks = check_ranks(tiny_model, rows, tmp_path, shares, {"tensor_parallel": 2, "gather": gather})
     assert [r["coordinates"] for r in ranks] == [Coordinates(dp=d, tp=t) for d in range(replicas) for t in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("tied", "replicas"), [pytest.param(False, 1), *(pytest.param(True, r, marks=pytest.mark.slow) for r in (1, 2))]
+)
+def test_nor_on_a_vocabulary_that_the_ranks_share(
+    tiny_model: Path, rows: Batch, tmp_path: Path, tied: bool, replicas: int
+):
+    """That of `tiny_model` has 97 ids, which no two ranks share evenly, so that each holds all of them."""
+    torch.manual_seed(0)
+    settings = Qwen2Config.from_pretrained(tiny_model, vocab_size=100, tie_word_embeddings=tied)
+    Qwen2ForCausalLM(settings).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    shares = [part for r in range(replicas) for part in [list(range(r, 23, replicas))] * 2]
+    check_ranks(tmp_path / "model", rows, tmp_path, shares, {"tensor_parallel": 2})
 
 
 @pytest.fixture(scope="module")
