@@ -54,6 +54,14 @@ class ModelConfig(Config):
     "everything", parameters (of frozen models, too), gradients and moments: each layer visits the device while it computes, and the host
     takes the steps. Choose "moments" where a model fits on its GPUs and AdamW does not, "everything" where the model itself does not."""
 
+    @model_validator(mode="after")
+    def _gathers_what_is_on_the_host_by_layer(self) -> ModelConfig:
+        if self.offload == "everything" and self.gather == "once":
+            raise ValueError(
+                'offload="everything" gathers each layer for its passes, and gather="once" all of them at once; leave one of them out'
+            )
+        return self
+
     def check(self) -> None:
         """Find mistakes that the model's own settings tell of.
 

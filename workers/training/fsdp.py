@@ -118,7 +118,9 @@ class FsdpEngine:
         del weights, made  # of a model that is read as a whole, these are all its tensors
         move_buffers(plain.causal_lm, self.device)
         tried = ResponseModel(plain.causal_lm, scalar=scalar)
-        find_agreement(tried, sharded.full_base_tensor, by_layer=self.mesh is not None).put_on(response)
+        agreement = find_agreement(tried, sharded.full_base_tensor, by_layer=self.mesh is not None)
+        sharded.check_head(agreement.head_form)
+        agreement.put_on(response)
         return response, sharded
 
     def _make_optimizer(self, config: OptimizerConfig) -> torch.optim.AdamW:

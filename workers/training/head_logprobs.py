@@ -156,7 +156,7 @@ class _HeadLogprobs(torch.autograd.Function):
         ctx.kept = []
         of_hidden, of_weight, of_bias, *_ = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden) if of_hidden else None
-        grad_weight = weight.new_zeros(weight.shape, dtype=chunks.dtype) if of_weight else None
+        grad_weight: Tensor | None = None
         grad_bias = bias.new_zeros(bias.shape, dtype=chunks.dtype) if of_bias else None
         for number, part in enumerate(chunks.parts()):
             logits = chunks.logits(part) if not kept else kept[number]
@@ -167,15 +167,16 @@ class _HeadLogprobs(torch.autograd.Function):
             chunks.through_form(logits, slopes, part)
             if grad_bias is not None:
                 grad_bias += logits.sum(0)
-            chunks.add_gradients(logits, part, grad_hidden, grad_weight)
+            grad_weight = chunks.add_gradients(logits, part, grad_hidden, grad_weight, of_weight=of_weight)
             if kept:
                 kept[number] = None
         if how.shards is not None and grad_hidden is not None:
             total = grad_hidden.to(chunks.dtype)  # summed as one rank would sum it
             dist.all_reduce(total, group=how.shards.group)
             grad_hidden = total.to(hidden.dtype)
-        of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, of_weight, None if grad_bias is None else grad_bias.to(weight.dtype), None, None, None
+        if of_weight:
+            grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None if grad_bias is None else grad_bias.to(weight.dtype), None, None, None
 
 
 class _Chunks:
@@ -231,25 +232,29 @@ class _Chunks:
             gradient *= self.scales[part, None]
 
     def add_gradients(
-        self, gradient: Tensor, part: slice, grad_hidden: Tensor | None, grad_weight: Tensor | None
-    ) -> None:
-        """Write the gradient of these hidden states, and add what these tokens make of the weight's.
+        self, gradient: Tensor, part: slice, grad_hidden: Tensor | None, grad_weight: Tensor | None, *, of_weight: bool
+    ) -> Tensor | None:
+        """Write the gradient of these hidden states, and return that of the weight with what these tokens make of it.
 
         Args:
             gradient: [t, vocabulary] of products.
+            grad_weight: so far, in float32; None for the first chunk.
         """
         hidden = self.hidden[part]
         if hidden.dtype != self.dtype:
             gradient = self._buffer("rounded", len(gradient), hidden.dtype).copy_(gradient)
         if grad_hidden is not None:
             torch.mm(gradient, self.weight, out=grad_hidden[part])
-        if grad_weight is None:
-            return
+        if not of_weight:
+            return None
         if hidden.dtype == self.dtype:
-            grad_weight.addmm_(gradient.T, hidden)
-        else:
-            rounded = self._buffers.setdefault("weight", torch.empty_like(self.weight))
-            grad_weight += torch.mm(gradient.T, hidden, out=rounded)
+            return gradient.T @ hidden if grad_weight is None else grad_weight.addmm_(gradient.T, hidden)
+        if "weight" not in self._buffers:
+            self._buffers["weight"] = torch.empty_like(self.weight)
+        rounded = torch.mm(gradient.T, hidden, out=self._buffers["weight"])
+        if len(hidden) == len(self.hidden):  # the only chunk: nothing is added
+            return rounded
+        return rounded.to(self.dtype) if grad_weight is None else grad_weight.add_(rounded)
 
     def _buffer(self, name: str, rows: int, dtype: torch.dtype) -> Tensor:
         if name not in self._buffers:

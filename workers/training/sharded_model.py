@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ...dataflow.buffer.disk import Disk
+from ...dataflow.errors import UserError
 from ...resharding.box import Box
 from ...resharding.incoming import IncomingWeights
 from ...resharding.tensor_receiver import receive_parts
@@ -27,6 +28,7 @@ from .adapter import Adapter, is_adapter, is_trained, measured_weight, peft_name
 from .causal_lm import move_buffers
 from .checkpoint_names import CheckpointNames
 from .engine import ModelConfig
+from .head_logprobs import HeadForm
 from .memory import gathers_once
 from .model_files import write_model
 from .precision import rounded_parameters
@@ -66,6 +68,7 @@ class ShardedModel:
         adapter: Adapter | None = None,
     ) -> None:
         self.config, self.model, self.mesh, self.device, self.adapter = config, model, mesh, device, adapter
+        self._splits_vocabulary = False
         self.gathers_once = self._distribute()
         """Whether parameters are gathered once a step, and not in each microbatch."""
 
@@ -112,12 +115,25 @@ class ShardedModel:
         embeddings, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
         if self.model.scalar or embeddings.weight.shape[0] % mesh.size():
             return
+        self._splits_vocabulary = True
         tied = head.weight is embeddings.weight
         parallelize_module(embeddings, mesh["tp"], RowwiseParallel(input_layouts=Replicate()))
         if tied:
             head.weight = embeddings.weight
         else:
             parallelize_module(head, mesh["tp"], ColwiseParallel())
+
+    def check_head(self, form: HeadForm | None) -> None:
+        """Check that the head can be computed from the rows that the ranks have of it.
+
+        Raises:
+            UserError: it is split over tensor-parallel ranks, and is more than a matrix.
+        """
+        if self._splits_vocabulary and form is None:
+            raise UserError(
+                f"tensor_parallel={self.config.tensor_parallel} cannot split the head of model {str(self.config.model)!r}: its logits are "
+                "more than the products of hidden states and a matrix"
+            )
 
     @torch.no_grad()
     def fill(self, weights: Weights, made: Mapping[str, Tensor]) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from weft.dataflow.batch import Batch
+from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.reference import ReferenceConfig, ReferenceWorker
 from weft.workers.training import offload
@@ -64,6 +65,11 @@ def test_a_frozen_model_in_host_memory_says_the_same(tiny_model: Path, rows: Bat
         assert all(torch.equal(twice[name], 2 * tensor) for name, tensor in plain.engine.named_tensors())
     finally:
         streamed.close()
+
+
+def test_what_lies_in_host_memory_is_not_gathered_once():
+    with pytest.raises(UserError, match='gather="once" all of them at once'):
+        ReferenceConfig(model="m", offload="everything", gather="once")
 
 
 def test_moments_are_updated_in_parts(monkeypatch: pytest.MonkeyPatch):
