@@ -3,8 +3,9 @@
     parts of a rank      | embed_tokens 80 MB                    | q_proj 2 MB | k_proj 2 MB | ...
     buckets of 16 MB     | rows 0-5461 | rows 5461-10922 | ...   | rest of the rows, q_proj, k_proj, ...
 
-A bucket is a list of entries: a box of a tensor, its dtype, and where its bytes lie in the memory of the bucket. Both sides go through
-the same list, and one bucket after the other uses the same memory. Whatever changes the bytes of an entry on their way (a delta, say)
+A bucket is a list of entries: a box of a tensor, its dtype, and where its bytes lie. Both sides go through the same list. Parts that lie in
+memory that others can map, as they travel (`shared_memory.py`), are read there; all others are copied into the memory of the buckets, which
+one bucket after the other uses. Whatever changes the bytes of an entry on their way (a delta, say)
 does so in two places: where the publisher writes an entry into its bucket (`Transfer._fill`), and where a receiver reads it
 (`IncomingWeights._elements`).
 """
@@ -13,10 +14,12 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import mul
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +27,7 @@ from ..dataflow.errors import WeightSyncError
 from .box import Box
 from .checksum import tensor_factor
 from .layout import Held, Layout, Piece, Place, RankLayout, Where
+from .shared_memory import MemoryPlace, place_of
 from .weights import CHECKSUM_MODULUS, Part
 
 BUCKET_BYTES = 16 << 20
@@ -47,7 +51,9 @@ class Entry:
     bucket: int
     """Number of its bucket."""
     offset: int
-    """In bytes, from the start of the bucket."""
+    """In bytes, from the start of the bucket, or of its memory."""
+    memory: int = 0
+    """0: that of the buckets; else the number, from 1, of a memory in which the elements lie already."""
 
     @property
     def num_bytes(self) -> int:
@@ -55,7 +61,7 @@ class Entry:
         return self.box.numel * getattr(torch, self.dtype).itemsize
 
     def view(self, memory: Any, start: int) -> torch.Tensor:
-        """Its elements in the memory of a bucket that starts there."""
+        """Its elements in the memory of a bucket that starts there, or in the memory in which they lie already, from 0."""
         dtype = getattr(torch, self.dtype)
         if not self.box.numel:
             return torch.empty(self.box.shape, dtype=dtype)
@@ -72,11 +78,11 @@ class Cutter:
 
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
-        self._forms: list[tuple[str, Box, tuple[int, ...], torch.dtype]] = []
+        self._forms: list[_Form] = []
         self._entries: list[tuple[Entry, int, tuple[slice, ...] | None]] = []
         """With the number of the part, and the index that selects the elements from it; None: all of it."""
         self.description = described(())
-        """Of the entries of the last version."""
+        """Of the entries of the last version, and of the memories in which some of them lie."""
 
     def cut(self, parts: Iterable[Part]) -> list[tuple[Entry, torch.Tensor]]:
         """Entries in the order of their buckets, each with its elements. A part that is larger than a bucket is cut into several.
@@ -88,11 +94,13 @@ class Cutter:
             WeightSyncError: a part occurs twice.
         """
         given = list(parts)
-        forms = [(part.name, part.box, part.shape, part.dtype or part.tensor.dtype) for part in given]
+        forms = [_Form.of(part) for part in given]
         if forms != self._forms:
-            self._entries = list(_entries_of(forms, self._bucket_bytes))
+            memories = {(f.place.path, f.place.num_bytes): None for f in forms if f.place is not None}
+            numbers = {memory: number for number, memory in enumerate(memories, 1)}
+            self._entries = list(_entries_of(forms, self._bucket_bytes, numbers))
             self._forms = forms
-            self.description = described(entry for entry, _, _ in self._entries)
+            self.description = described((entry for entry, _, _ in self._entries), memories)
         tensors = [part.tensor.detach() for part in given]
         return [
             (entry, tensors[number] if index is None else tensors[number][index])
@@ -100,12 +108,37 @@ class Cutter:
         ]
 
 
+class _Form(NamedTuple):
+    """A part without its elements."""
+
+    name: str
+    box: Box
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    place: MemoryPlace | None
+    """Where others can read it as it travels."""
+
+    @classmethod
+    def of(cls, part: Part) -> _Form:
+        dtype = part.dtype or part.tensor.dtype
+        place = place_of(part.tensor) if dtype == part.tensor.dtype else None
+        return cls(part.name, part.box, part.shape, dtype, place)
+
+    def offset_of(self, box: Box) -> int:
+        """[bytes] Of the first element of a box, which is contiguous in this part, in the memory in which the part lies."""
+        assert self.place is not None
+        starts = [start - first for start, first in zip(box.starts, self.box.starts, strict=True)]
+        rows = [math.prod(self.box.shape[dim + 1 :]) for dim in range(len(starts))]
+        return self.place.offset + self.dtype.itemsize * sum(map(mul, starts, rows))
+
+
 def _entries_of(
-    forms: Iterable[tuple[str, Box, tuple[int, ...], torch.dtype]], bucket_bytes: int
+    forms: Iterable[_Form], bucket_bytes: int, memories: Mapping[tuple[str, int], int]
 ) -> Iterator[tuple[Entry, int, tuple[slice, ...] | None]]:
     seen: set[tuple[str, Box]] = set()
     bucket = end = 0
-    for number, (name, whole, shape, dtype) in enumerate(forms):
+    for number, form in enumerate(forms):
+        name, whole, shape, dtype, place = form
         if (name, whole) in seen:
             raise WeightSyncError(f"{whole} of tensor {name!r} was published twice")
         seen.add((name, whole))
@@ -113,9 +146,12 @@ def _entries_of(
             num_bytes = box.numel * dtype.itemsize
             if end and _aligned(end) + num_bytes > bucket_bytes:
                 bucket, end = bucket + 1, 0
-            entry = Entry(name, str(dtype).removeprefix("torch."), shape, box, bucket, _aligned(end))
+            start = _aligned(end)
+            memory = 0 if place is None else memories[place.path, place.num_bytes]
+            offset = start if place is None else form.offset_of(box)
+            entry = Entry(name, str(dtype).removeprefix("torch."), shape, box, bucket, offset, memory)
             yield entry, number, None if box == whole else box.within(whole)
-            end = entry.offset + num_bytes
+            end = start + num_bytes
 
 
 def _boxes_of(box: Box, max_elements: int) -> Iterator[Box]:
@@ -141,6 +177,8 @@ class Description:
     """For each tensor, the numbers of its entries: those of its pieces in the layout."""
     buckets: tuple[tuple[int, ...], ...]
     """For each bucket, the numbers of its entries."""
+    memories: tuple[tuple[str, int], ...]
+    """Path and bytes of each memory in which entries lie already."""
 
 
 def checksum_of(entries: Iterable[Entry], sums: Iterable[int]) -> int:
@@ -157,10 +195,10 @@ def checksum_of(entries: Iterable[Entry], sums: Iterable[int]) -> int:
     return sum(found) % CHECKSUM_MODULUS
 
 
-def described(entries: Iterable[Entry]) -> bytes:
-    """Entries as JSON."""
-    fields = [[e.name, e.dtype, e.shape, e.box.starts, e.box.stops, e.bucket, e.offset] for e in entries]
-    return json.dumps(fields, separators=(",", ":")).encode()
+def described(entries: Iterable[Entry], memories: Iterable[tuple[str, int]] = ()) -> bytes:
+    """Entries, and the memories in which some of them lie, as JSON."""
+    fields = [[e.name, e.dtype, e.shape, e.box.starts, e.box.stops, e.bucket, e.offset, e.memory] for e in entries]
+    return json.dumps([fields, [*memories]], separators=(",", ":")).encode()
 
 
 def fingerprint(description: bytes) -> str:
@@ -171,16 +209,19 @@ def fingerprint(description: bytes) -> str:
 @functools.lru_cache(maxsize=64)
 def read_description(description: bytes) -> Description:
     """What `described` has written."""
+    fields, memories = json.loads(description)
     entries = tuple(
-        Entry(name, dtype, tuple(shape), Box(tuple(starts), tuple(stops)), bucket, offset)
-        for name, dtype, shape, starts, stops, bucket, offset in json.loads(description)
+        Entry(name, dtype, tuple(shape), Box(tuple(starts), tuple(stops)), bucket, offset, memory)
+        for name, dtype, shape, starts, stops, bucket, offset, memory in fields
     )
     numbers: dict[str, list[int]] = {}
     buckets: list[list[int]] = [[] for _ in range(1 + max((e.bucket for e in entries), default=-1))]
     for number, entry in enumerate(entries):
         numbers.setdefault(entry.name, []).append(number)
         buckets[entry.bucket].append(number)
-    return Description(entries, numbers, tuple(map(tuple, buckets)))
+    return Description(
+        entries, numbers, tuple(map(tuple, buckets)), tuple((path, num_bytes) for path, num_bytes in memories)
+    )
 
 
 @functools.lru_cache(maxsize=8)

@@ -18,7 +18,7 @@ import json
 import mmap
 import os
 import selectors
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -211,7 +211,7 @@ class _Source:
             self.sums = [0] * len(self.parts.entries)
             self.connection.expect(sum(entry.num_bytes for entry in self.parts.entries))
             if mapped:
-                self._memory = self._map(place["path"], place["num_bytes"], rank.token)
+                self._memory = self._map([(place["path"], place["num_bytes"]), *self.parts.memories], rank.token)
                 self._memory.describe(self.parts)
         except BaseException:
             self.connection.close()
@@ -343,11 +343,11 @@ class _Source:
             reason = f"was silent for {silence_s:.0f} s" if isinstance(error, TimeoutError) else f"is gone ({error})"
             raise WeightSyncError(f"{self.where}: the publisher {reason}, {self.at}") from None
 
-    def _map(self, path: str, num_bytes: int, token: str) -> _Mapped:
+    def _map(self, files: Sequence[tuple[str, int]], token: str) -> _Mapped:
         try:
-            return _mapped(path, num_bytes, token)
+            return _mapped(tuple(files), token)
         except OSError as error:
-            raise WeightSyncError(f"{self.where}: {path} cannot be mapped ({error.strerror})") from None
+            raise WeightSyncError(f"{self.where}: {error.filename} cannot be mapped ({error.strerror})") from None
 
 
 _descriptions: dict[tuple[str, int, str], bytes] = {}
@@ -362,10 +362,11 @@ def _remember(publisher: tuple[str, int, str], description: bytes) -> None:
 
 
 class _Mapped:
-    """The memory of a publisher's buckets, as this process maps it, and the elements of entries in it."""
+    """The memory of a publisher's buckets, and those in which its parameters lie, as this process maps them; and the elements of entries
+    in them."""
 
-    def __init__(self, memory: Any) -> None:
-        self._memory = memory
+    def __init__(self, memories: Sequence[Any]) -> None:
+        self._memories = memories
         self._parts: Description | None = None
         self._elements: dict[int, torch.Tensor] = {}
 
@@ -380,17 +381,23 @@ class _Mapped:
         if number not in self._elements:
             assert self._parts is not None
             entry = self._parts.entries[number]
-            self._elements[number] = entry.view(self._memory, entry.bucket % SLOTS * (len(self._memory) // SLOTS))
+            memory = self._memories[entry.memory]
+            start = 0 if entry.memory else entry.bucket % SLOTS * (len(memory) // SLOTS)
+            self._elements[number] = entry.view(memory, start)
         return self._elements[number]
 
 
 @functools.lru_cache(maxsize=64)
-def _mapped(path: str, num_bytes: int, token: str) -> _Mapped:
-    """The memory of a publisher's buckets, which stays mapped from version to version. The token tells apart publishers that have, one
-    after the other, the same path."""
+def _mapped(files: tuple[tuple[str, int], ...], token: str) -> _Mapped:
+    """The memories of a publisher, which stay mapped from version to version. The token tells apart publishers that have, one after the
+    other, the same paths."""
+    return _Mapped([_map_file(path, num_bytes) for path, num_bytes in files])
+
+
+def _map_file(path: str, num_bytes: int) -> mmap.mmap:
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         # Private rather than read-only: torch wants writable memory, and no receiver may change what others read.
-        return _Mapped(mmap.mmap(file, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+        return mmap.mmap(file, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     finally:
         os.close(file)

@@ -2,9 +2,9 @@
 
     publish ──> receivers come, each takes all buckets (`transfer.py`) ──> finish
 
-Receivers on the same machine map the memory of the buckets; those on others are sent what they want of each (`connection.py`). The
-memory is an anonymous file (`memfd_create`) that others open as `/proc/PID/fd/N`. It has no name in any folder, so nothing is left
-behind when the publisher is killed; it is gone with the last process that has it open.
+Receivers on the same machine map the memory of the buckets, and that in which parameters lie that can be read there
+(`shared_memory.py`); those on others are sent what they want of each (`connection.py`). The memory of the buckets is such an anonymous
+file, too: nothing is left behind when the publisher is killed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _AGAIN_S = 0.05
 class WeightPublisher:
     """Gives versions of a rank's weights away, one at a time. Together the ranks of a group give each element once.
 
-    Memory beyond the model's own: SLOTS buckets.
+    Memory beyond the model's own: SLOTS buckets, or none where all parts are read where they lie.
 
     Args:
         host: address at which receivers on other machines reach this process; empty: there are none.
@@ -105,7 +105,7 @@ class WeightPublisher:
         except WeightSyncError as error:
             raise WeightSyncError(f"weights version {version}: {error}") from None
         self.num_bytes = sum(entry.num_bytes for entry, _ in entries)
-        slot_bytes = max((entry.offset + entry.num_bytes for entry, _ in entries), default=0)
+        slot_bytes = max((entry.offset + entry.num_bytes for entry, _ in entries if not entry.memory), default=0)
         memory = self._memory_of(SLOTS * (-(-slot_bytes // mmap.PAGESIZE) or 1) * mmap.PAGESIZE)
         if (
             version < self._version

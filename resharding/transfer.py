@@ -5,7 +5,8 @@
     pass: for each bucket
       waits until everyone has taken the bucket       waits until the bucket is filled
       whose memory it needs
-      copies the parts into the memory, sums them     tells the receiver, or sends it what it wants
+      copies into the memory what others cannot       tells the receiver, or sends it what it wants
+      read where it lies, sums all parts
                                                       waits until the receiver has taken it
     next pass: whoever came later                     the checksum of all; the receiver's word that it has everything
 
@@ -210,7 +211,8 @@ class Transfer:
         if shadow is not None:
             turn.base = shadow.begin()
         for number, entries in enumerate(self._buckets):
-            if not self._await_taken(members, number + 1 - SLOTS):
+            copies = shadow is not None or any(not self.entries[entry].memory for entry in entries)
+            if not self._await_taken(members, number + 1 - SLOTS if copies else 0):
                 return
             for entry in self._buckets[number - SLOTS] if number >= SLOTS else ():
                 turn.changed.pop(entry, None)
@@ -238,14 +240,19 @@ class Transfer:
             return not self._ended and not all(s.gone for s in members)
 
     def _fill(self, number: int, slot: int) -> int:
-        """Write an entry into its bucket; returns its sum. The elements are cast here."""
-        entry = self.entries[number]
-        target = entry.view(self._memory, slot * self._slot_bytes)
-        copy_elements(target, self._tensors[number])
+        """Write an entry into its bucket, unless it is read where it lies; returns its sum. The elements are cast here."""
+        entry, target = self.entries[number], self._elements(number, slot)
+        if not entry.memory:
+            copy_elements(target, self._tensors[number])
         return box_sum(target, entry.box, entry.shape)
 
+    def _elements(self, number: int, slot: int) -> torch.Tensor:
+        """Those of an entry as they travel."""
+        entry = self.entries[number]
+        return self._tensors[number] if entry.memory else entry.view(self._memory, slot * self._slot_bytes)
+
     def _bits(self, number: int, slot: int) -> np.ndarray:
-        return bits_of(self.entries[number].view(self._memory, slot * self._slot_bytes))
+        return bits_of(self._elements(number, slot))
 
     def _add_up(self, turn: _Pass) -> None:
         total = checksum_of(
@@ -305,7 +312,7 @@ class Transfer:
             for entry, box in session.wants.get(number, ()):
                 changed = turn.changed.get(entry) if turn.base is not None and turn.base == session.base else None
                 assert session.channel is not None
-                self._send(session.channel, self.entries[entry], box, number % SLOTS, changed)
+                self._send(session.channel, entry, box, number % SLOTS, changed)
         with self._condition:
             session.taken = number + 1
             self._condition.notify_all()
@@ -328,9 +335,10 @@ class Transfer:
             if goes_on:
                 session.connection.send(b"P")
 
-    def _send(self, channel: Channel, entry: Entry, box: Box, slot: int, changed: np.ndarray | None) -> None:
+    def _send(self, channel: Channel, number: int, box: Box, slot: int, changed: np.ndarray | None) -> None:
         """Send a box of an entry: where there is a shadow, with a word on its form before it."""
-        bits = bits_of(entry.view(self._memory, slot * self._slot_bytes)[box.within(entry.box)].contiguous())
+        entry = self.entries[number]
+        bits = bits_of(self._elements(number, slot)[box.within(entry.box)].contiguous())
         delta = None
         if changed is not None:
             delta = delta_of(bits, within(changed, entry.box, box))

@@ -64,8 +64,6 @@ class Trainer:
         self._first = rank == 0
         self._worker = ActorWorker(ActorConfig(model=model), Context("actor", rank, RANKS, meeting))
         self._engine: Any = self._worker.engine
-        self._flat = torch.cat([part.tensor.flatten() for part in self._engine.published_parts()])
-        self._target = torch.zeros_like(self._flat)
         self._timed = Timed()
         self._timed.watch("checksums", transfer, "box_sum")
         self._timed.watch("copies", transfer.Transfer, "_fill")
@@ -74,12 +72,6 @@ class Trainer:
         """The weights are others now, as after a step."""
         for part in self._engine.published_parts():
             part.tensor.mul_(1.0001)
-
-    def copy(self) -> tuple[float, float]:
-        """Seconds of a plain copy of as many bytes as this rank holds, to memory that was written before; and of the processor."""
-        start, start_cpu = time.perf_counter(), time.thread_time()
-        self._target.copy_(self._flat)
-        return time.perf_counter() - start, time.thread_time() - start_cpu
 
     def publish(self, version: int) -> Any:
         """Weft's way: the record of a version, which receivers take from here on."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from ...dataflow.buffer.disk import Disk
 from ...dataflow.errors import UserError
 from ...resharding.box import Box
 from ...resharding.incoming import IncomingWeights
+from ...resharding.shared_memory import SharedMemory
 from ...resharding.tensor_receiver import receive_parts
 from ...resharding.weights import Part
 from ..model_folder import find_model_config, read_model_config
@@ -69,6 +70,8 @@ class ShardedModel:
     ) -> None:
         self.config, self.model, self.mesh, self.device, self.adapter = config, model, mesh, device, adapter
         self._splits_vocabulary = False
+        self._memory: SharedMemory | None = None
+        """In which the parts of this rank lie, where others can read them; it must live as long as they do."""
         self.gathers_once = self._distribute()
         """Whether parameters are gathered once a step, and not in each microbatch."""
 
@@ -145,9 +148,14 @@ class ShardedModel:
         """
         causal_lm = self.model.causal_lm
         filled: dict[Tensor, Tensor] = {}
-        for name, tensor in self._empty_tensors().items():
-            on_host = self._on_host and isinstance(tensor, nn.Parameter)
-            part = torch.empty_like(local_part(tensor), device="cpu" if on_host else self.device)
+        empty = self._empty_tensors()
+        memory = self._shared_memory(list(empty.values()))
+        for name, tensor in empty.items():
+            on_host, own = self._on_host and isinstance(tensor, nn.Parameter), local_part(tensor)
+            if memory is None:
+                part = torch.empty_like(own, device="cpu" if on_host else self.device)
+            else:
+                part = memory.empty(own.shape, own.dtype)
             offset = offset_of(tensor)
             if part.numel():
                 full = made.get(name)
@@ -168,6 +176,14 @@ class ShardedModel:
         self.model.to("cpu" if self._on_host else self.device)  # FSDP takes note of its parameters
         move_buffers(causal_lm, self.device)
         causal_lm._weight_conversions = weights.conversions
+
+    def _shared_memory(self, tensors: Sequence[Tensor]) -> SharedMemory | None:
+        """Where the parts of this rank lie on a CPU: receivers of its weights on this machine read them there. None: on a GPU."""
+        if self.device.type != "cpu":
+            return None
+        parts = [local_part(tensor) for tensor in tensors]
+        self._memory = SharedMemory(sum(SharedMemory.room([part.shape], part.dtype) for part in parts))
+        return self._memory
 
     def _empty_tensors(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self.own_tensors().items() if local_part(tensor).is_meta}

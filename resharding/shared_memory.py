@@ -1,0 +1,95 @@
+"""SharedMemory: host memory that other processes of this machine can map. Parameters that lie there are read there, and copied once.
+
+The memory is an anonymous file (`memfd_create`) that others open as `/proc/PID/fd/N`. It has no name in any folder, and no limit but that
+of host memory; it is gone with the last process that has it open or mapped.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+_ALIGNMENT = 64
+"""[bytes] A cache line: each tensor begins on one."""
+
+
+class MemoryPlace(NamedTuple):
+    """Where a tensor begins in memory that other processes can map."""
+
+    path: str
+    """Of the file, for processes of this machine and user."""
+    num_bytes: int
+    """Of the whole file."""
+    offset: int
+    """[bytes] Of the tensor's first element."""
+
+
+class SharedMemory:
+    """Memory for tensors, one after the other. It is freed when neither it nor any of its tensors is there any more.
+
+    Args:
+        num_bytes: of all tensors, each rounded up (`room`).
+
+    >>> memory = SharedMemory(SharedMemory.room([(2, 3)], torch.float32))
+    >>> tensor = memory.empty((2, 3), torch.float32)
+    >>> place = place_of(tensor[1:])
+    >>> place.offset, place.num_bytes
+    (12, 64)
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._file = os.memfd_create("weft-parameters", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._file)
+        self.num_bytes = max(num_bytes, _ALIGNMENT)
+        os.ftruncate(self._file, self.num_bytes)
+        self._memory = mmap.mmap(self._file, self.num_bytes)
+        self._taken = 0
+        self._start = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        _memories.add(self)
+
+    @staticmethod
+    def room(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> int:
+        """[bytes] What tensors of these shapes take."""
+        return sum(_rounded(torch.Size(shape).numel() * dtype.itemsize) for shape in shapes)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of zeros in this memory, with a storage of its own.
+
+        Raises:
+            ValueError: there is no room left for it.
+        """
+        numel = torch.Size(shape).numel()
+        if not numel:
+            return torch.empty(tuple(shape), dtype=dtype)
+        begin, self._taken = self._taken, self._taken + _rounded(numel * dtype.itemsize)
+        if self._taken > self.num_bytes:
+            raise ValueError(f"a memory of {self.num_bytes} bytes has no room for {tuple(shape)} of {dtype}")
+        buffer: Any = self._memory
+        return torch.frombuffer(buffer, dtype=dtype, count=numel, offset=begin).view(tuple(shape))
+
+    def place_at(self, address: int) -> MemoryPlace | None:
+        """Of an address of this process; None: it is not in this memory."""
+        offset = address - self._start
+        if not 0 <= offset < self.num_bytes:
+            return None
+        return MemoryPlace(f"/proc/{os.getpid()}/fd/{self._file}", self.num_bytes, offset)
+
+
+def place_of(tensor: torch.Tensor) -> MemoryPlace | None:
+    """Where a tensor begins in a `SharedMemory` of this process; None: it lies elsewhere, or its elements do not lie in their order."""
+    if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
+        return None
+    address = tensor.data_ptr()
+    return next((place for memory in _memories if (place := memory.place_at(address)) is not None), None)
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+_memories: weakref.WeakSet[SharedMemory] = weakref.WeakSet()

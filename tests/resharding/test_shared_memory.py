@@ -1,0 +1,160 @@
+"""Parts that lie in memory that others can map are read there: nothing is copied into buckets, and what arrives is the same."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from weft.dataflow.errors import WeightSyncError
+from weft.resharding import incoming as receiving
+from weft.resharding.box import Box
+from weft.resharding.incoming import open_weights
+from weft.resharding.plan import Copy
+from weft.resharding.publisher import WeightPublisher
+from weft.resharding.shared_memory import SharedMemory, place_of
+from weft.resharding.tensor_receiver import receive_parts
+from weft.resharding.weights import LOOPBACK, Part, Weights, whole
+
+Tensors = dict[str, torch.Tensor]
+BUCKET = 1024
+SHAPES = {"embed": (33, 70), "norm": (7,), "scalar": (), "deep": (5, 6, 40)}
+
+
+@pytest.fixture
+def memory() -> SharedMemory:
+    return SharedMemory(SharedMemory.room(list(SHAPES.values()), torch.float32))
+
+
+@pytest.fixture
+def shared(memory: SharedMemory) -> Tensors:
+    torch.manual_seed(0)
+    return {name: memory.empty(shape, torch.float32).normal_() for name, shape in SHAPES.items()}
+
+
+@pytest.fixture
+def publisher() -> Iterator[WeightPublisher]:
+    publisher = WeightPublisher(LOOPBACK, BUCKET)
+    yield publisher
+    publisher.close()
+
+
+def received(weights: Weights, like: Tensors) -> tuple[Tensors, str]:
+    found = {name: torch.full_like(tensor, 7) for name, tensor in like.items()}
+    with open_weights(weights) as incoming:
+        return found, receive_parts(incoming, list(whole(found)))
+
+
+def equal(found: Tensors, wanted: Tensors) -> bool:
+    return all(found[n].dtype == wanted[n].dtype and torch.equal(found[n], wanted[n]) for n in wanted)
+
+
+def is_read_in_place(publisher: WeightPublisher, weights: Weights) -> dict[str, bool]:
+    with open_weights(weights) as incoming:
+        (source,) = incoming._sources
+        return {entry.name: bool(entry.memory) for entry in source.parts.entries}
+
+
+def test_version_after_version_is_read_where_it_lies(shared: Tensors, publisher: WeightPublisher) -> None:
+    checksums = set[str]()
+    for version in (1, 2, 3):
+        found, checksum = received(publisher.publish(whole(shared), version), shared)
+        assert equal(found, shared) and publisher.finish() == checksum
+        checksums.add(checksum)
+        for tensor in shared.values():
+            tensor.mul_(1.5)
+    assert len(checksums) == 3
+    assert all(is_read_in_place(publisher, publisher.publish(whole(shared), 4)).values())
+    assert publisher._memory is not None and len(publisher._memory) == 2 * 4096, "no bucket has more than a page"
+
+
+def test_what_is_cast_or_lies_elsewhere_is_copied_and_the_rest_is_not(
+    shared: Tensors, publisher: WeightPublisher
+) -> None:
+    mixed = {**shared, "elsewhere": torch.randn(40, 30), "turned": shared["embed"].t()}
+    parts = [part._replace(dtype=torch.bfloat16 if part.name == "deep" else None) for part in whole(mixed)]
+    found, _ = received(publisher.publish(parts, 1), {**mixed, "deep": mixed["deep"].bfloat16()})
+    assert equal(found, {**mixed, "deep": mixed["deep"].bfloat16()})
+    read = is_read_in_place(publisher, publisher.publish(parts, 2))
+    assert [name for name, in_place in read.items() if in_place] == ["embed", "norm", "scalar"]
+
+
+def test_a_share_of_rows_is_read_where_it_lies_by_a_receiver_of_columns(
+    shared: Tensors, publisher: WeightPublisher
+) -> None:
+    embed = shared["embed"]
+    second = WeightPublisher(LOOPBACK, BUCKET)
+    halves = [
+        Part("embed", (33, 70), Box.along((33, 70), 0, start, stop), embed[start:stop])
+        for start, stop in ((0, 16), (16, 33))
+    ]
+    weights = publisher.publish([halves[0]], 1) + second.publish([halves[1]], 1)
+    found = torch.zeros(33, 30)
+    with open_weights(weights) as incoming:
+        counts = receive_parts(
+            incoming,
+            [Part("embed", (33, 70), Box((0, 40), (33, 70)), found)],
+            sum_over_ranks=lambda sums: sums * 0 + incoming.published_sum("embed"),
+        )
+    assert torch.equal(found, embed[:, 40:]) and counts
+    second.close()
+
+
+def test_a_receiver_on_another_machine_is_sent_the_same(
+    shared: Tensors, publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiving, "this_machine", lambda: "another machine")
+    found, checksum = received(publisher.publish(whole(shared), 1), shared)
+    assert equal(found, shared) and publisher.finish() == checksum
+
+
+def test_new_memory_of_the_same_tensors_is_found(shared: Tensors, publisher: WeightPublisher) -> None:
+    received(publisher.publish(whole(shared), 1), shared)
+    other = SharedMemory(SharedMemory.room(list(SHAPES.values()), torch.float32))
+    moved = {name: other.empty(tensor.shape, tensor.dtype).copy_(2 * tensor) for name, tensor in shared.items()}
+    found, _ = received(publisher.publish(whole(moved), 2), moved)
+    assert equal(found, moved)
+
+
+def test_weights_that_change_while_they_are_read_are_found_out(shared: Tensors, publisher: WeightPublisher) -> None:
+    weights = publisher.publish(whole(shared), 1)
+    with (
+        open_weights(weights) as incoming,
+        pytest.raises(WeightSyncError, match="'embed' did not arrive as it was published"),
+    ):
+        slices = incoming.slices
+
+        def changed(copies: Iterable[tuple[str, Copy]]) -> Iterator[tuple[str, Copy, torch.Tensor]]:
+            for name, copy, elements in slices(copies):
+                shared["embed"].add_(1)
+                yield name, copy, elements
+
+        incoming.slices = changed
+        receive_parts(incoming, list(whole({name: torch.zeros_like(t) for name, t in shared.items()})))
+
+
+def test_a_place_is_that_of_the_first_element_or_of_none(memory: SharedMemory, shared: Tensors) -> None:
+    place = place_of(shared["embed"][2:])
+    assert place is not None and place.num_bytes == memory.num_bytes and place.offset == 2 * 70 * 4
+    with Path(place.path).open("rb") as file:
+        file.seek(place.offset)
+        assert file.read(4) == shared["embed"][2, :1].numpy().tobytes()
+    for tensor in (torch.zeros(4), shared["embed"].t(), shared["embed"][:0]):
+        assert place_of(tensor) is None
+
+
+def test_memory_without_room_says_so_and_is_freed_with_its_tensors() -> None:
+    memory = SharedMemory(64)
+    tensor = memory.empty((16,), torch.float32)
+    with pytest.raises(ValueError, match="no room"):
+        memory.empty((1,), torch.float32)
+    place = place_of(tensor)
+    assert place is not None and os.path.exists(place.path)
+    del memory
+    gc.collect()
+    assert not os.path.exists(place.path) and place_of(tensor) is None, "nobody maps it any more"
+    assert tensor.fill_(3).sum() == 48, "its tensors stay"
