@@ -7,7 +7,7 @@
 |---|---|---|
 | `plan_equals_bound` | whether each rank receives what it needs and its device lacks, for all pairs of layouts; else their share | true |
 | `wire_equals_plan` | whether vLLM reads of each rank's memory the bytes that the plan says | true |
-| `wire_over_memcpy` | seconds that move bytes (once when they are published, once into vLLM) over those of two plain copies | 1.5 |
+| `wire_over_memcpy` | seconds that move bytes (once, from the trainer's parameters into vLLM) over those of one plain copy | 1.5 |
 | `wire_over_memcpy_cpu` | the same of the processor: on the clock, whoever gives and takes at once waits for a core, too | |
 | `speedup_over_object_store` | seconds by gathering the full state for Ray's object store and `load_weights`, over Weft's | 3 |
 | `speedup_over_disk` | the same, by safetensors on disk and vLLM's `reload_weights` | 3 |

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ..algorithms.advantages import group_advantages
+from ..dataflow.byte_units import gib
 from ..dataflow.column import RESPONSE_IDS
 from ..dataflow.errors import UserError, nearest
 from ..dataflow.graph import Graph
 from ..dataflow.handle import Handle
 from ..dataflow.metric_names import is_of_group
 from ..dataflow.node import Node
-from .backends.witness.memory import gib
 
 Row = Mapping[str, float]
 """The metrics of a step."""

@@ -93,7 +93,7 @@ STEP = Section(
             "weights_pause_s",
             "s",
             "the part of it in which the group could do nothing else",
-            "below half of it with `double_buffer`",
+            "below half of it with `double_buffer`, the default on a CPU with room",
             "a large share of the step: set `double_buffer` where memory allows it",
             is_timed=True,
         ),

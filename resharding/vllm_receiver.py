@@ -254,6 +254,10 @@ class WeightReport:
         with open_weights(weights, self.rank, self.parallel_config.world_size) as incoming:
             return receive_adapter(self.model_runner.lora_manager, incoming, settings)
 
+    def weft_weight_bytes(self) -> int:
+        """Of this rank's parameters."""
+        return sum(parameter.nbytes for parameter in self.model_runner.model.parameters())
+
     def weft_stage_weights(self, update_info: dict[str, Any]) -> None:
         """Begin to take a version into memory beside the model."""
         engine = self.weight_transfer_engine

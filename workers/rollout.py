@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,6 +38,7 @@ from .generation.engine import GenerationEngine, GenerationRequest, Response
 from .generation.transformers_engine import TransformersEngine
 from .generation.vllm_engine import VllmEngine
 from .node_folder import node_folder
+from .node_memory import node_memory
 from .remote import remote
 from .rollout_config import RolloutConfig, context_at_start
 from .vocabulary import read_vocabulary
@@ -146,16 +148,24 @@ class RolloutWorker(Worker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL, interruptible=True)
     def receive_weights(self, weights: Weights) -> str | Generator[None, None, tuple[str, Metrics]]:
-        """Take over a version that is given away; returns the checksum of what was taken. With `double_buffer`, and where responses are
+        """Take over a version that is given away; returns the checksum of what was taken. With a double buffer, and where responses are
         being sampled, a generator: it yields while the version comes, and returns the metric `weights_pause_s` with the checksum.
 
         Raises:
             WeightSyncError: the bytes are not those that were published, or do not fit the model.
         """
         weights = weights.to(f"{self.context.name}[{self.context.rank}]")
-        if self.config.double_buffer and self._generating:
+        if self._generating and self._doubles:
             return self._stage(weights)
         return self.engine.update_weights(weights)
+
+    @cached_property
+    def _doubles(self) -> bool:
+        """Whether new weights come into memory beside the model."""
+        if self.config.double_buffer is not None:
+            return self.config.double_buffer
+        memory = None if torch.cuda.is_available() else node_memory()
+        return memory is not None and memory.free_bytes >= 2 * self.engine.weight_bytes()
 
     def _stage(self, weights: Weights) -> Generator[None, None, tuple[str, Metrics]]:
         for _ in self.engine.stage_weights(weights):

@@ -52,10 +52,10 @@ class RolloutConfig(VllmSettings):
     seeded: bool = True
     """Give each response its own seed, so that any placement samples the same tokens. Set it to False for about 8 % more tokens from
     vLLM."""
-    double_buffer: bool = False
+    double_buffer: bool | None = None
     """Take new weights into memory of their own while responses are sampled, and only then pause to exchange them. Otherwise they are
-    written as they come, and sampling pauses for all of the transfer. Set it where `weights_pause_s` is a large share of a step and the
-    host has as much memory as the engine's weights take."""
+    written as they come, and sampling pauses for all of the transfer. None: on a CPU whose node has twice the memory that the weights
+    take. Set it to False where transfers that go on beside sampling take too long."""
     retired: ClassVar[Mapping[str, str]] = {
         "vllm": "tensor_parallel=..., max_num_seqs=..., kv_cache_gib=... and the others stand beside it now",
         "transformers": "max_num_seqs=... stands beside it now",

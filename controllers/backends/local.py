@@ -15,6 +15,7 @@ from ...dataflow.buffer.segments import Segment
 from ...dataflow.errors import DeadlineError, Silent
 from ...dataflow.handle import Handle
 from ...dataflow.metric_names import DRIVER
+from ...workers.node_memory import node_memory
 from ...workers.worker import Context, Worker
 from ..bundles import shares_gpus, start_turns
 from ..group import Call, WorkerGroup
@@ -24,7 +25,7 @@ from ..ranks.row_io import DataAccess
 from ..ranks.tasks import Task
 from .backend import Event, Setup, this_node
 from .silence_watch import SilenceWatch
-from .witness.memory import Memory, memory_of, node_memory
+from .witness.memory import Memory, memory_of
 
 REST_S = 0.05
 

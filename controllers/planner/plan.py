@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...dataflow.graph import TRAIN
-from ..backends.witness.memory import node_memory
+from ...workers.node_memory import node_memory
 from ..placement import machine_cpus, machine_gpus
 from ..run_spec import RunSpec
 from ..simulation.calibrate import calibrate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -21,9 +22,11 @@ from weft.dataflow.metrics import Metrics, Sum, merge
 from weft.dataflow.operation import Shape, declaration_of
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import whole
+from weft.workers import rollout as rollouts
 from weft.workers.children import Children
 from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.model_folder import read_model_config, read_stop_tokens
+from weft.workers.node_memory import NodeMemory
 from weft.workers.rollout import RolloutWorker
 from weft.workers.rollout_config import RolloutConfig
 from weft.workers.worker import Context
@@ -199,6 +202,25 @@ def test_with_a_double_buffer_weights_come_while_responses_are_sampled(
     versions, _ = rows_of(steps).ragged("response_versions")
     assert versions.tolist() == [1, 1, 1, 2, 2, 2] * 2
     publisher.close()
+
+
+def test_weights_come_beside_the_model_where_the_node_has_twice_their_memory(
+    worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = 2 * worker.engine.weight_bytes()
+    assert needs > 0
+    for set_to, free, doubles in (
+        (None, needs, True),
+        (None, needs - 1, False),
+        (True, 0, True),
+        (False, needs, False),
+    ):
+        monkeypatch.setattr(rollouts, "node_memory", lambda free=free: NodeMemory(0, free, "the machine"))
+        fresh = copy.copy(worker)
+        fresh.config = worker.config.model_copy(update={"double_buffer": set_to})
+        assert fresh._doubles is doubles
+    monkeypatch.setattr(rollouts, "node_memory", lambda: None)
+    assert copy.copy(worker)._doubles is False, "of a node that says nothing nothing is known"
 
 
 def test_greedy_rows_say_that_their_logprobs_are_undivided(worker: RolloutWorker) -> None:

@@ -69,6 +69,10 @@ class GenerationEngine(Protocol):
         """
         ...
 
+    def weight_bytes(self) -> int:
+        """Of its model's weights, on all ranks of the engine."""
+        ...
+
     def stage_weights(self, weights: Weights) -> Iterator[None]:
         """Take a version into memory beside the model while requests go on, so that `update_weights` has only to exchange it. Yields until
         it has come; an engine that cannot do so yields nothing.

@@ -111,6 +111,9 @@ class TransformersEngine:
             if wanted:
                 yield from self._generate(wanted, sampling, given_up)
 
+    def weight_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.model.parameters())
+
     def stage_weights(self, weights: Weights) -> Iterator[None]:
         """Nothing is staged."""
         yield from ()

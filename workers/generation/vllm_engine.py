@@ -100,6 +100,9 @@ class VllmEngine:
         finally:
             self._abort(waiting)
 
+    def weight_bytes(self) -> int:
+        return sum(self._engine.collective_rpc("weft_weight_bytes"))
+
     def stage_weights(self, weights: Weights) -> Iterator[None]:
         """See `GenerationEngine`. The ranks take the version on threads of their own."""
         from ...resharding.vllm_receiver import to_update_info

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from .memory import cgroup_folders
+from ....workers.node_memory import cgroup_folders
 
 FILES = ("memory.events", "memory.oom_control")
 """Files of a cgroup (versions 2 and 1) that count the processes ended because its memory ran out."""

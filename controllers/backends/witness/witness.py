@@ -9,8 +9,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ....workers.node_memory import node_memory
 from .exit_status import HeldProcess, said_of
-from .memory import Memory, ProcessMemory, course, memory_of, node_memory, object_store
+from .memory import Memory, ProcessMemory, course, memory_of, object_store
 from .out_of_memory import kills, said_by_kernel
 from .stacks import WAIT_S, ask_stacks
 

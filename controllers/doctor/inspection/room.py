@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ....dataflow.byte_units import GIB
-from ...backends.witness.memory import node_memory
+from ....workers.node_memory import node_memory
 from .finding import Finding, fail, ok, warn
 
 ABOUT = "room"

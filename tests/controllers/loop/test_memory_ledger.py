@@ -4,9 +4,10 @@ from pathlib import Path
 
 from toy_runs import drive, training
 
-from weft.controllers.backends.witness.memory import Memory, NodeMemory, ProcessMemory
+from weft.controllers.backends.witness.memory import Memory, ProcessMemory
 from weft.controllers.loop.memory_ledger import memory_metrics
 from weft.dataflow.metric_names import undeclared
+from weft.workers.node_memory import NodeMemory
 
 NODES = {
     "a": Memory(
