@@ -195,16 +195,10 @@ class WeightSync:
         compared = self._compared.setdefault(group.name, set())
         compared -= group.lacking  # a rank that was replaced is another one
         fresh = sorted(set(call.ranks) - call.lost - compared)
-        if not fresh or not self._compares(self._groups[leader], group):
+        if not fresh or not _compares(self._groups[leader], group):
             return self._arrived(call, leader, weights)
         then = partial(self._sampled, received=call, leader=leader, weights=weights)
         return [CallRequest(group, "canary", {}, fresh, then, on_device=True)]
-
-    def _compares(self, leader: WorkerGroup, follower: WorkerGroup) -> bool:
-        """Whether these groups can compare log-probabilities. Groups that take turns on GPUs cannot: each would need them at once."""
-        shared = leader.place.pool.gpus and leader.place.pool == follower.place.pool
-        classes = (leader.handle.worker_class, "compare_canaries"), (follower.handle.worker_class, "canary")
-        return not shared and all(hasattr(worker_class, method) for worker_class, method in classes)
 
     def _sampled(self, call: Call, received: Call, leader: str, weights: Any) -> Iterable[CallRequest]:
         received.lost |= call.lost
@@ -265,3 +259,9 @@ class WeightSync:
         # If it was updated meanwhile, a follower's rank was replaced, or others waited; and if it follows others itself.
         leaders = dict.fromkeys([leader, *(e.leader for e in self._edges if e.follower == leader)])
         return [request for each in leaders for request in self.publish(each)]
+
+
+def _compares(leader: WorkerGroup, follower: WorkerGroup) -> bool:
+    """Whether these groups can compare log-probabilities. On one pool of GPUs the leader has its turn after the follower."""
+    classes = (leader.handle.worker_class, "compare_canaries"), (follower.handle.worker_class, "canary")
+    return all(hasattr(worker_class, method) for worker_class, method in classes)

@@ -7,6 +7,7 @@ from toy import SlowRollout, ToyActor, ToyTeacher, ToyWeights, prompts, toy_rein
 from worker_groups import Asked, answer
 
 from weft.controllers.group import Call, WorkerGroup
+from weft.controllers.loop.device_turns import DeviceTurns
 from weft.controllers.placement import ResourcePool
 from weft.controllers.ranks.tasks import Reply
 from weft.controllers.request import CallRequest
@@ -242,13 +243,43 @@ def test_a_rank_is_compared_with_its_leader_after_its_first_weights_and_again_wh
         assert not over(finish, given) and not weights.under_way
 
 
-def test_groups_that_take_turns_on_gpus_are_not_compared():
+def test_groups_that_take_turns_on_gpus_are_compared_one_after_the_other():
     weights, groups, _ = synced(pool=(shared := ResourcePool("shared", gpus=1)))
     groups["actor"] = Asked().group("actor", shared, Comparing)
     groups["rollout"] = Asked().group("rollout", shared, Sampling)
-    assert not weights._compares(groups["actor"], groups["rollout"])
-    groups["rollout"] = Asked().group("rollout", ResourcePool("own", gpus=1), Sampling)
-    assert weights._compares(groups["actor"], groups["rollout"])
+    turns = DeviceTurns()
+
+    def run(request: CallRequest, result: Any = None) -> list[str]:
+        """The calls that this takes, turns on the devices among them."""
+        made: list[str] = []
+        for allowed in turns.ask(request):
+            made.append(f"{allowed.group.name}.{allowed.method}")
+            followed = list(allowed.then(answer(allowed.call(), result)))
+            while followed and followed[0].method in ("onload", "offload", request.method):
+                one = followed.pop(0)
+                made.append(f"{one.group.name}.{one.method}")
+                followed += one.then(answer(one.call(), result))
+            asked.extend(followed)
+        return made
+
+    asked: list[CallRequest] = weights.publish("actor")
+    seen: list[str] = []
+    results = {"publish_weights": ToyWeights(0), "receive_weights": ToyWeights(0).checksum, "canary": "sampled"}
+    while asked:
+        request = asked.pop(0)
+        seen += run(request, results.get(request.method, ToyWeights(0)))
+    assert seen == [
+        "rollout.onload",
+        "rollout.register",
+        "actor.publish_weights",
+        "rollout.receive_weights",
+        "rollout.canary",
+        "rollout.offload",
+        "actor.onload",
+        "actor.compare_canaries",
+        "actor.finish_publishing",
+    ]
+    assert not weights.under_way
 
 
 def test_a_wrong_checksum_ends_the_run_and_names_the_rank():

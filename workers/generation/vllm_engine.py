@@ -20,6 +20,7 @@ from ...resharding.weights import Weights
 from ..model_folder import read_stop_tokens
 from .engine import NOT_WHOLE, GenerationRequest, Response, Responses
 from .vllm_settings import VllmSettings
+from .vllm_sleep import SleepingEngine
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -70,6 +71,7 @@ class VllmEngine:
             model, max_context=max_context, dtype=dtype, seed=seed, free_share=share, adapter=adapter
         )
         self._engine = _start(arguments, tensor_parallel=settings.tensor_parallel, on_gpu=on_gpu, compile=self._compile)
+        self._sleeping = SleepingEngine(self._engine) if on_gpu else None
         self._adapter_request: Any = None
         if adapter is not None:
             from ...resharding.vllm_adapter import adapter_request
@@ -82,6 +84,8 @@ class VllmEngine:
         """Responses as they finish; see `GenerationEngine`. Several generators may be open at once."""
         if not self._whole:
             raise GenerationError(NOT_WHOLE)
+        if self._sleeping is not None:
+            self._sleeping.wake()
         waiting: set[str] = set()
         try:
             for request in requests:
@@ -166,13 +170,13 @@ class VllmEngine:
 
     def sleep(self) -> None:
         """Move the weights to host memory and free keys and values (on CPU there is nothing to free)."""
-        if torch.cuda.is_available() and not self._engine.is_sleeping():
-            self._engine.sleep(level=1)
+        if self._sleeping is not None:
+            self._sleeping.sleep()
 
     def wake_up(self) -> None:
-        """Move the weights back to the device."""
-        if torch.cuda.is_available() and self._engine.is_sleeping():
-            self._engine.wake_up()
+        """Move the weights back to the device; `generate` claims memory for keys and values, after weights that come before it."""
+        if self._sleeping is not None:
+            self._sleeping.wake_weights()
 
     @property
     def num_unfinished(self) -> int:

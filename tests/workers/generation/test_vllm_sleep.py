@@ -1,0 +1,59 @@
+"""An engine that shares its GPU takes new weights before it claims memory for keys and values."""
+
+import pytest
+
+from weft.workers.generation.vllm_sleep import OnDevice, SleepingEngine
+
+
+class TaggedEngine:
+    """Memory by tag, as vLLM's executor keeps it: what is there is freed once, and what is not is claimed once."""
+
+    def __init__(self) -> None:
+        self.there = {"weights", "kv_cache"}
+        self.calls: list[str] = []
+
+    def sleep(self, level: int) -> None:
+        assert level == 1 and self.there == {"weights", "kv_cache"}, "vLLM would free memory twice"
+        self.there.clear()
+        self.calls.append("sleep")
+
+    def wake_up(self, tags: list[str] | None = None) -> bool:
+        assert tags and not self.there & set(tags), "vLLM would claim memory twice"
+        self.there |= set(tags)
+        self.calls += tags
+        return len(self.there) == 2
+
+
+@pytest.fixture
+def engine() -> TaggedEngine:
+    return TaggedEngine()
+
+
+def test_weights_come_before_memory_for_keys_and_values(engine: TaggedEngine):
+    sleeping = SleepingEngine(engine)
+    sleeping.sleep()
+    assert sleeping.on_device is OnDevice.ASLEEP and not engine.there
+    sleeping.wake_weights()
+    assert sleeping.on_device is OnDevice.WEIGHTS and engine.there == {"weights"}
+    sleeping.wake()
+    assert sleeping.on_device is OnDevice.AWAKE and engine.calls == ["sleep", "weights", "kv_cache"]
+
+
+def test_an_engine_that_got_weights_and_no_request_sleeps_again(engine: TaggedEngine):
+    sleeping = SleepingEngine(engine)
+    sleeping.sleep()
+    sleeping.wake_weights()
+    sleeping.sleep()
+    assert sleeping.on_device is OnDevice.ASLEEP and not engine.there
+
+
+def test_what_is_in_a_state_stays_in_it(engine: TaggedEngine):
+    sleeping = SleepingEngine(engine)
+    sleeping.wake()
+    sleeping.wake_weights()
+    assert not engine.calls
+    for _ in range(2):
+        sleeping.sleep()
+    for _ in range(2):
+        sleeping.wake()
+    assert engine.calls == ["sleep", "weights", "kv_cache"]
