@@ -19,7 +19,7 @@ from ...dataflow.byte_units import GIB
 from ...workers.actor import ActorConfig
 from ...workers.training.lora import Lora
 from ...workers.training.memory import BYTES, ModelSize, training_memory
-from .memory import placed
+from .memory import placed, with_activations
 
 PROMPT, RESPONSE = 1024, 3072
 """Tokens of each row."""
@@ -113,7 +113,8 @@ def expected(model: str, machine: Machine, settings: Mapping[str, Any]) -> Expec
     made = training_memory(_size(model), config, ranks=machine.gpus, trains=True, lora=config.lora, saves=True)
     rest, in_pass, host = placed(made, config, on_gpu=True)
     activations = _activations(model, machine, config.lora is not None, config.activation_checkpointing)
-    device = OWN_BYTES + sum(rest.values()) + sum(in_pass.values()) + activations
+    in_pass = with_activations(in_pass, activations, config, machine.gpus)
+    device = OWN_BYTES + sum(rest.values()) + sum(in_pass.values())
     return Expected(settings, device, activations, machine.gpus * sum(host.values()))
 
 

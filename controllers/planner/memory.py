@@ -99,9 +99,8 @@ def _trained(spec: RunSpec, known: GroupMemory, config: Any, sizes: StepSizes, g
     unknown = ""
     if passes is not None and passes.rows_per_microbatch and sizes.tokens_a_row:
         try:
-            in_pass["activations"] = _activations(
-                config, sizes, passes, trains=trains, gpu_bytes=gpu_bytes * known.on_gpu
-            )
+            found = _activations(config, sizes, passes, trains=trains, gpu_bytes=gpu_bytes * known.on_gpu)
+            in_pass = with_activations(in_pass, found, config, known.ranks)
         except ValueError as error:
             unknown = f"activations: {error}"
     if not known.on_gpu:
@@ -125,6 +124,15 @@ def placed(
         host |= {**rest, "gradients": in_pass.pop("gradients")}
         rest = {}
     return rest, in_pass, host
+
+
+def with_activations(in_pass: Mapping[str, int], activations: int, config: ModelConfig, ranks: int) -> dict[str, int]:
+    """What comes in a pass, with its activations. Where one rank keeps everything on the host, the largest gradients (of embeddings) come
+    when activations are gone."""
+    exchanged = in_pass["gathered gradients"]
+    if ranks == 1 and config.offload == "everything":
+        exchanged = max(0, exchanged - activations)
+    return {**in_pass, "gathered gradients": exchanged, "activations": activations}
 
 
 def _activations(config: Any, sizes: StepSizes, passes: UpdateSizes, *, trains: bool, gpu_bytes: int) -> int:

@@ -40,6 +40,8 @@ _SPREAD = 1.0
 """Standard deviation of logits below which a mistake would hardly show: the model has new parameters."""
 _LARGEST_FACTOR = 16
 """The parameters of such a model are multiplied by at most this."""
+_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+"""What models call the soft cap of their logits."""
 _TOLERANCE = 1e-3
 """In nats, or units of a hidden state. Rounding is about 1e-5; mistakes are 1e-2 and more."""
 
@@ -193,12 +195,13 @@ def _head_form(model: ResponseModel, probe: _Probe) -> HeadForm | None:
     outside = [p for name, p in causal_lm.named_parameters() if not name.startswith(f"{model.backbone_name}.")]
     if any(parameter not in own_parameters for parameter in outside):  # the factor may be trained
         return None
-    cap = getattr(causal_lm.config.get_text_config(), "final_logit_softcapping", None)
+    settings = causal_lm.config.get_text_config()
+    cap = next((value for name in _SOFT_CAPS if (value := getattr(settings, name, None))), None)
     hidden = torch.cat([probe.hidden * size for size in (1, 30, 1000)]).to(head.weight.dtype)
     own = model.own_logits(probe.outputs, hidden).double()
     products = F.linear(hidden, head.weight, getattr(head, "bias", None)).double()
     factor = 1.0 if cap else float((own * products).sum() / products.square().sum())
-    form = HeadForm(1.0 if abs(factor - 1) < 1e-6 else factor, cap or None)
+    form = HeadForm(1.0 if abs(factor - 1) < 1e-6 else factor, cap)
     found = form.logits(products.clone())
     rounding = 1e-5 * found.abs().amax(-1, keepdim=True)
     return form if ((own - found).abs() <= rounding).all() else None

@@ -135,10 +135,18 @@ def training_memory(
         gradients=FLOAT32 * trained // ranks,
         moments=2 * FLOAT32 * trained // ranks,
         gathered=at_once * width if sharded else whole * width if rounds else 0,
-        exchanged=2 * FLOAT32 * at_once if sharded and trains and lora is None else 0,
+        exchanged=_exchanged(size, config, ranks, at_once) if sharded and trains and lora is None else 0,
         visiting=min(2 * MOMENTS_BYTES, 2 * FLOAT32 * trained // ranks) if config.offload == "moments" else 0,
         snapshot=3 * FLOAT32 * trained // ranks if saves and trains else 0,
     )
+
+
+def _exchanged(size: ModelSize, config: ModelConfig, ranks: int, at_once: int) -> int:
+    """Bytes of gradients on their way to the ranks that keep them; one rank alone has those of a unit, as they come and in float32."""
+    if ranks > 1:
+        return 2 * FLOAT32 * at_once
+    unit = max(_embeddings(size), 2 * size.parameters // size.layers)
+    return (FLOAT32 + BYTES[config.dtype]) * min(unit, size.parameters)
 
 
 def head_chunk_bytes(gpu_bytes: int) -> int:

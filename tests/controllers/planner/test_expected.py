@@ -7,7 +7,9 @@ import pytest
 
 from weft.controllers.planner import expected as module
 from weft.controllers.planner.expected import ADAPTER, MACHINES, MODELS, WAYS, Machine, expected, first_that_fits, table
+from weft.controllers.planner.memory import with_activations
 from weft.dataflow.byte_units import GIB
+from weft.workers.actor import ActorConfig
 
 DOCS = Path(__file__).parents[3] / "docs" / "gpu.md"
 MODEL = "Qwen2.5-0.5B"
@@ -27,6 +29,14 @@ def test_each_way_takes_less_of_a_gpu_than_the_one_before(monkeypatch: pytest.Mo
     none, moments, everything = found[0], found[3], found[4]
     assert none.device == module.OWN_BYTES + 3 * GIB + PARAMETERS * (3 * 4 + 4 + 2)
     assert moments.host - none.host == 8 * PARAMETERS and everything.host - none.host == 16 * PARAMETERS
+
+
+def test_the_largest_gradients_of_one_rank_come_when_its_activations_are_gone():
+    streamed = ActorConfig(model="m", offload="everything")
+    in_pass = {"gathered weights": 5, "gathered gradients": 30}
+    assert sum(with_activations(in_pass, 20, streamed, ranks=1).values()) == 5 + 30
+    assert sum(with_activations(in_pass, 40, streamed, ranks=1).values()) == 5 + 40
+    assert sum(with_activations(in_pass, 40, streamed, ranks=2).values()) == 5 + 30 + 40
 
 
 def test_the_first_way_that_fits_is_taken_and_none_where_none_does(monkeypatch: pytest.MonkeyPatch):
