@@ -76,9 +76,12 @@ export function weightsText(edge) {
 }
 
 function weights(edges, nodes, places, size, down) {
-  const at = (group) => nodes.find((node) => node.group === group && places[node.name] && node.graph === nodes[0].graph) ?? nodes.find((node) => node.group === group);
+  const at = (group, method) => {
+    const own = nodes.filter((node) => node.group === group && places[node.name]);
+    return places[(own.find((node) => node.name.endsWith(`.${method}`)) ?? own[0])?.name];
+  };
   return edges.map((edge, lane) => {
-    const [from, to] = [at(edge.from), at(edge.to)].map((node) => node && places[node.name]);
+    const [from, to] = [at(edge.from, "update"), at(edge.to, "generate")];
     if (!from || !to) return null;
     const low = (down ? size.width : size.height) + 26 + lane * 28;
     const [x1, y1, x2, y2] = down ? [from.x + WIDTH, from.y + HEIGHT / 2, to.x + WIDTH + 2, to.y + HEIGHT / 2] : [from.x + WIDTH / 2, from.y + HEIGHT, to.x + WIDTH / 2, to.y + HEIGHT + 2];

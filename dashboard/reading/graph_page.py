@@ -184,6 +184,7 @@ def _weights(
         ahead, behind = (nested(live, "groups", name).get("version") for name in (leader, follower))
         received = last_received(calls, follower)
         [pause] = numbers(metrics.series(f"{follower}/weights_pause_s")[1][-1:]) or [None]
+        [size] = numbers(metrics.series(f"{leader}/weights_bytes")[1][-1:]) or [None]
         age = None
         if goes_on and received and "time_s" in live:
             age = max(0.0, live["time_s"] + time.time() - live["at"] - received["at_s"])
@@ -196,7 +197,7 @@ def _weights(
                 "leader_version": ahead,
                 "behind": None if ahead is None or behind is None else ahead - behind,
                 "age_s": age,
-                "bytes": None,
+                "bytes": size,
                 "transfer_s": received["transfer_s"] if received else None,
                 "pause_s": pause,
                 "max_staleness": nested(config, "schedule").get("max_staleness", 0),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...dataflow.graph import TRAIN
+from ..busy_time import covered, idle_stretches
 from .call_log import CallLog
 from .live import nested
 
@@ -103,9 +104,8 @@ class Lanes:
     def _lane(self, name: str, rows: np.ndarray, window: Window, kind: str) -> dict[str, Any]:
         """A group, or an evaluation with its calls on all groups."""
         c = self._columns
-        starts = np.maximum(c["start_s"][rows], window.start_s)
-        ends = np.minimum(c["end_s"][rows], window.end_s)
-        begins, stops, after = _gaps(starts, ends, window)
+        idle = idle_stretches(c["start_s"][rows], c["end_s"][rows], window.start_s, window.start_s + window.seconds)
+        begins, stops, after = idle.start_s, idle.end_s, idle.after
         lengths = stops - begins
         told = np.flatnonzero(lengths >= SHORTEST_GAP * window.seconds)
         told = np.sort(told[np.argsort(-lengths[told], kind="stable")[:MOST_GAPS]]).tolist()
@@ -143,7 +143,7 @@ class Lanes:
         shares = np.zeros((len(nodes), number))
         for place, node in enumerate(nodes):
             own = rows[c["node"][rows] == node]
-            shares[place] = _covered(c["start_s"][own], c["end_s"][own], window.start_s, width, number)
+            shares[place] = covered(c["start_s"][own], c["end_s"][own], window.start_s, width, number)
         shares /= np.maximum(1.0, shares.sum(axis=0))
         return {"t0": window.start_s, "dt": width, "nodes": nodes, "shares": np.round(shares.T, 3).tolist()}
 
@@ -233,31 +233,3 @@ def _upstream(graphs: Mapping[str, Any]) -> dict[str, frozenset[str]]:
         for node in nested(graphs, graph).get("nodes", ()):
             found.setdefault(node["name"], set()).update(node.get("after", ()))
     return {name: frozenset(names) for name, names in found.items()}
-
-
-def _gaps(starts: np.ndarray, ends: np.ndarray, window: Window) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Idle stretches of calls that are sorted by their start: begins, ends, and the place of the call after each (-1: none).
-
-    >>> [part.tolist() for part in _gaps(np.array([1.0, 2.0, 5.0]), np.array([3.0, 2.5, 6.0]), Window(0, 7))]
-    [[0.0, 3.0, 6.0], [1.0, 5.0, 7.0], [0, 2, -1]]
-    """
-    free_from = np.concatenate([[window.start_s], np.maximum.accumulate(ends)])
-    free_until = np.concatenate([starts, [window.end_s]])
-    after = np.append(np.arange(len(starts)), -1)
-    found = free_until > free_from
-    return free_from[found], free_until[found], after[found]
-
-
-def _covered(starts: np.ndarray, ends: np.ndarray, begin: float, width: float, number: int) -> np.ndarray:
-    """[number] share of each stretch that calls cover; more than 1 where they overlap.
-
-    >>> _covered(np.array([0.0, 1.0]), np.array([1.5, 2.0]), 0.0, 1.0, 4).tolist()
-    [1.0, 1.5, 0.0, 0.0]
-    """
-    edges = begin + width * np.arange(number + 1)
-    # Time covered until each edge: of calls that have begun, their length until then.
-    s, e = np.sort(starts), np.sort(ends)
-    sums_s, sums_e = np.concatenate([[0.0], np.cumsum(s)]), np.concatenate([[0.0], np.cumsum(e)])
-    at_s, at_e = np.searchsorted(s, edges), np.searchsorted(e, edges)
-    until = edges * at_s - sums_s[at_s] - (edges * at_e - sums_e[at_e])
-    return np.diff(until) / width

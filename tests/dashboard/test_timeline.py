@@ -10,17 +10,8 @@ from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo  # pyright: i
 from weft.controllers.driver import Driver
 from weft.controllers.run_directory import RunDirectory
 from weft.controllers.schedule import Synchronous
-from weft.dashboard.timeline import (
-    COLOURS,
-    Gap,
-    Timeline,
-    TimelineCall,
-    draw_timeline,
-    load_timeline,
-    parse_steps,
-    summary,
-    window,
-)
+from weft.dashboard.timeline import Gap, Timeline, TimelineCall, load_timeline, parse_steps, summary, window
+from weft.dashboard.timeline_picture import COLOURS, draw_timeline
 from weft.dataflow.errors import UserError
 from weft.dataflow.handle import group
 
