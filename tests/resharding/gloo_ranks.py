@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+import time
 from functools import partial
 from multiprocessing.connection import Connection as Pipe
 from typing import Any, cast
@@ -53,10 +55,22 @@ def die() -> None:
 
 
 def give(pipe: Pipe, number: int) -> None:
-    """Publish rows, version by version. It is sent a version, and the bucket before which it dies."""
+    """Publish rows, version by version. It is sent a version, the bucket before which it dies, and the box of which it changes a bit; and
+    when the receivers are through, who of them was killed."""
     channels, publisher, fill = counted(), WeightPublisher(bucket_bytes=BUCKET_BYTES, transport="gloo"), Transfer._fill
+    send = GlooChannel.send_bytes
     while True:
-        version, last = pipe.recv()
+        version, last, wrong = pipe.recv()
+        boxes = itertools.count()
+
+        def send_wrongly(self: GlooChannel, content: Any, wrong: int | None = wrong, boxes: Any = boxes) -> None:
+            changed = bytearray(content)
+            if next(boxes) == wrong:
+                changed[len(changed) // 2] ^= 1
+            send(self, changed)
+
+        if wrong is not None:
+            cast(Any, GlooChannel).send_bytes = send_wrongly
 
         def fill_or_die(self: Transfer, number: int, slot: int, last: int | None = last) -> int:
             if self.entries[number].bucket == last:
@@ -70,19 +84,23 @@ def give(pipe: Pipe, number: int) -> None:
             box = share(SHAPES[name], 0, number)
             parts.append(Part(name, SHAPES[name], box, tensor[box.slices]))
         pipe.send(publisher.publish(parts, version, ["left", "right"]))
-        pipe.recv()  # the receivers are through
+        killed, deadline = pipe.recv(), time.monotonic() + 30
+        while killed and killed not in publisher.lost and time.monotonic() < deadline:
+            time.sleep(0.01)
         lost = dict(publisher.lost)
         pipe.send((publisher.finish(), [channel.num_bytes for channel in channels], lost))
 
 
 def take(pipe: Pipe, number: int) -> None:
-    """Take columns, version by version. It is sent a record, and the number of copies after which it dies."""
+    """Take columns, version by version. It is sent a record, and the number of copies after which it dies. It answers with the checksum,
+    whether all is right, the bytes of each channel, and of each tensor the sum of what it has and the one that was published."""
     channels = counted()
     while True:
         weights, last = pipe.recv()
         channels.clear()
         whole = tensors(weights.version)
         parts: list[Part] = []
+        sums: list[tuple[int, int]] = []
         for name, shape in SHAPES.items():
             box = share(shape, 1, number)
             parts.append(Part(name, shape, box, torch.zeros(box.shape)))
@@ -98,13 +116,17 @@ def take(pipe: Pipe, number: int) -> None:
                             yield found
 
                     incoming.slices = until
-                checksum = receive_parts(incoming, parts, [False] * len(parts), partial(_published, incoming, parts))
+                checksum = receive_parts(incoming, parts, None, partial(_published, incoming, parts, sums))
             right = all(torch.equal(part.tensor, whole[part.name][part.box.slices]) for part in parts)
-            pipe.send((checksum, right, [channel.num_bytes for channel in channels]))
+            pipe.send((checksum, right, [channel.num_bytes for channel in channels], sums))
         except WeightSyncError as error:
             pipe.send(str(error))
 
 
-def _published(incoming: IncomingWeights, parts: list[Part], own: np.ndarray) -> np.ndarray:
-    """In place of the sums over all ranks of the receiving side, which has no group here: elements are compared instead."""
-    return np.array([incoming.published_sum(part.name) for part in parts], np.uint64).view(np.int64)
+def _published(
+    incoming: IncomingWeights, parts: list[Part], sums: list[tuple[int, int]], own: np.ndarray
+) -> np.ndarray:
+    """In place of the sums over all ranks of the receiving side, which has no group here: the test adds them up."""
+    published = np.array([incoming.published_sum(part.name) for part in parts], np.uint64)
+    sums += zip(own.view(np.uint64).tolist(), published.tolist(), strict=True)
+    return published.view(np.int64)

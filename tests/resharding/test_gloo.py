@@ -32,15 +32,16 @@ class Four:
                 self.processes.append(process)
         self.givers, self.takers = self.pipes[:2], self.pipes[2:]
 
-    def publish(self, version: int, *, dies: int | None = None) -> Any:
-        """Have both publish; the second dies before it fills a bucket of this number."""
+    def publish(self, version: int, *, dies: int | None = None, wrong: int | None = None) -> Any:
+        """Have both publish; the second dies before it fills a bucket of this number, or changes a bit of a box of this number."""
         for number, pipe in enumerate(self.givers):
-            pipe.send((version, dies if number else None))
+            pipe.send((version, *((dies, wrong) if number else (None, None))))
         return reduce(add, [pipe.recv() for pipe in self.givers])
 
-    def finish(self) -> list[Any]:
+    def finish(self, killed: str = "") -> list[Any]:
+        """Have both finish, once they have noticed who was killed."""
         for pipe in self.givers:
-            pipe.send(None)
+            pipe.send(killed)
         return [pipe.recv() for pipe in self.givers]
 
     def close(self) -> None:
@@ -77,17 +78,17 @@ def test_four_processes_move_the_bytes_of_the_plan_and_name_who_was_killed(four:
         taken = [pipe.recv() for pipe in four.takers]
         given = four.finish()
         checksum = reduce(add, (Given(version, found, 0) for found, _, _ in given)).checksum
-        assert [(found, right) for found, right, _ in taken] == [(checksum, True)] * 2
+        assert [(found, right) for found, right, _, _ in taken] == [(checksum, True)] * 2
         assert [sum(sent) for _, sent, _ in given] == plan().sent_bytes.tolist()
-        assert [sum(came) for _, _, came in taken] == plan().received_bytes.tolist()
+        assert [sum(came) for _, _, came, _ in taken] == plan().received_bytes.tolist()
         assert all(len(sent) == 2 and not lost for _, sent, lost in given)
 
     weights = four.publish(3)
     four.takers[0].send((weights, None))
     four.takers[1].send((weights, 2))  # dies after two boxes
-    checksum, right, _ = four.takers[0].recv()
+    checksum, right, *_ = four.takers[0].recv()
     assert right
-    given = four.finish()
+    given = four.finish("right")
     assert reduce(add, (Given(3, found, 0) for found, _, _ in given)).checksum == checksum
     for _, _, lost in given:
         assert "right is gone" in lost["right"] and "buckets of version 3" in lost["right"]
@@ -96,3 +97,42 @@ def test_four_processes_move_the_bytes_of_the_plan_and_name_who_was_killed(four:
     four.takers[0].send((weights, None))
     error = four.takers[0].recv()
     assert "version 4, rank 1 of the trainer" in error and "the publisher is gone" in error and " buckets" in error
+
+
+BUCKETS, BOXES = 5, 10
+"""Of the second rank that gives: what it holds is cut into so many buckets, of which each receiver takes a box of each entry."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bucket", range(BUCKETS))
+def test_a_publisher_that_is_killed_before_any_bucket_is_named(four: Four, bucket: int) -> None:
+    weights = four.publish(1, dies=bucket)
+    for pipe in four.takers:
+        pipe.send((weights, None))
+    for pipe in four.takers:
+        error = pipe.recv()
+        assert "version 1, rank 1 of the trainer" in error and "the publisher is gone" in error and " bucket" in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("box", range(BOXES))
+def test_a_receiver_that_is_killed_after_any_box_is_named_and_the_other_has_everything(four: Four, box: int) -> None:
+    weights = four.publish(1)
+    four.takers[0].send((weights, None))
+    four.takers[1].send((weights, box))
+    _, right, *_ = four.takers[0].recv()
+    assert right
+    assert all("right is gone" in lost.get("right", "") for _, _, lost in four.finish("right"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("box", range(BOXES))
+def test_a_bit_that_is_changed_on_its_way_in_any_box_is_found(four: Four, box: int) -> None:
+    weights = four.publish(1, wrong=box)
+    for pipe in four.takers:
+        pipe.send((weights, None))
+    taken = [pipe.recv() for pipe in four.takers]
+    assert sorted(right for _, right, _, _ in taken) == [False, True], "each box is one receiver's"
+    by_tensor = zip(*(sums for _, _, _, sums in taken), strict=True)
+    agree = [(left[0] + right[0]) % 2**64 == left[1] == right[1] for left, right in by_tensor]
+    assert agree.count(False) == 1, "the ranks add up their sums, and compare them with the published one"
