@@ -78,7 +78,9 @@ class Lanes:
         """Lanes, ends of steps, and the critical path of the step at the end of the window."""
         c = self._columns
         inside = np.flatnonzero((c["end_s"] >= window.start_s) & (c["start_s"] <= window.end_s))
-        steps = [(step, end) for step, end in self.steps if window.start_s <= end <= window.end_s]
+        # Rounded before they are compared: a page that asks for a stretch until the end of a step knows the rounded one.
+        ends = ((step, round(end, 6)) for step, end in self.steps)
+        steps = [(step, end) for step, end in ends if window.start_s <= end <= window.end_s]
         rows = [(name, "group", inside[c["group"][inside] == number]) for number, name in enumerate(self._groups)]
         rows += [
             (name, "evaluation", inside[c["graph"][inside] == number])
@@ -96,7 +98,7 @@ class Lanes:
                 for name, kind, own in rows
                 if kind == "group" or len(own)
             ],
-            "steps": [{"step": step, "end_s": round(end, 6)} for step, end in steps[::every]],
+            "steps": [{"step": step, "end_s": end} for step, end in steps[::every]],
             "critical": self.critical(steps[-1][0]) if steps and len(steps) <= 50 else [],
             "critical_step": steps[-1][0] if steps else None,
         }

@@ -339,6 +339,11 @@ def lanes(*calls: tuple[str, str, float, float], graphs: dict | None = None, poo
     return Lanes(log, graphs or {}, {"placement": pools or {}})
 
 
+def test_a_stretch_until_the_end_of_a_step_as_a_page_knows_it_has_that_step():
+    found = lanes(("actor", "actor.update", 0.0, 5.3000004))
+    assert found.of(Window(0.0, 5.3))["steps"] == [{"step": 1, "end_s": 5.3}]
+
+
 def test_idle_time_has_its_reason():
     after = {"train": {"nodes": [{"name": "update", "after": ["generate"]}, {"name": "generate", "after": []}]}}
     found = lanes(("rollout", "generate", 0, 4), ("actor", "update", 4, 6), graphs=after).of(Window(0, 6))
