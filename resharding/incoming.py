@@ -13,7 +13,6 @@ with open_weights(weights) as incoming:
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import mmap
 import os
@@ -211,7 +210,7 @@ class _Source:
             self.sums = [0] * len(self.parts.entries)
             self.connection.expect(sum(entry.num_bytes for entry in self.parts.entries))
             if mapped:
-                self._memory = self._map([(place["path"], place["num_bytes"]), *self.parts.memories], rank.token)
+                self._memory = self._map([(place["path"], place["num_bytes"]), *self.parts.memories])
                 self._memory.describe(self.parts)
         except BaseException:
             self.connection.close()
@@ -343,9 +342,9 @@ class _Source:
             reason = f"was silent for {silence_s:.0f} s" if isinstance(error, TimeoutError) else f"is gone ({error})"
             raise WeightSyncError(f"{self.where}: the publisher {reason}, {self.at}") from None
 
-    def _map(self, files: Sequence[tuple[str, int]], token: str) -> _Mapped:
+    def _map(self, files: Sequence[tuple[str, int]]) -> _Mapped:
         try:
-            return _mapped(tuple(files), token)
+            return _mapped(files)
         except OSError as error:
             raise WeightSyncError(f"{self.where}: {error.filename} cannot be mapped ({error.strerror})") from None
 
@@ -387,11 +386,29 @@ class _Mapped:
         return self._elements[number]
 
 
-@functools.lru_cache(maxsize=64)
-def _mapped(files: tuple[tuple[str, int], ...], token: str) -> _Mapped:
-    """The memories of a publisher, which stay mapped from version to version. The token tells apart publishers that have, one after the
-    other, the same paths."""
-    return _Mapped([_map_file(path, num_bytes) for path, num_bytes in files])
+_maps: dict[tuple[tuple[str, int, int], ...], _Mapped] = {}
+"""By path, bytes and inode of their files: another publisher, or new memory of the same one, may come to have the same paths."""
+
+
+def _mapped(files: Sequence[tuple[str, int]]) -> _Mapped:
+    """The memories of a publisher, which stay mapped from version to version for as long as it has them.
+
+    Raises:
+        OSError: one of them is not there any more.
+    """
+    key = tuple((path, num_bytes, os.stat(path).st_ino) for path, num_bytes in files)
+    if key not in _maps:
+        for known in [known for known in _maps if not all(_is_there(path, inode) for path, _, inode in known)]:
+            _maps.pop(known, None)
+        _maps[key] = _Mapped([_map_file(path, num_bytes) for path, num_bytes in files])
+    return _maps[key]
+
+
+def _is_there(path: str, inode: int) -> bool:
+    try:
+        return os.stat(path).st_ino == inode
+    except OSError:
+        return False
 
 
 def _map_file(path: str, num_bytes: int) -> mmap.mmap:

@@ -43,14 +43,14 @@ class SharedMemory:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self._file = os.memfd_create("weft-parameters", os.MFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._file)
+        file = os.memfd_create("weft-parameters", os.MFD_CLOEXEC)
         self.num_bytes = max(num_bytes, _ALIGNMENT)
-        os.ftruncate(self._file, self.num_bytes)
-        self._memory = mmap.mmap(self._file, self.num_bytes)
+        os.ftruncate(file, self.num_bytes)
+        self._memory = mmap.mmap(file, self.num_bytes)
+        weakref.finalize(self._memory, os.close, file)  # tensors hold the mapping, and who reads them opens the file
         self._taken = 0
-        self._start = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
-        _memories.add(self)
+        start = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        _starts[self._memory] = start, MemoryPlace(f"/proc/{os.getpid()}/fd/{file}", self.num_bytes, 0)
 
     @staticmethod
     def room(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> int:
@@ -72,24 +72,21 @@ class SharedMemory:
         buffer: Any = self._memory
         return torch.frombuffer(buffer, dtype=dtype, count=numel, offset=begin).view(tuple(shape))
 
-    def place_at(self, address: int) -> MemoryPlace | None:
-        """Of an address of this process; None: it is not in this memory."""
-        offset = address - self._start
-        if not 0 <= offset < self.num_bytes:
-            return None
-        return MemoryPlace(f"/proc/{os.getpid()}/fd/{self._file}", self.num_bytes, offset)
-
 
 def place_of(tensor: torch.Tensor) -> MemoryPlace | None:
     """Where a tensor begins in a `SharedMemory` of this process; None: it lies elsewhere, or its elements do not lie in their order."""
     if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
         return None
     address = tensor.data_ptr()
-    return next((place for memory in _memories if (place := memory.place_at(address)) is not None), None)
+    for start, place in _starts.values():
+        if 0 <= address - start < place.num_bytes:
+            return place._replace(offset=address - start)
+    return None
 
 
 def _rounded(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-_memories: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+_starts: weakref.WeakKeyDictionary[mmap.mmap, tuple[int, MemoryPlace]] = weakref.WeakKeyDictionary()
+"""Address and place of each mapping that is there, be it for its tensors alone."""

@@ -120,6 +120,33 @@ def test_new_memory_of_the_same_tensors_is_found(shared: Tensors, publisher: Wei
     assert equal(found, moved)
 
 
+def test_memory_in_the_place_of_another_is_told_from_it_and_the_other_is_let_go(
+    publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, number = os.memfd_create, 200
+
+    def always_the_same(name: str, flags: int) -> int:
+        file = create(name, flags)
+        assert os.dup2(file, number, inheritable=False) == number
+        os.close(file)
+        return number
+
+    monkeypatch.setattr(os, "memfd_create", always_the_same)
+    before = len(receiving._maps)
+    for version in (1, 2, 3):
+        memory = SharedMemory(4096)
+        tensors = {"embed": memory.empty((16, 64), torch.float32).fill_(version)}
+        del memory
+        gc.collect()
+        place = place_of(tensors["embed"])
+        assert place is not None and place.path.endswith(f"/{number}"), "tensors keep it for those who read them"
+        found, checksum = received(publisher.publish(whole(tensors), version), tensors)
+        assert equal(found, tensors) and publisher.finish() == checksum
+        del tensors
+        gc.collect()
+    assert len(receiving._maps) <= before + 1
+
+
 def test_weights_that_change_while_they_are_read_are_found_out(shared: Tensors, publisher: WeightPublisher) -> None:
     weights = publisher.publish(whole(shared), 1)
     with (
@@ -156,5 +183,7 @@ def test_memory_without_room_says_so_and_is_freed_with_its_tensors() -> None:
     assert place is not None and os.path.exists(place.path)
     del memory
     gc.collect()
-    assert not os.path.exists(place.path) and place_of(tensor) is None, "nobody maps it any more"
-    assert tensor.fill_(3).sum() == 48, "its tensors stay"
+    assert tensor.fill_(3).sum() == 48 and place_of(tensor) == place, "its tensors stay, and are read there"
+    del tensor
+    gc.collect()
+    assert not os.path.exists(place.path)

@@ -1,0 +1,39 @@
+"""A process that makes process groups of one rank where those of another library (vLLM) are there before, or are made beside them."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from weft.workers.training.mesh_of_one import MeshOfOne
+
+CPU = torch.device("cpu")
+
+
+def main() -> None:
+    variables = dict(os.environ)
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    theirs = dist.new_group([0])
+    MeshOfOne(CPU).close()
+    dist.all_reduce(torch.ones(1), group=theirs)
+    assert dist.is_initialized()
+    dist.destroy_process_group()
+
+    first, second = MeshOfOne(CPU), MeshOfOne(CPU)
+    first.close()
+    first.close()
+    dist.all_reduce(torch.ones(1), group=second.mesh["dp"].get_group())
+    second.close()
+    dist.destroy_process_group()
+
+    ours = MeshOfOne(CPU)
+    dist.destroy_process_group()  # by somebody else
+    ours.close()
+    last = MeshOfOne(CPU)
+    last.close()
+    assert not dist.is_initialized() and dict(os.environ) == variables
+
+
+if __name__ == "__main__":
+    main()
