@@ -179,7 +179,16 @@ def refusals_named(model: str | Path, cannot: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, ImportError, NotImplementedError, OSError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ImportError,
+        NotImplementedError,
+        ArithmeticError,
+        OSError,
+    ) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"model {str(model)!r} {cannot}: transformers refuses it ({reason})") from error
 

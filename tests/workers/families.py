@@ -112,11 +112,13 @@ WERE_RIGHT: dict[str, tuple[str, dict[str, Any]]] = {
     "Nemotron": ("nemotron", {}),
     "Jamba": ("jamba", {}),
     "MiniMax": ("minimax", _EXPERTS),
+    "MPT": ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}),
+    "GPT-OSS": ("gpt_oss", _EXPERTS | _WINDOW),
 }
 FAMILIES = WERE_WRONG | WERE_RIGHT
 
 
-def make(kind: str, settings: dict[str, Any], attention: str = "sdpa") -> Any:
+def make(kind: str, settings: dict[str, Any], attention: str | None = None) -> Any:
     """A model with random weights, in evaluation mode."""
     torch.manual_seed(0)
     settings = {**_SMALL, **settings} if "text_config" not in settings else _with_small_text(settings)

@@ -22,7 +22,6 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from ...dataflow.buffer.disk import Disk
 from ..model_folder import ADAPTER_CONFIG_FILE
@@ -225,22 +224,13 @@ def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scaling: float, magnitud
     return merged
 
 
-def tensor_parallel_plan(layer: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    """The plan of a layer of the model, with its LoRA layers split as what they stand for is.
+def shared_parts(*, rows: bool) -> tuple[str, str]:
+    """The linear layers inside a LoRA layer that tensor-parallel ranks share, where they share the layer that it stands for.
 
-    In a layer split by columns, B is split in the same way and every rank has all of A. In a layer split by rows it is the other
-    way round. A matrix that is not split gets the same gradient on all ranks of a replica.
+    In a layer whose rows they share, B is shared in the same way and every rank has all of A; where they share columns it is the other way
+    round. A matrix that is not shared gets the same gradient on all ranks.
     """
-    adapted: dict[str, ParallelStyle] = {}
-    for name, style in plan.items():
-        if isinstance(layer.get_submodule(name), LoraLayer):
-            split = (
-                ("lora_B", ColwiseParallel()) if isinstance(style, ColwiseParallel) else ("lora_A", RowwiseParallel())
-            )
-            adapted |= {f"{name}.base_layer": style, f"{name}.{split[0]}.{_NAME}": split[1]}
-        else:
-            adapted[name] = style
-    return adapted
+    return "base_layer", f"{'lora_B' if rows else 'lora_A'}.{_NAME}"
 
 
 def peft_name(name: str) -> str:

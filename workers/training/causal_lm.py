@@ -61,7 +61,7 @@ def build_causal_lm(
 
     settings = training_settings(model, folder)
     with refusals_named(model, "cannot be trained"), torch.device("meta"):
-        causal_lm = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation="sdpa")
+        causal_lm = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
     causal_lm.eval()
     _compute_buffers(causal_lm)
     made: dict[str, Tensor] = {}
@@ -100,7 +100,6 @@ def load_complete(model: str | Path, folder: Path) -> Any:
                 folder,
                 config=training_settings(model, folder),
                 dtype=torch.float32,
-                attn_implementation="sdpa",
                 local_files_only=True,
             )
     finally:

@@ -18,10 +18,10 @@ from pydantic import Field, model_validator
 from ...algorithms.loss import Loss
 from ...dataflow.batch import Batch
 from ...dataflow.config import Config
-from ...dataflow.errors import UserError
 from ...dataflow.metrics import Metrics
 from ..dispatch import Coordinates
-from ..model_folder import check_causal_lm, read_model_config, text_settings
+from ..model_folder import check_causal_lm, complete_text_settings, read_model_config
+from .tensor_parallel_plan import check_tensor_parallel
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,8 @@ class ModelConfig(Config):
     """[tokens] How many one forward pass has at most (with padding, for a model whose rows cannot be packed); None: 1,280 on a CPU,
     16,384 on a GPU. Lower it where a pass does not fit into memory (`weft plan` says what it takes), raise it where a GPU is not busy."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """[ranks] How many share each layer; must divide the ranks of the group and the model's attention heads. Raise it where a layer's
+    """[ranks] How many share each layer; must divide the ranks of the group, and what
+    the plan of `transformers` for the model shares: attention heads, and experts. Raise it where a layer's
     gathered weights or activations do not fit on one device."""
     gather: Literal["auto", "once", "layerwise"] = "auto"
     """When ranks gather the parameters that they share: "once" a step, all of them (fastest; needs room for the whole model and its
@@ -70,18 +71,8 @@ class ModelConfig(Config):
         """
         settings = read_model_config(self.model)
         check_causal_lm(self.model, settings)
-        settings = text_settings(settings)
         if self.tensor_parallel > 1:
-            if settings.get("model_type") not in TENSOR_PARALLEL_MODELS:
-                known = ", ".join(TENSOR_PARALLEL_MODELS)
-                raise UserError(
-                    f"tensor_parallel={self.tensor_parallel} knows models of type {known}, not {settings.get('model_type')!r}"
-                )
-            for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-                if settings.get(name, 0) % self.tensor_parallel:
-                    raise UserError(
-                        f"tensor_parallel={self.tensor_parallel} does not divide the model's {name} ({settings[name]})"
-                    )
+            check_tensor_parallel(self.model, complete_text_settings(self.model), self.tensor_parallel)
 
 
 Head = Literal["logprobs", "values", "rewards"]
@@ -94,10 +85,6 @@ matrix products and attention, which take the time."""
 
 SCALAR_HEAD = "score.weight"
 """The weight of a scalar head, [1, hidden], without a bias."""
-
-TENSOR_PARALLEL_MODELS = ("llama", "mistral", "qwen2")
-"""Model types whose layers have the names and shapes that tensor parallelism splits (`sharded_model.py`)."""
-
 
 BETAS = (0.9, 0.95)
 """Decay rates of AdamW's moments. A second one of 0.999 remembers a thousand steps, in which gradients of most runs have changed."""

@@ -250,6 +250,7 @@ class FsdpEngine:
     def _apply(self) -> OptimizerStep:
         """Clip and step, unless the step is bad on any rank."""
         assert self.optimizer is not None and self.schedule is not None
+        self._sharded.complete_gradients()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         for gradient in gradients:
             local_part(gradient).div_(self._count)

@@ -25,7 +25,7 @@ from ...resharding.shared_memory import SharedMemory
 from ...resharding.tensor_receiver import receive_parts
 from ...resharding.weights import Part
 from ..model_folder import find_model_config, read_model_config
-from .adapter import Adapter, is_adapter, is_trained, measured_weight, peft_name, tensor_parallel_plan
+from .adapter import Adapter, is_adapter, is_trained, measured_weight, peft_name
 from .causal_lm import move_buffers
 from .checkpoint_names import CheckpointNames
 from .engine import ModelConfig
@@ -37,18 +37,10 @@ from .response_model import ResponseModel
 from .scalar_head import scalar_settings
 from .sharding import box_of, full_tensor, local_part, lying_as, offset_of, writes
 from .stored_weights import Weights
+from .tensor_parallel import add_up, share_layers
 
 _ONE_UNIT_PARAMETERS = 16_000_000
 """Below this many parameters the model is gathered as one unit: more and smaller collectives only cost latency."""
-_TENSOR_PARALLEL_PLAN = {
-    "self_attn.q_proj": ColwiseParallel(),
-    "self_attn.k_proj": ColwiseParallel(),
-    "self_attn.v_proj": ColwiseParallel(),
-    "self_attn.o_proj": RowwiseParallel(),
-    "mlp.gate_proj": ColwiseParallel(),
-    "mlp.up_proj": ColwiseParallel(),
-    "mlp.down_proj": RowwiseParallel(),
-}
 
 
 class ShardedModel:
@@ -70,6 +62,8 @@ class ShardedModel:
     ) -> None:
         self.config, self.model, self.mesh, self.device, self.adapter = config, model, mesh, device, adapter
         self._splits_vocabulary = False
+        self._partials: frozenset[str] = frozenset()
+        """Parameters whose gradients are added up over tensor-parallel ranks before a step."""
         self._memory: SharedMemory | None = None
         """In which the parts of this rank lie, where others can read them; it must live as long as they do."""
         self.gathers_once = self._distribute()
@@ -88,9 +82,7 @@ class ShardedModel:
         once = gathers_once(self.config, numel)
         layers = self.model.layers
         if self.config.tensor_parallel > 1:
-            # Norms are the same on all ranks of a replica, and get the same gradient there.
-            for layer in layers:
-                parallelize_module(layer, mesh["tp"], tensor_parallel_plan(layer, _TENSOR_PARALLEL_PLAN))
+            self._partials = share_layers(self.model.causal_lm, mesh["tp"])
             self._split_vocabulary(mesh)
         precision, offload = MixedPrecisionPolicy(), OffloadPolicy()
         if self._on_host:
@@ -235,6 +227,12 @@ class ShardedModel:
         if isinstance(self.model, FSDPModule) and self.gathers_once:
             self.model.set_requires_gradient_sync(last)
             self.model.set_reshard_after_backward(last)
+
+    def complete_gradients(self) -> None:
+        """Add up the gradients of what tensor-parallel ranks have alike and apply to their own heads."""
+        if self.mesh is not None and self._partials:
+            named = self.model.causal_lm.named_parameters()
+            add_up((parameter for name, parameter in named if name in self._partials), self.mesh["tp"])
 
     def reshard(self) -> None:
         """Free gathered parameters."""

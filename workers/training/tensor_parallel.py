@@ -1,0 +1,166 @@
+"""Tensor parallelism carried out: the layers of a model over the ranks of a replica, by the plan that `transformers` has for it.
+
+What is shared is a `DTensor` afterwards, which FSDP shards further. Experts are shared whole, some on each rank (arXiv:2006.16668), as all
+ranks of a replica have the same tokens: a rank computes those of its own experts, and the ranks' outputs are added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from ...dataflow.errors import UserError
+from .adapter import shared_parts
+from .sharding import local_part
+from .tensor_parallel_plan import COLUMNS, EXPERTS, PARTIAL, ROWS, TensorParallelPlan
+
+
+def share_layers(causal_lm: Any, mesh: DeviceMesh) -> frozenset[str]:
+    """Share a model's layers over the ranks of a one-dimensional mesh, in place.
+
+    Args:
+        causal_lm: a `transformers` model, on the meta device; it may have LoRA layers.
+
+    Returns:
+        Names of parameters that all ranks have, and whose gradients are to be added up over the ranks (`add_up`).
+
+    Raises:
+        UserError: they cannot be shared evenly, or experts are not as `transformers` writes them.
+    """
+    plan = TensorParallelPlan.of(causal_lm.tp_plan, causal_lm.ep_plan)
+    elsewhere = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())  # `sharded_model.py` shares these
+    partials: set[str] = set()
+    for name, module in list(causal_lm.named_modules()):
+        style = plan.style_of(name)
+        if style is None or any(module is known for known in elsewhere):
+            continue
+        if style in PARTIAL:
+            partials |= {f"{name}.{own}" for own, _ in module.named_parameters()}
+        elif style in EXPERTS:
+            _share_experts(name, module, mesh)
+        else:
+            _share_linear(name, module, style, mesh)
+    return frozenset(partials)
+
+
+def add_up(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
+    """Add up the gradients of parameters over the ranks of a mesh, in one exchange."""
+    gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
+    if not gradients:
+        return
+    together = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(together, group=mesh.get_group())
+    for gradient, total in zip(gradients, together.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(total.view_as(gradient))
+
+
+def _share_linear(name: str, module: nn.Module, style: str, mesh: DeviceMesh) -> None:
+    weight, ranks = cast(Tensor, cast(Any, module).weight), mesh.size()
+    dimension = 0 if style in ROWS else 1
+    if weight.shape[dimension] % ranks:
+        raise UserError(
+            f"tensor_parallel={ranks} does not divide {name}, a layer of {weight.shape[1]} inputs and {weight.shape[0]} outputs, whose "
+            f"{'outputs' if style in ROWS else 'inputs'} the ranks share"
+        )
+    carried: ParallelStyle
+    if style in ROWS:
+        carried = ColwiseParallel(output_layouts=Replicate() if ROWS[style] else None)
+    else:
+        carried = RowwiseParallel(input_layouts=Replicate() if COLUMNS[style] else None)
+    if isinstance(module, LoraLayer):
+        parts = shared_parts(rows=style in ROWS)
+        parallelize_module(cast(nn.Module, module), mesh, dict.fromkeys(parts, carried))
+    else:
+        parallelize_module(module, mesh, carried)
+
+
+# Experts
+
+
+def _share_experts(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    experts, ranks = cast(Any, module).num_experts, mesh.size()
+    if experts % ranks:
+        raise UserError(f"tensor_parallel={ranks} does not divide the {experts} experts of {name}")
+    if odd := [own for own, p in module.named_parameters() if "." in own or p.shape[0] != experts]:
+        raise UserError(f"tensor_parallel={ranks} cannot share the experts of {name}: {odd[0]} is not one of theirs")
+
+    def shard(_: str, own: nn.Module, mesh: DeviceMesh) -> None:
+        for parameter_name, parameter in list(own.named_parameters(recurse=False)):
+            shared = nn.Parameter(
+                distribute_tensor(parameter.detach(), mesh, [Shard(0)]), requires_grad=parameter.requires_grad
+            )
+            own.register_parameter(parameter_name, shared)
+
+    distribute_module(module, mesh, shard)
+    held = cast(Any, module)
+    held.num_experts = experts // ranks
+    held._is_expert_parallel = True  # grouped products leave out whoever is beyond the last of them
+    held.forward = partial(_own_experts, module, held.forward, mesh)
+
+
+def _own_experts(
+    module: nn.Module, forward: Callable[..., Tensor], mesh: DeviceMesh, hidden: Tensor, chosen: Tensor, weights: Tensor
+) -> Tensor:
+    """What experts give, of which this rank has some.
+
+    Args:
+        forward: of the experts of this rank.
+        hidden: [T, hidden], the same on all ranks.
+        chosen: [T, k] int64, experts of each token.
+        weights: [T, k], those that their outputs get.
+    """
+    held, group = cast(Any, module), mesh.get_group()
+    experts: int = held.num_experts
+    chosen = chosen - mesh.get_local_rank() * experts
+    elsewhere = (chosen < 0) | (chosen >= experts)
+    # A loop over experts, which has no such place in all models, takes the first one times nothing.
+    loops = getattr(getattr(held, "config", None), "_experts_implementation", "eager") == "eager"
+    chosen = chosen.masked_fill(elsewhere, 0 if loops else experts)
+    weights = _SumOfGradients.apply(weights, group).masked_fill(elsewhere, 0.0)
+    whole = dict(module._parameters)
+    try:
+        for name, parameter in whole.items():
+            if isinstance(parameter, DTensor):
+                module._parameters[name] = cast(Any, parameter.to_local())
+        out = forward(_SumOfGradients.apply(hidden, group), chosen, weights)
+    finally:
+        module._parameters.update(whole)
+    return cast(Tensor, _Sum.apply(out, group))
+
+
+class _SumOfGradients(torch.autograd.Function):
+    """What all ranks have alike, and each uses for a part: gradients are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        total = gradients[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _Sum(torch.autograd.Function):
+    """What each rank has a part of, added up: the gradient of the sum is that of each part."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        total = tensor.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
