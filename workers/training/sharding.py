@@ -106,6 +106,8 @@ def gradient_norm(gradients: Iterable[Tensor], also: float = 0.0) -> float:
         squares = nn.utils.get_total_norm(locals_).double().square() + also
         for dimension in shards:
             assert mesh is not None
+            if mesh.size(dimension) == 1:  # torch may give the mesh of an engine that was closed, which is equal
+                continue
             dist.all_reduce(squares, group=mesh.get_group(dimension))
         total += squares.item()
     return math.sqrt(total) if math.isfinite(total) else math.nan

@@ -1,6 +1,9 @@
-"""A process that makes process groups of one rank where those of another library (vLLM) are there before, or are made beside them."""
+"""A process that makes process groups of one rank where those of another library (vLLM) are there before, or are made beside them, and
+trains one model after the other with them."""
 
 import os
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -10,13 +13,17 @@ from weft.workers.training.mesh_of_one import MeshOfOne
 CPU = torch.device("cpu")
 
 
-def main() -> None:
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+
+def main(model: str) -> None:
     variables = dict(os.environ)
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     theirs = dist.new_group([0])
     MeshOfOne(CPU).close()
     dist.all_reduce(torch.ones(1), group=theirs)
+    train_one_after_the_other(model)
     assert dist.is_initialized()
     dist.destroy_process_group()
 
@@ -35,5 +42,17 @@ def main() -> None:
     assert not dist.is_initialized() and dict(os.environ) == variables
 
 
+def train_one_after_the_other(model: str) -> None:
+    from training_rows import make_rows
+
+    from weft.algorithms.policy_loss import PolicyLoss
+    from weft.workers.actor import ActorConfig, ActorWorker
+
+    for _ in range(2):
+        worker = ActorWorker(ActorConfig(model=model, offload="everything"))
+        worker.update(make_rows(5), loss=PolicyLoss(old="old_logprobs"))
+        worker.close()
+
+
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -92,6 +92,6 @@ def test_moments_are_updated_in_parts(monkeypatch: pytest.MonkeyPatch):
     assert all(map(torch.equal, mine, trained(lambda groups: torch.optim.AdamW(groups, lr=0.1, fused=True))))
 
 
-def test_process_groups_of_others_stay():
+def test_process_groups_of_others_stay(tiny_model: Path):
     """In a process of its own, where vLLM has made no groups."""
-    subprocess.run([sys.executable, Path(__file__).with_name("groups_of_one.py")], check=True, timeout=60)
+    subprocess.run([sys.executable, Path(__file__).with_name("groups_of_one.py"), tiny_model], check=True, timeout=60)
