@@ -62,7 +62,7 @@ def _errors(folder: Path, kind: str, settings: dict[str, Any]) -> dict[str, floa
     worker = ActorWorker(config)
     engine: Any = worker.engine
     rows, loss = (
-        Batch.of(prompt_ids=[[1] * PROMPT] * ROWS, response_ids=[[4] * RESPONSE] * ROWS),
+        Batch.of(prompt_ids=[[row, *[1] * (PROMPT - 1)] for row in range(ROWS)], response_ids=[[4] * RESPONSE] * ROWS),
         NegativeLogLikelihood(),
     )
     worker.update(rows, loss=loss)
@@ -106,7 +106,11 @@ def _frozen_errors(folder: Path) -> dict[str, float]:
     worker = ReferenceWorker(config)
     engine: Any = worker.engine
     with LiveBytes([*engine.model.parameters(), *engine.model.buffers()]) as live:
-        engine.logprobs(Batch.of(prompt_ids=[[1] * PROMPT] * ROWS, response_ids=[[4] * RESPONSE] * ROWS))
+        engine.logprobs(
+            Batch.of(
+                prompt_ids=[[row, *[1] * (PROMPT - 1)] for row in range(ROWS)], response_ids=[[4] * RESPONSE] * ROWS
+            )
+        )
     found = {"weights": sum(p.nbytes for p in engine.model.parameters()), "pass": live.peak}
     worker.close()
     made = training_memory(model_size(folder / "model"), config, ranks=1, trains=False, lora=None, saves=False)

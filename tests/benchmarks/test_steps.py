@@ -145,3 +145,8 @@ def test_the_bound_of_an_algorithm_does_the_work_of_the_real_step(load: Any, tmp
     assert [{int(one["step"]) for one in state.values()} for state in trained.values()] == [{4}, {4}, {1}]
     assert [sum(len(part.ids) for part in parts) for parts in ppo._minibatches] == [len(given) // 2] * 2
     assert sum(len(part.ids) for part in dpo.parts) == len(given), "both responses of half as many pairs"
+
+
+def test_shared_prompts_are_measured_and_change_no_gradient(load: Any):
+    found = load("steps/shared_prompts").measure(small=True, rounds=1, vocabulary=1024)
+    assert found["difference"] < 1e-4 and all(found[f"{name}_speedup"] > 0 for name in ("dpo", "grpo", "grpo_logprobs"))

@@ -24,7 +24,8 @@ from .engine import Head, Recomputed
 from .head_logprobs import HeadForm
 from .lora import Lora
 from .memory import head_chunk_bytes
-from .packed_attention import NAME, PackedSequences, may_pack
+from .packed_attention import NAME, may_pack
+from .packed_sequences import PackedSequences
 from .response_model import ResponseModel
 
 
@@ -79,14 +80,12 @@ class LiveBytes(TorchDispatchMode):
 class _EqualRows(PackedSequences):
     """Rows of one length, of which nothing has to be computed."""
 
-    are_alike = True  # pyright: ignore[reportAssignmentType]
-
     @property
-    def positions(self) -> Tensor:
+    def positions(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         return torch.arange(self.longest).repeat(len(self.lengths))
 
     @property
-    def padded_positions(self) -> Tensor:
+    def padded_positions(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         return torch.arange(self.longest).expand(self.shape)
 
 
@@ -123,7 +122,9 @@ def pass_bytes(
     skeleton = build_causal_lm(model, folder, head, 0, activation_checkpointing=checkpointing if trains else False)
     response = ResponseModel(skeleton.causal_lm, scalar=head != "logprobs").to(getattr(torch, dtype))
     packs = may_pack(skeleton.causal_lm)
-    Agreement(packs=packs, attention=NAME if packs else "sdpa", head_form=HeadForm()).put_on(response)
+    Agreement(packs=packs, shares_prompts=False, attention=NAME if packs else "sdpa", head_form=HeadForm()).put_on(
+        response
+    )
     response.chunk_bytes = head_chunk_bytes(gpu_bytes)
     response.requires_grad_(trains and lora is None)
     if trains and lora is not None:
@@ -155,7 +156,7 @@ def _peak(model: ResponseModel, shape: PassShape, *, trains: bool, stays: bool, 
             for parameter in parameters:
                 parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
         number = shape.rows * shape.predicted
-        rows = _EqualRows(torch.full((shape.rows,), shape.length), shape.length)
+        rows = _EqualRows.of([shape.length] * shape.rows)
         outputs, hidden = model.run_backbone(torch.zeros(shape.rows * shape.length, dtype=torch.long), rows)
         hidden = hidden.index_select(0, torch.arange(number))
         if model.scalar:

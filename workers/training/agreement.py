@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -28,7 +29,8 @@ from ...dataflow.errors import UserError
 from .head_logprobs import HeadForm
 from .lent_weights import LentWeights, lend_weights
 from .packed_attention import NAME as PACKED
-from .packed_attention import PackedSequences, may_pack, windows_reached_attention
+from .packed_attention import may_pack, windows_reached_attention
+from .packed_sequences import PackedSequences, SharedPrompts
 from .response_model import ResponseModel
 from .rope import follows_length, put_rope_by_row
 
@@ -73,6 +75,8 @@ class Agreement:
 
     packs: bool
     """Rows stand one behind the other; otherwise they are padded."""
+    shares_prompts: bool
+    """Rows of one prompt share its tokens."""
     attention: str
     """Name of its attention in `transformers`."""
     head_form: HeadForm | None
@@ -83,7 +87,7 @@ class Agreement:
         put_rope_by_row(model.causal_lm)
         with _quiet_transformers():
             _set_attention(model.causal_lm, self.attention)
-        model.packs, model.head_form = self.packs, self.head_form
+        model.packs, model.shares_prompts, model.head_form = self.packs, self.shares_prompts, self.head_form
 
 
 def find_agreement(
@@ -117,11 +121,25 @@ def find_agreement(
                 _set_attention(causal_lm, attention)
                 off = _difference(model, probe)
                 if off <= _TOLERANCE:
-                    return Agreement(packs, attention, model.head_form)
+                    shares = packs and not follows_length(causal_lm) and _shares_prompts(model, probe)
+                    return Agreement(packs, shares, attention, model.head_form)
     raise UserError(
         f"model {causal_lm.name_or_path!r} ({type(causal_lm).__name__}) cannot be trained: for rows that share a forward "
         f"pass its results are {off:.2g} off from those of transformers for each row alone, and rounding is at most {_TOLERANCE:g}"
     )
+
+
+def _shares_prompts(model: ResponseModel, probe: _Probe) -> bool:
+    """Whether two rows that begin alike, and share that, give the hidden states of each alone."""
+    length = _LENGTHS[0]
+    row, hidden = probe.ids[:length], probe.hidden[:length]
+    rest = np.array([length - 2] * 2)
+    rows = SharedPrompts.among(np.array([2]), np.zeros(0, np.int64), rest, np.zeros(2, np.int64), probe.ids.device)
+    try:
+        _, found = model.run_backbone(torch.cat([row, row[2:]]), rows)
+    except Exception:  # code that comes with a model may fail in any way
+        return False
+    return bool((found - torch.cat([hidden, hidden[2:]])).abs().nan_to_num(torch.inf).max() <= _TOLERANCE)
 
 
 def _difference(model: ResponseModel, probe: _Probe) -> float:
@@ -155,10 +173,8 @@ def _probe(model: ResponseModel) -> _Probe:
     ids = (torch.arange(sum(lengths), device=device) + _FIRST_ID) % settings.vocab_size
     alone = [_run_alone(model, row, start) for row, start in zip(ids.split(lengths), first, strict=True)]
     hidden = torch.cat([outputs.last_hidden_state[0] for outputs, _ in alone])
-    rows = PackedSequences(
-        torch.tensor(lengths, device=ids.device), max(lengths), torch.tensor(first, device=ids.device)
-    )
-    starts = rows.lengths.cumsum(0) - rows.lengths
+    rows = PackedSequences(np.array(lengths), ids.device, np.array(first))
+    starts = torch.from_numpy(np.cumsum(lengths) - lengths).to(device)
     targets = torch.ones_like(ids, dtype=torch.bool).index_fill(0, starts, False).nonzero()[:, 0]
     expected, spread = hidden, torch.inf
     if not model.scalar:

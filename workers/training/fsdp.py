@@ -198,7 +198,13 @@ class FsdpEngine:
     def _rows(self, batch: Batch, columns: Iterable[str]) -> Microbatches:
         reads_last, owner = self.head == "rewards", str(self.config.model)
         return Microbatches.of(
-            batch, columns, self.device, vocabulary=self.vocabulary, owner=owner, reads_last=reads_last
+            batch,
+            columns,
+            self.device,
+            vocabulary=self.vocabulary,
+            owner=owner,
+            reads_last=reads_last,
+            may_share=self.model.shares_prompts,
         )
 
     def _plan(self, rows: Microbatches, groups: np.ndarray | None = None) -> list[np.ndarray]:
@@ -206,8 +212,7 @@ class FsdpEngine:
 
     def _forward(self, rows: Microbatches, part: np.ndarray, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         self.context.advance()
-        arrays = [None if array is None else torch.from_numpy(array).to(self.device) for array in rows.inputs(part)]
-        return self.model(*arrays, entropy=entropy)
+        return self.model(*rows.inputs(part), entropy=entropy)
 
     # Optimizer steps
 

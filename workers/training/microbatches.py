@@ -15,6 +15,8 @@ from ...algorithms.loss import PackedRows
 from ...dataflow.batch import Batch
 from ...dataflow.column import PROMPT_IDS, RESPONSE_IDS, TEMPERATURE
 from ...dataflow.errors import UserError
+from .packed_sequences import PackedSequences, SharedPrompts
+from .prompt_sharing import Placement, equal_prompts, plan_shared
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Microbatches:
     """Device on which the loss gets its columns."""
     reads_last: bool = False
     """Whether the head reads the position of each response token; otherwise it reads the position before."""
+    same_prompt: np.ndarray | None = None
+    """[rows] int64, equal for rows with equal prompts, whose tokens are computed once in each part; None: rows share none."""
 
     @classmethod
     def of(
@@ -49,6 +53,7 @@ class Microbatches:
         vocabulary: int,
         owner: str,
         reads_last: bool = False,
+        may_share: bool = False,
     ) -> Microbatches:
         """The rows of a batch, checked.
 
@@ -56,6 +61,7 @@ class Microbatches:
             columns: those that a loss reads.
             vocabulary: number of token ids that the model has.
             owner: name of the model, for messages.
+            may_share: whether rows can share the tokens of a prompt; they do where that leaves out enough.
 
         Raises:
             UserError: a response without a prompt, a ragged column that does not fit its responses, or a token id that the
@@ -76,35 +82,67 @@ class Microbatches:
         ragged = {c: torch.tensor(batch.ragged_numpy(c)[0]) for c in columns if _is_ragged(batch, c)}
         scalars = {c: torch.tensor(batch.numpy(c)) for c in columns if not _is_ragged(batch, c)}
         sequences = (batch.ragged_numpy(PROMPT_IDS), batch.ragged_numpy(RESPONSE_IDS))
-        return cls(*sequences, temperatures, ragged, scalars, device, reads_last=reads_last)
+        same_prompt = equal_prompts(*sequences[0], np.diff(sequences[1][1])) if may_share else None
+        return cls(*sequences, temperatures, ragged, scalars, device, reads_last, same_prompt)
 
     def plan(self, max_tokens: int, *, packed: bool, groups: np.ndarray | None = None) -> list[np.ndarray]:
         """Cut the rows that have a response into microbatches; rows of equal `groups` ([rows]) stay together."""
         prompts, responses = np.diff(self.prompt[1]), np.diff(self.response[1])
         rows = np.flatnonzero(responses)
-        num_inputs = (prompts + responses - 1 + self.reads_last)[rows]  # else the last token is only predicted
         groups = None if groups is None else groups[rows]
-        return [rows[part] for part in plan_microbatches(num_inputs, max_tokens, packed=packed, groups=groups)]
+        after = (responses - 1 + self.reads_last)[rows]  # else the last token is only predicted
+        if self.same_prompt is not None:
+            plan = plan_shared(prompts[rows], after, self.same_prompt[rows], max_tokens, groups=groups)
+        else:
+            plan = plan_microbatches(prompts[rows] + after, max_tokens, packed=packed, groups=groups)
+        return [rows[part] for part in plan]
 
-    def inputs(self, part: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-        """Arguments of `ResponseModel` for these rows; for an empty part, one token that nobody reads."""
+    def inputs(self, part: np.ndarray) -> tuple[Tensor, PackedSequences, Tensor, Tensor, Tensor | None]:
+        """Arguments of `ResponseModel` for these rows, on the device; for an empty part, one token that nobody reads."""
         if not len(part):
-            zero = np.zeros(1, dtype=np.int64)
-            return zero, zero + 1, zero, zero, None
+            zero = torch.zeros(1, dtype=torch.long, device=self.device)
+            return zero, PackedSequences.of([1], self.device), zero, zero, None
         (prompts, p_starts), (responses, r_starts) = self.prompt, self.response
-        ids, predicting, before = [], [], 0
-        for i in part:
-            prompt, response = prompts[p_starts[i] : p_starts[i + 1]], responses[r_starts[i] : r_starts[i + 1]]
-            inputs = len(response) - 1 + self.reads_last
-            ids += [prompt, response[:inputs]]
-            predicting.append(np.arange(len(response)) + (before + len(prompt) - 1 + self.reads_last))
-            before += len(prompt) + inputs
-        lengths = (np.diff(p_starts)[part] + np.diff(r_starts)[part] - 1 + self.reads_last).astype(np.int64)
-        targets = responses[tokens_of(r_starts, part)].astype(np.int64)
+        p_lengths, r_lengths = np.diff(p_starts)[part].astype(np.int64), np.diff(r_starts)[part].astype(np.int64)
+        after = r_lengths - 1 + self.reads_last
+        same = None if self.same_prompt is None else self.same_prompt[part]
+        place = Placement.of(p_lengths, after, same)
+        ids = [prompts[p_starts[i] : p_starts[i + 1]] for i in part[place.prompts]]
+        for row in place.alone:
+            i = part[row]
+            ids += [prompts[p_starts[i] : p_starts[i + 1]], responses[r_starts[i] : r_starts[i] + after[row]]]
+        ids += [responses[r_starts[part[row]] : r_starts[part[row]] + after[row]] for row in place.shared]
+        starts = np.cumsum(r_lengths) - r_lengths
+        read = np.repeat(place.begins - starts, r_lengths) + np.arange(int(r_lengths.sum()))
+        if (
+            not self.reads_last
+        ):  # a token is predicted at the one before it, and the first at the last one of the prompt
+            read -= 1
+            read[starts] = place.last
+        rows = PackedSequences(p_lengths + after, self.device)
+        if len(place.shared):
+            more = after[place.shared] > 0  # nothing of a response of one token is read after the prompt
+            rows = SharedPrompts.among(
+                p_lengths[place.prompts],
+                (p_lengths + after)[place.alone],
+                after[place.shared][more],
+                place.prompt_of[more],
+                self.device,
+            )
         temperatures = None
         if self.temperatures is not None:
-            temperatures = np.repeat(self.temperatures[part], np.diff(r_starts)[part])
-        return np.concatenate(ids).astype(np.int64), lengths, np.concatenate(predicting), targets, temperatures
+            temperatures = self._on_device(np.repeat(self.temperatures[part], r_lengths))
+        targets = responses[tokens_of(r_starts, part)]
+        return (
+            self._on_device(np.concatenate(ids).astype(np.int64)),
+            rows,
+            self._on_device(read),
+            self._on_device(targets.astype(np.int64)),
+            temperatures,
+        )
+
+    def _on_device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
 
     def packed(self, part: np.ndarray | None = None, entropy: Tensor | None = None) -> PackedRows:
         """The part (None: all rows) as a loss reads it, with the entropy [T] float32 nats of its tokens where it was computed."""

@@ -1,13 +1,14 @@
 """Packed attention: rows of different lengths stand one behind the other, and only attention pads them.
 
 All layers but attention look at one token at a time, so [1, T] tokens of many rows go through them as they are. Attention
-is computed on [rows, longest], which `plan_microbatches` keeps to at most twice the tokens.
+is computed on [rows, longest], which `plan_microbatches` keeps to at most twice the tokens. A prompt that several rows share is computed
+once (`SharedPrompts`): their responses look at its keys and values, and at their own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,60 +17,11 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from .packed_sequences import PackedSequences, SharedPrompts
+
 NAME = "weft_packed"
 """Name of this attention in `transformers`."""
 _ATTENDS = {"full_attention", "sliding_attention"}
-
-
-@dataclass(frozen=True)
-class PackedSequences:
-    """How the tokens of a microbatch belong to rows."""
-
-    lengths: Tensor
-    """[B] int64, on the tokens' device; no row is empty."""
-    longest: int
-    """Tokens of the longest row."""
-    first: Tensor | int = 0
-    """[B] int64 position of the first token of each row."""
-    windows: set[int | None] = field(default_factory=set)
-    """Sliding windows that the model has passed to attention."""
-    softcaps: set[float | None] = field(default_factory=set)
-    """Soft caps that the model has passed to attention."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(B, longest): of the rows when they are padded."""
-        return len(self.lengths), self.longest
-
-    @cached_property
-    def are_alike(self) -> bool:
-        """Whether all rows have one length, so that packed and padded tokens lie alike."""
-        return bool((self.lengths == self.longest).all())
-
-    @cached_property
-    def places(self) -> Tensor:
-        """[T] int64 place of each token in its row."""
-        starts = torch.cumsum(self.lengths, 0) - self.lengths
-        return torch.arange(int(self.lengths.sum()), device=starts.device) - starts.repeat_interleave(self.lengths)
-
-    @property
-    def positions(self) -> Tensor:
-        """[T] int64 position of each token, as the model counts positions."""
-        first = torch.as_tensor(self.first, device=self.lengths.device).expand_as(self.lengths)
-        return self.places + first.repeat_interleave(self.lengths)
-
-    @property
-    def padded_positions(self) -> Tensor:
-        """[B, longest] int64 positions; padding repeats the last position of its row, so no row seems longer than it is."""
-        places = torch.arange(self.longest, device=self.lengths.device).expand(self.shape)
-        first = torch.as_tensor(self.first, device=self.lengths.device).expand_as(self.lengths)
-        return torch.minimum(places, self.lengths[:, None] - 1) + first[:, None]
-
-    @cached_property
-    def slots(self) -> Tensor:
-        """[T] int64 place of each token in the flattened [B * longest]."""
-        before = torch.arange(len(self.lengths), device=self.lengths.device) * self.longest
-        return before.repeat_interleave(self.lengths) + self.places
 
 
 def may_pack(causal_lm: Any) -> bool:
@@ -94,14 +46,11 @@ def caps_scores(causal_lm: Any) -> bool:
     """Whether a model passes its attention a soft cap, which torch's own attention silently ignores."""
     if not (causal_lm._supports_attention_backend and causal_lm._supports_sdpa):
         return False
-    rows, before = (
-        PackedSequences(torch.ones(1, dtype=torch.long, device=causal_lm.device), 1),
-        causal_lm.config._attn_implementation,
-    )
+    rows, before = PackedSequences.of([1], causal_lm.device), causal_lm.config._attn_implementation
     causal_lm.set_attn_implementation(NAME)
     try:
         with torch.no_grad():
-            causal_lm(input_ids=rows.lengths[None], position_ids=rows.positions[None], rows=rows, use_cache=False)
+            causal_lm(input_ids=rows.positions[None], position_ids=rows.positions[None], rows=rows, use_cache=False)
     except Exception:  # code that comes with a model may fail in any way
         return False
     finally:
@@ -136,19 +85,54 @@ def packed_attention(
     """
     rows.windows.add(sliding_window)
     rows.softcaps.add(softcap)
-    query, key, value = (_unpacked(x[0].transpose(0, 1), rows).transpose(1, 2) for x in (query, key, value))
+    attend = partial(_attention, module, scaling=scaling, softcap=softcap, dropout=dropout)
+    of_tokens = [x[0].transpose(0, 1) for x in (query, key, value)]
+    if not isinstance(rows, SharedPrompts):
+        return _in_rows(attend, of_tokens, rows, sliding_window)[None], None
+    before, begins = int(rows.prompts.lengths.sum()), int(rows.beginnings.lengths.sum())
+    first = _in_rows(attend, [x[:begins] for x in of_tokens], rows.beginnings, sliding_window)
+    if not len(rows.after):
+        return first[None], None
+    query = _unpacked(of_tokens[0][begins:], rows.responses).transpose(1, 2)
+    of_prompts = (_unpacked(x[:before], rows.prompts).index_select(0, rows.prompt_of_response) for x in of_tokens[1:])
+    own = (_unpacked(x[begins:], rows.responses) for x in of_tokens[1:])
+    key, value = (torch.cat(both, 1).transpose(1, 2) for both in zip(of_prompts, own, strict=True))
+    out = attend(query, key, value, rows.sees(sliding_window)[:, None])
+    return torch.cat([first, _packed(out, rows.responses)])[None], None
+
+
+def _in_rows(
+    attend: Callable[..., Tensor], of_tokens: Iterable[Tensor], rows: PackedSequences, window: int | None
+) -> Tensor:
+    """[T, heads, head size]: attention of [T, heads, head size] queries, keys and values within each row."""
+    query, key, value = (_unpacked(x, rows).transpose(1, 2) for x in of_tokens)
     mask = None
-    if softcap is not None or (sliding_window is not None and rows.longest > sliding_window):
+    if window is not None and rows.longest > window:
         at = torch.arange(rows.longest, device=query.device)
         back = at[:, None] - at[None, :]
-        mask = ((back >= 0) & (back < (sliding_window or rows.longest)))[None, None]
-    if softcap is not None:
-        assert mask is not None
-        return _packed(_capped_attention(query, key, value, mask, scaling, softcap, dropout), rows)[None], None
-    out, _ = sdpa_attention_forward(
-        module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=mask is None
-    )
-    return _packed(out, rows)[None], None
+        mask = ((back >= 0) & (back < window))[None, None]
+    return _packed(attend(query, key, value, mask), rows)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scaling: float | None,
+    softcap: float | None,
+    dropout: float,
+) -> Tensor:
+    """[B, L, heads, head size] of [B, heads, L, head size]; without a mask it is causal."""
+    if softcap is None:
+        return sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=mask is None
+        )[0]
+    if mask is None:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
+    return _capped_attention(query, key, value, mask, scaling, softcap, dropout)
 
 
 def _capped_attention(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...dataflow.errors import UserError
 from .head_logprobs import HeadForm, head_logprobs, logprobs_of_any_head
-from .packed_attention import PackedSequences
+from .packed_sequences import PackedSequences
 from .rope import follows_length
 
 
@@ -40,6 +40,8 @@ class ResponseModel(nn.Module):
         self.backbone_name = _find_backbone(causal_lm)
         self.packs = False
         """Whether a microbatch costs its tokens, and not its rows times the longest."""
+        self.shares_prompts = False
+        """Whether rows can share the tokens of a prompt."""
         self.head_form: HeadForm | None = None
         """How logits follow from the products of hidden states and the head; None: the model computes them in another way."""
         self.chunk_bytes: int | None = None
@@ -63,7 +65,7 @@ class ResponseModel(nn.Module):
     def forward(
         self,
         input_ids: Tensor,
-        lengths: Tensor,
+        rows: PackedSequences,
         predicting: Tensor,
         targets: Tensor,
         temperatures: Tensor | None,
@@ -73,7 +75,7 @@ class ResponseModel(nn.Module):
 
         Args:
             input_ids: [N] int64, row after row.
-            lengths: [B] int64 tokens of each row, at least 1.
+            rows: how the N tokens belong to rows.
             predicting: [T] int64 indexes into the N: of the token *before* each target, or of the positions that a scalar head reads.
             targets: [T] int64.
             temperatures: [T] float32, divides the logits; None: 1.
@@ -83,7 +85,7 @@ class ResponseModel(nn.Module):
         Returns:
             ([T] float32 nats or outputs of the scalar head; [T] float32 nats, -sum_v p_v log p_v at the temperature, or None).
         """
-        outputs, hidden = self.run_backbone(input_ids, PackedSequences(lengths, int(lengths.max())))
+        outputs, hidden = self.run_backbone(input_ids, rows)
         hidden = hidden.index_select(0, predicting)
         if self.scalar:
             return self.causal_lm.score(hidden.float())[:, 0], None  # half precision is too coarse for values

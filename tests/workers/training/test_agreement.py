@@ -19,6 +19,7 @@ from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.generation.engine import GenerationRequest
 from weft.workers.generation.transformers_engine import TransformersEngine
+from weft.workers.training.packed_sequences import PackedSequences
 
 LENGTHS = (9, 1, 4, 30, 7)
 """Tokens of the rows: longer than windows, chunks and the original length of ropes, and shorter."""
@@ -56,7 +57,7 @@ def test_rows_together_answer_as_transformers_does_with_each_alone(name: str):
     amplify(model)
     amplify(together)
     exact = exact_logits(model, rows)
-    ids, lengths = torch.cat(rows), torch.tensor(LENGTHS)
+    ids, lengths = torch.cat(rows), PackedSequences.of(LENGTHS)
     for temperature in (1.0, 0.6):
         expected = logprobs([logits / temperature for logits in exact], rows)
         temperatures = None if temperature == 1 else torch.full((len(ids),), temperature)
@@ -84,7 +85,7 @@ def test_gradients_through_a_models_own_head_are_its_own():
     eager.set_attn_implementation("eager")
     expected = logprobs([eager(input_ids=row[None], use_cache=False).logits[0] for row in rows], rows)
     ids = torch.cat(rows)
-    found, _ = agreeing_model(model)(ids, torch.tensor(LENGTHS), torch.arange(len(ids)), ids, None)
+    found, _ = agreeing_model(model)(ids, PackedSequences.of(LENGTHS), torch.arange(len(ids)), ids, None)
     theirs = torch.autograd.grad((expected * weights).sum(), [*eager.parameters()])
     for mine, their in zip(torch.autograd.grad((found * weights).sum(), [*model.parameters()]), theirs, strict=True):
         torch.testing.assert_close(mine, their, rtol=1e-4, atol=1e-4 * float(their.abs().max()))

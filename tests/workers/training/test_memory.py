@@ -75,7 +75,7 @@ def test_a_pass_without_memory_takes_what_a_real_one_takes(tiny_model: Path, kin
         "lora": {"lora": Lora(rank=4)},
     }.get(kind, {})
     worker = ActorWorker(ActorConfig(model=str(tiny_model), microbatch_tokens=640, **settings))
-    batch = Batch.of(prompt_ids=[[1] * 22] * 40, response_ids=[[3] * 10] * 40)
+    batch = Batch.of(prompt_ids=[[1] * 21 + [row] for row in range(40)], response_ids=[[3] * 10] * 40)
     engine: Any = worker.engine
     loss, trains = NegativeLogLikelihood(), kind != "logprobs"
     worker.update(batch, loss=loss)  # moments are there then

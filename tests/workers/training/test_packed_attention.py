@@ -9,6 +9,8 @@ import torch
 import transformers
 from families import agreeing_model
 
+from weft.workers.training.packed_sequences import PackedSequences
+
 LENGTHS = [9, 1, 4, 7]
 SMALL = {
     "vocab_size": 97,
@@ -69,7 +71,7 @@ def test_rows_answer_as_if_each_were_alone(kind: str, packs: bool):
     together = agreeing_model(model)
     assert together.packs == packs
     ids = torch.cat(rows)
-    got, _ = together(ids, torch.tensor(LENGTHS), torch.arange(len(ids)), ids, None)
+    got, _ = together(ids, PackedSequences.of(LENGTHS), torch.arange(len(ids)), ids, None)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     for mine, theirs in zip(
         torch.autograd.grad((got * weights).sum(), [*model.parameters()], allow_unused=True), gradients, strict=True

@@ -1,0 +1,158 @@
+"""Rows that share the tokens of a prompt answer as rows that do not: values and gradients, whatever the model, the rows and their order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import spmd
+import torch
+from families import agreeing_model, amplify, make_family
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.dataflow.batch import Batch
+from weft.workers.actor import ActorConfig, ActorWorker
+from weft.workers.training.microbatches import Microbatches
+from weft.workers.training.packed_sequences import SharedPrompts
+from weft.workers.training.prompt_sharing import Placement, equal_prompts, plan_shared
+
+CPU = torch.device("cpu")
+SHARED = ("Qwen2", "Qwen3", "Llama", "Mistral", "Mixtral", "Gemma 2", "Gemma 3", "Phi-3", "OLMo 2", "GPT-2")
+NOT_SHARED = ("Phi-3 longrope", "Jamba", "GPT-OSS")
+"""Frequencies that follow the length of a row; state; attention that cannot be exchanged."""
+
+
+def of_prompts(responses: dict[tuple[int, ...], list[int]], seed: int = 0) -> Batch:
+    """Rows with these prompts, and responses of so many tokens after each."""
+    rng = np.random.default_rng(seed)
+    prompts = [list(prompt) for prompt, lengths in responses.items() for _ in lengths]
+    lengths = np.array([length for of_one in responses.values() for length in of_one])
+    order = rng.permutation(len(prompts))
+    lengths = lengths[order]
+    cu_seqlens, tokens = np.concatenate([[0], np.cumsum(lengths)]), int(lengths.sum())
+    return Batch.of(
+        sample_id=np.arange(len(prompts)),
+        prompt_ids=[prompts[row] for row in order],
+        response_ids=(rng.integers(3, 97, tokens), cu_seqlens),
+        response_mask=(np.ones(tokens, np.uint8), cu_seqlens),
+        temperature=np.where(rng.random(len(prompts)) < 0.5, 1.0, 0.7),
+        advantages=(rng.normal(size=tokens), cu_seqlens),
+        old_logprobs=(-4.5 + 0.3 * rng.normal(size=tokens), cu_seqlens),
+        reference_logprobs=(-4.5 + 0.3 * rng.normal(size=tokens), cu_seqlens),
+    )
+
+
+ROWS = {
+    tuple(range(3, 12)): [5, 1, 3, 8],
+    tuple(range(3, 9)): [2, 2],
+    (7,): [6],
+    (9, 9): [1, 1],
+    tuple(range(20, 27)): [4],
+}
+
+
+@pytest.mark.parametrize("reads_last", [False, True])
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_prompts_change_no_value_and_no_gradient(name: str, reads_last: bool):
+    exact = name == "GPT-2"  # others compute norms in float32, whatever they are given
+    model = amplify(agreeing_model(make_family(name).double() if exact else make_family(name)))
+    assert model.packs and model.shares_prompts
+    found = []
+    for may_share in (True, False):
+        rows = Microbatches.of(
+            of_prompts(ROWS), (), CPU, vocabulary=97, owner="m", reads_last=reads_last, may_share=may_share
+        )
+        values, gradients = [], [torch.zeros_like(p) for p in model.parameters()]
+        for part in (np.arange(10)[::-1].copy(), np.array([3])):
+            inputs = rows.inputs(part)
+            assert isinstance(inputs[1], SharedPrompts) == (may_share and len(part) > 1)
+            of_tokens, _ = model(*inputs)
+            weights = torch.linspace(-1, 1, len(of_tokens), dtype=of_tokens.dtype)
+            got = torch.autograd.grad((of_tokens * weights).sum(), [*model.parameters()], allow_unused=True)
+            gradients = [total + (0 if new is None else new) for total, new in zip(gradients, got, strict=True)]
+            values.append(of_tokens.detach())
+        found.append((torch.cat(values), gradients))
+    (mine, my_gradients), (theirs, their_gradients) = found
+    tolerance = 1e-10 if exact else 1e-4
+    torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+    for one, other in zip(my_gradients, their_gradients, strict=True):
+        largest = float(other.abs().max())
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance * largest + 1e-12)
+
+
+@pytest.mark.parametrize("name", NOT_SHARED)
+def test_models_whose_rows_cannot_share_do_not(name: str):
+    assert not agreeing_model(make_family(name)).shares_prompts
+
+
+def test_a_step_with_shared_prompts_is_the_step_without(tiny_model: Path):
+    """Also where a prompt's rows do not fit into one microbatch."""
+    rows = of_prompts({tuple(range(3, 23)): [9] * 8, tuple(range(30, 38)): [3, 12]})
+    steps = []
+    for may_share, tokens in ((False, None), (True, None), (True, 50)):
+        worker = ActorWorker(
+            ActorConfig(model=str(tiny_model), learning_rate=1e-3, max_grad_norm=None, microbatch_tokens=tokens)
+        )
+        engine: Any = worker.engine
+        assert engine.model.shares_prompts
+        engine.model.shares_prompts = may_share
+        said = worker.logprobs(rows, into="said").ragged("said")[0]
+        steps.append((said, *spmd.one_step(worker, rows)))
+    (said, gradient, metrics), *others = steps
+    norm = torch.stack([g.norm() for g in gradient.values()]).norm()
+    for mine, own_gradient, own_metrics in others:
+        torch.testing.assert_close(mine, said, rtol=1e-5, atol=1e-5)
+        for name, expected in gradient.items():
+            assert (own_gradient[name] - expected).norm() / norm < 1e-5
+        assert own_metrics["loss"] == pytest.approx(metrics["loss"], rel=1e-4)
+
+
+def test_rows_that_share_little_are_computed_as_they_are():
+    prompts, cu_seqlens = np.array([1, 2, 1, 2, 3], np.int32), np.array([0, 2, 4, 5])
+    assert equal_prompts(prompts, cu_seqlens, np.array([1, 1, 9])) is not None  # 2 of 16 tokens
+    assert equal_prompts(prompts, cu_seqlens, np.array([1, 1, 10])) is None  # 2 of 17
+    assert equal_prompts(prompts, cu_seqlens, np.array([1, 0, 1])) is None  # the second is not computed
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=150)
+def test_each_row_is_in_one_microbatch_that_holds_its_tokens(data: st.DataObject):
+    count = data.draw(st.integers(1, 20))
+    same = np.array(data.draw(st.lists(st.integers(0, 4), min_size=count, max_size=count)))
+    lengths = np.array(data.draw(st.lists(st.integers(1, 30), min_size=5, max_size=5)))
+    prompts = lengths[same]
+    after = np.array(data.draw(st.lists(st.integers(0, 20), min_size=count, max_size=count)))
+    groups = np.array(data.draw(st.lists(st.integers(0, 9), min_size=count, max_size=count)))
+    groups = data.draw(st.sampled_from([None, groups, same]))
+    most = data.draw(st.integers(1, 200))
+    plan = plan_shared(prompts, after, same, most, groups=groups)
+    assert sorted(np.concatenate(plan).tolist()) == list(range(count))
+    of_part = np.empty(count, np.int64)
+    for number, part in enumerate(plan):
+        of_part[part] = number
+        tokens = after[part].sum() + sum(lengths[one] for one in set(same[part].tolist()))
+        units = len(part) if groups is None else len(set(groups[part].tolist()))
+        assert tokens <= most or units == 1
+        place = Placement.of(prompts[part], after[part], same[part])
+        taken = [
+            *(range(place.begins[row], place.begins[row] + after[part][row]) for row in range(len(part))),
+            *(range(place.last[row] - prompts[part][row] + 1, place.last[row] + 1) for row in place.alone),
+            *(
+                range(place.last[row] - prompts[part][row] + 1, place.last[row] + 1)
+                for row in [int(np.flatnonzero(place.prompt_of == p)[0]) for p in range(len(place.prompts))]
+                for row in [int(place.shared[row])]
+            ),
+        ]
+        assert sorted(token for tokens_of_row in taken for token in tokens_of_row) == list(range(tokens)), "each once"
+    if groups is not None:
+        assert all(len(set(of_part[groups == group].tolist())) == 1 for group in set(groups.tolist()))
+
+
+def test_windows_and_lengths_say_what_a_response_sees():
+    rows = SharedPrompts.among(np.array([3, 1]), np.array([2]), np.array([2, 1]), np.array([0, 1]), CPU)
+    assert rows.positions.tolist() == [0, 1, 2, 0, 0, 1, 3, 4, 1]
+    seen = rows.sees(3).int().tolist()
+    assert seen == [[[0, 1, 1, 1, 0], [0, 0, 1, 1, 1]], [[1, 0, 0, 1, 0], [1, 0, 0, 1, 1]]]

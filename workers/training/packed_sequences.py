@@ -1,0 +1,146 @@
+"""How the tokens of a microbatch, which stand one behind the other, belong to rows. Computed on the host: no device is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PackedSequences:
+    """Rows, one behind the other."""
+
+    lengths: np.ndarray
+    """[B] int64; no row is empty."""
+    device: torch.device
+    """That of the tokens."""
+    first: np.ndarray | None = None
+    """[B] int64 position of the first token of each row; None: 0."""
+    windows: set[int | None] = field(default_factory=set)
+    """Sliding windows that the model has passed to attention."""
+    softcaps: set[float | None] = field(default_factory=set)
+    """Soft caps that the model has passed to attention."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int] | np.ndarray, device: torch.device | str = "cpu") -> Self:
+        """Rows of these lengths."""
+        return cls(np.asarray(lengths, np.int64), torch.device(device))
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return int(self.lengths.max())
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, longest): of the rows when they are padded."""
+        return len(self.lengths), self.longest
+
+    @cached_property
+    def are_alike(self) -> bool:
+        """Whether all rows have one length, so that packed and padded tokens lie alike."""
+        return bool((self.lengths == self.longest).all())
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[T] int64 position of each token, as the model counts positions."""
+        return self._on_device(self._places + np.repeat(self._first, self.lengths))
+
+    @cached_property
+    def padded_positions(self) -> Tensor:
+        """[B, longest] int64 positions; padding repeats the last position of its row, so no row seems longer than it is."""
+        places = np.minimum(np.arange(self.longest), self.lengths[:, None] - 1)
+        return self._on_device(places + self._first[:, None])
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """[T] int64 place of each token in the flattened [B * longest]."""
+        return self._on_device(np.repeat(np.arange(len(self.lengths)) * self.longest, self.lengths) + self._places)
+
+    @property
+    def _first(self) -> np.ndarray:
+        return np.zeros(len(self.lengths), np.int64) if self.first is None else self.first
+
+    @cached_property
+    def _places(self) -> np.ndarray:
+        """[T] int64 place of each token in its row."""
+        starts = np.cumsum(self.lengths) - self.lengths
+        return np.arange(int(self.lengths.sum())) - np.repeat(starts, self.lengths)
+
+    def _on_device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+
+@dataclass(frozen=True, eq=False)
+class SharedPrompts(PackedSequences):
+    """Prompts, then rows that share none, then responses, each of which goes on after one of the prompts.
+
+    The tokens of a prompt are computed once for all of its responses.
+    """
+
+    num_prompts: int = 0
+    after: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """[responses] int64: the prompt of each."""
+
+    @classmethod
+    def among(
+        cls, prompts: np.ndarray, others: np.ndarray, responses: np.ndarray, after: np.ndarray, device: torch.device
+    ) -> Self:
+        """Of these lengths: [prompts], [other rows] and [responses] int64."""
+        lengths = np.concatenate([prompts, others, responses])
+        first = np.concatenate([np.zeros(len(prompts) + len(others), np.int64), prompts[after]])
+        return cls(lengths, device, first, num_prompts=len(prompts), after=after)
+
+    @cached_property
+    def beginnings(self) -> PackedSequences:
+        """Prompts and other rows: all that begin at position 0."""
+        return PackedSequences(self.lengths[: len(self.lengths) - len(self.after)], self.device)
+
+    @cached_property
+    def prompts(self) -> PackedSequences:
+        """The prompts alone."""
+        return PackedSequences(self.lengths[: self.num_prompts], self.device)
+
+    @cached_property
+    def responses(self) -> PackedSequences:
+        """The responses alone."""
+        return PackedSequences(self.lengths[len(self.lengths) - len(self.after) :], self.device)
+
+    @cached_property
+    def prompt_of_response(self) -> Tensor:
+        """[responses] int64, on the device."""
+        return self._on_device(self.after)
+
+    def sees(self, window: int | None) -> Tensor:
+        """Which tokens each token of a response sees.
+
+        Args:
+            window: tokens that each token sees, itself included; None: all before it.
+
+        Returns:
+            [responses, longest response, longest prompt + longest response] bool.
+        """
+        if window not in self._seen:
+            own = torch.arange(self.responses.longest, device=self.device)
+            before = torch.arange(self.prompts.longest, device=self.device)
+            lengths = self._on_device(self.prompts.lengths)[self.prompt_of_response]
+            back_own = (own[:, None] - own[None, :]).expand(len(self.after), -1, -1)
+            back_before = lengths[:, None, None] + own[None, :, None] - before[None, None, :]
+            seen_own, seen_before = (
+                back_own >= 0,
+                (before[None, :] < lengths[:, None])[:, None].expand_as(back_before),
+            )
+            if window is not None:
+                seen_own, seen_before = seen_own & (back_own < window), seen_before & (back_before < window)
+            self._seen[window] = torch.cat([seen_before, seen_own], 2)
+        return self._seen[window]
+
+    @cached_property
+    def _seen(self) -> dict[int | None, Tensor]:
+        return {}
