@@ -51,9 +51,16 @@ def measure(*, quick: bool = False) -> dict[str, float]:
     return {"plan_memory_error": round(max(errors.values()), 4)}
 
 
+def _rows() -> Any:
+    """Rows of one length, no two of which share their prompt."""
+    from weft.dataflow.batch import Batch
+
+    prompts = [[row // 10, row % 10, *[1] * (PROMPT - 2)] for row in range(ROWS)]
+    return Batch.of(prompt_ids=prompts, response_ids=[[4] * RESPONSE] * ROWS)
+
+
 def _errors(folder: Path, kind: str, settings: dict[str, Any]) -> dict[str, float]:
     from weft.algorithms.policy_loss import NegativeLogLikelihood
-    from weft.dataflow.batch import Batch
     from weft.workers.actor import ActorConfig, ActorWorker
     from weft.workers.training.activations import LiveBytes
     from weft.workers.training.memory import checkpoint_bytes, model_size, training_memory
@@ -61,10 +68,7 @@ def _errors(folder: Path, kind: str, settings: dict[str, Any]) -> dict[str, floa
     config = ActorConfig(model=str(folder / "model"), microbatch_tokens=ROWS // 2 * (PROMPT + RESPONSE), **settings)
     worker = ActorWorker(config)
     engine: Any = worker.engine
-    rows, loss = (
-        Batch.of(prompt_ids=[[row, *[1] * (PROMPT - 1)] for row in range(ROWS)], response_ids=[[4] * RESPONSE] * ROWS),
-        NegativeLogLikelihood(),
-    )
+    rows, loss = _rows(), NegativeLogLikelihood()
     worker.update(rows, loss=loss)
     parameters = list(engine.model.parameters())
     trained = [p for p in parameters if p.requires_grad]
@@ -95,7 +99,6 @@ def _errors(folder: Path, kind: str, settings: dict[str, Any]) -> dict[str, floa
 
 def _frozen_errors(folder: Path) -> dict[str, float]:
     """Of a reference in bfloat16."""
-    from weft.dataflow.batch import Batch
     from weft.workers.reference import ReferenceConfig, ReferenceWorker
     from weft.workers.training.activations import LiveBytes
     from weft.workers.training.memory import model_size, training_memory
@@ -106,11 +109,7 @@ def _frozen_errors(folder: Path) -> dict[str, float]:
     worker = ReferenceWorker(config)
     engine: Any = worker.engine
     with LiveBytes([*engine.model.parameters(), *engine.model.buffers()]) as live:
-        engine.logprobs(
-            Batch.of(
-                prompt_ids=[[row, *[1] * (PROMPT - 1)] for row in range(ROWS)], response_ids=[[4] * RESPONSE] * ROWS
-            )
-        )
+        engine.logprobs(_rows())
     found = {"weights": sum(p.nbytes for p in engine.model.parameters()), "pass": live.peak}
     worker.close()
     made = training_memory(model_size(folder / "model"), config, ranks=1, trains=False, lora=None, saves=False)
