@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from ..dataflow.errors import UserError
 from ..dataflow.handle import Handle
 from ..dataflow.node import ParameterEdge
-from .placement import Place, ResourcePool, is_own
+from .placement import Place, ResourcePool, is_own, ranks_of_a_replica
 
 
 @dataclass(frozen=True)
@@ -286,10 +286,10 @@ def _replica(handle: Handle, name: str, place: Place) -> int:
     Raises:
         UserError: they do not divide the ranks of the group.
     """
-    size = getattr(handle.config, "tensor_parallel", 1)
-    if place.ranks % size:
-        raise UserError(f"tensor_parallel={size} does not divide the {place.ranks} ranks of {name!r}")
-    return size
+    for setting in ("tensor_parallel", "sequence_parallel"):
+        if place.ranks % (size := getattr(handle.config, setting, 1)):
+            raise UserError(f"{setting}={size} does not divide the {place.ranks} ranks of {name!r}")
+    return ranks_of_a_replica(handle.config)
 
 
 def _is_whole(ranks_per_node: int, replica: int) -> bool:
@@ -302,6 +302,7 @@ def _check_replica(name: str, place: Place, replica: int) -> None:
     each = place.ranks // nodes
     if not _is_whole(each, replica):
         raise UserError(
-            f"a tensor-parallel replica of {name!r} has {replica} ranks, and pool {place.pool.name!r} has {each} of them on each of its "
-            f"{nodes} nodes: some replicas would lie across two nodes; take a multiple or a divisor of {each} for tensor_parallel"
+            f"a replica of {name!r} has {replica} ranks, and pool {place.pool.name!r} has {each} of them on each of its "
+            f"{nodes} nodes: some replicas would lie across two nodes; take a multiple or a divisor of {each} "
+            "for tensor_parallel or sequence_parallel"
         )

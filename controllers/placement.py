@@ -13,6 +13,11 @@ from ..dataflow.errors import UserError, nearest
 from ..dataflow.handle import Handle
 
 
+def ranks_of_a_replica(config: object) -> int:
+    """Ranks that hold one copy of a group's model together, and compute the same rows."""
+    return getattr(config, "replica_ranks", None) or getattr(config, "tensor_parallel", 1)
+
+
 @names_arguments
 @dataclass(frozen=True, init=False, repr=False)
 class ResourcePool:

@@ -54,10 +54,9 @@ class RewardModelWorker(EngineWorker):
                 f"model {str(config.model)!r} has no scalar head (a tensor {SCALAR_HEAD!r} in its safetensors files), so no rewards; "
                 'a CriticWorker(head="rewards") trains and saves one'
             )
-        if config.tensor_parallel > 1:
-            raise UserError(
-                f"tensor_parallel={config.tensor_parallel}: each rank of a RewardModelWorker has all of its model; leave it at 1"
-            )
+        for name in ("tensor_parallel", "sequence_parallel"):
+            if (ranks := getattr(config, name)) > 1:
+                raise UserError(f"{name}={ranks}: each rank of a RewardModelWorker has all of its model; leave it at 1")
 
     @property
     def coordinates(self) -> Coordinates:

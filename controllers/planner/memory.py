@@ -156,6 +156,7 @@ def _activations(config: Any, sizes: StepSizes, passes: UpdateSizes, *, trains: 
         checkpointing=getattr(config, "activation_checkpointing", False),
         gpu_bytes=gpu_bytes,
     )
+    found //= getattr(config, "sequence_parallel", 1)
     if not trains or lora is not None:
         return found
     # The pass counts complete gradients, as they come; what a rank keeps of them stands beside.

@@ -29,6 +29,7 @@ from ...dataflow.node import SOURCE, Node
 from ...dataflow.operation import Shape
 from ...workers.training.memory import CPU_TOKENS, GPU_TOKENS
 from ..loop.recording import RECORDED
+from ..placement import ranks_of_a_replica
 from ..run_spec import RunSpec
 
 NUMBER = 4
@@ -102,7 +103,7 @@ def update_sizes(spec: RunSpec, node: Node, sizes: StepSizes) -> UpdateSizes:
     config: Any = spec.handles[node.group].config
     place = spec.placement[node.group]
     ranks = 1 if spec.backend.in_process else place.ranks
-    replicas = max(1, ranks // getattr(config, "tensor_parallel", 1))
+    replicas = max(1, ranks // ranks_of_a_replica(config))
     of_pass = getattr(config, "microbatch_tokens", None) or (GPU_TOKENS if place.pool.gpus else CPU_TOKENS)
     epochs, minibatches = (node.arguments.get(name, 1) for name in ("epochs", "minibatches"))
     rows, each = sizes.rows, math.ceil(sizes.rows / replicas)

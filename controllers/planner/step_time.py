@@ -8,6 +8,7 @@ from typing import Any
 
 from ...dataflow.graph import TRAIN
 from ...dataflow.metric_names import FUNCTIONS
+from ..placement import ranks_of_a_replica
 from ..run_spec import RunSpec
 from ..schedule import Synchronous
 from ..simulation.bound import bound
@@ -50,7 +51,7 @@ def step_time(spec: RunSpec, sizes: StepSizes, costs: CostModel, of: str) -> Ste
         group = node.group or FUNCTIONS
         config: Any = spec.handles[group].config
         ranks = 1 if spec.backend.in_process else places[group].ranks
-        replicas = max(1, ranks // getattr(config, "tensor_parallel", 1))
+        replicas = max(1, ranks // ranks_of_a_replica(config))
         level = node.level if node.makes_level is None else node.makes_level
         rows = sizes.rows_of_level[level] / replicas
         nodes[node.name] = costs.linear(node.name).seconds(rows, rows * sizes.tokens(level))

@@ -98,7 +98,7 @@ def test_a_replica_never_lies_across_two_nodes_unless_it_is_larger_than_one():
     assert nodes_of(ResourcePool("p", gpus=12), 12, tensor_parallel=4) == 3, "six on each of two would cut replicas"
     assert nodes_of(ResourcePool("p", gpus=32), 32, tensor_parallel=16) == 4, "each replica has two whole nodes"
     with pytest.raises(
-        UserError, match="a tensor-parallel replica of 'actor' has 4 ranks, and pool 'p' has 6 of them on each of its 4"
+        UserError, match="a replica of 'actor' has 4 ranks, and pool 'p' has 6 of them on each of its 4"
     ):
         nodes_of(ResourcePool("p", nodes=4, gpus_per_node=6), 24, tensor_parallel=4)
     with pytest.raises(UserError, match="tensor_parallel=3 does not divide the 4 ranks of 'actor'"):

@@ -24,7 +24,7 @@ def main(folder: Path, rank: int) -> None:
         context = Context("actor", rank, case["ranks"], rendezvous(folder, rank, name.replace(" ", "-")))
         worker = ActorWorker(ActorConfig(**config), context)
         try:
-            mine = rows.take(list(range(worker.coordinates.dp, len(rows), case["ranks"] // 2)))
+            mine = rows.take(list(range(worker.coordinates.dp, len(rows), case["ranks"] // case["replica"])))
             said = worker.logprobs(mine, into="said")["said"].to_pylist()
             gradient, _ = one_step(worker, mine)
             after = worker.logprobs(mine, into="said")["said"].to_pylist()

@@ -18,9 +18,10 @@ from pydantic import Field, model_validator
 from ...algorithms.loss import Loss
 from ...dataflow.batch import Batch
 from ...dataflow.config import Config
+from ...dataflow.errors import UserError
 from ...dataflow.metrics import Metrics
 from ..dispatch import Coordinates
-from ..model_folder import check_causal_lm, complete_text_settings, read_model_config
+from ..model_folder import check_causal_lm, complete_text_settings, num_heads, read_model_config, text_settings
 from .tensor_parallel_plan import check_tensor_parallel
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ class ModelConfig(Config):
     """[ranks] How many share each layer; must divide the ranks of the group, and what
     the plan of `transformers` for the model shares: attention heads, and experts. Raise it where a layer's
     gathered weights or activations do not fit on one device."""
+    sequence_parallel: int = Field(default=1, ge=1)
+    """[ranks] How many share the tokens of a pass (Ulysses, arXiv:2309.14509); must divide the ranks of the group and the model's attention
+    heads; not together with `tensor_parallel`. Raise it where the activations of one long response do not fit on a device."""
     gather: Literal["auto", "once", "layerwise"] = "auto"
     """When ranks gather the parameters that they share: "once" a step, all of them (fastest; needs room for the whole model and its
     gradient on every rank), or "layerwise" in every microbatch. "auto": once, below 2 GiB of parameters. Choose "layerwise" where memory
@@ -54,6 +58,11 @@ class ModelConfig(Config):
     """What lies in host memory between its uses: nothing; the optimizer's "moments", which visit the device in parts during a step; or
     "everything", parameters (of frozen models, too), gradients and moments: each layer visits the device while it computes, and the host
     takes the steps. Choose "moments" where a model fits on its GPUs and AdamW does not, "everything" where the model itself does not."""
+
+    @property
+    def replica_ranks(self) -> int:
+        """Ranks that compute the same rows together."""
+        return self.tensor_parallel * self.sequence_parallel
 
     @model_validator(mode="after")
     def _gathers_what_is_on_the_host_by_layer(self) -> ModelConfig:
@@ -73,6 +82,14 @@ class ModelConfig(Config):
         check_causal_lm(self.model, settings)
         if self.tensor_parallel > 1:
             check_tensor_parallel(self.model, complete_text_settings(self.model), self.tensor_parallel)
+        if self.sequence_parallel > 1:
+            what, heads = f"sequence_parallel={self.sequence_parallel}", num_heads(text_settings(settings))
+            if self.tensor_parallel > 1:
+                raise UserError(
+                    f"{what} and tensor_parallel={self.tensor_parallel}: ranks share tokens or layers, not both; leave one of them at 1"
+                )
+            if heads is not None and heads % self.sequence_parallel:
+                raise UserError(f"{what} does not divide the model's attention heads ({heads})")
 
 
 Head = Literal["logprobs", "values", "rewards"]

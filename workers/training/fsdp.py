@@ -83,7 +83,7 @@ class FsdpEngine:
         self.device = rank_device(context)
         streams = config.offload == "everything" and context.world_size == 1
         self._alone = MeshOfOne(self.device) if streams else None
-        self.mesh = self._alone.mesh if self._alone else join_mesh(context, config.tensor_parallel, self.device)
+        self.mesh = self._alone.mesh if self._alone else join_mesh(context, config, self.device)
         self.microbatch_tokens = config.microbatch_tokens or (GPU_TOKENS if self.device.type == "cuda" else CPU_TOKENS)
         self.head: Head = head
         self.model, self._sharded = self._load(optimizer is not None, lora, activation_checkpointing)
@@ -121,6 +121,7 @@ class FsdpEngine:
         agreement = find_agreement(tried, sharded.full_base_tensor, by_layer=self.mesh is not None)
         sharded.check_head(agreement.head_form)
         agreement.put_on(response)
+        sharded.share_tokens()
         return response, sharded
 
     def _make_optimizer(self, config: OptimizerConfig) -> torch.optim.AdamW:
@@ -140,7 +141,7 @@ class FsdpEngine:
 
     @property
     def coordinates(self) -> Coordinates:
-        return Coordinates(*(divmod(self.context.rank, self.config.tensor_parallel)))
+        return Coordinates(*(divmod(self.context.rank, self.config.replica_ranks)))
 
     # Log-probabilities and values
 
@@ -237,7 +238,8 @@ class FsdpEngine:
                     parts.append(metrics)
                 else:
                     loss_sum = 0.0 * logprobs.sum()
-                (loss_sum * len(replicas)).backward()  # FSDP averages over replicas; the loss is a sum
+                averaged = len(replicas) * self.config.sequence_parallel  # by FSDP; the loss is a sum
+                (loss_sum * averaged).backward()
             loss_total += loss_sum.detach()
         if last:
             self._sharded.reshard()

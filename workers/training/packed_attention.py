@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -85,8 +86,11 @@ def packed_attention(
     """
     rows.windows.add(sliding_window)
     rows.softcaps.add(softcap)
-    attend = partial(_attention, module, scaling=scaling, softcap=softcap, dropout=dropout)
+    attend = partial(_attention, scaling=scaling, softcap=softcap, dropout=dropout)
     of_tokens = [x[0].transpose(0, 1) for x in (query, key, value)]
+    if rows.exchange is not None:
+        of_tokens = [rows.exchange.to_heads(x, query.shape[1]) for x in of_tokens]
+        return rows.exchange.to_tokens(_in_rows(attend, of_tokens, rows, sliding_window))[None], None
     if not isinstance(rows, SharedPrompts):
         return _in_rows(attend, of_tokens, rows, sliding_window)[None], None
     before, begins = int(rows.prompts.lengths.sum()), int(rows.beginnings.lengths.sum())
@@ -115,7 +119,6 @@ def _in_rows(
 
 
 def _attention(
-    module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -127,8 +130,10 @@ def _attention(
 ) -> Tensor:
     """[B, L, heads, head size] of [B, heads, L, head size]; without a mask it is causal."""
     if softcap is None:
+        # In the place of the model's module, which does not know of keys that were repeated for ranks that share tokens.
+        groups: Any = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
         return sdpa_attention_forward(
-            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=mask is None
+            groups, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=mask is None
         )[0]
     if mask is None:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]

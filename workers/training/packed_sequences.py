@@ -5,11 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 import torch
 from torch import Tensor
+
+
+class Exchange(Protocol):
+    """How several ranks share tokens (`sequence_parallel.py`)."""
+
+    def own(self, of_tokens: Tensor) -> Tensor:
+        """This rank's part of [T, ...]."""
+        ...
+
+    def to_heads(self, x: Tensor, heads: int) -> Tensor:
+        """All heads of this rank's tokens -> its heads of all tokens."""
+        ...
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """And back."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +42,8 @@ class PackedSequences:
     """Sliding windows that the model has passed to attention."""
     softcaps: set[float | None] = field(default_factory=set)
     """Soft caps that the model has passed to attention."""
+    exchange: Exchange | None = None
+    """How several ranks share the tokens; None: this rank has them all."""
 
     @classmethod
     def of(cls, lengths: Sequence[int] | np.ndarray, device: torch.device | str = "cpu") -> Self:

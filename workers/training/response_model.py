@@ -6,9 +6,10 @@ The head sees only the positions that predict response tokens, because logits (t
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from ...dataflow.errors import UserError
 from .head_logprobs import HeadForm, head_logprobs, logprobs_of_any_head
 from .packed_sequences import PackedSequences
 from .rope import follows_length
+
+if TYPE_CHECKING:
+    from .sequence_parallel import Stretches
 
 
 class ResponseModel(nn.Module):
@@ -42,6 +46,8 @@ class ResponseModel(nn.Module):
         """Whether a microbatch costs its tokens, and not its rows times the longest."""
         self.shares_prompts = False
         """Whether rows can share the tokens of a prompt."""
+        self.stretches: Stretches | None = None
+        """How several ranks share the tokens of a microbatch; None: each has all of its own."""
         self.head_form: HeadForm | None = None
         """How logits follow from the products of hidden states and the head; None: the model computes them in another way."""
         self.chunk_bytes: int | None = None
@@ -85,11 +91,43 @@ class ResponseModel(nn.Module):
         Returns:
             ([T] float32 nats or outputs of the scalar head; [T] float32 nats, -sum_v p_v log p_v at the temperature, or None).
         """
+        if self.stretches is not None:
+            return self._in_stretches(self.stretches, input_ids, rows, predicting, targets, temperatures, entropy)
         outputs, hidden = self.run_backbone(input_ids, rows)
         hidden = hidden.index_select(0, predicting)
         if self.scalar:
             return self.causal_lm.score(hidden.float())[:, 0], None  # half precision is too coarse for values
         return self.logprobs_of(outputs, hidden, targets, temperatures, entropy=entropy)
+
+    def _in_stretches(
+        self,
+        stretches: Stretches,
+        input_ids: Tensor,
+        rows: PackedSequences,
+        predicting: Tensor,
+        targets: Tensor,
+        temperatures: Tensor | None,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`forward` of this rank's tokens, and what all ranks say of theirs."""
+        input_ids, rows = stretches.share(input_ids, rows)
+        outputs, hidden = self.run_backbone(input_ids, rows)
+        ends = torch.arange(1, stretches.ranks + 1, device=predicting.device) * len(hidden)
+        upto = [0, *torch.searchsorted(predicting, ends).tolist()]  # positions that are read ascend
+        mine = slice(upto[stretches.rank], upto[stretches.rank + 1])
+        counts = [end - begin for begin, end in itertools.pairwise(upto)]
+        hidden_states = hidden.index_select(0, predicting[mine] - stretches.rank * len(hidden))
+        if self.scalar:
+            values, entropies = self.causal_lm.score(hidden_states.float())[:, 0], None
+        else:
+            own_temperatures = None if temperatures is None else temperatures[mine]
+            values, entropies = self.logprobs_of(
+                outputs, hidden_states, targets[mine], own_temperatures, entropy=entropy
+            )
+        values = stretches.gather(values, counts)
+        if values.requires_grad and not counts[stretches.rank]:
+            values = values + 0.0 * hidden[0, 0]  # its layers take part in the exchanges of the backward pass
+        return values, None if entropies is None else stretches.gather(entropies, counts)
 
     def run_backbone(self, input_ids: Tensor, rows: PackedSequences) -> tuple[Any, Tensor]:
         """Run the model without its head.
@@ -102,7 +140,8 @@ class ResponseModel(nn.Module):
             (outputs of the backbone, [N, hidden] states of the tokens, row after row)
         """
         if self.packs:
-            inputs = {"input_ids": input_ids[None], "position_ids": rows.positions[None], "rows": rows}
+            positions = rows.positions if rows.exchange is None else rows.exchange.own(rows.positions)
+            inputs = {"input_ids": input_ids[None], "position_ids": positions[None], "rows": rows}
         else:
             padded = input_ids.new_zeros(math.prod(rows.shape))
             padded[rows.slots] = input_ids

@@ -34,7 +34,9 @@ from .memory import gathers_once
 from .model_files import write_model
 from .precision import rounded_parameters
 from .response_model import ResponseModel
+from .rope import follows_length
 from .scalar_head import scalar_settings
+from .sequence_parallel import join_stretches
 from .sharding import box_of, full_tensor, local_part, lying_as, offset_of, writes
 from .stored_weights import Weights
 from .tensor_parallel import add_up, share_layers
@@ -117,6 +119,23 @@ class ShardedModel:
             head.weight = embeddings.weight
         else:
             parallelize_module(head, mesh["tp"], ColwiseParallel())
+
+    def share_tokens(self) -> None:
+        """Let the ranks of a replica share the tokens of microbatches, where the settings say so.
+
+        Raises:
+            UserError: rows of the model cannot be packed, or its rope follows the length of a row, of which no rank has all.
+        """
+        if self.config.sequence_parallel == 1:
+            return
+        model = self.model
+        if not model.packs or follows_length(model.causal_lm):
+            raise UserError(
+                f"sequence_parallel={self.config.sequence_parallel} cannot share the tokens of model {str(self.config.model)!r}: "
+                + ("its rope follows the length of a row" if model.packs else "its rows cannot be packed")
+            )
+        model.shares_prompts = False
+        model.stretches = join_stretches(self.config.sequence_parallel)
 
     def check_head(self, form: HeadForm | None) -> None:
         """Check that the head can be computed from the rows that the ranks have of it.
@@ -207,7 +226,7 @@ class ShardedModel:
         gathered = torch.zeros(mesh.size(), len(numbers), dtype=torch.float64, device=self.device)
         gathered[mesh.get_local_rank()] = own[0]
         dist.all_reduce(gathered, group=mesh.get_group())
-        return gathered.numpy(force=True)
+        return gathered[:: self.config.sequence_parallel].numpy(force=True)
 
     def padded_plan(self, plan: list[np.ndarray], replicas: np.ndarray) -> list[np.ndarray]:
         """The plan, with empty microbatches where this rank must take part in the collectives of others.

@@ -14,19 +14,20 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ...dataflow.errors import UserError
 from ..worker import Context
+from .engine import ModelConfig
 
 
-def join_mesh(context: Context, tensor_parallel: int, device: torch.device) -> DeviceMesh | None:
-    """The (dp, tp) mesh of the group, joined through its rendezvous; None for a group of one, which needs no sockets.
+def join_mesh(context: Context, config: ModelConfig, device: torch.device) -> DeviceMesh | None:
+    """The (dp, tp) mesh of the group, joined through its rendezvous; None for a group of one, which needs no sockets. Ranks that share
+    tokens stand beside each other along dp.
 
     Raises:
-        UserError: `tensor_parallel` does not divide the ranks, or there is no rendezvous.
+        UserError: a replica's ranks do not divide those of the group, or there is no rendezvous.
         WorkerError: a rank did not come in time.
     """
-    if context.world_size % tensor_parallel:
-        raise UserError(
-            f"tensor_parallel={tensor_parallel} does not divide the {context.world_size} ranks of {context.name!r}"
-        )
+    for name, size in (("tensor_parallel", config.tensor_parallel), ("sequence_parallel", config.sequence_parallel)):
+        if context.world_size % size:
+            raise UserError(f"{name}={size} does not divide the {context.world_size} ranks of {context.name!r}")
     if context.world_size == 1:
         return None
     if context.rendezvous is None:
@@ -36,7 +37,7 @@ def join_mesh(context: Context, tensor_parallel: int, device: torch.device) -> D
     store = context.rendezvous.join(context.name, context.rank, context.world_size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.world_size)
-    shape = (context.world_size // tensor_parallel, tensor_parallel)
+    shape = (context.world_size // config.tensor_parallel, config.tensor_parallel)
     return init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
 
 
