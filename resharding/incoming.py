@@ -17,6 +17,7 @@ import json
 import mmap
 import os
 import selectors
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
 
@@ -183,7 +184,7 @@ class _Source:
         self.sums: list[int] = []
         self._taken = 0
         self._buffer = bytearray()
-        self._memory: _Mapped | None = None
+        self._memory: _Views | None = None
         here = this_machine() == rank.machine
         if not here and not rank.host:
             raise WeightSyncError(f"{where} is on another machine, and serves its own alone")
@@ -210,8 +211,7 @@ class _Source:
             self.sums = [0] * len(self.parts.entries)
             self.connection.expect(sum(entry.num_bytes for entry in self.parts.entries))
             if mapped:
-                self._memory = self._map([(place["path"], place["num_bytes"]), *self.parts.memories])
-                self._memory.describe(self.parts)
+                self._memory = self._map([(place["path"], place["num_bytes"]), *self.parts.memories]).views(self.parts)
         except BaseException:
             self.connection.close()
             raise
@@ -349,41 +349,53 @@ class _Source:
             raise WeightSyncError(f"{self.where}: {error.filename} cannot be mapped ({error.strerror})") from None
 
 
+_tables = threading.Lock()
+"""Of the two tables of this module: several threads of a process may take weights at once."""
+
 _descriptions: dict[tuple[str, int, str], bytes] = {}
 """Of the publishers that this process knows. They describe their parts once, as long as these are the same."""
 
 
 def _remember(publisher: tuple[str, int, str], description: bytes) -> None:
-    _descriptions.pop(publisher, None)
-    _descriptions[publisher] = description
-    while len(_descriptions) > 64:
-        del _descriptions[next(iter(_descriptions))]
+    with _tables:
+        _descriptions.pop(publisher, None)
+        _descriptions[publisher] = description
+        while len(_descriptions) > 64:
+            del _descriptions[next(iter(_descriptions))]
 
 
 class _Mapped:
-    """The memory of a publisher's buckets, and those in which its parameters lie, as this process maps them; and the elements of entries
-    in them."""
+    """The memory of a publisher's buckets, and those in which its parameters lie, as this process maps them."""
 
     def __init__(self, memories: Sequence[Any]) -> None:
         self._memories = memories
-        self._parts: Description | None = None
-        self._elements: dict[int, torch.Tensor] = {}
+        self._views: _Views | None = None
 
-    def describe(self, parts: Description) -> None:
-        """These are the entries that lie there now."""
-        if parts is not self._parts:
-            self._parts = parts
-            self._elements = {}
+    def views(self, parts: Description) -> _Views:
+        """Of the entries that lie there now: the same object for as long as they are the same."""
+        views = self._views
+        if views is None or views.parts is not parts:
+            self._views = views = _Views(self._memories, parts)
+        return views
+
+
+class _Views:
+    """The elements of entries in memories of a publisher."""
+
+    def __init__(self, memories: Sequence[Any], parts: Description) -> None:
+        self.parts = parts
+        self._memories = memories
+        self._elements: dict[int, torch.Tensor] = {}
 
     def elements(self, number: int) -> torch.Tensor:
         """Of the entry of this number, while its bucket is the one that came last."""
-        if number not in self._elements:
-            assert self._parts is not None
-            entry = self._parts.entries[number]
-            memory = self._memories[entry.memory]
-            start = 0 if entry.memory else entry.bucket % SLOTS * (len(memory) // SLOTS)
-            self._elements[number] = entry.view(memory, start)
-        return self._elements[number]
+        if (known := self._elements.get(number)) is not None:
+            return known
+        entry = self.parts.entries[number]
+        memory = self._memories[entry.memory]
+        start = 0 if entry.memory else entry.bucket % SLOTS * (len(memory) // SLOTS)
+        self._elements[number] = found = entry.view(memory, start)
+        return found
 
 
 _maps: dict[tuple[tuple[str, int, int], ...], _Mapped] = {}
@@ -397,11 +409,13 @@ def _mapped(files: Sequence[tuple[str, int]]) -> _Mapped:
         OSError: one of them is not there any more.
     """
     key = tuple((path, num_bytes, os.stat(path).st_ino) for path, num_bytes in files)
-    if key not in _maps:
-        for known in [known for known in _maps if not all(_is_there(path, inode) for path, _, inode in known)]:
-            _maps.pop(known, None)
-        _maps[key] = _Mapped([_map_file(path, num_bytes) for path, num_bytes in files])
-    return _maps[key]
+    with _tables:
+        if (found := _maps.get(key)) is None:
+            for known in list(_maps):
+                if not all(_is_there(path, inode) for path, _, inode in known):
+                    del _maps[known]
+            _maps[key] = found = _Mapped([_map_file(path, num_bytes) for path, num_bytes in files])
+    return found
 
 
 def _is_there(path: str, inode: int) -> bool:

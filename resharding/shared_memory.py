@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -50,7 +51,8 @@ class SharedMemory:
         weakref.finalize(self._memory, os.close, file)  # tensors hold the mapping, and who reads them opens the file
         self._taken = 0
         start = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
-        _starts[self._memory] = start, MemoryPlace(f"/proc/{os.getpid()}/fd/{file}", self.num_bytes, 0)
+        with _starts_lock:
+            _starts[self._memory] = start, MemoryPlace(f"/proc/{os.getpid()}/fd/{file}", self.num_bytes, 0)
 
     @staticmethod
     def room(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> int:
@@ -78,7 +80,9 @@ def place_of(tensor: torch.Tensor) -> MemoryPlace | None:
     if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
         return None
     address = tensor.data_ptr()
-    for start, place in _starts.values():
+    with _starts_lock:
+        starts = list(_starts.values())
+    for start, place in starts:
         if 0 <= address - start < place.num_bytes:
             return place._replace(offset=address - start)
     return None
@@ -90,3 +94,5 @@ def _rounded(num_bytes: int) -> int:
 
 _starts: weakref.WeakKeyDictionary[mmap.mmap, tuple[int, MemoryPlace]] = weakref.WeakKeyDictionary()
 """Address and place of each mapping that is there, be it for its tensors alone."""
+_starts_lock = threading.Lock()
+"""Memory is made in one thread while another one asks where tensors lie."""

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
+import time
+import weakref
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from weft.dataflow.errors import WeightSyncError
 from weft.resharding import incoming as receiving
+from weft.resharding import shared_memory
 from weft.resharding.box import Box
 from weft.resharding.incoming import open_weights
 from weft.resharding.plan import Copy
 from weft.resharding.publisher import WeightPublisher
-from weft.resharding.shared_memory import SharedMemory, place_of
+from weft.resharding.shared_memory import MemoryPlace, SharedMemory, place_of
 from weft.resharding.tensor_receiver import receive_parts
 from weft.resharding.weights import LOOPBACK, Part, Weights, whole
 
@@ -145,6 +151,37 @@ def test_memory_in_the_place_of_another_is_told_from_it_and_the_other_is_let_go(
     assert len(receiving._maps) <= before + 1
 
 
+def test_threads_that_map_at_once_have_one_mapping_each_and_let_go_what_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gone = [SharedMemory(4096) for _ in range(4)]
+    kept = [SharedMemory(4096) for _ in range(4)]
+    places = [place_of(memory.empty((4,), torch.float32)) for memory in gone + kept]
+    paths = [place.path for place in places if place is not None]
+    for path in paths[:4]:
+        receiving._mapped([(path, 4096)])
+    gone.clear()
+    gc.collect()
+    looked = receiving._is_there
+
+    def slowly(path: str, inode: int) -> bool:
+        time.sleep(0.002)
+        return looked(path, inode)
+
+    monkeypatch.setattr(receiving, "_is_there", slowly)
+    start = threading.Barrier(8)
+
+    def maps(number: int) -> receiving._Mapped:
+        start.wait(10)
+        return receiving._mapped([(paths[4 + number % 4], 4096)])
+
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(maps, range(8)))
+    assert found[:4] == found[4:] and len(set(found)) == 4, "both who read a memory have the same mapping"
+    known = {path for key in receiving._maps for path, _, _ in key}
+    assert not known & set(paths[:4]) and known >= set(paths[4:])
+
+
 def test_weights_that_change_while_they_are_read_are_found_out(shared: Tensors, publisher: WeightPublisher) -> None:
     weights = publisher.publish(whole(shared), 1)
     with (
@@ -170,6 +207,26 @@ def test_a_place_is_that_of_the_first_element_or_of_none(memory: SharedMemory, s
         assert file.read(4) == shared["embed"][2, :1].numpy().tobytes()
     for tensor in (torch.zeros(4), shared["embed"].t(), shared["embed"][:0]):
         assert place_of(tensor) is None
+
+
+def test_places_are_found_while_another_thread_makes_memory(
+    memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Starts(weakref.WeakKeyDictionary[Any, Any]):
+        """Whoever goes through it is interrupted by a thread that makes memory."""
+
+        def values(self) -> Iterator[Any]:
+            for value in super().values():
+                maker.start()
+                maker.join(0.2)
+                yield value
+
+    other = SharedMemory(64)
+    maker = threading.Thread(target=lambda: setattr(other, "another", SharedMemory(64)))
+    monkeypatch.setattr(shared_memory, "_starts", Starts({memory._memory: (0, MemoryPlace("", 0, 0))}))
+    assert place_of(torch.empty(4)) is None
+    maker.join(10)
+    assert len(shared_memory._starts) == 2
 
 
 def test_memory_without_room_says_so_and_is_freed_with_its_tensors() -> None:
