@@ -16,6 +16,7 @@
 | `delta_bytes_share` | bytes that travel after a step that has changed one published element in a hundred, over all bytes | 0.03 |
 | `pause_share` | seconds in which vLLM cannot generate, with a double buffer, over those of a transfer without one | 0.5 |
 | `pause_share_without` | the same, without a double buffer | |
+| `real_layouts_ok` | pairs of layouts, of `real_layouts_tried`, over which trainers and engines of vLLM compute the same | all |
 
 Two ranks (FSDP2 over gloo) give 125 million float32 parameters to one engine of vLLM on the CPUs of this machine; ways take turns, and
 seconds are medians. A table projects the plans of large models at the rates of
@@ -36,10 +37,11 @@ sys.path += [str(HERE / "resharding"), str(HERE)]
 FIGURES = (
     "plan_equals_bound", "wire_equals_plan", "wire_over_memcpy", "wire_over_memcpy_cpu", "speedup_over_object_store",
     "speedup_over_disk", "speedup_over_gather", "plan_70b_s", "pause_share", "pause_share_without", "delta_bytes_share",
+    "real_layouts_ok", "real_layouts_tried",
 )  # fmt: skip
 
 
-PARTS = ("plans", "wire", "deltas")
+PARTS = ("plans", "wire", "deltas", "layouts")
 
 
 def plans(small: bool) -> dict[str, Any]:
@@ -66,6 +68,8 @@ def main() -> None:
         figures |= wire(asked.small, asked.rounds)
     if "deltas" in asked.only:
         figures |= importlib.import_module("deltas").measure(asked.rounds, small=asked.small)
+    if "layouts" in asked.only:
+        figures |= importlib.import_module("real_layouts").measure(small=asked.small)
     if "plans" in asked.only:
         figures |= plans(asked.small)
     print(json.dumps(figures))

@@ -128,6 +128,7 @@ def check_schedule(spec: RunSpec) -> None:
     check_followed(train, spec.schedule)
     check_capacity(train, spec.schedule, spec.buffer)
     check_apart(train, spec.schedule, spec.placement, evaluated)
+    check_transports(spec.handles.values(), spec.placement)
 
 
 def check_resumes(spec: RunSpec, handles: Mapping[str, Handle], point: ResumePoint | None) -> None:
@@ -241,6 +242,31 @@ def _filters_before(graph: Graph, name: str) -> frozenset[str]:
     node = graph[name]
     own = {a for a in node.after if graph[a].operation.shape is Shape.FILTER}
     return frozenset(own.union(*(_filters_before(graph, a) for a in node.after)))
+
+
+def check_transports(handles: Iterable[Handle], placement: Mapping[str, Place]) -> None:
+    """Weights that are to travel from GPU to GPU have GPUs on both sides: the same ones for CUDA IPC, which a rank sees alone, and others
+    for NCCL, which does not go from a GPU to itself.
+
+    Raises:
+        UserError: naming both groups and the transport to take.
+    """
+    for handle in handles:
+        transport = getattr(handle.leader and handle.leader.given, "transport", "auto")
+        if handle.leader is None or transport not in ("nccl", "ipc"):
+            continue
+        leader, follower = handle.leader.called, handle.called
+        pools = {name: placement[name].pool for name in (leader, follower)}
+        who = f'transport="{transport}" of {leader!r}, which {follower!r} follows'
+        for name, pool in pools.items():
+            if not pool.gpus:
+                raise UserError(
+                    f'{who}, goes from GPU to GPU, and pool {pool.name!r} of {name!r} has none; take transport="auto"'
+                )
+        shared = pools[leader].name == pools[follower].name
+        if shared != (transport == "ipc"):
+            where, other = ("on one pool", "ipc") if shared else ("on separate pools", "nccl")
+            raise UserError(f'{who}, cannot be used {where}; take transport="{other}"')
 
 
 def check_apart(

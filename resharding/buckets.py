@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -60,13 +60,14 @@ class Entry:
         """Of its elements."""
         return self.box.numel * getattr(torch, self.dtype).itemsize
 
-    def view(self, memory: Any, start: int) -> torch.Tensor:
-        """Its elements in the memory of a bucket that starts there, or in the memory in which they lie already, from 0."""
-        dtype = getattr(torch, self.dtype)
-        if not self.box.numel:
-            return torch.empty(self.box.shape, dtype=dtype)
-        found = torch.frombuffer(memory, dtype=dtype, count=self.box.numel, offset=start + self.offset)
-        return found.reshape(self.box.shape)
+    def view(self, memory: torch.Tensor, start: int) -> torch.Tensor:
+        """Its elements in the memory of a bucket that starts there, or in the memory in which they lie already, from 0.
+
+        Args:
+            memory: [bytes] uint8.
+        """
+        first = start + self.offset
+        return memory[first : first + self.num_bytes].view(getattr(torch, self.dtype)).view(self.box.shape)
 
 
 class Cutter:

@@ -41,12 +41,12 @@ class Delta:
 
 
 def bits_of(tensor: torch.Tensor) -> np.ndarray:
-    """The bits of a contiguous tensor on the host as unsigned integers, in one dimension, without a copy.
+    """The bits of a contiguous tensor as unsigned integers, in one dimension; on the host without a copy.
 
     >>> bits_of(torch.tensor([0.0, -0.0])).tolist()
     [0, 2147483648]
     """
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().view(f"u{tensor.element_size()}")
+    return tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy().view(f"u{tensor.element_size()}")
 
 
 def delta_of(bits: np.ndarray, changed: np.ndarray) -> Delta:

@@ -14,23 +14,24 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
-import os
 import selectors
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
 import numpy as np
 import torch
 
 from ..dataflow.errors import WeightSyncError
-from .buckets import SLOTS, Description, Entry, checksum_of, fingerprint, layout_of, read_description
-from .channel import Channel, GlooChannel
+from .bucket_memory import device_of, opened
+from .buckets import Description, Entry, checksum_of, fingerprint, layout_of, read_description
+from .channel import Channel, Stream
 from .connection import SILENCE_S, Connection, this_machine
 from .delta import Delta, apply_delta
+from .group_channel import GroupChannel
 from .held_boxes import HeldBoxes, held_boxes
 from .layout import Layout
+from .mapped_memory import Views, map_files
 from .plan import Copy
 from .transfer import FORM, GRACE_S, NUMBER, WHOLE
 from .weights import CHECKSUM_MODULUS, LOOPBACK, RankWeights, Weights
@@ -183,15 +184,13 @@ class _Source:
         self.at = "before the first bucket"
         self.sums: list[int] = []
         self._taken = 0
-        self._buffer = bytearray()
-        self._memory: _Views | None = None
+        self._memory: Views | None = None
         here = this_machine() == rank.machine
         if not here and not rank.host:
             raise WeightSyncError(f"{where} is on another machine, and serves its own alone")
         with self._named():
             self.connection = Connection.connect(host, rank.port, rank.token)
-        self._channel: Channel = self.connection
-        self._gloo: GlooChannel | None = None
+        self._channel: Channel = Stream(self.connection)
         try:
             known = _descriptions.get((rank.host, rank.port, rank.token), b"")
             hello = {"version": weights.version, "receiver": weights.receiver, "part": part, "parts": parts}
@@ -203,7 +202,14 @@ class _Source:
             self._version = weights.version
             self._held: HeldBoxes | None = None
             self._transport = place["transport"]
-            mapped = here and self._transport == "auto"
+            if self._transport == "ipc" and not here:
+                raise WeightSyncError(
+                    f'{where} is on another machine, and transport="ipc" gives to its own alone: choose "nccl"'
+                )
+            self._device = (None if self._transport == "ipc" else device_of(self._transport)) or torch.device("cpu")
+            """On which its bytes come, unless its memory is mapped."""
+            self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
+            mapped = here and self._transport in ("auto", "ipc")
             if place["deltas"] and not mapped:
                 number = weights.ranks.index(rank)
                 self._held = held_boxes(weights.receiver, part, number, rank.token + fingerprint(description))
@@ -211,7 +217,7 @@ class _Source:
             self.sums = [0] * len(self.parts.entries)
             self.connection.expect(sum(entry.num_bytes for entry in self.parts.entries))
             if mapped:
-                self._memory = self._map([(place["path"], place["num_bytes"]), *self.parts.memories]).views(self.parts)
+                self._memory = self._map(place["memory"])
         except BaseException:
             self.connection.close()
             raise
@@ -235,8 +241,8 @@ class _Source:
             said = json.dumps([base, boxes]).encode()
         with self._named():
             self.connection.send(b"W", said)
-            if self._transport == "gloo":
-                self._channel = self._gloo = GlooChannel(self.connection, rank=1)
+            if self._transport in ("gloo", "nccl"):
+                self._channel = GroupChannel(self.connection, rank=1, device=self._device)
 
     def next_bucket(self) -> int | None:
         """Wait for the next message; returns the number of the bucket that has come. None: the publisher serves others meanwhile."""
@@ -265,6 +271,8 @@ class _Source:
         self._taken = bucket + 1
         self.at = f"after {self._taken} of {len(self.parts.buckets)} buckets"
         if self._memory is not None:
+            if self._transport == "ipc":
+                torch.accelerator.synchronize()  # what reads it has been started, and may not be through
             with self._named():
                 self.connection.send(b"T")
 
@@ -281,8 +289,7 @@ class _Source:
 
     def close(self) -> None:
         """End the connection."""
-        if self._gloo is not None:
-            self._gloo.close()
+        self._channel.close()
         self.connection.close()
 
     def _updated(self, held: HeldBoxes, number: int, copy: Copy) -> torch.Tensor:
@@ -291,7 +298,7 @@ class _Source:
         bits = held.box(number, copy.box, np.dtype(f"u{dtype.itemsize}"))
         with self._named():
             form = bytearray(FORM.size)
-            self._channel.receive_into(memoryview(form))
+            self._channel.receive_into(torch.frombuffer(form, dtype=torch.uint8))
             if (counts := FORM.unpack(form)) == WHOLE:
                 self._receive_array(bits)
             elif not 0 <= counts[1] <= counts[0] <= bits.nbytes:
@@ -304,9 +311,9 @@ class _Source:
         return torch.from_numpy(bits.view(np.uint8)).view(dtype).reshape(copy.box.shape)
 
     def _receive_array(self, target: np.ndarray) -> None:
-        own_bytes: Any = target.view(np.uint8)
+        own_bytes = torch.from_numpy(target.view(np.uint8))
         if len(own_bytes):
-            self._channel.receive_into(memoryview(own_bytes))
+            self._channel.receive_into(own_bytes)
 
     def _streamed(self, entry: Entry, copy: Copy) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, entry.dtype)
@@ -314,10 +321,10 @@ class _Source:
         if not num_bytes:
             return torch.empty(copy.box.shape, dtype=dtype)
         if len(self._buffer) < num_bytes:
-            self._buffer = bytearray(num_bytes)
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         with self._named():
-            self._channel.receive_into(memoryview(self._buffer)[:num_bytes])
-        return torch.frombuffer(self._buffer, dtype=dtype, count=copy.box.numel).reshape(copy.box.shape)
+            self._channel.receive_into(self._buffer[:num_bytes])
+        return self._buffer[:num_bytes].view(dtype).view(copy.box.shape)
 
     def _receive(self, wanted: bytes) -> bytes:
         return self._receive_one_of(wanted)[1]
@@ -342,93 +349,27 @@ class _Source:
             reason = f"was silent for {silence_s:.0f} s" if isinstance(error, TimeoutError) else f"is gone ({error})"
             raise WeightSyncError(f"{self.where}: the publisher {reason}, {self.at}") from None
 
-    def _map(self, files: Sequence[tuple[str, int]]) -> _Mapped:
+    def _map(self, buckets: dict[str, Any]) -> Views:
+        """The entries in the memory of the publisher's buckets, and where its parameters lie."""
         try:
-            return _mapped(files)
+            if self._transport == "auto":
+                return map_files([(buckets["path"], buckets["num_bytes"]), *self.parts.memories]).views(self.parts)
+            own = [memory for file in self.parts.memories for memory in map_files([file]).memories]
+            return Views([opened(buckets), *own], self.parts)
         except OSError as error:
             raise WeightSyncError(f"{self.where}: {error.filename} cannot be mapped ({error.strerror})") from None
 
 
-_tables = threading.Lock()
-"""Of the two tables of this module: several threads of a process may take weights at once."""
+_lock = threading.Lock()
+"""Several threads of a process may take weights at once."""
 
 _descriptions: dict[tuple[str, int, str], bytes] = {}
 """Of the publishers that this process knows. They describe their parts once, as long as these are the same."""
 
 
 def _remember(publisher: tuple[str, int, str], description: bytes) -> None:
-    with _tables:
+    with _lock:
         _descriptions.pop(publisher, None)
         _descriptions[publisher] = description
         while len(_descriptions) > 64:
             del _descriptions[next(iter(_descriptions))]
-
-
-class _Mapped:
-    """The memory of a publisher's buckets, and those in which its parameters lie, as this process maps them."""
-
-    def __init__(self, memories: Sequence[Any]) -> None:
-        self._memories = memories
-        self._views: _Views | None = None
-
-    def views(self, parts: Description) -> _Views:
-        """Of the entries that lie there now: the same object for as long as they are the same."""
-        views = self._views
-        if views is None or views.parts is not parts:
-            self._views = views = _Views(self._memories, parts)
-        return views
-
-
-class _Views:
-    """The elements of entries in memories of a publisher."""
-
-    def __init__(self, memories: Sequence[Any], parts: Description) -> None:
-        self.parts = parts
-        self._memories = memories
-        self._elements: dict[int, torch.Tensor] = {}
-
-    def elements(self, number: int) -> torch.Tensor:
-        """Of the entry of this number, while its bucket is the one that came last."""
-        if (known := self._elements.get(number)) is not None:
-            return known
-        entry = self.parts.entries[number]
-        memory = self._memories[entry.memory]
-        start = 0 if entry.memory else entry.bucket % SLOTS * (len(memory) // SLOTS)
-        self._elements[number] = found = entry.view(memory, start)
-        return found
-
-
-_maps: dict[tuple[tuple[str, int, int], ...], _Mapped] = {}
-"""By path, bytes and inode of their files: another publisher, or new memory of the same one, may come to have the same paths."""
-
-
-def _mapped(files: Sequence[tuple[str, int]]) -> _Mapped:
-    """The memories of a publisher, which stay mapped from version to version for as long as it has them.
-
-    Raises:
-        OSError: one of them is not there any more.
-    """
-    key = tuple((path, num_bytes, os.stat(path).st_ino) for path, num_bytes in files)
-    with _tables:
-        if (found := _maps.get(key)) is None:
-            for known in list(_maps):
-                if not all(_is_there(path, inode) for path, _, inode in known):
-                    del _maps[known]
-            _maps[key] = found = _Mapped([_map_file(path, num_bytes) for path, num_bytes in files])
-    return found
-
-
-def _is_there(path: str, inode: int) -> bool:
-    try:
-        return os.stat(path).st_ino == inode
-    except OSError:
-        return False
-
-
-def _map_file(path: str, num_bytes: int) -> mmap.mmap:
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        # Private rather than read-only: torch wants writable memory, and no receiver may change what others read.
-        return mmap.mmap(file, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    finally:
-        os.close(file)

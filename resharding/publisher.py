@@ -2,17 +2,14 @@
 
     publish ──> receivers come, each takes all buckets (`transfer.py`) ──> finish
 
-Receivers on the same machine map the memory of the buckets, and that in which parameters lie that can be read there
-(`shared_memory.py`); those on others are sent what they want of each (`connection.py`). The memory of the buckets is such an anonymous
-file, too: nothing is left behind when the publisher is killed.
+Receivers on the same machine map the memory of the buckets (`bucket_memory.py`), and that in which parameters lie that can be read there
+(`shared_memory.py`); those on others are sent what they want of each (`channel.py`). Nothing is left behind when the publisher is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import mmap
-import os
 import queue
 import secrets
 import socket
@@ -21,14 +18,20 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
 from ..dataflow.errors import WeightSyncError
+from .bucket_memory import BucketMemory, DeviceBuckets, HostBuckets, device_of
 from .buckets import BUCKET_BYTES, SLOTS, Cutter, fingerprint
-from .channel import Transport
+from .channel import Channel, Stream, Transport
 from .connection import Connection, this_machine
 from .delta import Shadow
+from .group_channel import GroupChannel
 from .transfer import Sent, Transfer
 from .weights import LOOPBACK, Part, RankWeights, Weights
 
+SLOT_ALIGNMENT = 4096
+"""[bytes] The memory of each bucket begins on a page."""
 _AGAIN_S = 0.05
 """Pause before receivers are let in again when one could not be."""
 
@@ -46,7 +49,7 @@ class WeightPublisher:
         transport: how the bytes travel (see `channel.py`); whatever is not "auto" is used on this machine, too.
 
     Raises:
-        WeightSyncError: this machine does not have that address.
+        WeightSyncError: this machine does not have that address, or not the device that the transport needs.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class WeightPublisher:
     ) -> None:
         self._cutter = Cutter(bucket_bytes)
         self._transport: Transport = transport
+        self._device = device_of(transport)
         self._shadow = Shadow() if deltas else None
         self.sent = Sent()
         """What the last version sent over the network."""
@@ -67,8 +71,10 @@ class WeightPublisher:
                 f"weights cannot be given away at {host or LOOPBACK}: {error.strerror or error}; "
                 "receivers on other machines need an address of this one"
             ) from None
-        self._file: int | None = os.memfd_create("weft-weights", os.MFD_CLOEXEC)
-        self._memory: mmap.mmap | None = None
+        self._memory: BucketMemory = (
+            HostBuckets() if self._device is None else DeviceBuckets(self._device, mapped=transport == "ipc")
+        )
+        self._is_closed = False
         self._token = secrets.token_hex(32)
         self._version = -1
         """Published last."""
@@ -97,7 +103,7 @@ class WeightPublisher:
         Raises:
             WeightSyncError: a part occurs twice, or this publisher is closed.
         """
-        if self._file is None:
+        if self._is_closed:
             raise WeightSyncError(f"weights version {version}: this publisher was closed")
         self.finish()
         try:
@@ -106,7 +112,7 @@ class WeightPublisher:
             raise WeightSyncError(f"weights version {version}: {error}") from None
         self.num_bytes = sum(entry.num_bytes for entry, _ in entries)
         slot_bytes = max((entry.offset + entry.num_bytes for entry, _ in entries if not entry.memory), default=0)
-        memory = self._memory_of(SLOTS * (-(-slot_bytes // mmap.PAGESIZE) or 1) * mmap.PAGESIZE)
+        memory = self._memory.of(SLOTS * (-(-slot_bytes // SLOT_ALIGNMENT) or 1) * SLOT_ALIGNMENT)
         if (
             version < self._version
         ):  # later versions will be others than those that receivers hold under the same numbers
@@ -147,17 +153,16 @@ class WeightPublisher:
 
     def close(self) -> None:
         """End what is under way, listen no more, and free the memory as soon as no receiver has it mapped."""
-        if self._file is None:
+        if self._is_closed:
             return
         with contextlib.suppress(WeightSyncError):
             self.finish()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
+        self._is_closed = True
         self._listener.close()
         self._filling.put(None)
-        self._memory = None  # freed with the last view on it
-        os.close(self._file)
-        self._file = None
+        self._memory.close()
 
     def _fill(self) -> None:
         while transfer := self._filling.get():
@@ -170,8 +175,8 @@ class WeightPublisher:
             try:
                 connected, _ = self._listener.accept()
             except OSError:
-                if self._file is None:
-                    return  # closed
+                if self._is_closed:
+                    return
                 time.sleep(_AGAIN_S)  # this one is gone, or too many files are open: others are let in
                 continue
             threading.Thread(target=self._serve, args=(connected,), name="weft-weights", daemon=True).start()
@@ -188,30 +193,27 @@ class WeightPublisher:
                     now = "none is published" if transfer is None else f"version {transfer.version} is published"
                     connection.send(b"F", f"version {hello['version']} is not there any more: {now}".encode())
                     return
-                transfer.serve(connection, hello, lambda: self._introduce(connection, hello), self._transport)
+                transfer.serve(connection, hello, lambda: self._introduce(connection, hello), self._open_channel)
             finally:
                 connection.close()
 
     def _introduce(self, connection: Connection, hello: dict[str, Any]) -> bytes:
         """Tell a receiver what comes and where it lies; returns what it wants."""
-        assert self._memory is not None
         description = self._description
         known = fingerprint(description) == hello["known"]
-        place = {"path": f"/proc/{os.getpid()}/fd/{self._file}", "num_bytes": len(self._memory)}
-        said = {**place, "known": known, "deltas": self._shadow is not None, "transport": self._transport}
+        place = {"known": known, "deltas": self._shadow is not None, "transport": self._transport}
+        said = {**place, "memory": self._memory.said()}
         connection.send(b"D", json.dumps(said).encode())
         if not known:
             connection.send(b"L", description)
         _, wants = connection.receive()
         return wants
 
-    def _memory_of(self, num_bytes: int) -> mmap.mmap:
-        """The memory of the buckets, which grows with the largest of them."""
-        assert self._file is not None
-        if self._memory is None or num_bytes > len(self._memory):
-            os.ftruncate(self._file, num_bytes)
-            self._memory = mmap.mmap(self._file, num_bytes)
-        return self._memory
+    def _open_channel(self, connection: Connection) -> Channel:
+        """What a receiver that maps nothing is sent its bytes over."""
+        if self._transport not in ("gloo", "nccl"):
+            return Stream(connection)
+        return GroupChannel(connection, rank=0, device=self._device or torch.device("cpu"))
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -32,7 +32,7 @@ import torch
 from ..dataflow.errors import WeightSyncError
 from .box import Box
 from .buckets import SLOTS, Entry, checksum_of
-from .channel import Channel, GlooChannel, Transport
+from .channel import Channel, Stream
 from .checksum import box_sum
 from .connection import Connection
 from .delta import Shadow, bits_of, delta_of, within
@@ -111,7 +111,7 @@ class _Session:
 
     def hang_up(self) -> None:
         """Whoever waits for it on another thread is given an error."""
-        if isinstance(self.channel, GlooChannel):
+        if self.channel is not None:
             self.channel.close()
         self.connection.hang_up()
 
@@ -125,7 +125,7 @@ class Transfer:
     Args:
         version: policy version.
         parts: entries in the order of their buckets, each with its elements, which must not change before `end`.
-        memory: of SLOTS buckets.
+        memory: [bytes] uint8, of SLOTS buckets, on any device.
         expected: names of the receivers; they begin together if they come within GRACE_S of each other. Others are served as well.
         shadow: what was given last: receivers on other machines that hold it are sent deltas (`delta.py`). None: they are sent everything.
     """
@@ -134,7 +134,7 @@ class Transfer:
         self,
         version: int,
         parts: Sequence[tuple[Entry, torch.Tensor]],
-        memory: Any,
+        memory: torch.Tensor,
         expected: Sequence[str],
         shadow: Shadow | None = None,
     ) -> None:
@@ -269,14 +269,14 @@ class Transfer:
         connection: Connection,
         hello: dict[str, Any],
         answer: Callable[[], bytes],
-        transport: Transport = "auto",
+        open_channel: Callable[[Connection], Channel] = Stream,
     ) -> None:
         """Give a receiver everything, on the thread of its connection.
 
         Args:
             hello: `receiver`, `part` and `parts` say who it is.
             answer: sends it what it has to know, and returns what it wants.
-            transport: by which it is sent what it wants.
+            open_channel: over which it is sent what it wants.
         """
         session = _Session(str(hello["receiver"]), int(hello["part"]), int(hello["parts"]), connection)
         try:
@@ -285,7 +285,8 @@ class Transfer:
                 self._sessions.append(session)
                 session.turn = _Pass()  # it takes no part before it has said what it wants
             session.base, session.wants = self._read_wants(answer())
-            session.channel = GlooChannel(connection, rank=0) if transport == "gloo" else connection
+            if session.wants is not None:
+                session.channel = open_channel(connection)
             with self._condition:
                 session.turn = None
                 self._condition.notify_all()
@@ -337,25 +338,23 @@ class Transfer:
 
     def _send(self, channel: Channel, number: int, box: Box, slot: int, changed: np.ndarray | None) -> None:
         """Send a box of an entry: where there is a shadow, with a word on its form before it."""
-        entry = self.entries[number]
-        bits = bits_of(self._elements(number, slot)[box.within(entry.box)].contiguous())
+        elements = self._elements(number, slot)[box.within(self.entries[number].box)].contiguous()
         delta = None
         if changed is not None:
-            delta = delta_of(bits, within(changed, entry.box, box))
-        if delta is not None and delta.num_bytes < bits.nbytes:
-            channel.send_bytes(bytearray(FORM.pack(len(delta.gaps), len(delta.values))))
-            contents = [delta.gaps, delta.values]
+            delta = delta_of(bits_of(elements), within(changed, self.entries[number].box, box))
+        if delta is not None and delta.num_bytes < elements.nbytes:
+            channel.send(_bytes_of(FORM.pack(len(delta.gaps), len(delta.values))))
+            contents = [torch.from_numpy(delta.gaps), torch.from_numpy(delta.values.view(np.uint8))]
         else:
             if self._shadow is not None:
-                channel.send_bytes(bytearray(FORM.pack(*WHOLE)))
-            contents = [bits]
+                channel.send(_bytes_of(FORM.pack(*WHOLE)))
+            contents = [elements.reshape(-1).view(torch.uint8)]
         for content in contents:
-            own_bytes: Any = content.view(np.uint8)
-            if len(own_bytes):
-                channel.send_bytes(memoryview(own_bytes))
+            if len(content):
+                channel.send(content)
         with self._condition:  # other receivers are sent theirs on other threads
             self.sent.num_bytes += sum(content.nbytes for content in contents)
-            self.sent.whole_bytes += bits.nbytes
+            self.sent.whole_bytes += elements.nbytes
 
     def _read_wants(self, content: bytes) -> tuple[int | None, dict[int, list[Want]] | None]:
         """The version that a receiver holds, and what it wants; None: it maps the memory."""
@@ -399,3 +398,7 @@ class Transfer:
         if self._failure:
             raise WeightSyncError(self._failure)
         return None if self._checksum is None else f"{self._checksum:016x}"
+
+
+def _bytes_of(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)

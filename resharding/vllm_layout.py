@@ -6,8 +6,9 @@ making it. So no table of fused projections, grouped heads, padding or experts i
     checkpoint                       fake on `meta`          the model's loader            parameter on `meta`
     layers.0.k_proj.weight   ->      torch.empty(64, 128)    .narrow(0, 32, 32)   copy_    layers.0.qkv_proj.weight[64:96]
 
-A view of a fake keeps its storage, offset and strides: these say which box it is. What is no view of a fake (a cast, a sum, a
-transposed copy) has no box, and is refused by name. So is what would not arrive at its place: a copy onto another.
+A view of a fake keeps its storage, offset and strides: these say which box it is. A clone of a view is recorded as the view. What is
+neither (a cast, a sum) has no box, and is refused by name. So is what would not arrive at its place: a copy onto another. A tensor that
+a loader sets to zero before it copies it is a fill.
 """
 
 from __future__ import annotations
@@ -176,6 +177,8 @@ class _Recorder(TorchDispatchMode):
         self._pieces: dict[str, list[Piece]] = {}
         self._dtypes: dict[str, str] = {}
         self._fills: list[Fill] = []
+        self._zeroed = set[int]()
+        """Storages of fakes that the loader has set to zero."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -197,6 +200,11 @@ class _Recorder(TorchDispatchMode):
             return target
         if not sources:
             return func(*args, **kwargs)
+        if func is torch.ops.aten.clone.default:
+            return torch.ops.aten.alias.default(args[0])
+        if func is torch.ops.aten.zero_.default and target is not None and self._is_whole(target):
+            self._zeroed.add(_storage(target))
+            return target
         result = func(*args, **kwargs) if target is None and func not in _READS else None
         views = list(_tensors([result]))
         if not views or any(not self._is_view(view) for view in views):
@@ -205,6 +213,11 @@ class _Recorder(TorchDispatchMode):
                 f"tensor {names}: vLLM's loader makes a new tensor of it by {func}; copies of its boxes can be recorded"
             )
         return result
+
+    def _is_whole(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is all of a fake, of which nothing has been copied."""
+        name, fake = self._fakes[_storage(tensor)]
+        return tensor.numel() == fake.numel() and name not in self._pieces
 
     def _is_view(self, tensor: torch.Tensor) -> bool:
         _, fake = self._fakes.get(_storage(tensor), ("", None))
@@ -216,6 +229,9 @@ class _Recorder(TorchDispatchMode):
             raise UserError(
                 f"parameter {memory.name!r}: its loader copies what is no part of a tensor of the checkpoint"
             )
+        if _storage(source) in self._zeroed:
+            self._fill(memory, target, 0)
+            return
         problem = f"tensor {name!r} cannot be recorded into {memory.name!r}: "
         if memory.reason:
             raise UserError(problem + memory.reason)

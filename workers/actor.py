@@ -47,9 +47,11 @@ class ActorConfig(TrainedConfig):
     """"auto": send followers on other machines only the elements that have changed since the version that they hold, wherever that is
     fewer bytes. A copy of what is published, and of what each of them takes, then stays in host memory; and comparing takes time. Choose
     it for networks slower than a gigabyte a second."""
-    transport: Literal["auto", "gloo"] = "auto"
-    """How weights reach followers. "auto": those on the leader's machine map its memory, others are sent what they take over TCP. "gloo":
-    all are sent it by `torch.distributed`, point to point, in the clear as over TCP. Choose "gloo" to compare."""
+    transport: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
+    """How weights reach followers, in the clear. "auto": those on the leader's machine map its host memory, others are sent what they
+    take over TCP. "gloo": all are sent it by `torch.distributed`, point to point. "nccl": the same from GPU to GPU, where followers have
+    others than the leader. "ipc": followers that take turns with the leader on its GPUs map buckets there. Choose one of the last two where
+    copies through host memory take long; neither has been run on GPUs yet."""
     bucket_mib: int = Field(default=16, ge=1, le=4096)
     """[MiB] Largest part of the weights that travels at once; each rank has memory for two. Lower it where memory is short, raise it
     between machines that are far apart."""

@@ -1,6 +1,8 @@
 """What is checked of a run as a whole, before a process is started; test_driver.py has the checks of graphs."""
 
+import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ import pytest
 from saved_runs import SavingActor
 from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
 
-from weft.controllers.checks import check_capacity, check_followed, check_kinds, check_resumes
+from weft.controllers.checks import check_capacity, check_followed, check_kinds, check_resumes, check_transports
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.controllers.recovery.resume import ResumePoint
@@ -21,6 +23,7 @@ from weft.dataflow.buffer.sample_buffer import BufferConfig
 from weft.dataflow.errors import UserError
 from weft.dataflow.graph import Graph
 from weft.dataflow.handle import Handle, group
+from weft.workers.actor import ActorWorker
 
 SCHEDULE = Synchronous(steps=1, prompts_per_step=4)
 
@@ -121,3 +124,29 @@ def test_a_checkpoint_must_be_of_this_run(tmp_path: Path):
     check_resumes(spec(graph, handles), handles, point)
     with pytest.raises(UserError, match="is of a run with seed=0, not 1"):
         check_resumes(spec(graph, handles, seed=1), handles, point)
+
+
+GPUS, OTHERS, CPUS = ResourcePool("gpus", gpus=2), ResourcePool("others", gpus=2), ResourcePool("cpus", cpus=2)
+
+
+@pytest.mark.parametrize(
+    ("transport", "leader", "follower", "wanted"),
+    [
+        ("nccl", GPUS, CPUS, "pool 'cpus' of 'rollout' has none; take transport=\"auto\""),
+        ("ipc", CPUS, CPUS, "pool 'cpus' of 'actor' has none"),
+        ("nccl", GPUS, GPUS, 'cannot be used on one pool; take transport="ipc"'),
+        ("ipc", GPUS, OTHERS, 'cannot be used on separate pools; take transport="nccl"'),
+        ("nccl", GPUS, OTHERS, ""),
+        ("ipc", GPUS, GPUS, ""),
+        ("gloo", CPUS, CPUS, ""),
+    ],
+)
+def test_weights_go_from_gpu_to_gpu_where_there_are_gpus_that_allow_it(
+    transport: Any, leader: ResourcePool, follower: ResourcePool, wanted: str
+):
+    actor: Any = group(ActorWorker, model="m", transport=transport, name="actor")
+    rollout: Any = group(ToyRollout, name="rollout")
+    rollout.follows(actor)
+    placement = {"actor": Place(leader), "rollout": Place(follower)}
+    with pytest.raises(UserError, match=re.escape(wanted)) if wanted else nullcontext():
+        check_transports([actor, rollout], placement)

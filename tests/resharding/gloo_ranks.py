@@ -15,7 +15,7 @@ import torch
 
 from weft.dataflow.errors import WeightSyncError
 from weft.resharding.box import Box
-from weft.resharding.channel import GlooChannel
+from weft.resharding.group_channel import GroupChannel
 from weft.resharding.incoming import IncomingWeights, open_weights
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.tensor_receiver import receive_parts
@@ -37,16 +37,16 @@ def share(shape: tuple[int, ...], dim: int, number: int) -> Box:
     return Box.along(shape, dim, size * number // 2, size * (number + 1) // 2)
 
 
-def counted() -> list[GlooChannel]:
+def counted() -> list[GroupChannel]:
     """The channels that this process opens from here on."""
-    channels: list[GlooChannel] = []
-    made = GlooChannel.__init__
+    channels: list[GroupChannel] = []
+    made = GroupChannel.__init__
 
-    def noted(self: GlooChannel, *arguments: Any, **named: Any) -> None:
+    def noted(self: GroupChannel, *arguments: Any, **named: Any) -> None:
         made(self, *arguments, **named)
         channels.append(self)
 
-    cast(Any, GlooChannel).__init__ = noted
+    cast(Any, GroupChannel).__init__ = noted
     return channels
 
 
@@ -58,19 +58,19 @@ def give(pipe: Pipe, number: int) -> None:
     """Publish rows, version by version. It is sent a version, the bucket before which it dies, and the box of which it changes a bit; and
     when the receivers are through, who of them was killed."""
     channels, publisher, fill = counted(), WeightPublisher(bucket_bytes=BUCKET_BYTES, transport="gloo"), Transfer._fill
-    send = GlooChannel.send_bytes
+    send = GroupChannel.send
     while True:
         version, last, wrong = pipe.recv()
         boxes = itertools.count()
 
-        def send_wrongly(self: GlooChannel, content: Any, wrong: int | None = wrong, boxes: Any = boxes) -> None:
-            changed = bytearray(content)
+        def send_wrongly(self: GroupChannel, content: Any, wrong: int | None = wrong, boxes: Any = boxes) -> None:
+            changed = content.clone()
             if next(boxes) == wrong:
                 changed[len(changed) // 2] ^= 1
             send(self, changed)
 
         if wrong is not None:
-            cast(Any, GlooChannel).send_bytes = send_wrongly
+            cast(Any, GroupChannel).send = send_wrongly
 
         def fill_or_die(self: Transfer, number: int, slot: int, last: int | None = last) -> int:
             if self.entries[number].bucket == last:

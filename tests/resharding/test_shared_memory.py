@@ -17,7 +17,7 @@ import torch
 
 from weft.dataflow.errors import WeightSyncError
 from weft.resharding import incoming as receiving
-from weft.resharding import shared_memory
+from weft.resharding import mapped_memory, shared_memory
 from weft.resharding.box import Box
 from weft.resharding.incoming import open_weights
 from weft.resharding.plan import Copy
@@ -75,7 +75,7 @@ def test_version_after_version_is_read_where_it_lies(shared: Tensors, publisher:
             tensor.mul_(1.5)
     assert len(checksums) == 3
     assert all(is_read_in_place(publisher, publisher.publish(whole(shared), 4)).values())
-    assert publisher._memory is not None and len(publisher._memory) == 2 * 4096, "no bucket has more than a page"
+    assert len(publisher._memory.of(0)) == 2 * 4096, "no bucket has more than a page"
 
 
 def test_what_is_cast_or_lies_elsewhere_is_copied_and_the_rest_is_not(
@@ -138,7 +138,7 @@ def test_memory_in_the_place_of_another_is_told_from_it_and_the_other_is_let_go(
         return number
 
     monkeypatch.setattr(os, "memfd_create", always_the_same)
-    before = len(receiving._maps)
+    before = len(mapped_memory._maps)
     for version in (1, 2, 3):
         memory = SharedMemory(4096)
         tensors = {"embed": memory.empty((16, 64), torch.float32).fill_(version)}
@@ -148,7 +148,7 @@ def test_memory_in_the_place_of_another_is_told_from_it_and_the_other_is_let_go(
         found, checksum = received(publisher.publish(whole(tensors), version), tensors)
         assert equal(found, tensors) and publisher.finish() == checksum
         del tensors
-    assert len(receiving._maps) <= before + 1
+    assert len(mapped_memory._maps) <= before + 1
 
 
 def test_threads_that_map_at_once_have_one_mapping_each_and_let_go_what_is_gone(
@@ -159,26 +159,26 @@ def test_threads_that_map_at_once_have_one_mapping_each_and_let_go_what_is_gone(
     places = [place_of(memory.empty((4,), torch.float32)) for memory in gone + kept]
     paths = [place.path for place in places if place is not None]
     for path in paths[:4]:
-        receiving._mapped([(path, 4096)])
+        mapped_memory.map_files([(path, 4096)])
     gone.clear()
     gc.collect()
-    looked = receiving._is_there
+    looked = mapped_memory._is_there
 
     def slowly(path: str, inode: int) -> bool:
         time.sleep(0.002)
         return looked(path, inode)
 
-    monkeypatch.setattr(receiving, "_is_there", slowly)
+    monkeypatch.setattr(mapped_memory, "_is_there", slowly)
     start = threading.Barrier(8)
 
-    def maps(number: int) -> receiving._Mapped:
+    def maps(number: int) -> mapped_memory.MappedMemory:
         start.wait(10)
-        return receiving._mapped([(paths[4 + number % 4], 4096)])
+        return mapped_memory.map_files([(paths[4 + number % 4], 4096)])
 
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(maps, range(8)))
     assert found[:4] == found[4:] and len(set(found)) == 4, "both who read a memory have the same mapping"
-    known = {path for key in receiving._maps for path, _, _ in key}
+    known = {path for key in mapped_memory._maps for path, _, _ in key}
     assert not known & set(paths[:4]) and known >= set(paths[4:])
 
 

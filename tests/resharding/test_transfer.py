@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import socket
@@ -9,17 +10,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from weft.dataflow.errors import WeightSyncError
+from weft.resharding import bucket_memory
 from weft.resharding import connection as connections
 from weft.resharding import incoming as receiving
+from weft.resharding import publisher as publishing
 from weft.resharding import transfer as transfers
 from weft.resharding.box import Box
 from weft.resharding.buckets import SLOTS
+from weft.resharding.channel import Transport
 from weft.resharding.incoming import open_weights
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.tensor_receiver import receive_parts
@@ -49,7 +55,8 @@ NewPublisher = Callable[..., WeightPublisher]
 def new_publisher(request: pytest.FixtureRequest) -> Iterator[NewPublisher]:
     publishers: list[WeightPublisher] = []
 
-    transport = "gloo" if "way" in request.fixturenames and request.getfixturevalue("way") == "gloo" else "auto"
+    way = request.getfixturevalue("way") if "way" in request.fixturenames else "mapped"
+    transport: Transport = "gloo" if way == "gloo" else "nccl" if way == "device" else "auto"
 
     def make(bucket_bytes: int = BUCKET, host: str = LOOPBACK) -> WeightPublisher:
         publishers.append(WeightPublisher(host, bucket_bytes, transport=transport))
@@ -60,11 +67,15 @@ def new_publisher(request: pytest.FixtureRequest) -> Iterator[NewPublisher]:
         publisher.close()
 
 
-@pytest.fixture(params=["mapped", "streamed", "gloo"])
+@pytest.fixture(params=["mapped", "streamed", "gloo", "device"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Whether receivers map the publisher's memory, believe that they are on another machine, or are sent everything by gloo."""
+    """Whether receivers map the publisher's memory, believe that they are on another machine, or are sent everything by gloo, from buckets
+    on the host or from memory of a device, in whose place is torch's own on the host."""
     if request.param == "streamed":
         elsewhere(monkeypatch)
+    if request.param == "device":
+        for module in (publishing, receiving):
+            monkeypatch.setattr(module, "device_of", lambda transport: torch.device("cpu"))
     return request.param
 
 
@@ -111,7 +122,7 @@ def test_version_after_version_arrives_in_the_same_memory(way: str, new_publishe
         checksums.add(checksum)
     assert len(layouts) == 1, "so that plans are used again"
     assert len(checksums) == 3
-    assert publisher._memory is not None and len(publisher._memory) == SLOTS * 4096, "of the buckets, not of the model"
+    assert len(publisher._memory.of(0)) == SLOTS * 4096, "of the buckets, not of the model"
 
 
 def test_several_ranks_give_to_several_receivers_at_once(way: str, new_publisher: NewPublisher) -> None:
@@ -208,8 +219,7 @@ def test_no_receiver_changes_what_others_are_given(new_publisher: NewPublisher) 
     with open_weights(publisher.publish(whole({"a": torch.ones(4)}), 1)) as incoming:
         for _, _, elements in incoming.slices(receiving_plan(incoming, {"a": torch.zeros(4)}).received_by(0)):
             elements.zero_()
-            assert publisher._memory is not None
-            assert torch.frombuffer(publisher._memory, dtype=torch.float32, count=4).tolist() == [1, 1, 1, 1]
+            assert publisher._memory.of(0)[:16].view(torch.float32).tolist() == [1, 1, 1, 1]
 
 
 def receiving_plan(incoming: receiving.IncomingWeights, like: Tensors):
@@ -504,3 +514,73 @@ def test_versions_of_different_numbers_do_not_add_up(new_publisher: NewPublisher
     first, second = (new_publisher().publish(whole({"a": torch.ones(1)}), version) for version in (1, 2))
     with pytest.raises(ValueError, match="versions 1 and 2 do not add up"):
         _ = first + second
+
+
+@pytest.mark.parametrize("transport", ["nccl", "ipc"])
+def test_memory_of_a_device_that_is_not_there_is_refused_with_what_to_choose(
+    transport: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    before = threading.active_count()
+    with pytest.raises(WeightSyncError, match=f'"{transport}" moves weights from GPU to GPU.*take "auto"'):
+        WeightPublisher(LOOPBACK, BUCKET, transport=transport)
+    assert threading.active_count() == before
+
+
+def test_device_memory_is_mapped_by_receivers_of_its_machine_alone(
+    new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere(monkeypatch)
+    publisher = new_publisher()
+    publisher._transport = "ipc"
+    with pytest.raises(WeightSyncError, match=r'"ipc" gives to its own alone: choose "nccl"'):
+        open_weights(publisher.publish(whole(tensors()), 1))
+
+
+class _Devices:
+    """Stands in for `torch.cuda` on a machine with two GPUs."""
+
+    def init(self) -> None:
+        """There is nothing to do."""
+
+    def device_count(self) -> int:
+        return 2
+
+    def get_device_properties(self, device: Any) -> Any:
+        return SimpleNamespace(uuid=f"GPU-{device}")
+
+
+HANDLE = (0, b"handle", 64, 0, b"counter", 3, b"event", True)
+"""What torch gives for memory of a device: fields of `torch.multiprocessing.reductions.rebuild_cuda_tensor`."""
+
+
+class _Memory:
+    """Stands in for a tensor on the second GPU."""
+
+    device = 1
+
+    def untyped_storage(self) -> _Memory:
+        return self
+
+    def _share_cuda_(self) -> Any:
+        return HANDLE
+
+
+def test_the_handle_of_device_memory_travels_as_json_to_the_device_of_the_same_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory: Any = _Memory()
+    monkeypatch.setattr(torch, "cuda", _Devices())
+    said = json.loads(json.dumps(bucket_memory._said_of(memory)))
+    asked: list[Any] = []
+
+    def open_it(*fields: Any) -> Any:
+        asked.extend(fields)
+        return torch.arange(8, dtype=torch.uint8).untyped_storage()
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", open_it)
+    assert bucket_memory.opened(said).tolist() == list(range(8))
+    assert tuple(asked) == (1, *HANDLE[1:])
+    with pytest.raises(OSError, match=r"does not see its GPU.*GPU-0.*GPU-1") as caught:
+        bucket_memory.opened({**said, "device": "GPU-7"})
+    assert caught.value.filename == "GPU-7"

@@ -45,7 +45,8 @@ def test_slices_leave_the_bits_that_vllms_own_loaders_leave(ranks: Ranks, tmp_pa
     layouts = []
     for rank in range(size):
         plain = ranks.build(tmp_path, rank, size)
-        plain.load_weights(tensors.items())  # pyright: ignore[reportCallIssue]
+        own = {key: tensor.clone() for key, tensor in tensors.items()}  # some loaders set what they were given to zero
+        plain.load_weights(own.items())  # pyright: ignore[reportCallIssue]
         model = ranks.build(tmp_path, rank, size)
         recording = record(model, tensors)
         assert all(torch.all(parameter == -1) for parameter in model.parameters())  # recording changed nothing
@@ -201,6 +202,13 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
             "'first.weight': its loader fills with 0 over tensor 'a'",
         ),
         (lambda weight, a: weight.view(-1)[:4].copy_(a.view(-1)[4:8]), "'a' cannot be recorded .* wraps around"),
+        (lambda weight, a: (a[:1].zero_(), weight.copy_(a)), "tensor 'a'.* by aten.zero_"),
+        (lambda weight, a: (weight.copy_(a), a.zero_()), "tensor 'a'.* by aten.zero_"),
+        (lambda weight, a: weight.copy_(a.clone().add_(1)), "tensor 'a'.* by aten.add_"),
+        (
+            lambda weight, a: weight.view(-1).copy_(a.t().contiguous().view(-1)),
+            "cannot load tensor .*: view size is not compatible",
+        ),
     ],
 )
 def test_a_loader_that_computes_is_refused_by_tensor_and_operation(

@@ -96,6 +96,10 @@ MODELS = {
     "experts": ("Qwen3Moe", EXPERTS),
     "Mixtral": ("Mixtral", EXPERTS),
     "odd experts": ("Qwen3Moe", EXPERTS | {"moe_intermediate_size": 48}),  # vLLM's kernel on CPU pads them
+    "transposed experts": (
+        "GptOss",
+        EXPERTS | {"intermediate_size": 128, "num_key_value_heads": 4, "sliding_window": 16},
+    ),
     "vocabulary": (
         "Qwen2",
         {"vocab_size": 151_937, "num_hidden_layers": 1, "hidden_size": 32, "head_dim": 8, "tie_word_embeddings": True},

@@ -1,0 +1,140 @@
+"""Ranks of a trainer and engines of vLLM as processes without Ray: versions of the weights go from the ones to the others."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+TIMEOUT_S = 300.0
+
+
+def train(pipe: Any, folder: Path, rank: int, ranks: int, meeting: Any, settings: dict[str, Any]) -> None:
+    """A rank of a trainer. It is sent names of its methods, and what they take."""
+    from weft.workers.actor import ActorConfig, ActorWorker
+    from weft.workers.rendezvous import LOOPBACK
+    from weft.workers.worker import Context
+
+    torch.set_num_threads(1)
+    context = Context("actor", rank, ranks, meeting if ranks > 1 else None, address=LOOPBACK)
+    worker = ActorWorker(ActorConfig(model=str(folder), **settings), context)
+    while (asked := pipe.recv()) is not None:
+        method, argument = asked
+        if method == "logprobs":
+            pipe.send(worker.logprobs(_batch(argument), into="said").ragged("said")[0].numpy())
+        else:
+            pipe.send(getattr(worker, method)(*argument))
+    worker.close()
+
+
+def generate(pipe: Any, folder: Path, ranks: int, machine: str) -> None:
+    """An engine of vLLM. It is sent records of weights, and answers with their checksum and what it has sampled."""
+    from weft.algorithms.sampling import Sampling
+    from weft.resharding import incoming
+    from weft.workers.generation.engine import GenerationRequest
+    from weft.workers.generation.vllm_engine import VllmEngine
+    from weft.workers.generation.vllm_settings import VllmSettings
+
+    if machine:
+        incoming.this_machine = lambda: machine
+    settings = VllmSettings(max_num_seqs=8, kv_cache_gib=0.05, tensor_parallel=ranks)
+    engine = VllmEngine(str(folder), settings, max_context=64, dtype="float32")
+    pipe.send("is there")
+    prompts = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 4, 9)]
+    while (weights := pipe.recv()) is not None:
+        checksum = engine.update_weights(weights)
+        requests = [GenerationRequest(number, prompt) for number, prompt in enumerate(prompts)]
+        found = [r for step in engine.generate(requests, Sampling(max_tokens=8)) for r in step]
+        rows = [(prompts[r.request_id].tolist(), r.token_ids.tolist()) for r in found]
+        pipe.send((checksum, rows, np.concatenate([r.logprobs for r in found])))
+    engine.close()
+
+
+def _batch(rows: list[tuple[list[int], list[int]]]) -> Any:
+    from weft.dataflow.batch import Batch
+
+    return Batch.of(prompt_ids=[prompt for prompt, _ in rows], response_ids=[response for _, response in rows])
+
+
+def _told(target: Callable[..., None], pipe: Any, *arguments: Any) -> None:
+    """Whatever ends a process is its last answer."""
+    try:
+        target(pipe, *arguments)
+    except Exception as error:
+        pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+class Processes:
+    """Processes that do as they are told, each over a pipe."""
+
+    def __init__(self) -> None:
+        self._spawn = multiprocessing.get_context("spawn")
+        self._started: list[Any] = []
+
+    def start(self, target: Callable[..., None], *arguments: Any) -> Any:
+        """Returns the pipe to it."""
+        here, there = self._spawn.Pipe()
+        process = self._spawn.Process(target=_told, args=(target, there, *arguments))
+        process.start()
+        there.close()
+        self._started.append(process)
+        return here
+
+    def close(self) -> None:
+        """End those that have not ended by themselves."""
+        for process in self._started:
+            process.join(20)
+            process.kill()
+            process.join()
+
+
+def answer(pipe: Any) -> Any:
+    """What comes next.
+
+    Raises:
+        TimeoutError: nothing came in time.
+        RuntimeError: what the process was asked for has failed there.
+    """
+    if not pipe.poll(TIMEOUT_S):
+        raise TimeoutError(f"a process has not answered for {TIMEOUT_S:.0f} s")
+    if isinstance(found := pipe.recv(), Exception):
+        raise found
+    return found
+
+
+def all_of(pipes: list[Any], method: str, *argument: Any) -> list[Any]:
+    """What all ranks of a trainer answer."""
+    for pipe in pipes:
+        pipe.send((method, argument))
+    return [answer(pipe) for pipe in pipes]
+
+
+def gap(trainer: list[Any], engines: dict[str, Any], names: tuple[str, ...], version: int) -> float:
+    """Give a version from the ranks of a trainer to engines.
+
+    Returns:
+        [nats] Mean distance of the log-probabilities of what an engine then samples from the trainer's own, the largest of all engines.
+
+    Raises:
+        RuntimeError: an engine has other weights than were given.
+    """
+    weights = reduce(add, all_of(trainer, "publish_weights", version, list(names)))
+    for name in names:
+        engines[name].send(weights.to(name))
+    taken = [answer(engines[name]) for name in names]
+    given = reduce(add, all_of(trainer, "finish_publishing", version))
+    gaps: list[float] = []
+    for name, (checksum, rows, logprobs) in zip(names, taken, strict=True):
+        if checksum != given.checksum:
+            raise RuntimeError(f"{name} has {checksum}, {given.checksum} was given")
+        for pipe in trainer:
+            pipe.send(("logprobs", rows))
+        said = [answer(pipe) for pipe in trainer]
+        gaps.append(float(np.abs(said[0] - logprobs).mean()))
+    return max(gaps)

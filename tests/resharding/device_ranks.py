@@ -1,0 +1,25 @@
+"""A rank that takes weights on a GPU of its own choice, in a process of its own: for `test_device_memory.py`."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection as Pipe
+
+import torch
+
+from weft.dataflow.errors import WeightSyncError
+from weft.resharding.incoming import open_weights
+from weft.resharding.tensor_receiver import receive_parts
+from weft.resharding.weights import whole
+
+
+def take(pipe: Pipe, device: int, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Answer each record that comes with the checksum and what has arrived, until None comes."""
+    torch.cuda.set_device(device)
+    while (weights := pipe.recv()) is not None:
+        found = {name: torch.zeros(shape, device="cuda") for name, shape in shapes.items()}
+        try:
+            with open_weights(weights) as incoming:
+                checksum = receive_parts(incoming, list(whole(found)))
+            pipe.send((checksum, {name: tensor.cpu().numpy() for name, tensor in found.items()}))
+        except WeightSyncError as error:
+            pipe.send(str(error))
