@@ -3,7 +3,8 @@
 The reference contains no code of ours: `causal_lm(...).logits` of `transformers` with eager attention, one row at a time. It is
 compared with the calls of training, in the mode of training. These ways are tried, and the first that agrees is taken:
 
-    packed           rows one behind the other (`packed_attention.py`)
+    packed, varlen   rows one behind the other, with torch's kernel for rows of different lengths (`varlen_attention.py`)
+    packed           the same, padded for attention (`packed_attention.py`)
     padded           a rectangle of rows, with the attention that the model was loaded with
     padded, eager    a rectangle of rows, with the attention of the reference
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,11 @@ from ...dataflow.errors import UserError
 from .head_logprobs import HeadForm
 from .lent_weights import LentWeights, lend_weights
 from .packed_attention import NAME as PACKED
-from .packed_attention import may_pack, windows_reached_attention
+from .packed_attention import VARLEN, may_pack, windows_reached_attention
 from .packed_sequences import PackedSequences, SharedPrompts
 from .response_model import ResponseModel
 from .rope import follows_length, put_rope_by_row
+from .varlen_attention import find_kernel
 
 _LENGTHS = (5, 3)
 """Tokens of the rows that are compared: few, so that a large model takes little time."""
@@ -44,6 +46,8 @@ _LARGEST_FACTOR = 16
 """The parameters of such a model are multiplied by at most this."""
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 """What models call the soft cap of their logits."""
+_OF_ROUNDING = 3.0
+"""A kernel that rounds what it holds may be off by so many times what rounding its inputs costs."""
 _TOLERANCE = 1e-3
 """In nats, or units of a hidden state. Rounding is about 1e-5; mistakes are 1e-2 and more."""
 
@@ -121,7 +125,10 @@ def find_agreement(
                 _set_attention(causal_lm, attention)
                 off = _difference(model, probe)
                 if off <= _TOLERANCE:
-                    shares = packs and not follows_length(causal_lm) and _shares_prompts(model, probe)
+                    if packs and _kernel_agrees(model, probe):
+                        attention = VARLEN
+                    _set_attention(causal_lm, attention)
+                    shares = packs and not follows_length(causal_lm) and _shared_difference(model, probe) <= _TOLERANCE
                     return Agreement(packs, shares, attention, model.head_form)
     raise UserError(
         f"model {causal_lm.name_or_path!r} ({type(causal_lm).__name__}) cannot be trained: for rows that share a forward "
@@ -129,17 +136,31 @@ def find_agreement(
     )
 
 
-def _shares_prompts(model: ResponseModel, probe: _Probe) -> bool:
-    """Whether two rows that begin alike, and share that, give the hidden states of each alone."""
+def _shared_difference(model: ResponseModel, probe: _Probe, *, rounded: bool = False) -> float:
+    """How far the hidden states of two rows that begin alike, and share that, are from those of each alone."""
     length = _LENGTHS[0]
     row, hidden = probe.ids[:length], probe.hidden[:length]
     rest = np.array([length - 2] * 2)
     rows = SharedPrompts.among(np.array([2]), np.zeros(0, np.int64), rest, np.zeros(2, np.int64), probe.ids.device)
     try:
-        _, found = model.run_backbone(torch.cat([row, row[2:]]), rows)
+        _, found = model.run_backbone(torch.cat([row, row[2:]]), replace(rows, rounded=rounded))
     except Exception:  # code that comes with a model may fail in any way
+        return torch.inf
+    return float((found - torch.cat([hidden, hidden[2:]])).abs().nan_to_num(torch.inf).max())
+
+
+def _kernel_agrees(model: ResponseModel, probe: _Probe) -> bool:
+    """Whether the kernel for rows of different lengths is as near to the reference as padded attention, both with queries, keys and values
+    in bfloat16: for rows alone, and for those that share a prompt, whose keys are more than their queries."""
+    if find_kernel(probe.ids.device) is None:
         return False
-    return bool((found - torch.cat([hidden, hidden[2:]])).abs().nan_to_num(torch.inf).max() <= _TOLERANCE)
+    rounded = replace(probe, rows=replace(probe.rows, rounded=True))
+    off: list[tuple[float, float]] = []
+    for attention in (PACKED, VARLEN):
+        _set_attention(model.causal_lm, attention)
+        off.append((_difference(model, rounded), _shared_difference(model, probe, rounded=True)))
+    padded, found = off
+    return all(own <= _OF_ROUNDING * other + _TOLERANCE for own, other in zip(found, padded, strict=True))
 
 
 def _difference(model: ResponseModel, probe: _Probe) -> float:

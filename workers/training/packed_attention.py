@@ -1,4 +1,4 @@
-"""Packed attention: rows of different lengths stand one behind the other, and only attention pads them.
+"""Packed attention: rows of different lengths stand one behind the other, and only attention pads them, if it must.
 
 All layers but attention look at one token at a time, so [1, T] tokens of many rows go through them as they are. Attention
 is computed on [rows, longest], which `plan_microbatches` keeps to at most twice the tokens. A prompt that several rows share is computed
@@ -7,8 +7,8 @@ once (`SharedPrompts`): their responses look at its keys and values, and at thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +19,12 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .packed_sequences import PackedSequences, SharedPrompts
+from .varlen_attention import Kernel, attend, find_kernel, takes
 
 NAME = "weft_packed"
 """Name of this attention in `transformers`."""
+VARLEN = "weft_packed_varlen"
+"""The same with torch's kernel for rows of different lengths, where that has what is asked of it."""
 _ATTENDS = {"full_attention", "sliding_attention"}
 
 
@@ -71,6 +74,7 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    kernel: Kernel | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each row.
@@ -79,6 +83,7 @@ def packed_attention(
         query, key, value: [1, heads, T, head size].
         rows: how the T tokens belong to rows.
         sliding_window: tokens that each token sees, itself included; None: all before it.
+        kernel: for rows of different lengths (`varlen_attention.py`); None: rows are padded for attention.
         softcap: scores s become softcap * tanh(s / softcap); None: they stay (arXiv:2408.00118, section 2).
 
     Returns:
@@ -86,36 +91,68 @@ def packed_attention(
     """
     rows.windows.add(sliding_window)
     rows.softcaps.add(softcap)
-    attend = partial(_attention, scaling=scaling, softcap=softcap, dropout=dropout)
+    how = _Attend(scaling, softcap, dropout, sliding_window, kernel)
     of_tokens = [x[0].transpose(0, 1) for x in (query, key, value)]
+    if rows.rounded:
+        of_tokens = [x.bfloat16() for x in of_tokens]
     if rows.exchange is not None:
         of_tokens = [rows.exchange.to_heads(x, query.shape[1]) for x in of_tokens]
-        return rows.exchange.to_tokens(_in_rows(attend, of_tokens, rows, sliding_window))[None], None
-    if not isinstance(rows, SharedPrompts):
-        return _in_rows(attend, of_tokens, rows, sliding_window)[None], None
-    before, begins = int(rows.prompts.lengths.sum()), int(rows.beginnings.lengths.sum())
-    first = _in_rows(attend, [x[:begins] for x in of_tokens], rows.beginnings, sliding_window)
-    if not len(rows.after):
-        return first[None], None
-    query = _unpacked(of_tokens[0][begins:], rows.responses).transpose(1, 2)
-    of_prompts = (_unpacked(x[:before], rows.prompts).index_select(0, rows.prompt_of_response) for x in of_tokens[1:])
-    own = (_unpacked(x[begins:], rows.responses) for x in of_tokens[1:])
-    key, value = (torch.cat(both, 1).transpose(1, 2) for both in zip(of_prompts, own, strict=True))
-    out = attend(query, key, value, rows.sees(sliding_window)[:, None])
-    return torch.cat([first, _packed(out, rows.responses)])[None], None
+        found = rows.exchange.to_tokens(how.in_rows(of_tokens, rows))
+    elif isinstance(rows, SharedPrompts):
+        begins = int(rows.beginnings.lengths.sum())
+        found = how.in_rows([x[:begins] for x in of_tokens], rows.beginnings)
+        if len(rows.after):
+            found = torch.cat([found, how.after_prompts(of_tokens, rows)])
+    else:
+        found = how.in_rows(of_tokens, rows)
+    return found[None].to(query.dtype), None
 
 
-def _in_rows(
-    attend: Callable[..., Tensor], of_tokens: Iterable[Tensor], rows: PackedSequences, window: int | None
-) -> Tensor:
-    """[T, heads, head size]: attention of [T, heads, head size] queries, keys and values within each row."""
-    query, key, value = (_unpacked(x, rows).transpose(1, 2) for x in of_tokens)
-    mask = None
-    if window is not None and rows.longest > window:
-        at = torch.arange(rows.longest, device=query.device)
-        back = at[:, None] - at[None, :]
-        mask = ((back >= 0) & (back < window))[None, None]
-    return _packed(attend(query, key, value, mask), rows)
+@dataclass(frozen=True)
+class _Attend:
+    """Attention with the settings of a layer."""
+
+    scaling: float | None
+    softcap: float | None
+    dropout: float
+    window: int | None
+    kernel: Kernel | None
+
+    def in_rows(self, of_tokens: Sequence[Tensor], rows: PackedSequences) -> Tensor:
+        """[T, heads, head size]: attention of [T, heads, head size] queries, keys and values within each row."""
+        if (kernel := self._kernel(of_tokens)) is not None:
+            query, key, value = of_tokens
+            return attend(kernel, query, key, value, rows, rows, scaling=self.scaling, window=self.window)
+        query, key, value = (_unpacked(x, rows).transpose(1, 2) for x in of_tokens)
+        mask = None
+        if self.window is not None and rows.longest > self.window:
+            at = torch.arange(rows.longest, device=query.device)
+            back = at[:, None] - at[None, :]
+            mask = ((back >= 0) & (back < self.window))[None, None]
+        return _packed(self._padded(query, key, value, mask), rows)
+
+    def after_prompts(self, of_tokens: Sequence[Tensor], rows: SharedPrompts) -> Tensor:
+        """[tokens of responses, heads, head size]: attention of responses to their prompts and to themselves."""
+        begins = int(rows.beginnings.lengths.sum())
+        if (kernel := self._kernel(of_tokens)) is not None:
+            key, value = (x.index_select(0, rows.tokens_of_complete) for x in of_tokens[1:])
+            query, of_keys = of_tokens[0][begins:], rows.complete
+            return attend(kernel, query, key, value, rows.responses, of_keys, scaling=self.scaling, window=self.window)
+        before = int(rows.prompts.lengths.sum())
+        query = _unpacked(of_tokens[0][begins:], rows.responses).transpose(1, 2)
+        of_prompts = (
+            _unpacked(x[:before], rows.prompts).index_select(0, rows.prompt_of_response) for x in of_tokens[1:]
+        )
+        own = (_unpacked(x[begins:], rows.responses) for x in of_tokens[1:])
+        key, value = (torch.cat(both, 1).transpose(1, 2) for both in zip(of_prompts, own, strict=True))
+        return _packed(self._padded(query, key, value, rows.sees(self.window)[:, None]), rows.responses)
+
+    def _kernel(self, of_tokens: Sequence[Tensor]) -> Kernel | None:
+        """That for rows of different lengths, if it has what is asked for."""
+        return self.kernel if self.kernel is not None and takes(of_tokens[0], self.softcap, self.dropout) else None
+
+    def _padded(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        return _attention(query, key, value, mask, scaling=self.scaling, softcap=self.softcap, dropout=self.dropout)
 
 
 def _attention(
@@ -193,4 +230,9 @@ def _spread(packed: Tensor, rows: PackedSequences) -> Tensor:
     return out.unflatten(0, rows.shape)
 
 
+def _with_kernel(module: torch.nn.Module, query: Tensor, *others: Any, **named: Any) -> tuple[Tensor, None]:
+    return packed_attention(module, query, *others, kernel=find_kernel(query.device), **named)
+
+
 AttentionInterface.register(NAME, packed_attention)
+AttentionInterface.register(VARLEN, _with_kernel)

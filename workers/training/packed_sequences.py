@@ -44,6 +44,8 @@ class PackedSequences:
     """Soft caps that the model has passed to attention."""
     exchange: Exchange | None = None
     """How several ranks share the tokens; None: this rank has them all."""
+    rounded: bool = False
+    """Queries, keys and values are rounded to bfloat16 for attention: to try a kernel that computes in nothing longer."""
 
     @classmethod
     def of(cls, lengths: Sequence[int] | np.ndarray, device: torch.device | str = "cpu") -> Self:
@@ -80,6 +82,11 @@ class PackedSequences:
     def slots(self) -> Tensor:
         """[T] int64 place of each token in the flattened [B * longest]."""
         return self._on_device(np.repeat(np.arange(len(self.lengths)) * self.longest, self.lengths) + self._places)
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """[B + 1] int32: where each row begins, and where the last one ends."""
+        return self._on_device(np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32))
 
     @property
     def _first(self) -> np.ndarray:
@@ -129,6 +136,22 @@ class SharedPrompts(PackedSequences):
     def responses(self) -> PackedSequences:
         """The responses alone."""
         return PackedSequences(self.lengths[len(self.lengths) - len(self.after) :], self.device)
+
+    @cached_property
+    def complete(self) -> PackedSequences:
+        """Each response with its prompt before it."""
+        return PackedSequences(self.prompts.lengths[self.after] + self.responses.lengths, self.device)
+
+    @cached_property
+    def tokens_of_complete(self) -> Tensor:
+        """[sum of `complete`] int64: where each token of these rows stands."""
+        ends = np.cumsum(self.lengths)
+        starts, of_prompts = ends - self.lengths, self.after
+        of_responses = np.arange(len(self.lengths) - len(self.after), len(self.lengths))
+        pieces = np.stack([of_prompts, of_responses], 1).reshape(-1)
+        lengths = self.lengths[pieces]
+        places = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        return self._on_device(np.repeat(starts[pieces], lengths) + places)
 
     @cached_property
     def prompt_of_response(self) -> Tensor:

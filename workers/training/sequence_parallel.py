@@ -122,9 +122,9 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, of_tokens: Tensor, stretches: Stretches, counts: list[int]) -> Tensor:
         ctx.own = slice(sum(counts[: stretches.rank]), sum(counts[: stretches.rank + 1]))
         padded = F.pad(of_tokens, (0, max(counts) - len(of_tokens)))
-        come = padded.new_empty(stretches.ranks * len(padded))
-        dist.all_gather_into_tensor(come, padded, group=stretches.group)
-        return torch.cat([part[:count] for part, count in zip(come.view(stretches.ranks, -1), counts, strict=True)])
+        come = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(come, padded, group=stretches.group)
+        return torch.cat([part[:count] for part, count in zip(come, counts, strict=True)])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
-from families import agreeing_model
+from families import agreeing_model, make_family
 
-from weft.workers.training.packed_sequences import PackedSequences
+from weft.workers.training import agreement, packed_attention
+from weft.workers.training.packed_sequences import PackedSequences, SharedPrompts
 
 LENGTHS = [9, 1, 4, 7]
 SMALL = {
@@ -78,3 +80,98 @@ def test_rows_answer_as_if_each_were_alone(kind: str, packs: bool):
     ):
         if theirs is not None:
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()) + 1e-7)
+
+
+def kernel_by_rows(
+    query: Any,
+    key: Any,
+    value: Any,
+    starts: Any,
+    starts_of_keys: Any,
+    longest: int,
+    longest_of_keys: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Any:
+    """What `torch.nn.attention.varlen.varlen_attn` says that it computes, a row at a time: the queries of a row are its last tokens, and
+    each sees itself and `window_size[0]` tokens before it."""
+    assert enable_gqa == (query.shape[1] != key.shape[1]) and window_size[1] == 0 and starts.dtype == torch.int32
+    found: list[Any] = []
+    for row in range(len(starts) - 1):
+        own = slice(int(starts[row]), int(starts[row + 1]))
+        keys = slice(int(starts_of_keys[row]), int(starts_of_keys[row + 1]))
+        q, k, v = query[own], key[keys], value[keys]
+        assert 0 < len(q) <= longest and len(q) <= len(k) <= longest_of_keys
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        back = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))
+        seen = (back >= 0) & (back <= (len(k) if window_size[0] < 0 else window_size[0]))
+        found.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v))
+    return torch.cat(found)
+
+
+ROWS = PackedSequences.of(LENGTHS)
+SHARING = SharedPrompts.among(
+    np.array([6, 1]), np.array([3]), np.array([4, 1, 8, 2]), np.array([0, 1, 0, 0]), torch.device("cpu")
+)
+
+
+@pytest.mark.parametrize("rows", [ROWS, SHARING], ids=["alone", "shared prompts"])
+@pytest.mark.parametrize("name", ["Qwen2", "Mistral", "Gemma 3"])
+def test_the_kernel_for_rows_of_different_lengths_is_asked_for_what_padding_gives(
+    name: str, rows: PackedSequences, monkeypatch: pytest.MonkeyPatch
+):
+    model = agreeing_model(make_family(name).double())
+    ids = torch.randint(3, 97, (int(rows.lengths.sum()),))
+    inputs = (ids, rows)
+    _, expected = model.run_backbone(*inputs)
+    parameters = [p for p in model.backbone.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(expected.square().sum(), parameters, allow_unused=True)
+    monkeypatch.setattr(packed_attention, "find_kernel", lambda device: kernel_by_rows)
+    monkeypatch.setattr(packed_attention, "takes", lambda query, softcap, dropout: True)
+    model.causal_lm.set_attn_implementation(packed_attention.VARLEN)
+    _, found = model.run_backbone(*inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    for mine, theirs in zip(
+        torch.autograd.grad(found.square().sum(), parameters, allow_unused=True), gradients, strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-9)
+
+
+def top_left(*arguments: Any, **named: Any) -> Any:
+    """A kernel that takes the queries of a row for its first tokens: it is right where no prompt is shared."""
+    query, key, value, starts, starts_of_keys, *rest = arguments
+    keys = torch.cat([torch.arange(b, b + e - s) for b, s, e in zip(starts_of_keys, starts, starts[1:], strict=False)])
+    return kernel_by_rows(query, key[keys], value[keys], starts, starts, *rest, **named)
+
+
+def blind_to_the_last(*arguments: Any, window_size: tuple[int, int], **named: Any) -> Any:
+    """A kernel whose rows are one token too short to the left."""
+    return kernel_by_rows(*arguments, window_size=(2, 0), **named)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "chosen"),
+    [
+        (None, "weft_packed"),
+        (kernel_by_rows, "weft_packed_varlen"),
+        (top_left, "weft_packed"),
+        (blind_to_the_last, "weft_packed"),
+    ],
+)
+def test_the_kernel_is_chosen_where_it_agrees_with_the_model_in_bfloat16(
+    kernel: Any, chosen: str, monkeypatch: pytest.MonkeyPatch
+):
+    for module in (packed_attention, agreement):
+        monkeypatch.setattr(module, "find_kernel", lambda device: kernel)
+    model = agreeing_model(make_family("Qwen3"))
+    assert model.causal_lm.config._attn_implementation == chosen
+    assert model.packs and model.shares_prompts
+
+
+@pytest.mark.gpu
+def test_torchs_kernel_is_chosen_on_a_gpu():
+    model = agreeing_model(make_family("Qwen3").cuda())
+    assert model.causal_lm.config._attn_implementation == packed_attention.VARLEN
