@@ -1,0 +1,271 @@
+"""Tiny models of the shapes that people train: what a trainer computes of each, beside plain `transformers`, vLLM, and two ranks."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from meeting import meetings
+from trainer_and_engine import Processes, answer, generate, train
+from trainer_and_engine import gap as gap_between
+
+TIMEOUT_S = 180.0
+VOCABULARY = 128
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.1,
+}
+_EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_WINDOW = {"sliding_window": 16}
+_LLAMA_3 = {
+    "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen2": ("qwen2", {}),
+    "Qwen2.5": ("qwen2", {"tie_word_embeddings": True}),
+    "Qwen3": ("qwen3", {}),
+    "Qwen3 MoE": ("qwen3_moe", _EXPERTS),
+    "Llama 3": ("llama", _LLAMA_3),
+    "Mistral": ("mistral", _WINDOW),
+    "Mixtral": ("mixtral", _EXPERTS),
+    "Gemma 2": ("gemma2", {"query_pre_attn_scalar": 32, **_WINDOW}),
+    "Gemma 3": ("gemma3_text", {"query_pre_attn_scalar": 32, **_WINDOW}),
+    "Phi-3": ("phi3", {}),
+    "OLMo 2": ("olmo2", {}),
+    "GPT-OSS": ("gpt_oss", {**_EXPERTS, **_WINDOW}),
+}
+CHECKS = ("gradient", "saved", "LoRA", "tensor parallel", "sequence parallel", "gap")
+TOLERANCE = {
+    "gradient": 1e-4,
+    "saved": 0.0,
+    "LoRA": 1e-4,
+    "tensor parallel": 1e-5,
+    "sequence parallel": 1e-5,
+    "gap": 1e-4,
+}
+"""Largest error of each check: of gradients over their norm, of log-probabilities in nats, in the mean."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a process is to do with a model."""
+
+    folder: Path
+    rank: int = 0
+    ranks: int = 1
+    meeting: Any = None
+    settings: tuple[tuple[str, Any], ...] = ()
+
+
+def rows() -> Any:
+    """Nine rows of uneven lengths, two of which share a prompt."""
+    from weft.dataflow.batch import Batch
+
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, VOCABULARY, length).tolist() for length in (5, 1, 9, 30, 4, 7, 2, 6)]
+    responses = [rng.integers(3, VOCABULARY, length).tolist() for length in (3, 12, 1, 25, 6, 2, 9, 4, 8)]
+    return Batch.of(prompt_ids=[*prompts, prompts[3]], response_ids=responses)
+
+
+def actor(asked: Asked) -> Any:
+    """A trainer of the model, or one of its ranks."""
+    from weft.workers.actor import ActorConfig, ActorWorker
+    from weft.workers.training.lora import Lora
+    from weft.workers.worker import Context
+
+    settings: dict[str, Any] = {name: Lora(rank=4) if name == "lora" else value for name, value in asked.settings}
+    config = ActorConfig(model=str(asked.folder), learning_rate=1e-3, max_grad_norm=None, **settings)
+    return ActorWorker(
+        config, Context("actor", asked.rank, asked.ranks, asked.meeting) if asked.ranks > 1 else Context()
+    )
+
+
+def gradient_of(worker: Any) -> dict[str, torch.Tensor]:
+    """The gradient of the mean log-likelihood of the rows' responses, complete, by name."""
+    from weft.algorithms.policy_loss import NegativeLogLikelihood
+
+    found: dict[str, torch.Tensor] = {}
+
+    def keep(*_: object) -> None:
+        for name, parameter in worker.engine.model.causal_lm.named_parameters():
+            if parameter.grad is not None:
+                gradient = parameter.grad
+                found[name] = (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).clone()
+
+    hook = worker.engine.optimizer.register_step_pre_hook(keep)
+    worker.update(rows(), loss=NegativeLogLikelihood())
+    hook.remove()
+    return found
+
+
+def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Of two gradients, over the norm of the second."""
+    if found.keys() != expected.keys():
+        return math.inf
+    squares = sum(float((found[name].double() - expected[name].double()).square().sum()) for name in expected)
+    return math.sqrt(squares / sum(float(tensor.double().square().sum()) for tensor in expected.values()))
+
+
+def plain_gradient(folder: Path) -> dict[str, torch.Tensor]:
+    """The same, row after row with eager attention, by `transformers` alone."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    batch = rows().to_rows()
+    tokens = sum(len(row["response_ids"]) for row in batch)
+    for row in batch:
+        ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
+        logprobs = model(ids, use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        (-logprobs[len(row["prompt_ids"]) - 1 :].sum() / tokens).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def alone(asked: Asked) -> dict[str, Any]:
+    """The checks of one rank."""
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    worker = actor(asked)
+    gradient = gradient_of(worker)
+    plain = plain_gradient(asked.folder)
+    found: dict[str, Any] = {"gradient": difference({name: gradient[name] for name in plain}, plain)}
+    worker.save(asked.folder / "saved")
+    again: Any = AutoModelForCausalLM.from_pretrained(asked.folder / "saved")
+    own = dict(worker.engine.named_tensors())
+    found["saved"] = max(float((p - own[name]).detach().abs().max()) for name, p in again.named_parameters())
+    adapted = actor(Asked(asked.folder, settings=(("lora", True),)))
+    adapted.update(rows(), loss=_likelihood())
+    said = adapted.logprobs(rows(), into="said").ragged("said")[0]
+    adapted.save(asked.folder / "merged", merged=True)
+    merged = actor(Asked(asked.folder / "merged")).logprobs(rows(), into="said").ragged("said")[0]
+    found["LoRA"] = float((said - merged).abs().mean())
+    return {**found, "packs": worker.engine.model.packs, "shares": worker.engine.model.shares_prompts, "own": gradient}
+
+
+def _likelihood() -> Any:
+    from weft.algorithms.policy_loss import NegativeLogLikelihood
+
+    return NegativeLogLikelihood()
+
+
+def shared(asked: Asked) -> dict[str, torch.Tensor]:
+    """The gradient, by one of several ranks."""
+    torch.set_num_threads(1)
+    worker = actor(asked)
+    try:
+        return gradient_of(worker)
+    finally:
+        worker.close()
+
+
+def gap(folder: Path) -> float:
+    """Mean distance of the log-probabilities of vLLM's samples from the trainer's, whose weights it has taken in the place of its own."""
+    processes = Processes()
+    try:
+        engine = processes.start(generate, folder, 1, "")
+        answer(engine)
+        trainer = processes.start(train, folder / "saved", 0, 1, None, {})
+        found = gap_between([trainer], {"one": engine}, ("one",), 1)
+        for pipe in (engine, trainer):
+            pipe.send(None)
+        return found
+    finally:
+        processes.close()
+
+
+def in_processes(call: Callable[[Asked], Any], asked: list[Asked]) -> Any:
+    """What the first of several processes answers.
+
+    Raises:
+        RuntimeError: one failed, or was not through in time.
+    """
+    with multiprocessing.get_context("spawn").Pool(len(asked)) as pool:
+        pending = [pool.apply_async(call, (one,)) for one in asked]
+        return next(iter([one.get(TIMEOUT_S) for one in pending]))
+
+
+def ranks_of(folder: Path, settings: dict[str, Any], count: int = 2) -> list[Asked]:
+    """What the ranks of a group are asked."""
+    given = tuple(settings.items())
+    return [Asked(folder, rank, count, meeting, given) for rank, meeting in enumerate(meetings(count, TIMEOUT_S))]
+
+
+def check(name: str, folder: Path, *, generate: bool = True) -> dict[str, Any]:
+    """The errors of one model by check; a text says why one was refused or failed."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    kind, settings = MODELS[name]
+    model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**_SMALL, **settings}))
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    tried: dict[str, Callable[[], Any]] = {
+        "alone": lambda: in_processes(alone, [Asked(folder)]),
+        "tensor parallel": lambda: in_processes(shared, ranks_of(folder, {"tensor_parallel": 2})),
+        "sequence parallel": lambda: in_processes(shared, ranks_of(folder, {"sequence_parallel": 2})),
+    }
+    if generate:
+        tried["gap"] = lambda: gap(folder)
+    found: dict[str, Any] = {}
+    for what, call in tried.items():
+        try:
+            found[what] = call()
+        except Exception as error:
+            found[what] = f"{type(error).__name__}: {error}".partition("\n")[0]
+    one = found.pop("alone")
+    if isinstance(one, str):
+        return {"gradient": one, **found}
+    expected = one.pop("own")
+    for what in ("tensor parallel", "sequence parallel"):
+        if not isinstance(found[what], str):
+            found[what] = difference(found[what], expected)
+    return {**one, **found}
+
+
+def measure(*, quick: bool = False) -> dict[str, Any]:
+    """`models_ok`: models for which every check holds; `sp_equal`: largest error of sequence parallelism over the models that allow it."""
+    results = {}
+    for name in ("Qwen3",) if quick else MODELS:
+        folder = Path(tempfile.mkdtemp(prefix="weft-models-"))
+        try:
+            results[name] = check(name, folder / "model", generate=not quick)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        shown = {what: f"{value:.1e}" if isinstance(value, float) else value for what, value in results[name].items()}
+        print(f"  {name:<10} {shown}", flush=True)
+    wanted = [check for check in CHECKS if check != "gap" or not quick]
+    return {
+        "sp_equal": max(
+            (r["sequence parallel"] for r in results.values() if _held(r, "sequence parallel")), default=None
+        ),
+        "models_ok": sum(all(_held(result, check) for check in wanted) for result in results.values()),
+        "models_tried": len(results),
+    }
+
+
+def _held(result: dict[str, Any], check: str) -> bool:
+    value = result.get(check)
+    return isinstance(value, float) and value <= TOLERANCE[check]
