@@ -164,6 +164,11 @@ class IncomingWeights:
             source.thank()
         return f"{total % CHECKSUM_MODULUS:016x}"
 
+    def hang_up(self) -> None:
+        """End the connections from another thread; the one that takes slices is given an error, and closes."""
+        for source in self._sources:
+            source.hang_up()
+
     def close(self) -> None:
         """End the connections."""
         for source in self._sources:
@@ -286,6 +291,11 @@ class _Source:
             self._held.version = self._version
         with contextlib.suppress(OSError):  # it knows what it has given
             self.connection.send(b"K")
+
+    def hang_up(self) -> None:
+        """Give whoever waits for the publisher an error."""
+        self._channel.close()
+        self.connection.hang_up()
 
     def close(self) -> None:
         """End the connection."""

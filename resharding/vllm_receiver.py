@@ -27,7 +27,7 @@ from ..dataflow.errors import WeightSyncError
 from .box import Box
 from .checksum import box_sum
 from .host_memory import threads_beside
-from .incoming import IncomingWeights, open_weights
+from .incoming import PATIENCE_S, IncomingWeights, open_weights
 from .layout import Layout
 from .plan import ReshardPlan
 from .vllm_adapter import receive_adapter
@@ -84,6 +84,14 @@ class Loaded:
     """What arrived of each tensor."""
 
 
+@dataclass(frozen=True)
+class _Staging:
+    """A version that a thread takes into memory beside the model."""
+
+    incoming: IncomingWeights
+    done: Future[Loaded]
+
+
 def check_received(version: int, ranks: Sequence[dict[str, Received]]) -> None:
     """Compare what all ranks of an engine hold with what was published. Together they hold each tensor that any of them holds.
 
@@ -123,7 +131,7 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
     _source: Layout | None = None
     _plan: ReshardPlan | None = None
     _arriving: Loaded | None = None
-    _staged: Future[Loaded] | None = None
+    _staging: _Staging | None = None
     _sums: dict[str, dict[Box, int]]
 
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
@@ -138,8 +146,7 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
             torch.accelerator.synchronize(self.device)  # the memory is the sender's again when this returns
 
     def receive_weights(self, update_info: WeightsUpdateInfo) -> None:
-        staged, self._staged = self._staged, None
-        if staged is not None and (found := staged.result(timeout=0)).version == update_info.version:
+        if (found := self._end_staging()) is not None and found.version == update_info.version:
             assert self._writer is not None
             self._writer.apply_staged()
             self._arriving = found
@@ -150,6 +157,7 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
 
     def stage(self, weights: Weights) -> None:
         """Begin to take a version into memory beside the model, on a thread of its own, while the model goes on computing."""
+        self._end_staging()
         incoming = self._open(weights)
         assert self._writer is not None
         write, done = self._writer.stage, Future[Loaded]()
@@ -161,7 +169,7 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
             except BaseException as error:
                 done.set_exception(error)
 
-        self._staged = done
+        self._staging = _Staging(incoming, done)
         threading.Thread(target=work, name="weft-staging", daemon=True).start()
 
     def is_staged(self) -> bool:
@@ -170,11 +178,21 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
         Raises:
             WeightSyncError: it did not arrive as it was published.
         """
-        assert self._staged is not None
-        if self._staged.done() and (error := self._staged.exception()) is not None:
-            self._staged = None
+        assert self._staging is not None
+        done = self._staging.done
+        if done.done() and (error := done.exception()) is not None:
+            self._staging = None
             raise error
-        return self._staged.done()
+        return done.done()
+
+    def _end_staging(self) -> Loaded | None:
+        """What has been staged; None: nothing has, or not all of it, and it is given up, since other ranks of the engine have failed."""
+        staging, self._staging = self._staging, None
+        if staging is None:
+            return None
+        if not staging.done.done():
+            staging.incoming.hang_up()
+        return None if staging.done.exception(PATIENCE_S) is not None else staging.done.result()
 
     def _open(self, weights: Weights) -> IncomingWeights:
         """Connect to those who give a version away, and plan what this rank takes of it."""

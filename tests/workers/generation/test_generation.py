@@ -9,6 +9,8 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ import torch
 from weft.algorithms.sampling import Sampling
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import GenerationError, WeightSyncError
-from weft.resharding import incoming
+from weft.resharding import incoming, transfer
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import Weights, whole
 from weft.workers.generation.engine import GenerationEngine, GenerationRequest, Response
@@ -333,6 +335,49 @@ def test_vllm_goes_on_while_weights_are_staged_and_every_token_knows_its_version
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(before[name])
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("ends", ["the publisher", "a newer version"])
+def test_a_version_that_is_staged_in_part_changes_nothing_and_another_one_arrives(
+    vllm: VllmEngine, model: Any, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    requests, sampling, earlier = requests_of(prompts_of(3)), Sampling(max_tokens=8), vllm.version
+    before = all_of(vllm, requests, sampling)
+    dying, publisher, go_on = WeightPublisher(bucket_bytes=4096), WeightPublisher(), threading.Event()
+    fill = transfer.Transfer._fill_pass
+
+    def stops_in_the_middle(self: transfer.Transfer, members: Any) -> None:
+        own = self._fill
+
+        def fill_slowly(number: int, slot: int) -> int:
+            if number == len(self.entries) // 2:
+                go_on.wait(60)
+            return own(number, slot)
+
+        self._fill = fill_slowly
+        fill(self, members)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer.Transfer, "_fill_pass", stops_in_the_middle)
+        staging = iter(vllm.stage_weights(published(model, dying, version=earlier + 1, scale=1.4)))
+        next(staging)
+    if ends == "the publisher":
+        threading.Timer(0.1, go_on.set).start()
+        dying.close()
+        with pytest.raises(WeightSyncError, match=f"version {earlier + 1}, rank 0 of the trainer.*publisher"):
+            for _ in staging:
+                time.sleep(0.01)
+        assert vllm.version == earlier
+        after = all_of(vllm, requests, sampling)
+        assert all(before[i].token_ids.tolist() == after[i].token_ids.tolist() for i in before)
+    weights = published(model, publisher, version=earlier + 2, scale=1.0)
+    assert vllm.update_weights(weights) == publisher.finish()
+    largest, _ = largest_and_mean_gap(model, requests, all_of(vllm, requests, sampling).values(), sampling)
+    assert largest <= 5e-4
+    go_on.set()
+    dying.close()
+    publisher.close()
 
 
 def test_changed_bytes_are_refused_and_nothing_is_generated_before_all_weights_have_come_again(
