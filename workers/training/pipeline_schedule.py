@@ -1,0 +1,229 @@
+"""Pipeline schedules as data: in which order each stage of a pipeline computes the passes of its microbatches.
+
+A model is cut into `stages * chunks` pieces of consecutive layers; piece k lies on the stage `k % stages` as its chunk `k // stages`.
+Each microbatch passes forwards through all pieces, and backwards through them in the opposite order.
+
+    gpipe                      all forward passes, then all backward ones                  (arXiv:1811.06965)
+    one_forward_one_backward   after a warm-up, a backward pass after each forward one     (arXiv:2104.04473, section 2.2.1)
+    interleaved                the same with several chunks on a stage                     (arXiv:2104.04473, section 2.2.2)
+
+The arithmetic is shared by training engines, the planner and the simulator, and needs neither torch nor a process group.
+
+>>> print(one_forward_one_backward(stages=2, microbatches=3))
+stage 0: F0 F1 B0 F2 B1 B2
+stage 1: F0 B0 F1 B1 F2 B2
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ...dataflow.errors import UserError
+
+
+class Pass(NamedTuple):
+    """One pass of a microbatch through a chunk of a stage."""
+
+    microbatch: int
+    chunk: int = 0
+    backward: bool = False
+
+    def __str__(self) -> str:
+        return f"{'B' if self.backward else 'F'}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """The passes of every stage, in order.
+
+    Raises:
+        UserError: a stage computes a pass twice or never, or the stages would wait for each other for ever.
+    """
+
+    stages: int
+    microbatches: int
+    chunks: int
+    passes: tuple[tuple[Pass, ...], ...]
+    """For each stage."""
+
+    def __post_init__(self) -> None:
+        wanted = {
+            Pass(microbatch, chunk, backward)
+            for microbatch in range(self.microbatches)
+            for chunk in range(self.chunks)
+            for backward in (False, True)
+        }
+        if len(self.passes) != self.stages:
+            raise UserError(f"a pipeline of {self.stages} stages has passes for {len(self.passes)}")
+        for stage, own in enumerate(self.passes):
+            wrong = wanted.symmetric_difference(own) or {one for one, times in Counter(own).items() if times > 1}
+            if wrong:
+                raise UserError(f"stage {stage} does not compute each pass once: {', '.join(map(str, sorted(wrong)))}")
+        run(self)
+
+    def __str__(self) -> str:
+        return "\n".join(f"stage {stage}: {' '.join(map(str, own))}" for stage, own in enumerate(self.passes))
+
+    @property
+    def bubble(self) -> float:
+        """Time that a stage is idle over the time that it computes, where all passes of a direction take equally long and transfers
+        nothing: (p - 1) / (v m) of Megatron-LM, for each of the three schedules (arXiv:2104.04473, sections 2.2.1 and 2.2.2)."""
+        return (self.stages - 1) / (self.chunks * self.microbatches)
+
+    def in_flight(self, stage: int) -> int:
+        """The most activations that a stage keeps at once. One is what a forward pass of one microbatch through one chunk leaves for its
+        backward pass; the pass that is under way counts."""
+        kept = np.cumsum([-1 if one.backward else 1 for one in self.passes[stage]])
+        return int(kept.max(initial=0))
+
+
+def gpipe(stages: int, microbatches: int) -> PipelineSchedule:
+    """All forward passes, then all backward passes in the same order of microbatches: every activation is kept at once.
+
+    >>> [gpipe(2, 3).in_flight(stage) for stage in range(2)]
+    [3, 3]
+    """
+    _check_sizes(stages, microbatches)
+    own = tuple(Pass(microbatch, backward=backward) for backward in (False, True) for microbatch in range(microbatches))
+    return PipelineSchedule(stages, microbatches, 1, (own,) * stages)
+
+
+def one_forward_one_backward(stages: int, microbatches: int) -> PipelineSchedule:
+    """1F1B of PipeDream-Flush and Megatron-LM: stage i keeps at most min(p - i, m) activations.
+
+    >>> [one_forward_one_backward(4, 8).in_flight(stage) for stage in range(4)]
+    [4, 3, 2, 1]
+    """
+    _check_sizes(stages, microbatches)
+    order = [Pass(microbatch) for microbatch in range(microbatches)]
+    back = [one._replace(backward=True) for one in order]
+    return PipelineSchedule(
+        stages,
+        microbatches,
+        1,
+        tuple(_warmed_up(order, back, min(stages - stage - 1, microbatches)) for stage in range(stages)),
+    )
+
+
+def interleaved(stages: int, microbatches: int, chunks: int) -> PipelineSchedule:
+    """Interleaved 1F1B of Megatron-LM: the bubble is smaller by the number of chunks, and there are as many times more transfers.
+
+    Microbatches go through the first chunk of every stage in rounds of p, then through the second, and so on. Stage i warms up with
+    2 (p - i - 1) + (v - 1) p forward passes, and keeps one activation of a chunk more than that (arXiv:2205.05198, appendix).
+
+    Args:
+        microbatches: a multiple of the stages.
+        chunks: of each stage; with 1 it is `one_forward_one_backward`.
+
+    >>> interleaved(2, 2, 2).passes[1][:6]
+    (Pass(microbatch=0, chunk=0, backward=False), Pass(microbatch=1, chunk=0, backward=False), Pass(microbatch=0, chunk=1, backward=False),\
+ Pass(microbatch=0, chunk=1, backward=True), Pass(microbatch=1, chunk=1, backward=False), Pass(microbatch=1, chunk=1, backward=True))
+    """
+    if chunks == 1:
+        return one_forward_one_backward(stages, microbatches)
+    _check_sizes(stages, microbatches)
+    if chunks < 1 or microbatches % stages:
+        raise UserError(
+            f"{microbatches} microbatches in {chunks} chunks on {stages} stages: chunks are at least 1, and interleaved microbatches "
+            "a multiple of the stages"
+        )
+    rounds = range(0, microbatches, stages)
+    forth = [Pass(first + k, chunk) for first in rounds for chunk in range(chunks) for k in range(stages)]
+    back = [
+        Pass(first + k, chunk, True) for first in rounds for chunk in reversed(range(chunks)) for k in range(stages)
+    ]
+    warm_up = [min(2 * (stages - stage - 1) + (chunks - 1) * stages, len(forth)) for stage in range(stages)]
+    return PipelineSchedule(stages, microbatches, chunks, tuple(_warmed_up(forth, back, first) for first in warm_up))
+
+
+@dataclass(frozen=True)
+class PipelineRun:
+    """When the passes of a schedule are computed."""
+
+    seconds: float
+    """From the first pass to the end of the last one."""
+    busy_s: tuple[float, ...]
+    """For each stage, the time that it computes."""
+    ends_s: tuple[dict[Pass, float], ...]
+    """For each stage, when each of its passes ends."""
+
+    @property
+    def bubble(self) -> float:
+        """Time that the busiest stage is idle over the time that it computes."""
+        busiest = max(self.busy_s)
+        return self.seconds / busiest - 1 if busiest else 0.0
+
+
+def run(
+    schedule: PipelineSchedule, forward_s: ArrayLike = 1.0, backward_s: ArrayLike = 2.0, transfer_s: ArrayLike = 0.0
+) -> PipelineRun:
+    """Play a schedule: each stage computes its passes in order, each as soon as its input has come.
+
+    A forward pass needs the output of the piece before it, a backward pass the gradient of the piece behind it. Stages go on computing
+    while something is on its way; what stays on a stage takes no time.
+
+    Args:
+        schedule: of the pipeline.
+        forward_s: [pieces, microbatches] seconds of a forward pass, or what can be broadcast to it.
+        backward_s: the same of a backward pass.
+        transfer_s: [microbatches] seconds that an activation, or its gradient, is on its way to another stage.
+
+    Raises:
+        UserError: stages wait for each other for ever.
+    """
+    p, pieces = schedule.stages, schedule.stages * schedule.chunks
+    shape = (pieces, schedule.microbatches)
+    seconds = [np.broadcast_to(np.asarray(each, float), shape).tolist() for each in (forward_s, backward_s)]
+    on_its_way = np.broadcast_to(np.asarray(transfer_s if p > 1 else 0.0, float), shape[1:]).tolist()
+    ends: list[dict[Pass, float]] = [{} for _ in range(p)]
+    position, clock, busy = [0] * p, [0.0] * p, [0.0] * p
+    waiting = set(range(p))
+    while waiting:
+        stage = waiting.pop()
+        own, before = schedule.passes[stage], position[stage]
+        while position[stage] < len(own):
+            one = own[position[stage]]
+            piece = one.chunk * p + stage
+            arrives = 0.0
+            for needed in _needed(one, piece, pieces):
+                of_stage, of = needed % p, one._replace(chunk=needed // p, backward=one.backward and needed != piece)
+                if of not in ends[of_stage]:
+                    break
+                arrives = max(arrives, ends[of_stage][of] + (on_its_way[one.microbatch] if needed != piece else 0.0))
+            else:
+                takes = seconds[one.backward][piece][one.microbatch]
+                clock[stage] = ends[stage][one] = max(clock[stage], arrives) + takes
+                busy[stage] += takes
+                position[stage] += 1
+                continue
+            break
+        if position[stage] > before:
+            waiting.update(((stage + 1) % p, (stage - 1) % p))
+    for stage, at in enumerate(position):
+        if at < len(schedule.passes[stage]):
+            raise UserError(f"stage {stage} waits for ever to compute {schedule.passes[stage][at]}")
+    return PipelineRun(max(clock), tuple(busy), tuple(ends))
+
+
+def _needed(one: Pass, piece: int, pieces: int) -> Iterable[int]:
+    """The pieces whose pass of the same microbatch a pass needs: of its own piece, the forward one."""
+    if not one.backward:
+        return (piece - 1,) if piece else ()
+    return (piece, piece + 1) if piece + 1 < pieces else (piece,)
+
+
+def _warmed_up(forth: list[Pass], back: list[Pass], warm_up: int) -> tuple[Pass, ...]:
+    """Some forward passes, then a forward and a backward one in turn, then the backward passes that are left."""
+    steady = [one for pair in zip(forth[warm_up:], back, strict=False) for one in pair]
+    return (*forth[:warm_up], *steady, *back[len(forth) - warm_up :])
+
+
+def _check_sizes(stages: int, microbatches: int) -> None:
+    if stages < 1 or microbatches < 1:
+        raise UserError(f"a pipeline of {stages} stages and {microbatches} microbatches: both are at least 1")
