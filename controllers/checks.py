@@ -246,27 +246,37 @@ def _filters_before(graph: Graph, name: str) -> frozenset[str]:
 
 def check_transports(handles: Iterable[Handle], placement: Mapping[str, Place]) -> None:
     """Weights that are to travel from GPU to GPU have GPUs on both sides: the same ones for CUDA IPC, which a rank sees alone, and others
-    for NCCL, which does not go from a GPU to itself.
+    for NCCL, which does not go from a GPU to itself. By vLLM's own backends they reach engines of vLLM, for IPC from a rank on each GPU.
 
     Raises:
         UserError: naming both groups and the transport to take.
     """
     for handle in handles:
         transport = getattr(handle.leader and handle.leader.given, "transport", "auto")
-        if handle.leader is None or transport not in ("nccl", "ipc"):
+        if handle.leader is None:
             continue
         leader, follower = handle.leader.called, handle.called
-        pools = {name: placement[name].pool for name in (leader, follower)}
         who = f'transport="{transport}" of {leader!r}, which {follower!r} follows'
+        if reason := handle.worker_class.refuses_transport(handle.given, transport):
+            raise UserError(f'{who}: {reason}; mend that, or take transport="auto"')
+        by_vllm, _, way = transport.rpartition(":")
+        if way not in ("nccl", "ipc"):
+            continue
+        pools = {name: placement[name].pool for name in (leader, follower)}
         for name, pool in pools.items():
             if not pool.gpus:
                 raise UserError(
                     f'{who}, goes from GPU to GPU, and pool {pool.name!r} of {name!r} has none; take transport="auto"'
                 )
         shared = pools[leader].name == pools[follower].name
-        if shared != (transport == "ipc"):
+        if shared != (way == "ipc"):
             where, other = ("on one pool", "ipc") if shared else ("on separate pools", "nccl")
-            raise UserError(f'{who}, cannot be used {where}; take transport="{other}"')
+            raise UserError(f'{who}, cannot be used {where}; take transport="{by_vllm and by_vllm + ":"}{other}"')
+        if by_vllm and shared and placement[leader].gpus > 1:
+            raise UserError(
+                f"{who}, is sent by a rank on each GPU, and {leader!r} has {placement[leader].ranks} ranks for the "
+                f"{pools[leader].gpus} GPUs of pool {pools[leader].name!r}; take ranks={pools[leader].gpus}"
+            )
 
 
 def check_apart(

@@ -1,6 +1,7 @@
 """WeightSync: the parameter edges of a run. A leader gives its weights away, and each follower that is due takes them.
 
     publish ──> publish_weights on the leader ──> receive_weights on each follower ──> finish_publishing on the leader
+                                                  send_weights on the leader, where it has to work meanwhile
 
 Followers take a version straight from the leader's memory, so the leader is not updated before they have it. A follower
 takes part at once, or, with `partial_rollouts="finish"`, when its unfinished responses are finished; where generation does not run ahead,
@@ -122,7 +123,7 @@ class WeightSync:
             group,
             "publish_weights",
             {"version": group.version, "receivers": receivers},
-            then=partial(self._published, edges=ready),
+            then=partial(self._published, edges=ready, shared=bool(shared)),
             on_device=not shared,
         )
         if shared:
@@ -162,9 +163,11 @@ class WeightSync:
         finishes = self._partial_rollouts == "finish"
         return not (finishes and any(c.interruptible and ranks.intersection(c.ranks) for c in follower.calls))
 
-    def _published(self, call: Call, edges: Sequence[ParameterEdge]) -> Iterable[CallRequest]:
+    def _published(self, call: Call, edges: Sequence[ParameterEdge], shared: bool) -> Iterable[CallRequest]:
         weights = reduce(add, call.results)  # what the ranks publish adds up
         requests: list[CallRequest] = []
+        if getattr(weights, "backend", ""):
+            requests.append(CallRequest(call.group, "send_weights", {"version": weights.version}, on_device=not shared))
         for edge in edges:
             follower = self._groups[edge.follower]
             ranks = self._receivers(follower, weights.version)

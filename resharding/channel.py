@@ -5,6 +5,8 @@ auto        on the host      over the connection that messages go over, to anoth
 gloo        on the host      from rank 0 to rank 1 of a process group of torch.distributed, wherever the receiver is
 nccl        on the device    the same, from device to device
 ipc         on the device    nowhere: receivers map the device's memory
+
+By vLLM's own backends, "vllm:nccl" and "vllm:ipc", whole tensors travel, and none of this is used (`vllm_publisher.py`).
 """
 
 from __future__ import annotations

@@ -96,8 +96,12 @@ class Connection:
 
     def expect(self, num_bytes: int) -> None:
         """A version of so many bytes is to be sent: be as patient as that takes."""
-        self.silence_s = SILENCE_S + num_bytes / SLOWEST_BYTES_PER_S
-        self._socket.settimeout(self.silence_s)
+        self.be_patient(SILENCE_S + num_bytes / SLOWEST_BYTES_PER_S)
+
+    def be_patient(self, silence_s: float) -> None:
+        """Wait so long for the other side's next message."""
+        self.silence_s = silence_s
+        self._socket.settimeout(silence_s)
 
     @property
     def own_address(self) -> str:

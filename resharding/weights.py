@@ -11,6 +11,9 @@ from .box import Box
 if TYPE_CHECKING:
     import torch
 
+BY_VLLM = "vllm:"
+"""Before the name of one of vLLM's own backends, as a transport."""
+
 CHECKSUM_MODULUS = 1 << 64
 """Checksums are counted modulo this number."""
 
@@ -60,11 +63,13 @@ class Weights:
     ranks: tuple[RankWeights, ...]
     receiver: str = ""
     """Who takes it, in the words of messages: "rollout[0]"."""
+    backend: str = ""
+    """vLLM's own, by which it travels while both sides work on it; empty: Weft's own way."""
 
     def __add__(self, other: Weights) -> Weights:
         if other.version != self.version:
             raise ValueError(f"weights of the versions {self.version} and {other.version} do not add up")
-        return Weights(self.version, self.ranks + other.ranks, self.receiver)
+        return replace(self, ranks=self.ranks + other.ranks)
 
     def to(self, receiver: str) -> Weights:
         """The same for this receiver."""

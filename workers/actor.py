@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from ..algorithms.loss import Loss, PackedRows, observed
 from ..algorithms.policy_loss import PolicyLoss
@@ -25,6 +26,7 @@ from ..dataflow.column import (
 )
 from ..dataflow.errors import UserError
 from ..dataflow.metrics import Max, Mean, Metrics
+from ..resharding.weights import BY_VLLM
 from .canary import Canary, canary_rows, check_canary
 from .dispatch import Dispatch
 from .remote import remote
@@ -47,14 +49,33 @@ class ActorConfig(TrainedConfig):
     """"auto": send followers on other machines only the elements that have changed since the version that they hold, wherever that is
     fewer bytes. A copy of what is published, and of what each of them takes, then stays in host memory; and comparing takes time. Choose
     it for networks slower than a gigabyte a second."""
-    transport: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
+    transport: Literal["auto", "gloo", "nccl", "ipc", "vllm:nccl", "vllm:ipc"] = "auto"
     """How weights reach followers, in the clear. "auto": those on the leader's machine map its host memory, others are sent what they
     take over TCP. "gloo": all are sent it by `torch.distributed`, point to point. "nccl": the same from GPU to GPU, where followers have
-    others than the leader. "ipc": followers that take turns with the leader on its GPUs map buckets there. Choose one of the last two where
-    copies through host memory take long; neither has been run on GPUs yet."""
+    others than the leader. "ipc": followers that take turns with the leader on its GPUs map buckets there. "vllm:nccl" and "vllm:ipc": the
+    same by vLLM's own senders, of whole tensors. Choose one for GPUs where copies through host memory take long; none of the four has been
+    run on GPUs yet."""
     bucket_mib: int = Field(default=16, ge=1, le=4096)
     """[MiB] Largest part of the weights that travels at once; each rank has memory for two. Lower it where memory is short, raise it
     between machines that are far apart."""
+
+    @field_validator("transport", mode="before")
+    @classmethod
+    def _can_be_used(cls, transport: object) -> object:
+        if transport == "vllm:sharded_rdt":
+            raise ValueError(
+                "vLLM's sharded_rdt wants vLLM's ranks to be Ray actors with GPUs of their own, and here they are processes of the "
+                'rollout\'s rank, which has the GPUs; take "nccl", which sends each of them no more than it needs, too'
+            )
+        return transport
+
+    @model_validator(mode="after")
+    def _deltas_are_ours(self) -> Self:
+        if self.deltas != "off" and self.transport.startswith(BY_VLLM):
+            raise ValueError(
+                f'deltas={self.deltas!r}: transport="{self.transport}" sends whole tensors; take deltas="off", or transport="auto"'
+            )
+        return self
 
 
 def _may_read(loss: Loss) -> tuple[str, ...]:
@@ -160,13 +181,30 @@ class ActorWorker(TrainedWorker):
             receivers: who will take it, as "rollout[0]".
         """
         if self._publisher is None:
-            from ..resharding.publisher import WeightPublisher
-
-            deltas, transport = self.config.deltas == "auto", self.config.transport
-            self._publisher = WeightPublisher(
-                self.context.address, self.config.bucket_mib << 20, deltas=deltas, transport=transport
-            )
+            self._publisher = self._new_publisher()
         return self._publisher.publish(self.engine.published_parts(), version, receivers)
+
+    def _new_publisher(self) -> Any:
+        address, bucket_bytes, transport = self.context.address, self.config.bucket_mib << 20, self.config.transport
+        if transport.startswith(BY_VLLM):
+            os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # which vLLM reads when it is imported
+            from ..resharding.vllm_publisher import VllmPublisher
+
+            backend, at = transport.removeprefix(BY_VLLM), self.context
+            return VllmPublisher(backend, at.rank, at.world_size, address, bucket_bytes, at.advance)
+        from ..resharding.publisher import WeightPublisher
+
+        deltas = self.config.deltas == "auto"
+        return WeightPublisher(address, bucket_bytes, deltas=deltas, transport=transport)
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def send_weights(self, version: int) -> None:
+        """Give a version that was published to its receivers, while they take it: by vLLM's own backends, which work on both sides at once.
+
+        Raises:
+            WeightSyncError: an engine has failed, and without it the others get nothing.
+        """
+        self._publisher.send(version)
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def finish_publishing(self, version: int) -> Given:

@@ -30,6 +30,7 @@ from ..dataflow.errors import SampleError
 from ..dataflow.lazy import torch
 from ..dataflow.metrics import Max, Mean, Metrics, Sum
 from ..dataflow.operation import Shape
+from ..resharding.weights import BY_VLLM
 from .canary import PROMPT_TOKENS, RESPONSE_TOKENS, Canary, canary_prompts
 from .children import Children
 from .device import rank_device
@@ -155,7 +156,7 @@ class RolloutWorker(Worker):
             WeightSyncError: the bytes are not those that were published, or do not fit the model.
         """
         weights = weights.to(f"{self.context.name}[{self.context.rank}]")
-        if self._generating and self._doubles:
+        if self._generating and self._doubles and not weights.backend:
             return self._stage(weights)
         return self.engine.update_weights(weights)
 
@@ -243,6 +244,16 @@ class RolloutWorker(Worker):
         if cls.new_engine is not RolloutWorker.new_engine:
             return f"{cls.__name__} brings an engine of its own"
         return config.refuses_adapter(leader)
+
+    @classmethod
+    def refuses_transport(cls, config: RolloutConfig, transport: str) -> str:
+        if not transport.startswith(BY_VLLM):
+            return ""
+        if cls.new_engine is not RolloutWorker.new_engine:
+            return f"{cls.__name__} brings an engine of its own"
+        if config.engine != "vllm":
+            return f"its engine is {config.engine!r}, not vLLM"
+        return "it takes weights as they come, without double_buffer=True" if config.double_buffer else ""
 
     @classmethod
     def longest_prompt(cls, config: RolloutConfig, nodes: Sequence[Node]) -> int | None:

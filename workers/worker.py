@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..dataflow.config import Config
+from ..resharding.weights import BY_VLLM
 from .dispatch import Coordinates, Dispatch
 from .remote import remote
 
@@ -96,6 +97,16 @@ class Worker:
             leader: configuration of the group that it follows, which has `lora`.
         """
         return f"{cls.__name__} takes complete weights"
+
+    @classmethod
+    def refuses_transport(cls, config: Any, transport: str) -> str:
+        """Why a group of this class cannot take weights that its leader sends in this way; empty: it can.
+
+        Args:
+            config: of the group, as it was given.
+            transport: of the leader.
+        """
+        return f"{cls.__name__} has no engine of vLLM" if transport.startswith(BY_VLLM) else ""
 
     @property
     def coordinates(self) -> Coordinates:

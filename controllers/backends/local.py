@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from ...dataflow.buffer.log import SYNC_INTERVAL_S
 from ...dataflow.buffer.segments import Segment
-from ...dataflow.errors import DeadlineError, Silent
+from ...dataflow.errors import DeadlineError, Silent, UserError
 from ...dataflow.handle import Handle
 from ...dataflow.metric_names import DRIVER
 from ...workers.node_memory import node_memory
@@ -53,7 +53,18 @@ class Local:
         placement: Mapping[str, Place],
         handles: Mapping[str, Handle] = MappingProxyType({}),
     ) -> None:
-        """Nothing is refused: whatever a placement asks for, one process does the work here."""
+        """Whatever a placement asks for, one process does the work here.
+
+        Raises:
+            UserError: weights are to travel by a backend of vLLM's, for which leader and follower work at the same time.
+        """
+        for handle in handles.values():
+            transport = getattr(handle.leader and handle.leader.given, "transport", "auto")
+            if handle.leader is not None and transport.startswith("vllm:"):
+                raise UserError(
+                    f'Local(): transport="{transport}" of {handle.leader.called!r} needs processes that work at the same time; '
+                    'take weft.RayBackend(), or transport="auto"'
+                )
 
     def start(self, setup: Setup) -> dict[str, WorkerGroup]:
         groups: dict[str, WorkerGroup] = {}

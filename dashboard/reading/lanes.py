@@ -21,7 +21,9 @@ SHORTEST_GAP = 0.002
 """Of the window: shorter gaps cannot be seen."""
 TOUCHING_S = 0.05
 """A call that ended so long before another began may have let it begin."""
-WEIGHTS = ("publish_weights", "receive_weights", "finish_publishing", "canary", "compare_canaries", "register")
+WEIGHTS = (
+    "publish_weights", "send_weights", "receive_weights", "finish_publishing", "canary", "compare_canaries", "register",
+)  # fmt: skip
 CHECKPOINTS = ("save_checkpoint", "load_checkpoint", "checkpoint_written", "save")
 
 

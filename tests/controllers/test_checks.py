@@ -11,6 +11,7 @@ import pytest
 from saved_runs import SavingActor
 from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
 
+from weft.controllers.backends.local import Local
 from weft.controllers.checks import check_capacity, check_followed, check_kinds, check_resumes, check_transports
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.recovery.checkpoints import CheckpointConfig
@@ -24,6 +25,8 @@ from weft.dataflow.errors import UserError
 from weft.dataflow.graph import Graph
 from weft.dataflow.handle import Handle, group
 from weft.workers.actor import ActorWorker
+from weft.workers.reference import ReferenceWorker
+from weft.workers.rollout import RolloutWorker
 
 SCHEDULE = Synchronous(steps=1, prompts_per_step=4)
 
@@ -139,14 +142,48 @@ GPUS, OTHERS, CPUS = ResourcePool("gpus", gpus=2), ResourcePool("others", gpus=2
         ("nccl", GPUS, OTHERS, ""),
         ("ipc", GPUS, GPUS, ""),
         ("gloo", CPUS, CPUS, ""),
+        ("vllm:nccl", GPUS, CPUS, "pool 'cpus' of 'rollout' has none; take transport=\"auto\""),
+        ("vllm:nccl", GPUS, GPUS, 'cannot be used on one pool; take transport="vllm:ipc"'),
+        ("vllm:ipc", GPUS, OTHERS, 'cannot be used on separate pools; take transport="vllm:nccl"'),
+        ("vllm:ipc", GPUS, GPUS, "'actor' has 1 ranks for the 2 GPUs of pool 'gpus'; take ranks=2"),
+        ("vllm:nccl", GPUS, OTHERS, ""),
     ],
 )
 def test_weights_go_from_gpu_to_gpu_where_there_are_gpus_that_allow_it(
     transport: Any, leader: ResourcePool, follower: ResourcePool, wanted: str
 ):
     actor: Any = group(ActorWorker, model="m", transport=transport, name="actor")
-    rollout: Any = group(ToyRollout, name="rollout")
+    rollout: Any = group(RolloutWorker, name="rollout", model="m")
     rollout.follows(actor)
     placement = {"actor": Place(leader), "rollout": Place(follower)}
     with pytest.raises(UserError, match=re.escape(wanted)) if wanted else nullcontext():
         check_transports([actor, rollout], placement)
+
+
+class OwnEngine(RolloutWorker):
+    def new_engine(self, **settings: Any) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("worker", "settings", "wanted"),
+    [
+        (RolloutWorker, {"engine": "transformers"}, "its engine is 'transformers', not vLLM"),
+        (RolloutWorker, {"double_buffer": True}, "it takes weights as they come, without double_buffer=True"),
+        (OwnEngine, {}, "OwnEngine brings an engine of its own"),
+        (ReferenceWorker, {}, "ReferenceWorker has no engine of vLLM"),
+        (RolloutWorker, {"double_buffer": False}, ""),
+    ],
+)
+def test_by_backends_of_vllms_weights_reach_engines_of_vllm(worker: Any, settings: dict[str, Any], wanted: str):
+    actor: Any = group(ActorWorker, model="m", transport="vllm:ipc", name="actor")
+    follower: Any = group(worker, name="follower", model="m", **settings)
+    follower.follows(actor)
+    placement = {"actor": Place(GPUS, ranks=2), "follower": Place(GPUS)}
+    who = "transport=\"vllm:ipc\" of 'actor', which 'follower' follows: "
+    with pytest.raises(UserError, match=re.escape(who + wanted)) if wanted else nullcontext():
+        check_transports([actor, follower], placement)
+    with pytest.raises(
+        UserError, match=r"Local\(\): transport=\"vllm:ipc\" of 'actor' needs processes that work at the"
+    ):
+        Local().check(placement, {"actor": actor, "follower": follower})

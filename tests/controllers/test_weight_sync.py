@@ -16,6 +16,7 @@ from weft.dataflow.errors import WeightSyncError
 from weft.dataflow.graph import ParameterEdge
 from weft.dataflow.handle import group as handle
 from weft.dataflow.metrics import Max
+from weft.resharding.weights import Weights
 from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
 
@@ -26,6 +27,14 @@ class Middle(ToyActor):
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def receive_weights(self, weights: ToyWeights) -> str:
         return weights.checksum
+
+
+class Sending(ToyActor):
+    """Works while followers take its weights."""
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def send_weights(self, version: int) -> None:
+        """They take nothing."""
 
 
 class Comparing(ToyActor):
@@ -45,11 +54,11 @@ class Sampling(SlowRollout):
 
 
 def synced(
-    every: int = 1, partial: Any = "continue", pool: ResourcePool = ResourcePool()
+    every: int = 1, partial: Any = "continue", pool: ResourcePool = ResourcePool(), actor: type = ToyActor
 ) -> tuple[WeightSync, dict[str, WorkerGroup], list[Call]]:
     asked = Asked()
     groups = {
-        "actor": asked.group("actor", pool),
+        "actor": asked.group("actor", pool, actor),
         "rollout": asked.group("rollout", pool, SlowRollout),
         "teacher": asked.group("teacher", pool, ToyTeacher),
     }
@@ -99,6 +108,22 @@ def test_a_version_is_published_and_received_and_then_the_next_may_be():
     groups["actor"].version = 1
     assert weights.lag(["rollout"]) == 1 and weights.coming(["rollout"]) == {"rollout": 1}
     assert weights.publish("actor")
+
+
+def test_a_leader_sends_while_its_followers_take_where_the_record_says_so():
+    weights, groups, _ = synced(actor=Sending)
+    (publish,) = weights.publish("actor")
+    send, receive = over(publish, Weights(0, (), backend="nccl"))
+    assert (send.group, send.method, send.arguments) == (groups["actor"], "send_weights", {"version": 0})
+    assert (receive.group.name, receive.method) == ("rollout", "receive_weights") and send.on_device
+    assert not over(send), "it is over when all followers have answered"
+    (finish,) = over(receive, "checksum")
+    assert (finish.group.name, finish.method) == ("actor", "finish_publishing")
+    weights, groups, _ = synced(pool=ResourcePool("one", gpus=1), actor=Sending)
+    (register,) = weights.publish("actor")
+    (publish,) = over(register)
+    send, receive = over(publish, Weights(0, (), backend="ipc"))
+    assert not send.on_device and receive.on_device, "the follower has the device, and the leader no turn on it"
 
 
 def test_the_longest_transfer_its_pause_and_its_size_are_metrics():

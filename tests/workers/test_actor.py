@@ -227,6 +227,26 @@ def test_with_deltas_the_share_of_changed_elements_is_a_metric(
     worker.close()
 
 
+def test_what_backends_of_vllms_cannot_do_is_refused_where_it_is_said():
+    with pytest.raises(UserError, match=r"ActorConfig.transport: vLLM's sharded_rdt wants.*take \"nccl\""):
+        ActorConfig(model="m", transport="vllm:sharded_rdt")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(
+        UserError, match=r"deltas='auto': transport=\"vllm:nccl\" sends whole tensors; take deltas=\"off\""
+    ):
+        ActorConfig(model="m", transport="vllm:nccl", deltas="auto")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.vllm
+def test_a_backend_of_vllms_without_a_gpu_says_what_to_take(tiny_model: Path):
+    actor = ActorWorker(ActorConfig(model=tiny_model, transport="vllm:ipc"))
+    with pytest.raises(
+        WeightSyncError, match=r'transport="vllm:ipc" moves weights from GPU to GPU, and torch sees none'
+    ):
+        actor.publish_weights(1)
+    actor.close()
+
+
 def test_weights_of_another_model_are_refused(tiny_model: Path):
     reference = ReferenceWorker(ReferenceConfig(model=str(tiny_model)))
     tensors = dict(actor(tiny_model).engine.named_tensors())

@@ -40,6 +40,7 @@ def a_pair(actor: dict[str, Any], rollout: dict[str, Any]) -> tuple[Any, Any]:
         ({}, {}, "merged"),  # float32 loses nothing
         ({"dtype": "bfloat16"}, {"dtype": "float32"}, "merged"),
         ({"dtype": "bfloat16"}, {"model": "another"}, "merged"),
+        ({"dtype": "bfloat16", "transport": "vllm:nccl"}, {}, "merged"),
         ({"dtype": "bfloat16", "lora": Lora(dora=True)}, {}, "merged"),
         ({"dtype": "bfloat16", "lora": Lora(dora=True)}, {"engine": "transformers"}, "adapter"),
         ({"dtype": "bfloat16", "lora": Lora(rank=600)}, {}, "merged"),

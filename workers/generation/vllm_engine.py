@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import secrets
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,6 +59,9 @@ class VllmEngine:
         self._whole = adapter is None
         """Whether all weights are there, and of one version."""
         self._adapter = adapter
+        self._tensor_parallel = settings.tensor_parallel
+        self._identity = secrets.token_hex(8)
+        """Tells it from another engine that takes its place."""
         self._stop_tokens = read_stop_tokens(model)
         self._numbers = itertools.count()
         self._finished: dict[str, Response] = {}
@@ -129,7 +133,10 @@ class VllmEngine:
             WeightSyncError: what arrived is not what was published. Nothing is generated then until a version has arrived completely.
         """
         self._whole = False
-        checksum = self._take(weights) if self._adapter is None else self._take_adapter(weights, self._adapter)
+        if weights.backend:
+            checksum = self._take_by_vllm(weights)
+        else:
+            checksum = self._take(weights) if self._adapter is None else self._take_adapter(weights, self._adapter)
         self._whole = True
         self._engine.set_weight_version(_version_name(weights.version))
         self.version = weights.version
@@ -155,6 +162,31 @@ class VllmEngine:
                 )
         check_received(weights.version, [found.received for found in held])
         return held[0].checksum
+
+    def _take_by_vllm(self, weights: Weights) -> str:
+        """Have the ranks take a version by one of vLLM's own backends, as the trainer says; returns the checksum of the version."""
+        from ...resharding.vllm_control import take_as_told
+
+        def call(method: str, payload: Any) -> None:
+            if method == "init_weight_transfer_engine":  # of the trainer before, if there was one
+                self._engine.collective_rpc("shutdown_weight_transfer_engine")
+            self._engine.collective_rpc(method, args=() if payload is None else (payload,))
+
+        def end(whole: bool) -> list[Any]:
+            return self._engine.collective_rpc("weft_end_by_vllm", args=(whole,))
+
+        try:
+            self._engine.collective_rpc("weft_begin_by_vllm", args=(weights.backend,))
+            try:
+                return take_as_told(weights, self._tensor_parallel, self._identity, call, lambda: end(True))
+            except BaseException:
+                with contextlib.suppress(Exception):  # the error before says it
+                    end(False)
+                raise
+        except WeightSyncError:
+            raise
+        except Exception as error:
+            raise WeightSyncError(f"vLLM could not load weights version {weights.version}: {error}") from error
 
     def _take_adapter(self, weights: Weights, adapter: Lora) -> str:
         """Have the ranks exchange the adapter that they serve; returns the checksum of what they took."""

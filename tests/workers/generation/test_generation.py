@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_model import CONTEXT, STOP, VOCABULARY
 
 from weft.algorithms.sampling import Sampling
 from weft.dataflow.batch import Batch
@@ -30,34 +31,6 @@ from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.generation.vllm_engine import VllmEngine
 from weft.workers.generation.vllm_settings import VllmSettings
 from weft.workers.rollout import RolloutWorker
-from weft.workers.rollout_config import RolloutConfig
-
-VOCABULARY = 32
-STOP = 1
-CONTEXT = 128
-
-
-def save_model(folder: Path, *, tied: bool = True) -> Path:
-    """A Qwen2 model with heads of 32 (what vLLM takes on CPU) and weights large enough to prefer some tokens."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=tied,
-        eos_token_id=STOP,
-        pad_token_id=0,
-        bos_token_id=2,
-        initializer_range=0.15,
-    )
-    Qwen2ForCausalLM(config).float().save_pretrained(folder)
-    return folder
 
 
 def prompts_of(count: int) -> list[np.ndarray]:
@@ -109,11 +82,6 @@ def published(model: Any, publisher: WeightPublisher, *, version: int, scale: fl
     return publisher.publish(whole({name: p.detach() * scale for name, p in model.named_parameters()}), version)
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
 @pytest.fixture
 def model(folder: Path) -> Any:
     """The model itself, for straight forward passes."""
@@ -125,13 +93,6 @@ def publisher() -> Iterator[WeightPublisher]:
     publisher = WeightPublisher()
     yield publisher
     publisher.close()
-
-
-@pytest.fixture(scope="session")
-def vllm_worker(folder: Path) -> Iterator[RolloutWorker]:
-    worker = RolloutWorker(RolloutConfig(model=folder, engine="vllm", max_num_seqs=64, kv_cache_gib=0.05))
-    yield worker
-    worker.close()
 
 
 @pytest.fixture

@@ -1,0 +1,344 @@
+"""How a trainer whose weights travel by one of vLLM's own backends drives the engines that take them.
+
+vLLM's trainers call four methods of a client, which have to reach every rank of every engine. Here they go over a `Connection` to each
+engine, and the engine passes them on to its ranks.
+
+    engine                                              rank 0 of the trainer
+    connects, says who it is                ── H ──>    waits for all that are expected
+    knows how patient to be                 <── D ──    bytes of the version
+    has its ranks do it                     <── C ──    a method of vLLM's workers, and what it takes
+    did it, or says why not                 ── K, F ──> goes on when all have answered
+    compares what its loaders were given    <── E ──    sums of all tensors
+    has everything                          ── K ──>
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..dataflow.errors import WeightSyncError
+from .checksum import tensor_factor
+from .connection import SILENCE_S, Connection, this_machine
+from .plain_values import decoded, encoded
+from .weights import CHECKSUM_MODULUS, LOOPBACK, RankWeights, Weights
+
+METHODS = (
+    "init_weight_transfer_engine",
+    "start_weight_update",
+    "update_weights",
+    "finish_weight_update",
+)
+"""Of vLLM's `VLLMWeightSyncClient`, and of its workers."""
+
+
+class TensorSum(NamedTuple):
+    """A whole tensor, as it was given or as it came."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    box_sum: int
+
+
+def checksum_of_tensors(tensors: Mapping[str, TensorSum]) -> str:
+    """The checksum of a version, as `buckets.checksum_of` has it, from the sums of its tensors or of what a rank has of them."""
+    total = sum(found.box_sum * tensor_factor(name, found.dtype, found.shape) for name, found in tensors.items())
+    return f"{total % CHECKSUM_MODULUS:016x}"
+
+
+@dataclass(eq=False)
+class _Engine:
+    """An engine that is connected."""
+
+    receiver: str
+    ranks: int
+    """Of the engine."""
+    identity: str
+    """Another one under the same name has another."""
+    version: int
+    connection: Connection
+    lost: str = ""
+    """Why it takes no more; empty: it does."""
+
+    def ask(self, method: str, payload: Any) -> str:
+        """Have it do something; returns why it could not, or nothing."""
+        try:
+            self.connection.send(b"C", encoded([method, payload]).encode())
+            kind, content = self.connection.receive()
+        except OSError as error:
+            self.lost = "was silent" if isinstance(error, TimeoutError) else f"is gone ({error})"
+            return ""
+        if kind != b"K":
+            self.lost = f"failed in {method}: {content.decode(errors='replace')}"
+            return self.lost
+        return ""
+
+
+class Receivers:
+    """The engines that take versions: the client of vLLM's trainer (`VLLMWeightSyncClient`), on its rank 0.
+
+    Args:
+        host: address at which engines on other machines reach this process; empty: there are none.
+        together: whether engines take part in one collective, so that none goes on when one of them has failed.
+
+    Raises:
+        WeightSyncError: this machine does not have that address.
+    """
+
+    def __init__(self, host: str, *, together: bool) -> None:
+        self.lost: dict[str, str] = {}
+        """Engines that did not take the last version -> why."""
+        self._host = host
+        self._together = together
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listener = socket.create_server((host or LOOPBACK, 0), family=family)
+        except OSError as error:
+            raise WeightSyncError(
+                f"weights cannot be given away at {host or LOOPBACK}: {error.strerror or error}; "
+                "receivers on other machines need an address of this one"
+            ) from None
+        self._token = secrets.token_hex(32)
+        self._came: queue.SimpleQueue[_Engine] = queue.SimpleQueue()
+        self._engines: list[_Engine] = []
+        self._is_closed = False
+        threading.Thread(target=self._accept, name="weft-weights", daemon=True).start()
+
+    def place(self) -> RankWeights:
+        """Where engines find this."""
+        return RankWeights(self._host, self._listener.getsockname()[1], this_machine(), self._token)
+
+    def gather(self, version: int, expected: Sequence[str], num_bytes: int, patience_s: float = SILENCE_S) -> list[str]:
+        """Wait until those who are expected have come.
+
+        Args:
+            version: that they are to take.
+            expected: their names.
+            num_bytes: of the version.
+            patience_s: longest wait for them. The transfer begins without those who have not come.
+
+        Returns:
+            Names and identities of those who have come, in the order in which they were expected, which is that of their ranks.
+        """
+        self.lost = {}
+        self._engines, here = [], {}
+        deadline = time.monotonic() + patience_s
+        while not set(expected) <= here.keys() and (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                engine = self._came.get(timeout=left)
+                if engine.version != version:
+                    self._refuse(
+                        engine, f"version {engine.version} is not there any more: version {version} is published"
+                    )
+                    continue
+                here[engine.receiver] = engine
+        for name in expected:
+            if name not in here:
+                self.lost[name] = f"{name} did not come within {patience_s:.0f} s for version {version}"
+        for engine in (here[name] for name in expected if name in here):
+            engine.connection.expect(num_bytes)
+            with contextlib.suppress(OSError):
+                engine.connection.send(b"D", json.dumps({"num_bytes": num_bytes}).encode())
+                self._engines.append(engine)
+        return [f"{engine.receiver} {engine.identity}" for engine in self._engines]
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all engines that have come."""
+        return sum(engine.ranks for engine in self._engines)
+
+    # What vLLM's trainers call
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Have the ranks prepare to receive. Where a backend numbers them, those of one engine stand behind those of the one before."""
+        payloads, before = [], 0
+        for engine in self._engines:
+            offset = init_info.get("rank_offset")
+            payloads.append(init_info if offset is None else {**init_info, "rank_offset": offset + before})
+            before += engine.ranks
+        self._ask("init_weight_transfer_engine", payloads)
+
+    def start_weight_update(self) -> None:
+        """Have the ranks await weights."""
+        self._ask("start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        """Have the ranks take weights, some or all."""
+        self._ask("update_weights", [update_info] * len(self._engines))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Everything was sent. An engine knows the version by itself."""
+        self._ask("finish_weight_update")
+
+    def _ask(self, method: str, payloads: Sequence[Any] | None = None) -> None:
+        """Have all engines do something at once, and wait for all.
+
+        Raises:
+            WeightSyncError: one has failed where all are needed, or none is left.
+        """
+        each = payloads or [None] * len(self._engines)
+        asked = [(e, payload) for e, payload in zip(self._engines, each, strict=True) if not e.lost]
+        with ThreadPoolExecutor(max(1, len(asked))) as threads:
+            answers = list(threads.map(lambda one: one[0].ask(method, one[1]), asked))
+        failed = [f"{engine.receiver} {why}" for (engine, _), why in zip(asked, answers, strict=True) if why]
+        for engine, _ in asked:
+            if engine.lost:
+                self.lost[engine.receiver] = f"{engine.receiver} {engine.lost}"
+        if failed and self._together:
+            raise WeightSyncError("; ".join(failed))
+        if asked and all(engine.lost for engine in self._engines):
+            raise WeightSyncError("; ".join(self.lost.values()))
+
+    def end(self, tensors: Mapping[str, TensorSum]) -> None:
+        """Tell the engines what was given, which they compare with what they have."""
+        said = json.dumps({name: [t.dtype, t.shape, f"{t.box_sum:x}"] for name, t in tensors.items()}).encode()
+        for engine in (engine for engine in self._engines if not engine.lost):
+            try:
+                engine.connection.send(b"E", said)
+            except OSError as error:
+                self.lost[engine.receiver] = f"{engine.receiver} is gone ({error})"
+        for engine in (engine for engine in self._engines if engine.receiver not in self.lost):
+            with contextlib.suppress(OSError):  # it knows what it has
+                engine.connection.receive()
+        self._hang_up("")
+
+    def give_up(self, why: str) -> None:
+        """Tell engines that take part, and those that wait, that nothing more comes."""
+        while True:
+            try:
+                self._engines.append(self._came.get_nowait())
+            except queue.Empty:
+                break
+        self._hang_up(why)
+
+    def close(self) -> None:
+        """Listen no more, and end what is under way."""
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.give_up("the trainer has ended")
+
+    def _hang_up(self, why: str) -> None:
+        for engine in self._engines:
+            self._refuse(engine, why)
+        self._engines = []
+
+    def _refuse(self, engine: _Engine, why: str) -> None:
+        with contextlib.suppress(OSError):
+            if why:
+                engine.connection.send(b"F", why.encode())
+            engine.connection.hang_up()
+        engine.connection.close()
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                connected, _ = self._listener.accept()
+            except OSError:
+                time.sleep(0 if self._is_closed else 0.05)  # this one is gone, or too many files are open
+                continue
+            threading.Thread(target=self._greet, args=(connected,), name="weft-weights", daemon=True).start()
+
+    def _greet(self, connected: socket.socket) -> None:
+        # Whoever strays costs a connection, and nothing else.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            connection = Connection.accept(connected, self._token)
+            hello = json.loads(connection.receive()[1])
+            self._came.put(
+                _Engine(
+                    str(hello["receiver"]), int(hello["ranks"]), str(hello["engine"]), int(hello["version"]), connection
+                )
+            )
+
+
+def take_as_told(
+    weights: Weights,
+    ranks: int,
+    engine: str,
+    call: Callable[[str, Any], None],
+    loaded: Callable[[], Sequence[Mapping[str, TensorSum]]],
+) -> str:
+    """Take a version as the trainer's rank 0 says, and compare what has come with what was given.
+
+    Args:
+        weights: where it is given.
+        ranks: of the engine.
+        engine: names the engine among those that had its name before.
+        call: has all ranks do one of `METHODS`, with what it takes (None: nothing).
+        loaded: for each rank, what its loaders were given, when everything has come.
+
+    Returns:
+        The checksum of the version.
+
+    Raises:
+        WeightSyncError: the trainer has ended, has given up or was silent, a rank has failed, or a tensor did not come as it was given.
+    """
+    (place,) = weights.ranks
+    host = place.host or LOOPBACK
+    where = f"weights version {weights.version}, the trainer at {host}:{place.port}"
+    if not place.host and this_machine() != place.machine:
+        raise WeightSyncError(f"{where}: it is on another machine, and serves its own alone")
+    try:
+        connection = Connection.connect(host, place.port, place.token)
+    except OSError as error:
+        raise WeightSyncError(f"{where}: it is gone ({error})") from None
+    try:
+        hello = {"receiver": weights.receiver, "ranks": ranks, "engine": engine, "version": weights.version}
+        connection.send(b"H", json.dumps(hello).encode())
+        connection.be_patient(2 * SILENCE_S)  # others may come later
+        while True:
+            kind, content = connection.receive()
+            if kind == b"D":
+                connection.expect(json.loads(content)["num_bytes"])
+            elif kind == b"C":
+                _carry_out(connection, content, call)
+            elif kind == b"E":
+                said = {name: TensorSum(d, tuple(s), int(t, 16)) for name, (d, s, t) in json.loads(content).items()}
+                _compare(weights, said, loaded())
+                with contextlib.suppress(OSError):  # it knows what it has given
+                    connection.send(b"K")
+                return checksum_of_tensors(said)
+            else:
+                raise WeightSyncError(f"{where}: {content.decode(errors='replace')}")
+    except OSError as error:
+        reason = (
+            f"was silent for {connection.silence_s:.0f} s" if isinstance(error, TimeoutError) else f"is gone ({error})"
+        )
+        raise WeightSyncError(f"{where}: it {reason}") from None
+    finally:
+        connection.close()
+
+
+def _carry_out(connection: Connection, content: bytes, call: Callable[[str, Any], None]) -> None:
+    method, payload = decoded(content)
+    try:
+        if method not in METHODS:
+            raise WeightSyncError(f"{method!r} is no method of a weight update")
+        call(method, payload)
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            connection.send(b"F", f"{type(error).__name__}: {error}".encode())
+        raise
+    connection.send(b"K")
+
+
+def _compare(weights: Weights, given: Mapping[str, TensorSum], ranks: Sequence[Mapping[str, TensorSum]]) -> None:
+    for rank, came in enumerate(ranks):
+        for name in dict.fromkeys([*given, *came]):
+            if given.get(name) != came.get(name):
+                what = "did not arrive as it was published at"
+                if name not in came or name not in given:
+                    what = "did not arrive at" if name in given else "was not published, and came to"
+                raise WeightSyncError(
+                    f"weights version {weights.version}: tensor {name!r} {what} rank {rank} of {weights.receiver or 'vLLM'}"
+                )

@@ -1,0 +1,368 @@
+"""The publishing side where weights travel by one of vLLM's own backends (`vllm.distributed.weight_transfer`).
+
+vLLM's trainers take whole tensors, one after the other, from a `WeightSource`, which all ranks of the trainer go through together. So each
+tensor is put together on every rank from the parts that the ranks hold. Rank 0 drives the engines (`vllm_control.py`).
+
+    publish ──> send, on all ranks, while the engines take it ──> finish
+
+What an engine's loaders are given is summed there, and compared with the sums that the ranks have of their parts.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from vllm.distributed.weight_transfer.base import (
+    ParamMeta,
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    WeightSource,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+from ..dataflow.errors import WeightSyncError
+from .box import Box
+from .buckets import BUCKET_BYTES
+from .checksum import box_sum
+from .transfer import Sent
+from .vllm_control import Receivers, TensorSum, checksum_of_tensors
+from .weights import CHECKSUM_MODULUS, LOOPBACK, Part, Weights
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the two sides of a backend begin with."""
+
+    rank: int
+    """Of this process in the trainer."""
+    host: str
+    """Address of the trainer's rank 0."""
+    num_ranks: int
+    """Of all engines."""
+    buffer_bytes: int
+    """Of one buffer, which holds the largest tensor at least."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One of vLLM's backends that can be used."""
+
+    init_info: Callable[[Terms], TrainerInitInfo]
+    together: bool
+    """Whether all engines take part in one collective."""
+    on_gpus: bool = True
+
+
+def _nccl(terms: Terms) -> TrainerInitInfo:
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    port = 0
+    if terms.rank == 0:
+        with socket.create_server((terms.host, 0)) as taken:
+            port = taken.getsockname()[1]
+    return NCCLTrainerInitInfo(
+        terms.host, port, 1 + terms.num_ranks, packed_buffer_size_bytes=terms.buffer_bytes, rank=terms.rank
+    )
+
+
+def _ipc(terms: Terms) -> TrainerInitInfo:
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+    return IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=terms.buffer_bytes, rank=terms.rank)
+
+
+BACKENDS = {"nccl": Backend(_nccl, together=True), "ipc": Backend(_ipc, together=False)}
+"""By vLLM's names."""
+
+_NOBODY, _AS_BEFORE, _ANEW = range(3)
+
+
+class VllmPublisher:
+    """Gives versions away by a backend of vLLM's. All ranks of the trainer make each call together.
+
+    Memory beyond the model's own: on each rank two of vLLM's buffers, which hold `bucket_bytes` or the largest tensor, and that tensor.
+
+    Args:
+        backend: key of BACKENDS.
+        rank: of this process in the trainer, whose ranks are the default group of `torch.distributed`.
+        ranks: of the trainer.
+        host: address at which engines on other machines reach rank 0; empty: there are none.
+        bucket_bytes: of one buffer.
+        advance: called for each tensor that was sent.
+
+    Raises:
+        WeightSyncError: the backend needs a GPU and torch sees none, or this machine does not have that address.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        rank: int = 0,
+        ranks: int = 1,
+        host: str = "",
+        bucket_bytes: int = BUCKET_BYTES,
+        advance: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._name = backend
+        self._backend = BACKENDS[backend]
+        if self._backend.on_gpus and not torch.cuda.is_available():
+            raise WeightSyncError(
+                f'transport="vllm:{backend}" moves weights from GPU to GPU, and torch sees none; take "auto"'
+            )
+        device = torch.device("cuda", torch.cuda.current_device()) if self._backend.on_gpus else torch.device("cpu")
+        self._rank = rank
+        self._ranks = ranks
+        self._host = host
+        self._bucket_bytes = bucket_bytes
+        self._source = _GatheredTensors(ranks, device, advance)
+        self._receivers = Receivers(host, together=self._backend.together) if rank == 0 else None
+        self._trainer: TrainerWeightTransferEngine[Any] | None = None
+        self._engines: list[str] = []
+        """That this trainer was made for."""
+        self._expected: Sequence[str] = ()
+        self._was_sent = False
+        self.sent = Sent()
+        """Nothing is sent as a delta."""
+        self.num_bytes = 0
+        """Of this rank's parts of the last version."""
+
+    def publish(self, parts: Iterable[Part], version: int, receivers: Sequence[str] = ()) -> Weights:
+        """Offer the parts that the ranks hold. They must stay what they are until `finish`.
+
+        Args:
+            parts: of this rank; together the ranks give each element once.
+            version: policy version of these weights.
+            receivers: names of those who will take them.
+
+        Returns:
+            The record that receivers need; those of all ranks add up.
+
+        Raises:
+            WeightSyncError: the ranks do not give each element once.
+        """
+        self._source.take(list(parts), version)
+        self.num_bytes = self._source.num_bytes
+        self._expected, self._was_sent = receivers, False
+        places = (self._receivers.place(),) if self._receivers is not None else ()
+        return Weights(version, places, backend=self._name)
+
+    def send(self, version: int) -> None:
+        """Give the version that was published to those who come, and return when all of them have it.
+
+        Raises:
+            WeightSyncError: an engine has failed, and without it the others get nothing.
+        """
+        try:
+            if not self._meet(version):
+                return
+            assert self._trainer is not None
+            self._trainer.send_weights()
+            tensors = self._source.complete_sums()
+            if self._receivers is not None:
+                self._receivers.end(tensors)
+            self._was_sent = True
+        except BaseException as error:
+            self._trainer = None  # who of them is where in the transfer, nobody knows
+            if self._receivers is not None:
+                self._receivers.give_up(f"the trainer has given up: {error}")
+            if isinstance(error, WeightSyncError) or not isinstance(error, Exception):
+                raise
+            raise WeightSyncError(
+                f"weights version {version} could not be sent by vLLM's {self._name}: {type(error).__name__}: {error}"
+            ) from error
+
+    def finish(self) -> str | None:
+        """End the transfer: the weights may change from here on.
+
+        Returns:
+            The checksum of this rank's parts: ranks' sums add up. None: nobody took them.
+        """
+        if self._receivers is not None:
+            self._receivers.give_up("the trainer has ended the transfer")
+        self._source.drop()
+        return checksum_of_tensors(self._source.own_sums()) if self._was_sent else None
+
+    @property
+    def lost(self) -> dict[str, str]:
+        """Receivers of the last version that did not take everything -> why."""
+        return {} if self._receivers is None else dict(self._receivers.lost)
+
+    def close(self) -> None:
+        """End what is under way, and listen no more."""
+        if self._receivers is not None:
+            self._receivers.close()
+        self._end_trainer()
+
+    def _meet(self, version: int) -> bool:
+        """Wait for the engines; the ranks agree on whether there are any, and whether they are others than before."""
+        said = torch.tensor([_NOBODY, 0])
+        if self._receivers is not None:
+            engines = self._receivers.gather(version, self._expected, self._source.whole_bytes)
+            anew = self._trainer is None or engines != self._engines
+            self._engines = engines
+            said = torch.tensor([(_ANEW if anew else _AS_BEFORE) if engines else _NOBODY, self._receivers.num_ranks])
+        if self._ranks > 1:
+            dist.broadcast(said, 0)
+        what, num_ranks = said.tolist()
+        if what == _ANEW:
+            self._end_trainer()
+            buffer_bytes = max(self._bucket_bytes, self._source.largest_bytes)
+            terms = Terms(self._rank, self._host or LOOPBACK, num_ranks, buffer_bytes)
+            client: Any = self._receivers or _Nobody()
+            self._trainer = WeightTransferTrainerFactory.trainer_init(
+                self._backend.init_info(terms), client=client, source=self._source
+            )
+        return what != _NOBODY
+
+    def _end_trainer(self) -> None:
+        if self._trainer is not None:
+            self._trainer.shutdown()
+            self._trainer = None
+
+
+class _Nobody:
+    """The client on ranks that drive no engine: vLLM calls none of its methods there."""
+
+
+class _GatheredTensors(WeightSource):
+    """The tensors of a version, each put together on all ranks when its turn comes.
+
+    Args:
+        ranks: of the default group.
+        device: on which they are put together.
+        advance: called for each tensor.
+    """
+
+    def __init__(self, ranks: int, device: torch.device, advance: Callable[[], None]) -> None:
+        self._ranks = ranks
+        self._device = device
+        self._advance = advance
+        self._own: dict[str, list[Part]] = {}
+        self._forms: list[tuple[str, str, tuple[int, ...], int]] = []
+        """Name, dtype, shape, and elements that this rank has, of its last version."""
+        self._metadata: list[ParamMeta] = []
+        self._sums: dict[str, int] = {}
+
+    def take(self, parts: Sequence[Part], version: int) -> None:
+        """These parts are the next version.
+
+        Raises:
+            WeightSyncError: the ranks do not give each element of each tensor once.
+        """
+        own: defaultdict[str, list[Part]] = defaultdict(list)
+        for part in parts:
+            own[part.name].append(part)
+        self._own, self._sums = dict(own), {}
+        forms = [
+            (name, _dtype_name(of[0]), tuple(of[0].shape), sum(part.box.numel for part in of))
+            for name, of in own.items()
+        ]
+        changed = torch.tensor([forms != self._forms])
+        if self._ranks > 1:
+            changed = changed.int()
+            dist.all_reduce(changed)
+        if changed.item():
+            self._metadata = _agreed(self._told(forms), version)
+            self._forms = forms
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the parts of this rank."""
+        return sum(elements * getattr(torch, dtype).itemsize for _, dtype, _, elements in self._forms)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(map(_num_bytes, self._metadata))
+
+    @property
+    def largest_bytes(self) -> int:
+        """Of the largest tensor."""
+        return max(map(_num_bytes, self._metadata), default=0)
+
+    def metadata(self) -> list[ParamMeta]:
+        """Of all tensors, in the order in which they come."""
+        return self._metadata
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._sums = {}
+        for tensor in self._metadata:
+            full = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
+            found = 0
+            for part in self._own.get(tensor.name, ()):
+                target = full[part.box.slices]
+                target.copy_(part.tensor.detach())  # it is cast here
+                found += box_sum(target, part.box, tensor.shape)
+            self._sums[tensor.name] = found % CHECKSUM_MODULUS
+            if self._ranks > 1 and full.numel():
+                dist.all_reduce(full.view(-1).view(torch.uint8))  # of each byte, one rank has what is not zero
+            self._advance()
+            yield tensor.name, full
+
+    def own_sums(self) -> dict[str, TensorSum]:
+        """Of what this rank has of each tensor, as it went last."""
+        return self._with_forms(self._sums)
+
+    def complete_sums(self) -> dict[str, TensorSum]:
+        """Of each tensor, from what all ranks have of it."""
+        sums = np.array([self._sums[tensor.name] for tensor in self._metadata], np.uint64).view(np.int64)
+        if self._ranks > 1:
+            dist.all_reduce(torch.from_numpy(sums))
+        names = (tensor.name for tensor in self._metadata)
+        return self._with_forms(dict(zip(names, sums.view(np.uint64).tolist(), strict=True)))
+
+    def drop(self) -> None:
+        """Let the parts go."""
+        self._own = {}
+
+    def _with_forms(self, sums: dict[str, int]) -> dict[str, TensorSum]:
+        tensors = (tensor for tensor in self._metadata if tensor.name in sums)
+        return {t.name: TensorSum(str(t.dtype).removeprefix("torch."), t.shape, sums[t.name]) for t in tensors}
+
+    def _told(self, forms: list[tuple[str, str, tuple[int, ...], int]]) -> list[list[Any]]:
+        """What all ranks say of their parts."""
+        own = torch.frombuffer(bytearray(json.dumps(forms).encode()), dtype=torch.uint8)
+        if self._ranks == 1:
+            return [json.loads(bytes(own.numpy()))]
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self._ranks)]
+        dist.all_gather(lengths, torch.tensor([len(own)]))
+        longest = max(int(length) for length in lengths)
+        said = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self._ranks)]
+        dist.all_gather(said, torch.cat([own, torch.zeros(longest - len(own), dtype=torch.uint8)]))
+        return [json.loads(bytes(one[: int(length)].numpy())) for one, length in zip(said, lengths, strict=True)]
+
+
+def _agreed(told: Iterable[Iterable[Any]], version: int) -> list[ParamMeta]:
+    """The tensors that the ranks make up, in the order of the first rank that has each."""
+    found: dict[str, ParamMeta] = {}
+    elements: defaultdict[str, int] = defaultdict(int)
+    for name, dtype, shape, of_rank in (form for forms in told for form in forms):
+        meta = ParamMeta(name, getattr(torch, dtype), tuple(shape))
+        if found.setdefault(name, meta) != meta:
+            raise WeightSyncError(
+                f"weights version {version}: tensor {name!r} is {meta} on one rank, and {found[name]} on another"
+            )
+        elements[name] += of_rank
+    for meta in found.values():
+        if elements[meta.name] != (whole := Box.full(meta.shape).numel):
+            raise WeightSyncError(
+                f"weights version {version}: the ranks publish {elements[meta.name]} elements of tensor {meta.name!r}, which has {whole}"
+            )
+    return list(found.values())
+
+
+def _dtype_name(part: Part) -> str:
+    return str(part.dtype or part.tensor.dtype).removeprefix("torch.")
+
+
+def _num_bytes(tensor: ParamMeta) -> int:
+    return Box.full(tensor.shape).numel * tensor.dtype.itemsize

@@ -1,0 +1,34 @@
+"""The model that both engines are tried with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+VOCABULARY = 32
+STOP = 1
+CONTEXT = 128
+
+
+def save_model(folder: Path, *, tied: bool = True) -> Path:
+    """A Qwen2 model with heads of 32 (what vLLM takes on CPU) and weights large enough to prefer some tokens."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=tied,
+        eos_token_id=STOP,
+        pad_token_id=0,
+        bos_token_id=2,
+        initializer_range=0.15,
+    )
+    Qwen2ForCausalLM(config).float().save_pretrained(folder)
+    return folder

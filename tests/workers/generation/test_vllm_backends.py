@@ -1,0 +1,185 @@
+"""Weights by vLLM's own backends, from two FSDP ranks into an engine: its classes are real, and gloo and host memory carry the bytes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from backend_ranks import train, without_gpus
+from forked import SERVER
+
+from weft.algorithms.sampling import Sampling
+from weft.dataflow.errors import GenerationError, WeightSyncError
+from weft.resharding.vllm_control import Receivers
+from weft.resharding.weights import Given, Weights
+from weft.workers.generation.engine import GenerationRequest
+from weft.workers.generation.transformers_engine import TransformersEngine
+from weft.workers.generation.vllm_engine import VllmEngine
+from weft.workers.rendezvous import LOOPBACK, Rendezvous, take_port
+from weft.workers.rollout import RolloutWorker
+
+RANKS, SECRET = 2, "of this test"
+
+
+class Trainer:
+    """Two ranks, which do the same at once."""
+
+    def __init__(self, folder: Path) -> None:
+        taken = take_port(LOOPBACK)
+        port = Rendezvous.at(taken, SECRET).port
+        taken.close()
+        self._pipes: list[Any] = []
+        self.processes: list[Any] = []
+        for rank in range(RANKS):
+            here, there = SERVER.Pipe()
+            arguments = there, folder, Rendezvous(LOOPBACK, port, SECRET, 60.0), rank, RANKS
+            process = SERVER.Process(target=train, args=arguments)  # pyright: ignore[reportAttributeAccessIssue]
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self.processes.append(process)
+
+    def begin(self, method: str, *arguments: Any) -> None:
+        for pipe in self._pipes:
+            pipe.send((method, *arguments))
+
+    def end(self) -> list[Any]:
+        found = []
+        for pipe in self._pipes:
+            assert pipe.poll(60), "a rank answers"
+            found.append(pipe.recv())
+        return found
+
+    def all(self, method: str, *arguments: Any) -> list[Any]:
+        self.begin(method, *arguments)
+        return self.end()
+
+    def publish(self, version: int, receivers: list[str]) -> Weights:
+        return reduce(add, self.all("publish_weights", version, receivers))
+
+    def give(self, engine: VllmEngine, version: int) -> tuple[str, Given]:
+        """The checksum of what arrived, and what was given."""
+        weights = self.publish(version, ["rollout[0]"])
+        self.begin("send_weights", version)
+        checksum = engine.update_weights(weights.to("rollout[0]"))
+        assert self.end() == [None] * RANKS
+        return checksum, reduce(add, self.all("finish_publishing", version))
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+@pytest.fixture
+def engine(vllm_worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
+    without_gpus(monkeypatch.setattr)
+    assert isinstance(vllm_worker.engine, VllmEngine)
+    return vllm_worker.engine
+
+
+@pytest.fixture(scope="module")
+def trainer(folder: Path) -> Iterator[Trainer]:
+    trainer = Trainer(folder)
+    yield trainer
+    trainer.close()
+
+
+def largest_gap(engine: VllmEngine, folder: Path, tensors: dict[str, np.ndarray]) -> float:
+    """[nats] From the log-probabilities of a model of `transformers` with these tensors."""
+    requests = [GenerationRequest(n, np.arange(3, 6 + n, dtype=np.int32), seed=n) for n in range(3)]
+    responses = [r for step in engine.generate(requests, Sampling(max_tokens=12)) for r in step]
+    model: Any = TransformersEngine(str(folder)).model
+    model.load_state_dict({name: torch.from_numpy(tensor) for name, tensor in tensors.items()}, strict=False)
+    gap = 0.0
+    for response in responses:
+        ids = np.concatenate([requests[response.request_id].prompt_ids, response.token_ids])
+        logits = model(torch.from_numpy(ids)[None].long()).logits[0, -len(response.token_ids) - 1 : -1]
+        said = logits.log_softmax(-1).gather(-1, torch.from_numpy(response.token_ids).long()[:, None])[:, 0]
+        gap = max(gap, float((said.detach() - torch.from_numpy(response.logprobs)).abs().max()))
+    return gap
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("backend", ["nccl", "memfd"])
+def test_version_after_version_arrives_by_a_backend_of_vllms(
+    engine: VllmEngine, trainer: Trainer, folder: Path, backend: str
+) -> None:
+    trainer.all("use", backend)
+    for version in (1, 2, 3):
+        trainer.all("change", 1.5)
+        checksum, given = trainer.give(engine, version)
+        assert given.checksum == checksum and given.version == engine.version == version
+        tensors = trainer.all("full")[0]
+        assert given.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+        assert largest_gap(engine, folder, tensors) < 5e-4
+
+
+@pytest.mark.vllm
+def test_a_tensor_that_came_otherwise_is_named_and_nothing_is_sampled_before_a_whole_version(
+    engine: VllmEngine, trainer: Trainer, folder: Path
+) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    trainer.all("use", "memfd")
+    weights = trainer.publish(4, ["rollout[0]"])
+    trainer.all("wrong", name)
+    trainer.begin("send_weights", 4)
+    with pytest.raises(
+        WeightSyncError, match=f"version 4: tensor '{name}' did not arrive as it was published at rank 0 of rollout"
+    ):
+        engine.update_weights(weights.to("rollout[0]"))
+    assert trainer.end() == [None] * RANKS
+    with pytest.raises(GenerationError, match="no complete version"):
+        next(engine.generate([GenerationRequest(0, np.arange(3, 6, dtype=np.int32))], Sampling(max_tokens=2)))
+    trainer.all("change", 0.5)
+    checksum, given = trainer.give(engine, 5)
+    assert given.checksum == checksum
+    assert largest_gap(engine, folder, trainer.all("full")[0]) < 5e-4
+
+
+def begun(receivers: Receivers) -> None:
+    """An update is under way."""
+    receivers.gather(6, ["rollout[0]"], 0)
+    receivers.init_weight_transfer_engine({"path": "/dev/null"})
+    receivers.start_weight_update()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("way", ["fails", "dies"])
+def test_an_update_that_ends_in_the_middle_leaves_an_engine_that_takes_the_next(
+    engine: VllmEngine, trainer: Trainer, folder: Path, way: str
+) -> None:
+    receivers, said = Receivers("", together=False), []
+
+    def drive() -> None:
+        begun(receivers)
+        if way == "dies":
+            receivers.close()
+            return
+        try:
+            receivers.update_weights({"tensors": [("no.such.tensor", torch.uint8, (0,))], "more": 1})
+        except WeightSyncError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=drive)
+    thread.start()
+    weights = Weights(6, (receivers.place(),), "rollout[0]", backend="memfd")
+    why = "the trainer has ended" if way == "dies" else "could not load weights version 6: Invalid update_info"
+    with pytest.raises(WeightSyncError, match=why):
+        engine.update_weights(weights)
+    thread.join()
+    receivers.close()
+    assert way == "dies" or "rollout[0] failed in update_weights: ValueError: Invalid update_info" in said[0]
+    with pytest.raises(GenerationError, match="no complete version"):
+        next(engine.generate([GenerationRequest(0, np.arange(3, 6, dtype=np.int32))], Sampling(max_tokens=2)))
+    trainer.all("use", "memfd")
+    checksum, given = trainer.give(engine, 7)
+    assert given.checksum == checksum
+    assert largest_gap(engine, folder, trainer.all("full")[0]) < 5e-4
