@@ -122,7 +122,7 @@ def locked_versions(lock: str = "cpu.txt") -> dict[str, str]:
 def test_the_lock_satisfies_pyproject():
     extras = PYPROJECT["project"]["optional-dependencies"]
     trackers = {"mlflow", "tensorboard", "trackio", "wandb"}
-    assert set(extras) == {"cpu", "cuda", "datasets", "dev", "inspect", "jobs"} | trackers
+    assert set(extras) == {"cpu", "cuda", "datasets", "dev", "inspect", "jobs", "torchao"} | trackers
     locked = locked_versions()
     for needed in (
         PYPROJECT["project"]["dependencies"]

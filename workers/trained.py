@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import model_validator
 
 from ..algorithms.loss import Loss
 from ..algorithms.old_policy import needs_old_logprobs
@@ -16,6 +19,7 @@ from .engine_worker import EngineWorker
 from .remote import remote
 from .training.engine import Head, ModelConfig, OptimizerConfig, Recomputed, TrainingEngine
 from .training.lora import Lora
+from .training.memory import MISSING_TORCHAO
 from .training.updates import Updates
 from .worker import Context
 
@@ -34,6 +38,15 @@ class TrainedConfig(ModelConfig, OptimizerConfig):
     lora: Lora | None = None
     """Train an adapter (and a scalar head, if there is one) and freeze the model; None: train the model. Set it where gradients and
     moments of the model do not fit."""
+
+    @model_validator(mode="after")
+    def _moments_in_8_bits_stay_on_the_device(self) -> TrainedConfig:
+        if self.moments == "8bit" and self.offload != "nothing":
+            raise ValueError(
+                f'moments="8bit" keeps them on the device, and offload="{self.offload}" in host memory, where it is plenty and an '
+                "update in 8 bits takes long; leave one of them out"
+            )
+        return self
 
 
 def loss_reads(loss: Loss) -> tuple[str, ...]:
@@ -78,6 +91,8 @@ class TrainedWorker(EngineWorker):
     @classmethod
     def check(cls, config: Any, nodes: Sequence[Node], source: Source) -> None:
         super().check(config, nodes, source)
+        if config.moments == "8bit" and find_spec("torchao") is None:
+            raise UserError(MISSING_TORCHAO)
         if config.lora is not None:
             config.lora.check(config.model, config.tensor_parallel)
         check_updates(nodes)

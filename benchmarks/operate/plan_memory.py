@@ -1,4 +1,4 @@
-"""Planned bytes beside those of a real engine: the actor of the example on addition, in ten ways, on one rank; and its reference.
+"""Planned bytes beside those of a real engine: the actor of the example on addition, in eleven ways, on one rank; and its reference.
 
 Of what lies in host memory the pass is not compared: FSDP frees and fills storages in place, which a count of tensors does not see.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ def measure(*, quick: bool = False) -> dict[str, float]:
                 "elementwise again, bfloat16": {"activation_checkpointing": "elementwise", "dtype": "bfloat16"},
                 "everything on the host": {"offload": "everything"},
             }
+            if find_spec("torchao") is not None:
+                ways["moments in 8 bits"] = {"moments": "8bit"}
         for kind, settings in ways.items():
             errors |= _errors(Path(folder), kind, settings)
         errors |= {} if quick else _frozen_errors(Path(folder))

@@ -129,6 +129,9 @@ class OptimizerConfig(Config):
     skip_above_grad_norm: float | None = Field(default=None, gt=0)
     """[norm] A step whose gradient has a larger one (before it is scaled down) is bad; None: only one that is not finite. Set it where
     rare batches ruin a run."""
+    moments: Literal["float32", "8bit"] = "float32"
+    """How AdamW's moments are kept: "8bit" takes a quarter of the memory (arXiv:2110.02861, by torchao: `weft[torchao]`), and rounds them.
+    Choose it where parameters and gradients fit on the GPUs and moments do not; not together with `offload`."""
     stop_after_bad_steps: int = Field(default=3, ge=1)
     """[optimizer steps] How many bad ones in a row end the run. Bad steps are not applied. Raise it where they come in bursts and the run
     recovers."""

@@ -23,6 +23,7 @@ from ...algorithms.loss import Loss
 from ...dataflow.batch import Batch
 from ...dataflow.buffer.disk import Disk
 from ...dataflow.column import GROUP_ID
+from ...dataflow.errors import UserError
 from ...dataflow.metrics import Mean, Metric, Metrics, Sum, merge
 from ...resharding.incoming import IncomingWeights
 from ...resharding.weights import Part
@@ -33,6 +34,7 @@ from ..worker import Context
 from .adapter import Adapter, is_trained
 from .agreement import find_agreement
 from .causal_lm import build_causal_lm, move_buffers
+from .eight_bit import EightBitMoments, in_8_bits
 from .engine import BETAS, Head, ModelConfig, OptimizerConfig, OptimizerStep, Recomputed
 from .lora import Lora
 from .memory import CPU_TOKENS, GPU_TOKENS
@@ -137,6 +139,8 @@ class FsdpEngine:
         ]
         if self.config.offload == "moments":
             return HostMoments(kinds, self.device, lr=config.learning_rate, betas=BETAS, fused=True)
+        if config.moments == "8bit":
+            return EightBitMoments(kinds, self.device, lr=config.learning_rate, betas=BETAS, fused=True)
         return torch.optim.AdamW(kinds, lr=config.learning_rate, betas=BETAS, fused=True)
 
     @property
@@ -342,6 +346,9 @@ class FsdpEngine:
         if self.optimizer is None:
             raise RuntimeError("this engine was made without an optimizer; it has no state to restore")
         stored, state = Snapshot(folder), self.state()
+        if in_8_bits(stored.shapes) != in_8_bits(state):
+            kept, now = ("8bit", "float32") if in_8_bits(stored.shapes) else ("float32", "8bit")
+            raise UserError(f"snapshot {folder} has moments={kept!r}, and moments={now!r} is set: set what they were")
         stored.check(state)
         for name, tensor in state.items():
             stored.fill(name, tensor)
@@ -357,9 +364,6 @@ class FsdpEngine:
     def state(self) -> dict[str, Tensor]:
         """Everything that training changes: tensors of the model, and AdamW's state of each parameter (made if there is none yet)."""
         assert self.optimizer is not None
-        zeros = partial(torch.zeros_like, memory_format=torch.preserve_format)
-        if isinstance(self.optimizer, HostMoments):
-            zeros = self.optimizer.host_zeros
         state: dict[str, Tensor] = {}
         for name, tensor in self._sharded.own_tensors().items():
             if self._sharded.adapter is not None and not is_trained(name):
@@ -369,10 +373,17 @@ class FsdpEngine:
                 moments = self.optimizer.state[tensor]
                 if not moments:  # as AdamW makes it at its first step
                     moments["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
-                    for key in MOMENTS:
-                        moments[key] = zeros(tensor)
+                    moments |= self._first_moments(tensor)
                 state |= {f"optimizer.{name}.{key}": value for key, value in moments.items()}
         return state
+
+    def _first_moments(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The moments of a parameter before its first step."""
+        zeros = partial(torch.zeros_like, memory_format=torch.preserve_format)
+        if isinstance(self.optimizer, HostMoments):
+            zeros = self.optimizer.host_zeros
+        in_8_bits = self.optimizer.first_moments(parameter) if isinstance(self.optimizer, EightBitMoments) else {}
+        return in_8_bits or {key: zeros(parameter) for key in MOMENTS}
 
     def _write_stored(self, stored: Snapshot, folder: Path) -> None:
         """Write the folder of the model or its adapter from a snapshot's files, because the model itself is being trained."""

@@ -1,7 +1,7 @@
 """Memory of a model: how many bytes its weights, gradients and moments take, from its files, without torch.
 
-Parameters that are trained, gradients and moments are float32, whatever a pass computes in; a frozen model, also one with an adapter, is of
-the dtype of passes. FSDP shares all of it evenly over the ranks of a group.
+Parameters that are trained, gradients and (unless they are kept in 8 bits) moments are float32, whatever a pass computes in; a frozen
+model, also one with an adapter, is of the dtype of passes. FSDP shares all of it evenly over the ranks of a group.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..model_folder import find_model_config, read_model_config, text_settings
-from .engine import ModelConfig
+from .engine import ModelConfig, OptimizerConfig
 from .lora import Lora
 
 FLOAT32 = 4
@@ -27,6 +28,11 @@ MOMENTS_BYTES = 256 << 20
 """Bytes of moments that are brought to a device at once, where they lie in host memory; two such parts are there at any time."""
 KEPT_BYTES = 256 << 20
 """Bytes of logits kept for the backward pass; if there are more, they are computed a second time."""
+BLOCKS = (256, 128, 64)
+"""Elements that have one scale, of moments in 8 bits: the largest number that rows are made of."""
+SMALL = 4096
+"""Elements of a tensor below which its moments are float32 in any case."""
+MISSING_TORCHAO = "moments='8bit' needs torchao, which is not installed: pip install 'weft[torchao]'"
 LAYERS_AT_ONCE = 4
 """Layers whose parameters are gathered at once where they are gathered one by one: one is computed with, the next is on its way, and each
 has a buffer of the exchange beside it."""
@@ -48,7 +54,7 @@ class ModelSize:
     @property
     def parameters(self) -> int:
         """Number of all of them."""
-        return sum(math.prod(shape) for shape in self.shapes.values())
+        return number_in(self.shapes.values())
 
     @property
     def matrices(self) -> dict[str, tuple[int, ...]]:
@@ -59,10 +65,11 @@ class ModelSize:
             if len(shape) == 2 and name.endswith(".weight") and "embed" not in name and "head" not in name
         }
 
-    def adapter(self, lora: Lora) -> int:
-        """Parameters of an adapter: A [rank, in] and B [out, rank] of each layer, with DoRA the length of each row."""
+    def adapter(self, lora: Lora) -> list[tuple[int, ...]]:
+        """Shapes of an adapter: A [rank, in] and B [out, rank] of each layer, with DoRA the length of each row."""
         chosen = [shape for name, shape in self.matrices.items() if lora.is_on(name)]
-        return sum(lora.rank * (out + into) + (out if lora.dora else 0) for out, into in chosen)
+        vectors = [(out,) for out, _ in chosen if lora.dora]
+        return [shape for out, into in chosen for shape in ((lora.rank, into), (out, lora.rank))] + vectors
 
 
 @dataclass(frozen=True)
@@ -121,8 +128,10 @@ def training_memory(
         saves: whether the run makes checkpoints.
     """
     whole, width = size.parameters, BYTES[config.dtype]
-    adapter = size.adapter(lora) if lora is not None else 0
-    trained = (adapter if lora is not None else whole) if trains else 0
+    shapes = size.adapter(lora) if lora is not None else list(size.shapes.values())
+    adapter = number_in(shapes) if lora is not None else 0
+    trained = number_in(shapes) if trains else 0
+    moments = _moments(shapes, config) if trains else 0
     frozen = width if lora is not None or not trains else FLOAT32
     weights = (whole * frozen + adapter * FLOAT32) // ranks
     rounds = config.dtype != "float32" and lora is None and trains
@@ -133,11 +142,11 @@ def training_memory(
     return TrainingMemory(
         weights=weights,
         gradients=FLOAT32 * trained // ranks,
-        moments=2 * FLOAT32 * trained // ranks,
+        moments=moments // ranks,
         gathered=at_once * width if sharded else whole * width if rounds else 0,
         exchanged=_exchanged(size, config, ranks, at_once) if sharded and trains and lora is None else 0,
-        visiting=min(2 * MOMENTS_BYTES, 2 * FLOAT32 * trained // ranks) if config.offload == "moments" else 0,
-        snapshot=3 * FLOAT32 * trained // ranks if saves and trains else 0,
+        visiting=min(2 * MOMENTS_BYTES, moments // ranks) if config.offload == "moments" else 0,
+        snapshot=(FLOAT32 * trained + moments) // ranks if saves and trains else 0,
     )
 
 
@@ -147,6 +156,36 @@ def _exchanged(size: ModelSize, config: ModelConfig, ranks: int, at_once: int) -
         return 2 * FLOAT32 * at_once
     unit = max(_embeddings(size), 2 * size.parameters // size.layers)
     return (FLOAT32 + BYTES[config.dtype]) * min(unit, size.parameters)
+
+
+def moment_block(shape: tuple[int, ...], own: int) -> int | None:
+    """Elements of a block of moments in 8 bits; None: those of this tensor are float32.
+
+    Args:
+        shape: of the full tensor.
+        own: elements of a row that a rank has.
+
+    >>> moment_block((151936, 896), 896), moment_block((896, 4864), 2432), moment_block((8192,), 8192), moment_block((64, 64), 32)
+    (128, 128, None, None)
+    """
+    if len(shape) < 2 or math.prod(shape) < SMALL:
+        return None
+    return next((block for block in BLOCKS if own % block == 0), None)
+
+
+def number_in(shapes: Iterable[tuple[int, ...]]) -> int:
+    """Elements of tensors of these shapes."""
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def _moments(shapes: Sequence[tuple[int, ...]], config: ModelConfig) -> int:
+    """Bytes of the moments of parameters of these shapes."""
+    if not isinstance(config, OptimizerConfig) or config.moments == "float32":
+        return 2 * FLOAT32 * number_in(shapes)
+    blocks = [(math.prod(shape), moment_block(shape, shape[-1])) for shape in shapes if shape]
+    return 2 * sum(
+        number * FLOAT32 if block is None else number + number // block * FLOAT32 for number, block in blocks
+    )
 
 
 def head_chunk_bytes(gpu_bytes: int) -> int:
@@ -171,10 +210,10 @@ def _embeddings(size: ModelSize) -> int:
 
 
 def checkpoint_bytes(size: ModelSize, config: ModelConfig, lora: Lora | None) -> int:
-    """Bytes of a group in a checkpoint: parameters and moments in float32, and the model's folder (of an adapter, its own)."""
-    trained = size.adapter(lora) if lora is not None else size.parameters
+    """Bytes of a group in a checkpoint: parameters in float32, moments, and the model's folder (of an adapter, its own)."""
+    shapes = size.adapter(lora) if lora is not None else list(size.shapes.values())
     folder = FLOAT32 if lora is not None else BYTES[config.dtype]
-    return trained * (3 * FLOAT32 + folder)
+    return number_in(shapes) * (FLOAT32 + folder) + _moments(shapes, config)
 
 
 def _header(file: Path) -> dict[str, tuple[int, ...]]:
