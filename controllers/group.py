@@ -55,6 +55,8 @@ class Call:
     metrics: list[Metrics] = field(default_factory=list)
     seconds: dict[int, float] = field(default_factory=dict)
     """Rank -> time spent in the worker."""
+    answered: dict[int, float] = field(default_factory=dict)
+    """Rank -> when its last reply came, by the backend's clock."""
     by_load: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Data-parallel replica -> sample ids that it was given by its load; empty: the dispatch protocol spread the rows over all."""
     left: dict[int, int] = field(default_factory=dict)
@@ -86,8 +88,11 @@ class Call:
     def merged_metrics(self) -> dict[str, Metric]:
         return merge(self.metrics)
 
-    def take(self, rank: int, reply: Reply) -> None:
+    def take(self, rank: int, reply: Reply, now: float) -> None:
         """Note what a rank answered.
+
+        Args:
+            now: by the backend's clock.
 
         Raises:
             WorkerError (or UserError, when the user can mend it): when it failed.
@@ -100,6 +105,7 @@ class Call:
             self.waiting.discard(rank)
             self.values[rank] = reply.value
             self.seconds[rank] = reply.seconds
+            self.answered[rank] = now
 
     def lose(self, rank: int) -> None:
         """Nothing more is to come from this rank."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ..dataflow.buffer.disk import PARTIAL, Disk, is_full, make_folder, set_aside
 from ..dataflow.buffer.finished_leases import samples_by_step
@@ -37,11 +36,13 @@ from ..dataflow.buffer.run_files import (
     TIMELINE,
 )
 from ..dataflow.buffer.run_tables import (
+    BY_RANK,
     CALLS,
     VALUES,
     TableStream,
     begin_again,
     by_step,
+    calls_kept,
     present,
     read_metrics,
     read_timeline,
@@ -137,10 +138,8 @@ class RunDirectory:
             rows = {row["step"]: row for row in samples_by_step(path / BUFFER / LOG, step, position)} | rows
         kept = [value for at in sorted(rows) if at <= step for value in values_from(rows[at])]
         begin_again(path, METRICS, pa.Table.from_pylist(kept, VALUES))
-        calls = directory._read(TIMELINE, read_timeline, CALLS.names)
-        if calls is not None:
-            calls = calls.select(CALLS.names).filter(pc.field("end_s") <= time_s).cast(CALLS)
-        begin_again(path, TIMELINE, calls if calls is not None else CALLS.empty_table())
+        calls = directory._read(TIMELINE, read_timeline, [name for name in CALLS.names if name != BY_RANK])
+        begin_again(path, TIMELINE, calls_kept(calls, time_s) if calls is not None else CALLS.empty_table())
         return directory
 
     def give_up_rows(self) -> None:

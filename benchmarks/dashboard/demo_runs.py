@@ -7,6 +7,7 @@
 |---|---|
 | `first`, `second` | the same training with two seeds and two learning rates; done, with evaluations and checkpoints |
 | `ahead` | asynchronous: responses with tokens of two versions |
+| `ranks` | under Ray: two ranks generate, two train, two score |
 | `killed` | its process was killed in the middle of a step |
 | `failed` | its reward function raises |
 | `nothing` | killed before the first step was over |
@@ -25,7 +26,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE.parent.parent)]
-ENDED = ("first", "second", "ahead", "killed", "failed", "nothing")
+ENDED = ("first", "second", "ahead", "ranks", "killed", "failed", "nothing")
 
 
 def train(root: Path, name: str) -> None:
@@ -67,6 +68,12 @@ def train(root: Path, name: str) -> None:
         evaluate(held_out, rollout=rollout, reward=reward, sampling=greedy), every=10, at_start=name != "nothing"
     )
     steps = 100_000 if name == "live" else 40
+    places: dict[str, weft.Place] = {}
+    backend = None
+    if name == "ranks":
+        shared = weft.ResourcePool("two", cpus=2)
+        places = {group: weft.Place(shared, ranks=2) for group in ("rollout", "actor", "reward")}
+        backend, steps = weft.RayBackend(), 12
     schedule = (
         weft.Asynchronous(steps=steps, prompts_per_step=16, max_staleness=1)
         if name == "ahead"
@@ -75,6 +82,8 @@ def train(root: Path, name: str) -> None:
     with weft.Driver(
         graph,
         schedule=schedule,
+        placement=places or None,
+        backend=backend,
         evaluations=[evaluation],
         checkpoint=weft.CheckpointConfig(every=0 if name in ("live", "nothing") else 10),
         root=root,

@@ -23,6 +23,8 @@ from .device_turns import DeviceTurns
 
 MAX_REST_S = 0.5
 """Most seconds for which the driver rests."""
+MOST_RANKS = 64
+"""Ranks of a call that the timeline tells apart: of more, those that answered last."""
 
 
 class BusyTimes:
@@ -95,7 +97,18 @@ class CallTimes:
             rows=call.lease.num_rows if call.lease else 0,
             tokens=int(call.lease.num_tokens.sum()) if call.lease else 0,
             last=call.last,
+            by_rank=self._by_rank(call),
         )
+
+    def _by_rank(self, call: Call) -> list[dict[str, float]] | None:
+        """When each rank of a call had answered; None where there is only one."""
+        if len(call.answered) < 2:
+            return None
+        ranks = sorted(call.answered, key=call.answered.__getitem__)[-MOST_RANKS:]
+        return [
+            {"rank": rank, "end_s": call.answered[rank] - self.started, "worker_s": call.seconds[rank]}
+            for rank in ranks
+        ]
 
 
 class Calls:
@@ -140,6 +153,11 @@ class Calls:
             begun[call.group.name].append(call.started)
         busy_s = {name: self._times.busy.take(name, since, now, begun[name]) for name in self._groups}
         return {name: max(0.0, 1 - seconds / (now - since)) for name, seconds in busy_s.items()} if now > since else {}
+
+    @property
+    def now(self) -> float:
+        """By the run's clock."""
+        return self._times.clock()
 
     @property
     def at_work(self) -> UnderWay:

@@ -172,7 +172,7 @@ class Replies:
                 return
         if void:  # too late: its rows, and what was measured on them, belong to another lease
             reply = replace(reply, done=reply.is_last, failure=None, metrics={}, published=None)
-        call.take(event.rank, reply)
+        call.take(event.rank, reply, self._calls.now)
         if reply.published is not None:
             self._accept(call, [event.rank], reply.published, reply.segment)
         if call.done:
@@ -189,7 +189,7 @@ class Replies:
         segments: list[Segment] = []
         for event in events:
             reply = event.reply
-            call.take(event.rank, reply)
+            call.take(event.rank, reply, self._calls.now)
             assert reply.published is not None and reply.segment is not None
             found.append(reply.published)
             segments.append(reply.segment)

@@ -14,6 +14,7 @@ import { samples } from "./samples.js";
 import { timeline } from "./timeline.js";
 import { weights } from "./weights.js";
 import { workers } from "./workers.js";
+import { keptOf } from "./zoom.js";
 
 const PAGES = { runs, curves, graph, timeline, samples, buffer, workers, weights, alerts, compare };
 const OF_A_RUN = ["curves", "graph", "timeline", "samples", "buffer", "workers", "weights", "alerts"];
@@ -43,7 +44,7 @@ function frame() {
   const entry = (name) => {
     const badge = PAGES[name].badge?.(facts ?? {});
     const here = name === page;
-    return h("a", { class: here ? "on" : "", href: link(name, { run }), "aria-current": here && "page" }, PAGES[name].title, badge ? h("b", { class: badge.tone }, badge.text) : null);
+    return h("a", { class: here ? "on" : "", href: link(name, { ...keptOf(params), run }), "aria-current": here && "page" }, PAGES[name].title, badge ? h("b", { class: badge.tone }, badge.text) : null);
   };
   const parts = [brand(connection), runLinks(known.runs, page, run, link)];
   if (run) parts.splice(1, 0, h("div", { class: "pages" }, h("h2", {}, "Run"), OF_A_RUN.map(entry)));
@@ -153,7 +154,7 @@ function keyed(event) {
   else if (event.key === "?") help();
   else if (event.key === "0") go("runs");
   else if (event.key === "/" && search) search.focus();
-  else if (digit && params.run) go(digit, { run: params.run });
+  else if (digit && params.run) go(digit, { ...keptOf(params), run: params.run });
   else return;
   event.preventDefault();
 }

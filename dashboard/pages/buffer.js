@@ -6,6 +6,7 @@ import { bytes, count, duration } from "./format.js";
 import { link } from "./route.js";
 import { empty, table } from "./table.js";
 import { line } from "./text.js";
+import { stepsChip, stepsOf } from "./zoom.js";
 
 const SHADES = ["--s3", "--s6", "--s5", "--s2", "--s4", "--s7"];
 
@@ -38,13 +39,15 @@ function view(data, context) {
   const known = Object.values(totals).some(Boolean);
   if (!known && !data.staleness?.length) return empty("The buffer is empty.", "Rows appear here when the first prompts are issued.");
   const { segments } = data;
+  const [from, to] = stepsOf(context.params) ?? [-Infinity, Infinity];
+  const staleness = (data.staleness ?? []).filter((row) => row.step >= from && row.step <= to);
   const drops = data.drops.map((drop) => [line(drop.reason, 80), drop.rows, count(drop.rows), "--bad"]);
   const space = segments && [["in segments", segments.bytes, bytes(segments.bytes)], segments.spilled_bytes != null && ["spilled to disk", segments.spilled_bytes, bytes(segments.spilled_bytes), "--busy"], segments.budget_bytes != null && ["budget", segments.budget_bytes, bytes(segments.budget_bytes), "--idle"]].filter(Boolean);
   return [
     h("h2", { class: "hidden-text", key: "title" }, "Buffer"),
     known && figures([["waiting", count(totals.waiting)], ["leased", count(totals.leased)], ["done", count(totals.done), "ok"], ["dropped", count(totals.dropped), totals.dropped ? "bad" : ""], segments && ["segments", count(segments.count)], segments && ["bytes", bytes(segments.bytes)]]),
     h("div", { class: "two", key: "two" },
-      data.staleness?.length ? h("section", { class: "panel pad" }, h("h3", {}, "Staleness", h("small", {}, "share of the trained rows by updates behind")), histogramOverSteps(data.staleness, SHADES, "staleness of the rows of each step")) : null,
+      staleness.length ? h("section", { class: "panel pad" }, h("h3", {}, "Staleness", h("small", {}, "share of the trained rows by how many updates behind their oldest token is"), stepsChip(context)), histogramOverSteps(staleness, SHADES, "staleness of the rows of each step")) : null,
       ages(data),
       h("section", { class: "panel pad" }, h("h3", {}, "Drops by reason"), drops.length ? bars(drops) : h("p", { class: "soft small" }, "No row was dropped.")),
       space && segments.bytes ? h("section", { class: "panel pad" }, h("h3", {}, "Segments"), bars(space)) : null),

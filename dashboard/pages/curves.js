@@ -7,6 +7,7 @@ import { joined, parted } from "./route.js";
 import { smooth, together } from "./smooth.js";
 import { empty } from "./table.js";
 import { line } from "./text.js";
+import { spanOf } from "./zoom.js";
 
 const FOUND = 36;
 const FEW = 20; // points that are drawn as they are
@@ -16,7 +17,6 @@ const SMOOTHING = "0.6";
 const UNITS = { "0 to 1": "", "of the reward": "", "nats/token": "nats a token" };
 
 const runsOf = (params) => [params.run, ...parted(params.runs)].filter((run, place, all) => run && all.indexOf(run) === place);
-const rangeOf = (params) => (params.x ? params.x.split("~").map(Number) : null);
 
 /** A metric that was searched for, as a card. */
 function cardOf(metric) {
@@ -37,7 +37,7 @@ async function load({ params }, signal) {
   const known = await get("metrics", { runs: joined(runs) }, signal);
   const cards = wanted(known, params.q);
   const names = [...new Set(cards.flatMap((card) => [...card.names, card.spread, card.beside, ...Object.values(card.bands ?? {}).flat()]))].filter(Boolean);
-  const [start, end] = rangeOf(params) ?? [];
+  const [start, end] = spanOf(params) ?? [];
   const asked = { runs: joined(runs), names: joined(names), axis: params.axis ?? "step", points: 600, start, end };
   const curves = names.length ? await get("curves", asked, signal) : { series: [], marks: [] };
   return { runs, metrics: known.metrics, cards, ...curves };
@@ -111,9 +111,9 @@ function panel(card, data, { params, set }) {
   const large = params.big === card.id;
   const series = params.band && data.runs.length > 1 ? banded(card, data, weight) : data.runs.flatMap((run, place) => drawn(card, run, place, data, weight, large));
   const marks = data.marks.filter((mark) => mark.run === data.runs[0]);
-  const zoom = (from, to) => set({ x: from == null ? "" : `${+from.toPrecision(6)}~${+to.toPrecision(6)}` });
+  const zoom = (from, to) => set({ t: "", x: from == null ? "" : `${+from.toPrecision(6)}~${+to.toPrecision(6)}` });
   const axis = params.axis ?? "step";
-  const props = { series, marks, range: rangeOf(params), log: Boolean(params.log), axis, floor: card.floor, form: card.form, zoom, label: `${card.title}: curve over ${AXES[axis]}` };
+  const props = { series, marks, range: spanOf(params), log: Boolean(params.log), axis, floor: card.floor, form: card.form, zoom, label: `${card.title}: curve over ${AXES[axis]}` };
   const explain = [card.names.join(", "), card.meaning, card.good && `Good: ${card.good}.`, card.bad && `Bad: ${card.bad}.`].filter(Boolean).join("\n");
   const now = nowOf(card, data);
   return h("section", { class: `panel card ${large ? "large" : ""} ${now.length > 1 ? "many" : ""}`, key: card.id },
@@ -126,7 +126,7 @@ function panel(card, data, { params, set }) {
 
 function toolbar(data, { params, set, runs }) {
   const weight = params.smooth ?? SMOOTHING;
-  const axis = (name) => h("button", { class: "chip", "aria-pressed": String((params.axis ?? "step") === name), on: { click: () => set({ axis: name === "step" ? "" : name, x: "" }) } }, AXES[name]);
+  const axis = (name) => h("button", { class: "chip", "aria-pressed": String((params.axis ?? "step") === name), on: { click: () => set({ axis: name === "step" ? "" : name, x: "", t: "" }) } }, AXES[name]);
   const others = runs.filter((run) => !data.runs.includes(run.run));
   const add = others.length ? h("select", { "aria-label": "lay another run over", on: { change: (event) => event.target.value && set({ runs: joined([...data.runs.slice(1), event.target.value]) }) } }, h("option", { value: "" }, "+ another run"), others.map((run) => h("option", { value: run.run }, line(run.run, 60)))) : null;
   return h("div", { class: "toolbar", key: "toolbar" },
@@ -136,7 +136,7 @@ function toolbar(data, { params, set, runs }) {
     h("label", {}, h("input", { type: "checkbox", checked: Boolean(params.log), on: { change: (event) => set({ log: event.target.checked }) } }), "log"),
     data.runs.length > 1 ? h("label", {}, h("input", { type: "checkbox", checked: Boolean(params.band), on: { change: (event) => set({ band: event.target.checked }) } }), "mean and band") : null,
     add,
-    params.x ? h("button", { on: { click: () => set({ x: "" }) } }, "Whole run") : null);
+    params.x ? h("button", { on: { click: () => set({ x: "", t: "" }) } }, "Whole run") : null);
 }
 
 function legend(data, { params, set }) {
@@ -162,10 +162,10 @@ function zoomed(factor, move) {
   return ({ params, set }, data) => {
     const known = data.series.filter((one) => one.x.length);
     const whole = [Math.min(...known.map((one) => one.x[0])), Math.max(...known.map((one) => one.x[one.x.length - 1]))];
-    const [from, to] = rangeOf(params) ?? whole;
+    const [from, to] = spanOf(params) ?? whole;
     const [middle, half] = [(from + to) / 2 + move * (to - from), ((to - from) / 2) * factor];
     const next = [Math.max(whole[0], middle - half), Math.min(whole[1], middle + half)];
-    set({ x: factor > 1 && next[0] <= whole[0] && next[1] >= whole[1] ? "" : next.map((x) => +x.toPrecision(6)).join("~") });
+    set({ t: "", x: factor > 1 && next[0] <= whole[0] && next[1] >= whole[1] ? "" : next.map((x) => +x.toPrecision(6)).join("~") });
   };
 }
 

@@ -3,8 +3,10 @@ import { colour, h } from "./dom.js";
 import { clock, count, duration, percent } from "./format.js";
 import { plain } from "./text.js";
 
-const LANE = 26;
+const LANE = { group: 26, rank: 18 };
+const BAR = { group: 16, rank: 10 };
 const TOP = 22;
+const of = (sizes, lane) => sizes[lane.kind] ?? sizes.group;
 const COLOURS = ["--s1", "--s2", "--s3", "--s5", "--s4", "--s6", "--s7", "--s8"];
 const SPECIAL = { weights: "--accent", checkpoint: "--ink3", evaluation: "--s7" };
 
@@ -39,6 +41,7 @@ export function lanes(node, props) {
     const [start, end] = current.range;
     return (wide() - left() - right()) / (end - start || 1);
   };
+  const heightTo = (place) => current.data.lanes.slice(0, place).reduce((sum, lane) => sum + of(LANE, lane), TOP);
   const xOf = (time) => left() + (time - current.range[0]) * scale();
   const timeOf = (x) => current.range[0] + (Math.min(wide() - right(), Math.max(left(), x)) - left()) / scale();
 
@@ -52,9 +55,9 @@ export function lanes(node, props) {
         const x = xOf(t0 + bin * dt);
         const end = Math.min(limit, xOf(t0 + (bin + 1) * dt));
         if (end < left() || x > limit) continue;
-        let foot = y + 17;
+        let foot = y + 1 + of(BAR, lane);
         for (let place = 0; place < nodes.length; place++) {
-          const high = 16 * shares[bin][place];
+          const high = of(BAR, lane) * shares[bin][place];
           ctx.fillStyle = special ?? shades[nodes[place]];
           ctx.fillRect(Math.max(left(), x), foot - high, end - Math.max(left(), x) + 0.4, high);
           foot -= high;
@@ -68,7 +71,7 @@ export function lanes(node, props) {
       const width = Math.max(1, end - x);
       ctx.fillStyle = special ?? shades[call[2]];
       ctx.beginPath();
-      ctx.roundRect(x, y + 1, width > 3 ? width - 0.6 : width, 16, width > 5 ? 2 : 0);
+      ctx.roundRect(x, y + 1, width > 3 ? width - 0.6 : width, of(BAR, lane), width > 5 ? 2 : 0);
       ctx.fill();
       drawn.push({ x, end: x + width, y, lane, call });
     }
@@ -123,7 +126,7 @@ export function lanes(node, props) {
 
   function draw() {
     const { data } = current;
-    const high = TOP + data.lanes.length * LANE + 18;
+    const high = heightTo(data.lanes.length) + 18;
     const ratio = devicePixelRatio || 1;
     canvas.width = Math.max(1, Math.round(wide() * ratio));
     canvas.height = Math.round(high * ratio);
@@ -135,17 +138,18 @@ export function lanes(node, props) {
     drawn = [];
     axis(ctx, high - 16);
     data.lanes.forEach((lane, place) => {
-      const y = TOP + place * LANE + 4;
+      const y = heightTo(place) + (lane.kind === "rank" ? 2 : 4);
+      const foot = y + of(BAR, lane) - 3;
       ctx.fillStyle = colour("--sunk");
-      ctx.fillRect(left(), y, wide() - left() - right(), 18);
+      ctx.fillRect(left(), y, wide() - left() - right(), of(BAR, lane) + 2);
       bars(ctx, lane, y);
       critical(ctx, y, lane);
-      ctx.fillStyle = colour("--ink2");
+      ctx.fillStyle = colour(lane.kind === "rank" ? "--ink3" : "--ink2");
       ctx.textAlign = "right";
       const name = plain(lane.lane);
-      ctx.fillText(wide() < 520 && name.length > 11 ? `${name.slice(0, 10)}…` : name.length > 20 ? `${name.slice(0, 19)}…` : name, left() - 10, y + 13);
+      ctx.fillText(wide() < 520 && name.length > 11 ? `${name.slice(0, 10)}…` : name.length > 20 ? `${name.slice(0, 19)}…` : name, left() - 10, foot);
       ctx.textAlign = "left";
-      if (lane.busy_share != null) ctx.fillText(percent(lane.busy_share), wide() - right() + 8, y + 13);
+      if (lane.busy_share != null) ctx.fillText(percent(lane.busy_share), wide() - right() + 8, foot);
     });
     steps(ctx, high - 2);
     if (pressed?.to != null) {
@@ -155,8 +159,7 @@ export function lanes(node, props) {
   }
 
   function tell(x, y) {
-    const place = Math.floor((y - TOP) / LANE);
-    const lane = current.data.lanes[place];
+    const lane = current.data.lanes.find((_, place) => y >= heightTo(place) && y < heightTo(place + 1));
     if (!lane || x < left() || x > wide() - right()) return null;
     const time = timeOf(x);
     const hit = drawn.findLast((one) => one.lane === lane && x >= one.x - 1 && x <= one.end + 1);

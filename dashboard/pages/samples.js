@@ -7,6 +7,7 @@ import { link } from "./route.js";
 import { PAGE, groupList, pips, sampleTable, sqlPanel, topOf } from "./sample_list.js";
 import { empty } from "./table.js";
 import { block, line, visible } from "./text.js";
+import { stepsChip, stepsOf } from "./zoom.js";
 import { SHADES, ramp, scaleOf, shadeOfColumn, tokens } from "./tokens.js";
 
 const AGAIN_MS = 700;
@@ -22,7 +23,9 @@ async function load(context, signal) {
 }
 
 async function read({ run, params }, signal) {
-  const asked = { run, q: undefined, search: params.q, filter: params.filter, sort: params.sort, offset: params.offset, limit: PAGE };
+  const steps = stepsOf(params);
+  const filter = [params.filter, steps && `step >= ${steps[0]} and step <= ${steps[1]}`].filter(Boolean).join(" and ");
+  const asked = { run, search: params.q, filter, sort: params.sort, offset: params.offset, limit: PAGE };
   if (params.view === "sql") return { sql: true };
   if (params.view === "table") return { list: await get("samples", asked, signal) };
   const list = await get("groups", asked, signal);
@@ -37,7 +40,7 @@ function toolbar({ params, set }) {
   const field = (name, placeholder, label) => h("input", { type: name === "q" ? "search" : "text", placeholder, "aria-label": label, value: params[name] ?? "", on: { change: (event) => set({ [name]: event.target.value, offset: "", group: "", sample: "" }) } });
   const view = (name, text) => chip(text, (params.view ?? "") === name, () => set({ view: name, offset: "", sort: "" }));
   return h("div", { class: "toolbar", key: "toolbar" }, h("span", { class: "chips", role: "group", "aria-label": "how samples are listed" }, view("", "groups"), view("table", "table"), view("sql", "SQL")),
-    params.view === "sql" ? null : [field("q", "Search prompts and responses", "search the text of samples"), field("filter", "reward > 0.5 and response ~ sorry", "condition on columns: <= >= != = < > and ~ for text, joined by and"), params.filter || params.q ? h("button", { on: { click: () => set({ q: "", filter: "", offset: "" }) } }, "All") : null]);
+    params.view === "sql" ? null : [field("q", "Search prompts and responses", "search the text of samples"), field("filter", "reward > 0.5 and response ~ sorry", "condition on columns: <= >= != = < > and ~ for text, joined by and"), params.filter || params.q ? h("button", { on: { click: () => set({ q: "", filter: "", offset: "" }) } }, "All") : null], stepsChip({ params, set }));
 }
 
 /** Its tokens have numbers and no texts: the tokenizer is not where the dashboard runs. */
@@ -119,7 +122,7 @@ function view(data, context) {
   if (data.sql) return [...head, sqlPanel(context)];
   if (data.refused) return [...head, h("p", { class: "panel notice", role: "alert", key: "refused" }, line(data.refused, 1000))];
   const { params, facts } = context;
-  const filtered = params.q || params.filter || params.offset;
+  const filtered = params.q || params.filter || params.offset || params.x;
   if (!data.list.total && !filtered) return [...head.slice(0, 1), empty("No sample was recorded yet.", facts?.status === "running" ? "Samples are written when the update that trained them is over." : "Driver(record_every=...) says how often samples are written; 0 writes none.")];
   if (params.view === "table") return [...head, sampleTable(data.list, context)];
   return [...head, h("div", { class: "panel split", key: "split" }, groupList(data.list, context), detail(data, context))];
@@ -156,4 +159,4 @@ const keys = {
 };
 const badge = (facts) => (facts.samples ? { text: facts.samples >= 10000 ? `${Math.round(facts.samples / 1000)}k` : count(facts.samples), tone: "" } : null);
 
-export const samples = { title: "Samples", loads: ["run", "view", "q", "filter", "sort", "offset", "group", "key"], follows: ["samples", "status"], load, view, keys, badge };
+export const samples = { title: "Samples", loads: ["run", "view", "q", "filter", "sort", "offset", "group", "key", "x", "axis"], follows: ["samples", "status"], load, view, keys, badge };

@@ -6,6 +6,7 @@ import { h, widget } from "./dom.js";
 import { ago, bytes, count, duration } from "./format.js";
 import { empty, table } from "./table.js";
 import { line } from "./text.js";
+import { stepsChip, stepsOf } from "./zoom.js";
 
 const SHOWN = 40;
 
@@ -25,7 +26,8 @@ function view(data, { params, set }) {
   const ranks = (data.ranks ?? []).filter((rank) => rank.sent_bytes || rank.received_bytes);
   return [
     h("h2", { class: "hidden-text", key: "title" }, "Weights"),
-    h("section", { class: "panel card large", key: "chart" }, h("h3", {}, "Transfer and pause", h("small", {}, "seconds, by version")), h("p", { class: "legend" }, series.map((line) => h("span", {}, h("i", { class: "key", css: { "--shade": `var(${line.colour})` } }), line.name))), widget(chart, { series, axis: "version", floor: 0, label: "time of each transfer" }, { class: "chart" })),
+    stepsOf(params) ? h("div", { class: "toolbar", key: "toolbar" }, stepsChip({ params, set })) : null,
+    h("section", { class: "panel card large", key: "chart" }, h("h3", {}, "Transfer and pause", h("small", {}, "seconds, by version")), h("p", { class: "legend" }, series.map((line) => h("span", {}, h("i", { class: "key", css: { "--shade": `var(${line.colour})` } }), line.name))), widget(chart, { series, axis: "version", range: stepsOf(params), zoom: (from, to) => set({ t: "", axis: "", x: from == null ? "" : `${Math.floor(from)}~${Math.ceil(to)}` }), floor: 0, label: "time of each transfer" }, { class: "chart" })),
     ranks.length ? h("section", { class: "panel pad", key: "ranks" }, h("h3", {}, "Bytes of the last transfer, by rank"), bars(ranks.flatMap((rank) => [rank.sent_bytes ? [`${line(rank.rank)} sends`, rank.sent_bytes, bytes(rank.sent_bytes), "--s1"] : null, rank.received_bytes ? [`${line(rank.rank)} receives`, rank.received_bytes, bytes(rank.received_bytes), "--s2"] : null].filter(Boolean)))) : null,
     h("div", { class: "panel", key: "table" }, table(columns, known.slice(-SHOWN), { sort: params.sort ?? "-version", sorts: (sort) => set({ sort }), key: (row) => `${row.to}${row.version}`, label: "versions" })),
     known.length > SHOWN ? h("p", { class: "faint small", key: "cut" }, `The last ${SHOWN} of ${count(known.length)}.`) : null,

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 
 from ...dataflow.buffer.run_files import TIMELINE
-from ...dataflow.buffer.run_tables import CALLS
+from ...dataflow.buffer.run_tables import BY_RANK, CALLS
 from .followed_table import FollowedTable
 
+compute: Any = pyarrow.compute  # its functions are made when it is imported
 NUMBERS = ("step", "start_s", "end_s", "worker_s", "rows", "tokens")
 WORDS = ("graph", "group", "node")
+RANKS = {"call": np.int64, "rank": np.int32, "end_s": np.float64, "worker_s": np.float32}
+"""Columns of the ranks of calls that had several: the place of the call, its rank, when it had answered, and what it itself took."""
 
 
 class CallLog:
@@ -26,6 +31,8 @@ class CallLog:
     def __init__(self, run: Path) -> None:
         self._table = FollowedTable(run, TIMELINE)
         self._parts: list[dict[str, np.ndarray]] = []
+        self._rank_parts: list[dict[str, np.ndarray]] = []
+        self._length = 0
         self._words: dict[str, dict[str, int]] = {name: {} for name in WORDS}
         """Column -> word -> its number."""
         self.damage: str | None = None
@@ -36,7 +43,7 @@ class CallLog:
         try:
             news = self._table.news()
             if news.anew:
-                self._parts = []
+                self._parts, self._rank_parts, self._length = [], [], 0
             for batch in news.batches:
                 self._add(pa.Table.from_batches([batch]))
             if news.table is not None:
@@ -52,7 +59,10 @@ class CallLog:
             known = self._words[name]
             numbers = [known.setdefault(str(word), len(known)) for word in coded.dictionary.to_pylist()]
             part[name] = np.array(numbers, np.int32)[coded.indices.to_numpy(zero_copy_only=False)]
+        if BY_RANK in table.column_names and (ranks := _ranks(table[BY_RANK].combine_chunks(), self._length)):
+            self._rank_parts.append(ranks)
         self._parts.append(part)
+        self._length += len(table)
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
@@ -63,6 +73,28 @@ class CallLog:
             return {name: np.empty(0, np.int32 if name in WORDS else np.float64) for name in (*NUMBERS, *WORDS)}
         return self._parts[0]
 
+    @property
+    def ranks(self) -> dict[str, np.ndarray]:
+        """[ranks of calls] of each column of RANKS, in the order of the calls."""
+        if len(self._rank_parts) > 1:
+            self._rank_parts = [{name: np.concatenate([part[name] for part in self._rank_parts]) for name in RANKS}]
+        return self._rank_parts[0] if self._rank_parts else {name: np.empty(0, kind) for name, kind in RANKS.items()}
+
     def words(self, column: str) -> Sequence[str]:
         """The words of `graph`, `group` or `node` by their numbers."""
         return list(self._words[column])
+
+
+def _ranks(column: pa.ListArray, before: int) -> dict[str, np.ndarray]:
+    """The ranks of some calls; empty where none had several.
+
+    Args:
+        column: [calls] BY_RANK.
+        before: calls that come before these.
+    """
+    inner = column.flatten()
+    if not len(inner):
+        return {}
+    numbers = compute.fill_null(compute.list_value_length(column), 0).to_numpy(zero_copy_only=False)
+    found = {name: np.asarray(inner.field(name), kind) for name, kind in RANKS.items() if name != "call"}
+    return {"call": np.repeat(before + np.arange(len(column)), numbers), **found}

@@ -1,13 +1,16 @@
-"""Lanes: what each worker group did in a window of time, why it stood idle between two calls, and the critical path of a step."""
+"""Lanes: what each worker group and its ranks did in a window of time, when weights, checkpoints and evaluations were on their way, why a
+group or rank stood idle between two calls, and the critical path of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from ...controllers.own_groups import RECORDER
 from ...dataflow.graph import TRAIN
 from ..busy_time import covered, idle_stretches
 from .call_log import CallLog
@@ -24,7 +27,10 @@ TOUCHING_S = 0.05
 WEIGHTS = (
     "publish_weights", "send_weights", "receive_weights", "finish_publishing", "canary", "compare_canaries", "register",
 )  # fmt: skip
-CHECKPOINTS = ("save_checkpoint", "load_checkpoint", "checkpoint_written", "save")
+SAVE, WRITTEN = "save_checkpoint", "checkpoint_written"
+CHECKPOINTS = (SAVE, "load_checkpoint", WRITTEN, "save")
+LATE = 0.1
+"""Of what a rank took: so much later than all others it is named as the one that was waited for."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,8 @@ class Lanes:
         self._nodes, self._groups, self._graphs = (calls.words(name) for name in ("node", "group", "graph"))
         self._upstream = _upstream(graphs)
         self._pools = {name: str(nested(config, "placement", name).get("pool")) for name in self._groups}
+        self._of_rank = calls.ranks
+        self._num_ranks = {name: self._ranks_of(name, config) for name in self._groups}
 
     def _name(self, column: str, row: int) -> str:
         """Node or group of a call."""
@@ -76,78 +84,157 @@ class Lanes:
         np.maximum.at(last, np.maximum(steps, 0), ends)
         return [(step, float(last[step])) for step in np.unique(steps).tolist() if step >= 0]
 
-    def of(self, window: Window) -> dict[str, Any]:
-        """Lanes, ends of steps, and the critical path of the step at the end of the window."""
+    def window_of(self, first: float, last: float) -> tuple[float, float]:
+        """From the end of the step before some steps to the end of the last of them; the whole run where it has none of them."""
+        steps = self.steps
+        own = [end for step, end in steps if first <= step <= last]
+        if not own:
+            return 0.0, self.total_s
+        return max((end for step, end in steps if step < first), default=0.0), max(own)
+
+    def _ranks_of(self, group: str, config: Mapping[str, Any]) -> int:
+        known = nested(config, "placement", group).get("ranks")
+        return known if isinstance(known, int) else 1
+
+    def of(self, window: Window, unfolded: Collection[str] = ()) -> dict[str, Any]:
+        """Lanes, ends of steps, and the critical path of the step at the end of the window.
+
+        Args:
+            window: what is looked at.
+            unfolded: groups with a lane for each rank below their own.
+        """
         c = self._columns
         inside = np.flatnonzero((c["end_s"] >= window.start_s) & (c["start_s"] <= window.end_s))
         # Rounded before they are compared: a page that asks for a stretch until the end of a step knows the rounded one.
         ends = ((step, round(end, 6)) for step, end in self.steps)
         steps = [(step, end) for step, end in ends if window.start_s <= end <= window.end_s]
-        rows = [(name, "group", inside[c["group"][inside] == number]) for number, name in enumerate(self._groups)]
-        rows += [
-            (name, "evaluation", inside[c["graph"][inside] == number])
-            for number, name in enumerate(self._graphs)
-            if name not in ("", TRAIN)
-        ]
+        lanes: list[dict[str, Any]] = []
+        for number, name in enumerate(self._groups):
+            own = self._sorted(inside[c["group"][inside] == number])
+            lanes.append(self._lane(name, own, window, "group"))
+            if name in unfolded:
+                lanes += self._rank_lanes(number, window)
+        for number, name in enumerate(self._graphs):
+            own = self._sorted(inside[c["graph"][inside] == number])
+            if name not in ("", TRAIN) and len(own):
+                lanes.append(self._lane(name, own, window, "evaluation"))
+        sent = self._sorted(inside[np.isin(c["node"][inside], self._numbers_of(WEIGHTS))])
+        if len(sent):
+            lanes.append(self._lane("weights", sent, window, "weights"))
+        saved = [span for span in self._checkpoints if span[1] >= window.start_s and span[0] <= window.end_s]
+        if saved:
+            lanes.append(self._checkpoint_lane(saved, window))
         every = max(1, -(-len(steps) // 200))
         return {
             "start_s": window.start_s,
             "end_s": window.end_s,
             "total_s": self.total_s,
             "nodes": [*self._nodes],
-            "lanes": [
-                self._lane(name, own[np.argsort(c["start_s"][own], kind="stable")], window, kind)
-                for name, kind, own in rows
-                if kind == "group" or len(own)
-            ],
+            "lanes": lanes,
+            "ranks": {name: number for name, number in self._num_ranks.items() if number > 1},
             "steps": [{"step": step, "end_s": end} for step, end in steps[::every]],
             "critical": self.critical(steps[-1][0]) if steps and len(steps) <= 50 else [],
             "critical_step": steps[-1][0] if steps else None,
         }
 
+    def _numbers_of(self, methods: Collection[str]) -> list[int]:
+        """Numbers of the nodes that are calls of these methods."""
+        return [number for number, name in enumerate(self._nodes) if name in methods]
+
+    def _sorted(self, rows: np.ndarray) -> np.ndarray:
+        return rows[np.argsort(self._columns["start_s"][rows], kind="stable")]
+
     def _lane(self, name: str, rows: np.ndarray, window: Window, kind: str) -> dict[str, Any]:
-        """A group, or an evaluation with its calls on all groups."""
+        """A group; or an evaluation or weights, with their calls on all groups."""
         c = self._columns
-        idle = idle_stretches(c["start_s"][rows], c["end_s"][rows], window.start_s, window.start_s + window.seconds)
-        begins, stops, after = idle.start_s, idle.end_s, idle.after
-        lengths = stops - begins
+        drawn = _Drawn(rows, c["start_s"][rows], c["end_s"][rows], c["worker_s"][rows])
+        lane, gaps = self._drawn_lane(name, drawn, window)
+        if kind == "group":
+            lane["gaps"] = [self._gap(name, start, end, rows, after) for start, end, _, after in gaps]
+        return {**lane, "group": name if kind == "group" else None, "kind": kind}
+
+    def _rank_lanes(self, number: int, window: Window) -> Iterator[dict[str, Any]]:
+        """Those of a group: what each rank itself took of each call, until it had answered."""
+        c, of, group = self._columns, self._of_rank, self._groups[number]
+        inside = np.flatnonzero((of["end_s"] >= window.start_s) & (of["end_s"] - of["worker_s"] <= window.end_s))
+        inside = inside[c["group"][of["call"][inside]] == number]
+        for rank in range(self._num_ranks[group]):
+            own = inside[of["rank"][inside] == rank]
+            own = own[np.argsort(of["end_s"][own] - of["worker_s"][own], kind="stable")]
+            calls, ends, took = of["call"][own], of["end_s"][own], of["worker_s"][own]
+            drawn = _Drawn(calls, np.maximum(ends - took, c["start_s"][calls]), ends, took)
+            lane, gaps = self._drawn_lane(f"{group}[{rank}]", drawn, window)
+            lane["gaps"] = [self._rank_gap(group, *gap[:2], calls, *gap[2:]) for gap in gaps]
+            yield {**lane, "group": group, "kind": "rank", "rank": rank}
+
+    def _checkpoint_lane(self, saved: Sequence[tuple[float, float, int]], window: Window) -> dict[str, Any]:
+        """Checkpoints, from the copy of the state until all of it is on the disk."""
+        rows = np.array([row for _, _, row in saved])
+        starts, ends = np.array([span[0] for span in saved]), np.array([span[1] for span in saved])
+        drawn = _Drawn(rows, starts, ends, self._columns["worker_s"][rows])
+        return {**self._drawn_lane("checkpoints", drawn, window)[0], "group": None, "kind": "checkpoint"}
+
+    @cached_property
+    def _checkpoints(self) -> list[tuple[float, float, int]]:
+        """Start and end of each checkpoint, and the call that began it."""
+        c = self._columns
+        begun, written = (self._numbers_of((name,)) for name in (SAVE, WRITTEN))
+        starts = self._sorted(np.flatnonzero(np.isin(c["node"], begun)))
+        new = np.append(True, np.diff(c["step"][starts]) != 0)[: len(starts)]
+        first = starts[new].tolist()
+        rows = np.flatnonzero(np.isin(c["node"], [*begun, *written]))
+        found: list[tuple[float, float, int]] = []
+        for row, until in zip(first, [*c["start_s"][first[1:]].tolist(), np.inf], strict=False):
+            start = float(c["start_s"][row])
+            own = rows[(c["start_s"][rows] >= start) & (c["start_s"][rows] < until)]
+            found.append((start, float(c["end_s"][own].max()), row))
+        return found
+
+    def _drawn_lane(self, name: str, drawn: _Drawn, window: Window) -> tuple[dict[str, Any], list[_Gap]]:
+        """A lane without its gaps, and the gaps that are told."""
+        idle = idle_stretches(drawn.start_s, drawn.end_s, window.start_s, window.start_s + window.seconds)
+        lengths = idle.end_s - idle.start_s
         told = np.flatnonzero(lengths >= SHORTEST_GAP * window.seconds)
         told = np.sort(told[np.argsort(-lengths[told], kind="stable")[:MOST_GAPS]]).tolist()
-        few = len(rows) <= MOST_CALLS
-        return {
+        few = len(drawn.calls) <= MOST_CALLS
+        lane = {
             "lane": name,
-            "group": name if kind == "group" else None,
-            "kind": kind,
             "busy_share": round(1 - float(lengths.sum()) / window.seconds, 4),
-            "num_calls": len(rows),
-            "calls": [self._call(row) for row in rows.tolist()] if few else [],
-            "bins": None if few else self._bins(rows, window),
-            "gaps": [self._gap(name, float(begins[k]), float(stops[k]), rows, int(after[k])) for k in told]
-            if kind == "group"
-            else [],
+            "num_calls": len(drawn.calls),
+            "calls": self._bars(drawn) if few else [],
+            "bins": None if few else self._bins(drawn, window),
+            "gaps": [],
         }
-
-    def _call(self, row: int) -> list[Any]:
-        c = self._columns
-        times = [round(float(c[name][row]), 6) for name in ("start_s", "end_s")]
-        return [
-            *times,
-            int(c["node"][row]),
-            int(c["rows"][row]),
-            int(c["step"][row]),
-            round(float(c["worker_s"][row]), 6),
+        return lane, [
+            (float(idle.start_s[k]), float(idle.end_s[k]), int(idle.before[k]), int(idle.after[k])) for k in told
         ]
 
-    def _bins(self, rows: np.ndarray, window: Window) -> dict[str, Any]:
+    def _bars(self, drawn: _Drawn) -> list[list[Any]]:
+        """Each call as start, end, node, rows, step, and seconds in the worker."""
+        c, rows = self._columns, drawn.calls
+        return [
+            list(bar)
+            for bar in zip(
+                np.round(drawn.start_s, 6).tolist(),
+                np.round(drawn.end_s, 6).tolist(),
+                c["node"][rows].tolist(),
+                c["rows"][rows].astype(np.int64).tolist(),
+                c["step"][rows].astype(np.int64).tolist(),
+                np.round(drawn.worker_s.astype(np.float64), 6).tolist(),
+                strict=True,
+            )
+        ]
+
+    def _bins(self, drawn: _Drawn, window: Window) -> dict[str, Any]:
         """Share of each stretch that the group spent on each node; calls that overlap share it."""
         number = max(50, window.width // 3)
         width = window.seconds / number
-        c = self._columns
-        nodes = np.unique(c["node"][rows]).tolist()
+        kinds = self._columns["node"][drawn.calls]
+        nodes = np.unique(kinds).tolist()
         shares = np.zeros((len(nodes), number))
         for place, node in enumerate(nodes):
-            own = rows[c["node"][rows] == node]
-            shares[place] = covered(c["start_s"][own], c["end_s"][own], window.start_s, width, number)
+            own = kinds == node
+            shares[place] = covered(drawn.start_s[own], drawn.end_s[own], window.start_s, width, number)
         shares /= np.maximum(1.0, shares.sum(axis=0))
         return {"t0": window.start_s, "dt": width, "nodes": nodes, "shares": np.round(shares.T, 3).tolist()}
 
@@ -158,10 +245,23 @@ class Lanes:
         reason, text = self._reason(group, start, end, next_node)
         return {"start_s": round(start, 6), "end_s": round(end, 6), "reason": reason, "text": text}
 
+    def _rank_gap(
+        self, group: str, start: float, end: float, calls: np.ndarray, before: int, after: int
+    ) -> dict[str, Any]:
+        """Why a rank stood idle: the others of its call were not through yet, or its group had nothing to do."""
+        ended = int(calls[before]) if before >= 0 else -1
+        until = float(self._columns["end_s"][ended]) if ended >= 0 else start
+        if until - start > 0.5 * (end - start):
+            last = self._last_rank(ended)
+            others = "the other ranks were" if last is None else f"{group}[{last}] was the last,"
+            text = f"through with its part of {self._name('node', ended)}; {others} {until - start:.3g} s later"
+            return {"start_s": round(start, 6), "end_s": round(end, 6), "reason": "rank", "text": text}
+        return self._gap(group, start, end, calls, after)
+
     def _reason(self, group: str, start: float, end: float, next_node: str | None) -> tuple[str, str]:
         c = self._columns
         near = np.flatnonzero((c["end_s"] > start) & (c["start_s"] < end))
-        others = [row for row in near.tolist() if self._name("group", row) != group]
+        others = [row for row in near.tolist() if self._name("group", row) not in (group, RECORDER)]
         if not others:
             return (
                 "unknown",
@@ -194,40 +294,103 @@ class Lanes:
             return "device", f"{self._what(max(same, key=lambda row: c['end_s'][row]))} has the devices of the pool"
         return "rows", f"{next_node} waits for {self._what(last)}"
 
+    def _last_rank(self, call: int) -> int | None:
+        """The rank that all others of a call waited for; None: there was none, or it was hardly later than the one before it."""
+        of = self._of_rank
+        first, beyond = np.searchsorted(of["call"], [call, call + 1]).tolist()
+        if beyond - first < 2:  # those of a call are in the order in which they answered
+            return None
+        late_s = of["end_s"][beyond - 1] - of["end_s"][beyond - 2]
+        return int(of["rank"][beyond - 1]) if late_s > LATE * of["worker_s"][beyond - 1] else None
+
     def _what(self, row: int) -> str:
         c = self._columns
         node, group, rows = self._name("node", row), self._name("group", row), int(c["rows"][row])
         of = node if node.startswith(f"{group}.") else f"{node} on {group}"
-        return f"{of} ({rows} rows)" if rows else of
+        notes = [f"{rows} rows"] if rows else []
+        last = self._last_rank(row)
+        notes += [] if last is None else [f"{group}[{last}] was the last"]
+        return f"{of} ({', '.join(notes)})" if notes else of
 
     # The critical path
 
     def critical(self, step: int) -> list[dict[str, Any]]:
-        """The calls that a step had to wait for one after the other, and the time between them that no call explains."""
+        """The calls that a step had to wait for one after the other, and the time between them that no call explains.
+
+        From the end of the step backwards: what ended last before a call began, or, where rows come while the call that makes them goes on,
+        the call upstream that was under way.
+        """
         c = self._columns
         ends = dict(self.steps)
         if step not in ends:
             return []
         begin = max((end for other, end in ends.items() if other < step), default=0.0)
-        own = np.flatnonzero((c["end_s"] > begin) & (c["end_s"] <= ends[step] + 1e-9))
-        own = own[[self._name("node", row) != "recorder.record" for row in own.tolist()]] if len(own) else own
+        own = np.flatnonzero((c["end_s"] > begin) & (c["start_s"] < ends[step]))
+        own = own[c["group"][own] != self._recorder]
         path: list[dict[str, Any]] = []
-        at = ends[step]
-        while len(own) and at > begin:
-            before = own[c["end_s"][own] <= at + 1e-9]
-            if not len(before):
+        at, row = ends[step], None
+        while at > begin and len(own):
+            before = own[(c["end_s"][own] <= at + 1e-9) & (own != row)]
+            ended = float(c["end_s"][before].max()) if len(before) else -np.inf
+            feeding = self._feeding(own, row, at)
+            if feeding is not None:
+                row, end = feeding, at
+            elif ended > begin:
+                row = int(before[np.lexsort((-c["start_s"][before], c["end_s"][before]))[-1]])
+                end = ended
+            else:
                 break
-            row = int(before[np.lexsort((-c["start_s"][before], c["end_s"][before]))[-1]])
-            end, start = float(c["end_s"][row]), max(begin, float(c["start_s"][row]))
+            start = max(begin, float(c["start_s"][row]))
             if at - end > 1e-4:
-                path.append({"lane": None, "node": None, "start_s": round(end, 6), "end_s": round(at, 6)})
+                path.append(self._unexplained(end, at))
             names = {"lane": self._name("group", row), "node": self._name("node", row)}
             path.append({**names, "start_s": round(start, 6), "end_s": round(end, 6)})
-            own = own[(c["end_s"][own] <= start + 1e-9)]
+            own = own[(c["start_s"][own] < start) | (c["end_s"][own] <= start + 1e-9)]
+            own = own[own != row]  # a call may have taken no time
             at = start
         if at - begin > 1e-4:
-            path.append({"lane": None, "node": None, "start_s": round(begin, 6), "end_s": round(at, 6)})
+            path.append(self._unexplained(begin, at))
         return path[::-1]
+
+    def _feeding(self, own: np.ndarray, row: int | None, at: float) -> int | None:
+        """The call upstream of another that was under way when that began, the one that began last; None: there is none, or another call
+        upstream had just ended."""
+        if row is None:
+            return None
+        c, upstream = self._columns, self._upstream.get(self._name("node", row), frozenset())
+        near = own[(c["start_s"][own] < at) & (c["end_s"][own] > at - TOUCHING_S)]
+        near = [other for other in near.tolist() if self._name("node", other) in upstream]
+        if any(c["end_s"][other] <= at + 1e-9 for other in near):
+            return None
+        return max(near, key=lambda other: c["start_s"][other], default=None)
+
+    @property
+    def _recorder(self) -> int:
+        """Its number: nothing waits for it."""
+        return self._groups.index(RECORDER) if RECORDER in self._groups else -1
+
+    def _unexplained(self, start: float, end: float) -> dict[str, Any]:
+        """A stretch of the critical path in which no call of a group went on that the step waited for."""
+        on_disk = sum(max(0.0, min(end, span[1]) - max(start, span[0])) for span in self._checkpoints)
+        text = "a checkpoint on its way to the disk" if on_disk > 0.5 * (end - start) else "the driver"
+        return {"lane": None, "node": None, "start_s": round(start, 6), "end_s": round(end, 6), "text": text}
+
+
+_Gap: TypeAlias = tuple[float, float, int, int]
+"""Start, end, and the places of the calls before and after it in their lane; -1: there is none."""
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """The bars of a lane, by their start."""
+
+    calls: np.ndarray
+    """[bars] places of their calls."""
+    start_s: np.ndarray
+    """[bars] float64; so is the end."""
+    end_s: np.ndarray
+    worker_s: np.ndarray
+    """[bars] seconds in the worker."""
 
 
 def _upstream(graphs: Mapping[str, Any]) -> dict[str, frozenset[str]]:

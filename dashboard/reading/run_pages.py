@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 import pyarrow as pa
@@ -47,15 +48,32 @@ class RunPages:
         with self._reader.parts() as (metrics, calls):
             return graph_page(graphs, live, calls, metrics, facts.config, goes_on=facts.life is Life.ALIVE)
 
-    def timeline(self, start: float | None, end: float | None, width: int) -> dict[str, Any]:
-        """What happened between two seconds of the run; None: its ends."""
+    def timeline(
+        self,
+        start: float | None,
+        end: float | None,
+        width: int,
+        unfolded: Collection[str] = (),
+        steps: tuple[float, float] | None = None,
+    ) -> dict[str, Any]:
+        """What happened between two seconds of the run; None: its ends.
+
+        Args:
+            start: in seconds since the start of the run; so is the end.
+            end: of the window.
+            width: of the screen, in pixels.
+            unfolded: groups whose ranks have lanes of their own.
+            steps: the window is that of these steps, where there are any.
+        """
         graphs, config = read_graphs(self._path), self._reader.facts.config
         with self._reader.parts() as (_, calls):
             lanes = Lanes(calls, graphs, config)
             total = lanes.total_s
+            if steps is not None:
+                start, end = lanes.window_of(*steps)
             first = 0.0 if start is None else max(0.0, start)
             last = total if end is None else min(end, total)
-            return lanes.of(Window(min(first, last), last, width))
+            return lanes.of(Window(min(first, last), last, width), unfolded)
 
     def buffer(self) -> dict[str, Any]:
         live = read_live(self._path)

@@ -209,9 +209,16 @@ def _add_pages(app: FastAPI, catalogue: Catalogue) -> None:
 
     @app.get("/api/timeline")
     def timeline(
-        run: str, start: float | None = None, end: float | None = None, width: int = Query(1200, ge=50, le=10_000)
+        run: str,
+        start: float | None = None,
+        end: float | None = None,
+        width: int = Query(1200, ge=50, le=10_000),
+        ranks: str = "",
+        first: float | None = None,
+        last: float | None = None,
     ) -> Response:
-        return answer(RunPages(catalogue[run]).timeline(start, end, width))
+        steps = None if first is None or last is None else (first, last)
+        return answer(RunPages(catalogue[run]).timeline(start, end, width, parted(ranks), steps))
 
     @app.get("/api/buffer")
     def buffer(run: str) -> Response:

@@ -42,9 +42,13 @@ CALLS = pa.schema(
         ("rows", pa.int64()),
         ("tokens", pa.int64()),
         ("last", pa.bool_()),  # of an update in several calls: this one completes its batch
+        # of a call on several ranks: when each had answered, and what it itself took
+        ("by_rank", pa.list_(pa.struct([("rank", pa.int32()), ("end_s", pa.float64()), ("worker_s", pa.float32())]))),
     ]
 )
 """The timeline: a row per call, in the order in which they ended."""
+BY_RANK = "by_rank"
+"""Column of `CALLS` that timelines from before Weft noted single ranks do not have."""
 
 READINGS = pa.schema(
     [
@@ -194,8 +198,22 @@ def read_timeline(run: Path) -> pa.Table | None:
     return read_parquet(run / f"{TIMELINE}{PARQUET}")
 
 
+def calls_kept(table: pa.Table, until_s: float) -> pa.Table:
+    """The calls of a timeline that ended by a moment, in the schema of today.
+
+    Args:
+        table: with all columns of `CALLS`; BY_RANK may be missing.
+        until_s: in seconds since the start of the run.
+    """
+    if BY_RANK not in table.column_names:
+        table = table.append_column(BY_RANK, pa.nulls(len(table), CALLS.field(BY_RANK).type))
+    return table.select(CALLS.names).filter(pc.field("end_s") <= until_s).cast(CALLS)
+
+
 def _streamed(path: Path, schema: pa.Schema) -> pa.Table:
-    return pa.Table.from_batches(batches(path), schema)
+    """The rows of a stream, in the columns that it was begun with; of none, in those of today."""
+    found = list(batches(path))
+    return pa.Table.from_batches(found, found[0].schema if found else schema)
 
 
 def read_parquet(path: Path) -> pa.Table | None:

@@ -131,7 +131,9 @@ def test_the_longest_transfer_its_pause_and_its_size_are_metrics():
     (publish,) = weights.publish("actor")
     (receive,) = over(publish, ToyWeights(0))
     call = receive.call()
-    call.take(0, Reply(value=ToyWeights(0).checksum, metrics={"weights_pause_s": Max(0.25)}, done=True, seconds=1.0))
+    call.take(
+        0, Reply(value=ToyWeights(0).checksum, metrics={"weights_pause_s": Max(0.25)}, done=True, seconds=1.0), 0.0
+    )
     (finish,) = (one for one in receive.then(call) if one.method == "finish_publishing")
     assert not over(finish, ToyWeights(0))
     assert weights.take_metrics() == {

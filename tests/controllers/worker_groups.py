@@ -35,5 +35,5 @@ def rollout_and_actor(asked: Asked) -> dict[str, WorkerGroup]:
 def answer(call: Call, value: Any = None) -> Call:
     """Every rank of a call returns a value."""
     for rank in call.ranks:
-        call.take(rank, Reply(done=True, value=value))
+        call.take(rank, Reply(done=True, value=value), 0.0)
     return call

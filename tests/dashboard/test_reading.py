@@ -364,12 +364,66 @@ def test_idle_time_has_its_reason():
     assert shared.of(Window(0, 3))["lanes"][1]["gaps"][0]["reason"] == "device"
 
 
+def test_ranks_have_lanes_below_their_group_and_say_which_other_they_waited_for():
+    log = CallLog(Path("nowhere"))
+    by_rank = [{"rank": 0, "end_s": 1.0, "worker_s": 0.5}, {"rank": 1, "end_s": 3.0, "worker_s": 2.5}]
+    generate = {
+        **CALL,
+        "group": "rollout",
+        "node": "rollout.generate",
+        "start_s": 0.0,
+        "end_s": 3.0,
+        "by_rank": by_rank,
+    }
+    update = {**CALL, "start_s": 3.0, "end_s": 4.0}
+    log._add(pa.Table.from_pylist([update], CALLS))
+    log._add(pa.Table.from_pylist([generate], CALLS))
+    placement = {"placement": {"rollout": {"ranks": 2}, "actor": {"ranks": 1}}}
+    graphs = {"train": {"nodes": [{"name": "actor.update", "after": ["rollout.generate"]}]}}
+    found = Lanes(log, graphs, placement).of(Window(0, 4), ["rollout"])
+    assert found["ranks"] == {"rollout": 2}
+    assert [lane["lane"] for lane in found["lanes"]] == ["actor", "rollout", "rollout[0]", "rollout[1]"]
+    first, second = found["lanes"][2:]
+    assert [bar[:2] for bar in first["calls"]] == [[0.5, 1.0]] and [bar[:2] for bar in second["calls"]] == [[0.5, 3.0]]
+    assert first["busy_share"] == 0.125 and second["busy_share"] == 0.625
+    said = "through with its part of rollout.generate; rollout[1] was the last, 2 s later"
+    assert said in [gap["text"] for gap in first["gaps"]] and all(said != gap["text"] for gap in second["gaps"])
+    [waits] = found["lanes"][0]["gaps"]
+    assert waits["text"] == "actor.update waits for rows of rollout.generate (8 rows, rollout[1] was the last)"
+    assert [lane["lane"] for lane in Lanes(log, graphs, placement).of(Window(0, 4))["lanes"]] == ["actor", "rollout"]
+
+
+def test_weights_and_checkpoints_have_lanes_of_their_own_and_explain_the_critical_path():
+    found = lanes(
+        ("actor", "actor.update", 0.0, 1.0),
+        ("actor", "publish_weights", 1.0, 1.5),
+        ("rollout", "receive_weights", 1.4, 2.0),
+        ("actor", "save_checkpoint", 2.0, 2.5),
+        ("actor", "checkpoint_written", 5.0, 5.0),
+    ).of(Window(0, 5))
+    by_name = {lane["lane"]: lane for lane in found["lanes"]}
+    assert [bar[:2] for bar in by_name["weights"]["calls"]] == [[1.0, 1.5], [1.4, 2.0]]
+    assert [bar[:2] for bar in by_name["checkpoints"]["calls"]] == [[2.0, 5.0]], "until it is on the disk"
+    assert by_name["checkpoints"]["kind"] == "checkpoint" and by_name["weights"]["kind"] == "weights"
+    waiting = [part["text"] for part in found["critical"] if part["node"] is None]
+    assert waiting == ["the driver", "a checkpoint on its way to the disk"]
+
+
 def test_the_critical_path_of_a_step_is_what_it_waited_for():
     found = lanes(("rollout", "generate", 0, 4), ("reward", "score", 1, 3), ("actor", "update", 4.5, 6)).critical(1)
     assert [(part["node"], part["start_s"], part["end_s"]) for part in found] == [
         ("generate", 0, 4),
         (None, 4, 4.5),
         ("update", 4.5, 6),
+    ]
+
+
+def test_the_critical_path_goes_through_a_call_whose_rows_were_taken_while_it_went_on():
+    after = {"train": {"nodes": [{"name": "update", "after": ["generate"]}, {"name": "generate", "after": []}]}}
+    calls = ("rollout", "generate", 0, 4), ("recorder", "recorder.record", 0, 2.5), ("actor", "update", 3, 6)
+    assert [(part["node"], part["start_s"], part["end_s"]) for part in lanes(*calls, graphs=after).critical(1)] == [
+        ("generate", 0, 3),
+        ("update", 3, 6),
     ]
 
 

@@ -11,6 +11,7 @@ from weft.controllers.loop.calls import BusyTimes
 from weft.controllers.schedule import Asynchronous, Synchronous, Training
 from weft.controllers.simulation.simulated import Simulated
 from weft.dashboard.timeline import load_timeline
+from weft.dataflow.buffer.run_tables import CALLS, begin_again, calls_kept, read_timeline
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -45,3 +46,28 @@ def test_the_idle_share_of_a_step_is_that_of_its_timeline(tmp_path: Path, schedu
             idle = sum(not any(c.start_s <= m < c.end_s for c in lanes[group].calls) for m in moments) / 2000
             assert row[f"{group}/idle_share"] == pytest.approx(idle, abs=0.01), f"{group} in step {step}"
     assert "functions/idle_share" not in rows[1] and "rollout/idle_share" not in rows[0]
+
+
+def test_the_timeline_says_when_each_rank_of_a_call_had_answered(tmp_path: Path):
+    driver = run(tmp_path, Synchronous(steps=2, prompts_per_step=4), Simulated(costs(KNOWN)), apart(2, 1))
+    table = read_timeline(driver.directory.path)
+    assert table is not None
+    calls = [row for row in table.to_pylist() if row["node"] == "rollout.generate"]
+    assert calls
+    for call in calls:
+        assert {one["rank"] for one in call["by_rank"]} == {0, 1}
+        ends = [one["end_s"] for one in call["by_rank"]]
+        assert ends == sorted(ends) and ends[-1] == pytest.approx(call["end_s"]) and call["start_s"] < ends[0]
+        assert max(one["worker_s"] for one in call["by_rank"]) == pytest.approx(call["worker_s"])
+    assert all(row["by_rank"] is None for row in table.to_pylist() if row["group"] == "actor"), "it has one rank"
+
+
+def test_a_timeline_from_before_ranks_were_noted_is_read_and_goes_on(tmp_path: Path):
+    driver = run(tmp_path, Synchronous(steps=1, prompts_per_step=4), Simulated(costs(KNOWN)), apart(2, 1))
+    table = read_timeline(driver.directory.path)
+    assert table is not None
+    old = table.drop_columns(["by_rank"])
+    begin_again(tmp_path, "timeline", old)
+    assert read_timeline(tmp_path) == old
+    kept = calls_kept(old, until_s=old["end_s"].to_pylist()[0])
+    assert kept.schema == CALLS and len(kept) < len(old) and kept["by_rank"].null_count == len(kept)
