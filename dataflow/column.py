@@ -60,6 +60,13 @@ RESPONSE_IDS = Column("response_ids", ragged(int32), "[L] sampled token ids, the
 RESPONSE = Column("response", string, "text of the response, special tokens skipped")
 RESPONSE_LOGPROBS = Column("response_logprobs", ragged(float32), "[L] nats, under the weights that sampled each token")
 RESPONSE_VERSIONS = Column("response_versions", ragged(int32), "[L] policy version that sampled each token")
+ROUTES = Column(
+    "routes",
+    ragged(pa.uint16()),
+    "[(P + L - 1) * layers * k] numbers of the k experts that the generator sent each token to (the last of the response goes nowhere), "
+    "token by token, layer by layer; 0 in layers without a router",
+    "the generator records it: rollout = weft.group(weft.RolloutWorker, model=..., routes=True)",
+)
 RESPONSE_MASK = Column("response_mask", ragged(pa.uint8()), "[L] 1 where a token is trained on; absent: all of them")
 TEMPERATURE = Column("temperature", float32, "temperature that the response was sampled at; absent: 1")
 FINISH_REASON = Column("finish_reason", string, "'stop' (a stop token came) or 'length' (the limit was reached)")

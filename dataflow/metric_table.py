@@ -306,6 +306,14 @@ POLICY = Section(
         ),
         MetricEntry("max_logprob_gap", "nats", "the largest of the step", "below 1", "several nats"),
         MetricEntry(
+            "moved_routes",
+            "0 to 1",
+            "share of tokens, over layers, for which the router would have chosen other experts than the generator's, which were taken "
+            "(`routes=True`)",
+            "0 (float32), a few hundredths (bfloat16)",
+            "grows within an update of many steps: routes are old",
+        ),
+        MetricEntry(
             "generator_kl_k1",
             "nats/token",
             "estimate of KL(generator || trainer), unbiased",
@@ -340,6 +348,37 @@ POLICY = Section(
         ),
         MetricEntry("masked_tokens", "tokens", "that a correction leaves out", "few"),
         MetricEntry("masked_rows", "rows", "of which a correction leaves out every token", "few"),
+    ),
+)
+
+MIXTURE = Section(
+    "Mixtures of experts",
+    "Of updates; `GROUP` is the group that is trained. Over all tokens that the model reads, prompts included. No token is dropped: "
+    "experts take as many as they are sent.",
+    (
+        MetricEntry(
+            "expert_load",
+            "1 to experts / chosen ones",
+            "tokens of the busiest expert of a layer over those of the mean one, mean over layers",
+            "as at the start of the run",
+            "grows: few experts do the work (`router_loss`)",
+        ),
+        MetricEntry("max_expert_load", "1 to experts / chosen ones", "the same of the worst layer"),
+        MetricEntry(
+            "router_entropy",
+            "nats",
+            "of a router's distribution over experts, mean over tokens and layers",
+            "steady",
+            "falls to 0",
+        ),
+        MetricEntry(
+            "router_loss",
+            "1",
+            "loss of balance before its coefficient, computed with and without one: experts times the sum over them of load times "
+            "probability; the number of experts chosen for a token where all have equal shares",
+            "near the number of chosen experts",
+            "grows",
+        ),
     ),
 )
 
@@ -500,4 +539,4 @@ EVALUATION = Section(
     ),
 )
 
-SECTIONS = (STEP, MEMORY, REWARD, GENERATION, POLICY, CRITIC, PREFERENCES, EVALUATION)
+SECTIONS = (STEP, MEMORY, REWARD, GENERATION, POLICY, MIXTURE, CRITIC, PREFERENCES, EVALUATION)

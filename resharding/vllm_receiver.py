@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
@@ -34,6 +35,7 @@ from .plan import ReshardPlan
 from .vllm_adapter import receive_adapter
 from .vllm_control import TensorSum
 from .vllm_layout import record_layout, restore
+from .vllm_routes import RouteRecorder
 from .vllm_writer import WeightWriter, process_tied
 from .weights import CHECKSUM_MODULUS, RankWeights, Weights
 
@@ -311,6 +313,14 @@ class WeightReport:
         weights = WeightsUpdateInfo(**update_info).weights
         with open_weights(weights, self.rank, self.parallel_config.world_size) as incoming:
             return receive_adapter(self.model_runner.lora_manager, incoming, settings)
+
+    def weft_record_routes(self) -> None:
+        """Record the experts of all tokens from now on."""
+        self._weft_routes = RouteRecorder(self.model_runner)
+
+    def weft_take_routes(self, requests: list[str]) -> list[np.ndarray | None]:
+        """See `RouteRecorder.take`."""
+        return self._weft_routes.take(requests)
 
     def weft_weight_bytes(self) -> int:
         """Of this rank's parameters."""

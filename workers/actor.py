@@ -22,6 +22,7 @@ from ..dataflow.column import (
     RESPONSE_LOGPROBS,
     RESPONSE_MASK,
     RESPONSE_VERSIONS,
+    ROUTES,
     TEMPERATURE,
 )
 from ..dataflow.errors import UserError
@@ -80,7 +81,12 @@ class ActorConfig(TrainedConfig):
 
 def _may_read(loss: Loss) -> tuple[str, ...]:
     """Columns that an update uses if they exist: optional columns of the loss, and those that its metrics compare."""
-    return (*loss_may_read(loss), *map(str, (TEMPERATURE, RESPONSE_LOGPROBS, RESPONSE_VERSIONS)))
+    return (*loss_may_read(loss), *map(str, (TEMPERATURE, RESPONSE_LOGPROBS, RESPONSE_VERSIONS, ROUTES)))
+
+
+def logprobs_may_read(of: str) -> tuple[str, ...]:
+    """Columns that a pass for the log-probabilities of responses uses if they exist; routes are those of sampled ones."""
+    return (str(TEMPERATURE), *([str(ROUTES)] if of == str(RESPONSE_IDS) else []))
 
 
 class ActorWorker(TrainedWorker):
@@ -108,7 +114,7 @@ class ActorWorker(TrainedWorker):
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
         reads=lambda of: (PROMPT_IDS, of),
-        may_read=(TEMPERATURE,),
+        may_read=logprobs_may_read,
         writes=lambda into, entropies: (into, *([str(ENTROPIES)] if entropies else [])),
     )
     def logprobs(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..dataflow.batch import Batch
-from ..dataflow.column import PROMPT_IDS, REFERENCE_LOGPROBS, RESPONSE_IDS, TEMPERATURE
+from ..dataflow.column import PROMPT_IDS, REFERENCE_LOGPROBS, RESPONSE_IDS, ROUTES, TEMPERATURE
 from ..dataflow.errors import WeightSyncError
 from .dispatch import Dispatch
 from .engine_worker import EngineWorker
@@ -46,23 +46,35 @@ class ReferenceWorker(EngineWorker):
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
         reads=lambda of: (PROMPT_IDS, of),
-        may_read=(TEMPERATURE,),
+        may_read=lambda of, replay: (TEMPERATURE, *([ROUTES] if replay and of == str(RESPONSE_IDS) else [])),
         writes=lambda into: (into,),
     )
-    def logprobs(self, batch: Batch, *, into: str = str(REFERENCE_LOGPROBS), of: str = str(RESPONSE_IDS)) -> Batch:
+    def logprobs(
+        self,
+        batch: Batch,
+        *,
+        into: str = str(REFERENCE_LOGPROBS),
+        of: str = str(RESPONSE_IDS),
+        replay: bool = True,
+    ) -> Batch:
         """Log-probability of each response token under the reference, at the temperature that it was sampled at.
 
         Args:
             batch: columns `prompt_ids` [P] int32, `of` [L] int32 and, if the temperature is not 1, `temperature` [1] float32.
             into: the column that is written.
             of: the column of response tokens.
+            replay: a mixture of experts takes the experts of the column `routes`, where there is one: right for the model that was
+                trained first, wrong for another one of the same shape.
 
         Returns:
             The batch with `into`, [L] float32 nats.
         """
         if not self._whole:
             raise WeightSyncError("an update of these weights failed, and no complete version has arrived since")
-        return batch.with_columns(**{into: self.engine.logprobs(batch.with_columns(response_ids=batch[of]))})
+        rows = batch.with_columns(response_ids=batch[of])
+        if not replay:
+            rows = rows.select([column for column in rows.columns if column != str(ROUTES)])
+        return batch.with_columns(**{into: self.engine.logprobs(rows)})
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def receive_weights(self, weights: Weights) -> str:

@@ -23,6 +23,7 @@ from ..dataflow.column import (
     RESPONSE_IDS,
     RESPONSE_LOGPROBS,
     RESPONSE_VERSIONS,
+    ROUTES,
     SAMPLE_ID,
     TEMPERATURE,
 )
@@ -55,8 +56,9 @@ POLL_S = 0.001
 """Time between two looks at whether weights have come, where no responses are sampled."""
 
 
-def _writes(sampling: Sampling) -> tuple[str, ...]:
-    return (str(RESPONSE_IDS), *sampling.writes, *map(str, (RESPONSE_VERSIONS, FINISH_REASON, TEMPERATURE)))
+def _writes(sampling: Sampling, config: RolloutConfig) -> tuple[str, ...]:
+    routes = [str(ROUTES)] if config.routes else []
+    return (str(RESPONSE_IDS), *sampling.writes, *map(str, (RESPONSE_VERSIONS, FINISH_REASON, TEMPERATURE)), *routes)
 
 
 class RolloutWorker(Worker):
@@ -82,8 +84,10 @@ class RolloutWorker(Worker):
     def new_engine(self, **settings: Any) -> GenerationEngine:
         """The engine that generates; a subclass may bring another."""
         if self.config.engine == "vllm":
-            return VllmEngine(str(self._folder), self.config, **settings)
-        return TransformersEngine(str(self._folder), max_num_seqs=self.config.max_num_seqs, **settings)
+            return VllmEngine(str(self._folder), self.config, routes=self.config.routes, **settings)
+        return TransformersEngine(
+            str(self._folder), max_num_seqs=self.config.max_num_seqs, routes=self.config.routes, **settings
+        )
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
@@ -108,7 +112,8 @@ class RolloutWorker(Worker):
 
         Returns:
             Rows with `parent_id` (the prompt's `sample_id`) and the columns of a response: `response_ids` [L] int32,
-            `response_logprobs` [L] float32 nats, `response_versions` [L] int32, `finish_reason`, `temperature` float32.
+            `response_logprobs` [L] float32 nats, `response_versions` [L] int32, `finish_reason`, `temperature` float32, and with the
+            setting `routes` the column of that name.
             Log-probabilities are those of the distribution sampled from. Greedy responses have the model's own (and
             `temperature` 1); a sampling that cuts the distribution writes none (see `Sampling`).
             Each batch comes with the metrics `tokens`, `response_length` and `truncation_rate` (share that reached the limit of tokens).
@@ -280,6 +285,9 @@ def _batch(parent_ids: np.ndarray, responses: Sequence[Response], sampling: Samp
         # A trainer divides its logits by this to arrive at the same log-probabilities; those of greedy responses are undivided.
         str(TEMPERATURE): np.full(len(responses), sampling.temperature or 1.0, dtype=np.float32),
     }
+    if responses[0].routes is not None:
+        routes = [r.routes.ravel() for r in responses if r.routes is not None]
+        columns[str(ROUTES)] = (np.concatenate(routes), np.cumsum([0, *map(len, routes)], dtype=np.int32))
     return Batch.of(parent_id=parent_ids, **{c: v for c, v in columns.items() if c not in sampling.leaves_out})
 
 

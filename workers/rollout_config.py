@@ -26,6 +26,7 @@ from .model_folder import (
     read_model_config,
 )
 from .training.lora import Lora
+from .training.tensor_parallel_plan import num_experts
 from .vocabulary import check_vocabulary
 
 if TYPE_CHECKING:
@@ -50,6 +51,9 @@ class RolloutConfig(VllmSettings):
     compare with the trainer to the last digit."""
     adapter: Lora | None = None
     """The adapter that arrives alone and is added to the model. A run fills this in from the actor that is followed (`Lora.published`)."""
+    routes: bool = False
+    """Record the experts of a mixture that each token is sent to, two bytes for each expert and layer; trainers then send them there,
+    too ("router replay", arXiv:2510.11370). Set it where `mean_logprob_gap` of a mixture is large, as in half precision."""
     seeded: bool = True
     """Give each response its own seed, so that any placement samples the same tokens. Set it to False for about 8 % more tokens from
     vLLM."""
@@ -81,6 +85,8 @@ class RolloutConfig(VllmSettings):
                 f"RolloutConfig.max_context={self.max_context}: the model in {self.model} takes at most {of_model} tokens "
                 "(max_position_embeddings)"
             )
+        if self.routes and num_experts(complete_text_settings(self.model)) is None:
+            raise UserError(f"routes=True: {self.model} is no mixture of experts; leave it out")
         if self.engine == "vllm":
             _check_vllm(self, settings)
         else:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from ..algorithms.loss import Loss
 from ..algorithms.old_policy import needs_old_logprobs
@@ -16,10 +16,12 @@ from ..dataflow.errors import UserError
 from ..dataflow.takes import TrainingBatch
 from .dispatch import Dispatch
 from .engine_worker import EngineWorker
+from .model_folder import complete_text_settings
 from .remote import remote
 from .training.engine import Head, ModelConfig, OptimizerConfig, Recomputed, TrainingEngine
 from .training.lora import Lora
 from .training.memory import MISSING_TORCHAO
+from .training.tensor_parallel_plan import num_experts
 from .training.updates import Updates
 from .worker import Context
 
@@ -35,6 +37,11 @@ class TrainedConfig(ModelConfig, OptimizerConfig):
     """Compute activations a second time in the backward pass instead of keeping them: True for those of all layers (a step is slower by
     about a third), a number n for every n-th layer, "elementwise" for all but the outcomes of matrix products and attention, which
     take the time. Set it where activations do not fit into memory."""
+    router_loss: float | None = Field(default=None, gt=0)
+    """[factor] Of a loss that spreads the tokens of a mixture over its experts (arXiv:2101.03961, equations 4 to 6, as `transformers`
+    computes it), which is added to that of each step; None: there is none. A step then waits for all of its rows, and reads them once
+    more unless their routes are there. Set it, for example to the model's own `router_aux_loss_coef`, in supervised training, and where
+    `max_expert_load` grows."""
     lora: Lora | None = None
     """Train an adapter (and a scalar head, if there is one) and freeze the model; None: train the model. Set it where gradients and
     moments of the model do not fit."""
@@ -59,9 +66,11 @@ def loss_may_read(loss: Loss) -> tuple[str, ...]:
     return (*loss.may_read, str(RESPONSE_MASK))
 
 
-def training_batch(loss: Loss, epochs: int, minibatches: int) -> TrainingBatch:
-    """The batch of an update. In one pass of one step its gradients may be accumulated over several calls."""
-    return TrainingBatch(whole_groups=loss.whole_groups, accumulates=epochs == minibatches == 1)
+def training_batch(loss: Loss, epochs: int, minibatches: int, config: TrainedConfig) -> TrainingBatch:
+    """The batch of an update. In one pass of one step its gradients may be accumulated over several calls, unless its loss is more than a
+    sum over rows."""
+    in_parts = epochs == minibatches == 1 and config.router_loss is None
+    return TrainingBatch(whole_groups=loss.whole_groups, accumulates=in_parts)
 
 
 class TrainedWorker(EngineWorker):
@@ -84,7 +93,15 @@ class TrainedWorker(EngineWorker):
             from .training.fsdp import FsdpEngine
 
             again = config.activation_checkpointing
-            engine = FsdpEngine(config, context, config, head=head, lora=config.lora, activation_checkpointing=again)
+            engine = FsdpEngine(
+                config,
+                context,
+                config,
+                head=head,
+                lora=config.lora,
+                activation_checkpointing=again,
+                router_loss=config.router_loss,
+            )
         super().__init__(config, context, engine)
         self._updates = Updates(config, context, engine)
 
@@ -95,6 +112,10 @@ class TrainedWorker(EngineWorker):
             raise UserError(MISSING_TORCHAO)
         if config.lora is not None:
             config.lora.check(config.model, config.tensor_parallel)
+        if config.router_loss is not None and num_experts(complete_text_settings(config.model)) is None:
+            raise UserError(
+                f"router_loss={config.router_loss:g}: {config.model} is no mixture of experts; leave it out"
+            )
         check_updates(nodes)
 
     @property

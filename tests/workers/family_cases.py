@@ -15,6 +15,7 @@ from ranks import run_processes
 from safetensors.torch import load_file
 from training_rows import make_rows
 
+from weft.dataflow.batch import Batch
 from weft.workers.actor import ActorConfig, ActorWorker
 
 ROWS = make_rows(9)
@@ -42,27 +43,34 @@ def write_models(folder: Path, names: Iterable[str]) -> Path:
     return folder
 
 
-def on_one_rank(models: Path, names: Iterable[str]) -> dict[str, Any]:
+def on_one_rank(models: Path, names: Iterable[str], rows: Batch = ROWS, **settings: Any) -> dict[str, Any]:
     """What one rank computes of each model: log-probabilities before and after a step, and its gradient."""
     found = {}
     for name in names:
-        worker = ActorWorker(ActorConfig(**config_of(models, name)))
-        said = worker.logprobs(ROWS, into="said")["said"].to_pylist()
-        gradient, _ = spmd.one_step(worker, ROWS)
+        worker = ActorWorker(ActorConfig(**config_of(models, name, **settings)))
+        said = worker.logprobs(rows, into="said")["said"].to_pylist()
+        gradient, _ = spmd.one_step(worker, rows)
         found[name] = {
             "said": said,
             "gradient": gradient,
-            "after": worker.logprobs(ROWS, into="said")["said"].to_pylist(),
+            "after": worker.logprobs(rows, into="said")["said"].to_pylist(),
         }
     return found
 
 
 def run_ranks(
-    models: Path, folder: Path, ranks: int, names: Iterable[str], replica: int = 2, **settings: Any
+    models: Path,
+    folder: Path,
+    ranks: int,
+    names: Iterable[str],
+    replica: int = 2,
+    *,
+    rows: Batch = ROWS,
+    **settings: Any,
 ) -> list[dict[str, Any]]:
     """What each rank found, by model; so many ranks compute the same rows."""
-    with pa.ipc.new_file(folder / "rows.arrow", ROWS.record.schema) as file:
-        file.write_batch(ROWS.record)
+    with pa.ipc.new_file(folder / "rows.arrow", rows.record.schema) as file:
+        file.write_batch(rows.record)
     configs = {name: config_of(models, name, **settings) for name in names}
     (folder / "case.json").write_text(json.dumps({"ranks": ranks, "replica": replica, "configs": configs}))
     run_processes(family_ranks.main, folder, ranks)

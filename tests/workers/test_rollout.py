@@ -71,7 +71,7 @@ def tokens(batch: Batch) -> dict[int, list[list[int]]]:
 def test_generate_is_declared_as_an_expansion_of_prompts() -> None:
     declaration = declaration_of(RolloutWorker.generate)
     assert declaration is not None
-    operation = declaration.called_with({"sampling": Sampling()})
+    operation = declaration.called_with({"sampling": Sampling(), "config": RolloutConfig(model="m")})
     assert operation.shape is Shape.EXPAND and operation.reads == ("prompt_ids",)
 
 
@@ -88,7 +88,10 @@ def test_every_prompt_gets_n_responses_with_all_columns(worker: RolloutWorker) -
     batch = rows_of(worker.generate(prompts_of([3, 5, 4]), n=4, sampling=Sampling(max_tokens=6, temperature=0.5)))
     declaration = declaration_of(RolloutWorker.generate)
     assert declaration is not None
-    assert set(batch.columns) == {"parent_id", *declaration.called_with({"sampling": Sampling()}).writes}
+    assert set(batch.columns) == {
+        "parent_id",
+        *declaration.called_with({"sampling": Sampling(), "config": RolloutConfig(model="m")}).writes,
+    }
     assert {parent: len(rows) for parent, rows in tokens(batch).items()} == {100: 4, 101: 4, 102: 4}
     lengths = batch.lengths("response_ids")
     assert (lengths <= 6).all()
@@ -308,6 +311,7 @@ def test_a_config_that_fits_passes(tmp_path: Path) -> None:
             {"sampling": Sampling(max_tokens=8)},
             r"drop prompts above 8 tokens \(too_long='drop' where they are read\), or raise max_context",
         ),
+        ({"routes": True}, {}, r"routes=True: .* is no mixture of experts; leave it out"),
         ({}, {"sampling": Sampling(max_tokens=64)}, r"max_tokens=64 leaves no room for a prompt in a context of 64"),
         ({"max_context": 65}, {}, r"max_context=65: the model in .* takes at most 64 tokens"),
         (

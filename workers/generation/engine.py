@@ -39,6 +39,8 @@ class Response:
     versions: np.ndarray
     """[L] int32: the policy version that sampled each token."""
     finish_reason: Literal["stop", "length"]
+    routes: np.ndarray | None = None
+    """[P + L - 1, layers, k] uint16: the experts that each token was sent to, where the engine records them."""
 
 
 NOT_WHOLE = "no complete version of the weights has arrived, or a later update failed: nothing is generated"

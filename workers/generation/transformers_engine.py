@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...algorithms.sampling import Sampling
-from ...dataflow.errors import GenerationError
+from ...dataflow.errors import GenerationError, UserError
 from ...dataflow.lazy import torch
 from ..model_folder import find_model_config, read_stop_tokens, refusals_named
 from .decoding import DecodingBatch, new_cache
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from ...resharding.weights import Part, Weights
     from ..training.checkpoint_names import CheckpointNames
     from ..training.lora import Lora
+    from ..training.routers import Routers
 
 
 class TransformersEngine:
@@ -45,9 +47,10 @@ class TransformersEngine:
         seed: of requests that bring none.
         adapter: that is served: what arrives is the adapter alone, and nothing is generated before the first one; None: complete weights
             arrive.
+        routes: record the experts that each token was sent to.
 
     Raises:
-        UserError: `transformers` refuses the model.
+        UserError: `transformers` refuses the model, or its experts cannot be recorded.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class TransformersEngine:
         dtype: str = "auto",
         seed: int = 0,
         adapter: Lora | None = None,
+        routes: bool = False,
     ) -> None:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
@@ -94,6 +98,7 @@ class TransformersEngine:
         self._max_context = max_context or self.model.config.get_text_config().max_position_embeddings
         self._stop_tokens = np.asarray(read_stop_tokens(model), dtype=np.int64)
         self._seeds = np.random.default_rng(seed)
+        self._routers = self._find_routers(model) if routes else None
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Responses:
         """Responses as they finish; see `GenerationEngine`."""
@@ -173,6 +178,16 @@ class TransformersEngine:
 
         return CheckpointNames(self.model, dict(self.model.named_parameters(remove_duplicate=False)))
 
+    def _find_routers(self, model: str) -> Routers:
+        from ..training.routers import Routers, find_routers
+
+        ids = torch.zeros(1, 1, dtype=torch.long, device=self._device)
+        with torch.inference_mode(), _no_warnings():
+            found, _ = find_routers(self.model, lambda: self.model(input_ids=ids, use_cache=False))
+        if not found:
+            raise UserError(f"routes=True: model {model!r} has no routers whose choice can be seen; leave it out")
+        return Routers(self.model, found)
+
     def _generate(self, requests: Sequence[GenerationRequest], sampling: Sampling, given_up: set[int]) -> Responses:
         """Sample one batch of requests, from the prompts to the last finished response; ids that it is sent are put into `given_up`."""
         request_ids = np.array([request.request_id for request in requests])
@@ -182,7 +197,8 @@ class TransformersEngine:
         token_ids, versions = np.empty(shape, dtype=np.int32), np.empty(shape, dtype=np.int32)
         logprobs = np.empty(shape, dtype=np.float32)
         alive = np.arange(len(requests))  # request of each row that is still in the batch
-        batch, logits = self._prefill(requests, sampling.max_tokens)
+        routes: list[list[np.ndarray]] = [[] for _ in requests]
+        batch, logits = self._prefill(requests, sampling.max_tokens, routes)
         for position in range(sampling.max_tokens):
             if position < sampling.min_tokens and len(stops):
                 logits = logits.index_fill(-1, torch.from_numpy(stops).to(logits.device), -torch.inf)
@@ -201,6 +217,7 @@ class TransformersEngine:
                     logprobs=logprobs[row, :length].copy(),
                     versions=versions[row, :length].copy(),
                     finish_reason="stop" if stop else "length",
+                    routes=np.concatenate(routes[row]) if self._routers else None,
                 )
                 for row, stop in zip(alive[done].tolist(), stopped[done].tolist(), strict=True)
             ]
@@ -214,10 +231,15 @@ class TransformersEngine:
                 keep = torch.from_numpy(np.flatnonzero(~done)).to(self._device)
                 batch.keep(keep)
                 sampled = sampled[keep]
-            logits = self._forward(batch, sampled)
+            logits, taken = self._forward(batch, sampled)
+            for row, own in zip(alive.tolist(), taken, strict=False):
+                routes[row].append(own)
 
-    def _prefill(self, requests: Sequence[GenerationRequest], max_tokens: int) -> tuple[DecodingBatch, Tensor]:
-        """Run the prompts, each distinct one once; returns the rows, and their logits [B, V] for the first token."""
+    def _prefill(
+        self, requests: Sequence[GenerationRequest], max_tokens: int, routes: list[list[np.ndarray]]
+    ) -> tuple[DecodingBatch, Tensor]:
+        """Run the prompts, each distinct one once; returns the rows, and their logits [B, V] for the first token. Routes of their tokens
+        are added to those of each request."""
         distinct: dict[bytes, int] = {}
         prompts: list[np.ndarray] = []
         row_prompts = np.empty(len(requests), dtype=np.int64)
@@ -236,7 +258,7 @@ class TransformersEngine:
         cache = new_cache(longest + max_tokens)
         columns = torch.arange(longest + max_tokens, device=self._device)
         inside = columns >= pads[:, None]
-        with torch.inference_mode(), _no_warnings():
+        with torch.inference_mode(), _no_warnings(), self._recorded() as recorded:
             logits = self.model(
                 input_ids=torch.from_numpy(padded).to(self._device),
                 attention_mask=inside[:, :longest],
@@ -245,6 +267,10 @@ class TransformersEngine:
                 use_cache=True,
                 logits_to_keep=1,
             ).logits[:, -1]
+            if recorded is not None:
+                taken = _numbers(recorded.routes).reshape(len(prompts), longest, recorded.layers, recorded.chosen)
+                for own, prompt in zip(routes, row_prompts.tolist(), strict=True):
+                    own.append(taken[prompt, longest - lengths[prompt] :])
             rows = DecodingBatch(cache, longest, pads, inside if bool(pads.any()) else None)
             if len(requests) > len(prompts):
                 index = torch.from_numpy(row_prompts).to(self._device)
@@ -252,9 +278,10 @@ class TransformersEngine:
                 logits = logits[index]
         return rows, logits
 
-    def _forward(self, batch: DecodingBatch, tokens: Tensor) -> Tensor:
-        """Append one token [B] to each row; returns the logits [B, V] for the next."""
-        with torch.inference_mode(), _no_warnings():
+    def _forward(self, batch: DecodingBatch, tokens: Tensor) -> tuple[Tensor, np.ndarray]:
+        """Append one token [B] to each row; returns the logits [B, V] for the next, and its routes [B, 1, layers, k]; [0] where none
+        are recorded."""
+        with torch.inference_mode(), _no_warnings(), self._recorded() as recorded:
             logits = self.model(
                 input_ids=tokens[:, None],
                 attention_mask=batch.attention_mask(),
@@ -262,8 +289,17 @@ class TransformersEngine:
                 past_key_values=batch.cache,
                 use_cache=True,
             ).logits[:, -1]
+            taken = np.empty(0) if recorded is None else _numbers(recorded.routes)[:, None]
         batch.length += 1
-        return logits
+        return logits, taken
+
+    def _recorded(self) -> AbstractContextManager[Routers | None]:
+        """While the routes of a pass are recorded, if they are to be."""
+        return nullcontext() if self._routers is None else self._routers.recorded()
+
+
+def _numbers(routes: Tensor) -> np.ndarray:
+    return routes.to(torch.int32).cpu().numpy().astype(np.uint16)
 
 
 def _no_warnings() -> Any:

@@ -10,6 +10,7 @@ import secrets
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,9 +41,10 @@ class VllmEngine:
         seed: of requests that bring none.
         adapter: that is served: what arrives is the adapter alone, and nothing is generated before the first one; None: complete weights
             arrive.
+        routes: record the experts that each token is sent to.
 
     Raises:
-        GenerationError: vLLM could not start.
+        GenerationError: vLLM could not start, or cannot record routes.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class VllmEngine:
         dtype: str = "auto",
         seed: int = 0,
         adapter: Lora | None = None,
+        routes: bool = False,
     ) -> None:
         self.version = 0
         self._whole = adapter is None
@@ -66,13 +69,20 @@ class VllmEngine:
         self._numbers = itertools.count()
         self._finished: dict[str, Response] = {}
         self._request_ids: dict[str, int] = {}
-        self._prefix_caching = settings.prefix_caching
         on_gpu = torch.cuda.is_available()
+        self._routes = routes
+        self._records_routes = routes and not on_gpu
+        """Whether they are recorded by `vllm_routes.py`, and not by vLLM itself."""
+        self._prefix_caching = settings.prefix_caching or (routes and on_gpu)
+        if self._records_routes and settings.prefix_caching:
+            raise GenerationError(
+                "routes=True and prefix_caching=True: on a CPU, routes of tokens that are not computed are not known; leave one out"
+            )
         self._compile = settings.compiles(on_gpu)
         free, total = torch.cuda.mem_get_info() if on_gpu else (0, 1)
         share = free / total if on_gpu else None
         arguments = settings.engine_arguments(
-            model, max_context=max_context, dtype=dtype, seed=seed, free_share=share, adapter=adapter
+            model, max_context=max_context, dtype=dtype, seed=seed, free_share=share, adapter=adapter, routes=routes
         )
         self._engine = _start(arguments, tensor_parallel=settings.tensor_parallel, on_gpu=on_gpu, compile=self._compile)
         self._sleeping = SleepingEngine(self._engine) if on_gpu else None
@@ -83,6 +93,11 @@ class VllmEngine:
             self._adapter_request = adapter_request()
         if settings.tensor_parallel > 1:
             self._engine.collective_rpc("weft_unlink_shared_memory")
+        if self._records_routes:
+            try:
+                self._engine.collective_rpc("weft_record_routes")
+            except Exception as error:
+                raise GenerationError(f"routes=True: vLLM cannot record those of {model}: {error}") from error
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Responses:
         """Responses as they finish; see `GenerationEngine`. Several generators may be open at once."""
@@ -222,6 +237,7 @@ class VllmEngine:
     def _abort(self, keys: set[str]) -> None:
         if keys:
             self._engine.abort_request(list(keys))
+            self._take_routes(list(keys))
         for key in keys:
             self._request_ids.pop(key, None)
             self._finished.pop(key, None)
@@ -266,11 +282,28 @@ class VllmEngine:
                 outputs = self._engine.step()
         except Exception as error:
             raise GenerationError(f"vLLM failed: {type(error).__name__}: {error}") from error
-        for output in outputs:
-            if output.finished:
-                request_id = self._request_ids.pop(output.request_id, None)
-                if request_id is not None:
-                    self._finished[output.request_id] = _response(output, request_id)  # pyright: ignore[reportArgumentType]
+        finished: list[Any] = [output for output in outputs if output.finished]
+        taken = self._take_routes([output.request_id for output in finished]) if finished else []
+        for output, recorded in zip(finished, taken, strict=True):
+            request_id = self._request_ids.pop(output.request_id, None)
+            if request_id is not None:
+                routes = recorded if self._records_routes else output.outputs[0].routed_experts
+                self._finished[output.request_id] = self._response(output, request_id, routes)
+
+    def _take_routes(self, keys: list[str]) -> list[np.ndarray | None]:
+        """What was recorded here for these requests, which end; None: nothing."""
+        if not self._records_routes:
+            return [None] * len(keys)
+        return self._engine.collective_rpc("weft_take_routes", args=(keys,))[0]
+
+    def _response(self, output: RequestOutput, request_id: int, routes: np.ndarray | None) -> Response:
+        if not self._routes:
+            return _response(output, request_id)
+        computed = len(output.prompt_token_ids or ()) + len(output.outputs[0].token_ids) - 1
+        if routes is None or len(routes) != computed:
+            found = "none" if routes is None else str(len(routes))
+            raise GenerationError(f"request {request_id}: vLLM gave the routes of {found} of {computed} tokens")
+        return replace(_response(output, request_id), routes=routes.astype(np.uint16))
 
 
 def _response(output: RequestOutput, request_id: int) -> Response:

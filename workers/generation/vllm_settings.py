@@ -76,6 +76,7 @@ class VllmSettings(Config):
         seed: int,
         free_share: float | None,
         adapter: Lora | None = None,
+        routes: bool = False,
     ) -> dict[str, Any]:
         """The keyword arguments of vLLM's `EngineArgs`.
 
@@ -86,6 +87,7 @@ class VllmSettings(Config):
             seed: of requests that bring none.
             free_share: share of the GPU's memory that is free; None: the engine runs on CPU.
             adapter: that is served; None: none is.
+            routes: record the experts that each token is sent to.
         """
         on_gpu = free_share is not None
         context = max_context or complete_text_settings(model).max_position_embeddings
@@ -117,6 +119,8 @@ class VllmSettings(Config):
             "weight_transfer_config": {"backend": "weft"},
             "worker_extension_cls": "weft.resharding.vllm_receiver.WeightReport",
         }
+        if routes and on_gpu:  # vLLM wants both or neither; on a CPU `vllm_routes.py` records
+            arguments |= {"enable_return_routed_experts": True, "enable_prefix_caching": True}
         if adapter is not None:
             room = next(rank for rank in LORA_RANKS if rank >= adapter.rank)
             arguments |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1, "max_cpu_loras": 1}

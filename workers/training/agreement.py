@@ -34,6 +34,7 @@ from .packed_attention import VARLEN, may_pack, windows_reached_attention
 from .packed_sequences import PackedSequences, SharedPrompts
 from .response_model import ResponseModel
 from .rope import follows_length, put_rope_by_row
+from .routers import Router, Routers, Routing, find_routers
 from .varlen_attention import find_kernel
 
 _LENGTHS = (5, 3)
@@ -85,6 +86,8 @@ class Agreement:
     """Name of its attention in `transformers`."""
     head_form: HeadForm | None
     """See `ResponseModel.head_form`."""
+    routers: tuple[Router, ...]
+    """Those of a mixture of experts whose choice can be made for them; empty: there are none."""
 
     def put_on(self, model: ResponseModel) -> None:
         """Set a model to it; the rope of the model sees one row at a time where it follows the length of a sequence."""
@@ -92,6 +95,7 @@ class Agreement:
         with _quiet_transformers():
             _set_attention(model.causal_lm, self.attention)
         model.packs, model.shares_prompts, model.head_form = self.packs, self.shares_prompts, self.head_form
+        model.routers = Routers(model.causal_lm, self.routers) if self.routers else None
 
 
 def find_agreement(
@@ -129,7 +133,7 @@ def find_agreement(
                         attention = VARLEN
                     _set_attention(causal_lm, attention)
                     shares = packs and not follows_length(causal_lm) and _shared_difference(model, probe) <= _TOLERANCE
-                    return Agreement(packs, shares, attention, model.head_form)
+                    return Agreement(packs, shares, attention, model.head_form, _routers(model, probe))
     raise UserError(
         f"model {causal_lm.name_or_path!r} ({type(causal_lm).__name__}) cannot be trained: for rows that share a forward "
         f"pass its results are {off:.2g} off from those of transformers for each row alone, and rounding is at most {_TOLERANCE:g}"
@@ -147,6 +151,28 @@ def _shared_difference(model: ResponseModel, probe: _Probe, *, rounded: bool = F
     except Exception:  # code that comes with a model may fail in any way
         return torch.inf
     return float((found - torch.cat([hidden, hidden[2:]])).abs().nan_to_num(torch.inf).max())
+
+
+def _routers(model: ResponseModel, probe: _Probe) -> tuple[Router, ...]:
+    """The routers of a mixture, if experts that are chosen for them are taken: the first row's own, which change nothing, and for all
+    other tokens the next ones by number, which do."""
+    causal_lm, rows = model.causal_lm, probe.rows
+    found, routes = find_routers(causal_lm, lambda: model.run_backbone(probe.ids, rows))
+    if not found:
+        return ()
+    routers = Routers(causal_lm, found)
+    first = int(rows.lengths[0])
+    routes = routes if model.packs else routes[rows.slots]
+    routes[first:] = (routes[first:] + 1) % routers.experts
+    model.routers = routers
+    try:
+        routing = Routing(torch.ones(len(probe.ids), device=probe.ids.device), routes)
+        _, hidden = model.run_backbone(probe.ids, replace(rows, routing=routing))
+    finally:
+        model.routers = None
+        routers.remove()
+    off = (hidden - probe.hidden).abs().nan_to_num(torch.inf).amax(-1)
+    return found if off[:first].max() <= _TOLERANCE < off[first:].min() else ()
 
 
 def _kernel_agrees(model: ResponseModel, probe: _Probe) -> bool:

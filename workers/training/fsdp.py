@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from ...algorithms.loss import Loss
 from ...dataflow.batch import Batch
 from ...dataflow.buffer.disk import Disk
-from ...dataflow.column import GROUP_ID
+from ...dataflow.column import GROUP_ID, ROUTES
 from ...dataflow.errors import UserError
-from ...dataflow.metrics import Mean, Metric, Metrics, Sum, merge
+from ...dataflow.metrics import Max, Mean, Metric, Metrics, Sum, merge
 from ...resharding.incoming import IncomingWeights
 from ...resharding.weights import Part
 from ..device import rank_device
@@ -44,10 +44,12 @@ from .offload import MOMENTS, HostMoments
 from .precision import keep_in
 from .replicated import check_alike
 from .response_model import ResponseModel
+from .routers import Balance, Routers, Tally
 from .sharded_model import ShardedModel
 from .sharding import gradient_norm, join_mesh, local_part
 from .snapshot import Snapshot, SnapshotWriter, set_random_states
 from .stored_weights import open_stored
+from .tensor_parallel_plan import num_experts
 
 
 class FsdpEngine:
@@ -60,6 +62,7 @@ class FsdpEngine:
         optimizer: None for an engine that only computes log-probabilities or values.
         head: what the model computes for each response token.
         lora: train an adapter in the model's place.
+        router_loss: coefficient of the loss that balances the routers of a mixture of experts; None: there is none.
         disk: where files are written; tests give one that fails.
 
     Raises:
@@ -75,6 +78,7 @@ class FsdpEngine:
         head: Head = "logprobs",
         lora: Lora | None = None,
         activation_checkpointing: Recomputed = False,
+        router_loss: float | None = None,
         disk: Disk | None = None,
     ) -> None:
         self.config, self.context, self.schedule = config, context, optimizer
@@ -91,6 +95,11 @@ class FsdpEngine:
         self.model, self._sharded = self._load(optimizer is not None, lora, activation_checkpointing)
         self.vocabulary = self.model.causal_lm.get_input_embeddings().weight.shape[0]
         self.optimizer = None if optimizer is None else self._make_optimizer(optimizer)
+        self._router_loss = router_loss
+        if router_loss is not None and not (self.model.routers and self.model.routers.have_logits):
+            raise UserError(
+                f"router_loss={router_loss:g}: model {str(config.model)!r} has no routers whose logits transformers declares; leave it out"
+            )
         self._disk = disk or Disk()
         self._snapshots: SnapshotWriter | None = None
         if optimizer is not None:
@@ -210,7 +219,19 @@ class FsdpEngine:
             owner=owner,
             reads_last=reads_last,
             may_share=self.model.shares_prompts,
+            routers=self._replaying(batch),
         )
+
+    def _replaying(self, batch: Batch) -> Routers | None:
+        """The routers that take the experts that are among the columns; None: they choose, or there are none."""
+        if ROUTES not in batch or num_experts(self.model.causal_lm.config.get_text_config()) is None:
+            return None
+        if self.model.routers is None:
+            raise UserError(
+                f"model {str(self.config.model)!r} cannot take the column {str(ROUTES)!r}: nobody can choose for its routers; "
+                "sample without routes=True"
+            )
+        return self.model.routers
 
     def _plan(self, rows: Microbatches, groups: np.ndarray | None = None) -> list[np.ndarray]:
         return rows.plan(self.microbatch_tokens, packed=self.model.packs, groups=groups)
@@ -229,27 +250,104 @@ class FsdpEngine:
         everything = rows.packed()
         local_count, num_tokens = loss.count(everything), float(everything.trained.sum())
         replicas = self._sharded.over_replicas(len(plan), local_count)
+        whole = last and self._count == 0
         self._count += float(replicas[:, 1].sum())
         parts: list[Metrics] = []
         loss_total = torch.zeros((), device=self.device)
         plan = self._sharded.padded_plan(plan, replicas) or [np.empty(0, dtype=np.int64)] * last
-        for number, part in enumerate(plan if self._count > 0 else ()):
-            self._sharded.sync_gradients(last and number == len(plan) - 1)
-            with self._sharded.precision():
-                logprobs, entropy = self._forward(rows, part, entropy=loss.needs_entropy)
-                if len(part):
-                    loss_sum, metrics = loss(logprobs, rows.packed(part, entropy))
-                    parts.append(metrics)
-                else:
-                    loss_sum = 0.0 * logprobs.sum()
-                averaged = len(replicas) * self.config.sequence_parallel  # by FSDP; the loss is a sum
-                (loss_sum * averaged).backward()
-            loss_total += loss_sum.detach()
+        averaged = len(replicas) * self.config.sequence_parallel  # by FSDP; the loss is a sum
+        balance = self._balance(rows, plan, averaged, whole=whole)
+        routers = self.model.routers
+        with nullcontext() if routers is None else routers.watched(self.device, balance) as tally:
+            for number, part in enumerate(plan if self._count > 0 else ()):
+                self._sharded.sync_gradients(last and number == len(plan) - 1)
+                with self._sharded.precision():
+                    logprobs, entropy = self._forward(rows, part, entropy=loss.needs_entropy)
+                    if len(part):
+                        loss_sum, metrics = loss(logprobs, rows.packed(part, entropy))
+                        parts.append(metrics)
+                    else:
+                        loss_sum = 0.0 * logprobs.sum()
+                    (loss_sum * averaged).backward()
+                loss_total += loss_sum.detach()
+        if balance is not None:
+            self._check_reached(balance)
         if last:
             self._sharded.reshard()
         total = loss_total.item()
         self._loss_total += total
-        return {**merge(parts), "loss": Mean(total, local_count), "tokens": Sum(num_tokens)}
+        of_routers = {} if tally is None else self._of_routers(tally, replayed=rows.routes is not None)
+        return {**merge(parts), "loss": Mean(total, local_count), "tokens": Sum(num_tokens), **of_routers}
+
+    # Mixtures of experts
+
+    def _balance(self, rows: Microbatches, plan: list[np.ndarray], averaged: int, *, whole: bool) -> Balance | None:
+        """The gradient of the loss that balances routers, E * sum over experts e of f_e * P_e (arXiv:2101.03961, equations 4 to 6).
+
+        f_e (times that a token is sent to e) and P_e (its probability) are means over all tokens that the model reads of all rows of the
+        step, on all ranks, and over all layers, as in `load_balancing_loss_func` of `transformers`. With f known, the loss is a sum over
+        tokens; so f comes first: from the routes that are replayed, or from a pass without gradients.
+        """
+        if self._router_loss is None or self._count == 0:
+            return None
+        if not whole:
+            raise RuntimeError("a loss of routers is one of all rows of a step: they come in one call")
+        routers = self.model.routers
+        assert routers is not None
+        if rows.routes is not None:
+            layers = [router.layer for router in routers.routers]
+            taken = [rows.routes[row][:, layers].ravel() for part in plan for row in part]
+            loads = np.bincount(
+                np.concatenate([np.empty(0, np.int64), *taken]).astype(np.int64), minlength=routers.experts
+            )
+            sums = self._sharded.over_replicas(*loads.tolist(), loads.sum() / routers.chosen).sum(0)
+            frequencies, tokens = torch.from_numpy(sums[:-1] / sums[-1]).to(self.device), float(sums[-1])
+        else:
+            with routers.watched(self.device) as tally, torch.no_grad(), self._sharded.precision():
+                for part in plan:
+                    self.context.advance()
+                    ids, packed, read, targets, temperatures = rows.inputs(part)
+                    self.model(ids, packed, read[:1], targets[:1], None if temperatures is None else temperatures[:1])
+            self._sharded.reshard()
+            self._sum_up(tally)
+            tokens = tally.tokens.item()
+            frequencies = tally.loads.sum(0) / tokens
+        factor = self._router_loss * self._count * averaged * routers.experts / tokens
+        return Balance(factor, frequencies)
+
+    def _check_reached(self, balance: Balance) -> None:
+        if balance.reached != balance.added:
+            raise UserError(
+                f"router_loss={self._router_loss:g}: model {str(self.config.model)!r} does not go on with what its routers give, so that "
+                "their loss has no way back; leave it out"
+            )
+
+    def _sum_up(self, tally: Tally) -> None:
+        """Add up what the ranks have tallied."""
+        together = tally.flat
+        self._sharded.add_up(together)
+        tally.set(together)
+
+    def _of_routers(self, tally: Tally, *, replayed: bool) -> Metrics:
+        """What all ranks' routers did."""
+        routers = self.model.routers
+        assert routers is not None
+        self._sum_up(tally)
+        tokens = tally.tokens.item()
+        if not tokens:
+            return {}
+        loads = tally.loads.amax(1) / tally.loads.mean(1)
+        metrics: dict[str, Metric] = {
+            "expert_load": Mean(float(loads.mean()) * tokens, tokens),
+            "max_expert_load": Max(float(loads.max())),
+        }
+        if replayed:
+            metrics["moved_routes"] = Mean(tally.moved.item(), tokens)
+        if routers.have_logits:
+            metrics["router_entropy"] = Mean(tally.entropy.item(), tokens)
+            balance = routers.experts * float(tally.loads.sum(0) @ tally.probabilities) / tokens
+            metrics["router_loss"] = Mean(balance, tokens)
+        return metrics
 
     def apply(self) -> OptimizerStep:
         step = self._apply() if self._count > 0 else OptimizerStep({}, applied=False)

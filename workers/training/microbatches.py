@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,11 @@ from torch import Tensor
 
 from ...algorithms.loss import PackedRows
 from ...dataflow.batch import Batch
-from ...dataflow.column import PROMPT_IDS, RESPONSE_IDS, TEMPERATURE
+from ...dataflow.column import PROMPT_IDS, RESPONSE_IDS, ROUTES, TEMPERATURE
 from ...dataflow.errors import UserError
 from .packed_sequences import PackedSequences, SharedPrompts
 from .prompt_sharing import Placement, equal_prompts, plan_shared
+from .routers import Routers, Routing
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Microbatches:
     """Whether the head reads the position of each response token; otherwise it reads the position before."""
     same_prompt: np.ndarray | None = None
     """[rows] int64, equal for rows with equal prompts, whose tokens are computed once in each part; None: rows share none."""
+    routes: list[np.ndarray] | None = None
+    """Of each row the experts that its tokens are sent to, [tokens that the model reads, layers, chosen]; None: routers choose."""
 
     @classmethod
     def of(
@@ -54,6 +58,7 @@ class Microbatches:
         owner: str,
         reads_last: bool = False,
         may_share: bool = False,
+        routers: Routers | None = None,
     ) -> Microbatches:
         """The rows of a batch, checked.
 
@@ -62,10 +67,11 @@ class Microbatches:
             vocabulary: number of token ids that the model has.
             owner: name of the model, for messages.
             may_share: whether rows can share the tokens of a prompt; they do where that leaves out enough.
+            routers: of the model, which are told to take the column `routes`; None: they choose, whatever columns there are.
 
         Raises:
-            UserError: a response without a prompt, a ragged column that does not fit its responses, or a token id that the
-                model does not have.
+            UserError: a response without a prompt, a ragged column that does not fit its responses, or a token id or an expert that
+                the model does not have.
         """
         columns = list(columns)
         check_rows(batch, columns)
@@ -82,8 +88,16 @@ class Microbatches:
         ragged = {c: torch.tensor(batch.ragged_numpy(c)[0]) for c in columns if _is_ragged(batch, c)}
         scalars = {c: torch.tensor(batch.numpy(c)) for c in columns if not _is_ragged(batch, c)}
         sequences = (batch.ragged_numpy(PROMPT_IDS), batch.ragged_numpy(RESPONSE_IDS))
-        same_prompt = equal_prompts(*sequences[0], np.diff(sequences[1][1])) if may_share else None
-        return cls(*sequences, temperatures, ragged, scalars, device, reads_last, same_prompt)
+        routes = None if routers is None else _routes(batch, routers, owner)
+        same_prompt = None
+        if may_share:
+            prompts = None
+            if (
+                routes is not None
+            ):  # those of a prompt's tokens may differ, where its samples began under different weights
+                prompts = [of[:length].tobytes() for of, length in zip(routes, batch.lengths(PROMPT_IDS), strict=True)]
+            same_prompt = equal_prompts(*sequences[0], np.diff(sequences[1][1]), prompts)
+        return cls(*sequences, temperatures, ragged, scalars, device, reads_last, same_prompt, routes)
 
     def plan(self, max_tokens: int, *, packed: bool, groups: np.ndarray | None = None) -> list[np.ndarray]:
         """Cut the rows that have a response into microbatches; rows of equal `groups` ([rows]) stay together."""
@@ -101,7 +115,8 @@ class Microbatches:
         """Arguments of `ResponseModel` for these rows, on the device; for an empty part, one token that nobody reads."""
         if not len(part):
             zero = torch.zeros(1, dtype=torch.long, device=self.device)
-            return zero, PackedSequences.of([1], self.device), zero, zero, None
+            nobody = replace(PackedSequences.of([1], self.device), routing=Routing(torch.zeros(1, device=self.device)))
+            return zero, nobody, zero, zero, None
         (prompts, p_starts), (responses, r_starts) = self.prompt, self.response
         p_lengths, r_lengths = np.diff(p_starts)[part].astype(np.int64), np.diff(r_starts)[part].astype(np.int64)
         after = r_lengths - 1 + self.reads_last
@@ -129,6 +144,7 @@ class Microbatches:
                 place.prompt_of[more],
                 self.device,
             )
+        rows = replace(rows, routing=self._routing(part, place, p_lengths, p_lengths + after))
         temperatures = None
         if self.temperatures is not None:
             temperatures = self._on_device(np.repeat(self.temperatures[part], r_lengths))
@@ -140,6 +156,23 @@ class Microbatches:
             self._on_device(targets.astype(np.int64)),
             temperatures,
         )
+
+    def _routing(self, part: np.ndarray, place: Placement, prompts: np.ndarray, lengths: np.ndarray) -> Routing:
+        """What routers are told of the tokens of a part, in the order of its placement.
+
+        Args:
+            prompts, lengths: [rows] tokens of each prompt, and of each row as the model reads it.
+        """
+        sharing = np.bincount(place.prompt_of, minlength=len(place.prompts))
+        alone, after = int(lengths[place.alone].sum()), int((lengths - prompts)[place.shared].sum())
+        counts = np.concatenate([np.repeat(sharing, prompts[place.prompts]), np.ones(alone + after)])
+        routes = None
+        if self.routes is not None:
+            pieces = [self.routes[part[row]][: prompts[row]] for row in place.prompts]
+            pieces += [self.routes[part[row]] for row in place.alone]
+            pieces += [self.routes[part[row]][prompts[row] :] for row in place.shared]
+            routes = self._on_device(np.concatenate(pieces).astype(np.int32))
+        return Routing(self._on_device(counts.astype(np.float32)), routes)
 
     def _on_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -245,6 +278,25 @@ def check_rows(batch: Batch, columns: Iterable[str]) -> None:
                     f"row {_name_of(batch, i)}: column {column!r} has {batch.lengths(column)[i]} values "
                     f"for a response of {lengths[i]} tokens"
                 )
+
+
+def _routes(batch: Batch, routers: Routers, owner: str) -> list[np.ndarray]:
+    """The routes of each row, [tokens, layers, chosen] uint16."""
+    values, starts = batch.ragged_numpy(ROUTES)
+    wanted = (batch.lengths(PROMPT_IDS) + batch.lengths(RESPONSE_IDS) - 1) * routers.layers * routers.chosen
+    wrong = np.flatnonzero((np.diff(starts) != wanted) & (batch.lengths(RESPONSE_IDS) > 0))
+    if len(wrong):
+        i = wrong[0]
+        raise UserError(
+            f"row {_name_of(batch, i)}: column {str(ROUTES)!r} has {np.diff(starts)[i]} values, and {owner} ({routers.layers} layers, "
+            f"{routers.chosen} experts for each token) takes {wanted[i]}"
+        )
+    if len(values) and values.max() >= routers.experts:
+        raise UserError(
+            f"column {str(ROUTES)!r} has expert {values.max()}; {owner} has experts 0 to {routers.experts - 1}"
+        )
+    shape = (-1, routers.layers, routers.chosen)
+    return [values[a : b - (b - a) % (shape[1] * shape[2])].reshape(shape) for a, b in itertools.pairwise(starts)]
 
 
 def _name_of(batch: Batch, row: int | np.integer[Any]) -> str:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .routers import Routing
 
 
 class Exchange(Protocol):
@@ -46,6 +49,8 @@ class PackedSequences:
     """How several ranks share the tokens; None: this rank has them all."""
     rounded: bool = False
     """Queries, keys and values are rounded to bfloat16 for attention: to try a kernel that computes in nothing longer."""
+    routing: Routing | None = None
+    """What the routers of a mixture are told of the tokens; None: nothing."""
 
     @classmethod
     def of(cls, lengths: Sequence[int] | np.ndarray, device: torch.device | str = "cpu") -> Self:

@@ -6,6 +6,7 @@ comes after them. Computed once, a prompt costs its tokens once, in linear layer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,13 +61,16 @@ class Placement:
         return cls(firsts, alone, shared, prompt_of, begins, last)
 
 
-def equal_prompts(tokens: np.ndarray, cu_seqlens: np.ndarray, counts: np.ndarray) -> np.ndarray | None:
+def equal_prompts(
+    tokens: np.ndarray, cu_seqlens: np.ndarray, counts: np.ndarray, also: Sequence[bytes] | None = None
+) -> np.ndarray | None:
     """Which rows have equal prompts, where sharing them leaves out enough.
 
     Args:
         tokens: [P] int32, prompts one behind the other.
         cu_seqlens: [rows + 1].
         counts: [rows] tokens of the responses; rows without any are not computed.
+        also: [rows] what else must be equal; None: nothing.
 
     Returns:
         [rows] int64, equal for equal prompts; None: rows are to share none.
@@ -74,11 +78,11 @@ def equal_prompts(tokens: np.ndarray, cu_seqlens: np.ndarray, counts: np.ndarray
     >>> equal_prompts(np.array([7, 8, 7, 8, 9]), np.array([0, 2, 4, 5]), np.array([1, 1, 1])).tolist()
     [0, 0, 1]
     """
-    numbers: dict[bytes, int] = {}
+    numbers: dict[tuple[bytes, bytes], int] = {}
     found = np.empty(len(counts), np.int64)
     for row in range(len(counts)):
         prompt = tokens[cu_seqlens[row] : cu_seqlens[row + 1]].tobytes()
-        found[row] = numbers.setdefault(prompt, len(numbers))
+        found[row] = numbers.setdefault((prompt, also[row] if also else b""), len(numbers))
     rows = np.flatnonzero(counts)
     lengths = np.diff(cu_seqlens)[rows]
     _, first = np.unique(found[rows], return_index=True)

@@ -20,6 +20,7 @@ from .packed_sequences import PackedSequences
 from .rope import follows_length
 
 if TYPE_CHECKING:
+    from .routers import Routers
     from .sequence_parallel import Stretches
 
 
@@ -50,6 +51,8 @@ class ResponseModel(nn.Module):
         """How several ranks share the tokens of a microbatch; None: each has all of its own."""
         self.head_form: HeadForm | None = None
         """How logits follow from the products of hidden states and the head; None: the model computes them in another way."""
+        self.routers: Routers | None = None
+        """Those of a mixture of experts; None: it is none, or its choices cannot be seen."""
         self.chunk_bytes: int | None = None
         """Bytes of logits at once; None: what suits the device."""
 
@@ -139,6 +142,11 @@ class ResponseModel(nn.Module):
         Returns:
             (outputs of the backbone, [N, hidden] states of the tokens, row after row)
         """
+        if self.routers is not None:
+            routing = rows.routing
+            if routing is not None and not self.packs:
+                routing = routing.spread(rows.slots, math.prod(rows.shape))
+            self.routers.begin(routing)
         if self.packs:
             positions = rows.positions if rows.exchange is None else rows.exchange.own(rows.positions)
             inputs = {"input_ids": input_ids[None], "position_ids": positions[None], "rows": rows}

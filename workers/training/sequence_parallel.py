@@ -49,7 +49,8 @@ class Stretches:
         if missing:
             input_ids = F.pad(input_ids, (0, missing))
         lengths = np.append(rows.lengths, missing) if missing else rows.lengths
-        return self.own(input_ids), replace(PackedSequences(lengths, rows.device), exchange=self)
+        routing = None if rows.routing is None else rows.routing.stretch(self.own, missing)
+        return self.own(input_ids), replace(PackedSequences(lengths, rows.device), exchange=self, routing=routing)
 
     def own(self, of_tokens: Tensor) -> Tensor:
         """The part of [ranks * n, ...] that is this rank's: [n, ...]."""

@@ -228,6 +228,11 @@ class ShardedModel:
         dist.all_reduce(gathered, group=mesh.get_group())
         return gathered[:: self.config.sequence_parallel].numpy(force=True)
 
+    def add_up(self, tensor: Tensor) -> None:
+        """Add up what ranks that have tokens of their own say of them, in place."""
+        if self.mesh is not None:
+            dist.all_reduce(tensor, group=self.mesh["dp"].get_group())
+
     def padded_plan(self, plan: list[np.ndarray], replicas: np.ndarray) -> list[np.ndarray]:
         """The plan, with empty microbatches where this rank must take part in the collectives of others.
 

@@ -84,6 +84,12 @@ class TensorParallelPlan:
         return any(style in EXPERTS for style in self.styles.values())
 
 
+def num_experts(settings: Any) -> int | None:
+    """Experts of a layer, by the settings of a model's text; None: it is no mixture."""
+    counts = (getattr(settings, name, None) for name in _EXPERT_COUNTS)
+    return next((count for count in counts if isinstance(count, int) and count > 1), None)
+
+
 def check_tensor_parallel(model: str | Path, settings: Any, ranks: int) -> None:
     """See that so many ranks can share a model.
 

@@ -1,0 +1,368 @@
+"""Routers of a mixture of experts: where a model chooses the experts of each token, what it chose, and a choice that is made for it.
+
+The routers of `transformers` compute scores, and `torch.topk` chooses among them. That call alone is answered differently: with the
+experts that a generator took ("router replay", arXiv:2510.11370) and the model's own scores of these, so that weights and gradients
+follow as from a choice of its own. No family is listed: `find_routers` watches a pass, and `agreement.py` tries whether experts follow the
+answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from .tensor_parallel_plan import num_experts
+
+_TOPK = (torch.topk, torch.Tensor.topk)
+_NUMBER = re.compile(r"\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Router:
+    """A module in whose forward pass the experts of a layer are chosen."""
+
+    module: str
+    """Its name in the model."""
+    layer: int
+    call: int
+    """Which of its calls of `torch.topk` on a score for each expert it is; those before it choose groups of experts."""
+    chosen: int
+    """Experts of a token."""
+    logits: int | None
+    """Which of the module's outputs `transformers` declares to be the logits of all experts; None: it declares none."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What the routers of a pass are told of its N tokens."""
+
+    counts: Tensor
+    """[N] float32: how many rows have the token; 0 for one that only fills up."""
+    routes: Tensor | None = None
+    """[N, layers, chosen] integers: the experts to take; None: the routers choose."""
+
+    def spread(self, slots: Tensor, places: int) -> Routing:
+        """The same for tokens that stand at `slots` ([N]) of so many places; nobody reads the others."""
+        counts = self.counts.new_zeros(places).index_put((slots,), self.counts)
+        routes = None
+        if self.routes is not None:
+            routes = _any_experts(self.routes, places)
+            routes[slots] = self.routes
+        return Routing(counts, routes)
+
+    def stretch(self, share: Callable[[Tensor], Tensor], missing: int) -> Routing:
+        """A rank's part, where ranks share tokens.
+
+        Args:
+            share: gives it of [N + missing, ...].
+            missing: tokens that fill up.
+        """
+        routes = self.routes
+        if routes is not None:
+            routes = share(torch.cat([routes, _any_experts(routes, missing)]))
+        return Routing(share(F.pad(self.counts, (0, missing))), routes)
+
+
+def _any_experts(like: Tensor, tokens: int) -> Tensor:
+    """[tokens, layers, chosen] different experts."""
+    _, layers, chosen = like.shape
+    return torch.arange(chosen, dtype=like.dtype, device=like.device).repeat(tokens, layers, 1)
+
+
+@dataclass(frozen=True)
+class Balance:
+    """The gradient of a loss that is linear in the probabilities of routers: factor * sum over tokens, layers and experts e of
+    count * frequencies[e] * probability[e]."""
+
+    factor: float
+    frequencies: Tensor
+    """[experts] float64: times that a token, in the mean over tokens and layers, is sent to each."""
+    added: set[int] = field(default_factory=set)
+    """Routers to whose passes it was added."""
+    reached: set[int] = field(default_factory=set)
+    """Those of them that a backward pass has reached."""
+
+
+class Tally:
+    """What routers did in some passes. All sums are over tokens, each as often as rows have it.
+
+    Args:
+        layers: that have a router.
+    """
+
+    def __init__(self, layers: int, experts: int, device: torch.device) -> None:
+        make = partial(torch.zeros, dtype=torch.float64, device=device)
+        self.loads = make(layers, experts)
+        """[layers, experts]: tokens that were sent to each."""
+        self.probabilities = make(experts)
+        """[experts], over all layers; 0 where a model declares no logits."""
+        self.entropy = make(1)
+        """Of these probabilities, in nats, over all layers."""
+        self.tokens = make(1)
+        """Over all layers."""
+        self.moved = make(1)
+        """Tokens, over all layers, for which other experts were taken than the router would have chosen."""
+
+    @property
+    def flat(self) -> Tensor:
+        """All of it, [n]."""
+        return torch.cat([x.flatten() for x in vars(self).values()])
+
+    def set(self, flat: Tensor) -> None:
+        """Take these numbers, which `flat` gave and ranks have added up."""
+        sizes = [x.numel() for x in vars(self).values()]
+        for own, found in zip(vars(self).values(), flat.split(sizes), strict=True):
+            own.copy_(found.view_as(own))
+
+
+class Routers:
+    """The routers of a model, told before each pass what to do in it, and in its backward pass, which may compute layers again.
+
+    Args:
+        causal_lm: the forward methods of its routers are replaced.
+        routers: what `find_routers` found.
+    """
+
+    def __init__(self, causal_lm: Any, routers: tuple[Router, ...]) -> None:
+        settings = causal_lm.config.get_text_config()
+        self.routers = routers
+        self.layers = int(settings.num_hidden_layers)
+        """Of the model, with and without routers."""
+        self.chosen = routers[0].chosen
+        self.experts = num_experts(settings) or 0
+        self.tally: Tally | None = None
+        """To which the next passes are added; None: to none."""
+        self.balance: Balance | None = None
+        """Whose gradient is added to those of the next passes."""
+        self.taken: list[Tensor | None] | None = None
+        """[tokens, chosen] of each layer of the last pass; filled if it is a list."""
+        self._routing: Routing | None = None
+        self._seen: set[int] = set()
+        self._modules: list[Any] = [causal_lm.get_submodule(router.module) for router in routers]
+        for number, (router, module) in enumerate(zip(routers, self._modules, strict=True)):
+            module.forward = partial(self._route, number, router, module.forward)
+
+    def remove(self) -> None:
+        """Give the routers their own forward methods back."""
+        for module in self._modules:
+            del module.forward
+
+    @property
+    def have_logits(self) -> bool:
+        """Whether the logits of all routers are known."""
+        return all(router.logits is not None for router in self.routers)
+
+    def begin(self, routing: Routing | None) -> None:
+        """A pass begins, of tokens of which the routers are told this."""
+        self._routing = routing
+        self._seen.clear()
+        if self.taken is not None:
+            self.taken = [None for _ in range(self.layers)]
+
+    @contextmanager
+    def watched(self, device: torch.device, balance: Balance | None = None) -> Iterator[Tally]:
+        """Tally passes, and add the gradient of a balance to theirs."""
+        self.tally, self.balance = Tally(len(self.routers), self.experts, device), balance
+        try:
+            yield self.tally
+        finally:
+            self.tally = self.balance = None
+
+    @contextmanager
+    def recorded(self) -> Iterator[Routers]:
+        """Keep what the next pass takes, for `routes`."""
+        self.taken = []
+        self.begin(None)
+        try:
+            yield self
+        finally:
+            self.taken = None
+
+    @property
+    def routes(self) -> Tensor:
+        """[tokens, layers, chosen] int64: the experts of the last pass that was recorded; 0 in layers that have no router."""
+        assert self.taken is not None
+        like = next(found for found in self.taken if found is not None)
+        return torch.stack([torch.zeros_like(like) if found is None else found for found in self.taken], 1)
+
+    def _route(self, number: int, router: Router, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        again = number in self._seen  # activations are computed a second time
+        self._seen.add(number)
+        with _Answering(self.experts, router.call, partial(self._choose, number, router, again)):
+            outputs = forward(*args, **named)
+        if router.logits is None or (self.balance is None and self.tally is None):
+            return outputs
+        whole = outputs if isinstance(outputs, tuple) else (outputs,)
+        logits, counts = whole[router.logits], self._counts(whole[router.logits])
+        if self.tally is not None and not again:
+            with torch.no_grad():
+                logprobs = logits.float().log_softmax(-1).flatten(0, -2)
+                self.tally.probabilities += counts.to(self.tally.loads) @ logprobs.exp().to(self.tally.loads)
+                self.tally.entropy -= counts @ (logprobs.exp() * logprobs).sum(-1)
+        if self.balance is None or not logits.requires_grad:
+            return outputs
+        # The gradient takes the way of what the layer goes on with: nothing else is sure to be reached by the backward pass.
+        others = (at for at, x in enumerate(whole) if at != router.logits and x.requires_grad)
+        carrier = next(others, router.logits)
+        self.balance.added.add(number)
+        carried = _Balanced.apply(whole[carrier], logits, counts, self.balance, number)
+        whole = (*whole[:carrier], carried, *whole[carrier + 1 :])
+        return whole if isinstance(outputs, tuple) else whole[0]
+
+    def _choose(self, number: int, router: Router, again: bool, scores: Tensor, topk: Callable[[], Any]) -> Any:
+        """The answer of `torch.topk`: [..., chosen] scores and numbers of experts, of [..., experts] scores."""
+        routes = None if self._routing is None else self._routing.routes
+        if routes is None:
+            found = topk()
+            indices: Tensor = found.indices
+        else:
+            indices = routes[:, router.layer].long().view(*scores.shape[:-1], router.chosen)
+            found = torch.return_types.topk((scores.gather(-1, indices), indices))  # pyright: ignore[reportAttributeAccessIssue]
+        if again:
+            return found
+        of_tokens = indices.flatten(0, -2)
+        if self.taken is not None:
+            self.taken[router.layer] = of_tokens
+        if self.tally is not None:
+            tally, counts = self.tally, self._counts(scores).to(self.tally.loads)
+            tally.loads[number].index_add_(0, of_tokens.flatten(), counts.repeat_interleave(of_tokens.shape[-1]))
+            tally.tokens += counts.sum()
+            if routes is not None:
+                with torch.no_grad():  # what is kept for the backward pass must be the same the second time
+                    own = topk().indices.flatten(0, -2).sort(-1).values
+                tally.moved += counts @ (own != of_tokens.sort(-1).values).any(-1).to(counts)
+        return found
+
+    def _counts(self, of_experts: Tensor) -> Tensor:
+        """[N] float32, for [..., experts] of N tokens."""
+        if self._routing is None:
+            return torch.ones(of_experts.shape[:-1].numel(), device=of_experts.device)
+        return self._routing.counts
+
+
+class _Balanced(torch.autograd.Function):
+    """Passes a tensor on, and adds the gradient of a `Balance` to that of logits."""
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, logits: Tensor, counts: Tensor, balance: Balance, number: int) -> Tensor:
+        ctx.save_for_backward(logits, counts)
+        ctx.balance, ctx.number = balance, number
+        return carrier.view_as(carrier)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        logits, counts = ctx.saved_tensors
+        ctx.balance.reached.add(ctx.number)
+        return gradients[0], balance_gradient(logits, counts, ctx.balance), None, None, None
+
+
+def balance_gradient(logits: Tensor, counts: Tensor, balance: Balance) -> Tensor:
+    """[..., experts]: the gradient of a `Balance` with respect to logits, p_j (f_j - sum_e f_e p_e), times the factor and counts [N]."""
+    own = logits if logits.dtype == torch.float64 else logits.float()
+    probabilities = own.softmax(-1)
+    frequencies = balance.frequencies.to(own)
+    centred = frequencies - (probabilities @ frequencies)[..., None]
+    weights = (balance.factor * counts).to(own).view(*logits.shape[:-1], 1)
+    return (weights * probabilities * centred).to(logits.dtype)
+
+
+class _Answering(TorchFunctionMode):
+    """Answers one call of `torch.topk` on scores of all experts, by its number."""
+
+    def __init__(self, experts: int, call: int, answer: Callable[[Tensor, Callable[[], Any]], Any]) -> None:
+        super().__init__()
+        self._experts, self._call, self._answer, self._calls = experts, call, answer, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = partial(func, *args, **(kwargs or {}))
+        if not _is_choice(func, args, kwargs, self._experts):
+            return call()
+        self._calls += 1
+        return self._answer(_scores(args, kwargs), call) if self._calls - 1 == self._call else call()
+
+
+class _Watching(TorchFunctionMode):
+    """Says whenever `torch.topk` is called on scores of all experts, and what it chose."""
+
+    def __init__(self, experts: int, seen: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._experts, self._seen = experts, seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if _is_choice(func, args, kwargs, self._experts):
+            self._seen(found.indices)
+        return found
+
+
+def _is_choice(func: Any, args: Any, kwargs: Any, experts: int) -> bool:
+    return func in _TOPK and _scores(args, kwargs).shape[-1] == experts
+
+
+def _scores(args: Any, kwargs: Any) -> Tensor:
+    return args[0] if args else kwargs["input"]
+
+
+def find_routers(causal_lm: Any, run: Callable[[], object]) -> tuple[tuple[Router, ...], Tensor]:
+    """The routers of a model, in the order of its layers, and what they chose in a pass.
+
+    Args:
+        run: one pass of T tokens.
+
+    Returns:
+        (none where a layer chooses in several modules, or its number is in no name; [T, layers, chosen] int64 as in `Routers.routes`)
+    """
+    settings = causal_lm.config.get_text_config()
+    experts, nothing = num_experts(settings), ((), torch.zeros(0, 0, 0, dtype=torch.int64))
+    if experts is None:
+        return nothing
+    names = {module: name for name, module in causal_lm.named_modules()}
+    inside: list[nn.Module] = []
+    calls: dict[nn.Module, list[Tensor]] = {}
+    hooks: list[Any] = []
+
+    def leave(*_: Any) -> None:
+        inside.pop()
+
+    for module in names:
+        hooks.append(module.register_forward_pre_hook(lambda module, _: inside.append(module)))
+        hooks.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        with _Watching(experts, lambda chosen: calls.setdefault(inside[-1], []).append(chosen.flatten(0, -2))):
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    found: dict[int, tuple[Router, Tensor]] = {}
+    for module, chosen in calls.items():
+        layer = _NUMBER.search(names[module])
+        if layer is None or int(layer[1]) in found:
+            return nothing
+        logits = _logits_of(causal_lm, module)
+        router = Router(names[module], int(layer[1]), len(chosen) - 1, chosen[-1].shape[-1], logits)
+        found[router.layer] = router, chosen[-1]
+    if len({taken.shape for _, taken in found.values()}) != 1:
+        return nothing
+    none = torch.zeros_like(next(iter(found.values()))[1])
+    taken = [found[layer][1] if layer in found else none for layer in range(settings.num_hidden_layers)]
+    return tuple(found[layer][0] for layer in sorted(found)), torch.stack(taken, 1)
+
+
+def _logits_of(causal_lm: Any, module: nn.Module) -> int | None:
+    """Which output of a router `transformers` records as `router_logits`."""
+    for part in causal_lm.modules():
+        recorded: Any = getattr(part, "_can_record_outputs", None)
+        recorder: Any = recorded.get("router_logits") if isinstance(recorded, dict) else None
+        kind = getattr(recorder, "target_class", None)
+        if kind is not None and isinstance(module, kind) and kind is not nn.Linear:
+            return int(recorder.index)
+    return None
