@@ -20,6 +20,8 @@ from pathlib import Path
 from ..dataflow.buffer.run_files import ALERTS
 from ..dataflow.redaction import redacted
 
+MOST_BYTES = 32 << 20
+"""Of the alerts of a run that are read: a damaged file may have any number."""
 MAX_PENDING = 1000
 """Alerts that are kept while the file cannot be written; the oldest are given up."""
 
@@ -98,7 +100,7 @@ MAX_STEP = 1 << 53
 
 
 def read_alerts(run: Path) -> list[Alert]:
-    """The alerts of a run, oldest first; none where it has none.
+    """The alerts of a run, oldest first, those in the last MOST_BYTES of its file; none where it has none.
 
     A line that is no alert (torn by a full disk, say) is left out.
 
@@ -106,7 +108,9 @@ def read_alerts(run: Path) -> list[Alert]:
         run: its directory.
     """
     try:
-        lines = (run / ALERTS).read_text(errors="replace").splitlines()
+        with (run / ALERTS).open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - MOST_BYTES))
+            lines = file.read(MOST_BYTES).decode(errors="replace").splitlines()
     except OSError:
         return []
     found: list[Alert] = []

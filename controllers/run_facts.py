@@ -20,6 +20,9 @@ from .telling.records import metric_of
 if TYPE_CHECKING:
     import pyarrow as pa
 
+MOST_CONFIG = 16 << 20
+"""Bytes of a configuration that are read: it is read each time that somebody asks for the run."""
+
 
 @dataclass(frozen=True)
 class RunFacts:
@@ -119,7 +122,10 @@ def facts_of(run: Path, last: Mapping[str, float] | None = None) -> RunFacts:
 
 def _config(run: Path, damage: list[str]) -> Mapping[str, Any]:
     try:
-        found = json.loads((run / CONFIG).read_text())
+        path = run / CONFIG
+        if path.stat().st_size > MOST_CONFIG:
+            raise ValueError(f"it has {path.stat().st_size / 1e6:.0f} MB; no configuration is so large")
+        found = json.loads(path.read_text())
         if not isinstance(found, dict):
             raise ValueError("it is not an object")
         return found

@@ -7,6 +7,7 @@
 |---|---|
 | `first`, `second` | the same training with two seeds and two learning rates; done, with evaluations and checkpoints |
 | `ahead` | asynchronous: responses with tokens of two versions |
+| `dialogues` | a model that calls a calculator: conversations |
 | `ranks` | under Ray: two ranks generate, two train, two score |
 | `killed` | its process was killed in the middle of a step |
 | `failed` | its reward function raises |
@@ -26,11 +27,15 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE.parent.parent)]
-ENDED = ("first", "second", "ahead", "ranks", "killed", "failed", "nothing")
+ENDED = ("first", "second", "ahead", "ranks", "dialogues", "killed", "failed", "nothing")
 
 
 def train(root: Path, name: str) -> None:
     """One of these runs."""
+    if name == "dialogues":
+        import tool_dialogues
+
+        return tool_dialogues.train(root)
     import weft
     from examples.arithmetic import make_data, make_model, right_digits
     from weft.algorithms.evaluation import evaluate

@@ -1,14 +1,16 @@
 // Two runs beside each other: what was set differently, what was installed differently, and what came of it.
 import { get } from "./api.js";
+import { load as loadCurves, panel } from "./curves.js";
 import { h } from "./dom.js";
 import { bytes, count, duration, number, percent, signed } from "./format.js";
-import { link } from "./route.js";
+import { joined, link } from "./route.js";
 import { empty, table } from "./table.js";
 import { block, line } from "./text.js";
 
 async function load({ params }, signal) {
   if (!params.run || !params.with || params.run === params.with) return { choose: true };
-  return get("compare", { a: params.run, b: params.with }, signal);
+  const [found, curves] = await Promise.all([get("compare", { a: params.run, b: params.with }, signal), loadCurves({ params: { run: params.run, runs: joined([params.with]) } }, signal)]);
+  return { ...found, curves };
 }
 
 const shown = (value) => (value == null ? "–" : typeof value === "number" ? number(value) : line(typeof value === "object" ? JSON.stringify(value) : value, 300));
@@ -18,16 +20,27 @@ function differences(title, rows, data, same) {
   return [h("h2", { key: `${title}-title` }, title), rows?.length ? h("div", { class: "panel", key: title }, table(columns, rows, { label: title, key: (row) => row.name })) : h("p", { class: "soft", key: title }, same)];
 }
 
-const formOf = (name) => (name.endsWith("_bytes") ? bytes : name.endsWith("_s") && !name.endsWith("per_s") ? duration : /(_share|_rate|_fraction)$/.test(name) ? percent : number);
+const FORMS = { bytes, s: duration, "0 to 1": percent };
+const formOf = (row) => FORMS[row.unit] ?? number;
+const OVERLAID = 6; // curves of both runs
 
-function metrics(data) {
+/** The first curves of both; what is done to one of them goes on at the page of curves. */
+function overlaid({ curves, a, b }, { go }) {
+  if (!curves.cards.length) return null;
+  const set = (changes) => go("curves", { run: a, runs: joined([b]), ...changes });
+  return [h("h2", { key: "curves-title" }, "Curves"), h("div", { class: "cards", key: "curves" }, curves.cards.slice(0, OVERLAID).map((card) => panel(card, curves, { params: {}, set })))];
+}
+
+function metrics(data, { params, set }) {
   const different = (data.metrics ?? []).filter((row) => row.a !== row.b);
   const equal = (data.metrics ?? []).length - different.length;
+  const difference = (row) => (row.a == null || row.b == null ? null : row.b - row.a);
   const columns = [
-    { name: "name", title: "Metric", cell: (row) => h("a", { href: link("curves", { run: data.a, runs: data.b, q: row.name }) }, line(row.name, 90)) }, { name: "a", title: line(data.a, 40), n: true, cell: (row) => formOf(row.name)(row.a) },
-    { name: "b", title: line(data.b, 40), n: true, cell: (row) => formOf(row.name)(row.b) }, { name: "difference", title: "Difference", n: true, cell: (row) => (row.a == null || row.b == null ? "–" : formOf(row.name) === number ? signed(row.b - row.a) : formOf(row.name)(Math.abs(row.b - row.a))) },
+    { name: "name", title: "Metric", value: (row) => row.name, cell: (row) => h("a", { href: link("curves", { run: data.a, runs: data.b, q: row.name }) }, line(row.name, 90)) }, { name: "a", title: line(data.a, 40), n: true, value: (row) => row.a, cell: (row) => formOf(row)(row.a) },
+    { name: "b", title: line(data.b, 40), n: true, value: (row) => row.b, cell: (row) => formOf(row)(row.b) },
+    { name: "difference", title: "Difference", n: true, value: difference, cell: (row) => { const by = difference(row); return by == null || formOf(row) === number ? signed(by) : `${by > 0 ? "+" : by < 0 ? "−" : ""}${formOf(row)(Math.abs(by))}`; } },
   ];
-  return data.metrics?.length ? [h("h2", { key: "metrics-title" }, "Metrics", h("small", {}, `at the last step that both have${equal ? `; ${count(equal)} are equal and not listed` : ""}`)), h("div", { class: "panel", key: "metrics" }, table(columns, different, { label: "metrics", key: (row) => row.name }))] : null;
+  return data.metrics?.length ? [h("h2", { key: "metrics-title" }, "Metrics", h("small", {}, `at the last step that both have${equal ? `; ${count(equal)} are equal and not listed` : ""}`)), h("div", { class: "panel", key: "metrics" }, table(columns, different, { sort: params.sort ?? "", sorts: (sort) => set({ sort }), label: "metrics", key: (row) => row.name }))] : null;
 }
 
 function first(data, { render }) {
@@ -44,7 +57,7 @@ function picker({ params, set, runs }) {
 
 function view(data, context) {
   if (data.choose) return [picker(context), empty("Choose two runs.", "Their settings, versions, data, metrics and the first sample that differs are laid beside each other.")];
-  return [picker(context), differences("Settings", data.settings, data, "Both runs have the same settings."), differences("Versions", data.versions, data, "Both ran with the same versions."), differences("Data", data.data, data, "Both read the same data."), metrics(data), first(data, context)];
+  return [picker(context), differences("Settings", data.settings, data, "Both runs have the same settings."), differences("Versions", data.versions, data, "Both ran with the same versions."), differences("Data", data.data, data, "Both read the same data."), overlaid(data, context), metrics(data, context), first(data, context)];
 }
 
 export const compare = { title: "Compare", loads: ["run", "with"], follows: ["metrics", "status"], load, view };

@@ -2,8 +2,8 @@
 import { get } from "./api.js";
 import { chart } from "./chart.js";
 import { h, widget } from "./dom.js";
-import { measured, number } from "./format.js";
-import { joined, parted } from "./route.js";
+import { ago, measured, number } from "./format.js";
+import { joined, link, parted } from "./route.js";
 import { smooth, together } from "./smooth.js";
 import { empty } from "./table.js";
 import { line } from "./text.js";
@@ -14,7 +14,7 @@ const FEW = 20; // points that are drawn as they are
 const AXES = { step: "steps", time_s: "time", samples: "samples" };
 const COLOURS = ["--s1", "--s2", "--s3", "--s4", "--s5", "--s6", "--s7", "--s8"];
 const SMOOTHING = "0.6";
-const UNITS = { "0 to 1": "", "of the reward": "", "nats/token": "nats a token" };
+const UNITS = { "0 to 1": "", "of the reward": "", "of the gradient": "", "tokens/s": "", ratio: "", "nats/token": "nats a token" };
 
 const runsOf = (params) => [params.run, ...parted(params.runs)].filter((run, place, all) => run && all.indexOf(run) === place);
 
@@ -32,7 +32,7 @@ function wanted({ cards, metrics }, search) {
   return metrics.filter(hits).sort((a, b) => named(b) - named(a)).slice(0, FOUND).map(cardOf);
 }
 
-async function load({ params }, signal) {
+export async function load({ params }, signal) {
   const runs = runsOf(params);
   const known = await get("metrics", { runs: joined(runs) }, signal);
   const cards = wanted(known, params.q);
@@ -51,7 +51,7 @@ function drawn(card, run, place, data, weight, large) {
   const find = (name) => name && data.series.find((one) => one.run === run && one.name === name);
   const several = data.runs.length > 1;
   const gentle = (y) => (y.length > FEW ? smooth(y, weight) : y);
-  return card.names.flatMap((name, index) => {
+  return (several ? card.names.slice(0, 1) : card.names).flatMap((name, index) => {
     const curve = find(name);
     if (!curve || !curve.x.length) return [];
     const shade = COLOURS[(several ? place : index) % COLOURS.length];
@@ -106,7 +106,7 @@ function formed(value, card) {
   return measured(value, UNITS[card.unit] ?? card.unit);
 }
 
-function panel(card, data, { params, set }) {
+export function panel(card, data, { params, set }) {
   const weight = Number(params.smooth ?? SMOOTHING);
   const large = params.big === card.id;
   const series = params.band && data.runs.length > 1 ? banded(card, data, weight) : data.runs.flatMap((run, place) => drawn(card, run, place, data, weight, large));
@@ -117,7 +117,7 @@ function panel(card, data, { params, set }) {
   const explain = [card.names.join(", "), card.meaning, card.good && `Good: ${card.good}.`, card.bad && `Bad: ${card.bad}.`].filter(Boolean).join("\n");
   const now = nowOf(card, data);
   return h("section", { class: `panel card ${large ? "large" : ""} ${now.length > 1 ? "many" : ""}`, key: card.id },
-    h("div", { class: "top" }, h("h3", { class: "name", title: explain }, card.title),
+    h("div", { class: "top" }, h("h3", { class: "name", title: explain }, card.title, data.runs.length > 1 && card.names.length > 1 ? h("small", {}, short(card.names, card.names[0])) : null),
       h("button", { class: "grow", "aria-pressed": String(large), "aria-label": `${large ? "smaller" : "larger"}: ${card.title}`, on: { click: () => set({ big: large ? "" : card.id }) } }, large ? "▣" : "⤢")),
     h("div", { class: "now" }, now.length ? now : h("small", {}, "not measured yet")),
     large && card.meaning ? h("p", { class: "small soft" }, `${card.names.join(", ")}: ${card.meaning}.`, card.good ? ` Good: ${card.good}.` : "", card.bad ? ` Bad: ${card.bad}.` : "") : null,
@@ -155,7 +155,14 @@ function view(data, context) {
   const foot = marked.length ? h("p", { class: "faint small", key: "marks" }, `Vertical lines: ${marked.join(", ")}. Drag to zoom, double-click for the whole run.`) : null;
   const order = params.big ? [...data.cards].sort((a, b) => (b.id === params.big) - (a.id === params.big)) : data.cards;
   const early = facts && !facts.step ? h("p", { class: "panel notice", key: "early" }, facts.status === "running" ? "No step is over yet: most curves begin with the first." : "This run ended before its first step was over.") : null;
-  return [...head, early, h("div", { class: "cards", key: "cards" }, order.map((card) => panel(card, data, context))), foot];
+  return [...head, early, warning(facts), h("div", { class: "cards", key: "cards" }, order.map((card) => panel(card, data, context))), foot];
+}
+
+/** The last alert of the run, where the curves that it is about are. */
+function warning(facts) {
+  const last = facts?.why ? null : facts?.trouble;
+  if (!last) return null;
+  return h("p", { class: "panel alert", key: "alert" }, h("span", {}, h("b", {}, `▲ ${line((last.name ?? "alert").replaceAll("_", " "), 60)} `), line(last.text, 300)), h("a", { href: link("alerts", { run: facts.run }) }, `step ${number(last.step)} · ${ago(last.at)}`));
 }
 
 function zoomed(factor, move) {

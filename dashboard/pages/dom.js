@@ -63,8 +63,9 @@ function update(old, next) {
   }
   for (const type of Object.keys(next.listens ?? {})) old.addEventListener(type, dispatch); // the same function: added once
   old.listens = next.listens;
-  for (const { name } of [...old.attributes]) if (name !== "style" && !next.hasAttribute(name)) old.removeAttribute(name);
-  for (const { name, value } of next.attributes) if (name !== "style" && old.getAttribute(name) !== value) old.setAttribute(name, value);
+  const kept = (name) => name === "style" || (name === "open" && old.nodeName === "DETAILS"); // what a person has unfolded stays so
+  for (const { name } of [...old.attributes]) if (!kept(name) && !next.hasAttribute(name)) old.removeAttribute(name);
+  for (const { name, value } of next.attributes) if (!kept(name) && old.getAttribute(name) !== value) old.setAttribute(name, value);
   if (old.make) return void old.component?.update((old.props = next.props));
   if (old.style.cssText !== next.style.cssText) old.style.cssText = next.style.cssText;
   if (old !== document.activeElement) for (const name of ["value", "checked"]) if (name in next && old[name] !== next[name]) old[name] = next[name];

@@ -7,7 +7,7 @@ import { link } from "./route.js";
 import { empty, table } from "./table.js";
 import { line } from "./text.js";
 
-const WIDTH = 150;
+const WIDTH = 160;
 const HEIGHT = 76;
 const MARGIN = 10;
 const ARROWS = [["arrow", "tip-ink"], ["arrow-weights", "tip-accent"]];
@@ -45,7 +45,7 @@ function box(node, { x, y }, chosen, choose) {
     s("title", {}, `${line(node.name)}\n${rows}`),
     s("rect", { class: "box", x, y, width: WIDTH, height: HEIGHT, rx: 8 }),
     s("circle", { class: node.busy ? "tip-busy pulse" : "tip-idle", cx: x + WIDTH - 14, cy: y + 15, r: 4 }),
-    s("text", { class: "nm", x: x + 12, y: y + 20 }, cut(line(short(node.name)), 15)),
+    s("text", { class: "nm", x: x + 12, y: y + 20 }, cut(line(short(node.name)), 16)),
     s("text", { class: "gr", x: x + 12, y: y + 35 }, cut(line(runs), 23)),
     bar(node, x + 12, y + 44),
     s("text", { class: "ct", x: x + 12, y: y + 66 }, cut(line(noteOf(node)), 23)));
@@ -54,6 +54,8 @@ function box(node, { x, y }, chosen, choose) {
 function path(from, to, down) {
   const [x1, y1, x2, y2] = down ? [from.x + WIDTH / 2, from.y + HEIGHT, to.x + WIDTH / 2, to.y - 2] : [from.x + WIDTH, from.y + HEIGHT / 2, to.x - 2, to.y + HEIGHT / 2];
   const [mx, my] = [(x1 + x2) / 2, (y1 + y2) / 2];
+  const bend = x2 - 44; // a long edge keeps its height until it is past the layers between, whose nodes stand elsewhere
+  if (!down && x2 - x1 > WIDTH) return { d: `M${x1} ${y1}L${bend} ${y1}C${bend + 24} ${y1} ${x2 - 24} ${y2} ${x2} ${y2}`, x: mx, y: y1 };
   return { d: down ? `M${x1} ${y1}C${x1} ${my} ${x2} ${my} ${x2} ${y2}` : `M${x1} ${y1}C${mx} ${y1} ${mx} ${y2} ${x2} ${y2}`, x: mx, y: my };
 }
 
@@ -72,7 +74,7 @@ export function weightsText(edge) {
   if (edge.behind != null) parts.push(`${number(edge.behind)} updates old`);
   if (edge.age_s != null) parts.push(`${duration(edge.age_s)} ago`);
   const moved = [edge.bytes != null && bytes(edge.bytes), edge.transfer_s != null && `in ${duration(edge.transfer_s)}`, edge.pause_s != null && `pause ${duration(edge.pause_s)}`].filter(Boolean);
-  return [parts.join(", "), moved.join(" ")].filter(Boolean).join(" · ");
+  return [parts.join(", "), moved.join(", ").replace(", in ", " in ")].filter(Boolean).join(" · ");
 }
 
 function weights(edges, nodes, places, size, down) {
@@ -92,10 +94,18 @@ function weights(edges, nodes, places, size, down) {
   });
 }
 
+/** Edges without those that a longer way makes plain: what comes by way of another node waits for that one. Their columns are at the nodes. */
+function shortest(edges) {
+  const after = new Map();
+  for (const edge of edges) after.set(edge.from, [...(after.get(edge.from) ?? []), edge.to]);
+  const reaches = (from, to, seen = new Set()) => (after.get(from) ?? []).some((next) => next === to || (!seen.has(next) && seen.add(next) && reaches(next, to, seen)));
+  return edges.filter((edge) => !(after.get(edge.from) ?? []).some((next) => next !== edge.to && reaches(next, edge.to)));
+}
+
 function map(name, data, { params, set }) {
   const nodes = data.nodes.filter((node) => (node.graph ?? "") === name);
   const names = nodes.map((node) => node.name);
-  const edges = data.edges.filter((edge) => names.includes(edge.from) && names.includes(edge.to));
+  const edges = shortest(data.edges.filter((edge) => names.includes(edge.from) && names.includes(edge.to)));
   const down = innerWidth < 900 && nodes.length > 2;
   const room = innerWidth - (innerWidth > 760 ? 208 + 48 : 24) - 26 - 2 * MARGIN;
   const size = layout(names, edges.map((edge) => [edge.from, edge.to]), { width: WIDTH, height: HEIGHT, gapAlong: down ? 40 : (layers) => Math.max(40, Math.min(110, (room - layers * WIDTH) / Math.max(1, layers - 1))), gapAcross: down ? 16 : 30, down });

@@ -7,6 +7,8 @@ import { joined, link, parted } from "./route.js";
 import { empty, sorted, table } from "./table.js";
 import { line } from "./text.js";
 
+const SHOWN = 200; // rows of the table: a folder may have thousands of runs
+
 const chosen = (params) => parted(params.runs);
 
 function spark(values) {
@@ -53,16 +55,18 @@ function matching(data, params) {
 
 function view(data, context) {
   const { params, set } = context;
+  const most = Number(params.most) || SHOWN;
   if (!data.runs.length) return [h("h1", { class: "hidden-text" }, "Runs"), empty("No run yet.", `Runs under ${line(data.folder ?? "this folder")} appear here as they start; nothing needs to be reloaded.`)];
   const rows = matching(data, params);
   const marked = chosen(params);
   const states = [...new Set(data.runs.map((run) => run.status))];
-  const filter = h("input", { type: "search", placeholder: "Filter: name, status, setting, trouble", "aria-label": "filter runs", value: params.q ?? "", on: { input: (event) => set({ q: event.target.value }) } });
+  const filter = h("input", { type: "search", placeholder: "Filter by name or setting", "aria-label": "filter runs", value: params.q ?? "", on: { input: (event) => set({ q: event.target.value }) } });
   const state = (name) => h("button", { class: "chip", "aria-pressed": String(params.status === name), on: { click: () => set({ status: params.status === name ? "" : name }) } }, `${statusOf({ status: name }).word} ${data.runs.filter((run) => run.status === name).length}`);
   const lay = marked.length ? h("a", { class: "button", href: link("curves", { run: marked[0], runs: joined(marked.slice(1)) }) }, `Curves of ${marked.length} ${marked.length === 1 ? "run" : "runs"}`) : h("span", { class: "faint small" }, "Tick runs to lay them over one another.");
   const two = marked.length === 2 ? h("a", { class: "button", href: link("compare", { run: marked[0], with: marked[1] }) }, "Compare the two") : null;
-  const list = rows.length ? h("div", { class: "panel", key: "table" }, table(columns(context), rows, { sort: params.sort ?? "-updated", sorts: (sort) => set({ sort }), key: (run) => run.run, on: (run) => run.run === params.at, label: "runs" })) : empty("No run matches.", "The filter looks at names, states, settings and troubles.");
-  return [h("div", { class: "toolbar", key: "toolbar" }, filter, h("span", { class: "chips" }, states.map(state)), h("span", { class: "fill" }), lay, two), list];
+  const list = rows.length ? h("div", { class: "panel", key: "table" }, table(columns(context), sorted(columns(context), rows, params.sort ?? "-updated").slice(0, most), { sort: params.sort ?? "-updated", sorts: (sort) => set({ sort }), key: (run) => run.run, on: (run) => run.run === params.at, label: "runs" })) : empty("No run matches.", "The filter looks at names, states, settings and troubles.");
+  return [h("div", { class: "toolbar", key: "toolbar" }, filter, h("span", { class: "chips" }, states.map(state)), h("span", { class: "fill" }), lay, two), list,
+    rows.length > most ? h("p", { class: "row", key: "more" }, h("span", { class: "soft small" }, `${count(most)} of ${count(rows.length)} runs.`), h("button", { on: { click: () => set({ most: most + SHOWN }) } }, `${count(Math.min(SHOWN, rows.length - most))} more`)) : null];
 }
 
 function step(by) {

@@ -9,6 +9,7 @@ import { empty } from "./table.js";
 import { block, line, visible } from "./text.js";
 import { stepsChip, stepsOf } from "./zoom.js";
 import { SHADES, ramp, scaleOf, shadeOfColumn, tokens } from "./tokens.js";
+import { promptTurns, responseTurns } from "./turns.js";
 
 const AGAIN_MS = 700;
 
@@ -54,14 +55,6 @@ function versions(sample) {
   return h("span", {}, low === high ? `v${low}` : `v${low} → v${high}`);
 }
 
-function turns(sample, render) {
-  return sample.turns.map((turn, place) => {
-    const body = [block(`${sample.id}/turn${place}`, turn.text, render), (turn.tool_calls ?? []).map((call) => h("details", {}, h("summary", {}, `calls ${line(call.name ?? call.function?.name ?? "a tool", 80)}`), block(`${sample.id}/call${place}`, typeof call === "string" ? call : JSON.stringify(call, null, 2), render)))];
-    if (turn.role === "tool") return h("details", { class: "turn tool" }, h("summary", {}, `tool: ${line(turn.name ?? "", 60)} ${count((turn.text ?? "").length)} characters`), body);
-    return h("div", { class: `turn ${turn.role}` }, h("p", { class: "small soft" }, line(turn.role, 30)), body);
-  });
-}
-
 function response(sample, by, scale, context) {
   const { params, set, run, render } = context;
   const on = String(params.sample) === String(sample.id);
@@ -70,10 +63,11 @@ function response(sample, by, scale, context) {
   const figure = (label, value) => (value == null ? null : h("span", {}, `${label} `, h("b", {}, value)));
   const length = sample.cut ?? sample.tokens?.length;
   const scalars = Object.entries(sample.scalars ?? {}).filter(([, value]) => value != null && typeof value !== "object");
-  const body = sample.turns?.length && params.as !== "tokens" ? turns(sample, render) : sample.tokens?.length && (params.as === "tokens" || !unnamed(sample)) ? widget(tokens, { sample, by, scale }, { class: "figured" }) : block(`${sample.id}/response`, sample.response, render);
+  const body = sample.turns?.length && params.as !== "tokens" ? responseTurns(sample, by, scale, render) : sample.tokens?.length && (params.as === "tokens" || !unnamed(sample)) ? widget(tokens, { sample, by, scale }, { class: "figured" }) : block(`${sample.id}/response`, sample.response, render);
   return h("article", { class: `panel response ${on ? "on" : ""}`, key: `s${sample.id}`, "aria-label": `response ${sample.id}` },
     h("div", { class: "meta" }, figure("reward", number(sample.reward)), sample.advantage != null ? figure("advantage", signed(sample.advantage)) : null, length != null ? h("span", {}, `${count(length)} tokens`) : null, versions(sample), sample.truncated ? h("span", { class: "busy-text" }, "truncated") : null,
       h("span", { class: "fill" }), h("a", { href: link("samples", { run, group: sample.group ?? params.group, sample: sample.id }), title: "permanent link" }, `#${sample.id}`), chip("diff", picked.includes(String(sample.id)), pick, `compare response ${sample.id}`)),
+    sample.own_prompt ? h("details", {}, h("summary", {}, "its own prompt"), sample.prompt_turns?.length ? promptTurns(`${sample.id}/prompt`, sample.prompt_turns, render) : block(`${sample.id}/prompt`, sample.prompt, render, { class: "prompt" })) : null,
     body,
     scalars.length ? h("details", {}, h("summary", {}, `${scalars.length} more columns`), h("dl", { class: "keys small" }, scalars.map(([name, value]) => [h("dt", { class: "faint" }, line(name)), h("dd", {}, typeof value === "number" ? number(value) : line(value, 500))]))) : null);
 }
@@ -102,14 +96,15 @@ function detail(data, context) {
   const by = known.includes(params.by) ? params.by : (known.find((name) => name === "gap") ?? known[0]);
   const scale = by ? scaleOf(group.samples, by) : null;
   const key = group.prompt_key;
-  const other = group.samples.some((sample) => sample.turns?.length || unnamed(sample));
+  const other = group.turns?.length || group.samples.some((sample) => sample.turns?.length || unnamed(sample));
   return h("div", { class: "detail", key: `g${group.group}` },
     h("div", { class: "row" }, h("h2", {}, `Group ${count(group.group)}`, h("small", {}, `step ${count(group.step)} · ${group.samples.length} responses`)), h("span", { class: "fill" }),
       key != null ? h("button", { on: { click: () => set({ key: params.key ? "" : key }) } }, "Over training") : null,
       other ? chip("as tokens", params.as === "tokens", () => set({ as: params.as === "tokens" ? "" : "tokens" })) : null,
       chip("side by side", !params.stack, () => set({ stack: !params.stack }))),
     group.why ? h("p", { class: "panel notice" }, line(group.why, 1000)) : null,
-    block(`${group.group}/prompt`, group.prompt, render, { class: "prompt" }),
+    group.turns?.length && params.as !== "tokens" ? promptTurns(`${group.group}/prompt`, group.turns, render) : block(`${group.group}/prompt`, group.prompt, render, { class: "prompt" }),
+    group.answer ? h("p", { class: "meta" }, "answer ", h("b", { class: "mono" }, line(group.answer, 300))) : null,
     data.prompt ? overTraining(data.prompt, context) : null,
     known.length ? h("div", { class: "row" }, h("span", { class: "chips", role: "group", "aria-label": "tokens are coloured by" }, known.map((name) => chip(shadeOfColumn(name).title, name === by, () => set({ by: name })))), h("span", { class: "fill" }), ramp(by, scale)) : null,
     known.length ? h("p", { class: "faint small" }, "Point at a token for its figures, or go to a response with Tab and use the arrow keys. Underlined: written by a newer policy.") : null,

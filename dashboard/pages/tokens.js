@@ -12,6 +12,8 @@ export const SHADES = {
   logprob: { title: "log-probability", size: (v) => -v, ends: ["likely", "unlikely"], least: 1 },
   entropy: { title: "entropy", size: (v) => v, ends: ["certain", "undecided"], least: 0.5 },
   gap: { title: "gap", size: Math.abs, ends: ["trainer and generator agree", "they differ"], least: 1e-6 },
+  trainer_logprob: { title: "trainer's log-probability", size: (v) => -v, ends: ["likely", "unlikely"], least: 1 },
+  reference_logprob: { title: "reference's log-probability", size: (v) => -v, ends: ["likely", "unlikely"], least: 1 },
   ratio: { title: "ratio", size: (v) => Math.abs(Math.log(Math.max(1e-9, v))), sign: (v) => v - 1, ends: ["less likely now", "more likely now"], least: 1e-3 },
   advantage: { title: "advantage", size: Math.abs, sign: (v) => v, ends: ["worse", "better"], least: 1e-6 },
   mask: { title: "mask", size: () => 0, ends: ["not trained on (faint)", ""], least: 1 },
@@ -45,6 +47,14 @@ export function ramp(by, scale) {
   return h("span", { class: "ramp" }, `${title}: ${ends[0]} `, steps.map((shade) => h("i", { class: shade })), ` ${ends[1]}${figures}`);
 }
 
+export const oldestOf = (sample) => (sample.columns?.version ?? []).reduce((a, b) => Math.min(a, b ?? a), Infinity);
+
+/** A stretch of a response, which is drawn as one. */
+export function part(sample, from, to) {
+  const columns = Object.fromEntries(Object.entries(sample.columns ?? {}).map(([name, values]) => [name, values.slice(from, to)]));
+  return { id: `${sample.id}/${from}`, tokens: sample.tokens.slice(from, to), columns, offset: from, of: sample.tokens.length, cut: sample.cut, oldest: oldestOf(sample) };
+}
+
 /** props: sample (tokens, columns), by, scale. */
 export function tokens(node, props) {
   let current = props;
@@ -63,7 +73,7 @@ export function tokens(node, props) {
     if (!span) return;
     span.classList.add("at");
     const parts = Object.entries(sample.columns ?? {}).filter(([, values]) => values[place] != null).map(([name, values]) => `${shadeOfColumn(name).title} ${name === "version" ? `v${values[place]}` : number(values[place])}`);
-    tip.textContent = [`${count(place + 1)} of ${count(sample.cut ?? sample.tokens.length)}: “${plain(sample.tokens[place]).replaceAll("\n", "⏎").slice(0, 60)}”`, ...parts].join("\n");
+    tip.textContent = [`${count((sample.offset ?? 0) + place + 1)} of ${count(sample.cut ?? sample.of ?? sample.tokens.length)}: “${plain(sample.tokens[place]).replaceAll("\n", "⏎").slice(0, 60)}”`, ...parts].join("\n");
     const room = node.clientWidth;
     tip.style.left = span.offsetLeft < room / 2 ? `${span.offsetLeft}px` : "auto";
     tip.style.right = span.offsetLeft < room / 2 ? "auto" : `${Math.max(0, room - span.offsetLeft - span.offsetWidth)}px`;
@@ -73,7 +83,7 @@ export function tokens(node, props) {
   function draw() {
     const { sample, by, scale } = current;
     const versions = sample.columns?.version ?? [];
-    const oldest = versions.reduce((a, b) => Math.min(a, b ?? a), Infinity);
+    const oldest = sample.oldest ?? oldestOf(sample);
     const next = [sample.id, by, JSON.stringify(scale), sample.tokens.length, limit, sample.columns && Object.keys(sample.columns).join()].join("|");
     if (next === signature) return;
     signature = next;

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...dataflow.errors import UserError
+from .cards import meaning
 from .comparison import at_last_common_step, compare_configs, compare_metrics, metrics_of
 from .run_reader import RunReader
 from .sample_difference import SampleDifference, first_difference
@@ -29,7 +30,7 @@ def compare_page(a: RunReader, b: RunReader) -> dict[str, Any]:
         "settings": _pairs(settings),
         "versions": _pairs(versions),
         "data": _pairs(data),
-        "metrics": metrics,
+        "metrics": [{**row, "unit": meaning(row["name"])["unit"]} for row in metrics],
         "metrics_step": step,
         "first_step": parts,
         "first_difference": None if found is None else _difference(found, a, b),

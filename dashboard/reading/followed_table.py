@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from ...dataflow.buffer.run_files import PARQUET, STREAM
-from ...dataflow.buffer.run_tables import read_parquet
 from ...dataflow.buffer.stream_tail import StreamTail
+
+MOST_FOOTER = 64 << 20
+"""Bytes of a Parquet file's description of itself, which is read as a whole: that of 300,000 columns."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class News:
     """New rows of the stream."""
     table: pa.Table | None = None
     """All rows, as the Parquet file has them."""
+    left_out: int = 0
+    """Columns of the Parquet file that were not read."""
 
 
 class FollowedTable:
@@ -32,12 +37,15 @@ class FollowedTable:
     Args:
         run: its directory, which need not have the table yet.
         name: of the table, without the ending of a file.
+        most_columns: how many of a Parquet file are read; None: all.
     """
 
-    def __init__(self, run: Path, name: str) -> None:
+    def __init__(self, run: Path, name: str, most_columns: int | None = None) -> None:
+        self._most_columns = most_columns
         self._stream, self._parquet = run / f"{name}{STREAM}", run / f"{name}{PARQUET}"
         self._tail = StreamTail(self._stream)
         self._begun = 0
+        self._damage: Exception | None = None
         self._read_from: object = None
         """Which Parquet file was read, by its number, size and time."""
 
@@ -52,6 +60,7 @@ class FollowedTable:
         Raises:
             OSError: the file cannot be read.
             pyarrow.ArrowException: it is no table.
+            ValueError: what it says of its columns alone takes more than MOST_FOOTER.
         """
         if self._stream.is_file():
             batches = self._tail.read()
@@ -65,7 +74,25 @@ class FollowedTable:
             return News()
         this = found.st_ino, found.st_size, found.st_mtime_ns
         if this == self._read_from:
+            if self._damage is not None:
+                raise self._damage
             return News()
-        table = read_parquet(self._parquet)
-        self._read_from = this
-        return News(anew=True, table=table)
+        self._read_from = this  # also where it cannot be read: it is not tried again until it has changed
+        self._damage = None
+        try:
+            return self._read()
+        except (OSError, ValueError, pa.ArrowException) as error:
+            self._damage = error
+            raise
+
+    def _read(self) -> News:
+        """All of the Parquet file, as far as most_columns goes."""
+        with self._parquet.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 8))
+            footer = int.from_bytes(file.read(4), "little")
+        if footer > MOST_FOOTER:
+            raise ValueError(f"it describes its columns in {footer / 1e6:.0f} MB; {MOST_FOOTER / 1e6:.0f} are read")
+        with pq.ParquetFile(self._parquet) as file:
+            names = file.schema_arrow.names
+            kept = names[: self._most_columns]
+            return News(anew=True, table=file.read(kept), left_out=len(names) - len(kept))

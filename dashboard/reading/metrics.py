@@ -15,6 +15,8 @@ from .followed_table import FollowedTable
 
 Series: TypeAlias = tuple[np.ndarray, np.ndarray]
 """[points] steps, which only grow, and the value at each."""
+MOST = 5000
+"""Metrics of a run that are read, those that come first: a damaged file may have any number."""
 
 
 class MetricLog:
@@ -25,11 +27,14 @@ class MetricLog:
     """
 
     def __init__(self, run: Path) -> None:
-        self._table = FollowedTable(run, METRICS)
+        self._table = FollowedTable(run, METRICS, MOST)
         self._columns: dict[str, tuple[array[float], array[float]]] = {}
         """Metric -> steps and values, in the order in which they were written."""
         self._series: dict[str, Series] = {}
         """The same sorted, of what was asked for since the last change."""
+        self._left_out: set[str] = set()
+        """Names beyond MOST."""
+        self._columns_left_out = 0
         self.damage: str | None = None
         """Why the file cannot be read."""
 
@@ -39,12 +44,17 @@ class MetricLog:
             news = self._table.news()
             if news.anew:
                 self._columns.clear()
+                self._left_out.clear()
+                self._columns_left_out = 0
                 self._series.clear()
             for batch in news.batches:
                 self._take(batch)
             if news.table is not None:
                 self._take_wide(news.table)
-            self.damage = None
+                self._columns_left_out = news.left_out
+            left_out = len(self._left_out) + self._columns_left_out
+            more = f"{self._table.path}: it has {left_out:,} metrics more than the {MOST:,} that are shown"
+            self.damage = more if left_out else None
         except (OSError, ValueError, pa.ArrowException) as error:
             self.damage = f"{self._table.path}: {error}"
 
@@ -52,11 +62,16 @@ class MetricLog:
         steps, values = batch["step"].to_numpy(zero_copy_only=False), batch["value"].to_numpy(zero_copy_only=False)
         coded = batch["name"].dictionary_encode()
         codes = coded.indices.to_numpy(zero_copy_only=False)
-        for code, name in enumerate(coded.dictionary.to_pylist()):
-            own = codes == code
+        order = np.argsort(codes, kind="stable")
+        ends = np.cumsum(np.bincount(codes, minlength=len(coded.dictionary)))
+        for start, end, name in zip([0, *ends[:-1].tolist()], ends.tolist(), coded.dictionary.to_pylist(), strict=True):
+            own = order[start:end]
             self._add(name, steps[own], values[own])
 
     def _add(self, name: str, steps: np.ndarray, values: np.ndarray) -> None:
+        if name not in self._columns and len(self._columns) >= MOST:
+            self._left_out.add(name)
+            return
         held = self._columns.setdefault(name, (array("d"), array("d")))
         held[0].frombytes(np.asarray(steps, np.float64).tobytes())
         held[1].frombytes(np.asarray(values, np.float64).tobytes())

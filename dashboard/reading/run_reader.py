@@ -19,7 +19,7 @@ from ...dataflow.config import flattened
 from ...dataflow.graph import TRAIN
 from .call_log import CallLog
 from .cards import cards
-from .changes import PARTS
+from .changes import PARTS, state_of
 from .curves import Axis, axis_of, curve, marks, numbers
 from .live import nested, read_live
 from .metrics import MetricLog
@@ -42,6 +42,8 @@ class RunReader:
         self.name, self.path = name, path
         self._lock = threading.Lock()
         self._metrics, self._calls = MetricLog(path), CallLog(path)
+        self._summary: tuple[dict[str, object], dict[str, Any]] | None = None
+        """What its files were like, and the line that was made of them."""
         self.samples = SampleIndex(path)
         self.sample_pages = SamplePages(self.samples)
 
@@ -63,7 +65,15 @@ class RunReader:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Its line in the list of runs."""
+        """Its line in the list of runs. That of a run which is over is made anew only when its files have changed."""
+        state = state_of(self.path)
+        if self._summary is not None and self._summary[0] == state:
+            return self._summary[1]
+        made = self._new_summary()
+        self._summary = None if made["status"] == "running" else (state, made)
+        return made
+
+    def _new_summary(self) -> dict[str, Any]:
         facts = self.facts
         names = self.metric_names
         shown = {card["id"]: card["names"][0] for card in cards(names, self._evaluations_of(facts))}

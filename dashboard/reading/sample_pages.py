@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from .sample_index import SampleIndex
 from .sample_query import NAMES as COLUMNS
 from .sample_query import chosen, ordered, rows_at
 from .token_texts import token_texts, tokenizer_of
+from .turns import gist, turns_of_prompt, turns_of_text, turns_of_tokens
 
 PREVIEW = 200
 """Characters of a text in a list."""
@@ -102,8 +102,9 @@ class SamplePages:
             "kind": first["graph"],
             "prompt": _cut(first.get("prompt")),
             "prompt_key": first["prompt_key"],
+            "turns": turns_of_prompt(first),
             "answer": _cut(first.get("answer")),
-            "samples": [_whole(row, config) for row in rows],
+            "samples": [_whole(row, config) | _own_prompt(row, first) for row in rows],
         }
 
     def prompt(self, key: str) -> dict[str, Any]:
@@ -171,7 +172,7 @@ class _Groups:
                 "group": row["group_id"],
                 "step": row["step"],
                 "kind": row["graph"],
-                "prompt": _preview(row.get("prompt")),
+                "prompt": _preview(row.get("prompt") and gist(row["prompt"])),
                 "prompt_key": row["prompt_key"],
                 "rewards": numbers(self._rewards[self._rows_of(place)], 4),
                 "mean": float(self.keys["mean"][place]),
@@ -227,6 +228,7 @@ def _whole(row: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(value, list) and name not in ("prompt", "response")
     }
     advantages = row.get("advantages")
+    texts = token_texts(tokenizer, ids[:MOST_TOKENS])
     return {
         "id": row["sample_id"],
         "group": row["group_id"],
@@ -239,13 +241,22 @@ def _whole(row: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
         "prompt": _cut(row.get("prompt")),
         "response": _cut(row.get("response")),
         "prompt_tokens": token_texts(tokenizer, list(row.get("prompt_ids") or [])[:MOST_TOKENS]),
-        "tokens": token_texts(tokenizer, ids[:MOST_TOKENS]),
+        "tokens": texts,
         "ids": ids[:MOST_TOKENS],
         "cut": len(ids) if len(ids) > MOST_TOKENS else None,
         "columns": columns,
-        "turns": _turns(row),
+        "turns": turns_of_text(str(row.get("response") or ""), "assistant")
+        if tokenizer is None
+        else turns_of_tokens(texts),
         "scalars": scalars,
     }
+
+
+def _own_prompt(row: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
+    """The prompt of a row whose group has others: turns of a dialogue that are rows of their own."""
+    if row.get("prompt") == first.get("prompt") and row.get("prompt_ids") == first.get("prompt_ids"):
+        return {}
+    return {"prompt_turns": turns_of_prompt(row), "own_prompt": True}
 
 
 def _derived(row: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Any]:
@@ -259,26 +270,6 @@ def _derived(row: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Any]:
 
 def _are_numbers(values: Sequence[Any]) -> bool:
     return all(isinstance(value, int | float) for value in values[:16])
-
-
-def _turns(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The turns of a conversation, where a column has its messages as JSON."""
-    for name in ("messages", "turns", "conversation"):
-        value = row.get(name)
-        try:
-            found = json.loads(value) if isinstance(value, str) else value
-        except ValueError:
-            continue
-        if isinstance(found, list) and all(isinstance(turn, dict) and "role" in turn for turn in found):
-            return [
-                {
-                    "role": str(turn["role"]),
-                    "text": _cut(str(turn.get("content") or "")),
-                    "tool_calls": turn.get("tool_calls"),
-                }
-                for turn in found[:500]
-            ]
-    return None
 
 
 def _preview(text: Any) -> str | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from served import client_of  # pyright: ignore[reportMissingImports]
 from starlette.testclient import TestClient
@@ -330,6 +331,53 @@ def test_metrics_follow_a_stream_and_begin_anew_with_it(tmp_path: Path):
     again.close()
     log.refresh()
     assert log.names == ["step"], "the run went back"
+
+
+def test_a_file_with_any_number_of_metrics_is_read_as_far_as_pages_can_use_and_says_so(tmp_path: Path):
+    most, many = 5000, 20_000
+    for name in ("parquet", "stream"):
+        (tmp_path / name).mkdir()
+    pq.write_table(
+        pa.table({"step": [1.0], **{f"m/{k}": [float(k)] for k in range(many)}}),
+        tmp_path / "parquet" / "metrics.parquet",
+    )
+    stream = TableStream(tmp_path / "stream" / "metrics.arrows", VALUES)
+    for name in ("step", *(f"m/{k}" for k in range(many))):
+        stream.add(step=1.0, name=name, value=1.0)
+    stream.close()
+    for name in ("parquet", "stream"):
+        log = MetricLog(tmp_path / name)
+        log.refresh()
+        assert len(log.names) == most and log.last["step"] == 1
+        assert log.damage is not None and f"{many + 1 - most:,} metrics more than the {most:,}" in log.damage
+        log.refresh()
+        assert log.damage is not None, "it is still so"
+
+
+def test_a_file_that_cannot_be_read_is_tried_again_only_when_it_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path, opened = tmp_path / "metrics.parquet", list[object]()
+    path.write_bytes(b"PAR1" + b"x" * 100)
+    log, real = MetricLog(tmp_path), pq.ParquetFile
+    monkeypatch.setattr(pq, "ParquetFile", lambda file: (opened.append(file), real(file))[1])
+    for _ in range(3):
+        log.refresh()
+        assert log.damage is not None
+    assert len(opened) <= 1
+    pq.write_table(pa.table({"step": [1.0]}), path)
+    log.refresh()
+    assert log.damage is None and log.names == ["step"]
+
+
+def test_the_line_of_a_run_that_is_over_is_made_anew_only_when_its_files_change(runs: Path, tmp_path: Path):
+    shutil.copytree(runs / "one", tmp_path / "one")
+    reader = Catalogue(tmp_path).readers["one"]
+    first = reader.summary
+    assert reader.summary is first and first["status"] == "done"
+    with (tmp_path / "one" / "alerts.jsonl").open("a") as file:
+        file.write("\n")
+    assert reader.summary is not first
 
 
 def lanes(*calls: tuple[str, str, float, float], graphs: dict | None = None, pools: dict | None = None) -> Lanes:

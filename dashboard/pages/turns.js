@@ -1,0 +1,42 @@
+// A conversation as its turns: who spoke, what was thought, which tools were called and what they answered. Calls, results and long histories
+// are folded. Turns of a response keep the figures of their tokens.
+import { h, widget } from "./dom.js";
+import { count } from "./format.js";
+import { block, line } from "./text.js";
+import { part as partOf, tokens } from "./tokens.js";
+
+const LATEST = 4; // turns of a prompt that are unfolded
+const BRIEF = 24; // tokens of an answer that are shown at once, or so many times four characters
+function titleOf(part, turn, size) {
+  if (part.kind === "call") return `calls ${line(part.name, 80)}, ${size}`;
+  if (part.kind === "result") return `${turn.name ? `${line(turn.name, 60)} answered` : "answer"}, ${size}`;
+  return `${part.kind}, ${size}`;
+}
+
+const opens = (part) => part.kind === "thinking" || (part.kind === "result" && (part.from != null ? part.to - part.from <= BRIEF : (part.text ?? "").length <= 4 * BRIEF));
+
+function turn(one, body, sizeOf) {
+  const parts = one.parts.map((part) => (part.kind === "text" ? body(part) : h("details", { class: part.kind, open: opens(part) }, h("summary", {}, titleOf(part, one, sizeOf(part))), body(part))));
+  return h("section", { class: `turn ${one.role}`, "aria-label": one.role }, h("h4", {}, line(one.name && one.role !== "tool" ? `${one.role} ${one.name}` : one.role, 60)), parts.length ? parts : h("p", { class: "faint small" }, "says nothing"));
+}
+
+/** The turns of a prompt. The system's word and what lies far back are folded. */
+export function promptTurns(name, turns, render) {
+  const characters = (part) => `${count((part.text ?? "").length)} characters`;
+  const drawn = turns.map((one, place) => {
+    const body = (part) => block(`${name}/${place}/${one.parts.indexOf(part)}`, part.text, render);
+    if (one.role !== "system") return turn(one, body, characters);
+    return h("details", { class: "turn system" }, h("summary", {}, `system, ${count(one.parts.reduce((sum, part) => sum + (part.text ?? "").length, 0))} characters`), one.parts.map(body));
+  });
+  const early = turns.length > LATEST + 1 ? drawn.splice(0, drawn.length - LATEST) : [];
+  return h("div", { class: "prompt conversation" }, early.length ? h("details", {}, h("summary", {}, `${count(early.length)} earlier turns`), early) : null, drawn);
+}
+
+/** The turns of a response: stretches of its tokens, where the tokenizer is known, otherwise its text. */
+export function responseTurns(sample, by, scale, render) {
+  const size = (part) => (part.from != null ? `${count(part.to - part.from)} tokens` : `${count((part.text ?? "").length)} characters`);
+  return h("div", { class: "conversation" }, sample.turns.map((one, place) => {
+    const body = (part) => (part.from != null ? widget(tokens, { sample: partOf(sample, part.from, part.to), by, scale }, { class: "figured" }) : block(`${sample.id}/${place}/${one.parts.indexOf(part)}`, part.text, render));
+    return turn(one, body, size);
+  }));
+}

@@ -1,0 +1,196 @@
+"""Turns of a conversation: who said what, which tools were called, and what they answered, in a text that chat templates have written.
+
+A prompt has its turns from its messages, where a column has them, otherwise from the marks that its chat template wrote. A response
+is one turn of the assistant, or several with what tools answered between them; its turns are stretches of its tokens, so that each keeps
+its figures.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+HEADER = re.compile(
+    r"<\|im_start\|>(?P<chatml>\w+)[^\S\n]*\n?"  # Qwen, ChatML
+    r"|<\|start_header_id\|>(?P<llama>\w+)<\|end_header_id\|>\n*"
+    r"|<start_of_turn>(?P<gemma>\w+)\n?"
+    r"|<\|start\|>(?P<harmony>[\w.]+)[^<]*(?:<\|channel\|>(?P<channel>[^<]*))?<\|message\|>"  # GPT-OSS
+    r"|<\|channel\|>(?P<begun>[^<]*)<\|message\|>"
+    r"|<\|(?P<phi>system|user|assistant|tool|observation)\|>\n?"  # Phi, OLMo, GLM
+    r"|(?P<asked>\[INST\])|(?P<answers>\[/INST\])\s?"  # Mistral
+)
+END = re.compile(
+    r"<\|im_end\|>\n?|<\|eot_id\|>|<\|eom_id\|>|<end_of_turn>\n?|<\|end\|>\n?|<\|return\|>|<\|call\|>|<\|endoftext\|>|</s>"
+)
+PART = re.compile(
+    r"<think>(?P<thinking>.*?)(?:</think>|\Z)"
+    r"|<tool_call>(?P<call>.*?)(?:</tool_call>|\Z)|\[TOOL_CALLS\](?P<calls>.*)"
+    r"|<tool_response>(?P<result>.*?)(?:</tool_response>|\Z)|\[TOOL_RESULTS\](?P<results>.*?)(?:\[/TOOL_RESULTS\]|\Z)",
+    re.DOTALL,
+)
+ROLES = {"model": "assistant", "human": "user", "ipython": "tool", "observation": "tool", "developer": "system"}
+MESSAGES = ("prompt_messages", "messages", "context_messages", "turns", "conversation")
+"""Columns that have the messages of a prompt, as lists or as JSON."""
+MOST_TURNS = 500
+MOST_TEXT = 100_000
+"""Characters of a turn of a prompt that are sent."""
+
+
+def turns_of_text(text: str, role: str = "") -> list[dict[str, Any]] | None:
+    """The turns of a text by the marks of its chat template; None: it has none.
+
+    >>> turns = turns_of_text("<|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n<think>easy</think>4<|im_end|>")
+    >>> [(turn["role"], [(part["kind"], part["text"]) for part in turn["parts"]]) for turn in turns]
+    [('user', [('text', '2+2?')]), ('assistant', [('thinking', 'easy'), ('text', '4')])]
+
+    Args:
+        text: of a prompt, or of a response.
+        role: whose turn it begins in; empty: what stands before the first mark is no turn.
+    """
+    found: list[dict[str, Any]] = []
+    for speaker, start, end, kind in _stretches(text, role):
+        parts = list(_parts(text, start, end, kind))
+        if speaker != "assistant" and parts and all(part["kind"] == "result" for part in parts):
+            speaker = "tool"  # some templates let the user say what a tool answered
+        if speaker == "tool":
+            parts = [part | {"kind": "result"} for part in parts]
+        if parts or (found and start < len(text)):
+            found.append({"role": speaker, "parts": parts})
+    marked = len(found) > 1 or any(part["kind"] != "text" for turn in found for part in turn["parts"])
+    return found[:MOST_TURNS] if marked or (found and not role) else None
+
+
+def _stretches(text: str, role: str) -> Iterator[tuple[str, int, int, str]]:
+    """Who speaks, from where to where, and whether it is text or thinking."""
+    speaker, start, said_as = role, 0, "text"
+    for header in HEADER.finditer(text):
+        if speaker or text[start : header.start()].strip():
+            yield speaker or "system", start, _without_end(text, start, header.start()), said_as
+        kind = header.lastgroup or ""
+        named = {"asked": "user", "answers": "assistant", "begun": "assistant"}.get(kind)
+        said = named or next(value for name, value in header.groupdict().items() if value and name != "channel")
+        speaker, start = ROLES.get(said, said), header.end()
+        said_as = "thinking" if (header["channel"] or header["begun"]) == "analysis" else "text"
+    if speaker:
+        yield speaker, start, _without_end(text, start, len(text)), said_as
+
+
+def _without_end(text: str, start: int, end: int) -> int:
+    """Where a turn ends, its closing mark left out."""
+    mark = END.search(text, start, end)
+    return mark.start() if mark else end
+
+
+def _parts(text: str, start: int, end: int, otherwise: str) -> Iterator[dict[str, Any]]:
+    """Text, thinking, calls of tools and their results, within a turn; what has no marks is `otherwise`."""
+    at = start
+    closed = text.find("</think>", start, end)
+    if closed >= 0 and text.find("<think>", start, closed) < 0:  # the prompt had begun to think already
+        yield _part("thinking", text, start, closed)
+        at = closed + len("</think>")
+    for found in PART.finditer(text, at, end):
+        if text[at : found.start()].strip():
+            yield _part(otherwise, text, at, found.start())
+        group = found.lastgroup or ""
+        kind = {"calls": "call", "results": "result"}.get(group, group)
+        if text[slice(*found.span(group))].strip():
+            yield _part(kind, text, *found.span(group))
+        at = found.end()
+    if text[at:end].strip():
+        yield _part(otherwise, text, at, end)
+
+
+def _part(kind: str, text: str, start: int, end: int) -> dict[str, Any]:
+    own = text[start:end]
+    part = {"kind": kind, "text": own.strip("\n"), "start": start, "end": end}
+    return part | ({"name": _called(own)} if kind == "call" else {})
+
+
+def _called(text: str) -> str:
+    """The name of the tool that a call names.
+
+    >>> _called('{"name": "search", "arguments": {}}'), _called("<function=run><parameter=x>1"), _called("?")
+    ('search', 'run', 'a tool')
+    """
+    found = re.search(r'"name"\s*:\s*"([^"]{1,80})"|<function=([^>\s]{1,80})>', text)
+    return (found[1] or found[2]) if found else "a tool"
+
+
+def turns_of_tokens(tokens: Sequence[str]) -> list[dict[str, Any]] | None:
+    """The turns of a response, whose parts are stretches of its tokens; None: it is one turn and no more.
+
+    Args:
+        tokens: the text of each, special tokens too.
+    """
+    turns = turns_of_text("".join(tokens), "assistant")
+    if turns is None:
+        return None
+    ends = np.cumsum([len(token) for token in tokens])
+    for part in (part for turn in turns for part in turn["parts"]):
+        first, last = np.searchsorted(ends, part.pop("start"), "right"), np.searchsorted(ends, part.pop("end"), "left")
+        part |= {"from": int(first), "to": min(len(tokens), int(last) + 1)}
+        del part["text"]
+    return turns
+
+
+def turns_of_prompt(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The turns of the prompt of a row; None: it is plain text.
+
+    Args:
+        row: of samples, with all of its columns.
+    """
+    for name in MESSAGES:
+        value = row.get(name)
+        try:
+            found = json.loads(value) if isinstance(value, str) else value
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, list) and found and all(isinstance(turn, dict) and "role" in turn for turn in found):
+            answered = name != "prompt_messages" and found[-1]["role"] == "assistant" and row.get("response_ids")
+            return [_of_message(turn) for turn in (found[:-1] if answered else found)[:MOST_TURNS]]
+    turns = turns_of_text(str(row.get("prompt") or ""))
+    if turns and turns[-1]["role"] == "assistant" and not turns[-1]["parts"]:
+        turns.pop()  # the header that the response follows
+    for part in (part for turn in turns or () for part in turn["parts"]):
+        part |= {"text": _cut(part["text"])}
+        del part["start"], part["end"]
+    return turns
+
+
+def _of_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as a turn."""
+    role = ROLES.get(str(message["role"]), str(message["role"]))
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(str(block.get("text", "")) for block in content if isinstance(block, Mapping))
+    text = _cut(str(content or ""))
+    parts: list[dict[str, Any]] = []
+    if message.get("reasoning_content"):
+        parts.append({"kind": "thinking", "text": _cut(str(message["reasoning_content"]))})
+    if text.strip():
+        parts.append({"kind": "result" if role == "tool" else "text", "text": text})
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        said = call if isinstance(call, str) else json.dumps(call, indent=2, default=str)
+        parts.append({"kind": "call", "name": _called(said), "text": _cut(said)})
+    name = message.get("name")
+    return {"role": role, "parts": parts} | ({"name": str(name)[:80]} if name else {})
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]} … ({len(text):,} characters)"
+
+
+def gist(prompt: str) -> str:
+    """What was said last in a prompt, which tells it from others: they begin with the same word of the system.
+
+    >>> gist("<|im_start|>system\\nBe brief.<|im_end|>\\n<|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n"), gist("2+2=")
+    ('2+2?', '2+2=')
+    """
+    turns = turns_of_text(prompt) or ()
+    said = [part["text"] for turn in turns for part in turn["parts"] if turn["role"] not in ("system", "tool")]
+    return said[-1] if said else prompt
