@@ -12,8 +12,11 @@
 | `speedup_over_object_store` | seconds by gathering the full state for Ray's object store and `load_weights`, over Weft's | 3 |
 | `speedup_over_disk` | the same, by safetensors on disk and vLLM's `reload_weights` | 3 |
 | `speedup_over_gather` | the same, by gathering on every rank, a CRC-32 by rank 0, shared memory, another CRC-32, and `load_weights` | 4 |
+| `gloo_over_mapped` | seconds with `transport="gloo"`, over those of memory that is mapped | |
 | `plan_70b_s` | seconds to plan 70B parameters from 64 FSDP ranks to 64 ranks of TP 8 | 5 |
 | `delta_bytes_share` | bytes that travel after a step that has changed one published element in a hundred, over all bytes | 0.03 |
+| `bytes_over_sharded_rdt` | bytes that the ranks of an engine receive, over those that vLLM's sharded_rdt plans for the same loaders | 1 |
+| `trainer_bytes_over_sharded_rdt` | bytes that the ranks of the trainer send and gather, over those of sharded_rdt | 1 |
 | `pause_share` | seconds in which vLLM cannot generate, with a double buffer, over those of a transfer without one | 0.5 |
 | `pause_share_without` | the same, without a double buffer | |
 | `real_layouts_ok` | pairs of layouts, of `real_layouts_tried`, over which trainers and engines of vLLM compute the same | all |
@@ -36,12 +39,12 @@ HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE / "resharding"), str(HERE)]
 FIGURES = (
     "plan_equals_bound", "wire_equals_plan", "wire_over_memcpy", "wire_over_memcpy_cpu", "speedup_over_object_store",
-    "speedup_over_disk", "speedup_over_gather", "plan_70b_s", "pause_share", "pause_share_without", "delta_bytes_share",
-    "real_layouts_ok", "real_layouts_tried",
+    "speedup_over_disk", "speedup_over_gather", "gloo_over_mapped", "plan_70b_s", "pause_share", "pause_share_without", "delta_bytes_share",
+    "real_layouts_ok", "real_layouts_tried", "bytes_over_sharded_rdt", "trainer_bytes_over_sharded_rdt",
 )  # fmt: skip
 
 
-PARTS = ("plans", "wire", "deltas", "layouts")
+PARTS = ("plans", "wire", "deltas", "layouts", "rdt")
 
 
 def plans(small: bool) -> dict[str, Any]:
@@ -70,6 +73,8 @@ def main() -> None:
         figures |= importlib.import_module("deltas").measure(asked.rounds, small=asked.small)
     if "layouts" in asked.only:
         figures |= importlib.import_module("real_layouts").measure(small=asked.small)
+    if "rdt" in asked.only:
+        figures |= importlib.import_module("beside_rdt").measure()
     if "plans" in asked.only:
         figures |= plans(asked.small)
     print(json.dumps(figures))

@@ -38,7 +38,7 @@ def box_sum(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
     >>> sum(box_sum(whole[part.slices], part, (3, 4)) for part in parts) % 2**64 == box_sum(whole, Box.full((3, 4)), (3, 4))
     True
     """
-    if not box.numel:
+    if not tensor.numel():
         return 0
     bits = tensor.detach().view(_SIGNED[tensor.element_size()])
     bits = bits.reshape(-1, bits.shape[-1]) if bits.ndim else bits.reshape(1, 1)
@@ -52,6 +52,7 @@ def box_sum(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
     return int((sums * torch.from_numpy(rows.copy()).to(bits.device)).sum().item()) % CHECKSUM_MODULUS
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def tensor_factor(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     """The odd number by which the sum of a tensor is multiplied in the sum over a model: the same bits under another name, dtype or shape
     are other weights."""

@@ -18,12 +18,18 @@ def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
     torch shares a copy out over all cores and waits for each. Both sides of a transfer run at once, so a core that the other side has
     makes all others wait: a receiver with two threads on two cores took twice as long as with one, beside two ranks that gave.
     """
-    if target.device.type == source.device.type == "cpu" and target.dtype == source.dtype:
-        bits = _BITS.get(target.element_size())
+    if target.is_cpu and source.is_cpu and (dtype := target.dtype) == source.dtype:
+        bits = _BITS.get(dtype.itemsize)
         if bits is not None:
-            np.copyto(target.detach().view(bits).numpy(), source.detach().view(bits).numpy())
+            np.copyto(_array(target, bits), _array(source, bits))
             return
     target.copy_(source)
+
+
+def _array(tensor: torch.Tensor, bits: torch.dtype) -> np.ndarray:
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return (tensor if tensor.dtype is bits else tensor.view(bits)).numpy()
 
 
 @contextlib.contextmanager

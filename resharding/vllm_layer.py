@@ -66,6 +66,8 @@ class Layer:
         self._written = {own_name(memory) for memory in written}
         self._spare = spare
         self._lent: list[torch.Tensor] = []
+        self._memories: dict[str, tuple[torch.Tensor, int]] = {}
+        """The module's parameters, since `start`, each with the offset at which it begins in its storage."""
         self._beside = False
         """Whether it is packed beside the module."""
         self._staged: dict[str, torch.Tensor] = {}
@@ -75,8 +77,11 @@ class Layer:
 
     def elements(self, memory: str, view: View) -> torch.Tensor:
         """These elements of one of its parameters, to be written."""
-        tensor = getattr(self.module, own_name(memory)).data
-        return tensor.as_strided(view.shape, view.strides, tensor.storage_offset() + view.offset)
+        if (found := self._memories.get(memory)) is None:
+            tensor = getattr(self.module, own_name(memory)).data
+            found = self._memories[memory] = tensor, tensor.storage_offset()
+        tensor, first = found
+        return tensor.as_strided(view.shape, view.strides, first + view.offset)
 
     def computes_with(self, memory: str) -> bool:
         """Whether vLLM's kernels read this parameter itself: also that of a bias, which has no loading format of its own."""
@@ -89,6 +94,7 @@ class Layer:
     def start(self) -> bool:
         """Give the module memory to be written, with its padding; returns whether kernels read some of what that has overwritten."""
         self.started = True
+        self._memories = {}
         if self._is_read_as_written():
             restore_layer(self.module)
             self.in_place = True
@@ -101,6 +107,7 @@ class Layer:
 
     def finish(self) -> None:
         """All slices have come: vLLM prepares the module, and copies to where its kernels read it what was not written there."""
+        self._memories = {}  # which hold memory that vLLM frees
         if self.in_place:
             prepare(self.module)
             return

@@ -96,6 +96,8 @@ class _Staging:
 
     incoming: IncomingWeights
     done: Future[Loaded]
+    ranks: tuple[RankWeights, ...]
+    """Who gives it: another trainer may give another version of the same number."""
 
 
 def check_received(version: int, ranks: Sequence[dict[str, Received]]) -> None:
@@ -152,7 +154,9 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
             torch.accelerator.synchronize(self.device)  # the memory is the sender's again when this returns
 
     def receive_weights(self, update_info: WeightsUpdateInfo) -> None:
-        if (found := self._end_staging()) is not None and found.version == update_info.version:
+        staging = self._staging
+        found = self._end_staging()
+        if staging and found and (found.version, staging.ranks) == (update_info.version, update_info.weights.ranks):
             assert self._writer is not None
             self._writer.apply_staged()
             self._arriving = found
@@ -175,7 +179,7 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
             except BaseException as error:
                 done.set_exception(error)
 
-        self._staging = _Staging(incoming, done)
+        self._staging = _Staging(incoming, done, weights.ranks)
         threading.Thread(target=work, name="weft-staging", daemon=True).start()
 
     def is_staged(self) -> bool:
@@ -244,7 +248,8 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
             wanted = self._plan.destination.tensors[name].dtype
             if wanted != incoming.layout.tensors[name].dtype:  # the bits change: what was read is compared
                 self._add(name, copy.box, box_sum(source, copy.box, incoming.layout.tensors[name].shape))
-            yield name, copy.box, source.to(dtype=getattr(torch, wanted))
+                source = source.to(dtype=getattr(torch, wanted))
+            yield name, copy.box, source
             if (found := self._sums[name].get(copy.box)) is not None:  # it was written in one piece
                 incoming.check(name, copy, found)
 
@@ -339,7 +344,7 @@ class WeightReport:
         return engine.is_staged()
 
     def weft_begin_by_vllm(self, backend: str) -> None:
-        """A version comes by one of vLLM's own backends: vLLM's calls are its engine's from here on, which vLLM's factory makes."""
+        """A version comes by one of vLLM's own backends: until it has, vLLM's calls are its engine's, which vLLM's factory makes."""
         if not hasattr(self, "_weft_engines"):
             self._weft_engines = {BACKEND: self.weight_transfer_engine}
         model = self.model_runner.get_model()
@@ -359,6 +364,7 @@ class WeightReport:
         loaded, self._weft_loaded = self._weft_loaded, None
         assert loaded is not None
         loaded.end()
+        self.weight_transfer_engine = self._weft_engines[BACKEND]
         model = self.model_runner.get_model()
         if whole:
             process_tied(model)  # which vLLM's own engines do not

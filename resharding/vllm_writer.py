@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -69,8 +69,13 @@ class _Target:
         """A part has come; returns whether it was the last one."""
         self.came.add(part)
         if self._parts:
-            return len(self.came) == len(self._parts)
+            return self.came_as_before
         return sum(came.numel for came in self.came) == self.box.numel
+
+    @property
+    def came_as_before(self) -> bool:
+        """Whether all has come, in the parts of the version before."""
+        return bool(self._parts) and len(self.came) == len(self._parts)
 
     def left(self) -> list[Box]:
         """What has not come."""
@@ -88,6 +93,14 @@ class _Target:
 
 _Step = tuple[int, Box, View, tuple[slice, ...] | None]
 """Where a part of a slice goes: number of the target, the part, its place, and the index that selects it; None: it is all of the slice."""
+
+
+class _Route(NamedTuple):
+    """Where a slice of a name and a box goes, and what it has to be."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    steps: list[_Step]
 
 
 class WeightWriter:
@@ -119,7 +132,8 @@ class WeightWriter:
             self._written_to[memory.rpartition(".")[0]].add(memory)
         for fill in recording.fills:
             self._written_to[fill.memory.rpartition(".")[0]].add(fill.memory)
-        self._steps: dict[tuple[str, Box], list[_Step]] = {}
+        self._routes: dict[tuple[str, Box], _Route] = {}
+        self._modules: dict[str, torch.nn.Module] = {}
         """Where slices go that have come before."""
         self._parts: dict[tuple[str, int], frozenset[Box]] = {}
         """Tensor and number of a target -> the parts in which it came last."""
@@ -133,6 +147,7 @@ class WeightWriter:
         """Memory for what is staged, which stays from version to version."""
         self._staging = False
 
+    @torch.no_grad()
     def apply(self, slices: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
         """Write a version: everything that this rank holds, each element once.
 
@@ -146,12 +161,13 @@ class WeightWriter:
         self.begin()
         try:
             for name, box, source in slices:
-                self.write(name, box, source)
+                self._take(name, box, source)
             self.finish()
         except BaseException:
             self.abort()
             raise
 
+    @torch.no_grad()
     def stage(self, slices: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
         """Write a version beside the model, which is not touched: the arguments and errors are those of `apply`."""
         self._expect()
@@ -162,7 +178,7 @@ class WeightWriter:
                 if not layer.waiting:  # all of it is padding
                     layer.finish_staged()
             for name, box, source in slices:
-                self.write(name, box, source)
+                self._take(name, box, source)
             self._check_complete()
         finally:
             self._staging = False
@@ -207,19 +223,22 @@ class WeightWriter:
     @torch.no_grad()
     def write(self, name: str, box: Box, source: torch.Tensor) -> None:
         """Copy one slice to wherever the model has elements of it."""
-        self._check(name, box, source)
+        self._take(name, box, source)
+
+    def _take(self, name: str, box: Box, source: torch.Tensor) -> None:
+        route = self._routes.get((name, box)) if self._staging or self.state is ModelState.WRITING else None
+        if route is None or source.dtype is not route.dtype or source.shape != route.shape:
+            self._check(name, box, source)
+            route = self._routes[name, box] = _Route(source.dtype, source.shape, self._steps_of(name, box))
         targets = self._targets[name]
-        steps = self._steps_of(name, box)
-        for number, part, _, _ in steps:
+        for number, part, _, _ in route.steps:
             if not targets[number].lacks(part):
                 raise WeightSyncError(f"tensor {name!r}: elements of {part} came twice")
-        for number, part, view, index in steps:
+        for number, part, view, index in route.steps:
             self._write(name, targets[number], part, view, source if index is None else source[index])
 
     def _steps_of(self, name: str, box: Box) -> list[_Step]:
         """Where the parts of a slice go."""
-        if (known := self._steps.get((name, box))) is not None:
-            return known
         nowhere = [box] if box.numel else []
         steps: list[_Step] = []
         for number, target in enumerate(self._targets[name]):
@@ -229,7 +248,6 @@ class WeightWriter:
                 steps.append((number, common, target.view(common), index))
         if nowhere:
             raise WeightSyncError(f"tensor {name!r}: {nowhere[0]} was sent to a rank that holds nothing of it")
-        self._steps[name, box] = steps
         return steps
 
     @torch.no_grad()
@@ -253,10 +271,14 @@ class WeightWriter:
     def _layer(self, memory: str) -> Layer:
         name = memory.rpartition(".")[0]
         if name not in self._layers:
-            self._layers[name] = Layer(name, self._model.get_submodule(name), self._written_to[name], self._spare)
+            if name not in self._modules:
+                self._modules[name] = self._model.get_submodule(name)
+            self._layers[name] = Layer(name, self._modules[name], self._written_to[name], self._spare)
         return self._layers[name]
 
     def _check_complete(self) -> None:
+        if all(target.came_as_before for targets in self._targets.values() for target in targets):
+            return
         missing = [
             f"{name!r} {left}"
             for name, targets in self._targets.items()
@@ -271,7 +293,7 @@ class WeightWriter:
         }
         if came and came != self._parts:
             if self._parts:
-                self._steps.clear()  # of slices that do not come any more
+                self._routes.clear()  # of slices that do not come any more
             self._parts = came
 
     def _check(self, name: str, box: Box, source: torch.Tensor) -> None:
@@ -297,7 +319,7 @@ class WeightWriter:
         else:
             if not layer.started:
                 self._touched |= layer.start()
-            self._touched |= layer.computes_with(memory)
+            self._touched = self._touched or layer.computes_with(memory)
             elements = layer.elements(memory, view)
         copy_elements(elements, source)
         self._written(name, part, elements)

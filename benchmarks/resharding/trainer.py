@@ -64,6 +64,7 @@ class Trainer:
         self._first = rank == 0
         self._worker = ActorWorker(ActorConfig(model=model), Context("actor", rank, RANKS, meeting))
         self._engine: Any = self._worker.engine
+        self._publishers: dict[str, Any] = {}
         self._timed = Timed()
         self._timed.watch("checksums", transfer, "box_sum")
         self._timed.watch("copies", transfer.Transfer, "_fill")
@@ -73,10 +74,14 @@ class Trainer:
         for part in self._engine.published_parts():
             part.tensor.mul_(1.0001)
 
-    def publish(self, version: int) -> Any:
+    def publish(self, version: int, transport: str = "auto") -> Any:
         """Weft's way: the record of a version, which receivers take from here on."""
         self._timed.seconds.clear()
         self._timed.of_processor.clear()
+        if transport not in self._publishers:
+            self._worker.config = self._worker.config.model_copy(update={"transport": transport})
+            self._publishers[transport] = self._worker._new_publisher()
+        self._worker._publisher = self._publishers[transport]
         return self._worker.publish_weights(version, ["rollout[0]"])
 
     def finish(self, version: int) -> tuple[Any, dict[str, float], dict[str, float]]:

@@ -149,6 +149,15 @@ class Ways:
             self._split([published[1 + kind] for published in finished], taken[kind], spent[kind]) for kind in range(2)
         )
 
+    def gloo(self) -> Iterator[None]:
+        """Weft's way with `ActorConfig.transport="gloo"`: nothing is mapped, each rank sends what vLLM takes of it."""
+        self._version += 1
+        weights = reduce(add, self._all("publish", self._version, "gloo"))
+        yield
+        checksum = self._engine.update_weights(weights.to("rollout[0]"))
+        if reduce(add, (given for given, _, _ in self._all("finish", self._version))).checksum != checksum:
+            raise RuntimeError("another checksum arrived than was given")
+
     def double_buffer(self) -> Iterator[None]:
         """Weft's way with `RolloutConfig.double_buffer`: responses are sampled while a version comes."""
         self._version += 1
@@ -254,6 +263,7 @@ def measure(rounds: int = 7, *, small: bool = False) -> dict[str, Any]:
         "wire_over_memcpy": wire(""),
         "wire_over_memcpy_cpu": wire(CPU),
         **{f"speedup_over_{name}": round(s / whole["weft"], 2) for name, s in whole.items() if name != "weft"},
+        "gloo_over_mapped": round(middle["gloo"] / whole["weft"], 2),
         "pause_share": round(middle["double_buffer: paused"] / whole["weft"], 3),
         "pause_share_without": round(middle["weft: paused"] / whole["weft"], 3),
         "seconds": {name: round(value, 4) for name, value in middle.items()},
@@ -265,7 +275,7 @@ def _rounds(ways: Ways, rounds: int) -> tuple[dict[str, list[float]], bool]:
     found: dict[str, list[float]] = defaultdict(list)
     right = True
     for _ in range(rounds + 1):
-        for way in (ways.weft, ways.gather, ways.object_store, ways.disk):
+        for way in (ways.weft, ways.gloo, ways.gather, ways.object_store, ways.disk):
             ways.change()
             given, paused = timed(way)
             found[way.__name__].append(given + paused)

@@ -127,15 +127,21 @@ class VllmEngine:
         return sum(self._engine.collective_rpc("weft_weight_bytes"))
 
     def stage_weights(self, weights: Weights) -> Iterator[None]:
-        """See `GenerationEngine`. The ranks take the version on threads of their own."""
+        """See `GenerationEngine`. The ranks take the version on threads of their own.
+
+        Where one of them is a thread of this process, sampling leaves it a core meanwhile. Threads that compute together spin while they
+        wait for each other: with as many as cores, both sampling and the transfer took twice as long and more.
+        """
+        from ...resharding.host_memory import threads_beside
         from ...resharding.vllm_receiver import to_update_info
 
         if self._adapter is not None:  # it is small
             return
         try:
-            self._engine.collective_rpc("weft_stage_weights", args=(to_update_info(weights),))
-            while not all(self._engine.collective_rpc("weft_is_staged")):
-                yield
+            with threads_beside(1) if self._tensor_parallel == 1 else contextlib.nullcontext():
+                self._engine.collective_rpc("weft_stage_weights", args=(to_update_info(weights),))
+                while not all(self._engine.collective_rpc("weft_is_staged")):
+                    yield
         except WeightSyncError:
             raise
         except Exception as error:

@@ -1,5 +1,5 @@
 """Ranks of a trainer that give weights by backends of vLLM's, each a process, and what has these backends work without GPUs: for
-`test_vllm_backends.py`.
+`test_backends_of_vllm.py`.
 
     nccl   vLLM's own classes on both sides. gloo takes the place of NCCL's communicator, and the streams of CUDA are nothing
     memfd  a backend of this file, registered with both of vLLM's factories: rank 0 writes tensors to memory that engines map

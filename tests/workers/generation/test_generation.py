@@ -269,7 +269,8 @@ def test_every_token_knows_its_version_when_weights_change_in_the_middle(
 def test_vllm_goes_on_while_weights_are_staged_and_every_token_knows_its_version(
     vllm: VllmEngine, model: Any, publisher: WeightPublisher
 ) -> None:
-    requests, sampling = requests_of(prompts_of(6)), Sampling(max_tokens=24)
+    requests, sampling, cores = requests_of(prompts_of(6)), Sampling(max_tokens=24), len(os.sched_getaffinity(0))
+    torch.set_num_threads(cores)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for version, scale in ((3, 1.2), (4, 0.9)):
         steps = vllm.generate(requests, sampling)
@@ -282,7 +283,9 @@ def test_vllm_goes_on_while_weights_are_staged_and_every_token_knows_its_version
                 next(steps)
             turns += 1
             assert vllm.version == earlier
+            assert torch.get_num_threads() == max(1, cores - 1), "the thread that takes them has a core"
         assert turns, "it came while requests went on"
+        assert torch.get_num_threads() == cores
         assert vllm.update_weights(weights) == publisher.finish()
         rest = [response for step in steps for response in step]
         assert any(set(r.versions.tolist()) == {earlier, version} for r in rest)
@@ -296,6 +299,7 @@ def test_vllm_goes_on_while_weights_are_staged_and_every_token_knows_its_version
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(before[name])
+    torch.set_num_threads(1)
 
 
 @pytest.mark.vllm
@@ -339,6 +343,18 @@ def test_a_version_that_is_staged_in_part_changes_nothing_and_another_one_arrive
     go_on.set()
     dying.close()
     publisher.close()
+
+
+@pytest.mark.vllm
+def test_a_version_that_is_staged_is_not_taken_for_that_of_another_trainer(
+    vllm: VllmEngine, publisher: WeightPublisher, model: Any
+) -> None:
+    other, version = WeightPublisher(), vllm.version + 1
+    for _ in vllm.stage_weights(published(model, other, version=version, scale=1.4)):
+        time.sleep(0.001)
+    weights = published(model, publisher, version=version, scale=1.0)
+    assert vllm.update_weights(weights) == publisher.finish()
+    other.close()
 
 
 def test_changed_bytes_are_refused_and_nothing_is_generated_before_all_weights_have_come_again(

@@ -17,8 +17,9 @@ from forked import SERVER
 
 from weft.algorithms.sampling import Sampling
 from weft.dataflow.errors import GenerationError, WeightSyncError
+from weft.resharding.publisher import WeightPublisher
 from weft.resharding.vllm_control import Receivers
-from weft.resharding.weights import Given, Weights
+from weft.resharding.weights import Given, Weights, whole
 from weft.workers.generation.engine import GenerationRequest
 from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.generation.vllm_engine import VllmEngine
@@ -78,11 +79,22 @@ class Trainer:
             process.join()
 
 
+@pytest.fixture(scope="module")
+def shared(vllm_worker: RolloutWorker, folder: Path) -> Iterator[VllmEngine]:
+    """The engine, given back with the weights that it started with: they come in Weft's own way."""
+    engine = vllm_worker.engine
+    assert isinstance(engine, VllmEngine)
+    yield engine
+    publisher, model = WeightPublisher(), TransformersEngine(str(folder)).model
+    weights = publisher.publish(whole({name: each.detach() for name, each in model.named_parameters()}), 0)
+    assert engine.update_weights(weights) == publisher.finish()
+    publisher.close()
+
+
 @pytest.fixture
-def engine(vllm_worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
+def engine(shared: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
     without_gpus(monkeypatch.setattr)
-    assert isinstance(vllm_worker.engine, VllmEngine)
-    return vllm_worker.engine
+    return shared
 
 
 @pytest.fixture(scope="module")
