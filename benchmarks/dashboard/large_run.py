@@ -3,6 +3,10 @@
 Its numbers are invented, its graph was never run, and it has no log of rows.
 
     python benchmarks/dashboard/large_run.py FOLDER [--steps 10000] [--samples 100000]
+    python benchmarks/dashboard/large_run.py FOLDER --rows 1000000     # one with a log of so many rows, and 100,000 samples; minutes
+
+With `--rows`, the real driver runs the graph in the simulator, of four ranks that generate and two that train: log, graph, timeline and
+metrics are its own. Only the samples are invented.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import pyarrow as pa
 
 import weft
 from weft.controllers.run_directory import RunDirectory
+from weft.controllers.simulation.costs import CostModel, Generation, LinearCost, LogNormal
 from weft.dataflow.batch import Batch
 from weft.dataflow.graph import Graph
 from weft.workers.recorder import RecorderConfig, RecorderWorker
@@ -52,7 +57,7 @@ class Rollout(weft.Worker):
         reads=("prompt_ids",),
         writes=("response_ids", "response_logprobs"),
     )
-    def generate(self, prompts: Batch) -> Batch:
+    def generate(self, prompts: Batch, *, n: int = GROUP) -> Batch:
         raise NotImplementedError
 
 
@@ -115,6 +120,34 @@ def make(path: Path, steps: int = 10_000, samples: int = 100_000) -> Path:
     directory.close()
     assert directory.lock is not None
     directory.lock.release()
+    return path
+
+
+def make_with_rows(path: Path, rows: int, samples: int = 100_000) -> Path:
+    """A run with a log of so many rows; returns its directory."""
+    steps = 100
+    training = weft.ResourcePool("training", cpus=2)
+    generating = weft.ResourcePool("generating", cpus=4)
+    costs = CostModel(
+        nodes={
+            "rollout.generate": Generation(lengths=LogNormal(mean=200, sigma=0.6, max_tokens=1000), decode_step_s=0.02),
+            "reward.score": LinearCost(fixed_s=0.5),
+            "actor.update": LinearCost(fixed_s=2.0, per_token_s=1e-5),
+            "center": LinearCost(fixed_s=0.01),
+        }
+    )
+    with weft.Driver(
+        graph(),
+        schedule=weft.Asynchronous(steps=steps, prompts_per_step=rows // steps // GROUP, max_staleness=1),
+        placement={"rollout": weft.Place(generating, ranks=4), "actor": weft.Place(training, ranks=2)},
+        backend=weft.Simulated(costs),
+        root=path.parent,
+        name=path.name,
+        progress=False,
+        record_every=0,
+    ) as driver:
+        driver.run()
+    _write_samples(path, steps, samples // steps, np.random.default_rng(0))
     return path
 
 
@@ -195,6 +228,11 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--samples", type=int, default=100_000)
+    parser.add_argument("--rows", type=int, help="of the log; the steps are 100")
     given = parser.parse_args()
     began = time.monotonic()
-    print(f"{make(given.folder, given.steps, given.samples)} in {time.monotonic() - began:.0f} s")
+    if given.rows:
+        made = make_with_rows(given.folder, given.rows, given.samples)
+    else:
+        made = make(given.folder, given.steps, given.samples)
+    print(f"{made} in {time.monotonic() - began:.0f} s")

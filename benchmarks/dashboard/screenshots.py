@@ -1,6 +1,6 @@
 """Screenshots of the dashboard for docs/dashboard.md: every page of real runs of a tiny model, in headless Chromium.
 
-    python benchmarks/dashboard/screenshots.py                # makes the runs first; a minute and a half
+    python benchmarks/dashboard/screenshots.py                # makes the runs first; three minutes
     python benchmarks/dashboard/screenshots.py --runs FOLDER  # of demo_runs.py
 
 It needs Chromium and the packages of requirements/browser.txt. Pictures are written with few colours, so that they stay small.
@@ -24,10 +24,12 @@ PICTURES = (
     ("runs", 1280, "light", "runs", ""),
     ("curves", 1280, "light", "curves", "run=first&runs=second"),
     ("graph", 1280, "dark", "graph", "run=live"),
-    ("timeline", 1280, "light", "timeline", "run=ahead&t=2~3"),
+    ("timeline", 1280, "light", "timeline", "run=ahead&x=12~14"),
+    ("ranks", 1280, "light", "timeline", "run=ranks&x=6~8&ranks=rollout,actor,reward"),
     ("samples", 1280, "light", "samples", "run=ahead&by=version"),
+    ("conversation", 1280, "light", "samples", "run=dialogues&by=logprob"),
     ("buffer", 1280, "light", "buffer", "run=live"),
-    ("workers", 1280, "light", "workers", "run=live"),
+    ("workers", 1280, "light", "workers", "run=ranks&worker=rollout%5B1%5D"),
     ("weights", 1280, "dark", "weights", "run=ahead"),
     ("compare", 1280, "light", "compare", "run=first&with=second"),
     ("alerts", 1280, "light", "alerts", "run=first"),
@@ -35,7 +37,7 @@ PICTURES = (
 )
 """Name, width, scheme, page, and what is looked at."""
 HEIGHT = 800
-COLOURS = 128
+COLOURS = 256
 
 
 def take(browser: Any, address: str, width: int, scheme: str, page: str, params: str) -> bytes:
@@ -59,7 +61,7 @@ def write(picture: bytes, path: Path) -> None:
     image = (
         Image.open(io.BytesIO(picture))
         .convert("RGB")
-        .quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        .quantize(COLOURS, Image.Quantize.MEDIANCUT, kmeans=3, dither=Image.Dither.NONE)
     )
     image.save(path, optimize=True)
 
@@ -78,7 +80,11 @@ def main() -> None:
     demo = [sys.executable, str(Path(__file__).parent / "demo_runs.py"), str(folder), "--only"]
     live = None
     if arguments.runs is None:
-        subprocess.run([*demo, "first", "second", "ahead", "killed", "failed"], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [*demo, "first", "second", "ahead", "ranks", "dialogues", "killed", "failed"],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
         live = subprocess.Popen([*demo, "live", "--here"], stdout=subprocess.PIPE, text=True)
         assert live.stdout is not None
         for line in live.stdout:

@@ -56,10 +56,10 @@ function frame() {
 function problem(error) {
   const { run } = shown.route.params;
   const gone = error instanceof Gone;
-  const known = gone ? "The run is gone." : "This page could not be read.";
+  const known = gone ? (isExported ? "Not in this file." : "The run is gone.") : "This page could not be read.";
   return h("section", { class: "panel state", key: "problem", role: "alert" },
     h("h2", {}, known), h("p", {}, error.message),
-    gone ? h("p", {}, run ? `Nothing is left at ${run}: its folder was moved or removed. What you see of other runs is not affected.` : null) : null,
+    gone && !isExported ? h("p", {}, run ? `Nothing is left at ${run}: its folder was moved or removed. What you see of other runs is not affected.` : null) : null,
     h("p", {}, h("button", { on: { click: () => load(true) } }, "Read again"), " ", h("a", { href: "#runs" }, "All runs")));
 }
 
@@ -69,7 +69,7 @@ function render() {
   if (shown.error && !shown.data) return patch(main, [problem(shown.error)]);
   if (!shown.data) return;
   try {
-    const stale = shown.error ? [h("p", { class: "panel notice", key: "stale", role: "alert" }, shown.error instanceof Gone ? "The run is gone. What stands here was read before." : `Not up to date: ${shown.error.message}`)] : [];
+    const stale = shown.error ? [h("p", { class: "panel notice", key: "stale", role: "alert" }, shown.error instanceof Gone && !isExported ? "The run is gone. What stands here was read before." : `Not up to date: ${shown.error.message}`)] : [];
     patch(main, [...stale, h("div", { key: shown.route.page, class: `page ${shown.route.page}` }, PAGES[shown.route.page].view(shown.data, context()))]);
   } catch (error) {
     console.error(error);

@@ -77,6 +77,7 @@ export function headline(page, facts, connection, { title, stop, help }) {
     facts.status === "running" && connection !== "exported" ? h("button", { key: "stop", on: { click: stop } }, "Stop…") : null,
     theme, keys,
     facts.why ? h("p", { class: "why bad", key: "why" }, line(facts.why, 400)) : null,
+    facts.damage?.length ? h("p", { class: "why bad", key: "damage", title: line(facts.damage.join("\n"), 2000) }, `Cannot be read: ${line(facts.damage[0], 300)}${facts.damage.length > 1 ? `, and ${count(facts.damage.length - 1)} more` : ""}`) : null,
   ];
 }
 

@@ -139,7 +139,7 @@ export function lanes(node, props) {
     axis(ctx, high - 16);
     data.lanes.forEach((lane, place) => {
       const y = heightTo(place) + (lane.kind === "rank" ? 2 : 4);
-      const foot = y + of(BAR, lane) - 3;
+      const foot = y + of(BAR, lane) / 2 + 5;
       ctx.fillStyle = colour("--sunk");
       ctx.fillRect(left(), y, wide() - left() - right(), of(BAR, lane) + 2);
       bars(ctx, lane, y);

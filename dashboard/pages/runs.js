@@ -21,6 +21,8 @@ function spark(values) {
 
 function trouble(run) {
   if (run.why) return h("span", { class: "bad-text", title: line(run.why, 1000) }, line(run.why, 160));
+  const harm = run.damage?.[0];
+  if (harm) return h("span", { class: "bad-text", title: line(run.damage.join("\n"), 2000) }, `cannot be read: ${line(harm, 160)}`);
   const last = run.trouble;
   return last ? h("span", { class: "soft", title: line(last.text, 1000) }, line(last.text, 160)) : null;
 }

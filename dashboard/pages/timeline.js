@@ -36,7 +36,8 @@ function zoomer({ set }, data) {
 }
 
 function gaps(data, zoom) {
-  const found = data.lanes.filter((lane) => (lane.kind === "group" || lane.kind === "rank") && !BESIDE.has(lane.group)).flatMap((lane) => (lane.gaps ?? []).map((gap) => ({ ...gap, lane: lane.lane })));
+  const own = (lane) => (lane.kind === "rank" ? (lane.gaps ?? []).filter((gap) => gap.reason === "rank") : (lane.gaps ?? [])); // the others are those of its group
+  const found = data.lanes.filter((lane) => !BESIDE.has(lane.group)).flatMap((lane) => own(lane).map((gap) => ({ ...gap, lane: lane.lane })));
   const longest = found.sort((a, b) => b.end_s - b.start_s - (a.end_s - a.start_s)).slice(0, LISTED);
   const columns = [
     { name: "lane", title: "Idle", value: (gap) => gap.lane, cell: (gap) => line(gap.lane) },

@@ -89,8 +89,8 @@ class FollowedTable:
         """All of the Parquet file, as far as most_columns goes."""
         with self._parquet.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 8))
-            footer = int.from_bytes(file.read(4), "little")
-        if footer > MOST_FOOTER:
+            footer, ending = int.from_bytes(file.read(4), "little"), file.read(4)
+        if ending == b"PAR1" and footer > MOST_FOOTER:
             raise ValueError(f"it describes its columns in {footer / 1e6:.0f} MB; {MOST_FOOTER / 1e6:.0f} are read")
         with pq.ParquetFile(self._parquet) as file:
             names = file.schema_arrow.names

@@ -107,7 +107,8 @@ class Lanes:
         inside = np.flatnonzero((c["end_s"] >= window.start_s) & (c["start_s"] <= window.end_s))
         # Rounded before they are compared: a page that asks for a stretch until the end of a step knows the rounded one.
         ends = ((step, round(end, 6)) for step, end in self.steps)
-        steps = [(step, end) for step, end in ends if window.start_s <= end <= window.end_s]
+        until = round(window.end_s, 6)
+        steps = [(step, end) for step, end in ends if window.start_s <= end <= until]
         lanes: list[dict[str, Any]] = []
         for number, name in enumerate(self._groups):
             own = self._sorted(inside[c["group"][inside] == number])
@@ -270,8 +271,8 @@ class Lanes:
                 else "nothing was under way",
             )
         if next_node is None:
-            last = max(others, key=lambda row: c["end_s"][row])
-            return "rows", f"no more work in this window; {self._what(last)} went on"
+            most = max(others, key=lambda row: min(c["end_s"][row], end) - max(c["start_s"][row], start))
+            return "rows", f"no more work in this window; {self._what(most)} went on"
         method = next_node.rpartition(".")[2]
         upstream = self._upstream.get(next_node, frozenset())
         fed = [row for row in others if self._name("node", row) in upstream and c["end_s"][row] <= end + TOUCHING_S]

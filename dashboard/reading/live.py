@@ -15,6 +15,9 @@ from pydantic import BaseModel, ConfigDict, RootModel, ValidationError
 from ...controllers.run_directory import GRAPH
 from ...dataflow.buffer.run_files import LIVE
 
+MOST_BYTES = 32 << 20
+"""Of a file that is read: no driver writes so much, and pages ask for it again and again."""
+
 
 class _Open(BaseModel):
     """Fields that pages rely on; others pass."""
@@ -128,6 +131,8 @@ def read_graphs(run: Path) -> dict[str, Any]:
 
 def _read(path: Path, model: type[BaseModel]) -> dict[str, Any]:
     try:
+        if path.stat().st_size > MOST_BYTES:
+            return {}
         found = json.loads(path.read_text())
         model.model_validate(found)
     except (OSError, ValueError, RecursionError, ValidationError):

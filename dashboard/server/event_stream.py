@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Collection
 from typing import Any
 
@@ -20,6 +21,8 @@ from ..reading.changes import changed, state_of
 
 LOOK_S = 0.25
 """Seconds between two looks at the files."""
+REST = 10
+"""Times as long as a look took there is none, where that is longer: thousands of runs take a tenth of a core at most."""
 BEAT_S = 15.0
 MAX_WAITING = 100
 """Events that a page may be behind; one that does not read is told to look at everything anew."""
@@ -71,11 +74,14 @@ class EventStream:
 
     async def _watch(self) -> None:
         while self._pages:
-            for message, run in await asyncio.to_thread(self._look):
+            began = time.monotonic()
+            news = await asyncio.to_thread(self._look)
+            took_s = time.monotonic() - began
+            for message, run in news:
                 for queue, asked in self._pages.items():
                     if run is None or not asked or run in asked:
                         self._put(queue, message)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(max(LOOK_S, REST * took_s))
         self._states.clear()
 
     def _put(self, queue: asyncio.Queue[bytes], message: bytes) -> None:

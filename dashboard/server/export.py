@@ -65,6 +65,9 @@ def export_run(run: Path, file: Path) -> dict[str, Any]:
     return {"file": str(file), "bytes": len(page.encode()), "groups": groups, "of_groups": total}
 
 
+MOST_UNFOLDED = 8
+"""Groups whose lanes of ranks are exported."""
+
 # What pages will ask
 
 
@@ -78,6 +81,10 @@ async def _answers(app: FastAPI, run: str) -> tuple[dict[str, Any], int, int]:
     ]
     asked += [address(page, one) for page in ("run", "alerts", "graph", "buffer", "workers", "weights")]
     answers = {each: await ask(app, each) for each in asked}
+    several = list(answers[address("timeline", {**one, "width": 1200})]["ranks"])
+    for unfolded in [*([group] for group in several), several][: MOST_UNFOLDED if several else 0]:
+        each = address("timeline", {**one, "width": 1200, "ranks": joined(unfolded)})
+        answers[each] = await ask(app, each)
     names = _curves_of(answers[address("metrics", {"runs": joined([run])})]["cards"])
     for axis in ("step", "time_s", "samples") if names else ():
         each = address("curves", {"runs": joined([run]), "names": joined(names), "axis": axis, "points": 600})

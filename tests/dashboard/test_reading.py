@@ -390,6 +390,9 @@ def lanes(*calls: tuple[str, str, float, float], graphs: dict | None = None, poo
 def test_a_stretch_until_the_end_of_a_step_as_a_page_knows_it_has_that_step():
     found = lanes(("actor", "actor.update", 0.0, 5.3000004))
     assert found.of(Window(0.0, 5.3))["steps"] == [{"step": 1, "end_s": 5.3}]
+    shorter = lanes(("actor", "actor.update", 0.0, 5.2999996))
+    assert shorter.window_of(1, 1) == (0.0, 5.2999996), "exactly"
+    assert shorter.of(Window(*shorter.window_of(1, 1)))["steps"] == [{"step": 1, "end_s": 5.3}]
 
 
 def test_idle_time_has_its_reason():

@@ -1,8 +1,11 @@
 """What people do with the pages: keys alone, assistive technology, a run that goes on, a dashboard that dies and comes back."""
 
+import pyarrow as pa
 import pytest
 from looking import PAGES
 from serving import Serving
+
+from weft.controllers.run_directory import RunDirectory
 
 pytestmark = pytest.mark.browser
 
@@ -122,3 +125,44 @@ def test_the_timeline_goes_to_a_step(look):
     window.page.get_by_label("show one step").fill("12-13")
     window.page.keyboard.press("Enter")
     window.page.get_by_text("Steps 12 to 13").wait_for()
+
+
+def test_a_zoom_goes_along_from_page_to_page(look):
+    window = look()
+    window.show("curves", run="first", x="10~14")
+    window.page.keyboard.press("3")
+    window.shown("timeline")
+    window.page.get_by_text("Steps 10 to 14").wait_for()
+    window.page.keyboard.press("4")
+    window.shown("samples")
+    window.page.get_by_role("button", name="steps 10 to 14").wait_for()
+    steps = {
+        text.rpartition("step ")[2] for text in window.page.locator(".entry small").all_inner_texts() if "step" in text
+    }
+    assert steps <= {"10", "11", "12", "13", "14"} and steps
+    window.page.get_by_role("button", name="steps 10 to 14").click()
+    window.page.wait_for_function("!location.hash.includes('x=')")
+
+
+def test_a_conversation_is_shown_as_its_turns_and_what_was_unfolded_stays_so(look, folder):
+    run = folder / "talk"
+    RunDirectory.create(folder, "talk").close()
+    (run / "samples").mkdir(exist_ok=True)
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2 + 3?"}]
+    said = '<think>easy</think><tool_call>{"name": "calculator"}</tool_call><|im_end|>\n<|im_start|>tool\n' + "5" * 400
+    said += "<|im_end|>\n<|im_start|>assistant\nIt is 5.<|im_end|>"
+    rows = {"sample_id": [1], "group_id": [0], "response_ids": [[1, 2]], "response": [said], "prompt_messages": [asked]}
+    table = pa.table(rows)
+    with pa.ipc.new_file(str(run / "samples" / "train_000001.1.0.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    window = look()
+    window.show("samples", run="talk")
+    turns = window.page.locator(".response .turn")
+    assert turns.locator("h4").all_inner_texts() == ["assistant", "tool", "assistant"]
+    assert window.page.get_by_text("It is 5.").is_visible() and window.page.get_by_text("What is 2 + 3?").is_visible()
+    call = window.page.get_by_text("calls calculator")
+    assert not window.page.get_by_text('"name": "calculator"').is_visible()
+    call.click()
+    assert window.page.get_by_text('"name": "calculator"').is_visible()
+    window.page.evaluate("dispatchEvent(new Event('theme'))")  # everything is drawn again
+    assert window.page.get_by_text('"name": "calculator"').is_visible()
