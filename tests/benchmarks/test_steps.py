@@ -147,6 +147,11 @@ def test_the_bound_of_an_algorithm_does_the_work_of_the_real_step(load: Any, tmp
     assert sum(len(part.ids) for part in dpo.parts) == len(given), "both responses of half as many pairs"
 
 
+def test_bfloat16_is_measured_and_is_off_by_its_rounding(load: Any):
+    found = load("steps/bfloat16").measure(small=True, rounds=1)
+    assert found["bfloat16_speedup"] > 0 and 0 < found["difference"] < 0.05
+
+
 def test_shared_prompts_are_measured_and_change_no_gradient(load: Any):
     found = load("steps/shared_prompts").measure(small=True, rounds=1, vocabulary=1024)
     assert found["difference"] < 1e-4 and all(found[f"{name}_speedup"] > 0 for name in ("dpo", "grpo", "grpo_logprobs"))

@@ -15,10 +15,13 @@ from transformers import AutoModelForCausalLM
 
 from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
 from weft.algorithms.ratios import sequence_ratio
+from weft.algorithms.sampling import Sampling
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError, WeightSyncError
 from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorConfig, ActorWorker
+from weft.workers.generation.engine import GenerationRequest
+from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.reference import ReferenceConfig, ReferenceWorker
 from weft.workers.worker import Context
 
@@ -74,6 +77,25 @@ def test_the_gap_to_the_generator_is_measured_before_the_update(tiny_model: Path
     stale = values(worker.update(rows))
     assert stale["mean_logprob_gap"] > 1e-3 and stale["max_logprob_gap"] > 1e-2
     assert stale["max_staleness"] == 1 and stale["mean_staleness"] == 1
+
+
+def test_the_gap_in_bfloat16_is_smaller_than_its_rounding(tiny_model: Path):
+    engine = TransformersEngine(str(tiny_model), dtype="bfloat16")
+    prompts = np.random.default_rng(0).integers(3, 97, (24, 5))
+    requests = [GenerationRequest(number, prompt, seed=number) for number, prompt in enumerate(prompts)]
+    said = [each for some in engine.generate(requests, Sampling(max_tokens=12)) for each in some]
+    rows = Batch.of(
+        prompt_ids=[prompts[each.request_id] for each in said],
+        response_ids=[each.token_ids for each in said],
+        response_mask=[np.ones(len(each.token_ids), np.uint8) for each in said],
+        response_logprobs=[each.logprobs for each in said],
+        advantages=[np.ones(len(each.token_ids), np.float32) for each in said],
+    )
+    gaps = {
+        dtype: values(actor(tiny_model, dtype=dtype).update(rows))["mean_logprob_gap"]
+        for dtype in ("float32", "bfloat16")
+    }
+    assert 0 < gaps["bfloat16"] < gaps["float32"] < 0.05
 
 
 def test_entropies_come_with_log_probabilities_and_are_those_of_the_distributions(tiny_model: Path, rows: Batch):

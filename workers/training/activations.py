@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -78,7 +79,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class _EqualRows(PackedSequences):
-    """Rows of one length, of which nothing has to be computed."""
+    """Rows of one length, of which nothing has to be computed. They may belong to a device that is not there."""
 
     @property
     def positions(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -87,6 +88,9 @@ class _EqualRows(PackedSequences):
     @property
     def padded_positions(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         return torch.arange(self.longest).expand(self.shape)
+
+    def _on_device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array)
 
 
 def pass_bytes(
@@ -135,7 +139,12 @@ def pass_bytes(
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(trains):
             return _peak(
-                response.to_empty(device="cpu"), shape, trains=trains, stays=stays, drops=stays or lora is not None
+                response.to_empty(device="cpu"),
+                _EqualRows.of([shape.length] * shape.rows, "cuda" if gpu_bytes else "cpu"),
+                shape.rows * shape.predicted,
+                trains=trains,
+                stays=stays,
+                drops=stays or lora is not None,
             )
     except WeftError:
         raise
@@ -143,10 +152,11 @@ def pass_bytes(
         raise ValueError(f"a pass of {model} cannot be computed without values: {error}") from error
 
 
-def _peak(model: ResponseModel, shape: PassShape, *, trains: bool, stays: bool, drops: bool) -> int:
+def _peak(model: ResponseModel, rows: _EqualRows, number: int, *, trains: bool, stays: bool, drops: bool) -> int:
     """The largest number of bytes alive.
 
     Args:
+        number: of tokens that are predicted.
         stays: all gradients are there from the beginning.
         drops: a gradient that is made is added to what is there, or is none of the model's own, and goes.
     """
@@ -155,9 +165,7 @@ def _peak(model: ResponseModel, shape: PassShape, *, trains: bool, stays: bool, 
         if drops:
             for parameter in parameters:
                 parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
-        number = shape.rows * shape.predicted
-        rows = _EqualRows.of([shape.length] * shape.rows)
-        outputs, hidden = model.run_backbone(torch.zeros(shape.rows * shape.length, dtype=torch.long), rows)
+        outputs, hidden = model.run_backbone(torch.zeros(int(rows.lengths.sum()), dtype=torch.long), rows)
         hidden = hidden.index_select(0, torch.arange(number))
         if model.scalar:
             result = model.causal_lm.score(hidden.float())[:, 0]

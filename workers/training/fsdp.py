@@ -258,17 +258,17 @@ class FsdpEngine:
         averaged = len(replicas) * self.config.sequence_parallel  # by FSDP; the loss is a sum
         balance = self._balance(rows, plan, averaged, whole=whole)
         routers = self.model.routers
-        with nullcontext() if routers is None else routers.watched(self.device, balance) as tally:
+        watched = nullcontext() if routers is None else routers.watched(self.device, balance)
+        with watched as tally, self._sharded.precision():  # parameters are rounded once for all microbatches
             for number, part in enumerate(plan if self._count > 0 else ()):
                 self._sharded.sync_gradients(last and number == len(plan) - 1)
-                with self._sharded.precision():
-                    logprobs, entropy = self._forward(rows, part, entropy=loss.needs_entropy)
-                    if len(part):
-                        loss_sum, metrics = loss(logprobs, rows.packed(part, entropy))
-                        parts.append(metrics)
-                    else:
-                        loss_sum = 0.0 * logprobs.sum()
-                    (loss_sum * averaged).backward()
+                logprobs, entropy = self._forward(rows, part, entropy=loss.needs_entropy)
+                if len(part):
+                    loss_sum, metrics = loss(logprobs, rows.packed(part, entropy))
+                    parts.append(metrics)
+                else:
+                    loss_sum = 0.0 * logprobs.sum()
+                (loss_sum * averaged).backward()
                 loss_total += loss_sum.detach()
         if balance is not None:
             self._check_reached(balance)

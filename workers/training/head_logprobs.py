@@ -130,13 +130,11 @@ class _HeadLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scales: Tensor | None, how: _How
     ) -> tuple[Tensor, Tensor]:
         chunks = _Chunks(hidden, weight, bias, scales, how)
-        keep = how.trains and chunks.bytes <= KEPT_BYTES
-        parts, kept = [], []
+        parts, kept = [], None
         for part in chunks.parts():
-            logits = chunks.logits(part, reuse=not keep)
+            logits = chunks.logits(part)
             parts.append(_statistics(logits, _own_ids(targets[part], how.shards), means=how.entropies))
-            if keep:
-                kept.append(logits)
+            kept = logits if chunks.kept else None
         found = torch.cat(parts) if parts else hidden.new_zeros((0, 4), dtype=chunks.dtype)
         chosen, largest, sums, weighted = (found if how.shards is None else _joined(found, how.shards)).unbind(1)
         log_sums = largest + sums.log()
@@ -153,13 +151,13 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, scales, log_sums, entropies = ctx.saved_tensors
         how: _How = ctx.how
         chunks, kept = _Chunks(hidden, weight, bias, scales, how), ctx.kept
-        ctx.kept = []
+        ctx.kept = None
         of_hidden, of_weight, of_bias, *_ = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden) if of_hidden else None
         grad_weight: Tensor | None = None
         grad_bias = bias.new_zeros(bias.shape, dtype=chunks.dtype) if of_bias else None
-        for number, part in enumerate(chunks.parts()):
-            logits = chunks.logits(part) if not kept else kept[number]
+        for part in chunks.parts():
+            logits = chunks.logits(part) if kept is None else kept
             slopes = chunks.slopes(logits, part)
             ids = _own_ids(targets[part], how.shards)
             to_entropy = (grads[1][part], entropies[part]) if how.entropy else None
@@ -168,8 +166,6 @@ class _HeadLogprobs(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += logits.sum(0)
             grad_weight = chunks.add_gradients(logits, part, grad_hidden, grad_weight, of_weight=of_weight)
-            if kept:
-                kept[number] = None
         if how.shards is not None and grad_hidden is not None:
             total = grad_hidden.to(chunks.dtype)  # summed as one rank would sum it
             dist.all_reduce(total, group=how.shards.group)
@@ -180,27 +176,27 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 class _Chunks:
-    """The chunks of a head's pass, in one buffer after the other: fresh pages cost as much as a pass over them."""
+    """The chunks of a head's pass, in one buffer after the other: fresh pages cost as much as a pass over them. Logits that are kept for
+    the backward pass are one chunk; others are cut evenly, since products of few tokens are slow."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, how: _How) -> None:
         self.hidden, self.weight, self.bias, self.scales, self.form = hidden, weight, bias, scales, how.form
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
-        self.bytes = self.dtype.itemsize * len(hidden) * len(weight)
         row = self.dtype.itemsize * max(1, len(weight))
-        self._size = max(1, min(len(hidden), how.chunk // row))
+        self.kept = how.trains and row * len(hidden) <= KEPT_BYTES
+        """Whether the backward pass gets the logits of the forward pass."""
+        number = 1 if self.kept else -(-len(hidden) // max(1, how.chunk // row))
+        self._size = max(1, -(-len(hidden) // max(1, number)))
         self._buffers: dict[str, Tensor] = {}
 
     def parts(self) -> Iterator[slice]:
         for start in range(0, len(self.hidden), self._size):
             yield slice(start, min(start + self._size, len(self.hidden)))
 
-    def logits(self, part: slice, *, reuse: bool = True) -> Tensor:
-        """[t, vocabulary] in float32 or more, divided by temperatures; with `reuse` the next call overwrites it."""
+    def logits(self, part: slice) -> Tensor:
+        """[t, vocabulary] in float32 or more, divided by temperatures; the next call overwrites it."""
         hidden, number = self.hidden[part], part.stop - part.start
-        if reuse:
-            out = self._buffer("logits", number, self.dtype)
-        else:
-            out = hidden.new_empty(number, len(self.weight), dtype=self.dtype)
+        out = self._buffer("logits", number, self.dtype)
         if hidden.dtype == self.dtype:
             torch.mm(hidden, self.weight.T, out=out)
         elif hidden.is_cuda:

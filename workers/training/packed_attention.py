@@ -91,18 +91,18 @@ def packed_attention(
     """
     rows.windows.add(sliding_window)
     rows.softcaps.add(softcap)
-    how = _Attend(scaling, softcap, dropout, sliding_window, kernel)
+    widens = rows.device.type == "cpu" and not rows.rounded
+    how = _Attend(scaling, softcap, dropout, sliding_window, kernel, widens)
     of_tokens = [x[0].transpose(0, 1) for x in (query, key, value)]
     if rows.rounded:
         of_tokens = [x.bfloat16() for x in of_tokens]
     if rows.exchange is not None:
         of_tokens = [rows.exchange.to_heads(x, query.shape[1]) for x in of_tokens]
         found = rows.exchange.to_tokens(how.in_rows(of_tokens, rows))
-    elif isinstance(rows, SharedPrompts):
+    elif isinstance(rows, SharedPrompts) and len(rows.after):
         begins = int(rows.beginnings.lengths.sum())
-        found = how.in_rows([x[:begins] for x in of_tokens], rows.beginnings)
-        if len(rows.after):
-            found = torch.cat([found, how.after_prompts(of_tokens, rows)])
+        first, after = zip(*(x.split([begins, len(x) - begins]) for x in of_tokens), strict=True)
+        found = torch.cat([how.in_rows(first, rows.beginnings), how.after_prompts(first, after, rows)])
     else:
         found = how.in_rows(of_tokens, rows)
     return found[None].to(query.dtype), None
@@ -117,6 +117,8 @@ class _Attend:
     dropout: float
     window: int | None
     kernel: Kernel | None
+    widens: bool
+    """Padded rows of half precision are attended to in float32: a CPU's kernel takes up to three times as long in bfloat16."""
 
     def in_rows(self, of_tokens: Sequence[Tensor], rows: PackedSequences) -> Tensor:
         """[T, heads, head size]: attention of [T, heads, head size] queries, keys and values within each row."""
@@ -131,28 +133,38 @@ class _Attend:
             mask = ((back >= 0) & (back < self.window))[None, None]
         return _packed(self._padded(query, key, value, mask), rows)
 
-    def after_prompts(self, of_tokens: Sequence[Tensor], rows: SharedPrompts) -> Tensor:
-        """[tokens of responses, heads, head size]: attention of responses to their prompts and to themselves."""
-        begins = int(rows.beginnings.lengths.sum())
-        if (kernel := self._kernel(of_tokens)) is not None:
-            key, value = (x.index_select(0, rows.tokens_of_complete) for x in of_tokens[1:])
-            query, of_keys = of_tokens[0][begins:], rows.complete
-            return attend(kernel, query, key, value, rows.responses, of_keys, scaling=self.scaling, window=self.window)
-        before = int(rows.prompts.lengths.sum())
-        query = _unpacked(of_tokens[0][begins:], rows.responses).transpose(1, 2)
-        of_prompts = (
-            _unpacked(x[:before], rows.prompts).index_select(0, rows.prompt_of_response) for x in of_tokens[1:]
-        )
-        own = (_unpacked(x[begins:], rows.responses) for x in of_tokens[1:])
+    def after_prompts(self, first: Sequence[Tensor], after: Sequence[Tensor], rows: SharedPrompts) -> Tensor:
+        """[tokens of responses, heads, head size]: attention of responses to their prompts and to themselves.
+
+        Args:
+            first: queries, keys and values of all rows that begin at position 0, prompts before others; [tokens, heads, head size].
+            after: those of the responses.
+        """
+        if (kernel := self._kernel(after)) is not None:
+            of_tokens = (torch.cat(both) for both in zip(first[1:], after[1:], strict=True))
+            key, value = (x.index_select(0, rows.tokens_of_complete) for x in of_tokens)
+            of_keys = rows.complete
+            return attend(
+                kernel, after[0], key, value, rows.responses, of_keys, scaling=self.scaling, window=self.window
+            )
+        before, begins = int(rows.prompts.lengths.sum()), len(first[0])
+        prompts = (_unpacked(x.split([before, begins - before])[0], rows.prompts) for x in first[1:])
+        of_prompts = (_PromptOfEach.apply(x, rows.prompt_of_response) for x in prompts)
+        query, *own = (_unpacked(x, rows.responses) for x in after)
         key, value = (torch.cat(both, 1).transpose(1, 2) for both in zip(of_prompts, own, strict=True))
-        return _packed(self._padded(query, key, value, rows.sees(self.window)[:, None]), rows.responses)
+        mask = rows.sees(self.window)[:, None]
+        return _packed(self._padded(query.transpose(1, 2), key, value, mask), rows.responses)
 
     def _kernel(self, of_tokens: Sequence[Tensor]) -> Kernel | None:
         """That for rows of different lengths, if it has what is asked for."""
         return self.kernel if self.kernel is not None and takes(of_tokens[0], self.softcap, self.dropout) else None
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        return _attention(query, key, value, mask, scaling=self.scaling, softcap=self.softcap, dropout=self.dropout)
+        dtype = query.dtype
+        if self.widens and dtype.itemsize < torch.float32.itemsize:
+            query, key, value = query.float(), key.float(), value.float()
+        found = _attention(query, key, value, mask, scaling=self.scaling, softcap=self.softcap, dropout=self.dropout)
+        return found.to(dtype)
 
 
 def _attention(
@@ -222,6 +234,23 @@ class _Pack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return _spread(grads[0], ctx.rows), None
+
+
+class _PromptOfEach(torch.autograd.Function):
+    """[prompts, ...] -> [responses, ...], the prompt of each response. `index_select`, whose own gradient on a CPU goes through single
+    elements where it does not lie in one piece."""
+
+    @staticmethod
+    def forward(ctx: Any, prompts: Tensor, prompt_of_response: Tensor) -> Tensor:
+        ctx.shape = prompts.shape
+        ctx.save_for_backward(prompt_of_response)
+        return prompts.index_select(0, prompt_of_response)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        [prompt_of_response] = ctx.saved_tensors
+        of_prompts = grads[0].new_zeros(ctx.shape)
+        return of_prompts.index_add_(0, prompt_of_response, grads[0].contiguous()), None
 
 
 def _spread(packed: Tensor, rows: PackedSequences) -> Tensor:

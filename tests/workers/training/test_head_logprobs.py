@@ -1,6 +1,7 @@
 """The head in chunks, beside logits that are made at once, in float64."""
 
 from pathlib import Path
+from typing import Any
 
 import head_ranks
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_processes
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.workers.training import head_logprobs as module
 from weft.workers.training import memory
@@ -111,7 +113,9 @@ def test_without_gradients_nothing_is_kept_and_a_frozen_head_gets_none():
     assert weight.grad is None and hidden.grad is not None
 
 
-def test_half_precision_is_off_by_the_rounding_of_its_products_alone():
+@pytest.mark.parametrize("kept_bytes", [2**20, 0])
+def test_half_precision_is_off_by_the_rounding_of_its_products_alone(kept_bytes: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "KEPT_BYTES", kept_bytes)
     torch.manual_seed(0)
     hidden, weight = torch.randn(64, 32).bfloat16().requires_grad_(), torch.randn(V, 32).bfloat16().requires_grad_()
     targets = torch.randint(V, (64,))
@@ -124,6 +128,29 @@ def test_half_precision_is_off_by_the_rounding_of_its_products_alone():
     for ours, right in zip((hidden, weight), exact, strict=True):
         assert ours.grad is not None and right.grad is not None and ours.grad.dtype == torch.bfloat16
         assert (ours.grad - right.grad).norm() < 0.01 * right.grad.norm()
+
+
+def test_logits_that_are_kept_are_one_chunk_and_others_are_cut_evenly(monkeypatch: pytest.MonkeyPatch):
+    hidden, weight, targets = torch.randn(9, H, requires_grad=True), torch.randn(V, H), torch.randint(V, (9,))
+    for kept_bytes, expected in ((2**20, [(9, V)]), (0, [(5, V), (4, V)] * 2)):
+        monkeypatch.setattr(module, "KEPT_BYTES", kept_bytes)
+        with Products() as products:
+            head_logprobs(hidden, weight, None, targets, None, chunk=8 * 4 * V)[0].sum().backward()
+        assert [shape for shape in products.shapes if shape[1] == V] == expected
+
+
+class Products(TorchDispatchMode):
+    """Shapes of all matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.mm:
+            self.shapes.append(tuple(out.shape))
+        return out
 
 
 def test_ranks_that_share_the_vocabulary_give_what_one_rank_gives(tmp_path: Path):

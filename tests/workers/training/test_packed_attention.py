@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,31 @@ def test_rows_answer_as_if_each_were_alone(kind: str, packs: bool):
     ):
         if theirs is not None:
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()) + 1e-7)
+
+
+@pytest.mark.parametrize("kind", ["Qwen2", "Mistral", "Gemma2"])
+def test_packed_rows_in_bfloat16_are_as_near_to_float64_as_rows_alone(kind: str):
+    made = make(kind)
+    rows = [torch.randint(3, 97, (length,)) for length in LENGTHS]
+    ids, weights = torch.cat(rows), torch.linspace(-1, 1, sum(LENGTHS))
+    found: dict[str, list[Any]] = {}
+    for way, dtype in (("exact", torch.float64), ("alone", torch.bfloat16), ("packed", torch.bfloat16)):
+        model = copy.deepcopy(made).to(dtype)
+        if way == "packed":
+            together = agreeing_model(made)
+            together.causal_lm.to(dtype)
+            model = together.causal_lm
+            logprobs, _ = together(ids, PackedSequences.of(LENGTHS), torch.arange(len(ids)), ids, None)
+        else:
+            logits = (model(input_ids=row[None], use_cache=False).logits[0] for row in rows)
+            logits = torch.cat([each.to(torch.promote_types(dtype, torch.float32)) for each in logits])
+            logprobs = torch.log_softmax(logits, -1)[torch.arange(len(ids)), ids]
+        gradients = torch.autograd.grad((logprobs * weights).sum(), [*model.parameters()])
+        found[way] = [logprobs.detach(), torch.cat([each.double().flatten() for each in gradients])]
+    for exact, alone, packed in zip(found["exact"], found["alone"], found["packed"], strict=True):
+        rounding = (alone - exact).norm()
+        assert rounding > 1e-4 * exact.norm(), "nothing is rounded"
+        assert (packed - exact).norm() < 1.3 * rounding
 
 
 def kernel_by_rows(

@@ -121,6 +121,18 @@ def test_the_gradient_does_not_depend_on_the_parts_that_rows_come_in(tiny_model:
             assert found[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6), name
 
 
+def test_in_bfloat16_microbatches_and_parts_change_less_than_rounding(tiny_model: Path, rows: Batch):
+    exact, half = spmd.one_step(actor(tiny_model), rows)[0], {"dtype": "bfloat16"}
+    whole, metrics = spmd.one_step(actor(tiny_model, **half), rows)
+    rounding = difference(whole, exact)
+    assert 1e-3 < rounding < 0.05
+    for parts in ([list(range(23))], [list(range(22, 6, -1)), list(range(7))]):
+        gradient, found = spmd.one_step(actor(tiny_model, microbatch_tokens=60, **half), rows, parts=parts)
+        assert difference(gradient, whole) < rounding and difference(gradient, exact) < 1.3 * rounding
+        assert found["tokens"] == metrics["tokens"]
+        assert found["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=rounding)
+
+
 PARTS = ([3, 1, 22], [0, 2], [20, 21], [k for k in range(23) if k not in (0, 1, 2, 3, 20, 21, 22)])
 
 
