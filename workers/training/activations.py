@@ -126,9 +126,8 @@ def pass_bytes(
     skeleton = build_causal_lm(model, folder, head, 0, activation_checkpointing=checkpointing if trains else False)
     response = ResponseModel(skeleton.causal_lm, scalar=head != "logprobs").to(getattr(torch, dtype))
     packs = may_pack(skeleton.causal_lm)
-    Agreement(packs=packs, shares_prompts=False, attention=NAME if packs else "sdpa", head_form=HeadForm()).put_on(
-        response
-    )
+    attention = NAME if packs else "sdpa"
+    Agreement(packs, shares_prompts=False, attention=attention, head_form=HeadForm(), routers=()).put_on(response)
     response.chunk_bytes = head_chunk_bytes(gpu_bytes)
     response.requires_grad_(trains and lora is None)
     if trains and lora is not None:
