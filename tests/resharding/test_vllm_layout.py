@@ -34,7 +34,7 @@ from weft.resharding.box import Box
 from weft.resharding.layout import Layout
 from weft.workers.actor import ActorConfig, ActorWorker
 
-pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("group")]
+pytestmark = pytest.mark.usefixtures("group")
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -59,6 +59,19 @@ class ModelConfig(Config):
     "everything", parameters (of frozen models, too), gradients and moments: each layer visits the device while it computes, and the host
     takes the steps. Choose "moments" where a model fits on its GPUs and AdamW does not, "everything" where the model itself does not."""
 
+    compile: bool = False
+    """Have each layer compiled by `torch.compile`, which joins elementwise operations; the first step takes a minute longer. Set it in long
+    runs on GPUs; on CPUs nothing is won. Not together with `tensor_parallel`."""
+
+    @model_validator(mode="after")
+    def _compiles_whole_layers(self) -> ModelConfig:
+        if self.compile and self.tensor_parallel > 1:
+            raise ValueError(
+                f"compile=True and tensor_parallel={self.tensor_parallel}: torch fails to compile layers that ranks share; leave "
+                "one of them out"
+            )
+        return self
+
     @property
     def replica_ranks(self) -> int:
         """Ranks that compute the same rows together."""

@@ -34,6 +34,7 @@ from ..worker import Context
 from .adapter import Adapter, is_trained
 from .agreement import find_agreement
 from .causal_lm import build_causal_lm, move_buffers
+from .compiled_layers import compile_layers
 from .eight_bit import EightBitMoments, in_8_bits
 from .engine import BETAS, Head, ModelConfig, OptimizerConfig, OptimizerStep, Recomputed
 from .lora import Lora
@@ -133,6 +134,8 @@ class FsdpEngine:
         sharded.check_head(agreement.head_form)
         agreement.put_on(response)
         sharded.share_tokens()
+        if self.config.compile:
+            compile_layers(response, self.device)
         return response, sharded
 
     def _make_optimizer(self, config: OptimizerConfig) -> torch.optim.AdamW:

@@ -62,6 +62,7 @@ def caps_scores(causal_lm: Any) -> bool:
     return bool(rows.softcaps - {None})
 
 
+@torch.compiler.disable  # lengths are numbers of the host: each microbatch would be compiled anew
 def packed_attention(
     module: torch.nn.Module,
     query: Tensor,
