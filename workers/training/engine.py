@@ -39,6 +39,10 @@ class ModelConfig(Config):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What it computes in, and what is published; parameters, optimizer state and what logits become are float32 either way. Choose
     "bfloat16" on GPUs: half the time and memory of a pass."""
+    gradients: Literal["float32", "bfloat16"] = "float32"
+    """What gradients are while they are gathered and travel between ranks; what a rank keeps of them is float32 either way. Choose
+    "bfloat16" where the network between ranks is slow, or gathered gradients do not fit: it takes half of both, and rounds every sum of
+    microbatches and ranks. Only with dtype="bfloat16"."""
     microbatch_tokens: int | None = Field(default=None, ge=1)
     """[tokens] How many one forward pass has at most (with padding, for a model whose rows cannot be packed); None: 1,280 on a CPU,
     16,384 on a GPU. Lower it where a pass does not fit into memory (`weft plan` says what it takes), raise it where a GPU is not busy."""
@@ -62,6 +66,14 @@ class ModelConfig(Config):
     compile: bool = False
     """Have each layer compiled by `torch.compile`, which joins elementwise operations; the first step takes a minute longer. Set it in long
     runs on GPUs; on CPUs nothing is won. Not together with `tensor_parallel`."""
+
+    @model_validator(mode="after")
+    def _rounds_gradients_of_rounded_passes(self) -> ModelConfig:
+        if self.gradients == "bfloat16" and self.dtype == "float32":
+            raise ValueError(
+                'gradients="bfloat16" rounds what dtype="float32" has computed exactly; set dtype="bfloat16" too'
+            )
+        return self
 
     @model_validator(mode="after")
     def _compiles_whole_layers(self) -> ModelConfig:

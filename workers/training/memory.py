@@ -83,7 +83,7 @@ class TrainingMemory:
     """Of a pass: weights in the dtype of passes, where the rank holds a part of them, or another dtype: of the whole model, or of two
     layers and the embeddings where they are gathered layer by layer."""
     exchanged: int
-    """Of an update: as much of the gradients, in float32, and their copy in the exchange, where the rank keeps a part of them."""
+    """Of an update: as much of the gradients, in their own dtype, and their copy in the exchange, where the rank keeps a part of them."""
     visiting: int
     """Of an update: moments that are on the device for a while, where they lie in host memory."""
     snapshot: int
@@ -153,7 +153,7 @@ def training_memory(
 def _exchanged(size: ModelSize, config: ModelConfig, ranks: int, at_once: int) -> int:
     """Bytes of gradients on their way to the ranks that keep them; one rank alone has those of a unit, as they come and in float32."""
     if ranks > 1:
-        return 2 * FLOAT32 * at_once
+        return 2 * BYTES[config.gradients] * at_once
     unit = max(_embeddings(size), 2 * size.parameters // size.layers)
     return (FLOAT32 + BYTES[config.dtype]) * min(unit, size.parameters)
 

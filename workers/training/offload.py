@@ -1,7 +1,9 @@
 """Offload: moments of AdamW that lie in host memory, and are on the device only while their parameters are updated.
 
 Parameters that lie in host memory, too (`ModelConfig.offload="everything"`), are FSDP2's own: it brings a layer to the device before it
-runs, while the layer before it computes, and takes gradients back. Their moments are updated where they lie, by the host.
+runs, and takes gradients back. Over several ranks it does so while the layer before computes, by streams of its own: the host is ahead of
+the device, since it waits for it in no layer. On one rank FSDP of torch 2.13 copies on the stream that computes, so nothing overlaps. Their
+moments are updated where they lie, by the host.
 """
 
 from __future__ import annotations

@@ -62,7 +62,6 @@ def caps_scores(causal_lm: Any) -> bool:
     return bool(rows.softcaps - {None})
 
 
-@torch.compiler.disable  # lengths are numbers of the host: each microbatch would be compiled anew
 def packed_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -264,5 +263,7 @@ def _with_kernel(module: torch.nn.Module, query: Tensor, *others: Any, **named: 
     return packed_attention(module, query, *others, kernel=find_kernel(query.device), **named)
 
 
-AttentionInterface.register(NAME, packed_attention)
-AttentionInterface.register(VARLEN, _with_kernel)
+# Not for `torch.compile`: lengths are numbers of the host, and each microbatch would be compiled anew.
+_AS_IT_IS: Any = torch.compiler.disable
+AttentionInterface.register(NAME, _AS_IT_IS(packed_attention))
+AttentionInterface.register(VARLEN, _AS_IT_IS(_with_kernel))

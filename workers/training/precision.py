@@ -1,7 +1,7 @@
 """Mixed precision of one process: what FSDP's `MixedPrecisionPolicy` does on several ranks, so that any number of them computes the same.
 
 Parameters that are trained are held in float32. For a pass, forward and backward, each stands rounded in its place; gradients arrive in
-float32. Frozen models are held in the dtype of their passes.
+float32 (over several ranks, after they were added up in `ModelConfig.gradients`). Frozen models are held in the dtype of their passes.
 """
 
 from __future__ import annotations

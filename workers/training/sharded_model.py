@@ -91,7 +91,8 @@ class ShardedModel:
             offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         if self.config.dtype == "bfloat16":
             # Inputs stay as they are: the model itself rounds those that it must, and temperatures stay exact.
-            precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+            gradients = getattr(torch, self.config.gradients)
+            precision = MixedPrecisionPolicy(torch.bfloat16, gradients, cast_forward_inputs=False)
             if self.model.scalar_head is not None:  # half precision is too coarse for values
                 fully_shard(
                     self.model.scalar_head, mesh=mesh["dp"], reshard_after_forward=False, offload_policy=offload

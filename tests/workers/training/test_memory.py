@@ -58,6 +58,8 @@ def test_ranks_share_the_state_evenly_and_gather_the_model_for_a_pass(tiny_model
     assert 2 * held[1] == held[0] == 16 * size.parameters
     assert one.gathered == two.gathered == 2 * size.parameters and two.snapshot == 0
     assert (one.exchanged, two.exchanged) == (0, 8 * size.parameters)
+    rounded = config.model_copy(update={"gradients": "bfloat16"})
+    assert training_memory(size, rounded, ranks=2, trains=True, lora=None, saves=False).exchanged == 4 * size.parameters
     layerwise = config.model_copy(update={"gather": "layerwise"})
     assert (
         training_memory(replace(size, layers=64), layerwise, ranks=2, trains=True, lora=None, saves=False).gathered

@@ -299,3 +299,24 @@ def test_rows_that_cannot_be_scored_are_named():
 def test_a_token_that_the_model_does_not_have_is_named(tiny_model: Path):
     with pytest.raises(UserError, match=r"column 'response_ids' has token id 97; .* has ids 0 to 96"):
         actor(tiny_model).logprobs(Batch.of(prompt_ids=[[1]], response_ids=[[97]]))
+
+
+def test_gradients_of_several_ranks_in_bfloat16_are_near_those_in_float32(
+    tiny_model: Path, rows: Batch, tmp_path: Path
+):
+    """Each of the sums is rounded to 8 bits: 2^-9 of it. The whole gradient is 1 % off at most."""
+    shares = [list(range(0, len(rows), 2)), list(range(1, len(rows), 2))]
+    settings: dict[str, Any] = {"dtype": "bfloat16", "microbatch_tokens": 100}
+    rounded, exact = (
+        run_ranks(tmp_path / dtype, tiny_model, rows, shares, gradients=dtype, **settings)[0]["gradient"]
+        for dtype in ("bfloat16", "float32")
+    )
+    off = sum(float((rounded[n].double() - exact[n].double()).square().sum()) for n in exact)
+    whole = sum(float(g.double().square().sum()) for g in exact.values())
+    assert 1e-4 < (off / whole) ** 0.5 < 1e-2
+    assert all(g.dtype == torch.float32 for g in rounded.values())
+
+
+def test_rounded_gradients_of_exact_passes_are_refused():
+    with pytest.raises(UserError, match='gradients="bfloat16" rounds what dtype="float32" has computed'):
+        ActorConfig(model="m", gradients="bfloat16")
