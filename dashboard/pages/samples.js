@@ -91,6 +91,7 @@ function detail(data, context) {
   const { params, set, render } = context;
   const { group } = data;
   if (!group) return h("div", { class: "detail" }, empty("No sample is chosen."));
+  if (group.waits) return h("div", { class: "detail", key: `g${group.group}` }, h("h2", {}, `Group ${count(group.group)}`, h("small", {}, "not recorded yet")), group.waits.map((text) => h("p", { class: "panel notice" }, line(text, 1000))));
   const columns = [...new Set(group.samples.flatMap((sample) => Object.keys(sample.columns ?? {})))];
   const known = [...Object.keys(SHADES).filter((name) => columns.includes(name)), ...columns.filter((name) => !(name in SHADES))];
   const by = known.includes(params.by) ? params.by : (known.find((name) => name === "gap") ?? known[0]);
@@ -102,7 +103,6 @@ function detail(data, context) {
       key != null ? h("button", { on: { click: () => set({ key: params.key ? "" : key }) } }, "Over training") : null,
       other ? chip("as tokens", params.as === "tokens", () => set({ as: params.as === "tokens" ? "" : "tokens" })) : null,
       chip("side by side", !params.stack, () => set({ stack: !params.stack }))),
-    group.why ? h("p", { class: "panel notice" }, line(group.why, 1000)) : null,
     group.turns?.length && params.as !== "tokens" ? promptTurns(`${group.group}/prompt`, group.turns, render) : block(`${group.group}/prompt`, group.prompt, render, { class: "prompt" }),
     group.answer ? h("p", { class: "meta" }, "answer ", h("b", { class: "mono" }, line(group.answer, 300))) : null,
     data.prompt ? overTraining(data.prompt, context) : null,

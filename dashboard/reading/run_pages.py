@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any
 
 import pyarrow as pa
@@ -11,6 +12,7 @@ import pyarrow as pa
 from ...controllers.run_lock import Life
 from ...controllers.run_requests import request_stacks, request_stop
 from ...dataflow.buffer.history import buffer_folder, why
+from ...dataflow.buffer.run_files import BUFFER, LOG
 from ...dataflow.buffer.sql import query
 from ...dataflow.errors import UserError
 from .buffer_page import buffer_page
@@ -27,6 +29,8 @@ TOKEN_COLUMNS = re.compile(
     r"\b(prompt_ids|response_ids|response_logprobs|response_versions|advantages|\w+_ids|\w+_logprobs)\b"
 )
 """Columns of samples that are in their files alone."""
+MOST_LOG = 16 << 20
+"""Bytes of a log that is read from its beginning while a page waits."""
 MOST_CELL = 20_000
 """Characters of a value in an answer of SQL."""
 
@@ -93,13 +97,35 @@ class RunPages:
         with self._reader.parts() as (metrics, calls):
             return weights_page(calls, metrics, edges, began_at)
 
+    def group(self, group: int) -> dict[str, Any]:
+        """The samples of a group; of one that was not recorded, what it waits for.
+
+        Raises:
+            UserError: there is no such group.
+        """
+        try:
+            return self._reader.sample_pages.group(group, self._reader.facts.config)
+        except UserError as error:
+            with suppress(UserError):
+                return {"group": group, "waits": self.why(group)["why"]}
+            raise error
+
     def why(self, group: int) -> dict[str, Any]:
-        """What a group waits for: as the driver said last, or from the log."""
+        """What a group waits for: as the driver said last, or from the log.
+
+        Raises:
+            UserError: there is no such group, or the log has more than MOST_LOG bytes.
+        """
         graphs = read_live(self._path).get("graphs", {})
         for graph in graphs.values():
             for one in graph.get("oldest", ()):
                 if one.get("group") == group:
                     return {"group": group, "why": one["waits"]}
+        log = self._path / BUFFER / LOG
+        if log.is_file() and (size := log.stat().st_size) > MOST_LOG:
+            raise UserError(
+                f"the log of the run's rows has {size / 1e6:.0f} MB, which takes too long here: weft buffer why {self._path} {group}"
+            )
         return {"group": group, "why": why(buffer_folder(self._path), group).splitlines()}
 
     def sql(self, text: str) -> dict[str, Any]:

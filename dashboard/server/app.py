@@ -265,8 +265,7 @@ def _add_samples(app: FastAPI, catalogue: Catalogue) -> None:
 
     @app.get("/api/group")
     def group(run: str, id: int) -> Response:
-        reader = catalogue[run]
-        return answer(reader.sample_pages.group(id, reader.facts.config))
+        return answer(RunPages(catalogue[run]).group(id))
 
     @app.get("/api/prompt")
     def prompt(run: str, key: str) -> Response:

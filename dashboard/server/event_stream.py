@@ -22,7 +22,8 @@ from ..reading.changes import changed, state_of
 LOOK_S = 0.25
 """Seconds between two looks at the files."""
 REST = 10
-"""Times as long as a look took there is none, where that is longer: thousands of runs take a tenth of a core at most."""
+"""Times the processor's time of a look there is none, where that is longer: thousands of runs take about a tenth of a core."""
+MOST_REST_S = 1.0
 BEAT_S = 15.0
 MAX_WAITING = 100
 """Events that a page may be behind; one that does not read is told to look at everything anew."""
@@ -74,14 +75,12 @@ class EventStream:
 
     async def _watch(self) -> None:
         while self._pages:
-            began = time.monotonic()
-            news = await asyncio.to_thread(self._look)
-            took_s = time.monotonic() - began
+            news, took_s = await asyncio.to_thread(self._timed_look)
             for message, run in news:
                 for queue, asked in self._pages.items():
                     if run is None or not asked or run in asked:
                         self._put(queue, message)
-            await asyncio.sleep(max(LOOK_S, REST * took_s))
+            await asyncio.sleep(max(LOOK_S, min(MOST_REST_S, REST * took_s)))
         self._states.clear()
 
     def _put(self, queue: asyncio.Queue[bytes], message: bytes) -> None:
@@ -90,6 +89,11 @@ class EventStream:
                 queue.get_nowait()
             message = event("reload", {})
         queue.put_nowait(message)
+
+    def _timed_look(self) -> tuple[list[tuple[bytes, str | None]], float]:
+        """What has changed, and the seconds of the processor that it took to find out."""
+        began = time.thread_time()
+        return self._look(), time.thread_time() - began
 
     def _look(self) -> list[tuple[bytes, str | None]]:
         """What has changed since the last look, each with its run; None: it is of all pages."""

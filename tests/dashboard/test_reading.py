@@ -136,6 +136,12 @@ def test_why_a_group_waits_is_answered(client: TestClient):
     assert "was finished" in client.get("/api/why", params={"run": "one", "group": 0}).json()["why"][0]
 
 
+def test_a_log_that_takes_too_long_is_not_read_while_a_page_waits(client: TestClient, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("weft.dashboard.reading.run_pages.MOST_LOG", 100)
+    refused = client.get("/api/why", params={"run": "one", "group": 0})
+    assert refused.status_code == 400 and "weft buffer why" in refused.json()["message"]
+
+
 # What is not as it should be
 
 

@@ -4,12 +4,15 @@ from pathlib import Path
 from shutil import copytree, rmtree
 
 import pytest
+from forked import program
 from looking import PAGES
+from serving import Serving
 from wicked import NAME, RAW
 
 from weft.dashboard.server.export import export_run
 
 pytestmark = pytest.mark.browser
+LARGE_RUN = Path(__file__).resolve().parents[3] / "benchmarks" / "dashboard" / "large_run.py"
 RUNS = ("first", "killed", "nothing", "live")
 
 
@@ -95,3 +98,18 @@ def test_a_run_that_is_removed_while_it_is_looked_at_is_said_to_be_gone(look, fo
     rmtree(folder / "leaving")
     window.page.get_by_text("The run is gone.").wait_for()
     assert "first" in window.page.locator("nav").inner_text()
+
+
+@pytest.mark.slow
+def test_every_page_of_a_run_of_10_000_steps_and_100_000_samples_is_there(look, tmp_path: Path):
+    large = program(tmp_path / "made.txt", LARGE_RUN, str(tmp_path / "runs" / "large"))
+    large.process.join(900)
+    with Serving(tmp_path / "runs") as where:
+        window = look(where=where)
+        for page in ("runs", *PAGES):
+            main = window.show(page, run="large")
+            assert main.get_attribute("data-shows") != "problem", main.inner_text()
+            assert main.inner_text().strip() and window.too_wide() <= 0, page
+        main = window.open("curves", run="large")
+        paint = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
+        assert window.page.evaluate(paint) <= 1000 and main.locator("canvas").count() > 10
