@@ -190,7 +190,7 @@ def _with_wrong_sums() -> None:
     cast(Any, _GatheredTensors).complete_sums = told
 
 
-def train(pipe: Pipe, folder: Path, meeting: Any, rank: int, ranks: int) -> None:
+def train(pipe: Pipe, folder: Path, meeting: Any, rank: int, ranks: int, gpu: int | None = None) -> None:
     """A rank of a trainer. It is sent names of its methods, and what they take; or one of these words:
 
     use      the backend from here on
@@ -199,7 +199,10 @@ def train(pipe: Pipe, folder: Path, meeting: Any, rank: int, ranks: int) -> None
     wrong    sums of this tensor, in the next version
     """
     torch.set_num_threads(1)
-    without_gpus(setattr)
+    if gpu is None:
+        without_gpus(setattr)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
     _with_wrong_sums()
     context = Context("actor", rank, ranks, meeting if ranks > 1 else None)
     worker = ActorWorker(BackendConfig(model=folder), context)
@@ -218,7 +221,7 @@ def train(pipe: Pipe, folder: Path, meeting: Any, rank: int, ranks: int) -> None
             elif method == "wrong":
                 _wrong.add(arguments[0])
             elif method == "full":
-                found = {name: tensor.clone().numpy() for name, tensor in worker.engine.named_tensors()}
+                found = {name: tensor.clone().cpu().numpy() for name, tensor in worker.engine.named_tensors()}
             else:
                 found = getattr(worker, method)(*arguments)
             pipe.send(found)

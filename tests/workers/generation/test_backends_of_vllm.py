@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -23,6 +27,7 @@ from weft.resharding.weights import Given, Weights, whole
 from weft.workers.generation.engine import GenerationRequest
 from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.generation.vllm_engine import VllmEngine
+from weft.workers.generation.vllm_settings import VllmSettings
 from weft.workers.rendezvous import LOOPBACK, Rendezvous, take_port
 from weft.workers.rollout import RolloutWorker
 
@@ -30,17 +35,17 @@ RANKS, SECRET = 2, "of this test"
 
 
 class Trainer:
-    """Two ranks, which do the same at once."""
+    """Its ranks do the same at once; on these GPUs, or on none."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, gpus: Sequence[int | None] = (None,) * RANKS) -> None:
         taken = take_port(LOOPBACK)
         port = Rendezvous.at(taken, SECRET).port
         taken.close()
         self._pipes: list[Any] = []
         self.processes: list[Any] = []
-        for rank in range(RANKS):
+        for rank, gpu in enumerate(gpus):
             here, there = SERVER.Pipe()
-            arguments = there, folder, Rendezvous(LOOPBACK, port, SECRET, 60.0), rank, RANKS
+            arguments = there, folder, Rendezvous(LOOPBACK, port, SECRET, 60.0), rank, len(gpus), gpu
             process = SERVER.Process(target=train, args=arguments)  # pyright: ignore[reportAttributeAccessIssue]
             process.start()
             there.close()
@@ -70,7 +75,7 @@ class Trainer:
         weights = self.publish(version, ["rollout[0]"])
         self.begin("send_weights", version)
         checksum = engine.update_weights(weights.to("rollout[0]"))
-        assert self.end() == [None] * RANKS
+        assert self.end() == [None] * len(self.processes)
         return checksum, reduce(add, self.all("finish_publishing", version))
 
     def close(self) -> None:
@@ -195,3 +200,49 @@ def test_an_update_that_ends_in_the_middle_leaves_an_engine_that_takes_the_next(
     checksum, given = trainer.give(engine, 7)
     assert given.checksum == checksum
     assert largest_gap(engine, folder, trainer.all("full")[0]) < 5e-4
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.vllm
+def test_a_run_trains_on_what_an_engine_samples_with_weights_by_a_backend(folder: Path, tmp_path: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+    program = "import sys, backend_run; backend_run.main(*sys.argv[1:])"
+    paths = [str(Path(__file__).parent), *sys.path, os.environ.get("PYTHONPATH", "")]
+    said = subprocess.run(
+        [sys.executable, "-c", program, str(folder), str(tmp_path), "memfd"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert said.returncode == 0, said.stderr
+    rows = json.loads(said.stdout.splitlines()[-1])
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    for row in rows:
+        assert (
+            row["actor/weights_bytes"] > 0 and row["rollout/weights_transfer_s"] >= row["rollout/weights_pause_s"] > 0
+        )
+        assert row.get("actor/max_logprob_gap", 0.0) < 5e-4, "it samples with the weights of the step before"
+    assert "actor/max_logprob_gap" in rows[3]
+
+
+@pytest.mark.gpu
+@pytest.mark.vllm
+@pytest.mark.parametrize(("backend", "gpu"), [("ipc", 0), ("nccl", 1)])
+def test_version_after_version_arrives_on_a_gpu(folder: Path, backend: str, gpu: int) -> None:
+    """It has not been run yet."""
+    if torch.cuda.device_count() <= gpu:
+        pytest.skip(f"this machine has {torch.cuda.device_count()} GPUs, and {backend} needs {gpu + 1}")
+    settings = VllmSettings(max_num_seqs=8, gpu_memory_utilization=0.2)
+    engine, trainer = VllmEngine(str(folder), settings, dtype="float32"), Trainer(folder, [gpu])
+    try:
+        trainer.all("use", backend)
+        for version in (1, 2, 3):
+            trainer.all("change", 1.1)
+            checksum, given = trainer.give(engine, version)
+            assert given.checksum == checksum
+            assert largest_gap(engine, folder, trainer.all("full")[0]) < 1e-2
+    finally:
+        trainer.close()
+        engine.close()
