@@ -13,6 +13,7 @@
 | `plan_error` | largest relative error of planned bytes, beside the tensors of an engine, over the ways of training | 0.1 |
 | `sp_equal` | largest error of a gradient by two ranks that share tokens, over its norm, over the models that can | 1e-5 |
 | `models_ok` | models of twelve for which every check of `models.py` holds: plain `transformers`, saving, adapters, two ranks, vLLM | 12 |
+| `replayed_gap_ratio` | gap between trainer and vLLM in bfloat16, experts replayed, over that with the trainer's own | below 1 |
 
 The first two are of 8,192 tokens and 32,768 ids, `large_head_gb` of 16,384 tokens and 151,936 ids. A figure that was not asked for is
 null. The last line printed is one JSON object.
@@ -30,7 +31,16 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE / "memory"), str(HERE / "operate"), str(HERE)]
-FIGURES = ("lean_peak_ratio", "lean_time_ratio", "large_head_gb", "load_ratio", "plan_error", "sp_equal", "models_ok")
+FIGURES = (
+    "lean_peak_ratio",
+    "lean_time_ratio",
+    "large_head_gb",
+    "load_ratio",
+    "plan_error",
+    "sp_equal",
+    "models_ok",
+    "replayed_gap_ratio",
+)
 
 
 def _load(*, quick: bool) -> dict[str, Any]:
@@ -48,6 +58,7 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {
     "large_head": lambda quick: importlib.import_module("head_chunks").measure_large(quick=quick),
     "load": _load,
     "plan": _plan,
+    "routes": lambda quick: importlib.import_module("routes").measure(quick=quick),
     "models": lambda quick: importlib.import_module("models").measure(quick=quick),
 }
 

@@ -194,7 +194,7 @@ def gap(folder: Path) -> float:
         processes.close()
 
 
-def in_processes(call: Callable[[Asked], Any], asked: list[Asked]) -> Any:
+def in_processes(call: Callable[[Any], Any], asked: list[Any]) -> Any:
     """What the first of several processes answers.
 
     Raises:

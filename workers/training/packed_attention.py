@@ -25,6 +25,8 @@ NAME = "weft_packed"
 """Name of this attention in `transformers`."""
 VARLEN = "weft_packed_varlen"
 """The same with torch's kernel for rows of different lengths, where that has what is asked of it."""
+_ALIGNED = 8
+"""Dimensions that sinks take of a head: kernels want its size to be a multiple of this."""
 _ATTENDS = {"full_attention", "sliding_attention"}
 
 
@@ -34,8 +36,7 @@ def may_pack(causal_lm: Any) -> bool:
     Models whose layers have state (Mamba) or attend in chunks cannot be packed. `agreement.py` checks the results.
     """
     kinds = set(getattr(causal_lm.config.get_text_config(), "layer_types", None) or _ATTENDS)
-    exchanges = causal_lm._supports_attention_backend and causal_lm._supports_sdpa
-    return exchanges and not causal_lm._is_stateful and kinds <= _ATTENDS
+    return causal_lm._supports_attention_backend and not causal_lm._is_stateful and kinds <= _ATTENDS
 
 
 def windows_reached_attention(causal_lm: Any, rows: PackedSequences) -> bool:
@@ -74,6 +75,7 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     kernel: Kernel | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -85,14 +87,17 @@ def packed_attention(
         sliding_window: tokens that each token sees, itself included; None: all before it.
         kernel: for rows of different lengths (`varlen_attention.py`); None: rows are padded for attention.
         softcap: scores s become softcap * tanh(s / softcap); None: they stay (arXiv:2408.00118, section 2).
+        s_aux: [heads] sinks, scores of a key without a value beside those of each query (GPT-OSS); None: there are none.
 
     Returns:
         ([1, T, heads, head size], None)
     """
     rows.windows.add(sliding_window)
     rows.softcaps.add(softcap)
+    if s_aux is not None and rows.exchange is not None:
+        s_aux = rows.exchange.own(s_aux)
     widens = rows.device.type == "cpu" and not rows.rounded
-    how = _Attend(scaling, softcap, dropout, sliding_window, kernel, widens)
+    how = _Attend(scaling, softcap, dropout, sliding_window, kernel, widens, s_aux)
     of_tokens = [x[0].transpose(0, 1) for x in (query, key, value)]
     if rows.rounded:
         of_tokens = [x.bfloat16() for x in of_tokens]
@@ -119,6 +124,7 @@ class _Attend:
     kernel: Kernel | None
     widens: bool
     """Padded rows of half precision are attended to in float32: a CPU's kernel takes up to three times as long in bfloat16."""
+    sinks: Tensor | None = None
 
     def in_rows(self, of_tokens: Sequence[Tensor], rows: PackedSequences) -> Tensor:
         """[T, heads, head size]: attention of [T, heads, head size] queries, keys and values within each row."""
@@ -157,14 +163,37 @@ class _Attend:
 
     def _kernel(self, of_tokens: Sequence[Tensor]) -> Kernel | None:
         """That for rows of different lengths, if it has what is asked for."""
-        return self.kernel if self.kernel is not None and takes(of_tokens[0], self.softcap, self.dropout) else None
+        if self.kernel is None or self.sinks is not None or not takes(of_tokens[0], self.softcap, self.dropout):
+            return None
+        return self.kernel
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         dtype = query.dtype
         if self.widens and dtype.itemsize < torch.float32.itemsize:
             query, key, value = query.float(), key.float(), value.float()
+        if self.sinks is not None:
+            return self._with_sinks(self.sinks, query, key, value, mask).to(dtype)
         found = _attention(query, key, value, mask, scaling=self.scaling, softcap=self.softcap, dropout=self.dropout)
         return found.to(dtype)
+
+    def _with_sinks(self, sinks: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """The same with a key before all others, which every query sees. Queries and keys get a dimension in which the product of any
+        query of a head and this key is the head's sink, and with all other keys 0. Its value is 0."""
+        if self.softcap is not None or self.dropout:
+            raise NotImplementedError("attention with sinks has neither a soft cap nor dropout")
+        size = query.shape[-1]
+        scaling = size**-0.5 if self.scaling is None else self.scaling
+        more = (sinks / scaling).to(query.dtype)[:, None, None].expand(len(query), -1, query.shape[2], 1)
+        query = torch.cat([query, F.pad(more, (0, _ALIGNED - 1))], -1)
+        first = key.new_zeros(*key.shape[:2], 1, size + _ALIGNED)
+        first[..., size] = 1
+        key, value = torch.cat([first, F.pad(key, (0, _ALIGNED))], 2), F.pad(value, (0, _ALIGNED, 1, 0))
+        if mask is not None:
+            mask = F.pad(mask, (1, 0), value=True)
+        else:  # causal: beside that key stands a query that nobody reads
+            query = F.pad(query, (0, 0, 1, 0))
+        found = _attention(query, key, value, mask, scaling=scaling, softcap=None, dropout=0.0)
+        return found[:, int(mask is None) :, :, : value.shape[-1] - _ALIGNED]
 
 
 def _attention(

@@ -47,7 +47,9 @@ def make(kind: str) -> Any:
         }
         settings |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
     config = getattr(transformers, f"{kind}Config")(**settings)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager" if kind == "GptOss" else "sdpa"
+    )
     for parameter in model.parameters():  # far enough from uniform for a mistake to show
         parameter.data.mul_(3.0)
     return model
@@ -58,6 +60,7 @@ def make(kind: str) -> Any:
     [
         *((kind, True) for kind in ("Llama", "Qwen2", "Qwen3", "GPT2")),
         *((kind, True) for kind in WINDOWED),
+        ("GptOss", True),  # its attention has sinks
         ("StableLm", False),  # its attention cannot be exchanged
         ("Nemotron", False),  # its layers keep what their attention should know
         ("Jamba", False),  # has state
@@ -201,3 +204,34 @@ def test_the_kernel_is_chosen_where_it_agrees_with_the_model_in_bfloat16(
 def test_torchs_kernel_is_chosen_on_a_gpu():
     model = agreeing_model(make_family("Qwen3").cuda())
     assert model.causal_lm.config._attn_implementation == packed_attention.VARLEN
+
+
+def with_sinks(query: Any, key: Any, value: Any, sinks: Any, window: int | None) -> Any:
+    """[L, heads, size] of one row, by the formula: each head has one more score, which has no value."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * 0.3
+    back = torch.arange(len(query))[:, None] - torch.arange(len(key))
+    scores = scores.masked_fill((back < 0) | (back >= (window or len(key))), -torch.inf)
+    scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(query), 1)], -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :-1], value)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("lengths", [LENGTHS, [7, 7]])
+def test_a_sink_is_a_score_beside_those_of_a_row(lengths: list[int], window: int | None):
+    torch.manual_seed(0)
+    tokens = sum(lengths)
+    given = [torch.randn(tokens, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    sinks = (2 * torch.randn(4, dtype=torch.float64)).requires_grad_()
+    rows = zip(*(x.split(lengths) for x in given), strict=True)
+    expected = torch.cat([with_sinks(q, k, v, sinks, window) for q, k, v in rows])
+    query, key, value = [x.transpose(0, 1)[None] for x in given]
+    packed = PackedSequences.of(lengths)
+    found, _ = packed_attention.packed_attention(
+        torch.nn.Identity(), query, key, value, None, rows=packed, scaling=0.3, sliding_window=window, s_aux=sinks
+    )
+    torch.testing.assert_close(found[0], expected, rtol=1e-10, atol=1e-10)
+    weights = torch.randn_like(expected)
+    gradients = (torch.autograd.grad((x * weights).sum(), [*given, sinks]) for x in (found[0], expected))
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)

@@ -20,8 +20,8 @@ from weft.workers.training.packed_sequences import SharedPrompts
 from weft.workers.training.prompt_sharing import Placement, equal_prompts, plan_shared
 
 CPU = torch.device("cpu")
-SHARED = ("Qwen2", "Qwen3", "Llama", "Mistral", "Mixtral", "Gemma 2", "Gemma 3", "Phi-3", "OLMo 2", "GPT-2")
-NOT_SHARED = ("Phi-3 longrope", "Jamba", "GPT-OSS")
+SHARED = ("Qwen2", "Qwen3", "Llama", "Mistral", "Mixtral", "Gemma 2", "Gemma 3", "Phi-3", "OLMo 2", "GPT-2", "GPT-OSS")
+NOT_SHARED = ("Phi-3 longrope", "Jamba", "StableLM")
 """Frequencies that follow the length of a row; state; attention that cannot be exchanged."""
 
 
