@@ -37,6 +37,7 @@ from .causal_lm import build_causal_lm, move_buffers
 from .compiled_layers import compile_layers
 from .eight_bit import EightBitMoments, in_8_bits
 from .engine import BETAS, Head, ModelConfig, OptimizerConfig, OptimizerStep, Recomputed
+from .freed_memory import keep_freed_memory
 from .lora import Lora
 from .memory import CPU_TOKENS, GPU_TOKENS
 from .mesh_of_one import MeshOfOne
@@ -88,6 +89,8 @@ class FsdpEngine:
         self.bytes_read = 0
         """What this rank read of the model's files."""
         self.device = rank_device(context)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         streams = config.offload == "everything" and context.world_size == 1
         self._alone = MeshOfOne(self.device) if streams else None
         self.mesh = self._alone.mesh if self._alone else join_mesh(context, config, self.device)
