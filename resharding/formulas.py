@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from ..dataflow.errors import UserError
 from .box import Box
 from .layout import Layout, Piece, TensorLayout, Where
+from .pipeline_stages import PipelineStages
 
 HYBRIDFLOW_ORDER = ("tp", "pp", "dp")
 """HybridFlow's order of the ranks, the fastest coordinate first."""
@@ -35,6 +36,8 @@ class Parameter:
     """The dimension that tensor parallelism splits; None: each shard has all of it."""
     layer: int = 0
     """Pipeline stages are made of layers. Embeddings belong to the first layer, and the head to the last."""
+    tied_layer: int | None = None
+    """A further layer whose stage has a copy: of an embedding that is also the head, the last one."""
     expert: int | None = None
     """Which expert of its layer it belongs to; None: to none."""
 
@@ -90,19 +93,27 @@ def three_dimensional(
     ranks: Sequence[Where] | None = None,
     dtype: str = "bfloat16",
     order: Sequence[str] = HYBRIDFLOW_ORDER,
+    stages: PipelineStages | None = None,
 ) -> Layout:
     """Pipeline, tensor and data parallelism, as Megatron-LM trains.
 
     Args:
-        parameters: of the model. Layers are cut into contiguous stages; where they cannot be equal, the first stages have one more.
+        parameters: of the model.
         sizes: degrees of parallelism.
         ranks: where each rank runs; by default on nodes of 8 devices.
         dtype: of all parameters.
         order: of the ranks, the fastest coordinate first.
+        stages: which of them has which layers; None: `PipelineStages.equal`.
+
+    Raises:
+        UserError: there are not as many stages as `sizes` says, or layers.
     """
     where = sizes.coordinates(order)
     parts = [(c["pp"], c["tp"]) for c in where]
-    return _of_stages_and_shards(parameters, sizes.pp, sizes.tp, parts, ranks, dtype, f"training, {sizes}")
+    if stages is not None and stages.stages != sizes.pp:
+        raise UserError(f"a layout of PP {sizes.pp} has a pipeline of {stages.stages} stages")
+    label = f"training, {sizes}"
+    return _of_stages_and_shards(parameters, stages or sizes.pp, sizes.tp, parts, ranks, dtype, label)
 
 
 def generation(
@@ -215,7 +226,7 @@ def replicas(
 
 def _of_stages_and_shards(
     parameters: Iterable[Parameter],
-    pp: int,
+    stages: PipelineStages | int,
     tp: int,
     parts: Sequence[tuple[int, int]],
     ranks: Sequence[Where] | None,
@@ -224,23 +235,18 @@ def _of_stages_and_shards(
 ) -> Layout:
     """A layout in which each rank has one shard of one stage; `parts` says which."""
     parameters = list(parameters)
-    num_layers = 1 + max((p.layer for p in parameters), default=0)
+    if isinstance(stages, int):
+        num_layers = 1 + max((p.tied_layer or p.layer for p in parameters), default=0)
+        stages = PipelineStages.equal(num_layers, stages)
     shared: dict[tuple[object, ...], tuple[tuple[Piece, ...], ...]] = {}
     tensors: list[TensorLayout] = []
     for p in parameters:
-        stage = _stage(p.layer, num_layers, pp)
-        key = (p.shape, p.split_dim, stage)
+        holding = {stages.stage_of(layer) for layer in (p.layer, p.tied_layer) if layer is not None}
+        key = (p.shape, p.split_dim, frozenset(holding))
         if key not in shared:
-            shared[key] = tuple((Piece(_shard(p, tp, t)),) if s == stage else () for s, t in parts)
+            shared[key] = tuple((Piece(_shard(p, tp, t)),) if s in holding else () for s, t in parts)
         tensors.append(TensorLayout(p.name, p.shape, dtype, shared[key]))
     return Layout.of(tensors, ranks or nodes_of(len(parts)), label)
-
-
-def _stage(layer: int, num_layers: int, stages: int) -> int:
-    """The stage of a layer, where the first `num_layers % stages` stages have one layer more."""
-    each, longer = divmod(num_layers, stages)
-    first_short = longer * (each + 1)
-    return layer // (each + 1) if layer < first_short else longer + (layer - first_short) // max(each, 1)
 
 
 def _shard(parameter: Parameter, shards: int, index: int) -> Box:

@@ -25,6 +25,7 @@ from weft.resharding.formulas import (
     three_dimensional,
 )
 from weft.resharding.layout import Held, Layout, Piece, RankLayout, TensorLayout, Where
+from weft.resharding.pipeline_stages import PipelineStages
 from weft.resharding.plan import ReshardPlan
 
 
@@ -180,6 +181,29 @@ def test_layers_that_do_not_divide_go_to_the_first_stages():
     layout = three_dimensional([Parameter(str(n), (2,), None, n) for n in range(7)], Parallelism(pp=3))
     stages = [next(rank for rank, boxes in enumerate(t.boxes) if boxes) for t in layout.tensors.values()]
     assert stages == [0, 0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("layers", [(2, 2, 1), (0, 4, 1), (1, 1, 1, 1, 1, 0)])
+def test_a_pipeline_with_uneven_stages_or_chunks_gives_each_engine_its_shard(layers: tuple[int, ...]):
+    stages = PipelineStages(3, layers)
+    tied = [dataclasses.replace(p, tied_layer=4) if p.name == "embed" else p for p in a_model(5)]
+    sizes = Parallelism(pp=3, tp=2, dp=2)
+    source = three_dimensional(tied, sizes, nodes_of(12, 4), stages=stages)
+    for name, tensor in source.tensors.items():
+        pieces = {p % 3 for p, held in enumerate(layers) for _ in range(held) if held}
+        holders = {rank // 2 % 3 for rank, boxes in enumerate(tensor.boxes) if boxes}
+        wanted = {0, 4} if name == "embed" else {4} if name == "head" else {int(name[0])}
+        of_layer = [piece % 3 for piece, held in enumerate(layers) for _ in range(held)]
+        assert holders == {of_layer[layer] for layer in wanted} <= pieces
+    plan = ReshardPlan(source, replicas(tied, 2, 2, nodes_of(4, 4, first_node=9)))
+    check_against_brute_force(plan)
+
+
+def test_a_layout_of_other_stages_or_layers_than_the_pipeline_is_refused():
+    with pytest.raises(UserError, match="a layout of PP 2 has a pipeline of 3 stages"):
+        three_dimensional(a_model(3), Parallelism(pp=2), stages=PipelineStages(3, (1, 1, 1)))
+    with pytest.raises(UserError, match="a pipeline of 2 layers has no layer 2"):
+        three_dimensional(a_model(3), Parallelism(pp=2), stages=PipelineStages(2, (1, 1)))
 
 
 def test_equal_sources_send_equal_amounts():

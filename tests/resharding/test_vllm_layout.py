@@ -31,7 +31,10 @@ from vllm_models import (
 
 from weft.dataflow.errors import UserError
 from weft.resharding.box import Box
+from weft.resharding.formulas import Parallelism, Parameter, nodes_of, three_dimensional
 from weft.resharding.layout import Layout
+from weft.resharding.pipeline_stages import PipelineStages
+from weft.resharding.plan import ReshardPlan
 from weft.workers.actor import ActorConfig, ActorWorker
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -71,6 +74,30 @@ def test_slices_leave_the_bits_that_vllms_own_loaders_leave(ranks: Ranks, tmp_pa
         for box in {box for boxes in tensor.boxes for box in boxes}:
             left = [part for each in left for part in each.minus(box)]
         assert not left
+
+
+@pytest.mark.parametrize("name", ["tied", "Llama"])
+def test_stages_of_a_pipeline_give_what_vllm_takes(ranks: Ranks, tmp_path: Path, name: str):
+    kind, settings = MODELS[name]
+    tensors = numbered(saved(make_model(kind, **settings | {"num_hidden_layers": 3}), tmp_path))
+    tied = "lm_head.weight" not in tensors
+    numbers = {n: int(n.split(".")[2]) if ".layers." in n else 2 * ("embed" not in n) for n in tensors}
+    parameters = [
+        Parameter(n, tuple(t.shape), None, numbers[n], 2 if tied and "embed" in n else None) for n, t in tensors.items()
+    ]
+    stages = PipelineStages(2, (1, 1, 1, 0))  # stage 0 has layers 0 and 2, stage 1 has layer 1
+    source = three_dimensional(parameters, Parallelism(pp=2), nodes_of(2), "float32", stages=stages)
+    engines = [ranks.build(tmp_path, rank, 2) for rank in range(2)]
+    recordings = [record(engine, tensors) for engine in engines]
+    plan = ReshardPlan(source, Layout.of_ranks([recording.layout for recording in recordings]))
+    for rank, engine in enumerate(engines):
+        copies = list(plan.received_by(rank))
+        assert {copy.source for n, copy in copies if ".layers.1." in n} == {1}
+        assert {copy.source for n, copy in copies if ".layers.1." not in n} == {0}
+        writer_of(engine, recordings[rank]).apply([(n, copy.box, tensors[n][copy.box.slices]) for n, copy in copies])
+        plain = ranks.build(tmp_path, rank, 2)
+        plain.load_weights({key: tensor.clone() for key, tensor in tensors.items()}.items())  # pyright: ignore[reportCallIssue]
+        assert_equal(parameters_of(engine), parameters_of(plain))
 
 
 def test_what_a_rank_takes_is_what_the_model_needs(ranks: Ranks, tmp_path: Path):
