@@ -34,6 +34,12 @@ def lines(plan: Plan, made: Planning) -> Iterator[str]:
     yield from ("", "WHAT HAPPENS", *_columns(_graphs(plan)))
     yield from ("", f"A STEP ({plan.spec.schedule!r})", *_step(plan))
     yield from ("", "MEMORY OF A RANK, at most", *_columns([_group(group) for group in plan.groups]))
+    for group in plan.groups:
+        for number, stage in enumerate(group.stages):
+            yield (
+                f"  {group.group}, stage {number}: {amount(stage.peak)} for {_count(stage.layers, 'layer')}: weights "
+                f"{amount(stage.made.weights)}, activations {amount(stage.activations)} (of microbatches in flight: {stage.in_flight:g})"
+            )
     yield from _machine(plan)
     yield from ("", "DISK", *_columns(_disk(plan)))
 
@@ -102,6 +108,13 @@ def _step(plan: Plan) -> Iterator[str]:
             f"  {update.node}: {_count(update.rows, 'row')} → {update.rows_per_replica:,} on {where} → "
             f"{_count(update.optimizer_steps, 'optimizer step')} of {_count(per_step, 'microbatch')} of "
             f"{_count(update.rows_per_microbatch, 'row')} at most"
+        )
+    for pipeline in plan.pipelines:
+        chunks = f" in {pipeline.chunks} chunks each" if pipeline.chunks > 1 else ""
+        how = "by these costs" if pipeline.played else "if all passes take equally long"
+        yield (
+            f"  {pipeline.node}: {_count(pipeline.stages, 'stage')}{chunks}, {_count(pipeline.microbatches, 'microbatch')} in turn: "
+            f"idle for {pipeline.bubble:.1%} of what a stage computes, {how}"
         )
     if plan.time is not None:
         how = "no schedule is quicker" if plan.time.at_best else "one call after the other"

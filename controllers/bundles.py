@@ -286,10 +286,12 @@ def _replica(handle: Handle, name: str, place: Place) -> int:
     Raises:
         UserError: they do not divide the ranks of the group.
     """
-    for setting in ("tensor_parallel", "sequence_parallel"):
+    for setting in ("tensor_parallel", "sequence_parallel", "pipeline_parallel"):
         if place.ranks % (size := getattr(handle.config, setting, 1)):
             raise UserError(f"{setting}={size} does not divide the {place.ranks} ranks of {name!r}")
-    return ranks_of_a_replica(handle.config)
+    if place.ranks % (size := ranks_of_a_replica(handle.config)):
+        raise UserError(f"a replica of {name!r} has {size} ranks, which do not divide its {place.ranks}")
+    return size
 
 
 def _is_whole(ranks_per_node: int, replica: int) -> bool:
@@ -304,5 +306,5 @@ def _check_replica(name: str, place: Place, replica: int) -> None:
         raise UserError(
             f"a replica of {name!r} has {replica} ranks, and pool {place.pool.name!r} has {each} of them on each of its "
             f"{nodes} nodes: some replicas would lie across two nodes; take a multiple or a divisor of {each} "
-            "for tensor_parallel or sequence_parallel"
+            "for tensor_parallel, sequence_parallel or pipeline_parallel"
         )

@@ -56,7 +56,7 @@ from ..workers.training.lora import Lora
 from .driver import Driver
 from .recovery.checkpoints import CheckpointConfig
 from .schedule import Asynchronous, InParts, Stepwise
-from .simulation.costs import CostModel, FixedLengths, Generation, LinearCost, LogNormal
+from .simulation.costs import CostModel, FixedLengths, Generation, LinearCost, LogNormal, PipelineCost
 
 FILLED = {
     "RolloutConfig.adapter": "a run takes it over from the actor that is followed",
@@ -124,7 +124,7 @@ SECTIONS = (
     Section(
         "Simulated runs",
         "What the costs of `weft.Simulated` are made of: measurements of a machine.",
-        (CostModel, LinearCost, Generation, LogNormal, FixedLengths),
+        (CostModel, LinearCost, PipelineCost, Generation, LogNormal, FixedLengths),
     ),
 )
 

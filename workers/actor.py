@@ -32,7 +32,6 @@ from .canary import Canary, canary_rows, check_canary
 from .dispatch import Dispatch
 from .remote import remote
 from .trained import TrainedConfig, TrainedWorker, loss_may_read, loss_reads, training_batch
-from .training.engine import TrainingEngine
 from .worker import Context
 
 if TYPE_CHECKING:
@@ -94,8 +93,8 @@ class ActorWorker(TrainedWorker):
 
     Config = ActorConfig
 
-    def __init__(self, config: ActorConfig, context: Context = Context(), engine: TrainingEngine | None = None) -> None:
-        super().__init__(config, context, engine)
+    def __init__(self, config: ActorConfig, context: Context = Context()) -> None:
+        super().__init__(config, context)
         self._publisher: Any = None
 
     @classmethod

@@ -16,7 +16,6 @@ from ..dataflow.metrics import Metrics
 from .dispatch import Dispatch
 from .remote import remote
 from .trained import TrainedConfig, TrainedWorker, loss_may_read, loss_reads, training_batch
-from .training.engine import TrainingEngine
 from .worker import Context
 
 if TYPE_CHECKING:
@@ -41,10 +40,8 @@ class CriticWorker(TrainedWorker):
 
     Config = CriticConfig
 
-    def __init__(
-        self, config: CriticConfig, context: Context = Context(), engine: TrainingEngine | None = None
-    ) -> None:
-        super().__init__(config, context, engine, head=config.head)
+    def __init__(self, config: CriticConfig, context: Context = Context()) -> None:
+        super().__init__(config, context, head=config.head)
 
     @classmethod
     def check(cls, config: CriticConfig, nodes: Sequence[Node], source: Source) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .dispatch import Coordinates
-from .training.engine import ModelConfig, TrainingEngine
+from .training.engine import Head, ModelConfig, OptimizerConfig, Recomputed, TrainingEngine
+from .training.lora import Lora
 from .vocabulary import check_vocabulary
 from .worker import Context, Worker
 
@@ -16,11 +18,42 @@ if TYPE_CHECKING:
 
 
 class EngineWorker(Worker):
-    """A worker that owns a `TrainingEngine`."""
+    """A worker that owns a `TrainingEngine`: `config.engine` makes it, or, if that is None, it is an `FsdpEngine`.
 
-    def __init__(self, config: ModelConfig, context: Context, engine: TrainingEngine) -> None:
+    Args:
+        optimizer: None: it is not trained.
+        head: what the model computes for each response token.
+        lora: train an adapter in the model's place.
+        activation_checkpointing: which activations are computed twice.
+        router_loss: coefficient of the loss that balances the routers of a mixture of experts; None: there is none.
+        alone: whether this rank has a complete model and meets no others.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: Context,
+        optimizer: OptimizerConfig | None = None,
+        *,
+        head: Head = "logprobs",
+        lora: Lora | None = None,
+        activation_checkpointing: Recomputed = False,
+        router_loss: float | None = None,
+        alone: bool = False,
+    ) -> None:
         super().__init__(config, context)
-        self.engine = engine
+        make = config.engine
+        if make is None:
+            from .training.fsdp import FsdpEngine as make
+        self.engine: TrainingEngine = make(
+            config,
+            replace(context, rank=0, world_size=1, rendezvous=None) if alone else context,
+            optimizer,
+            head=head,
+            lora=lora,
+            activation_checkpointing=activation_checkpointing,
+            router_loss=router_loss,
+        )
 
     @classmethod
     def check(cls, config: Any, nodes: Sequence[Node], source: Source) -> None:

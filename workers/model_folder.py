@@ -17,6 +17,8 @@ from ..dataflow.model_location import find_cached, find_model_folder, folders_ne
 CONFIG_FILE = "config.json"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 """The same of an adapter (LoRA) in the format of `peft`."""
+SCALAR_HEAD = "score.weight"
+"""The weight of a scalar head, [1, hidden], without a bias."""
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 _HEADS_NAMES = ("num_attention_heads", "n_head", "n_heads")
 _HIDDEN_NAMES = ("hidden_size", "n_embd", "d_model")

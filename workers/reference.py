@@ -10,7 +10,7 @@ from ..dataflow.errors import WeightSyncError
 from .dispatch import Dispatch
 from .engine_worker import EngineWorker
 from .remote import remote
-from .training.engine import ModelConfig, TrainingEngine
+from .training.engine import ModelConfig
 from .worker import Context
 
 if TYPE_CHECKING:
@@ -22,22 +22,12 @@ class ReferenceConfig(ModelConfig):
 
 
 class ReferenceWorker(EngineWorker):
-    """Log-probabilities under frozen weights, or under weights that are loaded from an actor now and then.
-
-    Args:
-        engine: for tests and for other engines; None: an `FsdpEngine`.
-    """
+    """Log-probabilities under frozen weights, or under weights that are loaded from an actor now and then."""
 
     Config = ReferenceConfig
 
-    def __init__(
-        self, config: ReferenceConfig, context: Context = Context(), engine: TrainingEngine | None = None
-    ) -> None:
-        if engine is None:
-            from .training.fsdp import FsdpEngine
-
-            engine = FsdpEngine(config, context)
-        super().__init__(config, context, engine)
+    def __init__(self, config: ReferenceConfig, context: Context = Context()) -> None:
+        super().__init__(config, context)
         self.version = 0
         """Policy version of its weights."""
         self._whole = True

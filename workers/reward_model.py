@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,10 +14,10 @@ from ..dataflow.metrics import Metrics
 from .critic import last_of_rows
 from .dispatch import Coordinates, Dispatch
 from .engine_worker import EngineWorker
-from .model_folder import find_tensor
+from .model_folder import SCALAR_HEAD, find_tensor
 from .remote import remote
 from .reward import of_column, reward_metrics
-from .training.engine import SCALAR_HEAD, ModelConfig, TrainingEngine
+from .training.engine import ModelConfig
 from .worker import Context
 
 if TYPE_CHECKING:
@@ -36,15 +35,8 @@ class RewardModelWorker(EngineWorker):
     Config = RewardModelConfig
     replaceable = True
 
-    def __init__(
-        self, config: RewardModelConfig, context: Context = Context(), engine: TrainingEngine | None = None
-    ) -> None:
-        if engine is None:
-            from .training.fsdp import FsdpEngine
-
-            alone = replace(context, rank=0, world_size=1, rendezvous=None)
-            engine = FsdpEngine(config, alone, head="rewards")
-        super().__init__(config, context, engine)
+    def __init__(self, config: RewardModelConfig, context: Context = Context()) -> None:
+        super().__init__(config, context, head="rewards", alone=True)
 
     @classmethod
     def check(cls, config: RewardModelConfig, nodes: Sequence[Node], source: Source) -> None:
@@ -54,7 +46,7 @@ class RewardModelWorker(EngineWorker):
                 f"model {str(config.model)!r} has no scalar head (a tensor {SCALAR_HEAD!r} in its safetensors files), so no rewards; "
                 'a CriticWorker(head="rewards") trains and saves one'
             )
-        for name in ("tensor_parallel", "sequence_parallel"):
+        for name in ("tensor_parallel", "sequence_parallel", "pipeline_parallel"):
             if (ranks := getattr(config, name)) > 1:
                 raise UserError(f"{name}={ranks}: each rank of a RewardModelWorker has all of its model; leave it at 1")
 

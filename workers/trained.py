@@ -18,7 +18,7 @@ from .dispatch import Dispatch
 from .engine_worker import EngineWorker
 from .model_folder import complete_text_settings
 from .remote import remote
-from .training.engine import Head, ModelConfig, OptimizerConfig, Recomputed, TrainingEngine
+from .training.engine import Head, ModelConfig, OptimizerConfig, Recomputed
 from .training.lora import Lora
 from .training.memory import MISSING_TORCHAO
 from .training.tensor_parallel_plan import num_experts
@@ -77,7 +77,6 @@ class TrainedWorker(EngineWorker):
     """Parent of the workers that are updated: their updates, and their share of a run's checkpoints.
 
     Args:
-        engine: for tests and for other engines; None: an `FsdpEngine`.
         head: what the model computes for each response token.
     """
 
@@ -85,25 +84,19 @@ class TrainedWorker(EngineWorker):
         self,
         config: TrainedConfig,
         context: Context = Context(),
-        engine: TrainingEngine | None = None,
         *,
         head: Head = "logprobs",
     ) -> None:
-        if engine is None:
-            from .training.fsdp import FsdpEngine
-
-            again = config.activation_checkpointing
-            engine = FsdpEngine(
-                config,
-                context,
-                config,
-                head=head,
-                lora=config.lora,
-                activation_checkpointing=again,
-                router_loss=config.router_loss,
-            )
-        super().__init__(config, context, engine)
-        self._updates = Updates(config, context, engine)
+        super().__init__(
+            config,
+            context,
+            config,
+            head=head,
+            lora=config.lora,
+            activation_checkpointing=config.activation_checkpointing,
+            router_loss=config.router_loss,
+        )
+        self._updates = Updates(config, context, self.engine)
 
     @classmethod
     def check(cls, config: Any, nodes: Sequence[Node], source: Source) -> None:

@@ -18,6 +18,7 @@ from ..placement import Place
 from ..run_spec import RunSpec
 from .resident import HELD_FREE, resident_bytes
 from .sizes import StepSizes, UpdateSizes, update_sizes
+from .stages import StageMemory, stage_memory
 
 REST = "at rest"
 
@@ -39,6 +40,8 @@ class GroupMemory:
     """What -> bytes of tensors that are in host memory in any case, from the first step on."""
     checkpoint: int = 0
     """Of the whole group in a checkpoint."""
+    stages: tuple[StageMemory, ...] = ()
+    """Of a pipeline; the phases are those of its largest one."""
     unknown: str = ""
     """Why something is not known of it."""
 
@@ -60,7 +63,7 @@ class GroupMemory:
 
 
 def group_memory(
-    spec: RunSpec, name: str, handle: Handle, place: Place, sizes: StepSizes, gpu_bytes: int
+    spec: RunSpec, name: str, handle: Handle, place: Place, sizes: StepSizes, gpu_bytes: int, chunks: int = 1
 ) -> GroupMemory:
     """The memory of a group.
 
@@ -71,6 +74,7 @@ def group_memory(
         place: where it runs.
         sizes: of a step of training.
         gpu_bytes: memory of a GPU of this machine; 0: it has none.
+        chunks: of each stage, if the group is a pipeline.
     """
     config: Any = handle.config
     alone = spec.backend.in_process
@@ -81,33 +85,54 @@ def group_memory(
         return replace(known, on_gpu=False)
     try:
         if isinstance(config, ModelConfig):
-            return _trained(spec, known, config, sizes, gpu_bytes)
+            return _trained(spec, known, config, sizes, gpu_bytes, chunks)
         return _generating(known, config, sizes, gpu_bytes) if hasattr(config, "engine") else known
     except (OSError, ValueError, UserError) as error:
         return replace(known, unknown=str(error))
 
 
-def _trained(spec: RunSpec, known: GroupMemory, config: Any, sizes: StepSizes, gpu_bytes: int) -> GroupMemory:
+def _trained(
+    spec: RunSpec, known: GroupMemory, config: Any, sizes: StepSizes, gpu_bytes: int, chunks: int
+) -> GroupMemory:
     size = model_size(config.model)
     nodes = [n for n in spec.graphs[TRAIN].nodes if n.group == known.group]
     updates = [n for n in nodes if n.operation.updates]
     lora, saves, trains = getattr(config, "lora", None), spec.checkpoint.writes, bool(updates)
     node = next(iter([*updates, *nodes]), None)
     passes = update_sizes(spec, node, sizes) if node is not None else None
-    made = training_memory(size, config, ranks=known.ranks, trains=trains, lora=lora, saves=saves)
-    rest, in_pass, host = placed(made, config, on_gpu=known.on_gpu)
-    unknown = ""
+    unknown, found = "", 0
     if passes is not None and passes.rows_per_microbatch and sizes.tokens_a_row:
         try:
             found = _activations(config, sizes, passes, trains=trains, gpu_bytes=gpu_bytes * known.on_gpu)
-            in_pass = with_activations(in_pass, found, config, known.ranks)
         except ValueError as error:
             unknown = f"activations: {error}"
+    stages: tuple[StageMemory, ...] = ()
+    if config.pipeline_parallel > 1 and passes is not None:
+        stages = stage_memory(
+            size,
+            config,
+            passes,
+            chunks=chunks,
+            ranks=known.ranks,
+            activations=found,
+            trains=trains,
+            lora=lora,
+            saves=saves,
+        )
+        largest = max(stages, key=lambda stage: stage.peak)
+        made, found = largest.made, largest.activations
+    else:
+        made = training_memory(size, config, ranks=known.ranks, trains=trains, lora=lora, saves=saves)
+    if config.engine is not None:
+        unknown = unknown or "counted as FsdpEngine holds it"
+    rest, in_pass, host = placed(made, config, on_gpu=known.on_gpu)
+    if found:
+        in_pass = with_activations(in_pass, found, config, known.ranks)
     if not known.on_gpu:
         in_pass["heap"] = round(HELD_FREE * sum(in_pass.values()))
     phases = {REST: _present(rest), "update" if trains else "logprobs": _present(in_pass)}
     stored = checkpoint_bytes(size, config, lora) if saves and trains else 0
-    return replace(known, phases=phases, on_host=_present(host), checkpoint=stored, unknown=unknown)
+    return replace(known, phases=phases, on_host=_present(host), checkpoint=stored, stages=stages, unknown=unknown)
 
 
 def placed(

@@ -16,6 +16,7 @@ from ..simulation.simulated import Simulated
 from .memory import GroupMemory, group_memory
 from .resident import driver_bytes
 from .sizes import StepSizes, UpdateSizes, sample_bytes, step_sizes, update_sizes
+from .stages import PipelinePlan, chunks_of, pipeline_plan
 from .step_time import StepTime, step_time
 
 
@@ -47,6 +48,8 @@ class Plan:
     """Of a step; None: no costs are known."""
     driver_bytes: int
     """Host memory of the driver's process; under `Local` with the libraries of all groups."""
+    pipelines: tuple[PipelinePlan, ...] = ()
+    """Of updates whose group is a pipeline."""
 
     @property
     def host_bytes(self) -> int:
@@ -99,16 +102,22 @@ def plan_of(spec: RunSpec, like: Path | None = None) -> Plan:
     driver = driver_bytes(in_process=spec.backend.in_process)
     train, machine = spec.graphs[TRAIN], this_machine()
     sizes = step_sizes(train, spec.schedule.prompts_per_step)
+    costs, of = None, "the costs of the simulation"
+    if like is not None:
+        costs, of = calibrate(like), f"the calls of {like}"
+    elif isinstance(spec.backend, Simulated):
+        costs = spec.backend.costs
+    updating = {node.group: node for node in train.nodes if node.operation.updates and node.group is not None}
+    chunks = {n: chunks_of(spec.handles[n].config, node.name, costs) for n, node in updating.items()}
     groups = tuple(
-        group_memory(spec, n, h, spec.placement[n], sizes, machine.gpu_bytes) for n, h in spec.handles.items()
+        group_memory(spec, n, h, spec.placement[n], sizes, machine.gpu_bytes, chunks.get(n, 1))
+        for n, h in spec.handles.items()
     )
     updates = tuple(update_sizes(spec, node, sizes) for node in train.nodes if node.operation.updates)
-    time = None
-    if like is not None:
-        time = step_time(spec, sizes, calibrate(like), f"the calls of {like}")
-    elif isinstance(spec.backend, Simulated):
-        time = step_time(spec, sizes, spec.backend.costs, "the costs of the simulation")
-    return Plan(spec, sizes, updates, groups, machine, time, driver)
+    of_groups = zip(updates, (n.group for n in train.nodes if n.operation.updates), strict=True)
+    pipelines = [pipeline_plan(spec.handles[g].config, update, costs) for update, g in of_groups if g is not None]
+    time = step_time(spec, sizes, costs, of) if costs is not None else None
+    return Plan(spec, sizes, updates, groups, machine, time, driver, tuple(filter(None, pipelines)))
 
 
 def this_machine() -> Machine:

@@ -44,11 +44,11 @@ def resident_bytes(name: str, handle: Handle, functions: Iterable[Callable[..., 
         handle: of the group.
         functions: that the graphs of the run are made of.
     """
+    if isinstance(handle.config, ModelConfig):
+        return TRAINING
     engine = getattr(handle.config, "engine", None)
     if engine is not None:
         return VLLM if engine == "vllm" else TRANSFORMERS
-    if isinstance(handle.config, ModelConfig):
-        return TRAINING
     return WITH_TORCH if name == FUNCTIONS and any(map(_uses_torch, functions)) else PLAIN
 
 

@@ -7,9 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from ...dataflow.config import Config
+from ...workers.training.microbatch_plan import plan_microbatches
+from ...workers.training.pipeline_schedule import PipelineRun, interleaved, run
+
+FORWARD_SHARE = 1 / 3
+"""Of the time of a microbatch: a backward pass has twice the matrix products of a forward pass."""
 
 
 class LogNormal(Config):
@@ -77,6 +82,75 @@ class LinearCost(Config):
     def seconds(self, rows: float, tokens: float, *, fixed: bool = True) -> float:
         """Seconds of a call on so many rows and tokens, with or without the constant."""
         return fixed * self.fixed_s + self.per_row_s * rows + self.per_token_s * tokens
+
+    def seconds_of(self, lengths: np.ndarray, *, fixed: bool = True) -> float:
+        """Seconds of a call on rows of these lengths, [rows] tokens."""
+        return self.seconds(len(lengths), float(lengths.sum()), fixed=fixed)
+
+
+class PipelineCost(LinearCost):
+    """An update by a pipeline: rows are cut into microbatches, which pass through its stages by 1F1B, or, with several chunks, by
+    interleaved 1F1B (arXiv:2104.04473). Times for rows and tokens are those of the whole model, forwards and backwards. An update that
+    comes in parts fills and drains the pipeline in each.
+
+    >>> cost = PipelineCost(stages=4, microbatch_tokens=100, per_token_s=0.01)
+    >>> round(cost.seconds(rows=8, tokens=800), 6), cost.played(rows=8, tokens=800).bubble  # 8 / 4 s without the bubble
+    (2.75, 0.375)
+    """
+
+    stages: int = Field(ge=1)
+    """[stages] Of the pipeline. Set it to what you plan for."""
+    chunks: int = Field(default=1, ge=1)
+    """[chunks] Pieces of the model on each stage. Raise it for a smaller bubble and more transfers."""
+    microbatch_tokens: int = Field(ge=1)
+    """[tokens] Of a microbatch, at most, as in `ModelConfig`. Lower it for more microbatches and a smaller bubble."""
+    transfer_s: float = Field(default=0.0, ge=0)
+    """[s] Time of a token's activations, or their gradient, from stage to stage. Raise it for a slow network."""
+    shares: tuple[float, ...] = ()
+    """Of the time of a pass, for each piece of the model; none given: equal. Set it where layers do not divide, or the head is heavy."""
+
+    @model_validator(mode="after")
+    def _shares_are_of_all_pieces(self) -> PipelineCost:
+        if self.shares and (
+            len(self.shares) != self.stages * self.chunks or min(self.shares) < 0 or not sum(self.shares)
+        ):
+            raise ValueError(
+                f"shares must be {self.stages * self.chunks} numbers of at least 0, one for each piece of the model, not {self.shares}"
+            )
+        return self
+
+    def seconds(self, rows: float, tokens: float, *, fixed: bool = True) -> float:
+        """Seconds of a call on so many rows and tokens, cut into equal microbatches."""
+        return fixed * self.fixed_s + self.played(rows, tokens).seconds
+
+    def seconds_of(self, lengths: np.ndarray, *, fixed: bool = True) -> float:
+        """Seconds of a call on rows of these lengths, cut into microbatches as the engine cuts them; interleaved rounds are filled up
+        with empty ones."""
+        parts = plan_microbatches(lengths, self.microbatch_tokens, packed=True)
+        sizes = [(len(part), float(lengths[part].sum())) for part in parts]
+        return (
+            fixed * self.fixed_s
+            + self._play(sizes + [(0, 0.0)] * (self._whole_rounds(len(sizes)) - len(sizes))).seconds
+        )
+
+    def played(self, rows: float, tokens: float) -> PipelineRun:
+        """The schedule on so many rows and tokens, cut into equal microbatches."""
+        number = self._whole_rounds(math.ceil(tokens / self.microbatch_tokens))
+        return self._play([(rows / number, tokens / number)] * number)
+
+    def _whole_rounds(self, microbatches: int) -> int:
+        """At least one, and, interleaved, a multiple of the stages."""
+        return max(1, microbatches) if self.chunks == 1 else max(1, math.ceil(microbatches / self.stages)) * self.stages
+
+    def _play(self, microbatches: Sequence[tuple[float, float]]) -> PipelineRun:
+        """Play microbatches of so many rows and tokens each."""
+        pieces = self.stages * self.chunks
+        shares = np.array(self.shares or (1.0,) * pieces)
+        times = np.array([self.per_row_s * rows + self.per_token_s * tokens for rows, tokens in microbatches])
+        passes = np.outer(shares / shares.sum(), times)
+        transfers = [self.transfer_s * tokens for _, tokens in microbatches]
+        schedule = interleaved(self.stages, len(microbatches), self.chunks)
+        return run(schedule, FORWARD_SHARE * passes, (1 - FORWARD_SHARE) * passes, transfers)
 
 
 class Generation(Config):

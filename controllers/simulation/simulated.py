@@ -243,8 +243,8 @@ class Simulated:
         done: dict[int, float] = {}
         for _, task in tasks:
             if task.rows is not None and id(task.rows) not in done:
-                tokens = sum([tokens_of[i] for i in task.rows.ids.tolist()])
-                done[id(task.rows)] = cost.seconds(len(task.rows.ids), tokens, fixed=fixed)
+                lengths = np.array([tokens_of[i] for i in task.rows.ids.tolist()], np.int64)
+                done[id(task.rows)] = cost.seconds_of(lengths, fixed=fixed)
         seconds = max(done.values(), default=cost.fixed_s)  # ranks of one program wait for the slowest
         for replica, own in self._by_replica(call, tasks):
             replies = [(rank, self._result(call, rank, task, versions, cost, seconds)) for rank, task in own]

@@ -8,6 +8,7 @@ import itertools
 import json
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,8 +41,8 @@ class FullDisk(Disk):
 
 
 def actor(model: Path, context: Context = Context(), disk: Disk | None = None, **settings: Any) -> ActorWorker:
-    config = ActorConfig(model=str(model), **{**SETTINGS, **settings})
-    return ActorWorker(config, context, FsdpEngine(config, context, config, disk=disk))
+    engine = partial(FsdpEngine, disk=disk)
+    return ActorWorker(ActorConfig(model=str(model), engine=engine, **{**SETTINGS, **settings}), context)
 
 
 def engine_of(worker: ActorWorker) -> Any:

@@ -16,7 +16,7 @@ from weft.dataflow.handle import group
 from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.reference import ReferenceWorker
-from weft.workers.training.microbatches import plan_microbatches
+from weft.workers.training.microbatch_plan import plan_microbatches
 
 
 def actor(model: Path, **settings: Any) -> ActorWorker:

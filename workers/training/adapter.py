@@ -24,8 +24,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from ...dataflow.buffer.disk import Disk
-from ..model_folder import ADAPTER_CONFIG_FILE
-from .engine import SCALAR_HEAD
+from ..model_folder import ADAPTER_CONFIG_FILE, SCALAR_HEAD
 from .lora import Lora, check_targets
 from .model_files import copy_companions
 from .safetensors_files import write_file, write_tensors

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...dataflow.errors import UserError
-from ..model_folder import refusals_named
-from .engine import SCALAR_HEAD, Head, Recomputed
+from ..model_folder import SCALAR_HEAD, refusals_named
+from .engine import Head, Recomputed
 from .scalar_head import new_scalar_head, put_scalar_head
 
 _PRODUCTS = [

@@ -1,7 +1,7 @@
 """TrainingEngine: computes log-probabilities and takes optimizer steps for a worker.
 
-`FsdpEngine` (`fsdp.py`) implements it with FSDP2 and tensor parallelism on `transformers` models; a user can bring another
-engine. The settings of engines and the learning-rate schedule stand here, too; `microbatches.py` cuts rows into microbatches.
+`FsdpEngine` (`fsdp.py`) implements it with FSDP2 and tensor parallelism on `transformers` models; `ModelConfig.engine` takes
+another one. The settings of engines and the learning-rate schedule stand here, too; `microbatches.py` cuts rows into microbatches.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -29,6 +29,41 @@ if TYPE_CHECKING:
 
     from ...resharding.incoming import IncomingWeights
     from ...resharding.weights import Part
+    from ..worker import Context
+    from .lora import Lora
+
+
+@runtime_checkable
+class EngineFactory(Protocol):
+    """Makes the `TrainingEngine` of a rank, in its process. All ranks of the group make theirs together; they meet at
+    `context.rendezvous` (`workers/rendezvous.py`). `FsdpEngine` is one."""
+
+    def __call__(
+        self,
+        config: ModelConfig,
+        context: Context,
+        optimizer: OptimizerConfig | None = None,
+        *,
+        head: Head = "logprobs",
+        lora: Lora | None = None,
+        activation_checkpointing: Recomputed = False,
+        router_loss: float | None = None,
+    ) -> TrainingEngine:
+        """The engine.
+
+        Args:
+            config: of the group; also what it is set to beyond `ModelConfig`.
+            context: of the rank.
+            optimizer: None for an engine that only computes log-probabilities or values.
+            head: what the model computes for each response token.
+            lora: train an adapter in the model's place.
+            activation_checkpointing: which activations are computed twice.
+            router_loss: coefficient of the loss that balances the routers of a mixture of experts; None: there is none.
+
+        Raises:
+            UserError: it does not do what it is asked for.
+        """
+        ...
 
 
 class ModelConfig(Config):
@@ -53,6 +88,12 @@ class ModelConfig(Config):
     sequence_parallel: int = Field(default=1, ge=1)
     """[ranks] How many share the tokens of a pass (Ulysses, arXiv:2309.14509); must divide the ranks of the group and the model's attention
     heads; not together with `tensor_parallel`. Raise it where the activations of one long response do not fit on a device."""
+    pipeline_parallel: int = Field(default=1, ge=1)
+    """[stages] Into how many stages the layers are cut, for an `engine` of yours that has a pipeline: `FsdpEngine` has none. Raise it
+    where a model is too large for the ranks of one node ([pipelines](pipelines.md))."""
+    engine: EngineFactory | None = None
+    """Makes the training engine of each rank: a class or function called as `FsdpEngine` is, which None stands for. Give one to train
+    with another library ([your own](your_own.md#an-engine))."""
     gather: Literal["auto", "once", "layerwise"] = "auto"
     """When ranks gather the parameters that they share: "once" a step, all of them (fastest; needs room for the whole model and its
     gradient on every rank), or "layerwise" in every microbatch. "auto": once, below 2 GiB of parameters. Choose "layerwise" where memory
@@ -87,7 +128,7 @@ class ModelConfig(Config):
     @property
     def replica_ranks(self) -> int:
         """Ranks that compute the same rows together."""
-        return self.tensor_parallel * self.sequence_parallel
+        return self.tensor_parallel * self.sequence_parallel * self.pipeline_parallel
 
     @model_validator(mode="after")
     def _gathers_what_is_on_the_host_by_layer(self) -> ModelConfig:
@@ -105,6 +146,10 @@ class ModelConfig(Config):
         """
         settings = read_model_config(self.model)
         check_causal_lm(self.model, settings)
+        if self.pipeline_parallel > 1 and self.engine is None:
+            raise UserError(
+                f"pipeline_parallel={self.pipeline_parallel}: FsdpEngine has no pipeline; give engine=... one that has, or leave it at 1"
+            )
         if self.tensor_parallel > 1:
             check_tensor_parallel(self.model, complete_text_settings(self.model), self.tensor_parallel)
         if self.sequence_parallel > 1:
@@ -124,9 +169,6 @@ predicts; or by a scalar head the reward of the sequence up to it, *with* it. A 
 Recomputed = bool | Annotated[int, Field(ge=1)] | Literal["elementwise"]
 """Activations that are computed a second time in the backward pass: none, those of all layers, of every so-many-th layer, or of all but
 matrix products and attention, which take the time."""
-
-SCALAR_HEAD = "score.weight"
-"""The weight of a scalar head, [1, hidden], without a bias."""
 
 BETAS = (0.9, 0.95)
 """Decay rates of AdamW's moments. A second one of 0.999 remembers a thousand steps, in which gradients of most runs have changed."""

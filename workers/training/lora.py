@@ -15,8 +15,7 @@ from ...dataflow.column import REFERENCE_LOGPROBS, RESPONSE_IDS
 from ...dataflow.config import Config
 from ...dataflow.errors import UserError, nearest
 from ...dataflow.handle import Handle
-from ..model_folder import read_layer_names
-from .engine import SCALAR_HEAD
+from ..model_folder import SCALAR_HEAD, read_layer_names
 
 
 class Lora(Config):

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...resharding.pipeline_stages import PipelineStages
 from ..model_folder import find_model_config, read_model_config, text_settings
 from .engine import ModelConfig, OptimizerConfig
 from .lora import Lora
@@ -50,6 +52,8 @@ class ModelSize:
     """Name of each tensor in its files -> shape; tied ones once."""
     vocabulary: int
     layers: int
+    tied: bool = False
+    """Whether the head is the embedding."""
 
     @property
     def parameters(self) -> int:
@@ -64,6 +68,26 @@ class ModelSize:
             for name, shape in self.shapes.items()
             if len(shape) == 2 and name.endswith(".weight") and "embed" not in name and "head" not in name
         }
+
+    def of_stages(self, number: int, chunks: int = 1) -> list[ModelSize]:
+        """What each stage of a pipeline holds, whose layers are cut evenly: its layers; that of the first layer the embeddings; that of
+        the last one everything else, and of tied embeddings a copy."""
+        cut = PipelineStages.equal(self.layers, number, chunks)
+        return [self._of_stage(cut, stage) for stage in range(number)]
+
+    def _of_stage(self, stages: PipelineStages, stage: int) -> ModelSize:
+        last = self.layers - 1
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, shape in self.shapes.items():
+            numbered = re.search(r"\.(\d+)\.", name)
+            first = "embed" in name and numbered is None
+            holders = {int(numbered[1]) if numbered else 0 if first else last}
+            if first and self.tied:
+                holders.add(last)
+            if any(stages.stage_of(layer) == stage for layer in holders):
+                shapes[name] = shape
+        own = sum(stages.stage_of(layer) == stage for layer in range(self.layers))
+        return ModelSize(shapes, self.vocabulary, own, self.tied)
 
     def adapter(self, lora: Lora) -> list[tuple[int, ...]]:
         """Shapes of an adapter: A [rank, in] and B [out, rank] of each layer, with DoRA the length of each row."""
@@ -105,7 +129,8 @@ def model_size(model: str | Path) -> ModelSize:
         shapes |= _header(file)
     if not shapes:
         raise ValueError(f"{folder} has no safetensors files")
-    return ModelSize(shapes, int(settings.get("vocab_size", 0)), int(settings.get("num_hidden_layers") or 1))
+    layers = int(settings.get("num_hidden_layers") or 1)
+    return ModelSize(shapes, int(settings.get("vocab_size", 0)), layers, bool(settings.get("tie_word_embeddings")))
 
 
 def training_memory(
@@ -137,7 +162,9 @@ def training_memory(
     rounds = config.dtype != "float32" and lora is None and trains
     sharded = ranks > 1 or config.offload == "everything"
     at_once = (
-        whole if gathers_once(config, whole) else min(whole, _embeddings(size) + LAYERS_AT_ONCE * whole // size.layers)
+        whole
+        if gathers_once(config, whole)
+        else min(whole, _embeddings(size) + LAYERS_AT_ONCE * whole // max(1, size.layers))
     )
     return TrainingMemory(
         weights=weights,
@@ -154,7 +181,7 @@ def _exchanged(size: ModelSize, config: ModelConfig, ranks: int, at_once: int) -
     """Bytes of gradients on their way to the ranks that keep them; one rank alone has those of a unit, as they come and in float32."""
     if ranks > 1:
         return 2 * BYTES[config.gradients] * at_once
-    unit = max(_embeddings(size), 2 * size.parameters // size.layers)
+    unit = max(_embeddings(size), 2 * size.parameters // max(1, size.layers))
     return (FLOAT32 + BYTES[config.dtype]) * min(unit, size.parameters)
 
 

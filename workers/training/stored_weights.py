@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from ...dataflow.errors import UserError, nearest
-from ..model_folder import read_index
+from ..model_folder import SCALAR_HEAD, read_index
 from .causal_lm import Skeleton, load_complete
-from .engine import SCALAR_HEAD
 from .safetensors_files import StoredTensor, open_tensors
 from .sharding import box_of
 

@@ -1,0 +1,111 @@
+"""Stages of a pipeline in a plan: what each holds, and how long it is idle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...workers.training.lora import Lora
+from ...workers.training.memory import ModelSize, TrainingMemory, training_memory
+from ...workers.training.pipeline_schedule import PipelineSchedule, interleaved
+from ..simulation.costs import CostModel, PipelineCost
+from .sizes import UpdateSizes
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What each rank of a stage holds."""
+
+    layers: int
+    """Of the model."""
+    in_flight: float
+    """Microbatches whose activations are kept at once; with chunks, parts of one count."""
+    made: TrainingMemory
+    activations: int
+    """Bytes, of all microbatches in flight."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes in an update, with activations."""
+        made = self.made
+        return made.weights + made.gradients + made.moments + made.gathered + made.exchanged + self.activations
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """How an update goes through a pipeline."""
+
+    node: str
+    stages: int
+    chunks: int
+    microbatches: int
+    """Of an optimizer step, on each replica."""
+    bubble: float
+    """Time that a stage is idle over the time that it computes."""
+    played: bool
+    """With the costs that are known; otherwise with equal costs of all passes, and none of transfers."""
+
+
+def schedule_of(config: Any, passes: UpdateSizes, chunks: int) -> PipelineSchedule:
+    """The schedule of an optimizer step; interleaved microbatches are filled up to whole rounds."""
+    stages = config.pipeline_parallel
+    number = max(1, passes.microbatches_per_replica // max(1, passes.optimizer_steps))
+    return interleaved(stages, number if chunks == 1 else -(-number // stages) * stages, chunks)
+
+
+def pipeline_plan(config: Any, passes: UpdateSizes, costs: CostModel | None) -> PipelinePlan | None:
+    """How an update goes through a pipeline; None: its group is none."""
+    if getattr(config, "pipeline_parallel", 1) == 1:
+        return None
+    chunks = chunks_of(config, passes.node, costs)
+    schedule = schedule_of(config, passes, chunks)
+    cost = costs.linear(passes.node) if costs is not None else None
+    made = (config.pipeline_parallel, chunks, schedule.microbatches)
+    if isinstance(cost, PipelineCost):
+        steps = max(1, passes.optimizer_steps)
+        played = cost.played(passes.rows_per_replica / steps, passes.tokens / passes.replicas / steps)
+        return PipelinePlan(passes.node, *made, played.bubble, played=True)
+    return PipelinePlan(passes.node, *made, schedule.bubble, played=False)
+
+
+def chunks_of(config: Any, node: str | None, costs: CostModel | None) -> int:
+    """Chunks of a stage, as the costs of the node have them; 1: they say nothing of as many stages."""
+    cost = costs.linear(node) if costs is not None and node is not None else None
+    same = isinstance(cost, PipelineCost) and cost.stages == getattr(config, "pipeline_parallel", 1)
+    return cost.chunks if isinstance(cost, PipelineCost) and same else 1
+
+
+def stage_memory(
+    size: ModelSize,
+    config: Any,
+    passes: UpdateSizes,
+    *,
+    chunks: int,
+    ranks: int,
+    activations: int,
+    trains: bool,
+    lora: Lora | None,
+    saves: bool,
+) -> tuple[StageMemory, ...]:
+    """The memory of each stage. Layers are cut evenly, and the ranks of a stage share what it holds, as those of a group do.
+
+    Args:
+        size: of the model.
+        config: of the group.
+        passes: of its update in a step.
+        chunks: of each stage.
+        ranks: of the group.
+        activations: bytes of one microbatch in the whole model, logits included, which are counted evenly over its layers.
+        trains: whether the group is updated; otherwise a stage keeps the activations of one microbatch.
+        lora: the adapter that is trained in the model's place.
+        saves: whether the run makes checkpoints.
+    """
+    number = config.pipeline_parallel
+    schedule = schedule_of(config, passes, chunks)
+    found: list[StageMemory] = []
+    for stage, own in enumerate(size.of_stages(number, chunks)):
+        made = training_memory(own, config, ranks=max(1, ranks // number), trains=trains, lora=lora, saves=saves)
+        in_flight = schedule.in_flight(stage) / chunks if trains else 1.0
+        kept = round(activations * in_flight * own.layers / size.layers)
+        found.append(StageMemory(own.layers, in_flight, made, kept))
+    return tuple(found)

@@ -1,0 +1,83 @@
+"""Pipelines in a plan: what each stage holds, and how long it is idle."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.controllers.planner.sizes import UpdateSizes
+from weft.controllers.planner.stages import pipeline_plan, stage_memory
+from weft.controllers.simulation.costs import CostModel, LinearCost, PipelineCost
+from weft.dataflow.errors import UserError
+from weft.workers.actor import ActorConfig
+from weft.workers.training.memory import ModelSize
+
+LAYER = {"self_attn.q_proj.weight": (8, 8), "mlp.up_proj.weight": (16, 8), "norm.weight": (8,)}
+OF_LAYER = 8 * 8 + 16 * 8 + 8
+
+
+def a_model(layers: int, *, tied: bool = False) -> ModelSize:
+    shapes = {f"model.layers.{n}.{name}": shape for n in range(layers) for name, shape in LAYER.items()}
+    shapes |= {"model.embed_tokens.weight": (100, 8), "model.norm.weight": (8,)}
+    return ModelSize(shapes | ({} if tied else {"lm_head.weight": (100, 8)}), 100, layers, tied)
+
+
+def a_pipeline(stages: int, **settings: Any) -> ActorConfig:
+    return ActorConfig(model="m", pipeline_parallel=stages, gather="once", **settings)
+
+
+UPDATE = UpdateSizes("actor.update", 64, 2, 32, 6400, 4, 8, 1)
+"""8 microbatches on each replica."""
+ABOUT: dict[str, Any] = {"ranks": 4, "activations": 1200, "trains": True, "lora": None, "saves": False}
+
+
+def test_each_stage_has_its_layers_and_the_ends_of_the_model():
+    for tied in (False, True):
+        first, last = a_model(3, tied=tied).of_stages(2)
+        assert (first.layers, last.layers) == (2, 1)
+        assert first.parameters == 800 + 2 * OF_LAYER
+        assert last.parameters == OF_LAYER + 8 + 800  # its own head, or a copy of the embedding
+        assert ("model.embed_tokens.weight" in last.shapes) is tied
+
+
+def test_memory_of_stages_by_hand():
+    found = stage_memory(a_model(4), a_pipeline(2), UPDATE, chunks=1, **ABOUT)
+    # 1F1B keeps two microbatches on the first stage and one on the second, each half of the model; two ranks share a stage.
+    assert [stage.in_flight for stage in found] == [2, 1]
+    assert [stage.activations for stage in found] == [1200, 600]
+    held = [800 + 2 * OF_LAYER, 800 + 8 + 2 * OF_LAYER]
+    assert [stage.made.weights for stage in found] == [4 * number // 2 for number in held]
+    assert [stage.made.moments for stage in found] == [8 * number // 2 for number in held]
+    made = found[0].made
+    assert found[0].peak == made.weights + made.gradients + made.moments + made.gathered + made.exchanged + 1200
+    # Interleaved, the first keeps 2 (p - 1) + (v - 1) p + 1 = 5 chunks of a quarter of the model.
+    interleaved = stage_memory(a_model(4), a_pipeline(2), UPDATE, chunks=2, **ABOUT)
+    assert [stage.in_flight for stage in interleaved] == [2.5, 1.5]
+    frozen = stage_memory(a_model(4), a_pipeline(2), UPDATE, chunks=1, **{**ABOUT, "trains": False})
+    assert [stage.activations for stage in frozen] == [600, 600] and frozen[0].made.moments == 0
+
+
+def test_the_bubble_is_megatrons_unless_costs_are_known():
+    plain = pipeline_plan(a_pipeline(4), UPDATE, None)
+    assert plain is not None and (plain.microbatches, plain.bubble, plain.played) == (8, 3 / 8, False)
+    assert pipeline_plan(ActorConfig(model="m"), UPDATE, None) is None
+    linear = pipeline_plan(a_pipeline(4), UPDATE, CostModel(nodes={"actor.update": LinearCost(per_token_s=1)}))
+    assert linear == plain
+    cost = PipelineCost(stages=4, chunks=2, microbatch_tokens=400, per_token_s=0.01, transfer_s=0.01)
+    played = pipeline_plan(a_pipeline(4), UPDATE, CostModel(nodes={"actor.update": cost}))
+    assert played is not None and played.played and (played.chunks, played.microbatches) == (2, 8)
+    assert played.bubble == pytest.approx(cost.played(32, 3200).bubble) and played.bubble > 3 / 16
+
+
+def test_ranks_that_do_not_make_whole_pipelines_are_refused(tmp_path: Path):
+    from weft.controllers.bundles import _replica
+    from weft.controllers.placement import Place, ResourcePool
+    from weft.dataflow.handle import group
+    from weft.workers.actor import ActorWorker
+
+    handle: Any = group(ActorWorker, model="m", pipeline_parallel=2, tensor_parallel=2)
+    assert _replica(handle, "actor", Place(ResourcePool("a", cpus=4), ranks=4)) == 4
+    with pytest.raises(UserError, match="pipeline_parallel=2 does not divide the 3 ranks of 'actor'"):
+        _replica(group(ActorWorker, model="m", pipeline_parallel=2), "actor", Place(ResourcePool("a", cpus=3), ranks=3))  # pyright: ignore
+    with pytest.raises(UserError, match="a replica of 'actor' has 4 ranks, which do not divide its 6"):
+        _replica(handle, "actor", Place(ResourcePool("a", cpus=6), ranks=6))
