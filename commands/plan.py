@@ -65,6 +65,7 @@ def _found(plan: Plan, made: Planning) -> dict[str, Any]:
             "response_tokens": sizes.response_tokens,
             "updates": [asdict(update) for update in plan.updates],
             "time": asdict(plan.time) if plan.time else None,
+            "sequence_groups": [asdict(shared) for shared in plan.sequences],
             "pipelines": [asdict(pipeline) for pipeline in plan.pipelines],
         },
         "groups": {g.group: {**asdict(g), "peak": g.peak, "host": g.host, "device": g.device} for g in plan.groups},

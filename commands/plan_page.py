@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -115,6 +116,12 @@ def _step(plan: Plan) -> Iterator[str]:
         yield (
             f"  {pipeline.node}: {_count(pipeline.stages, 'stage')}{chunks}, {_count(pipeline.microbatches, 'microbatch')} in turn: "
             f"idle for {pipeline.bubble:.1%} of what a stage computes, {how}"
+        )
+    for shared in plan.sequences:
+        groups = " + ".join(f"{number} × {degree}" for degree, number in Counter(shared.degrees).items())
+        yield (
+            f"  {shared.node}: ranks in groups of {groups} take {shared.seconds:,.3g} s, "
+            f"at most {shared.gap:.1%} above the best there can be; groups of {shared.equal_degree} take {shared.equal_s:,.3g} s"
         )
     if plan.time is not None:
         how = "no schedule is quicker" if plan.time.at_best else "one call after the other"

@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from ..dataflow.node import Node
 from ..dataflow.operation import Shape
 from ..workers.dispatch import Coordinates, Dispatch, RowSizes
 from ..workers.remote import dispatch_of
+from ..workers.row_cost import RowCost
+from ..workers.worker import Worker
 from .gather_time import gather_s
 from .placement import Place
 from .ranks.tasks import Failure, FailureKind, Reply, RowTask, Task
@@ -251,6 +254,12 @@ class WorkerGroup:
     def __repr__(self) -> str:
         return f"<WorkerGroup {self.name}: {len(self.mesh)} x {self.handle.worker_class.__name__}>"
 
+    @cached_property
+    def _row_cost(self) -> RowCost:
+        """Read from the model's settings when rows are first split."""
+        worker = self.handle.worker_class
+        return worker.row_cost(self.handle.config) if issubclass(worker, Worker) else RowCost()
+
     @property
     def busy(self) -> bool:
         return len(self.calls) > 0
@@ -351,7 +360,9 @@ class WorkerGroup:
                 keep.add(self._ranks_of[replica][0])
                 begin += number
                 continue
-            sizes = RowSizes(rows.num_tokens[part], rows.group_ids[part], node.operation.whole_groups)
+            tokens = rows.num_tokens[part]
+            costs = self._row_cost(tokens) if len(self._replicas) > 1 else None
+            sizes = RowSizes(tokens, rows.group_ids[part], node.operation.whole_groups, costs)
             given, kept = self._distribute(self._dispatch(method), sizes, replica)
             shares |= {rank: [begin + k for k in share] if begin else share for rank, share in given.items()}
             keep |= kept

@@ -56,7 +56,15 @@ from ..workers.training.lora import Lora
 from .driver import Driver
 from .recovery.checkpoints import CheckpointConfig
 from .schedule import Asynchronous, InParts, Stepwise
-from .simulation.costs import CostModel, FixedLengths, Generation, LinearCost, LogNormal, PipelineCost
+from .simulation.costs import (
+    CostModel,
+    FixedLengths,
+    Generation,
+    LinearCost,
+    LogNormal,
+    PipelineCost,
+    SequenceParallelCost,
+)
 
 FILLED = {
     "RolloutConfig.adapter": "a run takes it over from the actor that is followed",
@@ -124,7 +132,7 @@ SECTIONS = (
     Section(
         "Simulated runs",
         "What the costs of `weft.Simulated` are made of: measurements of a machine.",
-        (CostModel, LinearCost, PipelineCost, Generation, LogNormal, FixedLengths),
+        (CostModel, LinearCost, PipelineCost, SequenceParallelCost, Generation, LogNormal, FixedLengths),
     ),
 )
 

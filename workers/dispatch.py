@@ -40,6 +40,8 @@ class RowSizes:
     """[rows] group of each row."""
     whole_groups: bool = False
     """Rows of one group must stay together."""
+    costs: np.ndarray | None = None
+    """[rows] what each row costs the rank that gets it (`RowCost`); None: its tokens."""
 
     def __len__(self) -> int:
         return len(self.num_tokens)
@@ -67,7 +69,7 @@ class Dispatch:
     ONE_TO_ALL: ClassVar[Dispatch]
     """Every rank gets the same rows and arguments. Of a call with rows the first rank's result is kept, of others every rank's."""
     SPLIT_BY_DP: ClassVar[Dispatch]
-    """Rows are split over data-parallel replicas, balanced by tokens; equal copies go to the ranks of a replica."""
+    """Rows are split over data-parallel replicas, balanced by what they cost; equal copies go to the ranks of a replica."""
     SPLIT_BY_GENERATION_DP: ClassVar[Dispatch]
     """Rows are split over the replicas for generation, `micro_dp` of each `dp`; equal copies go to the ranks of one, which hold one model
     together (the pipeline stages and tensor-parallel shards of generation)."""
@@ -84,11 +86,11 @@ class Dispatch:
         )
 
 
-def balance(sizes: Sequence[int] | np.ndarray, parts: int) -> list[list[int]]:
+def balance(sizes: Sequence[float] | np.ndarray, parts: int) -> list[list[int]]:
     """Split indexes so that the sizes of all parts add up to about the same: the largest first, each to the smallest part so far.
 
     Args:
-        sizes: [rows] tokens of each row.
+        sizes: [rows] tokens, or cost, of each row.
         parts: how many parts to make.
 
     Returns:
@@ -106,7 +108,7 @@ def balance(sizes: Sequence[int] | np.ndarray, parts: int) -> list[list[int]]:
     for index, size in zip(order.tolist(), tokens[order].tolist(), strict=True):
         load, part = heap[0]
         out[part].append(index)
-        heapq.heapreplace(heap, (load + max(1, int(size)), part))  # rows without tokens are spread by number
+        heapq.heapreplace(heap, (load + max(1, size), part))  # rows without tokens are spread by number
     return [part if len(part) < 2 else sorted(part) for part in out]
 
 
@@ -122,13 +124,14 @@ def _split_by_generation_dp(rows: RowSizes, mesh: Sequence[Coordinates]) -> Shar
 
 
 def _split(rows: RowSizes, replicas: int) -> list[list[int]]:
-    """The rows of each replica, balanced by tokens."""
+    """The rows of each replica, balanced by what they cost."""
+    costs = rows.num_tokens if rows.costs is None else rows.costs
     if rows.whole_groups:
         _, index = np.unique(rows.group_ids, return_inverse=True)
-        tokens = np.bincount(index, weights=rows.num_tokens).astype(np.int64)
+        of_groups = np.bincount(index, weights=costs)
         members = np.split(np.argsort(index, kind="stable"), np.cumsum(np.bincount(index))[:-1])
-        return [sorted(i for group in part for i in members[group].tolist()) for part in balance(tokens, replicas)]
-    return balance(rows.num_tokens, replicas)
+        return [sorted(i for group in part for i in members[group].tolist()) for part in balance(of_groups, replicas)]
+    return balance(costs, replicas)
 
 
 def one_per_replica(mesh: Sequence[Coordinates]) -> list[int]:

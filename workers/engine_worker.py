@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .dispatch import Coordinates
+from .row_cost import RowCost, row_cost_of
 from .training.engine import Head, ModelConfig, OptimizerConfig, Recomputed, TrainingEngine
 from .training.lora import Lora
 from .vocabulary import check_vocabulary
@@ -59,6 +60,10 @@ class EngineWorker(Worker):
     def check(cls, config: Any, nodes: Sequence[Node], source: Source) -> None:
         config.check()
         check_vocabulary(config.model, source)
+
+    @classmethod
+    def row_cost(cls, config: Any) -> RowCost:
+        return row_cost_of(config.model)
 
     @property
     def coordinates(self) -> Coordinates:

@@ -11,6 +11,7 @@ from ..dataflow.config import Config
 from ..resharding.weights import BY_VLLM
 from .dispatch import Coordinates, Dispatch
 from .remote import remote
+from .row_cost import RowCost
 
 if TYPE_CHECKING:
     from ..dataflow.node import Node
@@ -82,6 +83,11 @@ class Worker:
         Raises:
             UserError: naming the setting, the rule and the nearest right value.
         """
+
+    @classmethod
+    def row_cost(cls, config: Any) -> RowCost:
+        """What a row costs a rank of such a group: rows are balanced by it over data-parallel replicas."""
+        return RowCost()
 
     @classmethod
     def longest_prompt(cls, config: Any, nodes: Sequence[Node]) -> int | None:

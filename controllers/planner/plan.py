@@ -15,6 +15,7 @@ from ..simulation.calibrate import calibrate
 from ..simulation.simulated import Simulated
 from .memory import GroupMemory, group_memory
 from .resident import driver_bytes
+from .sequences import SequencePlan, sequence_plan
 from .sizes import StepSizes, UpdateSizes, sample_bytes, step_sizes, update_sizes
 from .stages import PipelinePlan, chunks_of, pipeline_plan
 from .step_time import StepTime, step_time
@@ -50,6 +51,8 @@ class Plan:
     """Host memory of the driver's process; under `Local` with the libraries of all groups."""
     pipelines: tuple[PipelinePlan, ...] = ()
     """Of updates whose group is a pipeline."""
+    sequences: tuple[SequencePlan, ...] = ()
+    """Of updates whose ranks share long rows, where their costs are known."""
 
     @property
     def host_bytes(self) -> int:
@@ -117,7 +120,9 @@ def plan_of(spec: RunSpec, like: Path | None = None) -> Plan:
     of_groups = zip(updates, (n.group for n in train.nodes if n.operation.updates), strict=True)
     pipelines = [pipeline_plan(spec.handles[g].config, update, costs) for update, g in of_groups if g is not None]
     time = step_time(spec, sizes, costs, of) if costs is not None else None
-    return Plan(spec, sizes, updates, groups, machine, time, driver, tuple(filter(None, pipelines)))
+    shared = [sequence_plan(update.node, sizes, costs) for update in updates]
+    parts = tuple(filter(None, pipelines)), tuple(filter(None, shared))
+    return Plan(spec, sizes, updates, groups, machine, time, driver, *parts)
 
 
 def this_machine() -> Machine:

@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from ...dataflow.config import Config
 from ...workers.training.microbatch_plan import plan_microbatches
 from ...workers.training.pipeline_schedule import PipelineRun, interleaved, run
+from ...workers.training.sequence_groups import SequenceCost, SequenceGroups, equal_groups, plan_groups
 
 FORWARD_SHARE = 1 / 3
 """Of the time of a microbatch: a backward pass has twice the matrix products of a forward pass."""
@@ -151,6 +152,48 @@ class PipelineCost(LinearCost):
         transfers = [self.transfer_s * tokens for _, tokens in microbatches]
         schedule = interleaved(self.stages, len(microbatches), self.chunks)
         return run(schedule, FORWARD_SHARE * passes, (1 - FORWARD_SHARE) * passes, transfers)
+
+
+class SequenceParallelCost(LinearCost):
+    """An update whose ranks share the tokens of long rows, in groups of different sizes that are chosen anew for the rows of each call
+    (FlexSP, arXiv:2412.01523; `workers/training/sequence_groups.py`). `per_token_s` is that of a token's linear layers on one rank.
+
+    >>> cost = SequenceParallelCost(ranks=4, memory_tokens=100, per_token_s=0.01)
+    >>> cost.seconds_of(np.array([200, 100, 100])), cost.model_copy(update={"degree": 4}).seconds_of(np.array([200, 100, 100]))
+    (1.0, 1.0)
+    """
+
+    ranks: int = Field(ge=1)
+    """[ranks] That share the rows of a call. Set it to those of a replica, which are all ranks of the group in general."""
+    memory_tokens: int = Field(ge=1)
+    """[tokens] For which each rank has room in a pass. Set it to what `weft plan` or a trial says."""
+    attention_length: float = Field(default=math.inf, gt=0)
+    """[tokens] Length of a row whose attention takes as long as everything else. Set it for rows of more than a few thousand tokens."""
+    exchange_s: Mapping[int, float] = Field(default_factory=dict)
+    """[s] Time of the exchanges for each token of a rank, by the size of its group. Give what was measured within a node and beyond it."""
+    degree: int | None = Field(default=None, ge=1)
+    """[ranks] Size of all groups; None: of different sizes. Set it to see what one degree for all rows costs."""
+
+    def seconds(self, rows: float, tokens: float, *, fixed: bool = True) -> float:
+        """Seconds of a call on so many rows of one length."""
+        number = max(1, round(rows))
+        lengths = np.full(number, math.ceil(tokens / number))
+        return self.seconds_of(lengths, fixed=fixed)
+
+    def seconds_of(self, lengths: np.ndarray, *, fixed: bool = True) -> float:
+        """Seconds of a call on rows of these lengths: of the slowest group."""
+        return fixed * self.fixed_s + self.per_row_s * len(lengths) / self.ranks + self.groups(lengths).seconds
+
+    def groups(self, lengths: np.ndarray) -> SequenceGroups:
+        """The groups of a call on rows of these lengths.
+
+        Raises:
+            UserError: they have no room for the longest row.
+        """
+        cost = SequenceCost(self.memory_tokens, self.per_token_s, self.attention_length, self.exchange_s)
+        if self.degree is not None:
+            return equal_groups(lengths, self.ranks, self.degree, cost)
+        return plan_groups(lengths, self.ranks, cost)
 
 
 class Generation(Config):

@@ -5,9 +5,17 @@ from typing import Any
 
 import pytest
 
-from weft.controllers.planner.sizes import UpdateSizes
+from weft.controllers.planner.sequences import sequence_plan
+from weft.controllers.planner.sizes import StepSizes, UpdateSizes
 from weft.controllers.planner.stages import pipeline_plan, stage_memory
-from weft.controllers.simulation.costs import CostModel, LinearCost, PipelineCost
+from weft.controllers.simulation.costs import (
+    CostModel,
+    FixedLengths,
+    Generation,
+    LinearCost,
+    PipelineCost,
+    SequenceParallelCost,
+)
 from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig
 from weft.workers.training.memory import ModelSize
@@ -67,6 +75,23 @@ def test_the_bubble_is_megatrons_unless_costs_are_known():
     played = pipeline_plan(a_pipeline(4), UPDATE, CostModel(nodes={"actor.update": cost}))
     assert played is not None and played.played and (played.chunks, played.microbatches) == (2, 8)
     assert played.bubble == pytest.approx(cost.played(32, 3200).bubble) and played.bubble > 3 / 16
+
+
+def test_groups_for_drawn_rows_are_beside_groups_of_one_size():
+    shared = SequenceParallelCost(ranks=8, memory_tokens=100, per_token_s=0.01, exchange_s={2: 0.01, 4: 0.02, 8: 0.05})
+    lengths = FixedLengths(lengths=((380, 20, 20, 20),))
+    nodes = {"actor.update": shared, "rollout.generate": Generation(lengths=lengths, decode_step_s=0.1)}
+    sizes = StepSizes(2, {0: 2, 1: 8}, 20.0, 400.0, sampled=True)
+    found = sequence_plan("actor.update", sizes, CostModel(nodes=nodes))
+    assert found is not None and (found.equal_degree, found.degrees) == (4, (4, 4))
+    assert found.seconds == found.equal_s  # two rows of 400 tokens, and nothing else to do but for six short ones
+    assert (
+        sequence_plan("actor.update", sizes, None)
+        is None
+        is sequence_plan("reward.score", sizes, CostModel(nodes=nodes))
+    )
+    alike = sequence_plan("actor.update", sizes, CostModel(nodes={"actor.update": shared}))
+    assert alike is not None and alike.seconds == pytest.approx(shared.seconds(8, 8 * 420)) and alike.equal_degree == 8
 
 
 def test_ranks_that_do_not_make_whole_pipelines_are_refused(tmp_path: Path):
