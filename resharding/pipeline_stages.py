@@ -83,7 +83,7 @@ class PipelineStages:
             UserError: there are more pieces than layers.
 
         >>> PipelineStages.balanced([1, 1, 1, 1, 1, 4], stages=3)
-        PipelineStages(stages=3, layers=(3, 2, 1))
+        PipelineStages(stages=3, layers=(2, 3, 1))
         """
         pieces, num_layers = stages * chunks, len(costs)
         if pieces > num_layers:

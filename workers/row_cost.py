@@ -17,8 +17,8 @@ from .model_folder import head_dim, num_heads, read_model_config, text_settings
 class RowCost:
     """Cost of rows in tokens of linear layers: L + L^2 / A for a row of L tokens (ByteScale balances ranks so, arXiv:2502.21231).
 
-    >>> RowCost(attention_length=1000)(np.array([100, 1000])).tolist()
-    [110.0, 2000.0]
+    >>> RowCost(attention_length=1000)(np.array([500, 1000])).tolist()
+    [750.0, 2000.0]
     """
 
     attention_length: float = math.inf

@@ -31,8 +31,9 @@ def test_costs_are_in_the_ratio_of_floating_point_operations(tmp_path: Path, kin
     if kind == "dense":
         config: Any = Qwen2Config(**SIZES)
     else:
+        mixture: dict[str, Any] = SIZES | {"head_dim": 16}
         config = Qwen3MoeConfig(
-            **SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=80, mlp_only_layers=[]
+            **mixture, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=80, mlp_only_layers=[]
         )
     config.save_pretrained(tmp_path)
     cost = row_cost_of(tmp_path)
