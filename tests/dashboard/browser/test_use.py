@@ -170,6 +170,6 @@ def test_a_conversation_is_shown_as_its_turns_and_what_was_unfolded_stays_so(loo
 
 def test_a_group_that_was_not_recorded_says_what_it_waits_for(look):
     window = look()
-    window.show("samples", run="killed", group="288")  # of the step in which it was killed
+    window.show("samples", run="killed", group="288")  # in flight when it was killed, or not issued yet
     window.page.get_by_text("not recorded yet").wait_for()
-    assert "is in flight" in window.page.locator(".detail .notice").first.inner_text()
+    assert "group 288" in window.page.locator(".detail .notice").first.inner_text()
