@@ -40,7 +40,7 @@ clean:
 # Packages are installed without byte code: Python writes that of what it imports, a quarter of them. Tests want all of it beforehand:
 # a warning of the compiler about somebody else's file would be an error there.
 .venv/.compiled: .venv/.requirements-installed
-	@$(PYTHON) -W ignore -m compileall -qq -j 0 .venv/lib || true
+	@$(PYTHON) -W ignore -m compileall -qq -j 0 -x '/tests?/' .venv/lib || true
 	@touch $@
 
 .venv-peers/.requirements-installed: requirements/peers.txt

@@ -1,7 +1,7 @@
 """Models of many families, what one rank computes of each, and what several ranks do that share layers or tokens."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,15 @@ def config_of(folder: Path, name: str, **settings: Any) -> dict[str, Any]:
     }
 
 
+def asked_of(request: pytest.FixtureRequest, cases: list[str], quick: Sequence[str]) -> list[str]:
+    """The cases that the tests of a module need which are to run: all, if a slow one is."""
+    slow = any(item.path == request.path and item.get_closest_marker("slow") for item in request.session.items)
+    return cases if slow else [*quick]
+
+
 def write_models(folder: Path, names: Iterable[str]) -> Path:
-    """A folder with a folder for each model."""
-    for name in names:
+    """A folder with a folder for each model, that of one with an adapter included."""
+    for name in dict.fromkeys(name.removesuffix(" with LoRA") for name in names):
         kind, settings = families.FAMILIES[name]
         model = families.amplify(families.make(kind, {"vocab_size": 98, **settings}))
         model.save_pretrained(folder / name)

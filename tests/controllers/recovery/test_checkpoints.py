@@ -164,7 +164,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
 def test_a_run_that_finds_no_sound_checkpoint_says_both_that_and_why_it_had_to_go_on_from_one(tmp_path: Path):
     def kill() -> NoReturn:
         for path in (tmp_path / "run" / "checkpoints").glob("step_*/run.json"):
-            path.unlink()
+            path.unlink(missing_ok=True)  # an older checkpoint may just be removed
         raise WorkerDied("rank 1 of 'rollout' is gone")
 
     with pytest.raises(UserError, match=r"(?s)run\.json.*rank 1 of 'rollout' is gone"):
@@ -288,7 +288,7 @@ def test_sigterm_has_a_run_save_itself_and_leave_with_0(tmp_path: Path):
     process = begun(tmp_path)
     wait_for_steps(process, tmp_path)
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=10)
+    said, _ = process.communicate(timeout=60)
     assert process.returncode == 0 and "saved in" in said, said
     (path,) = complete_checkpoints(tmp_path / "run" / "checkpoints")
     step = json.loads((path / "run.json").read_text())["step"]
@@ -308,7 +308,7 @@ def test_a_driver_that_is_killed_leaves_no_process_and_no_folder(tmp_path: Path)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     process.kill()
     process.communicate()
-    _, left = psutil.wait_procs(family, timeout=10)
+    _, left = psutil.wait_procs(family, timeout=60)
     assert not left and not folder.exists()
 
 
@@ -317,7 +317,7 @@ def test_a_signal_ends_a_run_without_checkpoints_at_once_with_a_word(tmp_path: P
     process = begun(tmp_path, "--every", "0")
     wait_for_steps(process, tmp_path)
     process.send_signal(number)
-    said, _ = process.communicate(timeout=30)
+    said, _ = process.communicate(timeout=120)
     assert process.returncode == 128 + number and f"{number.name}: the run ends without a checkpoint" in said
 
 
@@ -334,7 +334,7 @@ def test_a_run_whose_terminal_is_closed_saves_itself(tmp_path: Path):
         if select.select([terminal], [], [], 0.02)[0]:
             os.read(terminal, 65536)
     os.close(terminal)
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=120) == 0
     assert find_checkpoint(tmp_path / "run") is not None
 
 

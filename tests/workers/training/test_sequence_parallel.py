@@ -4,32 +4,42 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from family_cases import check, on_one_rank, run_ranks, write_models
+from family_cases import asked_of, check, on_one_rank, run_ranks, write_models
 
 from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig
 
 SHARED = ("Qwen2", "Qwen3", "Mistral", "Mixtral", "Gemma 2", "Gemma 3", "GPT-2", "GPT-OSS")
 CASES = [*SHARED, "Qwen3 with LoRA"]
+QUICK = ("Qwen2", "Mixtral", "Gemma 2", "GPT-2", "GPT-OSS", "Qwen3 with LoRA")
+"""Full and sliding attention, capped logits, sinks, experts, learned positions and an adapter, once each."""
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_models(tmp_path_factory.mktemp("families"), (*SHARED, "StableLM", "dynamic NTK"))
+def asked(request: pytest.FixtureRequest) -> list[str]:
+    return asked_of(request, CASES, QUICK)
 
 
 @pytest.fixture(scope="module")
-def alone(models: Path) -> dict[str, Any]:
-    return on_one_rank(models, CASES)
+def models(tmp_path_factory: pytest.TempPathFactory, asked: list[str]) -> Path:
+    uncut = ["StableLM", "dynamic NTK"] if asked == CASES else []
+    return write_models(tmp_path_factory.mktemp("families"), [*asked, *uncut])
 
 
 @pytest.fixture(scope="module")
-def two(models: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def alone(models: Path, asked: list[str]) -> dict[str, Any]:
+    return on_one_rank(models, asked)
+
+
+@pytest.fixture(scope="module")
+def two(models: Path, asked: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("two")
-    return folder, run_ranks(models, folder, 2, CASES, sequence_parallel=2, microbatch_tokens=60)
+    return folder, run_ranks(models, folder, 2, asked, sequence_parallel=2, microbatch_tokens=60)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CASES]
+)
 def test_two_ranks_share_the_tokens_of_a_microbatch(alone: dict[str, Any], two: Any, name: str):
     check(two[0], name, two[1], alone[name])
 

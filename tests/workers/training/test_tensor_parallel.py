@@ -5,7 +5,7 @@ from typing import Any
 
 import families
 import pytest
-from family_cases import check, on_one_rank, run_ranks, write_models
+from family_cases import asked_of, check, on_one_rank, run_ranks, write_models
 from transformers import CONFIG_MAPPING
 
 from weft.dataflow.errors import UserError
@@ -17,25 +17,34 @@ SHARED = (
 ADAPTED = ("Qwen3", "Mixtral", "Phi-3", "OLMo 2")
 """With an adapter as well."""
 CASES = [*SHARED, *(f"{name} with LoRA" for name in ADAPTED)]
+QUICK = ("Qwen2", "Qwen3 MoE", "Gemma 3", "Phi-3", "OLMo 2", "GPT-OSS", "Mixtral with LoRA", "Phi-3 with LoRA")
+"""Each style of their plans, and each kind of heads, experts and norms, once: what the others add is another model that is made of them."""
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_models(tmp_path_factory.mktemp("families"), SHARED)
+def asked(request: pytest.FixtureRequest) -> list[str]:
+    return asked_of(request, CASES, QUICK)
 
 
 @pytest.fixture(scope="module")
-def alone(models: Path) -> dict[str, Any]:
-    return on_one_rank(models, CASES)
+def models(tmp_path_factory: pytest.TempPathFactory, asked: list[str]) -> Path:
+    return write_models(tmp_path_factory.mktemp("families"), asked)
 
 
 @pytest.fixture(scope="module")
-def two(models: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def alone(models: Path, asked: list[str]) -> dict[str, Any]:
+    return on_one_rank(models, asked)
+
+
+@pytest.fixture(scope="module")
+def two(models: Path, asked: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("two")
-    return folder, run_ranks(models, folder, 2, CASES, tensor_parallel=2)
+    return folder, run_ranks(models, folder, 2, asked, tensor_parallel=2)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CASES]
+)
 def test_two_ranks_share_the_layers_of_a_model(alone: dict[str, Any], two: Any, name: str):
     check(two[0], name, two[1], alone[name])
 
