@@ -1,7 +1,5 @@
 """Offload: the same numbers from host memory, and process groups of others that stay as they are."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +7,7 @@ import pytest
 import spmd
 import torch
 import torch.distributed as dist
+from forked import program
 
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
@@ -92,6 +91,6 @@ def test_moments_are_updated_in_parts(monkeypatch: pytest.MonkeyPatch):
     assert all(map(torch.equal, mine, trained(lambda groups: torch.optim.AdamW(groups, lr=0.1, fused=True))))
 
 
-def test_process_groups_of_others_stay(tiny_model: Path):
+def test_process_groups_of_others_stay(tiny_model: Path, tmp_path: Path):
     """In a process of its own, where vLLM has made no groups."""
-    subprocess.run([sys.executable, Path(__file__).with_name("groups_of_one.py"), tiny_model], check=True, timeout=60)
+    program(tmp_path / "said", Path(__file__).with_name("groups_of_one.py"), str(tiny_model)).finish()
