@@ -7,7 +7,7 @@ microbatches nor on how many ranks share them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -41,6 +41,8 @@ class PackedRows:
     """[B + 1] int64; row i is tokens `cu_seqlens[i]:cu_seqlens[i + 1]`."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """By name: [T] for a column with one value a token, [B] for a column with one value a row."""
+    counted_tokens: int | None = None
+    """T, if the host knows it; None: the device is asked."""
 
     @classmethod
     def of(cls, lengths: Iterable[int] | Tensor, **columns: object) -> PackedRows:
@@ -64,7 +66,7 @@ class PackedRows:
 
     @property
     def num_tokens(self) -> int:
-        return int(self.cu_seqlens[-1])
+        return int(self.cu_seqlens[-1]) if self.counted_tokens is None else self.counted_tokens
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -74,7 +76,8 @@ class PackedRows:
     @cached_property
     def row_of_token(self) -> Tensor:
         """[T] int64."""
-        return torch.repeat_interleave(torch.arange(len(self), device=self.cu_seqlens.device), self.lengths)
+        rows = torch.arange(len(self), device=self.cu_seqlens.device)
+        return torch.repeat_interleave(rows, self.lengths, output_size=self.num_tokens)
 
     @cached_property
     def trained(self) -> Tensor:
@@ -209,14 +212,54 @@ class FrozenLoss(Config):
         return False
 
 
+class Observed(Mapping[str, Metric]):
+    """Metrics whose numbers stay on the device until one of them is read, so that a backward pass does not wait for a loss's metrics.
+
+    >>> both = observed(torch.tensor([True]), {"gap": torch.tensor([0.5])}) | observed(torch.tensor([False]), {"kl": torch.tensor([1.0])})
+    >>> dict(both)
+    {'gap': Mean(total=0.5, weight=1.0), 'kl': Mean(total=0.0, weight=0.0)}
+    """
+
+    def __init__(self, *pieces: tuple[Tensor, Mapping[str, type[Mean | Max | Sum]]]) -> None:
+        """
+        Args:
+            pieces: [1 + names], how many things count, and a number for each name; the kind of each metric by name.
+        """
+        self._pieces = pieces
+
+    @cached_property
+    def _read(self) -> dict[str, Metric]:
+        found: dict[str, Metric] = {}
+        for tensor, kinds in self._pieces:
+            weight, *numbers = tensor.tolist()
+            for (name, kind), number in zip(kinds.items(), numbers, strict=True):
+                found[name] = Mean(number, weight) if kind is Mean else kind(number)
+        return found
+
+    def __getitem__(self, name: str) -> Metric:
+        return self._read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(name for _, kinds in self._pieces for name in kinds))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __or__(self, other: Observed) -> Observed:
+        return Observed(*self._pieces, *other._pieces)
+
+    def __repr__(self) -> str:
+        return repr(self._read)
+
+
 def observed(
     over: Tensor,
     means: Mapping[str, Tensor],
     *,
     largest: Mapping[str, Tensor] | None = None,
     counts: Mapping[str, Tensor] | None = None,
-) -> dict[str, Metric]:
-    """What a loss reports of N things (tokens, rows, pairs), without a gradient; one transfer from the device for all of it.
+) -> Observed:
+    """What a loss reports of N things (tokens, rows, pairs), without a gradient; one transfer from the device, when it is read.
 
     Args:
         over: [N] bool, which of them count; the values of the others may be anything, even nan.
@@ -232,8 +275,6 @@ def observed(
         tensors = [torch.where(over, values, 0.0).sum() for values in means.values()]
         tensors += [torch.where(over, values, 0.0).amax() for values in largest.values()]
         tensors += [values.sum() for values in counts.values()]
-        number, *numbers = torch.stack([over.sum(), *tensors]).tolist()
-    found = iter(numbers)
-    metrics: dict[str, Metric] = {name: Mean(next(found), float(number)) for name in means}
-    metrics |= {name: Max(next(found)) for name in largest}
-    return metrics | {name: Sum(next(found)) for name in counts}
+        numbers = torch.stack([over.sum(), *tensors])
+    kinds = {**dict.fromkeys(means, Mean), **dict.fromkeys(largest, Max), **dict.fromkeys(counts, Sum)}
+    return Observed((numbers, kinds))

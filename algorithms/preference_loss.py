@@ -25,8 +25,8 @@ from ..dataflow.column import GROUP_ID, PREFERRED, REFERENCE_LOGPROBS, REFERENCE
 from ..dataflow.config import Config
 from ..dataflow.errors import UserError
 from ..dataflow.lazy import torch
-from ..dataflow.metrics import Metric, Metrics
-from .loss import FrozenLoss, PackedRows, observed
+from ..dataflow.metrics import Metrics
+from .loss import FrozenLoss, Observed, PackedRows, observed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -223,7 +223,7 @@ class PairLoss(FrozenLoss):
             rejected[torch.isin(groups[rejected], groups[chosen])],
         )
 
-    def _observed(self, chosen: Tensor, rejected: Tensor, **more: Tensor) -> dict[str, Metric]:
+    def _observed(self, chosen: Tensor, rejected: Tensor, **more: Tensor) -> Observed:
         """Means over pairs: of their rewards [P], of how far one is ahead, and of what more there is."""
         ahead = chosen - rejected
         watched = {"chosen_reward": chosen, "rejected_reward": rejected, "reward_margin": ahead}
@@ -336,11 +336,9 @@ class DesirabilityLoss(FrozenLoss):
             good, self.desirable_weight * torch.sigmoid(-above), self.undesirable_weight * torch.sigmoid(above)
         )
         rewards = self.beta * scores
-        metrics = {
-            **observed(counted & good, {"chosen_reward": rewards}),
-            **observed(counted & ~good, {"rejected_reward": rewards}),
-            **observed(counted, {"reference_point": point}),
-        }
+        metrics = observed(counted & good, {"chosen_reward": rewards})
+        metrics |= observed(counted & ~good, {"rejected_reward": rewards})
+        metrics |= observed(counted, {"reference_point": point})
         return torch.where(counted, losses, 0.0).sum(), metrics
 
 

@@ -4,12 +4,17 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from weft.algorithms.aggregation import TokenMean, fixed_length
+from weft.algorithms.aggregation import TokenMean, fixed_length, sequence_mean
 from weft.algorithms.corrections import Rejection, TruncatedImportance
+from weft.algorithms.kl import KlPenalty
 from weft.algorithms.loss import FrozenLoss, Loss, PackedRows, observed
 from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
+from weft.algorithms.preference_loss import DesirabilityLoss
+from weft.algorithms.ratios import sequence_ratio
 from weft.algorithms.surrogates import Clipped
+from weft.algorithms.values import ValueLoss
 from weft.dataflow.errors import UserError
 from weft.dataflow.metrics import Max, Mean, Sum
 
@@ -21,6 +26,35 @@ def test_what_does_not_count_is_not_observed_whatever_it_holds():
     assert found == {"mean": Mean(3.0, 2.0), "share": Mean(1.0, 2.0), "largest": Max(2.0), "flags": Sum(2.0)}
     nothing = observed(over[:0], {"mean": values[:0]}, largest={"largest": values[:0]}, counts={"flags": flags})
     assert nothing == {"mean": Mean(0.0, 0.0), "flags": Sum(2.0)}
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        PolicyLoss(),
+        PolicyLoss(
+            ratio=sequence_ratio, aggregation=sequence_mean, entropy_coefficient=0.1, kl=KlPenalty(coefficient=0.1)
+        ),
+        PolicyLoss(correction=(TruncatedImportance(), Rejection(low=0.5, high=2.0, level="sequence"))),
+        NegativeLogLikelihood(),
+        ValueLoss(),
+        DesirabilityLoss(),
+    ],
+    ids=lambda loss: type(loss).__name__,
+)
+def test_a_loss_and_its_gradient_ask_nothing_of_the_device(loss: Loss):
+    """On tensors without values whatever would wait for one is an error."""
+    of_tokens = ("advantages", "old_logprobs", "response_logprobs", "reference_logprobs", "entropy", "response_mask")
+    of_tokens += ("old_values", "returns", "values")
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        logprobs = torch.zeros(5, requires_grad=True)
+        columns = {name: torch.zeros(5) for name in of_tokens}
+        columns |= {name: torch.zeros(2) for name in ("preferred", "reference_point")}
+        loss_sum, metrics = loss(logprobs, PackedRows(torch.zeros(3, dtype=torch.int64), columns, 5))
+        loss_sum.backward()
+        assert list(metrics)
+        with pytest.raises(DataDependentOutputException):
+            dict(metrics)
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ class Microbatches:
         columns = {c: v.to(self.device) for c, v in packed.columns.items()}  # itself, where it is there already
         if entropy is not None:
             columns["entropy"] = entropy
-        return PackedRows(packed.cu_seqlens.to(self.device), columns)
+        return PackedRows(packed.cu_seqlens.to(self.device), columns, int(lengths.sum()))
 
 
 def tokens_of(cu_seqlens: np.ndarray, rows: np.ndarray) -> np.ndarray:
