@@ -38,8 +38,8 @@ class TrainedConfig(ModelConfig, OptimizerConfig):
     about a third), a number n for every n-th layer, "elementwise" for all but the outcomes of matrix products and attention, which
     take the time. Set it where activations do not fit into memory."""
     router_loss: float | None = Field(default=None, gt=0)
-    """[factor] Of a loss that spreads the tokens of a mixture over its experts (arXiv:2101.03961, equations 4 to 6, as `transformers`
-    computes it), which is added to that of each step; None: there is none. A step then waits for all of its rows, and reads them once
+    """[factor] Coefficient of the loss that balances the routers of a mixture (arXiv:2101.03961, equations 4 to 6, as `transformers`
+    computes it), added to the loss of each step; None: there is no such loss. A step then waits for all of its rows, and reads them once
     more unless their routes are there. Set it, for example to the model's own `router_aux_loss_coef`, in supervised training, and where
     `max_expert_load` grows."""
     lora: Lora | None = None
@@ -47,11 +47,11 @@ class TrainedConfig(ModelConfig, OptimizerConfig):
     moments of the model do not fit."""
 
     @model_validator(mode="after")
-    def _moments_in_8_bits_stay_on_the_device(self) -> TrainedConfig:
+    def _check_moments(self) -> TrainedConfig:
         if self.moments == "8bit" and self.offload != "nothing":
             raise ValueError(
-                f'moments="8bit" keeps them on the device, and offload="{self.offload}" in host memory, where it is plenty and an '
-                "update in 8 bits takes long; leave one of them out"
+                f'moments="8bit" cannot be combined with offload="{self.offload}": updates in 8 bits are slow on the host; leave one of '
+                "them out"
             )
         return self
 

@@ -21,8 +21,13 @@ def compile_layers(model: ResponseModel, device: torch.device) -> None:
     """Have the layers of a model compiled, when they first run.
 
     Raises:
-        UserError: its layers are not known, or there is nothing to compile with.
+        UserError: it is a mixture of experts, its layers are not known, or there is nothing to compile with.
     """
+    if model.routers is not None:
+        raise UserError(
+            f"compile=True: model {model.causal_lm.name_or_path!r} is a mixture of experts, whose routers are watched layer by layer; leave it "
+            "out"
+        )
     if not model.layers:
         raise UserError(
             f"compile=True: the layers of model {model.causal_lm.name_or_path!r} are not known; leave it out"

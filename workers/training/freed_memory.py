@@ -11,9 +11,9 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 
 def keep_freed_memory() -> None:
     """Let the C library keep memory that is freed for what is allocated next; by default glibc gives tensors of more than 32 MiB back to
-    the kernel, which clears each page before it hands it out again. The process never holds more than at its peak.
+    the kernel, which clears each page before it hands it out again. The heap may fragment: 1 % more memory was measured.
 
-    It is of the whole process. Other C libraries, and other systems, go on as they do.
+    The setting holds for the whole process, which under `Local()` is the user's. Other C libraries, and other systems, go on as they do.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

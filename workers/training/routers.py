@@ -59,7 +59,7 @@ class Routing:
             routes[slots] = self.routes
         return Routing(counts, routes)
 
-    def stretch(self, share: Callable[[Tensor], Tensor], missing: int) -> Routing:
+    def shard(self, share: Callable[[Tensor], Tensor], missing: int) -> Routing:
         """A rank's part, where ranks share tokens.
 
         Args:
@@ -197,7 +197,7 @@ class Routers:
     def _route(self, number: int, router: Router, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
         again = number in self._seen  # activations are computed a second time
         self._seen.add(number)
-        with _Answering(self.experts, router.call, partial(self._choose, number, router, again)):
+        with _TopkOverride(self.experts, router.call, partial(self._choose, number, router, again)):
             outputs = forward(*args, **named)
         if router.logits is None or (self.balance is None and self.tally is None):
             return outputs
@@ -275,7 +275,7 @@ def balance_gradient(logits: Tensor, counts: Tensor, balance: Balance) -> Tensor
     return (weights * probabilities * centred).to(logits.dtype)
 
 
-class _Answering(TorchFunctionMode):
+class _TopkOverride(TorchFunctionMode):
     """Answers one call of `torch.topk` on scores of all experts, by its number."""
 
     def __init__(self, experts: int, call: int, answer: Callable[[Tensor, Callable[[], Any]], Any]) -> None:
@@ -290,7 +290,7 @@ class _Answering(TorchFunctionMode):
         return self._answer(_scores(args, kwargs), call) if self._calls - 1 == self._call else call()
 
 
-class _Watching(TorchFunctionMode):
+class _TopkObserver(TorchFunctionMode):
     """Says whenever `torch.topk` is called on scores of all experts, and what it chose."""
 
     def __init__(self, experts: int, seen: Callable[[Tensor], None]) -> None:
@@ -337,7 +337,7 @@ def find_routers(causal_lm: Any, run: Callable[[], object]) -> tuple[tuple[Route
         hooks.append(module.register_forward_pre_hook(lambda module, _: inside.append(module)))
         hooks.append(module.register_forward_hook(leave, always_call=True))
     try:
-        with _Watching(experts, lambda chosen: calls.setdefault(inside[-1], []).append(chosen.flatten(0, -2))):
+        with _TopkObserver(experts, lambda chosen: calls.setdefault(inside[-1], []).append(chosen.flatten(0, -2))):
             run()
     finally:
         for hook in hooks:
