@@ -13,8 +13,9 @@ setup: .venv/.weft-installed
 demo: setup
 	@$(PYTHON) examples/grpo_arithmetic.py $(ARGS)
 
+# Byte code is written whatever the environment says: the tests start some two hundred processes that import Weft.
 test: setup .venv/.compiled
-	@$(PYTHON) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not gpu and not slow" $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not gpu and not slow" $(ARGS)
 
 check: lint types
 

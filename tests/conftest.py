@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,18 @@ sys.path.insert(0, str(HERE))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models gain nothing from more, and on a busy machine lose much
 
 ENGINES = "engines"
-"""Tests that start Ray or vLLM run one after the other, and share a cluster."""
+"""Tests that use Ray or vLLM run one after the other: they share a cluster, and vLLM is imported once."""
 FORKED = "forked"
-"""Tests whose processes are forked share the server that has imported torch, and the examples a warm-started model."""
+"""Tests whose processes are forked share the server that has imported torch, the examples a warm-started model, and those of the
+dashboard a browser and the runs that it shows."""
+FORKING = {"run_processes", "run_ranks", "program"}
+"""What a module imports whose tests fork processes."""
 
 
 def group_of(item: pytest.Item) -> str:
     """Tests of a group run in the same process: those of one file, but for two groups that take longest."""
-    forks = {"run_processes", "program"} & vars(getattr(item, "module", None) or item).keys()
-    if forks or HERE / "examples" in item.path.parents:
+    forks = FORKING & vars(getattr(item, "module", None) or item).keys()
+    if forks or HERE / "examples" in item.path.parents or item.get_closest_marker("browser"):
         return FORKED
     if item.get_closest_marker("ray") or item.get_closest_marker("vllm"):
         return ENGINES
@@ -35,3 +39,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         order = {ENGINES: 0, FORKED: 1}
         items.sort(key=lambda item: order.get(groups[item], 2))
+
+
+@pytest.fixture(scope="session")
+def inspects_models_here() -> Iterator[None]:
+    """vLLM looks at a model's class before it starts, in a process that imports vLLM once more: 5 s for each class. Here it does so in
+    the test's own process."""
+    from vllm.model_executor.models import registry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_run_in_subprocess", lambda look: look())
+        yield

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # what tests here import: `dying
 
 
 @pytest.fixture(scope="module")
-def group() -> Iterator[Any]:
+def group(inspects_models_here: None) -> Iterator[Any]:
     """vLLM's group of tensor-parallel ranks, of one rank: that of an engine in this process, if there is one."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     set_num_threads = torch.set_num_threads

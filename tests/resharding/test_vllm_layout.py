@@ -37,7 +37,7 @@ from weft.resharding.pipeline_stages import PipelineStages
 from weft.resharding.plan import ReshardPlan
 from weft.workers.actor import ActorConfig, ActorWorker
 
-pytestmark = pytest.mark.usefixtures("group")
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("group")]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -36,7 +36,7 @@ from weft.resharding.box import Box
 from weft.resharding.layout import RankLayout
 from weft.workers.generation.vllm_settings import VllmSettings
 
-pytestmark = pytest.mark.usefixtures("group")
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("group")]
 
 A = TOY["a"]
 WHOLE = Box.full((4, 6))
@@ -216,7 +216,6 @@ def check_engine(folder: Path, tensors: Tensors, *, size: int = 1) -> None:
         engine.close()
 
 
-@pytest.mark.vllm
 @pytest.mark.parametrize(
     ("name", "size"),
     [

@@ -20,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def vllm_worker(folder: Path) -> Iterator[RolloutWorker]:
+def vllm_worker(folder: Path, inspects_models_here: None) -> Iterator[RolloutWorker]:
     worker = RolloutWorker(RolloutConfig(model=folder, engine="vllm", max_num_seqs=64, kv_cache_gib=0.05))
     yield worker
     worker.close()

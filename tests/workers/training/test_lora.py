@@ -125,10 +125,18 @@ def test_gradients_and_steps_are_those_of_peft(tiny_model: Path, rows: Batch, ki
         squares = sum(float((mine[n] - theirs[n]).square().sum()) for n in theirs)
         assert (squares / sum(float(g.square().sum()) for g in theirs.values())) ** 0.5 < 1e-5
     after = adapter_of(worker)
-    assert all(float((after[n] - p.detach()).abs().max()) < 1e-5 for n, p in parameters.items())
+    # Of the whole, since Adam divides by gradients: where one is near zero, its rounding decides, and that depends on the CPU.
+    off, moved = (
+        sum(float((p.detach() - each[n]).square().sum()) for n, p in parameters.items()) ** 0.5
+        for each in (after, start)
+    )
+    assert off < 1e-3 * moved
     assert all(torch.equal(tensor, base[name]) for name, tensor in base_of(worker).items()), "the base stands still"
     assert len(engine.optimizer.state) == len(after)
     # What rollouts get is what `peft` makes of the two.
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(after[name])
     expected = policy.merge_and_unload().state_dict()
     published = dict(worker.engine.named_tensors())
     assert published.keys() == dict(AutoModelForCausalLM.from_pretrained(tiny_model).named_parameters()).keys()
