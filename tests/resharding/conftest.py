@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from vllm_groups import experts_group
 
 if TYPE_CHECKING:
     from vllm_models import Ranks
@@ -33,14 +34,8 @@ def group(inspects_models_here: None) -> Iterator[Any]:
             torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
             parallel_state.init_distributed_environment(1, 0, local_rank=0, backend="gloo")
             parallel_state.initialize_model_parallel(1)
-    without_experts = (
-        parallel_state._EP is None
-    )  # an engine of a dense model in this process has made no group for experts
-    if without_experts:
-        parallel_state._EP = parallel_state.get_tp_group()
-    yield parallel_state.get_tp_group()
-    if without_experts:
-        parallel_state._EP = None
+    with experts_group():
+        yield parallel_state.get_tp_group()
     if own:
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()

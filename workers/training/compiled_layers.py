@@ -25,8 +25,8 @@ def compile_layers(model: ResponseModel, device: torch.device) -> None:
     """
     if model.routers is not None:
         raise UserError(
-            f"compile=True: model {model.causal_lm.name_or_path!r} is a mixture of experts, whose routers are watched layer by layer; leave it "
-            "out"
+            f"compile=True: model {model.causal_lm.name_or_path!r} is a mixture of experts, whose routers are watched layer by "
+            "layer; leave it out"
         )
     if not model.layers:
         raise UserError(

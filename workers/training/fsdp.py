@@ -234,8 +234,8 @@ class FsdpEngine:
             return None
         if self.model.routers is None:
             raise UserError(
-                f"model {str(self.config.model)!r} cannot take the column {str(ROUTES)!r}: its routers cannot be told which experts to take; "
-                "sample without routes=True"
+                f"model {str(self.config.model)!r} cannot take the column {str(ROUTES)!r}: its routers cannot be told which experts to "
+                "take; sample without routes=True"
             )
         return self.model.routers
 
@@ -324,8 +324,8 @@ class FsdpEngine:
     def _check_reached(self, balance: Balance) -> None:
         if balance.reached != balance.added:
             raise UserError(
-                f"router_loss={self._router_loss:g}: the gradient of this loss does not reach all routers of model {str(self.config.model)!r}; "
-                "leave it out"
+                f"router_loss={self._router_loss:g}: the gradient of this loss does not reach all routers of model "
+                f"{str(self.config.model)!r}; leave it out"
             )
 
     def _sum_up(self, tally: Tally) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from families import make
+from vllm_groups import experts_group
 
 from weft.algorithms.sampling import Sampling
 from weft.dataflow.batch import Batch
@@ -46,6 +49,12 @@ def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def experts(kind: str) -> Iterator[None]:
+    with experts_group() if kind == "vllm" else nullcontext():
+        yield
+
+
 def worker_of(folder: Path, engine: str, **settings: Any) -> RolloutWorker:
     return RolloutWorker(
         RolloutConfig(model=folder, engine=engine, routes=True, max_num_seqs=8, kv_cache_gib=0.05, **settings)  # pyright: ignore
@@ -72,7 +81,7 @@ def chosen_alone(model: Any, prompt: list[int], response: Response) -> torch.Ten
 
 @pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_routes_are_those_of_each_row_alone_under_the_weights_that_it_was_sampled_with(
-    kind: str, model: Any, folder: Path
+    kind: str, experts: None, model: Any, folder: Path
 ):
     worker = worker_of(folder, kind)
     engine = worker.engine

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 import spmd
 import torch
+from families import make
 from ranks import run_processes
 from torch._dynamo.utils import counters
 from torch._inductor import cpp_builder
@@ -105,3 +106,9 @@ def test_what_cannot_be_compiled_is_refused(tiny_model: Path, monkeypatch: pytes
         UserError, match=r"compile=True takes a C\+\+ compiler on a CPU, and there is none .*: No working"
     ):
         ActorWorker(ActorConfig(model=str(tiny_model), compile=True))
+
+
+def test_a_mixture_is_refused(tmp_path: Path):
+    make("qwen3_moe", {}).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="is a mixture of experts"):
+        ActorWorker(ActorConfig(model=str(tmp_path), learning_rate=1e-5, compile=True))
