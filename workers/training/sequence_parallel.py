@@ -49,7 +49,7 @@ class Stretches:
         if missing:
             input_ids = F.pad(input_ids, (0, missing))
         lengths = np.append(rows.lengths, missing) if missing else rows.lengths
-        routing = None if rows.routing is None else rows.routing.stretch(self.own, missing)
+        routing = None if rows.routing is None else rows.routing.shard(self.own, missing)
         return self.own(input_ids), replace(PackedSequences(lengths, rows.device), exchange=self, routing=routing)
 
     def own(self, of_tokens: Tensor) -> Tensor:
