@@ -252,13 +252,12 @@ def check_transports(handles: Iterable[Handle], placement: Mapping[str, Place]) 
         UserError: naming both groups and the transport to take.
     """
     for handle in handles:
-        transport = getattr(handle.leader and handle.leader.given, "transport", "auto")
         if handle.leader is None:
             continue
-        leader, follower = handle.leader.called, handle.called
+        leader, follower, transport = handle.leader.called, handle.called, handle.leader.transport
         who = f'transport="{transport}" of {leader!r}, which {follower!r} follows'
         if reason := handle.worker_class.refuses_transport(handle.given, transport):
-            raise UserError(f'{who}: {reason}; mend that, or take transport="auto"')
+            raise UserError(f'{who}: {reason}; change that, or take transport="auto"')
         by_vllm, _, way = transport.rpartition(":")
         if way not in ("nccl", "ipc"):
             continue

@@ -35,6 +35,11 @@ class Handle:
         """Its name; until a graph gives it one, that of its class: "actor" for `ActorWorker`."""
         return self.name or self.worker_class.__name__.removesuffix("Worker").lower()
 
+    @property
+    def transport(self) -> str:
+        """How the weights that it publishes reach its followers; "auto" where its worker offers no choice."""
+        return getattr(self.given, "transport", "auto")
+
     def __repr__(self) -> str:
         return f"<handle {self.name or '(unnamed)'}: {self.worker_class.__name__}>"
 

@@ -20,6 +20,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from ..dataflow.errors import WeightSyncError
+from .weights import LOOPBACK
+
 SILENCE_S = 60.0
 """Longest time that either side waits for the other's next message, where little is to be sent."""
 
@@ -40,6 +43,25 @@ def this_machine() -> str:
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def listen(host: str) -> socket.socket:
+    """A socket that listens at a free port of this machine.
+
+    Args:
+        host: an address of this machine, IPv4 or IPv6; empty: LOOPBACK.
+
+    Raises:
+        WeightSyncError: this machine does not have that address.
+    """
+    address = host or LOOPBACK
+    try:
+        return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    except OSError as error:
+        raise WeightSyncError(
+            f"weights cannot be given away at {address}: {error.strerror or error}; "
+            "receivers on other machines need an address of this one"
+        ) from None
 
 
 class Connection:

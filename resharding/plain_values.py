@@ -33,13 +33,13 @@ def encoded(value: Any) -> str:
     return json.dumps(_plain(value))
 
 
-def decoded(said: str | bytes) -> Any:
+def decoded(text: str | bytes) -> Any:
     """What `encoded` has made JSON of. Sizes become tuples.
 
     Raises:
         ValueError: it is something else.
     """
-    return _value(json.loads(said))
+    return _value(json.loads(text))
 
 
 def _plain(value: Any) -> Any:

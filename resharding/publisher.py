@@ -24,11 +24,11 @@ from ..dataflow.errors import WeightSyncError
 from .bucket_memory import BucketMemory, DeviceBuckets, HostBuckets, device_of
 from .buckets import BUCKET_BYTES, SLOTS, Cutter, fingerprint
 from .channel import Channel, Stream, Transport
-from .connection import Connection, this_machine
+from .connection import Connection, listen, this_machine
 from .delta import Shadow
 from .group_channel import GroupChannel
 from .transfer import Sent, Transfer
-from .weights import LOOPBACK, Part, RankWeights, Weights
+from .weights import Part, RankWeights, Weights
 
 SLOT_ALIGNMENT = 4096
 """[bytes] The memory of each bucket begins on a page."""
@@ -64,13 +64,7 @@ class WeightPublisher:
         self.num_bytes = 0
         """Of the parts of the last version."""
         self._host = host
-        try:
-            self._listener = socket.create_server((host or LOOPBACK, 0), family=_family(host))
-        except OSError as error:
-            raise WeightSyncError(
-                f"weights cannot be given away at {host or LOOPBACK}: {error.strerror or error}; "
-                "receivers on other machines need an address of this one"
-            ) from None
+        self._listener = listen(host)
         self._memory: BucketMemory = (
             HostBuckets() if self._device is None else DeviceBuckets(self._device, mapped=transport == "ipc")
         )
@@ -214,7 +208,3 @@ class WeightPublisher:
         if self._transport not in ("gloo", "nccl"):
             return Stream(connection)
         return GroupChannel(connection, rank=0, device=self._device or torch.device("cpu"))
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

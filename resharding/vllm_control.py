@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from ..dataflow.errors import WeightSyncError
 from .checksum import tensor_factor
-from .connection import SILENCE_S, Connection, this_machine
+from .connection import SILENCE_S, Connection, listen, this_machine
 from .plain_values import decoded, encoded
 from .weights import CHECKSUM_MODULUS, LOOPBACK, RankWeights, Weights
 
@@ -63,24 +63,22 @@ class _Engine:
     ranks: int
     """Of the engine."""
     identity: str
-    """Another one under the same name has another."""
+    """Differs for a replacement engine under the same name."""
     version: int
     connection: Connection
     lost: str = ""
-    """Why it takes no more; empty: it does."""
+    """Why it dropped out; empty: it takes part."""
 
-    def ask(self, method: str, payload: Any) -> str:
-        """Have it do something; returns why it could not, or nothing."""
+    def ask(self, method: str, payload: Any) -> None:
+        """Have it do something. If it cannot, it is `lost`."""
         try:
             self.connection.send(b"C", encoded([method, payload]).encode())
             kind, content = self.connection.receive()
         except OSError as error:
             self.lost = "was silent" if isinstance(error, TimeoutError) else f"is gone ({error})"
-            return ""
+            return
         if kind != b"K":
             self.lost = f"failed in {method}: {content.decode(errors='replace')}"
-            return self.lost
-        return ""
 
 
 class Receivers:
@@ -88,7 +86,7 @@ class Receivers:
 
     Args:
         host: address at which engines on other machines reach this process; empty: there are none.
-        together: whether engines take part in one collective, so that none goes on when one of them has failed.
+        together: whether engines take part in one collective, so that none goes on without one of them.
 
     Raises:
         WeightSyncError: this machine does not have that address.
@@ -99,14 +97,7 @@ class Receivers:
         """Engines that did not take the last version -> why."""
         self._host = host
         self._together = together
-        try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._listener = socket.create_server((host or LOOPBACK, 0), family=family)
-        except OSError as error:
-            raise WeightSyncError(
-                f"weights cannot be given away at {host or LOOPBACK}: {error.strerror or error}; "
-                "receivers on other machines need an address of this one"
-            ) from None
+        self._listener = listen(host)
         self._token = secrets.token_hex(32)
         self._came: queue.SimpleQueue[_Engine] = queue.SimpleQueue()
         self._engines: list[_Engine] = []
@@ -146,8 +137,12 @@ class Receivers:
                 self.lost[name] = f"{name} did not come within {patience_s:.0f} s for version {version}"
         for engine in (here[name] for name in expected if name in here):
             engine.connection.expect(num_bytes)
-            with contextlib.suppress(OSError):
+            try:
                 engine.connection.send(b"D", json.dumps({"num_bytes": num_bytes}).encode())
+            except OSError as error:
+                self.lost[engine.receiver] = f"{engine.receiver} is gone ({error})"
+                engine.connection.close()
+            else:
                 self._engines.append(engine)
         return [f"{engine.receiver} {engine.identity}" for engine in self._engines]
 
@@ -183,19 +178,17 @@ class Receivers:
         """Have all engines do something at once, and wait for all.
 
         Raises:
-            WeightSyncError: one has failed where all are needed, or none is left.
+            WeightSyncError: one has failed or is gone where all are needed, or none is left.
         """
         each = payloads or [None] * len(self._engines)
         asked = [(e, payload) for e, payload in zip(self._engines, each, strict=True) if not e.lost]
         with ThreadPoolExecutor(max(1, len(asked))) as threads:
-            answers = list(threads.map(lambda one: one[0].ask(method, one[1]), asked))
-        failed = [f"{engine.receiver} {why}" for (engine, _), why in zip(asked, answers, strict=True) if why]
-        for engine, _ in asked:
-            if engine.lost:
-                self.lost[engine.receiver] = f"{engine.receiver} {engine.lost}"
-        if failed and self._together:
-            raise WeightSyncError("; ".join(failed))
-        if asked and all(engine.lost for engine in self._engines):
+            list(threads.map(lambda one: one[0].ask(method, one[1]), asked))
+        newly = {engine.receiver: f"{engine.receiver} {engine.lost}" for engine, _ in asked if engine.lost}
+        self.lost |= newly
+        if newly and self._together:
+            raise WeightSyncError("; ".join(newly.values()))
+        if newly and all(engine.lost for engine in self._engines):
             raise WeightSyncError("; ".join(self.lost.values()))
 
     def end(self, tensors: Mapping[str, TensorSum]) -> None:

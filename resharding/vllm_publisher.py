@@ -11,7 +11,6 @@ What an engine's loaders are given is summed there, and compared with the sums t
 from __future__ import annotations
 
 import json
-import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from ..dataflow.errors import WeightSyncError
 from .box import Box
 from .buckets import BUCKET_BYTES
 from .checksum import box_sum
+from .connection import listen
 from .transfer import Sent
 from .vllm_control import Receivers, TensorSum, checksum_of_tensors
 from .weights import CHECKSUM_MODULUS, LOOPBACK, Part, Weights
@@ -66,7 +66,7 @@ def _nccl(terms: Terms) -> TrainerInitInfo:
 
     port = 0
     if terms.rank == 0:
-        with socket.create_server((terms.host, 0)) as taken:
+        with listen(terms.host) as taken:
             port = taken.getsockname()[1]
     return NCCLTrainerInitInfo(
         terms.host, port, 1 + terms.num_ranks, packed_buffer_size_bytes=terms.buffer_bytes, rank=terms.rank

@@ -9,6 +9,7 @@ It stands beside the receiver because vLLM takes one extension of its workers.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,16 @@ from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
     RoutedExpertsCapturer,
     bind_routed_experts_capturer,
 )
+
+
+@dataclass
+class _Noted:
+    """What the routers chose for a request so far."""
+
+    chunks: list[np.ndarray] = field(default_factory=list)
+    """One for each step, [tokens, layers, k]."""
+    tokens: int = 0
+    """Of all chunks."""
 
 
 class RouteRecorder:
@@ -33,7 +44,7 @@ class RouteRecorder:
         self._runner, self._execute = model_runner, model_runner.execute_model
         self._capturer = RoutedExpertsCapturer(settings.scheduler_config.max_num_batched_tokens, settings)
         bind_routed_experts_capturer(model_runner.get_model(), self._capturer)
-        self._chunks: dict[str, list[np.ndarray]] = {}
+        self._noted: dict[str, _Noted] = {}
         model_runner.execute_model = self._execute_and_note
 
     def _execute_and_note(self, scheduled: Any, *others: Any, **named: Any) -> Any:
@@ -48,15 +59,16 @@ class RouteRecorder:
         for number, request in enumerate(batch.req_ids):
             begin, end = end, end + counts[request]
             before = int(batch.num_computed_tokens_cpu[number])
-            chunks = self._chunks.setdefault(request, [])
             if before == 0:  # its first tokens, or all of them once more, because it was preempted
-                chunks.clear()
-            if sum(map(len, chunks)) != before:
+                self._noted[request] = _Noted()
+            noted = self._noted.setdefault(request, _Noted())
+            if noted.tokens != before:
                 raise RuntimeError(f"the first {before} tokens of request {request} went past the routers")
-            chunks.append(rows[begin:end].copy())
+            noted.chunks.append(rows[begin:end].copy())
+            noted.tokens += end - begin
 
     def take(self, requests: Iterable[str]) -> list[np.ndarray | None]:
         """[tokens, layers, k] of each of these requests, by the names that vLLM was given; None: it had no token. They are forgotten."""
-        by_name = {name.rpartition("-")[0]: name for name in self._chunks}  # vLLM adds a number
-        found = [self._chunks.pop(by_name[request], []) if request in by_name else [] for request in requests]
+        by_name = {name.rpartition("-")[0]: name for name in self._noted}  # vLLM adds a number
+        found = [self._noted.pop(by_name.get(request, ""), _Noted()).chunks for request in requests]
         return [np.concatenate(chunks) if chunks else None for chunks in found]

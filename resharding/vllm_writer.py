@@ -133,8 +133,8 @@ class WeightWriter:
         for fill in recording.fills:
             self._written_to[fill.memory.rpartition(".")[0]].add(fill.memory)
         self._routes: dict[tuple[str, Box], _Route] = {}
-        self._modules: dict[str, torch.nn.Module] = {}
         """Where slices go that have come before."""
+        self._modules: dict[str, torch.nn.Module] = {}
         self._parts: dict[tuple[str, int], frozenset[Box]] = {}
         """Tensor and number of a target -> the parts in which it came last."""
         self._layers: dict[str, Layer] = {}

@@ -30,6 +30,7 @@ from ..dataflow.metrics import Max, Mean, Metrics
 from ..resharding.weights import BY_VLLM
 from .canary import Canary, canary_rows, check_canary
 from .dispatch import Dispatch
+from .engine_worker import logprobs_may_read
 from .remote import remote
 from .trained import TrainedConfig, TrainedWorker, loss_may_read, loss_reads, training_batch
 from .worker import Context
@@ -61,16 +62,16 @@ class ActorConfig(TrainedConfig):
 
     @field_validator("transport", mode="before")
     @classmethod
-    def _can_be_used(cls, transport: object) -> object:
+    def _refuse_sharded_rdt(cls, transport: object) -> object:
         if transport == "vllm:sharded_rdt":
             raise ValueError(
-                "vLLM's sharded_rdt wants vLLM's ranks to be Ray actors with GPUs of their own, and here they are processes of the "
-                'rollout\'s rank, which has the GPUs; take "nccl", which sends each of them no more than it needs, too'
+                'transport="vllm:sharded_rdt" is not supported: it needs vLLM ranks that are Ray actors with GPUs of their own, and here '
+                'they are child processes of the rollout rank; take "nccl", which also sends each rank only what it needs'
             )
         return transport
 
     @model_validator(mode="after")
-    def _deltas_are_ours(self) -> Self:
+    def _check_deltas(self) -> Self:
         if self.deltas != "off" and self.transport.startswith(BY_VLLM):
             raise ValueError(
                 f'deltas={self.deltas!r}: transport="{self.transport}" sends whole tensors; take deltas="off", or transport="auto"'
@@ -81,11 +82,6 @@ class ActorConfig(TrainedConfig):
 def _may_read(loss: Loss) -> tuple[str, ...]:
     """Columns that an update uses if they exist: optional columns of the loss, and those that its metrics compare."""
     return (*loss_may_read(loss), *map(str, (TEMPERATURE, RESPONSE_LOGPROBS, RESPONSE_VERSIONS, ROUTES)))
-
-
-def logprobs_may_read(of: str) -> tuple[str, ...]:
-    """Columns that a pass for the log-probabilities of responses uses if they exist; routes are those of sampled ones."""
-    return (str(TEMPERATURE), *([str(ROUTES)] if of == str(RESPONSE_IDS) else []))
 
 
 class ActorWorker(TrainedWorker):
@@ -113,7 +109,7 @@ class ActorWorker(TrainedWorker):
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
         reads=lambda of: (PROMPT_IDS, of),
-        may_read=logprobs_may_read,
+        may_read=lambda of: logprobs_may_read(of),
         writes=lambda into, entropies: (into, *([str(ENTROPIES)] if entropies else [])),
     )
     def logprobs(

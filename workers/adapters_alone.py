@@ -38,7 +38,7 @@ def _agree(leader: Handle, followers: list[Handle]) -> None:
         follower, reason = refusals[0]
         raise UserError(
             f"Lora(published='adapter') of {leader.called!r}: {follower.called!r} cannot take the adapter alone: {reason}; "
-            "mend that, or say published='merged'"
+            "change that, or say published='merged'"
         )
     lora = given.lora.model_copy(update={"published": published})
     leader.config = given.model_copy(update={"lora": lora})

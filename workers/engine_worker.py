@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ..dataflow.column import RESPONSE_IDS, ROUTES, TEMPERATURE
 from .dispatch import Coordinates
 from .row_cost import RowCost, row_cost_of
 from .training.engine import Head, ModelConfig, OptimizerConfig, Recomputed, TrainingEngine
@@ -16,6 +17,16 @@ from .worker import Context, Worker
 if TYPE_CHECKING:
     from ..dataflow.node import Node
     from ..dataflow.source import Source
+
+
+def logprobs_may_read(of: str, replay: bool = True) -> tuple[str, ...]:
+    """Columns that a pass for the log-probabilities of responses uses if they exist; routes are those of sampled ones.
+
+    Args:
+        of: the column of response tokens.
+        replay: whether a mixture of experts takes the experts of `routes`.
+    """
+    return (str(TEMPERATURE), *([str(ROUTES)] if replay and of == str(RESPONSE_IDS) else []))
 
 
 class EngineWorker(Worker):

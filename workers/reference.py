@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..dataflow.batch import Batch
-from ..dataflow.column import PROMPT_IDS, REFERENCE_LOGPROBS, RESPONSE_IDS, ROUTES, TEMPERATURE
+from ..dataflow.column import PROMPT_IDS, REFERENCE_LOGPROBS, RESPONSE_IDS, ROUTES
 from ..dataflow.errors import WeightSyncError
 from .dispatch import Dispatch
-from .engine_worker import EngineWorker
+from .engine_worker import EngineWorker, logprobs_may_read
 from .remote import remote
 from .training.engine import ModelConfig
 from .worker import Context
@@ -36,7 +36,7 @@ class ReferenceWorker(EngineWorker):
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
         reads=lambda of: (PROMPT_IDS, of),
-        may_read=lambda of, replay: (TEMPERATURE, *([ROUTES] if replay and of == str(RESPONSE_IDS) else [])),
+        may_read=logprobs_may_read,
         writes=lambda into: (into,),
     )
     def logprobs(

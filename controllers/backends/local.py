@@ -59,10 +59,10 @@ class Local:
             UserError: weights are to travel by a backend of vLLM's, for which leader and follower work at the same time.
         """
         for handle in handles.values():
-            transport = getattr(handle.leader and handle.leader.given, "transport", "auto")
-            if handle.leader is not None and transport.startswith("vllm:"):
+            leader = handle.leader
+            if leader is not None and leader.transport.startswith("vllm:"):
                 raise UserError(
-                    f'Local(): transport="{transport}" of {handle.leader.called!r} needs processes that work at the same time; '
+                    f'Local(): transport="{leader.transport}" of {leader.called!r} needs processes that work at the same time; '
                     'take weft.RayBackend(), or transport="auto"'
                 )
 

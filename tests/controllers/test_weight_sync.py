@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from toy import SlowRollout, ToyActor, ToyTeacher, ToyWeights, prompts, toy_reinforce
+from toy import SlowRollout, ToyActor, ToyConfig, ToyTeacher, ToyWeights, prompts, toy_reinforce
 from worker_groups import Asked, answer
 
 from weft.controllers.group import Call, WorkerGroup
@@ -16,7 +16,6 @@ from weft.dataflow.errors import WeightSyncError
 from weft.dataflow.graph import ParameterEdge
 from weft.dataflow.handle import group as handle
 from weft.dataflow.metrics import Max
-from weft.resharding.weights import Weights
 from weft.workers.dispatch import Dispatch
 from weft.workers.remote import remote
 
@@ -29,8 +28,14 @@ class Middle(ToyActor):
         return weights.checksum
 
 
+class SendingConfig(ToyConfig):
+    transport: str = "vllm:nccl"
+
+
 class Sending(ToyActor):
     """Works while followers take its weights."""
+
+    Config = SendingConfig
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int) -> None:
@@ -110,10 +115,10 @@ def test_a_version_is_published_and_received_and_then_the_next_may_be():
     assert weights.publish("actor")
 
 
-def test_a_leader_sends_while_its_followers_take_where_the_record_says_so():
+def test_a_leader_sends_while_its_followers_take_where_its_transport_is_one_of_vllms():
     weights, groups, _ = synced(actor=Sending)
     (publish,) = weights.publish("actor")
-    send, receive = over(publish, Weights(0, (), backend="nccl"))
+    send, receive = over(publish, ToyWeights(0))
     assert (send.group, send.method, send.arguments) == (groups["actor"], "send_weights", {"version": 0})
     assert (receive.group.name, receive.method) == ("rollout", "receive_weights") and send.on_device
     assert not over(send), "it is over when all followers have answered"
@@ -122,7 +127,7 @@ def test_a_leader_sends_while_its_followers_take_where_the_record_says_so():
     weights, groups, _ = synced(pool=ResourcePool("one", gpus=1), actor=Sending)
     (register,) = weights.publish("actor")
     (publish,) = over(register)
-    send, receive = over(publish, Weights(0, (), backend="ipc"))
+    send, receive = over(publish, ToyWeights(0))
     assert not send.on_device and receive.on_device, "the follower has the device, and the leader no turn on it"
 
 

@@ -459,6 +459,15 @@ def test_who_has_not_the_token_is_given_nothing(new_publisher: NewPublisher) -> 
         connections.Connection.connect(LOOPBACK, rank.port, "another token")
 
 
+def test_the_family_of_an_address_is_that_of_its_form() -> None:
+    with connections.listen("") as listener:
+        assert listener.getsockname()[0] == LOOPBACK
+    with pytest.raises(WeightSyncError, match=r"given away at 192\.0\.2\.1: .*need an address of this one"):
+        connections.listen("192.0.2.1")
+    with pytest.raises(WeightSyncError, match=r"given away at 2001:db8::1: Cannot assign"):
+        connections.listen("2001:db8::1")
+
+
 def test_whoever_answers_in_the_publishers_place_is_not_believed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 

@@ -123,6 +123,37 @@ def test_an_engine_that_fails_ends_the_transfer_where_the_others_cannot_go_on_wi
     assert bool(engines[0].checksum) != receivers._together
 
 
+@pytest.mark.parametrize("receivers", [True], indirect=True, ids=["together"])
+def test_where_all_take_part_the_transfer_ends_with_an_engine_that_is_gone(receivers: Receivers) -> None:
+    engines = [Engine(record(receivers, f"rollout[{n}]")) for n in range(2)]
+    receivers.gather(3, ["rollout[0]", "rollout[1]"], 0)
+    receivers._engines[0].connection.hang_up()
+    with pytest.raises(WeightSyncError, match=r"^rollout\[0\] is gone \([^;]*\)\n"):
+        receivers.start_weight_update()
+    assert receivers.lost.keys() == {"rollout[0]"}
+    receivers.give_up("one is gone")
+    for engine in engines:
+        engine.over()
+    assert "one is gone" in engines[1].failure and "is gone" in engines[0].failure
+
+
+def test_the_transfer_begins_without_an_engine_that_has_come_and_is_gone(receivers: Receivers) -> None:
+    engines = [Engine(record(receivers, f"rollout[{n}]")) for n in range(2)]
+    came = [receivers._came.get(timeout=20) for _ in engines]
+    for engine in came:
+        if engine.receiver == "rollout[0]":
+            engine.connection.hang_up()
+        receivers._came.put(engine)
+    assert receivers.gather(3, ["rollout[0]", "rollout[1]"], 0) == ["rollout[1] first"]
+    assert receivers.lost.keys() == {"rollout[0]"} and "rollout[0] is gone (" in receivers.lost["rollout[0]"]
+    receivers.start_weight_update()
+    receivers.end(SUMS)
+    for engine in engines:
+        engine.over()
+    assert engines[0].failure and not engines[1].failure
+
+
+@pytest.mark.parametrize("receivers", [False], indirect=True, ids=["each for itself"])
 def test_an_engine_that_is_gone_is_left_behind_and_the_last_one_ends_the_transfer(receivers: Receivers) -> None:
     engines = [Engine(record(receivers, f"rollout[{n}]")) for n in range(2)]
     receivers.gather(3, ["rollout[0]", "rollout[1]"], 0)

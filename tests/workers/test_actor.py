@@ -250,7 +250,7 @@ def test_with_deltas_the_share_of_changed_elements_is_a_metric(
 
 
 def test_what_backends_of_vllms_cannot_do_is_refused_where_it_is_said():
-    with pytest.raises(UserError, match=r"ActorConfig.transport: vLLM's sharded_rdt wants.*take \"nccl\""):
+    with pytest.raises(UserError, match=r"transport=\"vllm:sharded_rdt\" is not supported.*take \"nccl\""):
         ActorConfig(model="m", transport="vllm:sharded_rdt")  # pyright: ignore[reportArgumentType]
     with pytest.raises(
         UserError, match=r"deltas='auto': transport=\"vllm:nccl\" sends whole tensors; take deltas=\"off\""

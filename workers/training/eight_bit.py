@@ -11,7 +11,7 @@ blocks (`memory.moment_block`) have float32 moments, and torch's own step.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -131,7 +131,8 @@ def _load_library(device: torch.device) -> _Library:
     finally:
         log.setLevel(level)
     values = {
-        signed: torch.tensor(get(), device=device) for signed, get in _by_sign(get_qmap_signed, get_qmap_unsigned)
+        True: torch.tensor(get_qmap_signed(), device=device),
+        False: torch.tensor(get_qmap_unsigned(), device=device),
     }
 
     def moment(codes: Tensor, scales: Tensor, signed: bool) -> Any:
@@ -141,11 +142,6 @@ def _load_library(device: torch.device) -> _Library:
     if device.type == "cuda":  # as torchao itself does; on a CPU it would take a compiler, and a minute
         update = cast(Any, torch.compile)(single_param_adam, fullgraph=True, dynamic=False, recompile_limit=_SHAPES)
     return _Library(moment, update)
-
-
-def _by_sign(signed: Any, unsigned: Any) -> Iterator[tuple[bool, Any]]:
-    yield True, signed
-    yield False, unsigned
 
 
 def _block(parameter: Tensor) -> int | None:

@@ -93,9 +93,8 @@ class Microbatches:
         same_prompt = None
         if may_share:
             prompts = None
-            if (
-                routes is not None
-            ):  # those of a prompt's tokens may differ, where its samples began under different weights
+            # routes of a prompt's tokens may differ, where its samples began under different weights
+            if routes is not None:
                 prompts = [of[:length].tobytes() for of, length in zip(routes, batch.lengths(PROMPT_IDS), strict=True)]
             same_prompt = equal_prompts(*sequences[0], np.diff(sequences[1][1]), prompts)
         return cls(*sequences, temperatures, ragged, scalars, device, reads_last, same_prompt, routes)
