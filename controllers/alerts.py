@@ -21,7 +21,7 @@ from ..dataflow.buffer.run_files import ALERTS
 from ..dataflow.redaction import redacted
 
 MOST_BYTES = 32 << 20
-"""Of the alerts of a run that are read: a damaged file may have any number."""
+"""Most bytes of the alerts file that are read, the last: a damaged file may have any number."""
 MAX_PENDING = 1000
 """Alerts that are kept while the file cannot be written; the oldest are given up."""
 

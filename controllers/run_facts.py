@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 MOST_CONFIG = 16 << 20
-"""Bytes of a configuration that are read: it is read each time that somebody asks for the run."""
+"""Most bytes of a configuration that are read: it is read each time that somebody asks for the run."""
 
 
 @dataclass(frozen=True)

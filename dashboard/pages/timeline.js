@@ -6,7 +6,7 @@ import { lanes, shadesOf } from "./lanes.js";
 import { joined, parted } from "./route.js";
 import { empty, table } from "./table.js";
 import { line } from "./text.js";
-import { spanOf } from "./zoom.js";
+import { spanOf, stepsOf } from "./zoom.js";
 
 const LISTED = 12;
 const BESIDE = new Set(["recorder", "functions"]); // groups that cost nothing while they are idle
@@ -16,7 +16,7 @@ const rangeOf = (params, data) => (params.t ? params.t.split("~").map(Number) : 
 
 function load({ run, params }, signal) {
   const [start, end] = params.t ? params.t.split("~") : params.axis === "time_s" ? (spanOf(params) ?? []) : [];
-  const [first, last] = params.t || params.axis ? [] : (spanOf(params) ?? []);
+  const [first, last] = params.t ? [] : (stepsOf(params) ?? []);
   return get("timeline", { run, start, end, first, last, ranks: params.ranks, width: WIDTH }, signal);
 }
 

@@ -11,10 +11,13 @@ export const keptOf = (params) => Object.fromEntries(KEPT.filter((name) => param
 /** [from, to] of the curves' axis, or null. */
 export const spanOf = (params) => (params.x ? params.x.split("~").map(Number) : null);
 
-/** [first, last] step that is looked at, or null: all, or a stretch of another axis. */
+/** [first, last] step that is looked at, or null: all, or a stretch of another axis. A stretch between two steps is the step nearest to its middle. */
 export function stepsOf(params) {
   const span = params.axis ? null : spanOf(params);
-  return span && [Math.ceil(span[0]), Math.floor(span[1])];
+  if (!span) return null;
+  const [first, last] = [Math.ceil(span[0]), Math.floor(span[1])];
+  const nearest = Math.round((span[0] + span[1]) / 2);
+  return first <= last ? [first, last] : [nearest, nearest];
 }
 
 /** Says which steps are looked at, and goes back to the whole run. */

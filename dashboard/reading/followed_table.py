@@ -75,15 +75,19 @@ class FollowedTable:
         this = found.st_ino, found.st_size, found.st_mtime_ns
         if this == self._read_from:
             if self._damage is not None:
-                raise self._damage
+                raise self._damage.with_traceback(None)  # which would grow, and keep frames, with each look
             return News()
-        self._read_from = this  # also where it cannot be read: it is not tried again until it has changed
-        self._damage = None
+        self._read_from, self._damage = None, None
         try:
-            return self._read()
+            news = self._read()
         except (OSError, ValueError, pa.ArrowException) as error:
-            self._damage = error
+            if not (
+                isinstance(error, OSError) and error.errno
+            ):  # what the system refuses may be granted at the next look
+                self._read_from, self._damage = this, error  # not tried again until the file has changed
             raise
+        self._read_from = this
+        return news
 
     def _read(self) -> News:
         """All of the Parquet file, as far as most_columns goes."""

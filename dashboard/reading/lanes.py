@@ -254,8 +254,8 @@ class Lanes:
         until = float(self._columns["end_s"][ended]) if ended >= 0 else start
         if until - start > 0.5 * (end - start):
             last = self._last_rank(ended)
-            others = "the other ranks were" if last is None else f"{group}[{last}] was the last,"
-            text = f"through with its part of {self._name('node', ended)}; {others} {until - start:.3g} s later"
+            others = "the other ranks" if last is None else f"{group}[{last}]"
+            text = f"finished its part of {self._name('node', ended)}; {others} finished {until - start:.3g} s later"
             return {"start_s": round(start, 6), "end_s": round(end, 6), "reason": "rank", "text": text}
         return self._gap(group, start, end, calls, after)
 

@@ -16,7 +16,7 @@ from ...controllers.run_directory import GRAPH
 from ...dataflow.buffer.run_files import LIVE
 
 MOST_BYTES = 32 << 20
-"""Of a file that is read: no driver writes so much, and pages ask for it again and again."""
+"""Most bytes of a file that is read; of a larger one nothing is: no driver writes so much, and pages ask for it again and again."""
 
 
 class _Open(BaseModel):

@@ -17,6 +17,8 @@ Series: TypeAlias = tuple[np.ndarray, np.ndarray]
 """[points] steps, which only grow, and the value at each."""
 MOST = 5000
 """Metrics of a run that are read, those that come first: a damaged file may have any number."""
+MOST_LEFT_OUT = 5000
+"""Names beyond MOST that are counted."""
 
 
 class MetricLog:
@@ -33,7 +35,7 @@ class MetricLog:
         self._series: dict[str, Series] = {}
         """The same sorted, of what was asked for since the last change."""
         self._left_out: set[str] = set()
-        """Names beyond MOST."""
+        """Names beyond MOST, at most MOST_LEFT_OUT."""
         self._columns_left_out = 0
         self.damage: str | None = None
         """Why the file cannot be read."""
@@ -53,7 +55,8 @@ class MetricLog:
                 self._take_wide(news.table)
                 self._columns_left_out = news.left_out
             left_out = len(self._left_out) + self._columns_left_out
-            more = f"{self._table.path}: it has {left_out:,} metrics more than the {MOST:,} that are shown"
+            least = "at least " if len(self._left_out) == MOST_LEFT_OUT else ""
+            more = f"{self._table.path}: it has {least}{left_out:,} metrics more than the {MOST:,} that are shown"
             self.damage = more if left_out else None
         except (OSError, ValueError, pa.ArrowException) as error:
             self.damage = f"{self._table.path}: {error}"
@@ -70,7 +73,8 @@ class MetricLog:
 
     def _add(self, name: str, steps: np.ndarray, values: np.ndarray) -> None:
         if name not in self._columns and len(self._columns) >= MOST:
-            self._left_out.add(name)
+            if len(self._left_out) < MOST_LEFT_OUT:
+                self._left_out.add(name)
             return
         held = self._columns.setdefault(name, (array("d"), array("d")))
         held[0].frombytes(np.asarray(steps, np.float64).tobytes())

@@ -105,10 +105,10 @@ class RunPages:
         """
         try:
             return self._reader.sample_pages.group(group, self._reader.facts.config)
-        except UserError as error:
+        except UserError:
             with suppress(UserError):
                 return {"group": group, "waits": self.why(group)["why"]}
-            raise error
+            raise
 
     def why(self, group: int) -> dict[str, Any]:
         """What a group waits for: as the driver said last, or from the log.

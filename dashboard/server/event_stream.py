@@ -21,8 +21,9 @@ from ..reading.changes import changed, state_of
 
 LOOK_S = 0.25
 """Seconds between two looks at the files."""
-REST = 10
-"""Times the processor's time of a look there is none, where that is longer: thousands of runs take about a tenth of a core."""
+REST_FACTOR = 10
+"""The watcher sleeps this many times the CPU time of its last look, between LOOK_S and MOST_REST_S: looking takes about a tenth of a core,
+even with thousands of runs."""
 MOST_REST_S = 1.0
 BEAT_S = 15.0
 MAX_WAITING = 100
@@ -80,7 +81,7 @@ class EventStream:
                 for queue, asked in self._pages.items():
                     if run is None or not asked or run in asked:
                         self._put(queue, message)
-            await asyncio.sleep(max(LOOK_S, min(MOST_REST_S, REST * took_s)))
+            await asyncio.sleep(max(LOOK_S, min(MOST_REST_S, REST_FACTOR * took_s)))
         self._states.clear()
 
     def _put(self, queue: asyncio.Queue[bytes], message: bytes) -> None:

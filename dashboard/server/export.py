@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ GROUPS = 50
 """Groups of samples in a list, as pages ask for them."""
 MAX_SAMPLES_BYTES = 24 << 20
 """Of samples with their tokens; groups beyond that are left out."""
+MOST_UNFOLDED = 8
+"""Groups of workers whose lanes of ranks are exported one by one; those of all groups together are, too."""
 ENTRY = "app.js"
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([\w-]+\.js)";?[ \t]*$', re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async function\*?|function\*?|const|class) +([\w$]+))", re.MULTILINE)
@@ -65,9 +67,6 @@ def export_run(run: Path, file: Path) -> dict[str, Any]:
     return {"file": str(file), "bytes": len(page.encode()), "groups": groups, "of_groups": total}
 
 
-MOST_UNFOLDED = 8
-"""Groups whose lanes of ranks are exported."""
-
 # What pages will ask
 
 
@@ -82,8 +81,8 @@ async def _answers(app: FastAPI, run: str) -> tuple[dict[str, Any], int, int]:
     asked += [address(page, one) for page in ("run", "alerts", "graph", "buffer", "workers", "weights")]
     answers = {each: await ask(app, each) for each in asked}
     several = list(answers[address("timeline", {**one, "width": 1200})]["ranks"])
-    for unfolded in [*([group] for group in several), several][: MOST_UNFOLDED if several else 0]:
-        each = address("timeline", {**one, "width": 1200, "ranks": joined(unfolded)})
+    for unfolded in unfoldings(several):
+        each = address("timeline", {**one, "width": 1200, "ranks": unfolded})
         answers[each] = await ask(app, each)
     names = _curves_of(answers[address("metrics", {"runs": joined([run])})]["cards"])
     for axis in ("step", "time_s", "samples") if names else ():
@@ -102,6 +101,18 @@ async def _answers(app: FastAPI, run: str) -> tuple[dict[str, Any], int, int]:
     table = address("samples", {**one, "limit": GROUPS})
     answers[table] = await ask(app, table)
     return answers, groups, answers[listed]["total"]
+
+
+def unfoldings(groups: Sequence[str]) -> list[str]:
+    """What the timeline is asked to unfold: each of the first groups that have ranks, and all of them, which key `r` asks for.
+
+    >>> unfoldings(["actor"]), unfoldings(["actor", "rollout"]), unfoldings([])
+    (['actor'], ['actor', 'rollout', 'actor,rollout'], [])
+    >>> unfoldings("abcdefghi")[-2:]
+    ['h', 'a,b,c,d,e,f,g,h,i']
+    """
+    alone = [joined([group]) for group in groups[:MOST_UNFOLDED]]
+    return list(dict.fromkeys([*alone, joined(groups)])) if groups else []
 
 
 def _curves_of(cards: list[dict[str, Any]]) -> list[str]:

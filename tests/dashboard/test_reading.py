@@ -1,8 +1,10 @@
 """What run directories say: curves, samples, lanes, the buffer and workers, of whole runs and of damaged, empty and killed ones."""
 
+import errno
 import json
 import os
 import shutil
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from starlette.testclient import TestClient
 from weft.controllers.run_directory import RunDirectory
 from weft.dashboard.reading.call_log import CallLog
 from weft.dashboard.reading.catalogue import Catalogue
+from weft.dashboard.reading.followed_table import FollowedTable
 from weft.dashboard.reading.lanes import Lanes, Window
 from weft.dashboard.reading.metrics import MetricLog
 from weft.dashboard.reading.sample_index import SampleIndex
@@ -351,11 +354,14 @@ def test_a_file_with_any_number_of_metrics_is_read_as_far_as_pages_can_use_and_s
     for name in ("step", *(f"m/{k}" for k in range(many))):
         stream.add(step=1.0, name=name, value=1.0)
     stream.close()
-    for name in ("parquet", "stream"):
+    for name, left_out in (
+        ("parquet", f"{many + 1 - most:,}"),
+        ("stream", "at least 5,000"),
+    ):  # names of a stream are kept
         log = MetricLog(tmp_path / name)
         log.refresh()
         assert len(log.names) == most and log.last["step"] == 1
-        assert log.damage is not None and f"{many + 1 - most:,} metrics more than the {most:,}" in log.damage
+        assert log.damage is not None and f"has {left_out} metrics more than the {most:,}" in log.damage
         log.refresh()
         assert log.damage is not None, "it is still so"
 
@@ -374,6 +380,31 @@ def test_a_file_that_cannot_be_read_is_tried_again_only_when_it_has_changed(
     pq.write_table(pa.table({"step": [1.0]}), path)
     log.refresh()
     assert log.damage is None and log.names == ["step"]
+
+
+def test_what_the_system_refuses_once_is_read_at_the_next_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pq.write_table(pa.table({"step": [1.0]}), tmp_path / "metrics.parquet")
+    log, real = MetricLog(tmp_path), Path.open
+
+    def refused(*_: object, **__: object) -> object:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Path, "open", refused)
+    log.refresh()
+    assert log.damage is not None and "Too many open files" in log.damage
+    monkeypatch.setattr(Path, "open", real)
+    log.refresh()
+    assert log.damage is None and log.names == ["step"]
+
+
+def test_damage_that_is_told_again_and_again_keeps_no_more_frames(tmp_path: Path):
+    (tmp_path / "metrics.parquet").write_bytes(b"PAR1" + b"x" * 100)
+    table, frames = FollowedTable(tmp_path, "metrics"), list[int]()
+    for _ in range(4):
+        with pytest.raises(pa.ArrowException) as told:
+            table.news()
+        frames.append(len(list(traceback.walk_tb(told.value.__traceback__))))
+    assert frames[1] == frames[2] == frames[3]
 
 
 def test_the_line_of_a_run_that_is_over_is_made_anew_only_when_its_files_change(runs: Path, tmp_path: Path):
@@ -443,7 +474,7 @@ def test_ranks_have_lanes_below_their_group_and_say_which_other_they_waited_for(
     first, second = found["lanes"][2:]
     assert [bar[:2] for bar in first["calls"]] == [[0.5, 1.0]] and [bar[:2] for bar in second["calls"]] == [[0.5, 3.0]]
     assert first["busy_share"] == 0.125 and second["busy_share"] == 0.625
-    said = "through with its part of rollout.generate; rollout[1] was the last, 2 s later"
+    said = "finished its part of rollout.generate; rollout[1] finished 2 s later"
     assert said in [gap["text"] for gap in first["gaps"]] and all(said != gap["text"] for gap in second["gaps"])
     [waits] = found["lanes"][0]["gaps"]
     assert waits["text"] == "actor.update waits for rows of rollout.generate (8 rows, rollout[1] was the last)"

@@ -39,6 +39,12 @@ def test_the_difference_of_two_responses_is_the_shortest(ask):
     assert ask("diff", "m.difference([...'xay'], [...'bab']).filter(([kind]) => kind === 'same')") == [["same", ["a"]]]
 
 
+def test_a_stretch_between_two_steps_is_the_step_that_is_nearest(ask):
+    found = ask("zoom", "['3.2~3.8', '3.2~5.8', '4~4', ''].map(x => m.stepsOf({x}))")
+    assert found[:3] == [[4, 4], [4, 5], [4, 4]] and not found[3]
+    assert ask("zoom", "m.stepsOf({x: '3.2~5.8', axis: 'time_s'})") is None
+
+
 def test_smoothing_begins_at_the_first_value_and_passes_over_what_is_missing(ask):
     assert ask("smooth", "m.smooth([1, 1, null, 1], 0.5)") == [1, 1, None, 1]
     assert ask("smooth", "m.smooth([0, 1], 0.5)") == [0, pytest.approx(2 / 3)]
