@@ -236,7 +236,8 @@ def _of_stages_and_shards(
     """A layout in which each rank has one shard of one stage; `parts` says which."""
     parameters = list(parameters)
     if isinstance(stages, int):
-        num_layers = 1 + max((p.tied_layer or p.layer for p in parameters), default=0)
+        layers = (layer for p in parameters for layer in (p.layer, p.tied_layer) if layer is not None)
+        num_layers = 1 + max(layers, default=0)
         stages = PipelineStages.equal(num_layers, stages)
     shared: dict[tuple[object, ...], tuple[tuple[Piece, ...], ...]] = {}
     tensors: list[TensorLayout] = []

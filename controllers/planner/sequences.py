@@ -20,7 +20,7 @@ class SequencePlan:
     seconds: float
     """Of the slowest group."""
     gap: float
-    """How far that is above a bound that no groups beat, as a share of it."""
+    """How far that is above a bound that no groups of powers of two beat, as a share of it."""
     equal_degree: int
     """The smallest size of groups that hold the longest row, if all have the same."""
     equal_s: float
@@ -31,7 +31,7 @@ def sequence_plan(node: str, sizes: StepSizes, costs: CostModel | None) -> Seque
     """Choose the groups of an update for a step's rows; None: its cost is no `SequenceParallelCost`.
 
     Raises:
-        UserError: all ranks together have no room for the longest row.
+        UserError: the largest power of two of the ranks has no room for the longest row.
     """
     cost = costs.linear(node) if costs is not None else None
     if costs is None or not isinstance(cost, SequenceParallelCost):
@@ -39,7 +39,7 @@ def sequence_plan(node: str, sizes: StepSizes, costs: CostModel | None) -> Seque
     lengths = _lengths(sizes, costs)
     plan = cost.groups(lengths)
     needed = -(-int(lengths.max()) // cost.memory_tokens)
-    equal = next(d for d in range(1, cost.ranks + 1) if cost.ranks % d == 0 and d >= needed and d.bit_count() == 1)
+    equal = next(d for d in range(max(1, needed), cost.ranks + 1) if cost.ranks % d == 0)
     alike = cost.model_copy(update={"degree": equal}).groups(lengths)
     return SequencePlan(node, plan.degrees, plan.seconds, plan.gap, equal, alike.seconds)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ...dataflow.errors import UserError
 from ...workers.training.lora import Lora
 from ...workers.training.memory import ModelSize, TrainingMemory, training_memory
 from ...workers.training.pipeline_schedule import PipelineSchedule, interleaved
@@ -54,7 +55,11 @@ def schedule_of(config: Any, passes: UpdateSizes, chunks: int) -> PipelineSchedu
 
 
 def pipeline_plan(config: Any, passes: UpdateSizes, costs: CostModel | None) -> PipelinePlan | None:
-    """How an update goes through a pipeline; None: its group is none."""
+    """How an update goes through a pipeline; None: its group is none.
+
+    Raises:
+        UserError: its cost is of another number of stages.
+    """
     if getattr(config, "pipeline_parallel", 1) == 1:
         return None
     chunks = chunks_of(config, passes.node, costs)
@@ -62,6 +67,11 @@ def pipeline_plan(config: Any, passes: UpdateSizes, costs: CostModel | None) -> 
     cost = costs.linear(passes.node) if costs is not None else None
     made = (config.pipeline_parallel, chunks, schedule.microbatches)
     if isinstance(cost, PipelineCost):
+        if cost.stages != config.pipeline_parallel:
+            raise UserError(
+                f"the cost of node {passes.node!r} is of a pipeline of {cost.stages} stages, and its group has "
+                f"pipeline_parallel={config.pipeline_parallel}"
+            )
         steps = max(1, passes.optimizer_steps)
         played = cost.played(passes.rows_per_replica / steps, passes.tokens / passes.replicas / steps)
         return PipelinePlan(passes.node, *made, played.bubble, played=True)

@@ -164,9 +164,9 @@ class SequenceParallelCost(LinearCost):
     """
 
     ranks: int = Field(ge=1)
-    """[ranks] That share the rows of a call. Set it to those of a replica, which are all ranks of the group in general."""
+    """[ranks] That share the rows of a call: those of one replica, usually the whole group."""
     memory_tokens: int = Field(ge=1)
-    """[tokens] For which each rank has room in a pass. Set it to what `weft plan` or a trial says."""
+    """[tokens] Most that a rank can hold in one pass. Take it from `weft plan` or a trial run."""
     attention_length: float = Field(default=math.inf, gt=0)
     """[tokens] Length of a row whose attention takes as long as everything else. Set it for rows of more than a few thousand tokens."""
     exchange_s: Mapping[int, float] = Field(default_factory=dict)

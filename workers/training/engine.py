@@ -75,7 +75,7 @@ class ModelConfig(Config):
     """What it computes in, and what is published; parameters, optimizer state and what logits become are float32 either way. Choose
     "bfloat16" on GPUs: half the time and memory of a pass."""
     gradients: Literal["float32", "bfloat16"] = "float32"
-    """What gradients are while they are gathered and travel between ranks; what a rank keeps of them is float32 either way. Choose
+    """Dtype in which gradients are reduced between ranks; each rank keeps its shard in float32. Choose
     "bfloat16" where the network between ranks is slow, or gathered gradients do not fit: it takes half of both, and rounds every sum of
     microbatches and ranks. Only with dtype="bfloat16"."""
     microbatch_tokens: int | None = Field(default=None, ge=1)
@@ -89,7 +89,7 @@ class ModelConfig(Config):
     """[ranks] How many share the tokens of a pass (Ulysses, arXiv:2309.14509); must divide the ranks of the group and the model's attention
     heads; not together with `tensor_parallel`. Raise it where the activations of one long response do not fit on a device."""
     pipeline_parallel: int = Field(default=1, ge=1)
-    """[stages] Into how many stages the layers are cut, for an `engine` of yours that has a pipeline: `FsdpEngine` has none. Raise it
+    """[stages] Over which the layers are split. It needs an `engine` with a pipeline; `FsdpEngine` has none. Raise it
     where a model is too large for the ranks of one node ([pipelines](pipelines.md))."""
     engine: EngineFactory | None = None
     """Makes the training engine of each rank: a class or function called as `FsdpEngine` is, which None stands for. Give one to train
@@ -106,10 +106,10 @@ class ModelConfig(Config):
 
     compile: bool = False
     """Have each layer compiled by `torch.compile`, which joins elementwise operations; the first step takes a minute longer. Set it in long
-    runs on GPUs; on CPUs nothing is won. Not together with `tensor_parallel`."""
+    runs on GPUs; on CPUs it gains nothing. Not for mixtures of experts, and not together with `tensor_parallel`."""
 
     @model_validator(mode="after")
-    def _rounds_gradients_of_rounded_passes(self) -> ModelConfig:
+    def _check_gradient_dtype(self) -> ModelConfig:
         if self.gradients == "bfloat16" and self.dtype == "float32":
             raise ValueError(
                 'gradients="bfloat16" rounds what dtype="float32" has computed exactly; set dtype="bfloat16" too'

@@ -70,7 +70,7 @@ class SequenceGroups:
     group_s: tuple[float, ...]
     """Seconds that each group takes."""
     bound_s: float
-    """That no plan beats: of any groups and rows."""
+    """That no plan beats whose groups are powers of two, whatever its groups and rows."""
 
     @property
     def seconds(self) -> float:
@@ -92,7 +92,7 @@ def plan_groups(lengths: Sequence[int] | np.ndarray, ranks: int, cost: SequenceC
         cost: of rows on groups.
 
     Raises:
-        UserError: all ranks together have no room for the longest row.
+        UserError: the largest power of two of the ranks has no room for the longest row.
 
     >>> cost = SequenceCost(memory_tokens=100, per_token_s=0.01, exchange_s={8: 0.01})
     >>> plan = plan_groups([400, 100, 100, 100, 100], 8, cost)
@@ -115,7 +115,7 @@ def equal_groups(lengths: Sequence[int] | np.ndarray, ranks: int, degree: int, c
     """
     if degree < 1 or ranks % degree:
         raise UserError(f"groups of {degree} ranks do not divide {ranks} ranks")
-    table = _Table(lengths, ranks, cost)
+    table = _Table(lengths, ranks, cost, also=degree)
     if not table.holds((degree,)):
         longest = int(np.max(lengths))
         raise UserError(
@@ -127,11 +127,15 @@ def equal_groups(lengths: Sequence[int] | np.ndarray, ranks: int, degree: int, c
 class _Table:
     """Seconds of each row on groups of each size, and how rows are dealt out."""
 
-    def __init__(self, lengths: Sequence[int] | np.ndarray, ranks: int, cost: SequenceCost) -> None:
+    def __init__(self, lengths: Sequence[int] | np.ndarray, ranks: int, cost: SequenceCost, also: int = 1) -> None:
+        """
+        Args:
+            also: a size of groups beside the powers of two.
+        """
         if ranks < 1:
             raise UserError(f"{ranks} ranks: at least 1")
         tokens = np.asarray(lengths, np.int64)
-        self.degrees = tuple(1 << k for k in range(ranks.bit_length()))
+        self.degrees = tuple(sorted({*(1 << k for k in range(ranks.bit_length())), also}))
         self._ranks, self._rows = ranks, len(tokens)
         fits = np.array([cost.fits(tokens, degree) for degree in self.degrees]).reshape(len(self.degrees), -1)
         seconds = np.array([cost.seconds(tokens, degree) for degree in self.degrees]).reshape(fits.shape)
@@ -208,7 +212,7 @@ class _Table:
 def _descended(table: _Table, best: SequenceGroups) -> SequenceGroups:
     """From this plan, a group halved or two joined as long as that makes it quicker."""
     while True:
-        near = [way for way in _neighbours(best.degrees) if table.holds(way) and max(way) <= table.degrees[-1]]
+        near = [way for way in _neighbours(best.degrees) if table.holds(way)]
         found = min((table.dealt(way) for way in near), key=lambda plan: plan.seconds, default=best)
         if found.seconds >= best.seconds * (1 - 1e-9):
             return best

@@ -92,6 +92,22 @@ def test_groups_for_drawn_rows_are_beside_groups_of_one_size():
     )
     alike = sequence_plan("actor.update", sizes, CostModel(nodes={"actor.update": shared}))
     assert alike is not None and alike.seconds == pytest.approx(shared.seconds(8, 8 * 420)) and alike.equal_degree == 8
+    six = shared.model_copy(update={"ranks": 6})
+    thirds = FixedLengths(lengths=((280, 20, 20, 20),))
+    of_three = sequence_plan(
+        "actor.update",
+        sizes,
+        CostModel(
+            nodes=nodes | {"actor.update": six, "rollout.generate": Generation(lengths=thirds, decode_step_s=0.1)}
+        ),
+    )
+    assert of_three is not None and of_three.equal_degree == 3
+
+
+def test_a_cost_of_another_pipeline_is_refused():
+    cost = PipelineCost(stages=2, microbatch_tokens=400, per_token_s=0.01)
+    with pytest.raises(UserError, match="of 2 stages, and its group has pipeline_parallel=4"):
+        pipeline_plan(a_pipeline(4), UPDATE, CostModel(nodes={"actor.update": cost}))
 
 
 def test_ranks_that_do_not_make_whole_pipelines_are_refused(tmp_path: Path):

@@ -100,3 +100,9 @@ def test_what_fits_nowhere_is_named():
         equal_groups([1], 8, 3, COST)
     with pytest.raises(UserError, match="0 ranks: at least 1"):
         plan_groups([1], 0, COST)
+
+
+def test_groups_of_one_size_need_not_be_powers_of_two():
+    cost = SequenceCost(memory_tokens=100, per_token_s=0.01)
+    found = equal_groups([300, 300, 30], 6, 3, cost)
+    assert found.degrees == (3, 3) and found.seconds == pytest.approx(1.1)
