@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ...dataflow.graph import TRAIN
 from ...workers.node_memory import node_memory
+from ...workers.training.engine import ModelConfig
 from ..placement import machine_cpus, machine_gpus
 from ..run_spec import RunSpec
 from ..simulation.calibrate import calibrate
@@ -111,14 +112,15 @@ def plan_of(spec: RunSpec, like: Path | None = None) -> Plan:
     elif isinstance(spec.backend, Simulated):
         costs = spec.backend.costs
     updating = {node.group: node for node in train.nodes if node.operation.updates and node.group is not None}
-    chunks = {n: chunks_of(spec.handles[n].config, node.name, costs) for n, node in updating.items()}
+    configs = {n: h.config for n, h in spec.handles.items() if isinstance(h.config, ModelConfig)}
+    chunks = {n: chunks_of(configs[n], node.name, costs) for n, node in updating.items() if n in configs}
     groups = tuple(
         group_memory(spec, n, h, spec.placement[n], sizes, machine.gpu_bytes, chunks.get(n, 1))
         for n, h in spec.handles.items()
     )
     updates = tuple(update_sizes(spec, node, sizes) for node in train.nodes if node.operation.updates)
     of_groups = zip(updates, (n.group for n in train.nodes if n.operation.updates), strict=True)
-    pipelines = [pipeline_plan(spec.handles[g].config, update, costs) for update, g in of_groups if g is not None]
+    pipelines = [pipeline_plan(configs[g], update, costs) for update, g in of_groups if g in configs]
     time = step_time(spec, sizes, costs, of) if costs is not None else None
     shared = [sequence_plan(update.node, sizes, costs) for update in updates]
     parts = tuple(filter(None, pipelines)), tuple(filter(None, shared))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from ...dataflow.errors import UserError
+from ...workers.training.engine import ModelConfig
 from ...workers.training.lora import Lora
 from ...workers.training.memory import ModelSize, TrainingMemory, training_memory
 from ...workers.training.pipeline_schedule import PipelineSchedule, interleaved
@@ -47,20 +47,20 @@ class PipelinePlan:
     """With the costs that are known; otherwise with equal costs of all passes, and none of transfers."""
 
 
-def schedule_of(config: Any, passes: UpdateSizes, chunks: int) -> PipelineSchedule:
+def schedule_of(config: ModelConfig, passes: UpdateSizes, chunks: int) -> PipelineSchedule:
     """The schedule of an optimizer step; interleaved microbatches are filled up to whole rounds."""
     stages = config.pipeline_parallel
     number = max(1, passes.microbatches_per_replica // max(1, passes.optimizer_steps))
     return interleaved(stages, number if chunks == 1 else -(-number // stages) * stages, chunks)
 
 
-def pipeline_plan(config: Any, passes: UpdateSizes, costs: CostModel | None) -> PipelinePlan | None:
+def pipeline_plan(config: ModelConfig, passes: UpdateSizes, costs: CostModel | None) -> PipelinePlan | None:
     """How an update goes through a pipeline; None: its group is none.
 
     Raises:
         UserError: its cost is of another number of stages.
     """
-    if getattr(config, "pipeline_parallel", 1) == 1:
+    if config.pipeline_parallel == 1:
         return None
     chunks = chunks_of(config, passes.node, costs)
     schedule = schedule_of(config, passes, chunks)
@@ -78,16 +78,16 @@ def pipeline_plan(config: Any, passes: UpdateSizes, costs: CostModel | None) -> 
     return PipelinePlan(passes.node, *made, schedule.bubble, played=False)
 
 
-def chunks_of(config: Any, node: str | None, costs: CostModel | None) -> int:
+def chunks_of(config: ModelConfig, node: str, costs: CostModel | None) -> int:
     """Chunks of a stage, as the costs of the node have them; 1: they say nothing of as many stages."""
-    cost = costs.linear(node) if costs is not None and node is not None else None
-    same = isinstance(cost, PipelineCost) and cost.stages == getattr(config, "pipeline_parallel", 1)
+    cost = costs.linear(node) if costs is not None else None
+    same = isinstance(cost, PipelineCost) and cost.stages == config.pipeline_parallel
     return cost.chunks if isinstance(cost, PipelineCost) and same else 1
 
 
 def stage_memory(
     size: ModelSize,
-    config: Any,
+    config: ModelConfig,
     passes: UpdateSizes,
     *,
     chunks: int,

@@ -199,6 +199,11 @@ def test_a_pipeline_with_uneven_stages_or_chunks_gives_each_engine_its_shard(lay
     check_against_brute_force(plan)
 
 
+def test_layers_are_counted_up_to_the_last_one_whichever_a_parameter_is_tied_to():
+    layout = three_dimensional([Parameter("a", (2,), None, layer=3, tied_layer=1)], Parallelism(pp=2))
+    assert all(boxes for boxes in layout.tensors["a"].boxes)  # four layers, two on each stage: it lies on both
+
+
 def test_a_layout_of_other_stages_or_layers_than_the_pipeline_is_refused():
     with pytest.raises(UserError, match="a layout of PP 2 has a pipeline of 3 stages"):
         three_dimensional(a_model(3), Parallelism(pp=2), stages=PipelineStages(3, (1, 1, 1)))
