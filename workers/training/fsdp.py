@@ -24,7 +24,7 @@ from ...dataflow.batch import Batch
 from ...dataflow.buffer.disk import Disk
 from ...dataflow.column import GROUP_ID, ROUTES
 from ...dataflow.errors import UserError
-from ...dataflow.metrics import Max, Mean, Metric, Metrics, Sum, merge
+from ...dataflow.metrics import Mean, Metric, Metrics, Sum, merge
 from ...resharding.incoming import IncomingWeights
 from ...resharding.weights import Part
 from ..device import rank_device
@@ -46,7 +46,8 @@ from .offload import MOMENTS, HostMoments
 from .precision import keep_in
 from .replicated import check_alike
 from .response_model import ResponseModel
-from .routers import Balance, Routers, Tally
+from .router_loss import Balance
+from .routers import Routers
 from .sharded_model import ShardedModel
 from .sharding import gradient_norm, join_mesh, local_part
 from .snapshot import Snapshot, SnapshotWriter, set_random_states
@@ -262,7 +263,7 @@ class FsdpEngine:
         loss_total = torch.zeros((), device=self.device)
         plan = self._sharded.padded_plan(plan, replicas) or [np.empty(0, dtype=np.int64)] * last
         averaged = len(replicas) * self.config.sequence_parallel  # by FSDP; the loss is a sum
-        balance = self._balance(rows, plan, averaged, whole=whole)
+        balance = self._balance(rows, plan, self._count * averaged, whole=whole)
         routers = self.model.routers
         watched = nullcontext() if routers is None else routers.watched(self.device, balance)
         with watched as tally, self._sharded.precision():  # parameters are rounded once for all microbatches
@@ -277,37 +278,27 @@ class FsdpEngine:
                 (loss_sum * averaged).backward()
                 loss_total += loss_sum.detach()
         if balance is not None:
-            self._check_reached(balance)
+            balance.check_reached(str(self.config.model))
         if last:
             self._sharded.reshard()
         total = loss_total.item()
         self._loss_total += total
-        of_routers = {} if tally is None else self._of_routers(tally, replayed=rows.routes is not None)
-        return {**merge(parts), "loss": Mean(total, local_count), "tokens": Sum(num_tokens), **of_routers}
+        found = {**merge(parts), "loss": Mean(total, local_count), "tokens": Sum(num_tokens)}
+        if tally is not None:
+            tally.add_up(self._sharded.add_up)
+            found |= tally.metrics(replayed=rows.routes is not None)
+        return found
 
-    # Mixtures of experts
-
-    def _balance(self, rows: Microbatches, plan: list[np.ndarray], averaged: int, *, whole: bool) -> Balance | None:
-        """The gradient of the loss that balances routers, E * sum over experts e of f_e * P_e (arXiv:2101.03961, equations 4 to 6).
-
-        f_e (times that a token is sent to e) and P_e (its probability) are means over all tokens that the model reads of all rows of the
-        step, on all ranks, and over all layers, as in `load_balancing_loss_func` of `transformers`. With f known, the loss is a sum over
-        tokens; so f comes first: from the routes that are replayed, or from a pass without gradients.
-        """
-        if self._router_loss is None or self._count == 0:
+    def _balance(self, rows: Microbatches, plan: list[np.ndarray], weight: float, *, whole: bool) -> Balance | None:
+        """The gradient of the loss that balances routers (`router_loss.py`); None: there is no such loss."""
+        routers, coefficient = self.model.routers, self._router_loss
+        if routers is None or coefficient is None or self._count == 0:
             return None
         if not whole:
             raise RuntimeError("a loss of routers is one of all rows of a step: they come in one call")
-        routers = self.model.routers
-        assert routers is not None
         if rows.routes is not None:
-            layers = [router.layer for router in routers.routers]
-            taken = [rows.routes[row][:, layers].ravel() for part in plan for row in part]
-            loads = np.bincount(
-                np.concatenate([np.empty(0, np.int64), *taken]).astype(np.int64), minlength=routers.experts
-            )
-            sums = self._sharded.over_replicas(*loads.tolist(), loads.sum() / routers.chosen).sum(0)
-            frequencies, tokens = torch.from_numpy(sums[:-1] / sums[-1]).to(self.device), float(sums[-1])
+            own = routers.loads(rows.routes[row] for part in plan for row in part)
+            loads = torch.from_numpy(self._sharded.over_replicas(*own.tolist()).sum(0)).to(self.device)
         else:
             with routers.watched(self.device) as tally, torch.no_grad(), self._sharded.precision():
                 for part in plan:
@@ -315,45 +306,9 @@ class FsdpEngine:
                     ids, packed, read, targets, temperatures = rows.inputs(part)
                     self.model(ids, packed, read[:1], targets[:1], None if temperatures is None else temperatures[:1])
             self._sharded.reshard()
-            self._sum_up(tally)
-            tokens = tally.tokens.item()
-            frequencies = tally.loads.sum(0) / tokens
-        factor = self._router_loss * self._count * averaged * routers.experts / tokens
-        return Balance(factor, frequencies)
-
-    def _check_reached(self, balance: Balance) -> None:
-        if balance.reached != balance.added:
-            raise UserError(
-                f"router_loss={self._router_loss:g}: the gradient of this loss does not reach all routers of model "
-                f"{str(self.config.model)!r}; leave it out"
-            )
-
-    def _sum_up(self, tally: Tally) -> None:
-        """Add up what the ranks have tallied."""
-        together = tally.flat
-        self._sharded.add_up(together)
-        tally.set(together)
-
-    def _of_routers(self, tally: Tally, *, replayed: bool) -> Metrics:
-        """What all ranks' routers did."""
-        routers = self.model.routers
-        assert routers is not None
-        self._sum_up(tally)
-        tokens = tally.tokens.item()
-        if not tokens:
-            return {}
-        loads = tally.loads.amax(1) / tally.loads.mean(1)
-        metrics: dict[str, Metric] = {
-            "expert_load": Mean(float(loads.mean()) * tokens, tokens),
-            "max_expert_load": Max(float(loads.max())),
-        }
-        if replayed:
-            metrics["moved_routes"] = Mean(tally.moved.item(), tokens)
-        if routers.have_logits:
-            metrics["router_entropy"] = Mean(tally.entropy.item(), tokens)
-            balance = routers.experts * float(tally.loads.sum(0) @ tally.probabilities) / tokens
-            metrics["router_loss"] = Mean(balance, tokens)
-        return metrics
+            tally.add_up(self._sharded.add_up)
+            loads = tally.loads.sum(0)
+        return Balance.of(coefficient, loads, chosen=routers.chosen, weight=weight)
 
     def apply(self) -> OptimizerStep:
         step = self._apply() if self._count > 0 else OptimizerStep({}, applied=False)

@@ -9,17 +9,19 @@ answer.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from .router_loss import Balance, Tally, with_balance
 from .tensor_parallel_plan import num_experts
 
 _TOPK = (torch.topk, torch.Tensor.topk)
@@ -78,52 +80,6 @@ def _any_experts(like: Tensor, tokens: int) -> Tensor:
     return torch.arange(chosen, dtype=like.dtype, device=like.device).repeat(tokens, layers, 1)
 
 
-@dataclass(frozen=True)
-class Balance:
-    """The gradient of a loss that is linear in the probabilities of routers: factor * sum over tokens, layers and experts e of
-    count * frequencies[e] * probability[e]."""
-
-    factor: float
-    frequencies: Tensor
-    """[experts] float64: times that a token, in the mean over tokens and layers, is sent to each."""
-    added: set[int] = field(default_factory=set)
-    """Routers to whose passes it was added."""
-    reached: set[int] = field(default_factory=set)
-    """Those of them that a backward pass has reached."""
-
-
-class Tally:
-    """What routers did in some passes. All sums are over tokens, each as often as rows have it.
-
-    Args:
-        layers: that have a router.
-    """
-
-    def __init__(self, layers: int, experts: int, device: torch.device) -> None:
-        make = partial(torch.zeros, dtype=torch.float64, device=device)
-        self.loads = make(layers, experts)
-        """[layers, experts]: tokens that were sent to each."""
-        self.probabilities = make(experts)
-        """[experts], over all layers; 0 where a model declares no logits."""
-        self.entropy = make(1)
-        """Of these probabilities, in nats, over all layers."""
-        self.tokens = make(1)
-        """Over all layers."""
-        self.moved = make(1)
-        """Tokens, over all layers, for which other experts were taken than the router would have chosen."""
-
-    @property
-    def flat(self) -> Tensor:
-        """All of it, [n]."""
-        return torch.cat([x.flatten() for x in vars(self).values()])
-
-    def set(self, flat: Tensor) -> None:
-        """Take these numbers, which `flat` gave and ranks have added up."""
-        sizes = [x.numel() for x in vars(self).values()]
-        for own, found in zip(vars(self).values(), flat.split(sizes), strict=True):
-            own.copy_(found.view_as(own))
-
-
 class Routers:
     """The routers of a model, told before each pass what to do in it, and in its backward pass, which may compute layers again.
 
@@ -171,9 +127,10 @@ class Routers:
     @contextmanager
     def watched(self, device: torch.device, balance: Balance | None = None) -> Iterator[Tally]:
         """Tally passes, and add the gradient of a balance to theirs."""
-        self.tally, self.balance = Tally(len(self.routers), self.experts, device), balance
+        tally = Tally(len(self.routers), self.experts, device, have_logits=self.have_logits)
+        self.tally, self.balance = tally, balance
         try:
-            yield self.tally
+            yield tally
         finally:
             self.tally = self.balance = None
 
@@ -194,6 +151,16 @@ class Routers:
         like = next(found for found in self.taken if found is not None)
         return torch.stack([torch.zeros_like(like) if found is None else found for found in self.taken], 1)
 
+    def loads(self, routes: Iterable[np.ndarray]) -> np.ndarray:
+        """Tokens that are sent to each expert, [experts] int64, over all layers that have a router.
+
+        Args:
+            routes: [tokens, layers, chosen] of each row.
+        """
+        layers = [router.layer for router in self.routers]
+        taken = [np.empty(0, np.int64), *(of_row[:, layers].ravel().astype(np.int64) for of_row in routes)]
+        return np.bincount(np.concatenate(taken), minlength=self.experts)
+
     def _route(self, number: int, router: Router, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
         again = number in self._seen  # activations are computed a second time
         self._seen.add(number)
@@ -204,17 +171,13 @@ class Routers:
         whole = outputs if isinstance(outputs, tuple) else (outputs,)
         logits, counts = whole[router.logits], self._counts(whole[router.logits])
         if self.tally is not None and not again:
-            with torch.no_grad():
-                logprobs = logits.float().log_softmax(-1).flatten(0, -2)
-                self.tally.probabilities += counts.to(self.tally.loads) @ logprobs.exp().to(self.tally.loads)
-                self.tally.entropy -= counts @ (logprobs.exp() * logprobs).sum(-1)
+            self.tally.add_logits(logits, counts)
         if self.balance is None or not logits.requires_grad:
             return outputs
         # The gradient takes the way of what the layer goes on with: nothing else is sure to be reached by the backward pass.
         others = (at for at, x in enumerate(whole) if at != router.logits and x.requires_grad)
         carrier = next(others, router.logits)
-        self.balance.added.add(number)
-        carried = _Balanced.apply(whole[carrier], logits, counts, self.balance, number)
+        carried = with_balance(whole[carrier], logits, counts, self.balance, number)
         whole = (*whole[:carrier], carried, *whole[carrier + 1 :])
         return whole if isinstance(outputs, tuple) else whole[0]
 
@@ -233,13 +196,12 @@ class Routers:
         if self.taken is not None:
             self.taken[router.layer] = of_tokens
         if self.tally is not None:
-            tally, counts = self.tally, self._counts(scores).to(self.tally.loads)
-            tally.loads[number].index_add_(0, of_tokens.flatten(), counts.repeat_interleave(of_tokens.shape[-1]))
-            tally.tokens += counts.sum()
+            counts = self._counts(scores)
+            self.tally.add_taken(number, of_tokens, counts)
             if routes is not None:
                 with torch.no_grad():  # what is kept for the backward pass must be the same the second time
-                    own = topk().indices.flatten(0, -2).sort(-1).values
-                tally.moved += counts @ (own != of_tokens.sort(-1).values).any(-1).to(counts)
+                    own = topk().indices.flatten(0, -2)
+                self.tally.add_moved(of_tokens, own, counts)
         return found
 
     def _counts(self, of_experts: Tensor) -> Tensor:
@@ -247,32 +209,6 @@ class Routers:
         if self._routing is None:
             return torch.ones(of_experts.shape[:-1].numel(), device=of_experts.device)
         return self._routing.counts
-
-
-class _Balanced(torch.autograd.Function):
-    """Passes a tensor on, and adds the gradient of a `Balance` to that of logits."""
-
-    @staticmethod
-    def forward(ctx: Any, carrier: Tensor, logits: Tensor, counts: Tensor, balance: Balance, number: int) -> Tensor:
-        ctx.save_for_backward(logits, counts)
-        ctx.balance, ctx.number = balance, number
-        return carrier.view_as(carrier)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        logits, counts = ctx.saved_tensors
-        ctx.balance.reached.add(ctx.number)
-        return gradients[0], balance_gradient(logits, counts, ctx.balance), None, None, None
-
-
-def balance_gradient(logits: Tensor, counts: Tensor, balance: Balance) -> Tensor:
-    """[..., experts]: the gradient of a `Balance` with respect to logits, p_j (f_j - sum_e f_e p_e), times the factor and counts [N]."""
-    own = logits if logits.dtype == torch.float64 else logits.float()
-    probabilities = own.softmax(-1)
-    frequencies = balance.frequencies.to(own)
-    centred = frequencies - (probabilities @ frequencies)[..., None]
-    weights = (balance.factor * counts).to(own).view(*logits.shape[:-1], 1)
-    return (weights * probabilities * centred).to(logits.dtype)
 
 
 class _TopkOverride(TorchFunctionMode):
