@@ -99,8 +99,9 @@ def load_rank(
     folder: Path, rank: int, ranks: int, meeting: Rendezvous, answers: Queue[tuple[int, int, int, int]]
 ) -> None:
     """One rank: load the model, save it, and answer with (bytes read, held while it was loaded, until ready, while it was saved)."""
-    from weft.workers.training import fsdp
+    from weft.workers.training import loading
     from weft.workers.training.engine import ModelConfig
+    from weft.workers.training.fsdp import FsdpEngine
     from weft.workers.worker import Context
 
     torch.set_num_threads(1)
@@ -108,16 +109,16 @@ def load_rank(
     config = ModelConfig(model=str(folder / "model"), gather="layerwise")
     held = PeakBytes()
     loaded = 0
-    find_agreement = fsdp.find_agreement
+    find_agreement = loading.find_agreement
 
     def after_loading(*arguments: Any, **settings: Any) -> Any:
         nonlocal loaded
         loaded = held.peak
         return find_agreement(*arguments, **settings)
 
-    fsdp.find_agreement = after_loading
+    loading.find_agreement = after_loading
     with held:
-        engine = fsdp.FsdpEngine(config, context)
+        engine = FsdpEngine(config, context)
         started, held.peak = held.peak, held.now
         engine.save(folder / "saved")
     answers.put((engine.bytes_read, loaded, started, held.peak))

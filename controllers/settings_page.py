@@ -50,8 +50,7 @@ from ..workers.reward import RewardConfig
 from ..workers.rewards.function import Reward
 from ..workers.rewards.judge import Judge
 from ..workers.rollout_config import RolloutConfig
-from ..workers.trained import TrainedConfig
-from ..workers.training.engine import ModelConfig, OptimizerConfig
+from ..workers.training.engine import ModelConfig, OptimizerConfig, TrainingConfig
 from ..workers.training.lora import Lora
 from .driver import Driver
 from .recovery.checkpoints import CheckpointConfig
@@ -107,7 +106,7 @@ SECTIONS = (
     Section(
         "Models that are trained",
         "Arguments of `weft.group(weft.ActorWorker, ...)` and of the other workers with a model.",
-        (ModelConfig, OptimizerConfig, TrainedConfig, ActorConfig, CriticConfig, Lora),
+        (ModelConfig, OptimizerConfig, TrainingConfig, ActorConfig, CriticConfig, Lora),
     ),
     Section(
         "Generation",
@@ -229,7 +228,7 @@ INTRODUCTION = """\
 Everything that a run can be set to, with unit, default and what is allowed, and when one would change it. This page is made from the
 classes themselves (`python -m weft.controllers.settings_page > docs/settings.md`), and a test compares the two.
 
-A class has the settings of its parents, too: an `ActorConfig` those of `TrainedConfig`, `ModelConfig` and `OptimizerConfig`. Settings of a
+A class has the settings of its parents, too: an `ActorConfig` those of `ModelConfig`, `TrainingConfig` and `OptimizerConfig`. Settings of a
 worker are given to `weft.group` by name: `weft.group(weft.ActorWorker, model=..., learning_rate=1e-6)`. A name that does not exist is
 refused with the nearest one that does, and a value that is not allowed with the range, before anything starts.
 """

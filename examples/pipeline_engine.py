@@ -36,7 +36,7 @@ from weft.resharding.pipeline_stages import PipelineStages
 from weft.resharding.weights import Part
 from weft.workers.dispatch import Coordinates
 from weft.workers.model_folder import find_model_config
-from weft.workers.training.engine import BETAS, ModelConfig, OptimizerConfig, OptimizerStep
+from weft.workers.training.engine import BETAS, Head, ModelConfig, OptimizerStep, TrainingConfig
 from weft.workers.training.microbatches import Microbatches
 from weft.workers.training.pipeline_schedule import one_forward_one_backward
 from weft.workers.worker import Context
@@ -51,18 +51,16 @@ class PipelineEngine:
         self,
         config: ModelConfig,
         context: Context,
-        optimizer: OptimizerConfig | None = None,
+        training: TrainingConfig | None = None,
         *,
-        head: str = "logprobs",
-        lora: object = None,
-        activation_checkpointing: object = False,
-        router_loss: float | None = None,
+        head: Head = "logprobs",
     ) -> None:
-        if head != "logprobs" or lora or activation_checkpointing or router_loss or config.dtype != "float32":
+        asked = training and (training.lora or training.activation_checkpointing or training.router_loss)
+        if head != "logprobs" or asked or config.dtype != "float32":
             raise UserError("PipelineEngine trains whole policies in float32, and nothing else")
         if context.world_size != config.pipeline_parallel:
             raise UserError(f"{context.world_size} ranks for a pipeline of {config.pipeline_parallel} stages")
-        self.config, self.context, self.schedule = config, context, optimizer
+        self.config, self.context, self.training = config, context, training
         self.stage, self.stages = context.rank, context.world_size
         if context.rendezvous is not None:
             if context.rendezvous.on_one_machine:
@@ -73,15 +71,15 @@ class PipelineEngine:
         self.owner = self._cut()
         self.parameters: dict[str, nn.Parameter] = dict(self.causal_lm.named_parameters())
         self.optimizer = None
-        if optimizer is not None:
+        if training is not None:
             decayed = [p for p in self.parameters.values() if p.ndim > 1]
             others = [p for p in self.parameters.values() if p.ndim == 1]
             kinds = [
-                {"params": decayed, "weight_decay": optimizer.weight_decay},
+                {"params": decayed, "weight_decay": training.weight_decay},
                 {"params": others, "weight_decay": 0.0},
             ]
             self.optimizer = torch.optim.AdamW(
-                [k for k in kinds if k["params"]], lr=optimizer.learning_rate, betas=BETAS
+                [k for k in kinds if k["params"]], lr=training.learning_rate, betas=BETAS
             )
         self.steps, self.count = 0, 0.0
         self.sent: list[Any] = []
@@ -217,14 +215,14 @@ class PipelineEngine:
         return {**merge(metrics), **known}
 
     def apply(self) -> OptimizerStep:
-        assert self.optimizer is not None and self.schedule is not None
-        step = self._apply(self.optimizer, self.schedule) if self.count else OptimizerStep({}, applied=False)
+        assert self.optimizer is not None and self.training is not None
+        step = self._apply(self.optimizer, self.training) if self.count else OptimizerStep({}, applied=False)
         self.optimizer.zero_grad()
         self.count = 0.0
         counts = {"skipped_steps": Sum(float(not step.applied)), "bad_steps": Sum(float(step.bad is not None))}
         return OptimizerStep({**step.metrics, **counts}, step.applied, step.bad)
 
-    def _apply(self, optimizer: torch.optim.Optimizer, schedule: OptimizerConfig) -> OptimizerStep:
+    def _apply(self, optimizer: torch.optim.Optimizer, training: TrainingConfig) -> OptimizerStep:
         if self.tied:  # the first stage has the gradient of the embedding, the last one that of the head
             own = self.parameters.get(EMBEDDING)
             gradient = torch.zeros(self.shapes[EMBEDDING]) if own is None or own.grad is None else own.grad
@@ -236,18 +234,18 @@ class PipelineEngine:
                 squares += parameter.grad.square().sum() * (self.owner[name] == self.stage)
         if self.stages > 1:
             dist.all_reduce(squares)
-        norm, limit = math.sqrt(squares.item()) if squares.isfinite() else math.inf, schedule.skip_above_grad_norm
+        norm, limit = math.sqrt(squares.item()) if squares.isfinite() else math.inf, training.skip_above_grad_norm
         if not math.isfinite(norm) or (limit is not None and norm > limit):
             return OptimizerStep({}, applied=False, bad=f"the norm of the gradient is {norm:.4g}")
-        if schedule.max_grad_norm is not None and norm > schedule.max_grad_norm:
+        if training.max_grad_norm is not None and norm > training.max_grad_norm:
             for parameter in self.parameters.values():
                 if parameter.grad is not None:
-                    parameter.grad *= schedule.max_grad_norm / norm
+                    parameter.grad *= training.max_grad_norm / norm
         for kind in optimizer.param_groups:
-            kind["lr"] = schedule.rate(self.steps)
+            kind["lr"] = training.rate(self.steps)
         optimizer.step()
         self.steps += 1
-        metrics: Metrics = {"grad_norm": Mean(norm), "learning_rate": Mean(schedule.rate(self.steps - 1))}
+        metrics: Metrics = {"grad_norm": Mean(norm), "learning_rate": Mean(training.rate(self.steps - 1))}
         return OptimizerStep(metrics, applied=True)
 
     @torch.no_grad()

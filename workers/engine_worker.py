@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..dataflow.column import RESPONSE_IDS, ROUTES, TEMPERATURE
 from .dispatch import Coordinates
 from .row_cost import RowCost, row_cost_of
-from .training.engine import Head, ModelConfig, OptimizerConfig, Recomputed, TrainingEngine
-from .training.lora import Lora
+from .training.engine import Head, ModelConfig, TrainingConfig, TrainingEngine
 from .vocabulary import check_vocabulary
 from .worker import Context, Worker
 
@@ -33,11 +32,7 @@ class EngineWorker(Worker):
     """A worker that owns a `TrainingEngine`: `config.engine` makes it, or, if that is None, it is an `FsdpEngine`.
 
     Args:
-        optimizer: None: it is not trained.
-        head: what the model computes for each response token.
-        lora: train an adapter in the model's place.
-        activation_checkpointing: which activations are computed twice.
-        router_loss: coefficient of the loss that balances the routers of a mixture of experts; None: there is none.
+        training, head: see `EngineFactory`.
         alone: whether this rank has a complete model and meets no others.
     """
 
@@ -45,27 +40,17 @@ class EngineWorker(Worker):
         self,
         config: ModelConfig,
         context: Context,
-        optimizer: OptimizerConfig | None = None,
+        training: TrainingConfig | None = None,
         *,
         head: Head = "logprobs",
-        lora: Lora | None = None,
-        activation_checkpointing: Recomputed = False,
-        router_loss: float | None = None,
         alone: bool = False,
     ) -> None:
         super().__init__(config, context)
         make = config.engine
         if make is None:
             from .training.fsdp import FsdpEngine as make
-        self.engine: TrainingEngine = make(
-            config,
-            replace(context, rank=0, world_size=1, rendezvous=None) if alone else context,
-            optimizer,
-            head=head,
-            lora=lora,
-            activation_checkpointing=activation_checkpointing,
-            router_loss=router_loss,
-        )
+        where = replace(context, rank=0, world_size=1, rendezvous=None) if alone else context
+        self.engine: TrainingEngine = make(config, where, training, head=head)
 
     @classmethod
     def check(cls, config: Any, nodes: Sequence[Node], source: Source) -> None:

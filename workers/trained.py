@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from ..algorithms.loss import Loss
 from ..algorithms.old_policy import needs_old_logprobs
@@ -18,8 +18,7 @@ from .dispatch import Dispatch
 from .engine_worker import EngineWorker
 from .model_folder import complete_text_settings
 from .remote import remote
-from .training.engine import Head, ModelConfig, OptimizerConfig, Recomputed
-from .training.lora import Lora
+from .training.engine import Head, ModelConfig, TrainingConfig
 from .training.memory import MISSING_TORCHAO
 from .training.tensor_parallel_plan import num_experts
 from .training.updates import Updates
@@ -30,21 +29,8 @@ if TYPE_CHECKING:
     from ..dataflow.source import Source
 
 
-class TrainedConfig(ModelConfig, OptimizerConfig):
-    """A model, how it is sharded, and how it is optimised."""
-
-    activation_checkpointing: Recomputed = False
-    """Compute activations a second time in the backward pass instead of keeping them: True for those of all layers (a step is slower by
-    about a third), a number n for every n-th layer, "elementwise" for all but the outcomes of matrix products and attention, which
-    take the time. Set it where activations do not fit into memory."""
-    router_loss: float | None = Field(default=None, gt=0)
-    """[factor] Coefficient of the loss that balances the routers of a mixture (arXiv:2101.03961, equations 4 to 6, as `transformers`
-    computes it), added to the loss of each step; None: there is no such loss. A step then waits for all of its rows, and reads them once
-    more unless their routes are there. Set it, for example to the model's own `router_aux_loss_coef`, in supervised training, and where
-    `max_expert_load` grows."""
-    lora: Lora | None = None
-    """Train an adapter (and a scalar head, if there is one) and freeze the model; None: train the model. Set it where gradients and
-    moments of the model do not fit."""
+class TrainedConfig(ModelConfig, TrainingConfig):
+    """A model, how it is sharded, and how it is trained."""
 
     @model_validator(mode="after")
     def _check_moments(self) -> TrainedConfig:
@@ -80,22 +66,8 @@ class TrainedWorker(EngineWorker):
         head: what the model computes for each response token.
     """
 
-    def __init__(
-        self,
-        config: TrainedConfig,
-        context: Context = Context(),
-        *,
-        head: Head = "logprobs",
-    ) -> None:
-        super().__init__(
-            config,
-            context,
-            config,
-            head=head,
-            lora=config.lora,
-            activation_checkpointing=config.activation_checkpointing,
-            router_loss=config.router_loss,
-        )
+    def __init__(self, config: TrainedConfig, context: Context = Context(), *, head: Head = "logprobs") -> None:
+        super().__init__(config, context, config, head=head)
         self._updates = Updates(config, context, self.engine)
 
     @classmethod

@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from ...dataflow.errors import UserError
 from .memory import MISSING_TORCHAO, moment_block
+from .moments import MOMENTS, PlainMoments
 from .sharding import local_part
 
-MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
+SIGNED = dict(zip(MOMENTS, (True, False), strict=True))
 """Name of a moment -> whether it has a sign."""
 CODES, SCALES = "_codes", "_scales"
 """What is added to the name of a moment."""
@@ -33,7 +34,7 @@ _SHAPES = 256
 """Sizes of pieces that an update is compiled for, at most: one of each parameter's rest."""
 
 
-class EightBitMoments(torch.optim.AdamW):
+class EightBitMoments(PlainMoments):
     """AdamW with moments in 8 bits.
 
     Args:
@@ -63,10 +64,9 @@ class EightBitMoments(torch.optim.AdamW):
                     self._update(parameter, group)
 
     def first_moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The moments of a parameter before its first step; empty: they are torch's own."""
         block = _block(parameter)
         if block is None:
-            return {}
+            return super().first_moments(parameter)
         *before, last = parameter.shape
         found: dict[str, Tensor] = {}
         for name in MOMENTS:
@@ -75,12 +75,7 @@ class EightBitMoments(torch.optim.AdamW):
         return found
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state |= {
-                "step": torch.zeros((), device=parameter.device),
-                **self.first_moments(parameter),
-            }
+        state = self.state_of(parameter)
         state["step"] += 1
         block = _block(parameter)
         assert block is not None
@@ -92,7 +87,7 @@ class EightBitMoments(torch.optim.AdamW):
             blocks = slice(start // block, -(-min(piece.stop, len(own)) // block))
             moments = [
                 self._library.moment(parts[name + CODES][piece], parts[name + SCALES][blocks], signed)
-                for name, signed in MOMENTS.items()
+                for name, signed in SIGNED.items()
             ]
             self._library.update(
                 own[piece], gradient[piece], state["step"], *moments, None, rate, *group["betas"], group["weight_decay"],

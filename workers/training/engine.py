@@ -22,6 +22,7 @@ from ...dataflow.errors import UserError
 from ...dataflow.metrics import Metrics
 from ..dispatch import Coordinates
 from ..model_folder import check_causal_lm, complete_text_settings, num_heads, read_model_config, text_settings
+from .lora import Lora
 from .tensor_parallel_plan import check_tensor_parallel
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from ...resharding.incoming import IncomingWeights
     from ...resharding.weights import Part
     from ..worker import Context
-    from .lora import Lora
 
 
 @runtime_checkable
@@ -42,23 +42,17 @@ class EngineFactory(Protocol):
         self,
         config: ModelConfig,
         context: Context,
-        optimizer: OptimizerConfig | None = None,
+        training: TrainingConfig | None = None,
         *,
         head: Head = "logprobs",
-        lora: Lora | None = None,
-        activation_checkpointing: Recomputed = False,
-        router_loss: float | None = None,
     ) -> TrainingEngine:
         """The engine.
 
         Args:
             config: of the group; also what it is set to beyond `ModelConfig`.
             context: of the rank.
-            optimizer: None for an engine that only computes log-probabilities or values.
+            training: how the model is trained; None: it only computes. The configuration of a group that is trained is one, too.
             head: what the model computes for each response token.
-            lora: train an adapter in the model's place.
-            activation_checkpointing: which activations are computed twice.
-            router_loss: coefficient of the loss that balances the routers of a mixture of experts; None: there is none.
 
         Raises:
             UserError: it does not do what it is asked for.
@@ -230,6 +224,23 @@ class OptimizerConfig(Config):
         done = min(1.0, (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps))
         left = 1 - done if self.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
         return self.learning_rate * (FINAL_RATIO + (1 - FINAL_RATIO) * left)
+
+
+class TrainingConfig(OptimizerConfig):
+    """How a model is trained: by which optimizer, as a whole or by an adapter, what is computed twice, and what balances its routers."""
+
+    activation_checkpointing: Recomputed = False
+    """Compute activations a second time in the backward pass instead of keeping them: True for those of all layers (a step is slower by
+    about a third), a number n for every n-th layer, "elementwise" for all but the outcomes of matrix products and attention, which
+    take the time. Set it where activations do not fit into memory."""
+    router_loss: float | None = Field(default=None, gt=0)
+    """[factor] Coefficient of the loss that balances the routers of a mixture (arXiv:2101.03961, equations 4 to 6, as `transformers`
+    computes it), added to the loss of each step; None: there is no such loss. A step then waits for all of its rows, and reads them once
+    more unless their routes are there. Set it, for example to the model's own `router_aux_loss_coef`, in supervised training, and where
+    `max_expert_load` grows."""
+    lora: Lora | None = None
+    """Train an adapter (and a scalar head, if there is one) and freeze the model; None: train the model. Set it where gradients and
+    moments of the model do not fit."""
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from ...algorithms.loss import Loss
 from ...dataflow.batch import Batch
@@ -29,29 +27,22 @@ from ...resharding.incoming import IncomingWeights
 from ...resharding.weights import Part
 from ..device import rank_device
 from ..dispatch import Coordinates
-from ..node_folder import node_folder
 from ..worker import Context
-from .adapter import Adapter, is_trained
-from .agreement import find_agreement
-from .causal_lm import build_causal_lm, move_buffers
-from .compiled_layers import compile_layers
-from .eight_bit import EightBitMoments, in_8_bits
-from .engine import BETAS, Head, ModelConfig, OptimizerConfig, OptimizerStep, Recomputed
+from .adapter import is_trained
+from .eight_bit import in_8_bits
+from .engine import Head, ModelConfig, OptimizerStep, TrainingConfig
 from .freed_memory import keep_freed_memory
-from .lora import Lora
+from .loading import load_model
 from .memory import CPU_TOKENS, GPU_TOKENS
 from .mesh_of_one import MeshOfOne
 from .microbatches import Microbatches, tokens_of
-from .offload import MOMENTS, HostMoments
-from .precision import keep_in
+from .moments import PlainMoments
+from .optimizer import make_optimizer
 from .replicated import check_alike
-from .response_model import ResponseModel
 from .router_loss import Balance
 from .routers import Routers
-from .sharded_model import ShardedModel
 from .sharding import gradient_norm, join_mesh, local_part
 from .snapshot import Snapshot, SnapshotWriter, set_random_states
-from .stored_weights import open_stored
 from .tensor_parallel_plan import num_experts
 
 
@@ -62,10 +53,7 @@ class FsdpEngine:
     a rank without rows takes part in the collectives with a token of weight zero.
 
     Args:
-        optimizer: None for an engine that only computes log-probabilities or values.
-        head: what the model computes for each response token.
-        lora: train an adapter in the model's place.
-        router_loss: coefficient of the loss that balances the routers of a mixture of experts; None: there is none.
+        config, context, training, head: see `EngineFactory`.
         disk: where files are written; tests give one that fails.
 
     Raises:
@@ -76,19 +64,14 @@ class FsdpEngine:
         self,
         config: ModelConfig,
         context: Context,
-        optimizer: OptimizerConfig | None = None,
+        training: TrainingConfig | None = None,
         *,
         head: Head = "logprobs",
-        lora: Lora | None = None,
-        activation_checkpointing: Recomputed = False,
-        router_loss: float | None = None,
         disk: Disk | None = None,
     ) -> None:
-        self.config, self.context, self.schedule = config, context, optimizer
+        self.config, self.context, self.training = config, context, training
         self.steps = 0
         """Optimizer steps applied."""
-        self.bytes_read = 0
-        """What this rank read of the model's files."""
         self.device = rank_device(context)
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -97,67 +80,22 @@ class FsdpEngine:
         self.mesh = self._alone.mesh if self._alone else join_mesh(context, config, self.device)
         self.microbatch_tokens = config.microbatch_tokens or (GPU_TOKENS if self.device.type == "cuda" else CPU_TOKENS)
         self.head: Head = head
-        self.model, self._sharded = self._load(optimizer is not None, lora, activation_checkpointing)
+        loaded = load_model(config, context, training, head, self.mesh, self.device)
+        self.model, self._sharded, self.bytes_read = loaded.response, loaded.sharded, loaded.bytes_read
         self.vocabulary = self.model.causal_lm.get_input_embeddings().weight.shape[0]
-        self.optimizer = None if optimizer is None else self._make_optimizer(optimizer)
-        self._router_loss = router_loss
+        router_loss = None if training is None else training.router_loss
         if router_loss is not None and not (self.model.routers and self.model.routers.have_logits):
             raise UserError(
                 f"router_loss={router_loss:g}: model {str(config.model)!r} has no routers whose logits transformers declares; leave it out"
             )
         self._disk = disk or Disk()
+        self.optimizer: PlainMoments | None = None
         self._snapshots: SnapshotWriter | None = None
-        if optimizer is not None:
+        if training is not None:
+            self.optimizer = make_optimizer(config, training, self.model.parameters(), self.device)
             self._snapshots = SnapshotWriter(context, self.device, self._write_stored, self._disk)
         self._count = self._loss_total = 0.0
         """Of the rows whose gradients have been accumulated since the last step: what the sum is divided by, and the sum."""
-
-    def _load(self, trained: bool, lora: Lora | None, again: Recomputed) -> tuple[ResponseModel, ShardedModel]:
-        """The model, sharded before it has values: this rank reads only what it holds."""
-        model, context, scalar = self.config.model, self.context, self.head != "logprobs"
-        folder = node_folder(model, advance=context.advance)
-        build = partial(build_causal_lm, model, folder, self.head, context.seed, activation_checkpointing=again)
-        plain, skeleton = build(), build()
-        weights = open_stored(model, folder, plain, share=(context.rank, context.world_size))
-        response = ResponseModel(skeleton.causal_lm, scalar=scalar)
-        response.requires_grad_(trained)
-        made, adapter = dict(skeleton.made), None
-        if not trained:
-            keep_in(response, getattr(torch, self.config.dtype))
-        if lora is not None:
-            adapter = Adapter(skeleton.causal_lm, lora, getattr(torch, self.config.dtype), context.seed)
-            made |= adapter.made
-            adapter.made.clear()
-        sharded = ShardedModel(self.config, response, self.mesh, self.device, adapter)
-        sharded.fill(weights, made)
-        self.bytes_read = weights.bytes_read
-        del weights, made  # of a model that is read as a whole, these are all its tensors
-        move_buffers(plain.causal_lm, self.device)
-        tried = ResponseModel(plain.causal_lm, scalar=scalar)
-        agreement = find_agreement(tried, sharded.full_base_tensor, by_layer=self.mesh is not None)
-        sharded.check_head(agreement.head_form)
-        agreement.put_on(response)
-        sharded.share_tokens()
-        if self.config.compile:
-            compile_layers(response, self.device)
-        return response, sharded
-
-    def _make_optimizer(self, config: OptimizerConfig) -> torch.optim.AdamW:
-        groups: dict[object, list[nn.Parameter]] = {}
-        for parameter in self.model.parameters():
-            if not parameter.requires_grad:
-                continue
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None  # one operation takes one mesh
-            groups.setdefault((parameter.ndim > 1, mesh), []).append(parameter)
-        kinds = [
-            {"params": parameters, "weight_decay": config.weight_decay if cast(Any, key)[0] else 0.0}
-            for key, parameters in groups.items()
-        ]
-        if self.config.offload == "moments":
-            return HostMoments(kinds, self.device, lr=config.learning_rate, betas=BETAS, fused=True)
-        if config.moments == "8bit":
-            return EightBitMoments(kinds, self.device, lr=config.learning_rate, betas=BETAS, fused=True)
-        return torch.optim.AdamW(kinds, lr=config.learning_rate, betas=BETAS, fused=True)
 
     @property
     def coordinates(self) -> Coordinates:
@@ -291,7 +229,7 @@ class FsdpEngine:
 
     def _balance(self, rows: Microbatches, plan: list[np.ndarray], weight: float, *, whole: bool) -> Balance | None:
         """The gradient of the loss that balances routers (`router_loss.py`); None: there is no such loss."""
-        routers, coefficient = self.model.routers, self._router_loss
+        routers, coefficient = self.model.routers, self.training and self.training.router_loss
         if routers is None or coefficient is None or self._count == 0:
             return None
         if not whole:
@@ -319,7 +257,7 @@ class FsdpEngine:
 
     def _apply(self) -> OptimizerStep:
         """Clip and step, unless the step is bad on any rank."""
-        assert self.optimizer is not None and self.schedule is not None
+        assert self.optimizer is not None and self.training is not None
         self._sharded.complete_gradients()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         for gradient in gradients:
@@ -328,11 +266,11 @@ class FsdpEngine:
         metrics: dict[str, Metric] = {"grad_norm": Mean(norm)} if math.isfinite(norm) else {}
         bad = self._why_bad(norm)
         if bad is None:
-            limit = self.schedule.max_grad_norm
+            limit = self.training.max_grad_norm
             if limit is not None and norm > limit:
                 for gradient in gradients:
                     local_part(gradient).mul_(limit / norm)
-            rate = self.schedule.rate(self.steps)
+            rate = self.training.rate(self.steps)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
@@ -343,8 +281,8 @@ class FsdpEngine:
 
     def _why_bad(self, norm: float) -> str | None:
         """Why a step with this gradient norm (equal on all ranks) must not be taken; None: it can be."""
-        assert self.schedule is not None
-        limit = self.schedule.skip_above_grad_norm
+        assert self.training is not None
+        limit = self.training.skip_above_grad_norm
         if math.isfinite(norm):
             above = limit is not None and norm > limit
             return f"the norm of the gradient is {norm:.4g}, above skip_above_grad_norm={limit:g}" if above else None
@@ -429,20 +367,9 @@ class FsdpEngine:
                 continue
             state[f"model.{name}"] = tensor.detach()
             if tensor.requires_grad:
-                moments = self.optimizer.state[tensor]
-                if not moments:  # as AdamW makes it at its first step
-                    moments["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
-                    moments |= self._first_moments(tensor)
-                state |= {f"optimizer.{name}.{key}": value for key, value in moments.items()}
+                of_tensor = self.optimizer.state_of(tensor)
+                state |= {f"optimizer.{name}.{key}": value for key, value in of_tensor.items()}
         return state
-
-    def _first_moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The moments of a parameter before its first step."""
-        zeros = partial(torch.zeros_like, memory_format=torch.preserve_format)
-        if isinstance(self.optimizer, HostMoments):
-            zeros = self.optimizer.host_zeros
-        in_8_bits = self.optimizer.first_moments(parameter) if isinstance(self.optimizer, EightBitMoments) else {}
-        return in_8_bits or {key: zeros(parameter) for key in MOMENTS}
 
     def _write_stored(self, stored: Snapshot, folder: Path) -> None:
         """Write the folder of the model or its adapter from a snapshot's files, because the model itself is being trained."""
@@ -464,11 +391,8 @@ class FsdpEngine:
         if self.device.type == "cpu" or self.config.offload == "everything":
             return
         self.model.to(device)
-        on_device = self.optimizer is not None and not isinstance(self.optimizer, HostMoments)
-        for state in self.optimizer.state.values() if self.optimizer is not None and on_device else ():
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    state[key] = value.to(device)
+        if self.optimizer is not None:
+            self.optimizer.follow(device)
         torch.cuda.empty_cache()
 
     def close(self) -> None:

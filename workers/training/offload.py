@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from .memory import MOMENTS_BYTES
+from .moments import MOMENTS, PlainMoments
 from .sharding import local_part, lying_as
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
-
-class HostMoments(torch.optim.AdamW):
+class HostMoments(PlainMoments):
     """AdamW with its moments in host memory, pinned where the device is a GPU. A step updates the parameters part by part; the moments
     of the next part arrive, and those of the last one leave, while one is computed. The numbers are those of AdamW.
 
@@ -54,14 +53,15 @@ class HostMoments(torch.optim.AdamW):
             if self._stream is not None:
                 self._stream.synchronize()  # the host may read the moments from now on
 
-    def host_zeros(self, like: Tensor) -> Tensor:
-        """A moment in host memory before the first step.
+    def first_moments(self, parameter: Tensor) -> dict[str, Tensor]:
+        return {name: self._host_zeros(parameter) for name in MOMENTS}
 
-        Args:
-            like: the parameter.
-        """
-        zeros = torch.zeros_like(local_part(like), device="cpu", memory_format=torch.preserve_format)
-        return lying_as(like, zeros if self._stream is None else zeros.pin_memory())
+    def follow(self, device: torch.device) -> None:
+        """They stay in host memory."""
+
+    def _host_zeros(self, parameter: Tensor) -> Tensor:
+        zeros = torch.zeros_like(local_part(parameter), device="cpu", memory_format=torch.preserve_format)
+        return lying_as(parameter, zeros if self._stream is None else zeros.pin_memory())
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -90,7 +90,7 @@ class HostMoments(torch.optim.AdamW):
                 state = self.state[parameter]
                 for key in MOMENTS if state else ():
                     host = state.pop(f"host_{key}", None)
-                    host = self.host_zeros(parameter) if host is None else host
+                    host = self._host_zeros(parameter) if host is None else host
                     there = local_part(state[key])
                     there.record_stream(self._stream)
                     local_part(host).copy_(there, non_blocking=True)

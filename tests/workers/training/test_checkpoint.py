@@ -81,7 +81,7 @@ def test_the_learning_rate_goes_on(tiny_model: Path, steps: list[Batch], tmp_pat
     again = actor(tiny_model)
     again.load_checkpoint(saved(worker, tmp_path / "actor"))
     rates = [w.update(steps[3], loss=program.LOSS)["learning_rate"].value for w in (worker, again)]
-    assert rates[0] == rates[1] == engine_of(worker).schedule.rate(3) != engine_of(worker).schedule.rate(0)
+    assert rates[0] == rates[1] == engine_of(worker).training.rate(3) != engine_of(worker).training.rate(0)
 
 
 def test_a_worker_goes_back_to_its_own_checkpoint(tiny_model: Path, steps: list[Batch], tmp_path: Path):

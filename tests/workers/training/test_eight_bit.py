@@ -67,7 +67,7 @@ def test_moments_are_exact_ones_to_the_spacing_of_codes_and_the_first_step_is_ex
                 state["exp_avg_sq"].double(), reference.state[theirs]["exp_avg_sq"], rtol=1e-6, atol=0
             )
             continue
-        for name, signed in eight_bit.MOMENTS.items():
+        for name, signed in eight_bit.SIGNED.items():
             codes, scales = state[name + CODES], state[name + SCALES]
             values = eight_bit._load_library(CPU).moment(codes.view(-1), scales.view(-1), signed).qmap.double().numpy()
             block = parameter.shape[-1] // scales.shape[-1]

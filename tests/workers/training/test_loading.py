@@ -16,7 +16,7 @@ from transformers import AutoModel
 from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.critic import CriticConfig, CriticWorker
-from weft.workers.training import fsdp
+from weft.workers.training import loading
 from weft.workers.training.agreement import find_agreement
 from weft.workers.training.safetensors_files import open_tensors
 from weft.workers.training.stored_weights import CompleteWeights, StoredWeights, open_stored
@@ -204,7 +204,7 @@ def test_what_the_model_was_read_from_is_free_before_its_forward_passes_are_comp
         alive.extend(one() for one in read)
         return find_agreement(*args, **settings)
 
-    monkeypatch.setattr(fsdp, "open_stored", opened)
-    monkeypatch.setattr(fsdp, "find_agreement", find)
+    monkeypatch.setattr(loading, "open_stored", opened)
+    monkeypatch.setattr(loading, "find_agreement", find)
     load(folder)
     assert alive == [None]

@@ -1,0 +1,81 @@
+"""Loading: a model of `transformers` over the ranks of a group. Each rank reads what it holds, and all compare what they run with the
+model's own pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..node_folder import node_folder
+from ..worker import Context
+from .adapter import Adapter
+from .agreement import find_agreement
+from .causal_lm import build_causal_lm, move_buffers
+from .compiled_layers import compile_layers
+from .engine import Head, ModelConfig, TrainingConfig
+from .precision import keep_in
+from .response_model import ResponseModel
+from .sharded_model import ShardedModel
+from .stored_weights import open_stored
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that is ready for passes."""
+
+    response: ResponseModel
+    sharded: ShardedModel
+    """The same, over the ranks."""
+    bytes_read: int
+    """What this rank read of the model's files."""
+
+
+def load_model(
+    config: ModelConfig,
+    context: Context,
+    training: TrainingConfig | None,
+    head: Head,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+) -> LoadedModel:
+    """Load a model; it is sharded before it has values. All ranks call this together.
+
+    Args:
+        config, context, training, head: see `EngineFactory`.
+        mesh: of the ranks; None: this one has the whole model.
+        device: that computes.
+
+    Raises:
+        UserError: the model cannot be trained, or does not fit the ranks.
+    """
+    scalar, lora = head != "logprobs", training and training.lora
+    again = training is not None and training.activation_checkpointing
+    folder = node_folder(config.model, advance=context.advance)
+    build = partial(build_causal_lm, config.model, folder, head, context.seed, activation_checkpointing=again)
+    plain, skeleton = build(), build()
+    weights = open_stored(config.model, folder, plain, share=(context.rank, context.world_size))
+    response = ResponseModel(skeleton.causal_lm, scalar=scalar)
+    response.requires_grad_(training is not None)
+    made, adapter = dict(skeleton.made), None
+    if training is None:
+        keep_in(response, getattr(torch, config.dtype))
+    if lora is not None:
+        adapter = Adapter(skeleton.causal_lm, lora, getattr(torch, config.dtype), context.seed)
+        made |= adapter.made
+        adapter.made.clear()
+    sharded = ShardedModel(config, response, mesh, device, adapter)
+    sharded.fill(weights, made)
+    bytes_read = weights.bytes_read
+    del weights, made  # of a model that is read as a whole, these are all its tensors
+    move_buffers(plain.causal_lm, device)
+    tried = ResponseModel(plain.causal_lm, scalar=scalar)
+    agreement = find_agreement(tried, sharded.full_base_tensor, by_layer=mesh is not None)
+    sharded.check_head(agreement.head_form)
+    agreement.put_on(response)
+    sharded.share_tokens()
+    if config.compile:
+        compile_layers(response, device)
+    return LoadedModel(response, sharded, bytes_read)
