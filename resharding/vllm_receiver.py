@@ -1,23 +1,17 @@
 """The receiving side of a weight update inside vLLM, through its public `WeightTransferEngine` interface.
 
-vLLM imports this module in each of its processes because the engine names `WeightReport` as its worker extension
-class; importing it registers the transfer engine, so tensor-parallel children need no plugin.
+Importing this module registers the transfer engine.
 """
 
 from __future__ import annotations
 
-import glob
-import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -32,11 +26,8 @@ from .host_memory import threads_beside
 from .incoming import PATIENCE_S, IncomingWeights, open_weights
 from .layout import Layout
 from .plan import ReshardPlan
-from .vllm_adapter import receive_adapter
-from .vllm_control import TensorSum
-from .vllm_layout import record_layout, restore
-from .vllm_routes import RouteRecorder
-from .vllm_writer import WeightWriter, process_tied
+from .vllm_layout import record_layout
+from .vllm_writer import WeightWriter
 from .weights import CHECKSUM_MODULUS, RankWeights, Weights
 
 BACKEND = "weft"
@@ -262,125 +253,6 @@ class BucketReceiver(WeightTransferEngine[NoInitInfo, WeightsUpdateInfo]):
     def _add(self, name: str, box: Box, found: int) -> None:
         if self._sums.setdefault(name, {}).setdefault(box, found) != found:
             raise WeightSyncError(f"{box} of tensor {name!r} arrived differently in two places of one rank of vLLM")
-
-
-class LoadedTensors:
-    """Sums of what a model's loaders are given, tensor by tensor, from here on until `end`.
-
-    Args:
-        model: of vLLM.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self.sums: dict[str, TensorSum] = {}
-        self._model = model
-        load = model.load_weights
-
-        def load_and_sum(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-            return load(self._summed(weights))
-
-        model.load_weights = load_and_sum
-
-    def end(self) -> None:
-        """Give the model its own loaders back."""
-        del self._model.load_weights
-
-    def _summed(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in weights:
-            shape = tuple(tensor.shape)
-            if name in self.sums:
-                raise WeightSyncError(f"tensor {name!r} came twice")
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            self.sums[name] = TensorSum(dtype, shape, box_sum(tensor, Box.full(shape), shape))
-            yield name, tensor
-
-
-class WeightReport:
-    """vLLM worker extension: what the engine asks of every rank besides vLLM's own calls."""
-
-    weight_transfer_engine: WeightTransferEngine[Any, Any] | None
-    vllm_config: Any
-    device: torch.device
-    model_runner: Any
-    parallel_config: Any
-    rank: int
-    _weight_update_active: bool
-    _weft_engines: dict[str, WeightTransferEngine[Any, Any] | None]
-    _weft_loaded: LoadedTensors | None = None
-
-    def weft_loaded_weights(self) -> Loaded | None:
-        """What this rank has taken in its last finished update; None before the first."""
-        engine = self.weight_transfer_engine
-        return engine.loaded if isinstance(engine, BucketReceiver) else None
-
-    def weft_receive_adapter(self, update_info: dict[str, Any], settings: dict[str, Any]) -> str:
-        """Put a version of an adapter into this rank's slot; returns its checksum."""
-        weights = WeightsUpdateInfo(**update_info).weights
-        with open_weights(weights, self.rank, self.parallel_config.world_size) as incoming:
-            return receive_adapter(self.model_runner.lora_manager, incoming, settings)
-
-    def weft_record_routes(self) -> None:
-        """Record the experts of all tokens from now on."""
-        self._weft_routes = RouteRecorder(self.model_runner)
-
-    def weft_take_routes(self, requests: list[str]) -> list[np.ndarray | None]:
-        """See `RouteRecorder.take`."""
-        return self._weft_routes.take(requests)
-
-    def weft_weight_bytes(self) -> int:
-        """Of this rank's parameters."""
-        return sum(parameter.nbytes for parameter in self.model_runner.model.parameters())
-
-    def weft_stage_weights(self, update_info: dict[str, Any]) -> None:
-        """Begin to take a version into memory beside the model."""
-        engine = self.weight_transfer_engine
-        assert isinstance(engine, BucketReceiver)
-        engine.stage(WeightsUpdateInfo(**update_info).weights)
-
-    def weft_is_staged(self) -> bool:
-        """Whether it has come."""
-        engine = self.weight_transfer_engine
-        assert isinstance(engine, BucketReceiver)
-        return engine.is_staged()
-
-    def weft_begin_by_vllm(self, backend: str) -> None:
-        """A version comes by one of vLLM's own backends: until it has, vLLM's calls are its engine's, which vLLM's factory makes."""
-        if not hasattr(self, "_weft_engines"):
-            self._weft_engines = {BACKEND: self.weight_transfer_engine}
-        model = self.model_runner.get_model()
-        if backend not in self._weft_engines:
-            config = WeightTransferConfig(backend=backend)
-            made = WeightTransferEngineFactory.create_engine(config, self.vllm_config, self.device, model)
-            self._weft_engines[backend] = made
-        self.weight_transfer_engine = self._weft_engines[backend]
-        self._weft_loaded = LoadedTensors(model)
-
-    def weft_end_by_vllm(self, whole: bool) -> dict[str, TensorSum]:
-        """It has come, or nothing more comes of it; returns what the model's loaders were given.
-
-        Args:
-            whole: it has come. Otherwise layers whose weights have not all come keep those that they had.
-        """
-        loaded, self._weft_loaded = self._weft_loaded, None
-        assert loaded is not None
-        loaded.end()
-        self.weight_transfer_engine = self._weft_engines[BACKEND]
-        model = self.model_runner.get_model()
-        if whole:
-            process_tied(model)  # which vLLM's own engines do not
-        else:
-            restore(model)
-            self._weight_update_active = False
-        return loaded.sums
-
-    def weft_unlink_shared_memory(self) -> None:
-        """Take away the names under which ranks on CPU found each other's memory; it stays as long as they use it.
-
-        vLLM leaves the files behind even when it is shut down in order.
-        """
-        if name := os.environ.get("VLLM_DIST_IDENT"):  # set by vLLM where ranks are processes on CPU
-            for file in Path("/dev/shm").glob(f"{glob.escape(name)}-*"):
-                file.unlink(missing_ok=True)
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, BucketReceiver)

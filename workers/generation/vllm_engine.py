@@ -1,5 +1,5 @@
 """VllmEngine: vLLM in the worker's own process. It adds requests, steps, and hands over what finished; new weights go in between
-two steps. Only this module and `resharding/vllm_*.py` import vLLM."""
+two steps. Only the modules `vllm_*.py`, here and in `resharding`, import vLLM."""
 
 from __future__ import annotations
 

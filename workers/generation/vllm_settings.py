@@ -117,7 +117,7 @@ class VllmSettings(Config):
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
             "weight_transfer_config": {"backend": "weft"},
-            "worker_extension_cls": "weft.resharding.vllm_receiver.WeightReport",
+            "worker_extension_cls": "weft.workers.generation.vllm_worker.WorkerExtension",
         }
         if routes and on_gpu:  # vLLM wants both or neither; on a CPU `vllm_routes.py` records
             arguments |= {"enable_return_routed_experts": True, "enable_prefix_caching": True}

@@ -2,8 +2,6 @@
 
 On GPUs vLLM returns them itself (`enable_return_routed_experts`), by its newer model runner, which needs Triton. Here its own capturer sees
 the routers of the older one, and the scheduler says whose tokens they had.
-
-It stands beside the receiver because vLLM takes one extension of its workers.
 """
 
 from __future__ import annotations
