@@ -256,9 +256,10 @@ def check_transports(handles: Iterable[Handle], placement: Mapping[str, Place]) 
             continue
         leader, follower, transport = handle.leader.called, handle.called, handle.leader.transport
         who = f'transport="{transport}" of {leader!r}, which {follower!r} follows'
-        if reason := handle.worker_class.refuses_transport(handle.given, transport):
+        backend = handle.leader.vllm_backend
+        if backend and (reason := handle.worker_class.refuses_vllm_backends(handle.given)):
             raise UserError(f'{who}: {reason}; change that, or take transport="auto"')
-        by_vllm, _, way = transport.rpartition(":")
+        way = backend or transport
         if way not in ("nccl", "ipc"):
             continue
         pools = {name: placement[name].pool for name in (leader, follower)}
@@ -270,8 +271,8 @@ def check_transports(handles: Iterable[Handle], placement: Mapping[str, Place]) 
         shared = pools[leader].name == pools[follower].name
         if shared != (way == "ipc"):
             where, other = ("on one pool", "ipc") if shared else ("on separate pools", "nccl")
-            raise UserError(f'{who}, cannot be used {where}; take transport="{by_vllm and by_vllm + ":"}{other}"')
-        if by_vllm and shared and placement[leader].gpus > 1:
+            raise UserError(f'{who}, cannot be used {where}; take transport="{transport.replace(way, other)}"')
+        if backend and shared and placement[leader].gpus > 1:
             raise UserError(
                 f"{who}, is sent by a rank on each GPU, and {leader!r} has {placement[leader].ranks} ranks for the "
                 f"{pools[leader].gpus} GPUs of pool {pools[leader].name!r}; take ranks={pools[leader].gpus}"

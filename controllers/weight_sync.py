@@ -166,7 +166,7 @@ class WeightSync:
     def _published(self, call: Call, edges: Sequence[ParameterEdge], shared: bool) -> Iterable[CallRequest]:
         weights = reduce(add, call.results)  # what the ranks publish adds up
         requests: list[CallRequest] = []
-        if call.group.handle.transport.startswith("vllm:"):
+        if call.group.handle.vllm_backend:
             requests.append(CallRequest(call.group, "send_weights", {"version": weights.version}, on_device=not shared))
         for edge in edges:
             follower = self._groups[edge.follower]

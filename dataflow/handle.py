@@ -40,6 +40,11 @@ class Handle:
         """How the weights that it publishes reach its followers; "auto" where its worker offers no choice."""
         return getattr(self.given, "transport", "auto")
 
+    @property
+    def vllm_backend(self) -> str:
+        """vLLM's own backend by which it sends them, while it and its followers work at the same time; empty: none."""
+        return getattr(self.given, "vllm_backend", "")
+
     def __repr__(self) -> str:
         return f"<handle {self.name or '(unnamed)'}: {self.worker_class.__name__}>"
 

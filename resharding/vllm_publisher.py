@@ -34,7 +34,7 @@ from .checksum import box_sum
 from .connection import listen
 from .transfer import Sent
 from .vllm_control import Receivers, TensorSum, checksum_of_tensors
-from .weights import CHECKSUM_MODULUS, LOOPBACK, Part, Weights
+from .weights import BY_VLLM, CHECKSUM_MODULUS, LOOPBACK, Part, Weights
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class VllmPublisher:
         self._backend = BACKENDS[backend]
         if self._backend.on_gpus and not torch.cuda.is_available():
             raise WeightSyncError(
-                f'transport="vllm:{backend}" moves weights from GPU to GPU, and torch sees none; take "auto"'
+                f'transport="{BY_VLLM}{backend}" moves weights from GPU to GPU, and torch sees none; take "auto"'
             )
         device = torch.device("cuda", torch.cuda.current_device()) if self._backend.on_gpus else torch.device("cpu")
         self._rank = rank

@@ -60,6 +60,11 @@ class ActorConfig(TrainedConfig):
     """[MiB] Largest part of the weights that travels at once; each rank has memory for two. Lower it where memory is short, raise it
     between machines that are far apart."""
 
+    @property
+    def vllm_backend(self) -> str:
+        """Name of vLLM's own backend by which weights travel, while both sides work on it; empty: they travel in one of Weft's ways."""
+        return self.transport.removeprefix(BY_VLLM) if self.transport.startswith(BY_VLLM) else ""
+
     @field_validator("transport", mode="before")
     @classmethod
     def _refuse_sharded_rdt(cls, transport: object) -> object:
@@ -72,7 +77,7 @@ class ActorConfig(TrainedConfig):
 
     @model_validator(mode="after")
     def _check_deltas(self) -> Self:
-        if self.deltas != "off" and self.transport.startswith(BY_VLLM):
+        if self.deltas != "off" and self.vllm_backend:
             raise ValueError(
                 f'deltas={self.deltas!r}: transport="{self.transport}" sends whole tensors; take deltas="off", or transport="auto"'
             )
@@ -186,17 +191,17 @@ class ActorWorker(TrainedWorker):
         return self._publisher.publish(self.engine.published_parts(), version, receivers)
 
     def _new_publisher(self) -> Any:
-        address, bucket_bytes, transport = self.context.address, self.config.bucket_mib << 20, self.config.transport
-        if transport.startswith(BY_VLLM):
+        address, bucket_bytes = self.context.address, self.config.bucket_mib << 20
+        if backend := self.config.vllm_backend:
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # which vLLM reads when it is imported
             from ..resharding.vllm_publisher import VllmPublisher
 
-            backend, at = transport.removeprefix(BY_VLLM), self.context
+            at = self.context
             return VllmPublisher(backend, at.rank, at.world_size, address, bucket_bytes, at.advance)
         from ..resharding.publisher import WeightPublisher
 
         deltas = self.config.deltas == "auto"
-        return WeightPublisher(address, bucket_bytes, deltas=deltas, transport=transport)
+        return WeightPublisher(address, bucket_bytes, deltas=deltas, transport=self.config.transport)
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int) -> None:

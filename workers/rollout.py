@@ -31,7 +31,6 @@ from ..dataflow.errors import SampleError
 from ..dataflow.lazy import torch
 from ..dataflow.metrics import Max, Mean, Metrics, Sum
 from ..dataflow.operation import Shape
-from ..resharding.weights import BY_VLLM
 from .canary import PROMPT_TOKENS, RESPONSE_TOKENS, Canary, canary_prompts
 from .children import Children
 from .device import rank_device
@@ -251,9 +250,7 @@ class RolloutWorker(Worker):
         return config.refuses_adapter(leader)
 
     @classmethod
-    def refuses_transport(cls, config: RolloutConfig, transport: str) -> str:
-        if not transport.startswith(BY_VLLM):
-            return ""
+    def refuses_vllm_backends(cls, config: RolloutConfig) -> str:
         if cls.new_engine is not RolloutWorker.new_engine:
             return f"{cls.__name__} brings an engine of its own"
         if config.engine != "vllm":

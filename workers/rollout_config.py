@@ -15,7 +15,6 @@ from ..algorithms.sampling import Sampling
 from ..dataflow.batch import Batch
 from ..dataflow.column import PROMPT_IDS
 from ..dataflow.errors import UserError
-from ..resharding.weights import BY_VLLM
 from .generation.vllm_settings import LORA_RANKS, VllmSettings
 from .model_folder import (
     check_causal_lm,
@@ -100,7 +99,7 @@ class RolloutConfig(VllmSettings):
         Args:
             leader: configuration of the actor.
         """
-        if leader.transport.startswith(BY_VLLM):
+        if leader.vllm_backend:
             return f"transport={leader.transport!r} carries complete weights"
         if str(self.model) != str(leader.model):
             return f"it starts from the model {self.model}, and the adapter belongs to {leader.model}"

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..dataflow.config import Config
-from ..resharding.weights import BY_VLLM
 from .dispatch import Coordinates, Dispatch
 from .remote import remote
 from .row_cost import RowCost
@@ -105,14 +104,13 @@ class Worker:
         return f"{cls.__name__} takes complete weights"
 
     @classmethod
-    def refuses_transport(cls, config: Any, transport: str) -> str:
-        """Why a group of this class cannot take weights that its leader sends in this way; empty: it can.
+    def refuses_vllm_backends(cls, config: Any) -> str:
+        """Why a group of this class cannot take weights that its leader sends by one of vLLM's own backends; empty: it can.
 
         Args:
             config: of the group, as it was given.
-            transport: of the leader.
         """
-        return f"{cls.__name__} has no engine of vLLM" if transport.startswith(BY_VLLM) else ""
+        return f"{cls.__name__} has no engine of vLLM"
 
     @property
     def coordinates(self) -> Coordinates:

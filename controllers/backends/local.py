@@ -60,7 +60,7 @@ class Local:
         """
         for handle in handles.values():
             leader = handle.leader
-            if leader is not None and leader.transport.startswith("vllm:"):
+            if leader is not None and leader.vllm_backend:
                 raise UserError(
                     f'Local(): transport="{leader.transport}" of {leader.called!r} needs processes that work at the same time; '
                     'take weft.RayBackend(), or transport="auto"'

@@ -29,7 +29,7 @@ class Middle(ToyActor):
 
 
 class SendingConfig(ToyConfig):
-    transport: str = "vllm:nccl"
+    vllm_backend: str = "nccl"
 
 
 class Sending(ToyActor):
