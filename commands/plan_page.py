@@ -119,8 +119,9 @@ def _step(plan: Plan) -> Iterator[str]:
         )
     for shared in plan.sequences:
         groups = " + ".join(f"{number} × {degree}" for degree, number in Counter(shared.degrees).items())
+        where = f" (in the slowest of {shared.optimizer_steps:,} optimizer steps)" if shared.optimizer_steps > 1 else ""
         yield (
-            f"  {shared.node}: ranks in groups of {groups} take {shared.seconds:,.3g} s, "
+            f"  {shared.node}: ranks in groups of {groups}{where} take {shared.seconds:,.3g} s, "
             f"at most {shared.gap:.1%} above the best there can be; groups of {shared.equal_degree} take {shared.equal_s:,.3g} s"
         )
     if plan.time is not None:

@@ -46,7 +46,6 @@ def main(settings: Settings) -> None:
                 stages=stages, chunks=settings.chunks, microbatch_tokens=tokens, per_token_s=0.004, transfer_s=1e-5
             ),
         },
-        ranks_per_replica={"actor": stages},
     )
     training = grpo(
         weft.Prompts.from_rows(rows, model),

@@ -119,10 +119,10 @@ def plan_of(spec: RunSpec, like: Path | None = None) -> Plan:
         for n, h in spec.handles.items()
     )
     updates = tuple(update_sizes(spec, node, sizes) for node in train.nodes if node.operation.updates)
-    of_groups = zip(updates, (n.group for n in train.nodes if n.operation.updates), strict=True)
+    of_groups = list(zip(updates, (str(n.group) for n in train.nodes if n.operation.updates), strict=True))
     pipelines = [pipeline_plan(configs[g], update, costs) for update, g in of_groups if g in configs]
     time = step_time(spec, sizes, costs, of) if costs is not None else None
-    shared = [sequence_plan(update.node, sizes, costs) for update in updates]
+    shared = [sequence_plan(update, sizes, costs, spec.placement[g].ranks) for update, g in of_groups]
     parts = tuple(filter(None, pipelines)), tuple(filter(None, shared))
     return Plan(spec, sizes, updates, groups, machine, time, driver, *parts)
 

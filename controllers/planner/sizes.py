@@ -28,6 +28,7 @@ from ...dataflow.graph import Graph
 from ...dataflow.node import SOURCE, Node
 from ...dataflow.operation import Shape
 from ...workers.training.memory import CPU_TOKENS, GPU_TOKENS
+from ...workers.training.microbatch_plan import OptimizerSteps
 from ..loop.recording import RECORDED
 from ..placement import ranks_of_a_replica
 from ..run_spec import RunSpec
@@ -52,6 +53,13 @@ class UpdateSizes:
     microbatches_per_replica: int
     """At most."""
     optimizer_steps: int
+    epochs: int = 1
+    """Passes over the rows, each of equally many optimizer steps."""
+
+    @property
+    def steps(self) -> OptimizerSteps:
+        """The optimizer steps, as costs take them."""
+        return OptimizerSteps(self.epochs, self.optimizer_steps // self.epochs)
 
 
 @dataclass(frozen=True)
@@ -105,9 +113,9 @@ def update_sizes(spec: RunSpec, node: Node, sizes: StepSizes) -> UpdateSizes:
     ranks = 1 if spec.backend.in_process else place.ranks
     replicas = max(1, ranks // ranks_of_a_replica(config))
     of_pass = getattr(config, "microbatch_tokens", None) or (GPU_TOKENS if place.pool.gpus else CPU_TOKENS)
-    epochs, minibatches = (node.arguments.get(name, 1) for name in ("epochs", "minibatches"))
+    steps = OptimizerSteps.of(node)
     rows, each = sizes.rows, math.ceil(sizes.rows / replicas)
-    of_step = math.ceil(each / minibatches)
+    of_step = math.ceil(each / steps.minibatches)
     fit = max(1, math.floor(of_pass / sizes.tokens_a_row)) if sizes.tokens_a_row else of_step
     return UpdateSizes(
         node=node.name,
@@ -116,8 +124,9 @@ def update_sizes(spec: RunSpec, node: Node, sizes: StepSizes) -> UpdateSizes:
         rows_per_replica=each,
         tokens=round(rows * sizes.tokens_a_row),
         rows_per_microbatch=min(fit, of_step),
-        microbatches_per_replica=epochs * minibatches * math.ceil(of_step / fit),
-        optimizer_steps=epochs * minibatches,
+        microbatches_per_replica=steps.number * math.ceil(of_step / fit),
+        optimizer_steps=steps.number,
+        epochs=steps.epochs,
     )
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...dataflow.errors import UserError
 from ...workers.training.engine import ModelConfig
 from ...workers.training.lora import Lora
 from ...workers.training.memory import ModelSize, TrainingMemory, training_memory
 from ...workers.training.pipeline_schedule import PipelineSchedule, interleaved
-from ..simulation.costs import CostModel, PipelineCost
+from ..simulation.costs import CostModel
 from .sizes import UpdateSizes
 
 
@@ -60,29 +59,26 @@ def pipeline_plan(config: ModelConfig, passes: UpdateSizes, costs: CostModel | N
     Raises:
         UserError: its cost is of another number of stages.
     """
+    cost = costs.pipeline(passes.node, config) if costs is not None else None
     if config.pipeline_parallel == 1:
         return None
-    chunks = chunks_of(config, passes.node, costs)
-    schedule = schedule_of(config, passes, chunks)
-    cost = costs.linear(passes.node) if costs is not None else None
-    made = (config.pipeline_parallel, chunks, schedule.microbatches)
-    if isinstance(cost, PipelineCost):
-        if cost.stages != config.pipeline_parallel:
-            raise UserError(
-                f"the cost of node {passes.node!r} is of a pipeline of {cost.stages} stages, and its group has "
-                f"pipeline_parallel={config.pipeline_parallel}"
-            )
-        steps = max(1, passes.optimizer_steps)
-        played = cost.played(passes.rows_per_replica / steps, passes.tokens / passes.replicas / steps)
-        return PipelinePlan(passes.node, *made, played.bubble, played=True)
-    return PipelinePlan(passes.node, *made, schedule.bubble, played=False)
+    if cost is None:
+        schedule = schedule_of(config, passes, chunks=1)
+        return PipelinePlan(passes.node, schedule.stages, 1, schedule.microbatches, schedule.bubble, played=False)
+    of_step = passes.epochs / passes.optimizer_steps
+    own = passes.rows_per_replica * of_step, passes.tokens / passes.replicas * of_step
+    played = cost.played(*own)
+    return PipelinePlan(passes.node, cost.stages, cost.chunks, cost.microbatches(*own), played.bubble, played=True)
 
 
 def chunks_of(config: ModelConfig, node: str, costs: CostModel | None) -> int:
-    """Chunks of a stage, as the costs of the node have them; 1: they say nothing of as many stages."""
-    cost = costs.linear(node) if costs is not None else None
-    same = isinstance(cost, PipelineCost) and cost.stages == config.pipeline_parallel
-    return cost.chunks if isinstance(cost, PipelineCost) and same else 1
+    """Chunks of a stage, as the costs of the node have them; 1: they say nothing of a pipeline.
+
+    Raises:
+        UserError: its cost is of another number of stages.
+    """
+    cost = costs.pipeline(node, config) if costs is not None else None
+    return cost.chunks if cost is not None else 1
 
 
 def stage_memory(

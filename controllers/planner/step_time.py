@@ -8,7 +8,7 @@ from typing import Any
 
 from ...dataflow.graph import TRAIN
 from ...dataflow.metric_names import FUNCTIONS
-from ..placement import ranks_of_a_replica
+from ...workers.training.microbatch_plan import OptimizerSteps
 from ..run_spec import RunSpec
 from ..schedule import Synchronous
 from ..simulation.bound import bound
@@ -51,10 +51,10 @@ def step_time(spec: RunSpec, sizes: StepSizes, costs: CostModel, of: str) -> Ste
         group = node.group or FUNCTIONS
         config: Any = spec.handles[group].config
         ranks = 1 if spec.backend.in_process else places[group].ranks
-        replicas = max(1, ranks // ranks_of_a_replica(config))
+        replicas = max(1, ranks // costs.replica_ranks(group, config))
         level = node.level if node.makes_level is None else node.makes_level
         rows = sizes.rows_of_level[level] / replicas
-        nodes[node.name] = costs.linear(node.name).seconds(rows, rows * sizes.tokens(level))
+        nodes[node.name] = costs.linear(node.name).seconds(rows, rows * sizes.tokens(level), OptimizerSteps.of(node))
     beside = (f"{group}.{method}" for group in spec.handles for method in BESIDE)
     nodes |= {name: costs.linear(name).fixed_s for name in beside if name in costs.nodes}
     nodes = {name: seconds for name, seconds in nodes.items() if seconds}

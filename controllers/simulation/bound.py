@@ -13,6 +13,7 @@ from ...dataflow.batch import Batch
 from ...dataflow.graph import Graph
 from ...dataflow.metric_names import FUNCTIONS
 from ...dataflow.node import SOURCE
+from ...workers.training.microbatch_plan import OptimizerSteps
 from ..cursor import positions
 from ..placement import Placement, resolve
 from ..ranks.row_io import num_tokens
@@ -62,7 +63,8 @@ def bound(
     rows, tokens = _load(costs, graph, prompts_per_step * steps, seed, shuffle)
     for node in graph.nodes:
         group = node.group or FUNCTIONS
-        replicas = places[group].ranks // costs.ranks_per_replica.get(group, 1)
+        handle = graph.handles.get(group)
+        replicas = places[group].ranks // costs.replica_ranks(group, handle.config if handle is not None else None)
         cost = costs.nodes.get(node.name, LinearCost())
         if isinstance(cost, Generation):
             assert node.makes_level is not None
@@ -70,9 +72,8 @@ def bound(
             best = float((cost.seconds_by_batch[1:] / np.arange(1, cost.max_num_seqs + 1)).min())
             seconds = (made * best + tokens[node.level] * cost.prefill_s) / replicas
         else:
-            seconds = steps * cost.fixed_s + cost.seconds(
-                rows[node.level] / replicas, tokens[node.level] / replicas, fixed=False
-            )
+            own = rows[node.level] / replicas, tokens[node.level] / replicas
+            seconds = steps * cost.fixed_s + cost.least_s(*own, OptimizerSteps.of(node))
         busy[places[group].pool.name] += seconds / steps  # pyright: ignore[reportArgumentType]
     pool = max(busy, key=lambda name: busy[name])
     return Bound(float(busy[pool]), pool, dict(busy))

@@ -10,9 +10,12 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from ...dataflow.config import Config
-from ...workers.training.microbatch_plan import plan_microbatches
+from ...dataflow.errors import UserError
+from ...workers.row_cost import RowCost
+from ...workers.training.microbatch_plan import OptimizerSteps, plan_microbatches
 from ...workers.training.pipeline_schedule import PipelineRun, interleaved, run
-from ...workers.training.sequence_groups import SequenceCost, SequenceGroups, equal_groups, plan_groups
+from ..placement import ranks_of_a_replica
+from .sequence_groups import SequenceCost, SequenceGroups, equal_groups, plan_groups
 
 FORWARD_SHARE = 1 / 3
 """Of the time of a microbatch: a backward pass has twice the matrix products of a forward pass."""
@@ -65,7 +68,8 @@ class FixedLengths(Config):
 
 
 class LinearCost(Config):
-    """Seconds of a call: a constant, and so much for each row and token of the replica that has the most to do.
+    """Seconds of a call, of an update with all of its optimizer steps: a constant, and so much for each row and token of the replica that
+    has the most to do.
 
     >>> LinearCost(fixed_s=1.0, per_token_s=0.5).seconds(rows=2, tokens=10)
     6.0
@@ -80,23 +84,43 @@ class LinearCost(Config):
     keep: float = Field(default=1.0, ge=0, le=1)
     """[share] Rows that a filter lets through (or groups, where it takes whole ones). Lower it for a filter that drops many."""
 
-    def seconds(self, rows: float, tokens: float, *, fixed: bool = True) -> float:
-        """Seconds of a call on so many rows and tokens, with or without the constant."""
-        return fixed * self.fixed_s + self.per_row_s * rows + self.per_token_s * tokens
+    def seconds(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
+        """Seconds of a call on so many rows of one length.
 
-    def seconds_of(self, lengths: np.ndarray, *, fixed: bool = True) -> float:
-        """Seconds of a call on rows of these lengths, [rows] tokens."""
-        return self.seconds(len(lengths), float(lengths.sum()), fixed=fixed)
+        Args:
+            rows: of the call.
+            tokens: of all of them.
+            steps: of an update. Times of this class are those of the whole call, however many steps it has; of others, those of one pass.
+        """
+        return self.fixed_s + self.per_row_s * rows + self.per_token_s * tokens
+
+    def seconds_of_steps(self, lengths: np.ndarray, cuts: Sequence[np.ndarray]) -> np.ndarray:
+        """Seconds of a call, without the constant.
+
+        Args:
+            lengths: [rows] tokens of each row.
+            cuts: indexes of the rows of each optimizer step.
+
+        Returns:
+            [optimizer steps], at whose ends replicas wait for each other; or [1], where only the time of the whole call is known.
+        """
+        return np.array([self.per_row_s * len(lengths) + self.per_token_s * float(lengths.sum())])
+
+    def least_s(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
+        """Seconds of a call that no lengths of so many rows and tokens beat, without the constant."""
+        return self.per_row_s * rows + self.per_token_s * tokens
 
 
 class PipelineCost(LinearCost):
     """An update by a pipeline: rows are cut into microbatches, which pass through its stages by 1F1B, or, with several chunks, by
-    interleaved 1F1B (arXiv:2104.04473). Times for rows and tokens are those of the whole model, forwards and backwards. An update that
-    comes in parts fills and drains the pipeline in each.
+    interleaved 1F1B (arXiv:2104.04473). Times for rows and tokens are those of one pass through the whole model, forwards and backwards.
+    Each optimizer step fills and drains the pipeline, and so does each part of an update that comes in parts.
 
     >>> cost = PipelineCost(stages=4, microbatch_tokens=100, per_token_s=0.01)
     >>> round(cost.seconds(rows=8, tokens=800), 6), cost.played(rows=8, tokens=800).bubble  # 8 / 4 s without the bubble
     (2.75, 0.375)
+    >>> round(cost.seconds(rows=8, tokens=800, steps=OptimizerSteps(epochs=1, minibatches=2)), 6)  # twice 4 / 4 s, and twice the bubble
+    3.5
     """
 
     stages: int = Field(ge=1)
@@ -120,47 +144,65 @@ class PipelineCost(LinearCost):
             )
         return self
 
-    def seconds(self, rows: float, tokens: float, *, fixed: bool = True) -> float:
-        """Seconds of a call on so many rows and tokens, cut into equal microbatches."""
-        return fixed * self.fixed_s + self.played(rows, tokens).seconds
+    def seconds(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
+        """As `LinearCost.seconds`: the schedule of each optimizer step is played."""
+        of_step = self.played(rows / steps.minibatches, tokens / steps.minibatches)
+        return self.fixed_s + steps.number * of_step.seconds
 
-    def seconds_of(self, lengths: np.ndarray, *, fixed: bool = True) -> float:
-        """Seconds of a call on rows of these lengths, cut into microbatches as the engine cuts them; interleaved rounds are filled up
-        with empty ones."""
-        parts = plan_microbatches(lengths, self.microbatch_tokens, packed=True)
-        sizes = [(len(part), float(lengths[part].sum())) for part in parts]
-        return (
-            fixed * self.fixed_s
-            + self._play(sizes + [(0, 0.0)] * (self._whole_rounds(len(sizes)) - len(sizes))).seconds
-        )
+    def seconds_of_steps(self, lengths: np.ndarray, cuts: Sequence[np.ndarray]) -> np.ndarray:
+        """As `LinearCost.seconds_of_steps`: the rows of each step are cut into microbatches as the engine cuts them."""
+        found: list[float] = []
+        for own in (lengths[cut] for cut in cuts):
+            parts = plan_microbatches(own, self.microbatch_tokens, packed=True)
+            found.append(self._play([(len(part), float(own[part].sum())) for part in parts]).seconds)
+        return np.array(found)
+
+    def least_s(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
+        """As `LinearCost.least_s`: the time for which the busiest stage computes."""
+        stages = self._shares.reshape(self.chunks, self.stages).sum(0)
+        return steps.epochs * float(stages.max()) * (self.per_row_s * rows + self.per_token_s * tokens)
 
     def played(self, rows: float, tokens: float) -> PipelineRun:
-        """The schedule on so many rows and tokens, cut into equal microbatches."""
-        number = self._whole_rounds(math.ceil(tokens / self.microbatch_tokens))
-        return self._play([(rows / number, tokens / number)] * number)
+        """The schedule of one optimizer step on so many rows of one length: whole rows make up a microbatch, and the last one has what is
+        left."""
+        number = self.microbatches(rows, tokens)
+        each = self._rows_of_one(rows, tokens)
+        sizes = [min(each, rows - k * each) for k in range(number)]
+        return self._play([(own, own * tokens / rows if rows else 0.0) for own in sizes])
 
-    def _whole_rounds(self, microbatches: int) -> int:
-        """At least one, and, interleaved, a multiple of the stages."""
-        return max(1, microbatches) if self.chunks == 1 else max(1, math.ceil(microbatches / self.stages)) * self.stages
+    def microbatches(self, rows: float, tokens: float) -> int:
+        """How many so many rows of one length make up, without those that fill up the last round of an interleaved schedule."""
+        return max(1, math.ceil(rows / self._rows_of_one(rows, tokens)))
+
+    def _rows_of_one(self, rows: float, tokens: float) -> int:
+        """Whole rows of a full microbatch."""
+        return max(1, math.floor(self.microbatch_tokens * rows / tokens + 1e-9)) if tokens else max(1, math.ceil(rows))
+
+    @property
+    def _shares(self) -> np.ndarray:
+        """[pieces] of the time of a pass; together 1."""
+        shares = np.array(self.shares or (1.0,) * (self.stages * self.chunks))
+        return shares / shares.sum()
 
     def _play(self, microbatches: Sequence[tuple[float, float]]) -> PipelineRun:
-        """Play microbatches of so many rows and tokens each."""
-        pieces = self.stages * self.chunks
-        shares = np.array(self.shares or (1.0,) * pieces)
-        times = np.array([self.per_row_s * rows + self.per_token_s * tokens for rows, tokens in microbatches])
-        passes = np.outer(shares / shares.sum(), times)
-        transfers = [self.transfer_s * tokens for _, tokens in microbatches]
-        schedule = interleaved(self.stages, len(microbatches), self.chunks)
+        """Play microbatches of so many rows and tokens each, and empty ones up to whole rounds of an interleaved schedule."""
+        number = max(1, len(microbatches))
+        whole = number if self.chunks == 1 else -(-number // self.stages) * self.stages
+        filled = [*microbatches, *[(0.0, 0.0)] * (whole - len(microbatches))]
+        passes = np.outer(self._shares, [self.per_row_s * rows + self.per_token_s * tokens for rows, tokens in filled])
+        transfers = [self.transfer_s * tokens for _, tokens in filled]
+        schedule = interleaved(self.stages, whole, self.chunks)
         return run(schedule, FORWARD_SHARE * passes, (1 - FORWARD_SHARE) * passes, transfers)
 
 
 class SequenceParallelCost(LinearCost):
-    """An update whose ranks share the tokens of long rows, in groups of different sizes that are chosen anew for the rows of each call
-    (FlexSP, arXiv:2412.01523; `workers/training/sequence_groups.py`). `per_token_s` is that of a token's linear layers on one rank.
+    """An update whose ranks share the tokens of long rows, in groups of different sizes that are chosen anew for the rows of each
+    optimizer step (FlexSP, arXiv:2412.01523; `controllers/simulation/sequence_groups.py`). Times are those of one pass, forwards and
+    backwards; `per_token_s` is that of a token's linear layers on one rank.
 
     >>> cost = SequenceParallelCost(ranks=4, memory_tokens=100, per_token_s=0.01)
-    >>> cost.seconds_of(np.array([200, 100, 100])), cost.model_copy(update={"degree": 4}).seconds_of(np.array([200, 100, 100]))
-    (1.0, 1.0)
+    >>> [each.groups(np.array([200, 100, 100])).seconds for each in (cost, cost.model_copy(update={"degree": 4}))]
+    [1.0, 1.0]
     """
 
     ranks: int = Field(ge=1)
@@ -174,26 +216,34 @@ class SequenceParallelCost(LinearCost):
     degree: int | None = Field(default=None, ge=1)
     """[ranks] Size of all groups; None: of different sizes. Set it to see what one degree for all rows costs."""
 
-    def seconds(self, rows: float, tokens: float, *, fixed: bool = True) -> float:
-        """Seconds of a call on so many rows of one length."""
-        number = max(1, round(rows))
-        lengths = np.full(number, math.ceil(tokens / number))
-        return self.seconds_of(lengths, fixed=fixed)
+    def seconds(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
+        """As `LinearCost.seconds`: with the groups of each optimizer step."""
+        number = max(1, round(rows / steps.minibatches))
+        lengths = np.full(number, math.ceil(tokens / steps.minibatches / number))
+        return self.fixed_s + steps.number * float(self.seconds_of_steps(lengths, [np.arange(number)])[0])
 
-    def seconds_of(self, lengths: np.ndarray, *, fixed: bool = True) -> float:
-        """Seconds of a call on rows of these lengths: of the slowest group."""
-        return fixed * self.fixed_s + self.per_row_s * len(lengths) / self.ranks + self.groups(lengths).seconds
+    def seconds_of_steps(self, lengths: np.ndarray, cuts: Sequence[np.ndarray]) -> np.ndarray:
+        """As `LinearCost.seconds_of_steps`: of the slowest group of each step."""
+        return np.array([self.per_row_s * len(cut) / self.ranks + self.groups(lengths[cut]).seconds for cut in cuts])
+
+    def least_s(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
+        """As `LinearCost.least_s`: rows of one length, whose attention takes least, shared by all ranks without an exchange."""
+        linear = rows * float(self._cost.row_cost(np.array(tokens / rows))) if rows else 0.0
+        return steps.epochs * (self.per_row_s * rows + self.per_token_s * linear) / self.ranks
 
     def groups(self, lengths: np.ndarray) -> SequenceGroups:
-        """The groups of a call on rows of these lengths.
+        """The groups of an optimizer step on rows of these lengths.
 
         Raises:
             UserError: they have no room for the longest row.
         """
-        cost = SequenceCost(self.memory_tokens, self.per_token_s, self.attention_length, self.exchange_s)
         if self.degree is not None:
-            return equal_groups(lengths, self.ranks, self.degree, cost)
-        return plan_groups(lengths, self.ranks, cost)
+            return equal_groups(lengths, self.ranks, self.degree, self._cost)
+        return plan_groups(lengths, self.ranks, self._cost)
+
+    @property
+    def _cost(self) -> SequenceCost:
+        return SequenceCost(self.memory_tokens, self.per_token_s, RowCost(self.attention_length), self.exchange_s)
 
 
 class Generation(Config):
@@ -244,13 +294,37 @@ class CostModel(Config):
     "rollout.receive_weights", "actor.onload", "actor.offload"). What is not mentioned takes no time. Give what was measured; `calibrate`
     fits it to a timeline."""
     ranks_per_replica: Mapping[str, int] = Field(default_factory=dict)
-    """[ranks] How many one tensor-parallel replica of a group has; 1 where it is not mentioned. Costs are those of a replica. Set it to
-    plan for larger ones."""
+    """[ranks] How many one replica of a group has; where it is not mentioned, as many as the group's configuration says. Costs are those
+    of a replica. Set it for workers that do not say, or for ranks that share rows by a `SequenceParallelCost`."""
     dispatch_s: float = Field(default=0.0, ge=0)
     """[s] Time that a call takes the driver for each rank, one after the other. All ranks begin when the first has been called. Raise it
     for a slow network."""
     seed: int = 0
     """[seed] Of the lengths that are drawn: a prompt gets the same ones under every schedule and placement. Change it to see the spread."""
+
+    def replica_ranks(self, group: str, config: object) -> int:
+        """Ranks of one replica of a group with this configuration."""
+        return self.ranks_per_replica.get(group) or ranks_of_a_replica(config)
+
+    def pipeline(self, name: str, config: object) -> PipelineCost | None:
+        """The cost of an update by a pipeline; None: the cost of this node is none.
+
+        Args:
+            name: of the node.
+            config: of its group.
+
+        Raises:
+            UserError: the group has another number of stages.
+        """
+        cost = self.nodes.get(name)
+        if not isinstance(cost, PipelineCost):
+            return None
+        stages = getattr(config, "pipeline_parallel", cost.stages)
+        if cost.stages != stages:
+            raise UserError(
+                f"the cost of node {name!r} is of a pipeline of {cost.stages} stages, and its group has pipeline_parallel={stages}"
+            )
+        return cost
 
     def linear(self, name: str) -> LinearCost:
         """The cost of a call that does not generate; nothing, if it is not mentioned."""

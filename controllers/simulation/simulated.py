@@ -28,12 +28,13 @@ from ...dataflow.handle import Handle
 from ...dataflow.metrics import Max, Mean, Metrics
 from ...dataflow.operation import Shape
 from ...workers.dispatch import Coordinates
+from ...workers.training.microbatch_plan import OptimizerSteps
 from ..backends.backend import Event, Setup
 from ..backends.witness.memory import Memory
 from ..group import Call, WorkerGroup
 from ..placement import Place
 from ..ranks.tasks import Reply, Task
-from .costs import CostModel, Generation, LinearCost
+from .costs import CostModel, Generation, LinearCost, PipelineCost, SequenceParallelCost
 from .draws import Draws
 from .replica import Generating, Replica, Work
 
@@ -85,21 +86,40 @@ class Simulated:
         placement: Mapping[str, Place],
         handles: Mapping[str, Handle] = MappingProxyType({}),
     ) -> None:
-        """Refuse costs of groups that no graph has; devices are as many as the placement asks for."""
+        """Refuse costs of groups that no graph has, or that have other ranks; devices are as many as the placement asks for."""
         for name in [*(n.partition(".")[0] for n in self.costs.nodes if "." in n), *self.costs.ranks_per_replica]:
             if name not in placement:
                 raise UserError(f"CostModel names a group {name!r}, which no graph has{nearest(name, placement)}")
-        for name, each in self.costs.ranks_per_replica.items():
-            ranks = placement[name].ranks
-            if each < 1 or ranks % each:
+        configs = {name: handle.config for name, handle in handles.items()}
+        for name, place in placement.items():
+            each = self.costs.replica_ranks(name, configs.get(name))
+            if place.ranks % each:
                 raise UserError(
-                    f"CostModel.ranks_per_replica: replicas of {each} ranks do not divide the {ranks} of {name!r}"
+                    f"CostModel.ranks_per_replica: replicas of {each} ranks do not divide the {place.ranks} of {name!r}"
                 )
+        for node, cost in self.costs.nodes.items():
+            if isinstance(cost, PipelineCost | SequenceParallelCost):
+                name = node.partition(".")[0]
+                self.costs.pipeline(node, configs.get(name))
+                self._check_ranks(node, cost, self.costs.replica_ranks(name, configs.get(name)))
+
+    def _check_ranks(self, node: str, cost: PipelineCost | SequenceParallelCost, ranks: int) -> None:
+        """Refuse a cost of more or fewer ranks than a replica has: each replica would take its share of the rows with the wrong ones."""
+        if isinstance(cost, PipelineCost):
+            fits, wanted = ranks % cost.stages == 0, f"a pipeline of {cost.stages} stages"
+        else:
+            fits, wanted = ranks == cost.ranks, f"{cost.ranks} ranks"
+        if not fits:
+            group = node.partition(".")[0]
+            raise UserError(
+                f"the cost of node {node!r} is of {wanted}, and a replica of {group!r} has {ranks} of the ranks; "
+                f"CostModel.ranks_per_replica says how many it has"
+            )
 
     def start(self, setup: Setup) -> dict[str, WorkerGroup]:
         groups: dict[str, WorkerGroup] = {}
         for name, handle in setup.handles.items():
-            each = self.costs.ranks_per_replica.get(name, 1)
+            each = self.costs.replica_ranks(name, handle.config)
             place = setup.placement[name]
             mesh = [Coordinates(dp=rank // each, tp=rank % each) for rank in range(place.ranks)]
             groups[name] = WorkerGroup(name, handle, place, mesh, self._submit)
@@ -240,12 +260,18 @@ class Simulated:
         tokens_of = {} if held is None else dict(zip(ids, held.num_tokens.tolist(), strict=True))
         versions = {} if held is None or not is_update else dict(zip(ids, held.versions, strict=True))
         fixed = bool(tasks[0][1].arguments.get("last", True)) if call.node is not None else True
-        done: dict[int, float] = {}
+        steps, key = OptimizerSteps.of(call.node), (self.costs.seed, call.group.version)
+        done: dict[int, np.ndarray] = {}
         for _, task in tasks:
             if task.rows is not None and id(task.rows) not in done:
                 lengths = np.array([tokens_of[i] for i in task.rows.ids.tolist()], np.int64)
-                done[id(task.rows)] = cost.seconds_of(lengths, fixed=fixed)
-        seconds = max(done.values(), default=cost.fixed_s)  # ranks of one program wait for the slowest
+                units = np.arange(len(lengths))
+                if task.rows.operation.whole_groups:
+                    units = np.unique(task.rows.group_ids, return_inverse=True)[1]
+                done[id(task.rows)] = cost.seconds_of_steps(lengths, steps.cut(units, key))
+        seconds = fixed * cost.fixed_s
+        if done:  # in each optimizer step, ranks of one program wait for the slowest
+            seconds += float(np.max(list(done.values()), axis=0).sum())
         for replica, own in self._by_replica(call, tasks):
             replies = [(rank, self._result(call, rank, task, versions, cost, seconds)) for rank, task in own]
             weights = own[0][1].arguments.get("weights")

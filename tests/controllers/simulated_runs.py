@@ -47,7 +47,9 @@ class Actor(ToyActor):
         may_read=("response_versions",),
         takes=lambda epochs: TrainingBatch(accumulates=epochs == 1),
     )
-    def update(self, samples: Batch, *, loss: ToyLoss = ToyLoss(), epochs: int = 1, last: bool = True) -> Metrics:
+    def update(
+        self, samples: Batch, *, loss: ToyLoss = ToyLoss(), epochs: int = 1, minibatches: int = 1, last: bool = True
+    ) -> Metrics:
         return super().update(samples, loss=loss)
 
 

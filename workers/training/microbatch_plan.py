@@ -1,8 +1,56 @@
-"""How rows are cut into microbatches: arithmetic that the training engine and the simulator share, without torch."""
+"""How the rows of an update are cut into optimizer steps, and these into microbatches: arithmetic that the training engine, the planner and
+the simulator share, without torch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
+
+from ...dataflow.node import Node
+
+
+@dataclass(frozen=True)
+class OptimizerSteps:
+    """The optimizer steps of one update: `epochs` passes over its rows, each of `minibatches` steps."""
+
+    epochs: int = 1
+    minibatches: int = 1
+
+    @classmethod
+    def of(cls, node: Node | None) -> OptimizerSteps:
+        """Those of a call of this node; one, if it updates nothing."""
+        if node is None or not node.operation.updates:
+            return cls()
+        return cls(node.arguments.get("epochs", 1), node.arguments.get("minibatches", 1))
+
+    @property
+    def number(self) -> int:
+        """Of steps in all."""
+        return self.epochs * self.minibatches
+
+    def cut(self, units: np.ndarray, key: Sequence[int]) -> list[np.ndarray]:
+        """The rows of each step. Units are shuffled anew in each epoch, since rows arrive as they were finished: short ones first.
+
+        Args:
+            units: [rows] number of each row's unit, from 0; rows of one unit are never separated.
+            key: seeds the shuffle.
+
+        Returns:
+            Indexes of the rows of each step, in ascending order; empty ones where there are fewer units than minibatches.
+
+        >>> [rows.tolist() for rows in OptimizerSteps(epochs=2, minibatches=2).cut(np.array([0, 0, 1, 2]), key=(3,))]
+        [[2, 3], [0, 1], [0, 1, 2], [3]]
+        """
+        if self.minibatches == 1:
+            return [np.arange(len(units))] * self.epochs
+        cuts: list[np.ndarray] = []
+        for epoch in range(self.epochs):
+            order = np.arange(units.max(initial=-1) + 1)
+            np.random.default_rng((*key, epoch)).shuffle(order)
+            cuts += [np.flatnonzero(np.isin(units, part)) for part in np.array_split(order, self.minibatches)]
+        return cuts
 
 
 def plan_microbatches(

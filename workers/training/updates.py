@@ -12,6 +12,7 @@ from ...dataflow.metrics import Metrics, merge
 from ..worker import Context
 from .bad_steps import BadSteps
 from .engine import OptimizerConfig, TrainingEngine
+from .microbatch_plan import OptimizerSteps
 
 
 class Updates:
@@ -50,7 +51,8 @@ class Updates:
             self._bad_steps.add(batch)
             return self._engine.accumulate(batch, observed, last=False)
         parts: list[Metrics] = []
-        cuts = [rows for epoch in range(epochs) for rows in self._cut(batch, minibatches, epoch, loss.whole_groups)]
+        units = batch.groups()[1] if loss.whole_groups else np.arange(len(batch))
+        cuts = OptimizerSteps(epochs, minibatches).cut(units, (self._context.seed, self.version))
         for number, rows in enumerate(cuts, 1):
             part = batch if minibatches == 1 else batch.take(rows)
             self._bad_steps.add(part)
@@ -60,16 +62,6 @@ class Updates:
             observed = loss  # later steps no longer see the weights before the update
         self.version += 1
         return merge(parts)
-
-    def _cut(self, batch: Batch, minibatches: int, epoch: int, whole_groups: bool) -> list[np.ndarray]:
-        """Indexes of the rows of each minibatch, drawn one by one or by groups."""
-        if minibatches == 1:
-            return [np.arange(len(batch))]
-        unit_of_row = batch.groups()[1] if whole_groups else np.arange(len(batch))
-        order = np.arange(unit_of_row.max(initial=-1) + 1)
-        # Rows arrive as they were finished: short ones first.
-        np.random.default_rng((self._context.seed, self.version, epoch)).shuffle(order)
-        return [np.flatnonzero(np.isin(unit_of_row, part)) for part in np.array_split(order, minibatches)]
 
     def save(self, path: Path) -> float:
         """Copy the state of training, which is written to a new folder while training goes on; returns the seconds that training waited."""

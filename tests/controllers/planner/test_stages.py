@@ -1,13 +1,15 @@
 """Pipelines in a plan: what each stage holds, and how long it is idle."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from weft.controllers.planner.sequences import sequence_plan
 from weft.controllers.planner.sizes import StepSizes, UpdateSizes
-from weft.controllers.planner.stages import pipeline_plan, stage_memory
+from weft.controllers.planner.stages import chunks_of, pipeline_plan, stage_memory
 from weft.controllers.simulation.costs import (
     CostModel,
     FixedLengths,
@@ -19,6 +21,7 @@ from weft.controllers.simulation.costs import (
 from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig
 from weft.workers.training.memory import ModelSize
+from weft.workers.training.microbatch_plan import OptimizerSteps
 
 LAYER = {"self_attn.q_proj.weight": (8, 8), "mlp.up_proj.weight": (16, 8), "norm.weight": (8,)}
 OF_LAYER = 8 * 8 + 16 * 8 + 8
@@ -82,32 +85,42 @@ def test_groups_for_drawn_rows_are_beside_groups_of_one_size():
     lengths = FixedLengths(lengths=((380, 20, 20, 20),))
     nodes = {"actor.update": shared, "rollout.generate": Generation(lengths=lengths, decode_step_s=0.1)}
     sizes = StepSizes(2, {0: 2, 1: 8}, 20.0, 400.0, sampled=True)
-    found = sequence_plan("actor.update", sizes, CostModel(nodes=nodes))
+    update = UpdateSizes("actor.update", 8, 1, 8, 3360, 1, 8, 1)
+    found = sequence_plan(update, sizes, CostModel(nodes=nodes), ranks=8)
     assert found is not None and (found.equal_degree, found.degrees) == (4, (4, 4))
     assert found.seconds == found.equal_s  # two rows of 400 tokens, and nothing else to do but for six short ones
-    assert (
-        sequence_plan("actor.update", sizes, None)
-        is None
-        is sequence_plan("reward.score", sizes, CostModel(nodes=nodes))
-    )
-    alike = sequence_plan("actor.update", sizes, CostModel(nodes={"actor.update": shared}))
+    assert sequence_plan(update, sizes, None, ranks=8) is None
+    assert sequence_plan(replace(update, node="reward.score"), sizes, CostModel(nodes=nodes), ranks=8) is None
+    several = sequence_plan(replace(update, optimizer_steps=4, epochs=2), sizes, CostModel(nodes=nodes), ranks=8)
+    cuts = OptimizerSteps(2, 2).cut(np.arange(8), (0, 0))
+    rows = [np.tile([400, 40, 40, 40], 2)[cut] for cut in cuts]
+    assert several is not None and several.optimizer_steps == 4
+    assert several.seconds == pytest.approx(sum(shared.groups(of_step).seconds for of_step in rows))
+    assert several.degrees in [shared.groups(of_step).degrees for of_step in rows]
+    # On two replicas each has one of the long rows.
+    halves = sequence_plan(update, sizes, CostModel(nodes=nodes), ranks=16)
+    assert halves is not None and halves.seconds == shared.groups(np.array([400, 40, 40, 40])).seconds < found.seconds
+    alike = sequence_plan(update, sizes, CostModel(nodes={"actor.update": shared}), ranks=8)
     assert alike is not None and alike.seconds == pytest.approx(shared.seconds(8, 8 * 420)) and alike.equal_degree == 8
     six = shared.model_copy(update={"ranks": 6})
     thirds = FixedLengths(lengths=((280, 20, 20, 20),))
     of_three = sequence_plan(
-        "actor.update",
+        update,
         sizes,
         CostModel(
             nodes=nodes | {"actor.update": six, "rollout.generate": Generation(lengths=thirds, decode_step_s=0.1)}
         ),
+        ranks=6,
     )
     assert of_three is not None and of_three.equal_degree == 3
 
 
 def test_a_cost_of_another_pipeline_is_refused():
     cost = PipelineCost(stages=2, microbatch_tokens=400, per_token_s=0.01)
-    with pytest.raises(UserError, match="of 2 stages, and its group has pipeline_parallel=4"):
-        pipeline_plan(a_pipeline(4), UPDATE, CostModel(nodes={"actor.update": cost}))
+    for stages in (1, 4):
+        for refuse in (pipeline_plan, lambda config, update, costs: chunks_of(config, update.node, costs)):
+            with pytest.raises(UserError, match=f"of 2 stages, and its group has pipeline_parallel={stages}"):
+                refuse(a_pipeline(stages), UPDATE, CostModel(nodes={"actor.update": cost}))
 
 
 def test_ranks_that_do_not_make_whole_pipelines_are_refused(tmp_path: Path):

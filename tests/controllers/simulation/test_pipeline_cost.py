@@ -1,19 +1,29 @@
 """Training nodes that are pipelines: seconds by hand, by the schedule, and in a simulated run."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from simulated_runs import calls, costs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_runs import apart, calls, costs
 from simulated_runs import run as simulated
-from toy import prompts
+from toy import centred, prompts
 
+from weft.controllers.planner.sizes import UpdateSizes
+from weft.controllers.planner.stages import pipeline_plan
 from weft.controllers.ranks.row_io import num_tokens
 from weft.controllers.schedule import Synchronous
-from weft.controllers.simulation.costs import CostModel, FixedLengths, PipelineCost
+from weft.controllers.simulation.costs import CostModel, FixedLengths, LinearCost, PipelineCost, SequenceParallelCost
 from weft.controllers.simulation.simulated import Simulated
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
+from weft.dataflow.handle import group
+from weft.dataflow.tracing import graph
+from weft.workers.actor import ActorConfig, ActorWorker
+from weft.workers.training.microbatch_plan import OptimizerSteps
 from weft.workers.training.pipeline_schedule import interleaved, one_forward_one_backward, run
 
 
@@ -21,11 +31,37 @@ def test_equal_microbatches_take_the_ideal_time_and_the_bubble():
     # 1,000 tokens at 1 ms are 1 s for the whole model; in 10 microbatches on 4 stages 0.25 s and 3 / 10 of it.
     cost = PipelineCost(fixed_s=5, stages=4, microbatch_tokens=100, per_token_s=1e-3)
     assert cost.seconds(10, 1000) == pytest.approx(5 + 0.25 * 1.3)
-    assert cost.seconds(10, 1000, fixed=False) == pytest.approx(0.25 * 1.3)
     assert cost.seconds(0, 0) == 5
-    # Interleaved, they become 12 microbatches, and the bubble 3 / 24.
+    # Interleaved, 12 microbatches are three rounds of four stages, with a bubble of 3 / 24; without the last two, these are empty.
     two = cost.model_copy(update={"chunks": 2})
-    assert two.seconds(10, 1000) == pytest.approx(5 + 0.25 * (1 + 3 / 24))
+    assert two.seconds(12, 1200) == pytest.approx(5 + 0.3 * (1 + 3 / 24))
+    assert 5 + 0.25 < two.seconds(10, 1000) < two.seconds(12, 1200)
+
+
+def test_rows_of_one_length_take_the_same_whether_counted_or_listed():
+    cost = PipelineCost(stages=2, microbatch_tokens=100, per_token_s=1e-2, per_row_s=0.1, transfer_s=1e-3)
+    steps = OptimizerSteps(epochs=2, minibatches=2)
+    for rows, length in ((7, 30), (8, 100), (5, 101), (1, 1)):
+        for chunks in (1, 2):
+            made = cost.model_copy(update={"chunks": chunks})
+            listed = made.seconds_of_steps(np.full(rows, length), [np.arange(rows)])
+            assert made.seconds(rows, rows * length) == pytest.approx(listed.sum())
+            twice = made.seconds_of_steps(np.full(2 * rows, length), steps.cut(np.arange(2 * rows), (0,)))
+            assert made.seconds(2 * rows, 2 * rows * length, steps) == pytest.approx(twice.sum())
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 120), min_size=1, max_size=12), st.integers(1, 3), st.integers(1, 2), st.integers(1, 3))
+def test_no_lengths_beat_the_least_time(lengths: list[int], stages: int, chunks: int, minibatches: int):
+    own, steps = np.array(lengths), OptimizerSteps(2, minibatches)
+    shares = tuple(range(1, stages * chunks + 1))
+    for cost in (
+        LinearCost(fixed_s=1, per_token_s=0.1, per_row_s=1),
+        PipelineCost(stages=stages, chunks=chunks, microbatch_tokens=100, per_token_s=0.1, per_row_s=1, shares=shares),
+        SequenceParallelCost(ranks=stages, memory_tokens=120, per_token_s=0.1, per_row_s=1, attention_length=50),
+    ):
+        least = cost.least_s(len(own), float(own.sum()), steps)
+        assert least <= cost.seconds_of_steps(own, steps.cut(np.arange(len(own)), (0,))).sum() * (1 + 1e-9)
 
 
 def test_rows_are_cut_as_the_engine_cuts_them():
@@ -34,11 +70,13 @@ def test_rows_are_cut_as_the_engine_cuts_them():
     # The longest first, packed: [100], [90], [60, 30, 10].
     times, tokens = np.array([1.1, 1.0, 1.3]), np.array([100, 90, 100])
     played = run(one_forward_one_backward(2, 3), times / 6, times / 3, tokens * 1e-3)
-    assert cost.seconds_of(lengths) == pytest.approx(played.seconds)
+    assert cost.seconds_of_steps(lengths, [np.arange(5)]).tolist() == [pytest.approx(played.seconds)]
     # In rounds of two stages there is a fourth one, which is empty.
     times, tokens = np.append(times, 0), np.append(tokens, 0)
     played = run(interleaved(2, 4, 2), times / 12, times / 6, tokens * 1e-3)
-    assert cost.model_copy(update={"chunks": 2}).seconds_of(lengths) == pytest.approx(played.seconds)
+    assert cost.model_copy(update={"chunks": 2}).seconds_of_steps(lengths, [np.arange(5)]).tolist() == [
+        pytest.approx(played.seconds)
+    ]
 
 
 def test_a_stage_with_the_head_holds_up_the_others():
@@ -53,14 +91,53 @@ def test_a_stage_with_the_head_holds_up_the_others():
             PipelineCost(stages=2, microbatch_tokens=10, shares=wrong)
 
 
-def test_a_simulated_update_takes_what_its_rows_take_in_the_pipeline(tmp_path: Path):
-    pipeline = PipelineCost(stages=2, microbatch_tokens=12, per_token_s=0.1)
-    known = costs(FixedLengths(lengths=((9, 3), (5, 7))))
-    nodes = {**known.nodes, "actor.update": pipeline}
-    driver = simulated(
-        tmp_path, Synchronous(steps=1, prompts_per_step=2, shuffle=False), Simulated(CostModel(nodes=nodes)), number=2
+@graph
+def several_steps(source: Any, *, rollout: Any, reward: Any, actor: Any, n: int):
+    samples = centred(reward.score(rollout.generate(source, n=n)))
+    return actor.update(samples, epochs=2, minibatches=2)
+
+
+def seconds_of_an_update(root: Path, cost: LinearCost, ranks: int, tokens: Sequence[int]) -> float:
+    """Of four optimizer steps on one replica, on four rows of each of two prompts, which with their responses have so many tokens."""
+    lengths = zip(num_tokens(Batch.of_table(prompts(2).table)).tolist(), tokens, strict=True)
+    known = costs(FixedLengths(lengths=tuple((whole - prompt,) for prompt, whole in lengths)))
+    backend = Simulated(CostModel(nodes={**known.nodes, "actor.update": cost}, ranks_per_replica={"actor": ranks}))
+    schedule = Synchronous(steps=1, prompts_per_step=2, shuffle=False)
+    ((began, ended),) = calls(
+        simulated(root, schedule, backend, apart(1, ranks), graph=several_steps, number=2, n=4), "actor.update"
     )
-    first, second = num_tokens(Batch.of_table(prompts(2).table)).tolist()
-    expected = pipeline.seconds_of(np.array([first + 9, first + 3, second + 5, second + 7]))
-    ((began, ended),) = calls(driver, "actor.update")
-    assert ended - began == pytest.approx(expected)
+    return ended - began
+
+
+def test_each_optimizer_step_fills_and_drains_the_pipeline_in_plan_and_simulation(tmp_path: Path):
+    cost = PipelineCost(fixed_s=3, stages=2, microbatch_tokens=20, per_token_s=0.1)
+    seconds = seconds_of_an_update(tmp_path, cost, 2, (20, 20))
+    # Two epochs of two steps of 4 rows, each of them a microbatch: 4 s on each stage, and a quarter of that idle.
+    assert seconds == pytest.approx(3 + 4 * 4 * 1.25)
+    sizes = UpdateSizes("actor.update", 8, 1, 8, 160, 1, 16, 4, epochs=2)
+    known = CostModel(nodes={"actor.update": cost})
+    plan = pipeline_plan(ActorConfig(model="m", pipeline_parallel=2), sizes, known)
+    assert plan is not None and (plan.microbatches, plan.bubble) == (4, pytest.approx(1 / 4))
+    assert cost.seconds(8, 160, sizes.steps) == pytest.approx(seconds)
+
+
+def test_groups_of_ranks_are_chosen_anew_for_each_optimizer_step(tmp_path: Path):
+    cost = SequenceParallelCost(fixed_s=3, ranks=4, memory_tokens=100, per_token_s=0.01, exchange_s={2: 0.01, 4: 0.03})
+    # All rows at once: long ones of 2 s each on two groups of two ranks. In steps of four rows, some steps have more long rows than others.
+    seconds = seconds_of_an_update(tmp_path, cost, 4, (200, 20))
+    cuts = OptimizerSteps(2, 2).cut(np.arange(8), key=(0, 0))
+    lengths = np.repeat([200, 20], 4)
+    assert seconds == pytest.approx(3 + sum(cost.groups(lengths[cut]).seconds for cut in cuts))
+    assert seconds > 3 + 2 * cost.groups(lengths).seconds, "of each epoch's rows at once"
+
+
+def test_costs_of_other_ranks_are_refused_before_anything_starts(tmp_path: Path):
+    pipeline = PipelineCost(stages=2, microbatch_tokens=12, per_token_s=0.1)
+    with pytest.raises(UserError, match="is of a pipeline of 2 stages, and a replica of 'actor' has 1 of the ranks"):
+        seconds_of_an_update(tmp_path, pipeline, 1, (20, 20))
+    shared = SequenceParallelCost(ranks=4, memory_tokens=100, per_token_s=0.01)
+    with pytest.raises(UserError, match="is of 4 ranks, and a replica of 'actor' has 2 of the ranks"):
+        seconds_of_an_update(tmp_path, shared, 2, (20, 20))
+    actor: Any = group(ActorWorker, model="m")
+    with pytest.raises(UserError, match="of a pipeline of 2 stages, and its group has pipeline_parallel=1"):
+        Simulated(CostModel(nodes={"actor.update": pipeline})).check(apart(1, 1), {"actor": actor})

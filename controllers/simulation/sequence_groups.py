@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...dataflow.errors import UserError
+from ...workers.row_cost import RowCost
 
 WAYS = 256
 """Ways to cut ranks into groups that are all tried, if there are no more: of 32 ranks there are 202."""
@@ -32,7 +33,7 @@ FEW_ROWS = 64
 class SequenceCost:
     """What rows take on groups of ranks.
 
-    >>> cost = SequenceCost(memory_tokens=100, per_token_s=0.01, attention_length=100, exchange_s={2: 0.001})
+    >>> cost = SequenceCost(memory_tokens=100, per_token_s=0.01, row_cost=RowCost(100), exchange_s={2: 0.001})
     >>> cost.seconds(np.array([100]), degree=2).round(3).tolist()  # (1 + 1) s over two ranks, and 50 tokens exchanged by each
     [1.05]
     """
@@ -41,18 +42,17 @@ class SequenceCost:
     """That a rank has room for in a pass."""
     per_token_s: float
     """Of a token in linear layers, forwards and backwards, on one rank."""
-    attention_length: float = math.inf
-    """Tokens of a row whose attention takes as long as everything else."""
+    row_cost: RowCost = field(default_factory=RowCost)
+    """Of a row, in tokens of linear layers."""
     exchange_s: Mapping[int, float] = field(default_factory=dict)
     """Degree -> time of the all-to-all exchanges for each token that a rank holds; a degree that is not mentioned has that of the next
     smaller one, and 1 has none."""
 
     def seconds(self, lengths: np.ndarray, degree: int) -> np.ndarray:
         """[rows] seconds that each row takes on a group of so many ranks."""
-        tokens = np.asarray(lengths, np.float64)
         known = [each for each in self.exchange_s if each <= degree]
         exchange = self.exchange_s[max(known)] if known and degree > 1 else 0.0
-        return (self.per_token_s * tokens * (1 + tokens / self.attention_length) + exchange * tokens) / degree
+        return (self.per_token_s * self.row_cost(lengths) + exchange * np.asarray(lengths)) / degree
 
     def fits(self, lengths: np.ndarray, degree: int) -> np.ndarray:
         """[rows] whether the ranks of such a group together have room for each row."""

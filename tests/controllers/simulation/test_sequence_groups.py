@@ -8,10 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.controllers.simulation.sequence_groups import SequenceCost, SequenceGroups, equal_groups, plan_groups
 from weft.dataflow.errors import UserError
-from weft.workers.training.sequence_groups import SequenceCost, SequenceGroups, equal_groups, plan_groups
+from weft.workers.row_cost import RowCost
 
-COST = SequenceCost(memory_tokens=1000, per_token_s=1e-3, attention_length=2000, exchange_s={2: 1e-4, 4: 2e-4, 8: 6e-4})
+COST = SequenceCost(
+    memory_tokens=1000, per_token_s=1e-3, row_cost=RowCost(2000), exchange_s={2: 1e-4, 4: 2e-4, 8: 6e-4}
+)
 
 
 def best_of_all(lengths: list[int], ranks: int, cost: SequenceCost) -> float:
@@ -79,7 +82,7 @@ def test_long_tails_are_quicker_in_groups_of_different_sizes():
 
 
 def test_by_hand():
-    cost = SequenceCost(memory_tokens=100, per_token_s=0.01, attention_length=100, exchange_s={2: 0.01})
+    cost = SequenceCost(memory_tokens=100, per_token_s=0.01, row_cost=RowCost(100), exchange_s={2: 0.01})
     assert cost.seconds(np.array([100, 50]), 1).tolist() == pytest.approx([2.0, 0.75])
     assert cost.seconds(np.array([100]), 4).tolist() == pytest.approx(
         [(2.0 + 1.0) / 4]
