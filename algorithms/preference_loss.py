@@ -211,24 +211,25 @@ class PairLoss(FrozenLoss):
                 f"group {int(groups[k])} has {int(sizes[k])} rows, {int(preferred[k])} of them preferred; a preference loss takes "
                 "pairs: two rows, one of them preferred (nodes pairs and best_and_worst make such groups)"
             )
-        return float(len(self._sides(rows)[0]))
+        return float(self._sides(rows)[2].sum())
 
-    def _sides(self, rows: PackedRows) -> tuple[Tensor, Tensor]:
-        """Row numbers of preferred responses and of the others, pair by pair."""
-        groups, preferred = rows[GROUP_ID], rows[PREFERRED] > 0
-        chosen, rejected = (torch.nonzero(rows.counted & side).flatten() for side in (preferred, ~preferred))
-        chosen, rejected = (side[groups[side].argsort()] for side in (chosen, rejected))
-        return (
-            chosen[torch.isin(groups[chosen], groups[rejected])],
-            rejected[torch.isin(groups[rejected], groups[chosen])],
-        )
+    def _sides(self, rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
+        """Row numbers of preferred responses and of the others, and which of these are pairs; all [max(0, B - 1)].
 
-    def _observed(self, chosen: Tensor, rejected: Tensor, **more: Tensor) -> Observed:
-        """Means over pairs: of their rewards [P], of how far one is ahead, and of what more there is."""
+        In order of groups, and in each the preferred row first, pairs are neighbours; what else stands side by side is left out. So no
+        shape depends on a value, which the host would wait for.
+        """
+        groups = rows[GROUP_ID]
+        order = (rows[PREFERRED] <= 0).to(torch.uint8).argsort(stable=True)
+        order = order[groups[order].argsort(stable=True)]
+        chosen, rejected = order[:-1], order[1:]
+        return chosen, rejected, (groups[chosen] == groups[rejected]) & rows.counted[chosen] & rows.counted[rejected]
+
+    def _observed(self, chosen: Tensor, rejected: Tensor, paired: Tensor, **more: Tensor) -> Observed:
+        """Means over pairs: of their rewards, of how far one is ahead, and of what more there is."""
         ahead = chosen - rejected
         watched = {"chosen_reward": chosen, "rejected_reward": rejected, "reward_margin": ahead}
-        watched |= {"preference_accuracy": ahead > 0, **more}
-        return observed(torch.ones_like(ahead, dtype=torch.bool), watched)
+        return observed(paired, {**watched, "preference_accuracy": ahead > 0, **more})
 
 
 class PreferenceLoss(PairLoss):
@@ -276,15 +277,18 @@ class PreferenceLoss(PairLoss):
             times score), `reward_margin` (their difference), `preference_accuracy` (how often it is above 0), `chosen_logprob` and
             `rejected_logprob` (nats, of whole responses), and, where it is asked for, `chosen_nll` (nats a token).
         """
-        chosen, rejected = self._sides(rows)
+        chosen, rejected, paired = self._sides(rows)
         rewards = self.beta * self.score(logprobs, rows)
-        losses = self.weight * self.comparison(rewards[chosen] - rewards[rejected] - self.margin)
+        ahead = torch.where(paired, rewards[chosen] - rewards[rejected], 0.0)
+        losses = self.weight * self.comparison(ahead - self.margin)
         sums = _of_rows(logprobs, rows, per_token=False)
         watched = {"chosen_logprob": sums[chosen], "rejected_logprob": sums[rejected]}
         if self.likelihood:
-            nll = -sums[chosen] / rows.trained_lengths[chosen]
+            nll = -sums[chosen] / rows.trained_lengths[chosen].clamp(min=1)
             losses, watched["chosen_nll"] = losses + self.likelihood * nll, nll
-        return losses.sum(), self._observed(rewards[chosen], rewards[rejected], **watched)
+        return torch.where(paired, losses, 0.0).sum(), self._observed(
+            rewards[chosen], rewards[rejected], paired, **watched
+        )
 
 
 class DesirabilityLoss(FrozenLoss):

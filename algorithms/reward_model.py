@@ -73,11 +73,12 @@ class RewardLoss(PairLoss):
             (scalar, metrics). 0 with a gradient of 0 without a pair. Means over pairs: `chosen_reward`, `rejected_reward`,
             `reward_margin` (their difference) and `preference_accuracy` (how often that is above 0).
         """
-        sides, last = self._sides(rows), rows.cu_seqlens[1:] - 1
-        chosen, rejected = (rewards[last[side]] for side in sides)
-        margin = rows[self.margin][sides[0]] if isinstance(self.margin, str) else self.margin
-        losses = bradley_terry(chosen, rejected, margin) + self.centring * (chosen + rejected).square()
-        return losses.sum(), self._observed(chosen, rejected)
+        chosen, rejected, paired = self._sides(rows)
+        last = torch.nn.functional.pad(rewards, (1, 0))[rows.cu_seqlens[1:]]  # of an empty row anything
+        above, below = (torch.where(paired, last[side], 0.0) for side in (chosen, rejected))
+        margin = rows[self.margin][chosen] if isinstance(self.margin, str) else self.margin
+        losses = bradley_terry(above, below, margin) + self.centring * (above + below).square()
+        return torch.where(paired, losses, 0.0).sum(), self._observed(above, below, paired)
 
 
 class StepLoss(FrozenLoss):
@@ -110,10 +111,10 @@ class StepLoss(FrozenLoss):
             right) and `step_accuracy` (probability and label are on the same side of a half).
         """
         ends = self._ends(rows)
-        logits, labels = rewards[ends], rows[STEP_LABELS][ends].float()
+        logits, labels = (torch.where(ends, values, 0.0) for values in (rewards, rows[STEP_LABELS].to(rewards.dtype)))
         losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
         watched = {"step_reward": logits.sigmoid(), "step_accuracy": (logits > 0) == (labels > 0.5)}
-        return losses.sum(), observed(torch.ones_like(logits, dtype=torch.bool), watched)
+        return torch.where(ends, losses, 0.0).sum(), observed(ends, watched)
 
     def _ends(self, rows: PackedRows) -> Tensor:
         """[T] bool."""

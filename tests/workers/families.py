@@ -141,8 +141,8 @@ def amplify(model: Any) -> Any:
     return model
 
 
-def agreeing_model(causal_lm: Any) -> ResponseModel:
+def agreeing_model(causal_lm: Any, *, scalar: bool = False) -> ResponseModel:
     """The response model of a causal language model, set to the fastest way that agrees with `transformers`."""
-    model = ResponseModel(causal_lm)
+    model = ResponseModel(causal_lm, scalar=scalar)
     find_agreement(model).put_on(model)
     return model

@@ -20,3 +20,23 @@ def make_rows(num_rows: int, seed: int = 0) -> Batch:
         old_logprobs=(-4.5 + 0.3 * rng.normal(size=num_tokens), cu_seqlens),
         reference_logprobs=(-4.5 + 0.3 * rng.normal(size=num_tokens), cu_seqlens),
     )
+
+
+def make_pairs(rows: Batch) -> Batch:
+    """11 pairs with all that any loss reads; rows of a pair stand apart, and of one pair a response is masked whole."""
+    rng, rows = np.random.default_rng(3), rows.slice(0, 22)
+    mask, cu_seqlens = rows.ragged_numpy("response_mask")
+    mask, number = mask.copy(), int(cu_seqlens[-1])
+    mask[cu_seqlens[5] : cu_seqlens[6]] = 0
+    drawn = {name: rng.normal(size=number).astype(np.float32) for name in ("values", "returns")}
+    labels = np.where(rng.random(number) < 0.3, rng.random(number), np.nan).astype(np.float32)
+    return rows.with_columns(
+        group_id=100 + np.arange(22) // 2,
+        preferred=(np.arange(22) % 2 == 0).astype(np.uint8),
+        margin=np.repeat(rng.random(11), 2).astype(np.float32),
+        reference_point=np.full(22, 0.2, np.float32),
+        response_mask=(mask, cu_seqlens),
+        response_logprobs=(-4.5 + 0.3 * rng.normal(size=number).astype(np.float32), cu_seqlens),
+        step_labels=(labels, cu_seqlens),
+        **{name: (column, cu_seqlens) for name, column in drawn.items()},
+    ).take(np.random.default_rng(1).permutation(22))

@@ -33,7 +33,7 @@ from .packed_attention import NAME as PACKED
 from .packed_attention import VARLEN, may_pack, windows_reached_attention
 from .packed_sequences import PackedSequences, SharedPrompts
 from .response_model import ResponseModel
-from .rope import follows_length, put_rope_by_row
+from .rope import follows_length
 from .routers import Router, Routers, Routing, find_routers
 from .varlen_attention import find_kernel
 
@@ -91,7 +91,7 @@ class Agreement:
 
     def put_on(self, model: ResponseModel) -> None:
         """Set a model to it; the rope of the model sees one row at a time where it follows the length of a sequence."""
-        put_rope_by_row(model.causal_lm)
+        model.put_ropes_by_row()
         with _quiet_transformers():
             _set_attention(model.causal_lm, self.attention)
         model.packs, model.shares_prompts, model.head_form = self.packs, self.shares_prompts, self.head_form
@@ -121,7 +121,7 @@ def find_agreement(
         _set_attention(causal_lm, "eager")
         with lend_weights(model, full, by_layer=by_layer) as lent:
             probe = _amplified_probe(model, lent)
-            put_rope_by_row(causal_lm)
+            model.put_ropes_by_row()
             model.head_form = None if model.scalar else _head_form(model, probe)
             ways = [(True, PACKED)] if may_pack(causal_lm) else []
             for packs, attention in (*ways, *((False, name) for name in dict.fromkeys((loaded_with, "eager")))):

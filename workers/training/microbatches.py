@@ -16,6 +16,7 @@ from ...algorithms.loss import PackedRows
 from ...dataflow.batch import Batch
 from ...dataflow.column import PROMPT_IDS, RESPONSE_IDS, ROUTES, TEMPERATURE
 from ...dataflow.errors import UserError
+from .host_copies import to_device
 from .microbatch_plan import plan_microbatches
 from .packed_sequences import PackedSequences, SharedPrompts
 from .prompt_sharing import Placement, equal_prompts, plan_shared
@@ -40,7 +41,7 @@ class Microbatches:
     scalars: Mapping[str, Tensor]
     """Columns with a value for each row, [rows]."""
     device: torch.device
-    """Device on which the loss gets its columns."""
+    """Device of the model, on which the loss of a part gets its columns."""
     reads_last: bool = False
     """Whether the head reads the position of each response token; otherwise it reads the position before."""
     same_prompt: np.ndarray | None = None
@@ -111,12 +112,12 @@ class Microbatches:
             plan = plan_microbatches(prompts[rows] + after, max_tokens, packed=packed, groups=groups)
         return [rows[part] for part in plan]
 
-    def inputs(self, part: np.ndarray) -> tuple[Tensor, PackedSequences, Tensor, Tensor, Tensor | None]:
-        """Arguments of `ResponseModel` for these rows, on the device; for an empty part, one token that nobody reads."""
+    def inputs(self, part: np.ndarray) -> tuple[Tensor, PackedSequences, np.ndarray, Tensor, Tensor | None]:
+        """Arguments of `ResponseModel` for these rows; for an empty part, one token that nobody reads."""
         if not len(part):
             zero = torch.zeros(1, dtype=torch.long, device=self.device)
             nobody = replace(PackedSequences.of([1], self.device), routing=Routing(torch.zeros(1, device=self.device)))
-            return zero, nobody, zero, zero, None
+            return zero, nobody, np.zeros(1, np.int64), zero, None
         (prompts, p_starts), (responses, r_starts) = self.prompt, self.response
         p_lengths, r_lengths = np.diff(p_starts)[part].astype(np.int64), np.diff(r_starts)[part].astype(np.int64)
         after = r_lengths - 1 + self.reads_last
@@ -152,7 +153,7 @@ class Microbatches:
         return (
             self._on_device(np.concatenate(ids).astype(np.int64)),
             rows,
-            self._on_device(read),
+            read,
             self._on_device(targets.astype(np.int64)),
             temperatures,
         )
@@ -175,25 +176,22 @@ class Microbatches:
         return Routing(self._on_device(counts.astype(np.float32)), routes)
 
     def _on_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return to_device(array, self.device)
 
     def packed(self, part: np.ndarray | None = None, entropy: Tensor | None = None) -> PackedRows:
-        """The part (None: all rows) as a loss reads it, with the entropy [T] float32 nats of its tokens where it was computed."""
+        """The part as a loss reads it, on the device, with the entropy [T] float32 nats of its tokens where it was computed; None: all
+        rows, on the host, for what a loss counts."""
         cu_seqlens = self.response[1]
         if part is None:
-            lengths, tokens, rows = np.diff(cu_seqlens), slice(None), slice(None)
-        else:
-            lengths, tokens, rows = (
-                np.diff(cu_seqlens)[part],
-                torch.from_numpy(tokens_of(cu_seqlens, part)),
-                torch.from_numpy(part),
-            )
+            return PackedRows.of(torch.from_numpy(np.diff(cu_seqlens)), **self.ragged, **self.scalars)
+        lengths, tokens = np.diff(cu_seqlens)[part], torch.from_numpy(tokens_of(cu_seqlens, part))
+        rows = torch.from_numpy(part)
         columns = {c: v[tokens] for c, v in self.ragged.items()} | {c: v[rows] for c, v in self.scalars.items()}
-        packed = PackedRows.of(torch.from_numpy(lengths.astype(np.int64)), **columns)
-        columns = {c: v.to(self.device) for c, v in packed.columns.items()}  # itself, where it is there already
+        columns = {c: to_device(v, self.device) for c, v in columns.items()}
         if entropy is not None:
             columns["entropy"] = entropy
-        return PackedRows(packed.cu_seqlens.to(self.device), columns, int(lengths.sum()))
+        ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        return PackedRows(to_device(ends, self.device), columns, int(ends[-1]))
 
 
 def tokens_of(cu_seqlens: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .host_copies import to_device
+
 if TYPE_CHECKING:
     from .routers import Routing
 
@@ -75,13 +77,19 @@ class PackedSequences:
     @cached_property
     def positions(self) -> Tensor:
         """[T] int64 position of each token, as the model counts positions."""
-        return self._on_device(self._places + np.repeat(self._first, self.lengths))
+        return self._on_device(self._packed_positions)
 
     @cached_property
     def padded_positions(self) -> Tensor:
         """[B, longest] int64 positions; padding repeats the last position of its row, so no row seems longer than it is."""
-        places = np.minimum(np.arange(self.longest), self.lengths[:, None] - 1)
-        return self._on_device(places + self._first[:, None])
+        return self._on_device(self._padded_positions)
+
+    def positions_by_row(self, *, padded: bool) -> list[Tensor]:
+        """The positions of each row, on the host: [1, its length] int64, or [1, longest]."""
+        if padded:
+            return list(torch.from_numpy(self._padded_positions).split(1))
+        ends = np.cumsum(self.lengths)[:-1].tolist()
+        return [row[None] for row in torch.from_numpy(self._packed_positions).tensor_split(ends)]
 
     @cached_property
     def slots(self) -> Tensor:
@@ -94,6 +102,14 @@ class PackedSequences:
         return self._on_device(np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32))
 
     @property
+    def _packed_positions(self) -> np.ndarray:
+        return self._places + np.repeat(self._first, self.lengths)
+
+    @property
+    def _padded_positions(self) -> np.ndarray:
+        return np.minimum(np.arange(self.longest), self.lengths[:, None] - 1) + self._first[:, None]
+
+    @property
     def _first(self) -> np.ndarray:
         return np.zeros(len(self.lengths), np.int64) if self.first is None else self.first
 
@@ -104,7 +120,7 @@ class PackedSequences:
         return np.arange(int(self.lengths.sum())) - np.repeat(starts, self.lengths)
 
     def _on_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return to_device(array, self.device)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,13 +11,15 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ...dataflow.errors import UserError
 from .head_logprobs import HeadForm, head_logprobs, logprobs_of_any_head
+from .host_copies import to_device
 from .packed_sequences import PackedSequences
-from .rope import follows_length
+from .rope import RopesByRow, follows_length
 
 if TYPE_CHECKING:
     from .routers import Routers
@@ -43,6 +45,8 @@ class ResponseModel(nn.Module):
         self.causal_lm = causal_lm
         self.scalar = scalar
         self.backbone_name = _find_backbone(causal_lm)
+        # Of padding without a mask, which is no mistake here; it would ask the device for the first and last tokens.
+        self.backbone.warn_if_padding_and_no_attention_mask = _warn_of_nothing
         self.packs = False
         """Whether a microbatch costs its tokens, and not its rows times the longest."""
         self.shares_prompts = False
@@ -53,6 +57,8 @@ class ResponseModel(nn.Module):
         """How logits follow from the products of hidden states and the head; None: the model computes them in another way."""
         self.routers: Routers | None = None
         """Those of a mixture of experts; None: it is none, or its choices cannot be seen."""
+        self.ropes: RopesByRow | None = None
+        """Those that follow the length of a row; None: there are none, or they see all rows at once."""
         self.chunk_bytes: int | None = None
         """Bytes of logits at once; None: what suits the device."""
 
@@ -71,11 +77,16 @@ class ResponseModel(nn.Module):
         """The scalar head; None: the model has its own head."""
         return self.causal_lm.score if self.scalar else None
 
+    def put_ropes_by_row(self) -> None:
+        """Change the model in place, once, where its rope follows the length of a row: then it sees one row at a time."""
+        if self.ropes is None and follows_length(self.causal_lm):
+            self.ropes = RopesByRow(self.causal_lm)
+
     def forward(
         self,
         input_ids: Tensor,
         rows: PackedSequences,
-        predicting: Tensor,
+        predicting: np.ndarray,
         targets: Tensor,
         temperatures: Tensor | None,
         entropy: bool = False,
@@ -86,6 +97,7 @@ class ResponseModel(nn.Module):
             input_ids: [N] int64, row after row.
             rows: how the N tokens belong to rows.
             predicting: [T] int64 indexes into the N: of the token *before* each target, or of the positions that a scalar head reads.
+                On the host; they ascend where ranks share tokens.
             targets: [T] int64.
             temperatures: [T] float32, divides the logits; None: 1.
             entropy: return the entropy of each predicting distribution with a gradient. Otherwise it is returned without one,
@@ -97,7 +109,7 @@ class ResponseModel(nn.Module):
         if self.stretches is not None:
             return self._in_stretches(self.stretches, input_ids, rows, predicting, targets, temperatures, entropy)
         outputs, hidden = self.run_backbone(input_ids, rows)
-        hidden = hidden.index_select(0, predicting)
+        hidden = hidden.index_select(0, to_device(predicting, hidden.device))
         if self.scalar:
             return self.causal_lm.score(hidden.float())[:, 0], None  # half precision is too coarse for values
         return self.logprobs_of(outputs, hidden, targets, temperatures, entropy=entropy)
@@ -107,7 +119,7 @@ class ResponseModel(nn.Module):
         stretches: Stretches,
         input_ids: Tensor,
         rows: PackedSequences,
-        predicting: Tensor,
+        predicting: np.ndarray,
         targets: Tensor,
         temperatures: Tensor | None,
         entropy: bool,
@@ -115,11 +127,11 @@ class ResponseModel(nn.Module):
         """`forward` of this rank's tokens, and what all ranks say of theirs."""
         input_ids, rows = stretches.share(input_ids, rows)
         outputs, hidden = self.run_backbone(input_ids, rows)
-        ends = torch.arange(1, stretches.ranks + 1, device=predicting.device) * len(hidden)
-        upto = [0, *torch.searchsorted(predicting, ends).tolist()]  # positions that are read ascend
+        upto = [0, *np.searchsorted(predicting, np.arange(1, stretches.ranks + 1) * len(hidden)).tolist()]
         mine = slice(upto[stretches.rank], upto[stretches.rank + 1])
         counts = [end - begin for begin, end in itertools.pairwise(upto)]
-        hidden_states = hidden.index_select(0, predicting[mine] - stretches.rank * len(hidden))
+        own = to_device(predicting[mine] - stretches.rank * len(hidden), hidden.device)
+        hidden_states = hidden.index_select(0, own)
         if self.scalar:
             values, entropies = self.causal_lm.score(hidden_states.float())[:, 0], None
         else:
@@ -147,6 +159,8 @@ class ResponseModel(nn.Module):
             if routing is not None and not self.packs:
                 routing = routing.spread(rows.slots, math.prod(rows.shape))
             self.routers.begin(routing)
+        if self.ropes is not None:
+            self.ropes.begin(rows)
         if self.packs:
             positions = rows.positions if rows.exchange is None else rows.exchange.own(rows.positions)
             inputs = {"input_ids": input_ids[None], "position_ids": positions[None], "rows": rows}
@@ -154,7 +168,7 @@ class ResponseModel(nn.Module):
             padded = input_ids.new_zeros(math.prod(rows.shape))
             padded[rows.slots] = input_ids
             inputs = {"input_ids": padded.view(rows.shape)}
-            if follows_length(self.causal_lm):
+            if self.ropes is not None:
                 inputs["position_ids"] = rows.padded_positions
         outputs = self.backbone(**inputs, use_cache=False)
         hidden = outputs.last_hidden_state.flatten(0, 1)
@@ -195,6 +209,10 @@ class ResponseModel(nn.Module):
         }
         nobody = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
         return headed(input_ids=nobody, use_cache=False).logits[0]
+
+
+def _warn_of_nothing(*_: object) -> None:
+    pass
 
 
 class _Answered:

@@ -1,16 +1,21 @@
 """Rope whose frequencies follow the length of a sequence (longrope, dynamic NTK), for rows that share a forward pass.
 
-`transformers` takes the longest position of all rows for the length. Here the model's own module gets each row by itself, so a row has the
-frequencies that it has alone.
+`transformers` takes the longest position of all rows for the length, and asks the device for it. Here a copy of the model's own module gets
+each row by itself, on the host, which knows its length: a row has the frequencies that it has alone, and no device is waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from .host_copies import to_device
+from .packed_sequences import PackedSequences
 
 
 def follows_length(model: nn.Module) -> bool:
@@ -18,37 +23,37 @@ def follows_length(model: nn.Module) -> bool:
     return any(_follows_length(module) for module in model.modules())
 
 
-def put_rope_by_row(model: nn.Module) -> None:
-    """Change such a model in place, once: its rope sees one row at a time, padded rows `[B, L]` or packed ones `[1, T]`."""
-    for module in model.modules():
-        if _follows_length(module) and "forward" not in vars(module):
-            module.forward = _by_row(module.forward)
+class RopesByRow:
+    """The ropes of such a model, told before each pass of its rows; they are padded, `[B, L]` tokens, or packed, `[1, T]`.
+
+    Args:
+        causal_lm: the forward methods of its ropes are replaced.
+    """
+
+    def __init__(self, causal_lm: nn.Module) -> None:
+        self._rows: PackedSequences | None = None
+        for module in causal_lm.modules():
+            if _follows_length(module):
+                module.forward = partial(self._forward, copy.deepcopy(module).cpu())
+
+    def begin(self, rows: PackedSequences) -> None:
+        """A pass of these rows begins."""
+        self._rows = rows
+
+    def _forward(self, rope: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        assert self._rows is not None
+        like = torch.empty((), dtype=x.dtype).expand(x.shape)  # a rope looks at its type and where it is
+        across = len(position_ids) == 1
+        parts = []
+        for row in self._rows.positions_by_row(padded=not across):
+            # Frequencies of a longer sequence are kept until a short one comes: the one before must not matter.
+            rope(like, torch.zeros_like(row[:, :1]), *args, **kwargs)
+            parts.append(rope(like, row, *args, **kwargs))
+        found = (torch.cat(each, dim=1 if across else 0) for each in zip(*parts, strict=True))
+        return tuple(to_device(each, x.device) for each in found)
 
 
 def _follows_length(module: nn.Module) -> bool:
     kinds = getattr(module, "rope_type", None)  # of each kind of layer, in some models
     names = kinds.values() if isinstance(kinds, Mapping) else [kinds]
     return any(isinstance(name, str) and (name == "longrope" or "dynamic" in name) for name in names)
-
-
-def _by_row(rope: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
-    def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        across = position_ids.shape[0] == 1
-        parts = []
-        for row in _rows(position_ids[0]) if across else position_ids.split(1):
-            # Frequencies of a longer sequence are kept until a short one comes: the one before must not matter.
-            rope(x, torch.zeros_like(row[:, :1]), *args, **kwargs)
-            parts.append(rope(x, row, *args, **kwargs))
-        return tuple(torch.cat(each, dim=1 if across else 0) for each in zip(*parts, strict=True))
-
-    return forward
-
-
-def _rows(positions: Tensor) -> list[Tensor]:
-    """Packed positions cut where the next is not one more; `[1, L]` each.
-
-    >>> [row.tolist() for row in _rows(torch.tensor([0, 1, 2, 0, 0, 1]))]
-    [[[0, 1, 2]], [[0]], [[0, 1]]]
-    """
-    starts = (torch.diff(positions) != 1).nonzero()[:, 0] + 1
-    return [row[None] for row in positions.tensor_split(starts.cpu())]

@@ -20,7 +20,7 @@ import pytest
 import torch
 from loss_ranks import LOSSES, Case, main, step, worker
 from ranks import run_processes
-from training_rows import make_rows
+from training_rows import make_pairs, make_rows
 
 from weft import algorithms
 from weft.algorithms.loss import Loss
@@ -29,26 +29,6 @@ from weft.dataflow.metrics import Metrics, merge
 from weft.workers.dispatch import Coordinates, Dispatch, RowSizes
 
 Found = tuple[dict[str, torch.Tensor], Metrics]
-
-
-def make_pairs(rows: Batch) -> Batch:
-    """11 pairs with all that any loss reads; rows of a pair stand apart, and of one pair a response is masked whole."""
-    rng, rows = np.random.default_rng(3), rows.slice(0, 22)
-    mask, cu_seqlens = rows.ragged_numpy("response_mask")
-    mask, number = mask.copy(), int(cu_seqlens[-1])
-    mask[cu_seqlens[5] : cu_seqlens[6]] = 0
-    drawn = {name: rng.normal(size=number).astype(np.float32) for name in ("values", "returns")}
-    labels = np.where(rng.random(number) < 0.3, rng.random(number), np.nan).astype(np.float32)
-    return rows.with_columns(
-        group_id=100 + np.arange(22) // 2,
-        preferred=(np.arange(22) % 2 == 0).astype(np.uint8),
-        margin=np.repeat(rng.random(11), 2).astype(np.float32),
-        reference_point=np.full(22, 0.2, np.float32),
-        response_mask=(mask, cu_seqlens),
-        response_logprobs=(-4.5 + 0.3 * rng.normal(size=number).astype(np.float32), cu_seqlens),
-        step_labels=(labels, cu_seqlens),
-        **{name: (column, cu_seqlens) for name, column in drawn.items()},
-    ).take(np.random.default_rng(1).permutation(22))
 
 
 def with_masked_tails(rows: Batch) -> Batch:
