@@ -6,6 +6,7 @@ A ragged column holds one variable-length list per row (the tokens of a response
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -140,8 +141,29 @@ REJECTED_REFERENCE_LOGPROBS = Column(
     "rejected_reference_logprobs", ragged(float32), "[L] nats, of rejected_ids under the reference model"
 )
 
+DESCRIBED: dict[Column, tuple[Column, ...]] = {
+    PROMPT_IDS: (ROUTES,),
+    RESPONSE_IDS: (
+        *(RESPONSE_LOGPROBS, RESPONSE_VERSIONS, ROUTES, RESPONSE_MASK, TOKEN_REWARDS, VALUES, RETURNS, ADVANTAGES),
+        *(OLD_LOGPROBS, ENTROPIES, REFERENCE_LOGPROBS, TOKEN_SCORES, STEP_LABELS),
+    ),
+    CHOSEN_IDS: (CHOSEN_REFERENCE_LOGPROBS,),
+    REJECTED_IDS: (REJECTED_REFERENCE_LOGPROBS,),
+    MISMATCHED_IDS: (MISMATCHED_MASK, MISMATCHED_LOGPROBS, MISMATCHED_REFERENCE_LOGPROBS),
+}
+"""Token ids -> what other columns say of each of these tokens. New rows with other tokens do not inherit it."""
+
 KNOWN = {c.name: c for c in list(globals().values()) if isinstance(c, Column)}
 """Every column that Weft itself declares, by name; users' own columns need no declaration."""
+
+
+def not_inherited(written: Collection[str]) -> set[str]:
+    """Columns that rows do not have of their parents, where these columns are written anew.
+
+    >>> sorted(not_inherited(("chosen_ids", "prompt_ids")))
+    ['chosen_reference_logprobs', 'routes']
+    """
+    return {str(c) for ids, columns in DESCRIBED.items() if str(ids) in written for c in columns}
 
 
 def is_of_reward(column: str) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .arguments import bind, bind_signature
-from .column import DRAW_PATH, IDENTITY
+from .column import DRAW_PATH, IDENTITY, not_inherited
 from .errors import GraphError, UserError
 from .graph import Graph
 from .handle import Handle
@@ -126,10 +126,14 @@ class Trace:
         )
         self.nodes.append(node)
         self.num_levels += expands
+        left = not_inherited(operation.writes) if expands else ()
         return SymbolicRows(
             trace=self,
             level=rows.level if node.makes_level is None else node.makes_level,
-            writers={**rows.writers, **dict.fromkeys(operation.writes, name)},
+            writers={
+                **{column: writer for column, writer in rows.writers.items() if column not in left},
+                **dict.fromkeys(operation.writes, name),
+            },
             filters=(*rows.filters, name) if operation.shape is Shape.FILTER else () if expands else rows.filters,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from .column import IDENTITY, KNOWN
+from .column import IDENTITY, KNOWN, not_inherited
 from .errors import GraphError, nearest
 from .node import SOURCE, Node, ParameterEdge
 from .source import Source
@@ -59,6 +59,12 @@ def _why_missing(column: str, position: int, source: Source, nodes: Sequence[Nod
     if at > position:
         return f"which only {writer!r} writes, later"
     if writer:
+        for node in nodes[at + 1 : position]:
+            if column in not_inherited(node.writes) and _descends(reader.level, node, nodes):
+                return (
+                    f"which {writer!r} writes of other tokens: {node.name!r} makes rows with tokens of their own; let it write "
+                    f"{column!r}, too, or read it before"
+                )
         return f"which {writer!r} writes on another branch; pass its result, or join the two with |"
     for node in nodes:
         for value in node.arguments.values():
@@ -66,6 +72,15 @@ def _why_missing(column: str, position: int, source: Source, nodes: Sequence[Nod
             if isinstance(reasons, Mapping) and column in reasons:
                 return f"which node {node.name!r} leaves out: {reasons[column]}"
     return f"which no node writes{_how_to_have(column, reader, source, nodes)}"
+
+
+def _descends(level: int, node: Node, nodes: Sequence[Node]) -> bool:
+    """Whether the rows of a level are made, in one step or several, of those that a node makes."""
+    while level != SOURCE:
+        if level == node.makes_level:
+            return True
+        level = next(n.level for n in nodes if n.makes_level == level)
+    return False
 
 
 def _how_to_have(column: str, reader: Node, source: Source, nodes: Sequence[Node]) -> str:

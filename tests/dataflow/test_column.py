@@ -2,7 +2,7 @@
 
 import pyarrow as pa
 
-from weft.dataflow.column import IDENTITY, KNOWN, RESPONSE_IDS, REWARD, Column, ragged
+from weft.dataflow.column import DESCRIBED, IDENTITY, KNOWN, RESPONSE_IDS, REWARD, Column, ragged
 
 
 def test_a_column_stands_for_its_name():
@@ -19,3 +19,9 @@ def test_every_declared_column_is_known_by_its_name_with_a_unit_or_a_meaning():
 def test_ragged_columns_have_int32_offsets():
     assert ragged(pa.int32()) == pa.list_(pa.int32())
     assert all(not pa.types.is_large_list(c.type) for c in KNOWN.values())
+
+
+def test_what_is_said_of_tokens_is_said_of_known_ones():
+    said = {str(c) for columns in DESCRIBED.values() for c in columns}
+    of_tokens = {name for name, c in KNOWN.items() if c.doc.startswith("[") and not name.endswith("_ids")}
+    assert said == of_tokens

@@ -9,8 +9,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from weft.algorithms import preference
 from weft.algorithms.evaluation import evaluate
 from weft.algorithms.grpo import grpo
+from weft.algorithms.policy_loss import PolicyLoss
+from weft.algorithms.preference_loss import LogLikelihood, PreferenceLoss
 from weft.dataflow.batch import Batch
 from weft.dataflow.config import Config
 from weft.dataflow.errors import GraphError, UserError
@@ -358,6 +361,41 @@ def test_the_turns_of_a_dialogue_write_the_same_columns_again():
     assert recorded["rollout.generate_2"].writers == {"prompt_ids": "next_turn"}
     shown = {"prompt_ids": "next_turn"}  # in a message about a reward that fails
     assert recorded["reward.score"].writers == {"response_ids": "rollout.generate_2", "answer": "", **shown}
+
+
+OF_SAMPLES = {"routes", "response_logprobs", "response_versions"}
+"""What an update also reads of samples, if they have it: a value or more for each of their tokens."""
+
+
+def test_pairs_that_are_made_of_samples_do_not_have_what_is_said_of_the_tokens_of_these():
+    @graph
+    def made_anew(prompts: Any, *, rollout: Any, reward: Any, actor: Any) -> Any:
+        return preference.dpo(make_pairs(reward.score(rollout.generate(prompts, n=4))), actor=actor, loss=loss)
+
+    loss = PreferenceLoss(score=LogLikelihood())
+    made = {"rollout": rollout(routes=True), "reward": reward(), "actor": group(ActorWorker, model="m")}
+    read = {*made_anew(PROMPTS, **made)["actor.update"].reads}
+    assert not read & OF_SAMPLES and {"response_ids", "preferred", "temperature"} <= read
+    kept = {"rollout": rollout(routes=True), "reward": reward(), "actor": group(ActorWorker, model="m")}
+    assert {*preference.online_dpo(PROMPTS, **kept, loss=loss)["actor.update"].reads} >= OF_SAMPLES
+
+
+def test_a_column_of_the_tokens_of_other_rows_is_named_with_the_node_that_made_new_ones():
+    def of_pairs(prompts: Any, rollout: Any, actor: Any) -> Any:
+        samples = rollout.generate(prompts, n=4)
+        loss = PolicyLoss(old="response_logprobs")
+        return actor.update(centred_pairs(preference.pairs(made_of_samples(samples))), loss=loss)
+
+    @node(shape=Shape.EXPAND, takes=GROUPS, reads=("response_ids",), writes=("chosen_ids", "rejected_ids"))
+    def made_of_samples(samples: Batch) -> Batch: ...
+
+    @node(reads=("preferred",), writes=("advantages",))
+    def centred_pairs(rows: Batch) -> Batch: ...
+
+    assert mistake(of_pairs, rollout=rollout(), actor=group(ActorWorker, model="m")) == (
+        "node 'actor.update' reads column 'response_logprobs', which 'rollout.generate' writes of other tokens: 'pairs' makes rows "
+        "with tokens of their own; let it write 'response_logprobs', too, or read it before"
+    )
 
 
 # Names
