@@ -37,7 +37,9 @@ def main(settings: RealSettings) -> None:
         backend=settings.new_backend(),
         root=settings.root,
     )
-    actor = weft.group(weft.ActorWorker, model=model, learning_rate=1e-4 if tiny else 5e-7, **settings.training)
+    actor = weft.group(
+        weft.ActorWorker, model=model, learning_rate=settings.rate(1e-4 if tiny else 5e-7), **settings.training
+    )
     with weft.Driver(
         dpo(train, actor=actor, loss=PreferenceLoss()),
         schedule=weft.Synchronous(

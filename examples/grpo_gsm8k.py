@@ -50,7 +50,9 @@ def main(settings: RealSettings) -> None:
     train, held_out, context = read_problems(settings, data, model, SYSTEM)
 
     # Who does the work: training and generation take turns on all devices.
-    actor = weft.group(weft.ActorWorker, model=model, learning_rate=1e-3 if tiny else 1e-6, **settings.training)
+    actor = weft.group(
+        weft.ActorWorker, model=model, learning_rate=settings.rate(1e-3 if tiny else 1e-6), **settings.training
+    )
     rollout = weft.group(
         weft.RolloutWorker, model=model, engine=settings.engine, max_context=context, gpu_memory_utilization=GPU_SHARE
     )

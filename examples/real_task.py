@@ -38,6 +38,10 @@ class RealSettings(weft.Config):
     """Updates of the policy. Default: 200; with --tiny 8."""
     prompts_per_step: int | None = Field(default=None, ge=1)
     """Rows of each update. Default: 128, PPO 512; with --tiny fewer. A trial on a CPU wants 8."""
+    adapter: int | None = Field(default=None, ge=1)
+    """Rank of an adapter (LoRA) to train in the model's place, at ten times the rate. Default: the whole model is trained."""
+    offload: Literal["nothing", "moments", "everything"] = "nothing"
+    """What of a trained model lies in host memory while it is not used: docs/gpu.md says which models need it."""
     root: Path = Path("runs")
     """Folder of run directories."""
     name: str | None = None
@@ -86,7 +90,16 @@ class RealSettings(weft.Config):
     @property
     def training(self) -> dict[str, Any]:
         """Settings of a trained model: bfloat16 on GPUs, where activations are computed twice to save memory."""
-        return {"dtype": "bfloat16" if self.num_gpus else "float32", "activation_checkpointing": bool(self.num_gpus)}
+        return {
+            "dtype": "bfloat16" if self.num_gpus else "float32",
+            "activation_checkpointing": bool(self.num_gpus),
+            "lora": None if self.adapter is None else weft.Lora(rank=self.adapter, alpha=2 * self.adapter),
+            "offload": self.offload,
+        }
+
+    def rate(self, of_model: float) -> float:
+        """The learning rate, from that of a whole model."""
+        return of_model if self.adapter is None else 10 * of_model
 
     def places(self, groups: Iterable[str]) -> dict[str, weft.Place]:
         """The groups on all devices, where they take turns: a rank for each GPU; without a GPU at most two ranks."""
