@@ -22,6 +22,8 @@ SCALAR_HEAD = "score.weight"
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 _HEADS_NAMES = ("num_attention_heads", "n_head", "n_heads")
 _HIDDEN_NAMES = ("hidden_size", "n_embd", "d_model")
+EXPERTS_NAMES = ("num_local_experts", "num_experts", "n_routed_experts")
+"""What models call the number of experts of a layer."""
 
 
 def read_model_config(model: str | Path) -> dict[str, Any]:
@@ -162,6 +164,16 @@ def head_dim(settings: Mapping[str, Any]) -> int | None:
     text = text_settings(settings)
     hidden, heads = _first(text, _HIDDEN_NAMES), num_heads(settings)
     return text.get("head_dim") or (hidden // heads if hidden and heads else None)
+
+
+def num_experts(settings: Any) -> int | None:
+    """Experts of a layer; None: the model is no mixture of experts.
+
+    Args:
+        settings: of its text, as `transformers` completes them (`complete_text_settings`).
+    """
+    counts = (getattr(settings, name, None) for name in EXPERTS_NAMES)
+    return next((count for count in counts if isinstance(count, int) and count > 1), None)
 
 
 def _first(settings: Mapping[str, Any], names: Iterable[str]) -> int | None:

@@ -21,11 +21,11 @@ from .model_folder import (
     complete_text_settings,
     context_of,
     head_dim,
+    num_experts,
     num_heads,
     read_model_config,
 )
 from .training.lora import Lora
-from .training.tensor_parallel_plan import num_experts
 from .vocabulary import check_vocabulary
 
 if TYPE_CHECKING:

@@ -16,11 +16,10 @@ from ..dataflow.errors import UserError
 from ..dataflow.takes import TrainingBatch
 from .dispatch import Dispatch
 from .engine_worker import EngineWorker
-from .model_folder import complete_text_settings
+from .model_folder import complete_text_settings, num_experts
 from .remote import remote
 from .training.engine import Head, ModelConfig, TrainingConfig
 from .training.memory import MISSING_TORCHAO
-from .training.tensor_parallel_plan import num_experts
 from .training.updates import Updates
 from .worker import Context
 

@@ -27,6 +27,7 @@ from ...resharding.incoming import IncomingWeights
 from ...resharding.weights import Part
 from ..device import rank_device
 from ..dispatch import Coordinates
+from ..model_folder import num_experts
 from ..worker import Context
 from .adapter import is_trained
 from .eight_bit import in_8_bits
@@ -43,7 +44,6 @@ from .router_loss import Balance
 from .routers import Routers
 from .sharding import gradient_norm, join_mesh, local_part
 from .snapshot import Snapshot, SnapshotWriter, set_random_states
-from .tensor_parallel_plan import num_experts
 
 
 class FsdpEngine:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ..model_folder import num_experts
 from .router_loss import Balance, Tally, with_balance
-from .tensor_parallel_plan import num_experts
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 _NUMBER = re.compile(r"\.(\d+)\.")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ...dataflow.errors import UserError
+from ..model_folder import EXPERTS_NAMES
 
 ROWS = {"colwise": False, "colwise_gather_output": True, "colwise_rep": True}
 """Styles that share the rows of a weight -> whether outputs are gathered."""
@@ -30,7 +31,6 @@ EXPERTS = frozenset({"moe_tp_experts", "ep_dispatch_experts"})
 _CUTS_OF_EXPERTS = frozenset({"packed_colwise", "rowwise", "grouped_gemm"})
 """How plans cut experts that have [experts, ...] weights and take hidden states, numbers and weights; others (Llama 4) are others."""
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
-_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,6 @@ class TensorParallelPlan:
         return any(style in EXPERTS for style in self.styles.values())
 
 
-def num_experts(settings: Any) -> int | None:
-    """Experts of a layer, by the settings of a model's text; None: it is no mixture."""
-    counts = (getattr(settings, name, None) for name in _EXPERT_COUNTS)
-    return next((count for count in counts if isinstance(count, int) and count > 1), None)
-
-
 def check_tensor_parallel(model: str | Path, settings: Any, ranks: int) -> None:
     """See that so many ranks can share a model.
 
@@ -112,7 +106,7 @@ def check_tensor_parallel(model: str | Path, settings: Any, ranks: int) -> None:
     if plan.shares_heads:
         numbers |= {name: getattr(settings, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
     if plan.shares_experts:
-        counts = [name for name in _EXPERT_COUNTS if isinstance(getattr(settings, name, None), int)]
+        counts = [name for name in EXPERTS_NAMES if isinstance(getattr(settings, name, None), int)]
         numbers |= {name: getattr(settings, name) for name in counts[:1]}
     for name, number in numbers.items():
         if isinstance(number, int) and number % ranks:
