@@ -29,9 +29,15 @@ def ray_address() -> Iterator[str]:
     )
     os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    import forked_workers
     from ray.cluster_utils import Cluster
 
-    settings = {"num_cpus": CPUS, "include_dashboard": False, "object_store_memory": 200 << 20}
+    settings: dict[str, Any] = {
+        "num_cpus": CPUS,
+        "object_store_memory": 200 << 20,
+        "worker_path": forked_workers.__file__,
+    }
+    settings |= {"include_dashboard": False, "include_log_monitor": False}
     with tempfile.TemporaryDirectory(
         prefix="weft-", dir="/tmp"
     ) as folder:  # a socket's path has at most 107 characters

@@ -4,10 +4,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import forked_workers
 from ray.cluster_utils import Cluster
 
 CPUS, GPUS = 8, 3
 """Of each node but the head; the GPUs are pretended."""
+SETTINGS = {"worker_path": forked_workers.__file__, "include_log_monitor": False}
+"""Of every node."""
 
 
 class Nodes:
@@ -21,7 +24,8 @@ class Nodes:
         self._root = root
         self.home = root / "home_of_added_nodes"
         self.home.mkdir()
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        head = {"num_cpus": 2, "include_dashboard": False, **SETTINGS}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
         assert self.cluster.address is not None
         self.address = self.cluster.address
 
@@ -34,7 +38,7 @@ class Nodes:
         os.environ["HOME"] = str(self.home)
         os.chdir(self._root / "elsewhere")
         try:
-            self.cluster.add_node(num_cpus=CPUS, num_gpus=GPUS)
+            self.cluster.add_node(num_cpus=CPUS, num_gpus=GPUS, **SETTINGS)
         finally:
             os.environ["HOME"] = home
             os.chdir(folder)
