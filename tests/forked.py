@@ -72,6 +72,10 @@ class Forked:
         assert self.process.exitcode == 0, f"exit code {self.process.exitcode}: {self.said}"
         return self.output.read_text()
 
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
     def kill(self) -> None:
         """SIGKILL, and wait for its end."""
         self.process.kill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -42,8 +43,8 @@ def chromium() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="package")
-def folder(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Runs: one that is done, one that was killed, one without a step, one whose texts are wicked, and one that goes on."""
+def folder(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs: one that is done, one that was killed, one without a step, and one whose texts are wicked."""
     root = tmp_path_factory.mktemp("runs")
     program(root / ".data.txt", DEMO_RUNS, str(root), "--only", "nothing", "--here").process.join(120)
     made = [program(root / f".{name}.txt", DEMO_RUNS, str(root), "--only", name, "--here") for name in ENDED]
@@ -51,10 +52,25 @@ def folder(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         one.process.join(120)
         assert (root / name).is_dir(), one.said
     make_wicked(root / "first", root)
-    live = program(root / ".live.txt", DEMO_RUNS, str(root), "--only", "live", "--here")
-    _until(lambda: (root / "live" / "metrics.arrows").exists(), "the live run has no metrics", live)
-    yield root
-    live.kill()
+    return root
+
+
+@pytest.fixture(scope="package")
+def under_way(folder: Path) -> Iterator[Forked]:
+    """A run that has no end. It is stopped, since it would take half a CPU from tests that do not look at it."""
+    run = program(folder / ".live.txt", DEMO_RUNS, str(folder), "--only", "live", "--here")
+    _until(lambda: (folder / "live" / "metrics.arrows").exists(), "the live run has no metrics", run)
+    run.signal(signal.SIGSTOP)
+    yield run
+    run.kill()
+
+
+@pytest.fixture
+def live(under_way: Forked) -> Iterator[str]:
+    """The name of a run that goes on during a test."""
+    under_way.signal(signal.SIGCONT)
+    yield "live"
+    under_way.signal(signal.SIGSTOP)
 
 
 @pytest.fixture(scope="package")

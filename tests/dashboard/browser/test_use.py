@@ -81,9 +81,9 @@ def test_axe_finds_nothing(look, dark: bool):
     assert not found
 
 
-def test_a_new_step_of_a_live_run_is_on_the_page_at_once_and_nothing_jumps(look):
+def test_a_new_step_of_a_live_run_is_on_the_page_at_once_and_nothing_jumps(look, live: str):
     window = look()
-    window.show("curves", run="live")
+    window.show("curves", run=live)
     step = window.page.locator(".fact .value").first
     window.page.evaluate("window.kept = document.querySelector('.card canvas'); scrollTo(0, 300)")
     place = window.page.evaluate("scrollY")
@@ -107,14 +107,14 @@ def test_a_dashboard_that_dies_and_comes_back_is_found_again(look, folder):
         window.show("buffer", run="first")
 
 
-def test_only_a_second_yes_stops_a_run(look, folder):
+def test_only_a_second_yes_stops_a_run(look, folder, live: str):
     window = look()
-    window.show("curves", run="live")
+    window.show("curves", run=live)
     window.page.get_by_role("button", name="Stop…").click()
     assert window.page.evaluate("document.activeElement.innerText") == "Let it run"
     window.page.keyboard.press("Enter")
     window.page.locator("dialog").wait_for(state="detached")
-    assert not list((folder / "live").glob("*stop*"))
+    assert not list((folder / live).glob("*stop*"))
 
 
 def test_a_mistake_in_a_filter_is_answered_beside_it(look):
