@@ -80,6 +80,15 @@ def address(folder: Path) -> Iterator[str]:
         yield where
 
 
+@pytest.fixture(scope="module")
+def modules(chromium: Any, address: str) -> Iterator[Look]:
+    """A window for tests that call what the modules of the pages export, and look at no page."""
+    window = Look(chromium, address, 1280, dark=False)
+    yield window
+    window.close()
+    assert not window.complaints
+
+
 @pytest.fixture
 def look(chromium: Any, address: str) -> Iterator[Callable[..., Look]]:
     """Opens the dashboard in a window of a given size and scheme. At its end no page may have complained."""

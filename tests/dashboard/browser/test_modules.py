@@ -1,19 +1,20 @@
 """The modules of the pages by themselves: numbers as text, differences, smoothing, layout, and text that is made visible."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from looking import Look
 
 pytestmark = pytest.mark.browser
 
 
-@pytest.fixture
-def ask(look):
+@pytest.fixture(scope="module")
+def ask(modules: Look) -> Callable[[str, str], Any]:
     """Evaluates an expression with the names that a module exports."""
-    window = look()
 
     def evaluate(module: str, expression: str) -> Any:
-        return window.page.evaluate(f"import('/static/{module}.js').then(m => {expression})")
+        return modules.page.evaluate(f"import('/static/{module}.js').then(m => {expression})")
 
     return evaluate
 
