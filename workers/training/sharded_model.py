@@ -38,7 +38,7 @@ from .rope import follows_length
 from .scalar_head import scalar_settings
 from .sequence_parallel import join_stretches
 from .sharding import box_of, full_tensor, local_part, lying_as, offset_of, writes
-from .stored_weights import Weights
+from .stored_weights import WeightReader
 from .tensor_parallel import add_up, share_layers
 
 _ONE_UNIT_PARAMETERS = 16_000_000
@@ -151,7 +151,7 @@ class ShardedModel:
             )
 
     @torch.no_grad()
-    def fill(self, weights: Weights, made: Mapping[str, Tensor]) -> None:
+    def fill(self, weights: WeightReader, made: Mapping[str, Tensor]) -> None:
         """Give the model its values: each rank allocates, and reads, the parts that it holds.
 
         Args:

@@ -29,7 +29,7 @@ _ALWAYS_UNEXPECTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers that older files hold and that are computed today; `transformers` passes over them, too."""
 
 
-class Weights(Protocol):
+class WeightReader(Protocol):
     """Where the values of a model come from."""
 
     bytes_read: int
@@ -47,7 +47,9 @@ class Weights(Protocol):
         ...
 
 
-def open_stored(model: str | Path, folder: Path, skeleton: Skeleton, *, share: tuple[int, int] = (0, 1)) -> Weights:
+def open_stored(
+    model: str | Path, folder: Path, skeleton: Skeleton, *, share: tuple[int, int] = (0, 1)
+) -> WeightReader:
     """The weights of a model that was built from the same folder.
 
     Args:
@@ -131,7 +133,7 @@ class StoredWeights:
         """Tensors that the files lack, and that `transformers` expects them to lack."""
 
     def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """See `Weights.read`; in the dtype of the file, or, converted, in float32."""
+        """See `WeightReader.read`; in the dtype of the file, or, converted, in float32."""
         name = self._names[name]
         if name in self._keys:
             return self._fetch(self._stored[self._keys[name]], start, shape)
