@@ -56,6 +56,12 @@ IDENTITY = (SAMPLE_ID, GROUP_ID, PARENT_ID, DRAW_PATH, MADE_BEFORE)
 # Prompts and what was generated from them.
 PROMPT = Column("prompt", string, "text of the prompt, after the chat template")
 PROMPT_IDS = Column("prompt_ids", ragged(int32), "[P] token ids")
+IMAGES = Column(
+    "images",
+    ragged(pa.large_binary()),
+    "[images] encoded (PNG, JPEG, ...), in the order of their placeholders in prompt_ids, of which each has one",
+    "the data has them: a column 'images' of encoded images, read by Prompts.read",
+)
 ANSWER = Column("answer", string, "ground truth that came with the prompt")
 RESPONSE_IDS = Column("response_ids", ragged(int32), "[L] sampled token ids, the stop token included")
 RESPONSE = Column("response", string, "text of the response, special tokens skipped")

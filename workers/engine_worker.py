@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..dataflow.column import RESPONSE_IDS, ROUTES, TEMPERATURE
+from ..dataflow.column import IMAGES, RESPONSE_IDS, ROUTES, TEMPERATURE
 from .dispatch import Coordinates
+from .images import check_images
 from .row_cost import RowCost, row_cost_of
 from .training.engine import Head, ModelConfig, TrainingConfig, TrainingEngine
 from .vocabulary import check_vocabulary
@@ -25,7 +26,7 @@ def logprobs_may_read(of: str, replay: bool = True) -> tuple[str, ...]:
         of: the column of response tokens.
         replay: whether a mixture of experts takes the experts of `routes`.
     """
-    return (str(TEMPERATURE), *([str(ROUTES)] if replay and of == str(RESPONSE_IDS) else []))
+    return (str(TEMPERATURE), str(IMAGES), *([str(ROUTES)] if replay and of == str(RESPONSE_IDS) else []))
 
 
 class EngineWorker(Worker):
@@ -56,6 +57,7 @@ class EngineWorker(Worker):
     def check(cls, config: Any, nodes: Sequence[Node], source: Source) -> None:
         config.check()
         check_vocabulary(config.model, source)
+        check_images(config.model, source)
 
     @classmethod
     def row_cost(cls, config: Any) -> RowCost:

@@ -228,7 +228,7 @@ def check_causal_lm(model: str | Path, settings: Mapping[str, Any]) -> None:
     kind, quantised = settings.get("model_type"), settings.get("quantization_config")
     known = causal_lm_types()
     why = None
-    if known and kind not in known:
+    if known and kind not in known and not sees_images(settings):
         why = f"transformers has no causal language model of type {kind!r}{nearest(str(kind), known)}"
     elif settings.get("is_encoder_decoder"):
         why = f"models of type {kind!r} read with an encoder, and are no causal language models"
@@ -239,10 +239,26 @@ def check_causal_lm(model: str | Path, settings: Mapping[str, Any]) -> None:
         raise UserError(f"model {str(model)!r} cannot be trained: {why}")
 
 
-@functools.cache
+def sees_images(settings: Mapping[str, Any]) -> bool:
+    """Whether a model is one for images and text, which `transformers` has no causal language model for text alone of.
+
+    >>> sees_images({"model_type": "qwen2_5_vl"}), sees_images({"model_type": "qwen2"}), sees_images({"model_type": "gemma3"})
+    (True, False, False)
+    """
+    kind, causal = settings.get("model_type"), causal_lm_types()
+    return bool(causal) and kind not in causal and kind in _types("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
+
+
 def causal_lm_types() -> frozenset[str]:
-    """Types of models that the installed `transformers` has a causal language model of, read without importing it, which
-    would take seconds and torch; empty where it is not written as expected: the worker finds out when it starts."""
+    """Types of models that the installed `transformers` has a causal language model of; empty where that cannot be read: the worker
+    finds out when it starts."""
+    return _types("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+
+
+@functools.cache
+def _types(table: str) -> frozenset[str]:
+    """The types of models in a table of `transformers`, read without importing it, which would take seconds and torch; empty where it is
+    not written as expected."""
     found = importlib.util.find_spec("transformers")
     if found is None or found.origin is None:
         return frozenset()
@@ -250,5 +266,5 @@ def causal_lm_types() -> frozenset[str]:
         text = (Path(found.origin).parent / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
     except OSError:
         return frozenset()
-    table = re.search(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict\((.*?)^\)", text, re.DOTALL | re.MULTILINE)
-    return frozenset(re.findall(r'\("([\w.-]+)", "\w+"\)', table.group(1)) if table else ())
+    content = re.search(rf"^{table} = OrderedDict\((.*?)^\)", text, re.DOTALL | re.MULTILINE)
+    return frozenset(re.findall(r'\("([\w.-]+)", "\w+"\)', content.group(1)) if content else ())

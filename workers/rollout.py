@@ -18,6 +18,7 @@ from ..dataflow.column import (
     DRAW_PATH,
     FINISH_REASON,
     GROUP_ID,
+    IMAGES,
     MADE_BEFORE,
     PROMPT_IDS,
     RESPONSE_IDS,
@@ -27,7 +28,7 @@ from ..dataflow.column import (
     SAMPLE_ID,
     TEMPERATURE,
 )
-from ..dataflow.errors import SampleError
+from ..dataflow.errors import SampleError, UserError
 from ..dataflow.lazy import torch
 from ..dataflow.metrics import Max, Mean, Metrics, Sum
 from ..dataflow.operation import Shape
@@ -38,6 +39,8 @@ from .dispatch import Dispatch
 from .generation.engine import GenerationEngine, GenerationRequest, Response
 from .generation.transformers_engine import TransformersEngine
 from .generation.vllm_engine import VllmEngine
+from .images import ImageReader
+from .model_folder import read_model_config, sees_images
 from .node_folder import node_folder
 from .node_memory import node_memory
 from .remote import remote
@@ -77,7 +80,10 @@ class RolloutWorker(Worker):
         """Calls that sample responses."""
         # Without seeds of their own, the requests of two replicas must not be drawn from equal streams.
         seed = _hash(context.seed, context.rank) % 2**31
-        served = {} if config.adapter is None else {"adapter": config.adapter}
+        self._images = ImageReader(config.model, self._folder) if sees_images(read_model_config(self._folder)) else None
+        """The processor of a model that sees."""
+        served: dict[str, Any] = {} if config.adapter is None else {"adapter": config.adapter}
+        served |= {} if self._images is None else {"images": self._images}
         self.engine = self.new_engine(max_context=self.max_context, dtype=config.dtype, seed=seed, **served)
 
     def new_engine(self, **settings: Any) -> GenerationEngine:
@@ -93,7 +99,7 @@ class RolloutWorker(Worker):
         shape=Shape.EXPAND,
         interruptible=True,
         reads=(PROMPT_IDS,),
-        may_read=(DRAW_PATH, MADE_BEFORE),
+        may_read=(DRAW_PATH, MADE_BEFORE, IMAGES),
         writes=_writes,
     )
     def generate(
@@ -105,7 +111,7 @@ class RolloutWorker(Worker):
 
         Args:
             prompts: columns `sample_id`, `group_id`, `prompt_ids` ([P] int32) and, in later expansions of a graph, `draw_path`; and
-                `made_before`, if some of the responses are there already.
+                `made_before`, if some of the responses are there already; and `images`, each of which has a placeholder in the prompt.
             n: responses to each prompt, with the numbers 0..n-1.
             sampling: how tokens are drawn.
 
@@ -118,17 +124,21 @@ class RolloutWorker(Worker):
             Each batch comes with the metrics `tokens`, `response_length` and `truncation_rate` (share that reached the limit of tokens).
 
         Raises:
-            SampleError: for prompts that are empty or leave no room in the context, naming their `sample_id`.
+            SampleError: for prompts that are empty or leave no room in the context, or whose images cannot be read, naming their
+                `sample_id`.
         """
         values, offsets = prompts.ragged_numpy(PROMPT_IDS)
         prompt_ids = np.split(values, offsets[1:-1]) if len(prompts) else []
         sample_ids, group_ids = prompts.numpy(SAMPLE_ID), prompts.numpy(GROUP_ID)
-        self._check_lengths(np.diff(offsets), sample_ids, sampling)
+        images = self._images_of(prompts)
+        self._check_lengths(self._lengths(prompt_ids, images, sample_ids), sample_ids, sampling)
         self._check_ids(prompt_ids, sample_ids)
         draws = prompts[DRAW_PATH].to_pylist() if DRAW_PATH in prompts else [[]] * len(prompts)
         made = prompts[MADE_BEFORE].to_pylist() if MADE_BEFORE in prompts else [[]] * len(prompts)
         requests = [
-            GenerationRequest(row * n + index, ids, self._seed(int(group_ids[row]), draws[row], ids, index))
+            GenerationRequest(
+                row * n + index, ids, self._seed(int(group_ids[row]), draws[row], ids, index), images[row]
+            )
             for row, ids in enumerate(prompt_ids)
             for index in range(n)
             if index not in made[row]
@@ -219,6 +229,31 @@ class RolloutWorker(Worker):
         if not self.config.seeded:
             return None
         return _hash(self.context.seed, group_id, *draw, index, content=prompt_ids.tobytes())
+
+    def _images_of(self, prompts: Batch) -> list[list[Any]]:
+        """Of each row, the buffers of its images."""
+        if IMAGES not in prompts:
+            return [[] for _ in range(len(prompts))]
+        return [[image.as_buffer() for image in row.values or ()] for row in prompts[IMAGES]]
+
+    def _lengths(
+        self, prompt_ids: Sequence[np.ndarray], images: Sequence[Sequence[Any]], sample_ids: np.ndarray
+    ) -> np.ndarray:
+        """[rows] tokens of the prompts as the model reads them."""
+        lengths = np.array([len(ids) for ids in prompt_ids], np.int64)
+        problems: dict[int, str] = {}
+        for row in (row for row, own in enumerate(images) if own):
+            if self._images is None:
+                problems[row] = f"it has images, and the model in {self.config.model} is given text alone"
+                continue
+            try:
+                lengths[row] = len(self._images.read(prompt_ids[row], images[row]).ids)
+            except UserError as error:
+                problems[row] = str(error)
+        if problems:
+            row, problem = next(iter(problems.items()))
+            raise SampleError(f"sample {sample_ids[row]}: {problem}", sample_ids[list(problems)].tolist())
+        return lengths
 
     def _check_lengths(self, lengths: np.ndarray, sample_ids: np.ndarray, sampling: Sampling) -> None:
         bad = np.flatnonzero((lengths == 0) | (lengths + sampling.max_tokens > self.max_context))

@@ -16,6 +16,7 @@ from ..dataflow.batch import Batch
 from ..dataflow.column import PROMPT_IDS
 from ..dataflow.errors import UserError
 from .generation.vllm_settings import LORA_RANKS, VllmSettings
+from .images import check_images
 from .model_folder import (
     check_causal_lm,
     complete_text_settings,
@@ -24,6 +25,7 @@ from .model_folder import (
     num_experts,
     num_heads,
     read_model_config,
+    sees_images,
 )
 from .training.lora import Lora
 from .vocabulary import check_vocabulary
@@ -79,6 +81,9 @@ class RolloutConfig(VllmSettings):
         settings = read_model_config(self.model)
         of_model = context_of(settings)
         check_vocabulary(self.model, source)
+        check_images(self.model, source)
+        if self.routes and sees_images(settings):
+            raise UserError(f"routes=True: {self.model} sees images, and its routes are not recorded; leave it out")
         if self.max_context is not None and of_model is not None and self.max_context > of_model:
             raise UserError(
                 f"RolloutConfig.max_context={self.max_context}: the model in {self.model} takes at most {of_model} tokens "
@@ -155,6 +160,10 @@ def _check_vllm(config: RolloutConfig, settings: Mapping[str, Any]) -> None:
         raise UserError(
             "RolloutConfig.engine='vllm': vLLM is not installed; install weft[cpu] or, for GPUs, weft[cuda], "
             "or choose engine='transformers'"
+        )
+    if sees_images(settings):
+        raise UserError(
+            f"RolloutConfig.engine='vllm': {config.model} sees images, and vLLM is not given any yet; choose engine='transformers'"
         )
     heads, parts = num_heads(settings), config.tensor_parallel
     if heads is not None and heads % parts:

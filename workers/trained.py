@@ -11,7 +11,7 @@ from pydantic import model_validator
 
 from ..algorithms.loss import Loss
 from ..algorithms.old_policy import needs_old_logprobs
-from ..dataflow.column import OLD_LOGPROBS, PROMPT_IDS, RESPONSE_IDS, RESPONSE_MASK
+from ..dataflow.column import IMAGES, OLD_LOGPROBS, PROMPT_IDS, RESPONSE_IDS, RESPONSE_MASK
 from ..dataflow.errors import UserError
 from ..dataflow.takes import TrainingBatch
 from .dispatch import Dispatch
@@ -48,7 +48,7 @@ def loss_reads(loss: Loss) -> tuple[str, ...]:
 
 def loss_may_read(loss: Loss) -> tuple[str, ...]:
     """Columns that such an update uses where there are any."""
-    return (*loss.may_read, str(RESPONSE_MASK))
+    return (*loss.may_read, str(RESPONSE_MASK), str(IMAGES))
 
 
 def training_batch(loss: Loss, epochs: int, minibatches: int, config: TrainedConfig) -> TrainingBatch:

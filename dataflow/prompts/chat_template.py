@@ -50,14 +50,15 @@ class ChatTemplate:
         """Messages as text, through the chat template; what `apply_chat_template(tokenize=False)` returns.
 
         Args:
-            messages: `{"role": ..., "content": ...}`, oldest first.
+            messages: `{"role": ..., "content": ...}`, oldest first. Content is text, or blocks of type `text` and `image`; the template
+                writes the placeholders of images.
             add_generation_prompt: end with the header of the assistant's turn.
             continue_last: end inside the last message, so that generation goes on with it.
             tools: JSON schemas of functions, for templates that know about tools.
             variables: further variables of the template (`enable_thinking=False`).
 
         Raises:
-            UserError: there is no template, or it refuses the messages, or the content of a message is no text.
+            UserError: there is no template, or it refuses the messages, or the content of a message is neither text nor such blocks.
         """
         messages = [_with_text(message) for message in messages]
         mark = "WEFT_CONTINUES_HERE "
@@ -141,8 +142,8 @@ class ChatTemplate:
 
 
 def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with its content as one string; blocks of text alone are joined. Most templates would write down other content as
-    Python does, and a model be trained on that."""
+    """The message with its content as one string; blocks of text alone are joined, and blocks with images among them are left to the
+    template. Most templates would write down other content as Python does, and a model be trained on that."""
     content, role = message.get("content"), message.get("role")
     if content is None or isinstance(content, str):
         return dict(message)
@@ -151,9 +152,14 @@ def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:
     kinds = {str(b.get("type", "text")) if isinstance(b, Mapping) else type(b).__name__ for b in content}
     if kinds == {"text"}:
         return {**message, "content": "".join(str(block.get("text", "")) for block in content)}
+    if kinds <= {"text", "image"}:
+        blocks = [
+            {"type": "image"} if b["type"] == "image" else {"type": "text", "text": str(b["text"])} for b in content
+        ]
+        return {**message, "content": blocks}
     raise UserError(
-        f"the content of a message of role {role!r} is a list of content blocks ({', '.join(sorted(kinds))}); Weft takes text "
-        "alone: leave out rows with images, video or audio"
+        f"the content of a message of role {role!r} is a list of content blocks ({', '.join(sorted(kinds))}); Weft takes blocks of type "
+        "'text' and 'image': images themselves go into a column 'images', and rows with video or audio are left out"
     )
 
 
@@ -201,4 +207,6 @@ def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
     content = message.get("content")
     if content is None:
         raise UserError("the last message is the assistant's, to be continued, and has no text")
+    if not isinstance(content, str):
+        raise UserError("the last message is the assistant's, to be continued, and has images in it")
     return {**message, "content": content + mark}

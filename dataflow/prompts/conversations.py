@@ -12,6 +12,7 @@ import pyarrow as pa
 from ..errors import UserError
 from .damage import short
 from .formats import find_column
+from .images import refuse_places, with_places
 from .origin import Origin
 from .tokenizer import Tokenizer
 
@@ -52,10 +53,18 @@ class Conversations:
     """By row: functions that the model may call."""
     own_variables: Sequence[Any] | None = None
     """By row: further variables of the template."""
+    images: Sequence[int] | None = None
+    """By row: how many images it has; None: no row of the source has any."""
 
     @classmethod
     def of(
-        cls, table: pa.Table, origin: Origin, tokenizer: Tokenizer, system: str | None, variables: Mapping[str, Any]
+        cls,
+        table: pa.Table,
+        origin: Origin,
+        tokenizer: Tokenizer,
+        system: str | None,
+        variables: Mapping[str, Any],
+        images: Sequence[int] | None = None,
     ) -> Conversations:
         """With the columns `tools` and `chat_template_kwargs` of the rows, if there are any.
 
@@ -71,7 +80,7 @@ class Conversations:
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{origin.files}: column {name!r} is text that is not JSON ({error})") from None
 
-        return cls(origin, tokenizer, system, variables, values("tools"), values("chat_template_kwargs"))
+        return cls(origin, tokenizer, system, variables, values("tools"), values("chat_template_kwargs"), images)
 
     def render(self, prompts: Sequence[Messages], responses: Mapping[str, Sequence[Messages]]) -> Texts:
         """Prompts and, by column, what the template adds when the response's messages follow.
@@ -88,6 +97,7 @@ class Conversations:
                     own_system += 1
                 else:
                     messages = [{"role": "system", "content": self.system}, *messages]
+            messages = self._placed(row, messages, [each[row] for each in responses.values()])
             # A prompt that ends with the assistant's turn is a response already begun (TRL's rule).
             begun = messages[-1]["role"] == "assistant"
             prompt = self._text(row, messages, add_generation_prompt=not begun, continue_last=begun)
@@ -99,6 +109,18 @@ class Conversations:
             for name, whole in wholes.items():
                 tails[name].append(self._until_stop(whole[len(prompt) :]))
         return Texts(texts, tails, chat=True, own_system=own_system)
+
+    def _placed(self, row: int, prompt: Messages, responses: Sequence[Messages]) -> Messages:
+        """The prompt with the places of the row's images."""
+        try:
+            for response in responses:
+                refuse_places(response)
+            if self.images is not None:
+                return with_places(prompt, self.images[row])
+            refuse_places(prompt)
+            return prompt
+        except UserError as error:
+            raise UserError(f"{self.origin(row)}: {error}") from None
 
     def _text(self, row: int, messages: Messages, **how: bool) -> str:
         own = (self.own_variables[row] if self.own_variables else None) or {}

@@ -9,19 +9,23 @@ before torch is imported. docs/data.md shows every format.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 
 from ..batch import Batch
+from ..column import IMAGES
 from ..errors import UserError
 from .answers import Answers, find_answers
 from .files import table_of
 from .formats import find_format, is_text
+from .images import COLUMNS as IMAGE_COLUMNS
+from .images import Images, find_images
 from .origin import Origin
 from .rows import HasArrow, Rows, read_rows
 from .settings import ReadArguments, ReadSettings, TooLong
@@ -33,8 +37,8 @@ from .understanding import Observer, Understanding
 _WRITTEN = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids", "sample_id", "group_id", "parent_id")
 """Columns that Weft makes: a file that has one of its own would be misread, so it is refused."""
 
-_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-"""Columns in which TRL, verl and OpenRLHF look for what goes to a model beside the text."""
+_MEDIA = ("video", "videos", "audio", "audios")
+"""Columns in which TRL, verl and OpenRLHF look for what goes to a model beside text and images."""
 
 _PART = 8192
 """Rows that are text in Python at a time: the others are Arrow's, before and after."""
@@ -51,6 +55,8 @@ class Prompts:
     - `response_ids`, or `chosen_ids` and `rejected_ids` (lists of int32), where the format has responses: the tokens
       that follow those of `prompt_ids`, with the token that ends a response.
     - `prompt` (string): the text of the prompt, after the chat template.
+    - `images` (list of large binary), where rows have images: each row's, encoded as they were, in the order of their placeholders in
+      `prompt_ids`, of which each has one.
     - `answer` (string), where the format has a ground truth: the final answer, if it is a worked solution; JSON, if it is a list or
       struct.
     - every other column of the file, as it is. Messages in a column called `prompt` are kept as `prompt_messages`, worked solutions
@@ -148,6 +154,7 @@ class Prompts:
         if taken:
             raise UserError(f"{origin.files}: column {taken!r} is one that Weft writes; rename it in the file")
         _refuse_media(table, origin)
+        images = find_images(table, origin)
         format = find_format(table, origin, {"prompt": how.prompt, "answer": how.answer, "response": how.response})
         tokenizer = Tokenizer.load(source)
         rendering = Rendering.of(table, format, origin, tokenizer, how)
@@ -156,14 +163,15 @@ class Prompts:
         parts: list[pa.Table] = []
         for start in range(0, len(table), _PART):
             part, there = table.slice(start, _PART), origin.at(start)
-            texts = rendering.texts(part, there)
+            counts = None if images is None else images.counts[start : start + _PART].tolist()
+            texts = rendering.texts(part, there, counts)
             ids = tokenise(texts, there, tokenizer)
             observer.see(texts, ids, answers.texts.slice(start, _PART) if answers else None)
             parts.append(pa.table({**ids, "prompt": pa.array(texts.prompts, pa.string())}))
         made = pa.concat_tables(parts)
         lengths = {name: _lengths(made, name) for name in made.column_names if name.endswith("_ids")}
-        understood = observer.understanding(rows, answers, lengths)
-        result = _with_the_rest(made, table, answers)
+        understood = observer.understanding(rows, answers, lengths, images)
+        result = _with_the_rest(made, table, answers, images)
         whole = cls(rows.name, result, format.name, 0, how.too_long, understood)
         return whole._up_to_setting(lengths["prompt_ids"], how, origin)
 
@@ -215,9 +223,9 @@ class Prompts:
             )
         drawn = np.zeros(len(self), bool)
         drawn[np.random.default_rng(seed).permutation(len(self))[: max(rows, 0)]] = True
-        held_out = self.table.filter(pa.array(drawn))
-        taken = set(held_out["prompt"].to_pylist())
-        rest = self.table.filter(pa.array([text not in taken for text in self.table["prompt"].to_pylist()], pa.bool_()))
+        held_out, asked = self.table.filter(pa.array(drawn)), self._asked
+        taken = {one for one, is_drawn in zip(asked, drawn, strict=True) if is_drawn}
+        rest = self.table.filter(pa.array([one not in taken for one in asked], pa.bool_()))
         if rows < 1 or not len(rest):
             raise UserError(
                 f"{self.name}: hold_out(rows={rows}) of {len(self)} rows leaves {len(rest)} to train on and {len(held_out)} to "
@@ -225,6 +233,15 @@ class Prompts:
             )
         train = replace(self, table=rest)._compact()
         return train, replace(self, name=f"{self.name}_held_out", table=held_out, dropped=0, understood=None)._compact()
+
+    @property
+    def _asked(self) -> list[tuple[Hashable, ...]]:
+        """By row, what tells its prompt from others: the text, and the images that it is about."""
+        texts = self.table["prompt"].to_pylist()
+        if str(IMAGES) not in self.columns:
+            return [(text,) for text in texts]
+        images = ([xxhash.xxh3_128_digest(one.as_buffer()) for one in row.values] for row in self.table[str(IMAGES)])
+        return [(text, *digests) for text, digests in zip(texts, images, strict=True)]
 
     def _keeping(self, kept: np.ndarray, reason: str) -> Prompts:
         dropped = int((~kept).sum())
@@ -246,12 +263,15 @@ class Prompts:
         return self.table.num_rows
 
 
-def _with_the_rest(made: pa.Table, table: pa.Table, answers: Answers | None) -> pa.Table:
+def _with_the_rest(made: pa.Table, table: pa.Table, answers: Answers | None, images: Images | None) -> pa.Table:
     """The columns that were made, and those of the file that none of them takes the place of."""
     columns: dict[str, pa.ChunkedArray] = dict(zip(made.column_names, made.columns, strict=True))
     if answers is not None:
         columns["answer"] = answers.texts
-    kept = {name: table.column(name) for name in table.column_names if name not in columns}
+    if images is not None:
+        columns[str(IMAGES)] = pa.chunked_array([images.values])
+    taken = {*columns, *IMAGE_COLUMNS} if images is not None else {*columns}
+    kept = {name: table.column(name) for name in table.column_names if name not in taken}
     if "prompt" in table.column_names and not is_text(table.schema.field("prompt").type):
         kept.setdefault("prompt_messages", table.column("prompt"))
     if answers is not None and answers.shortened and "answer" in table.column_names:
@@ -265,12 +285,12 @@ def _lengths(table: pa.Table, column: str) -> np.ndarray:
 
 
 def _refuse_media(table: pa.Table, origin: Origin) -> None:
-    """A column of images beside the prompts: the model would be asked about them without seeing them."""
+    """A column of videos or sounds beside the prompts: the model would be asked about them without seeing or hearing them."""
     for column in _MEDIA:
         values = table.column(column) if column in table.column_names else ()
         row = next((row for row, value in enumerate(values) if value.as_py() not in (None, [], "")), None)
         if row is not None:
             raise UserError(
-                f"{origin(row)}: column {column!r} holds what a model would have to see or hear, and Weft gives models text alone; "
+                f"{origin(row)}: column {column!r} holds what a model would have to see or hear, and Weft gives models text and images; "
                 "leave the column out, or rename it if only a reward function is to have it"
             )

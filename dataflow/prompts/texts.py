@@ -80,8 +80,12 @@ class Rendering:
             variables=variables,
         )
 
-    def texts(self, table: pa.Table, origin: Origin) -> Texts:
+    def texts(self, table: pa.Table, origin: Origin, images: Sequence[int] | None = None) -> Texts:
         """Prompts and responses of the rows of a table, or of some of them.
+
+        Args:
+            images: by row, how many it has; None: no row of the source has any. Where no template is applied, prompts have their own
+                placeholders.
 
         Raises:
             UserError: a row lacks its text or messages, or the chat template refuses it; the message names the row.
@@ -97,7 +101,7 @@ class Rendering:
                 return Texts(prompts, responses, chat=False, has_bos=self.has_bos)
             return _split_texts(responses, origin)
         messages = {path: self._messages(table, path, origin) for path in self.kinds}
-        rows = Conversations.of(table, origin, self.tokenizer, self.system, self.variables or {})
+        rows = Conversations.of(table, origin, self.tokenizer, self.system, self.variables or {}, images)
         if format.prompt:
             return rows.render(messages[format.prompt], {name: messages[path] for name, path in parts.items()})
         if format.dialogue:

@@ -12,6 +12,7 @@ import pyarrow as pa
 from .answers import Answers
 from .conversations import Texts
 from .formats import Format, type_name
+from .images import Images
 from .rows import Rows
 from .settings import ReadSettings
 from .texts import Rendering
@@ -98,6 +99,8 @@ class Understanding:
     """Defaults that were taken: `subset 'main' of main, socratic`."""
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Reason -> rows that were left out."""
+    images: str = ""
+    """How many images there are, in how many rows; empty: none."""
 
     def without(self, rows: int, reason: str) -> Understanding:
         """With rows that were left out later."""
@@ -112,6 +115,8 @@ class Understanding:
             lines.append(f"  answers   from {self.roles['answer']!r}: {self.extraction}")
         else:
             lines.append("  answers   none: no column has a known name; answer='...' names one")
+        if self.images:
+            lines.append(f"  images    {self.images}")
         lines.append(f"  prompts   {self.prompts}")
         if self.responses is not None:
             lines.append(f"  responses {self.responses}")
@@ -166,13 +171,20 @@ class Observer:
             answer = None if answers is None else answers[row].as_py()
             self._examples.append(Example(prompt, responses[0] if responses else None, answer))
 
-    def understanding(self, rows: Rows, answers: Answers | None, lengths: Mapping[str, npt.ArrayLike]) -> Understanding:
+    def understanding(
+        self,
+        rows: Rows,
+        answers: Answers | None,
+        lengths: Mapping[str, npt.ArrayLike],
+        images: Images | None = None,
+    ) -> Understanding:
         """What was understood of all rows.
 
         Args:
             rows: as they were read.
             answers: of the rows.
             lengths: [rows] tokens, by column of tokens.
+            images: of the rows, if they have any.
         """
         rendering, format = self._rendering, self._rendering.format
         responses = [np.asarray(value) for name, value in lengths.items() if name != "prompt_ids"]
@@ -192,6 +204,7 @@ class Observer:
             responses=Lengths.of(np.concatenate(responses)) if responses else None,
             extraction=_extraction(answers, rows, self._settings.extract_answer),
             choices=rows.choices,
+            images="" if images is None else str(images),
         )
 
 

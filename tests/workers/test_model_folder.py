@@ -69,7 +69,7 @@ def test_the_defaults_of_transformers_are_taken_when_a_worker_starts(tmp_path: P
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model_type": "qwen2_5_vl"}, "transformers has no causal language model of type 'qwen2_5_vl'"),
+        ({"model_type": "clip"}, "transformers has no causal language model of type 'clip'"),
         ({"model_type": "qwen_2"}, "transformers has no causal language model of type 'qwen_2'; did you mean 'qwen2'"),
         ({"architectures": ["Qwen2ForCausalLM"]}, "transformers has no causal language model of type None"),
         ({"model_type": "bart", "is_encoder_decoder": True}, "models of type 'bart' read with an encoder"),

@@ -16,15 +16,15 @@ class DecodingBatch:
     cache: Any
     length: int
     """Columns in the cache, padding included."""
-    pads: Tensor
-    """[B] columns of padding at the left of each row."""
+    origin: Tensor
+    """[B] the column whose position is 0: columns of padding at the left of each row, less the positions that images leave out."""
     inside: Tensor | None
     """[B, columns] whether a column belongs to the row; None when no row is padded."""
 
     def keep(self, rows: Tensor) -> None:
         """Keep only these rows ([kept] int64; one may be named several times)."""
         self.cache.batch_select_indices(rows)
-        self.pads = self.pads[rows]
+        self.origin = self.origin[rows]
         if self.inside is not None:
             self.inside = self.inside[rows]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
@@ -21,9 +21,11 @@ class GenerationRequest:
 
     request_id: int
     prompt_ids: np.ndarray
-    """[P] int32."""
+    """[P] int32, with one placeholder for each image."""
     seed: int | None = None
     """Equal seeds, weights and prompts give equal tokens; None draws from the engine's own stream."""
+    images: Sequence[Any] = ()
+    """Those of the prompt, encoded: bytes, or what has their buffer. Only an engine that was given the processor of a model takes any."""
 
 
 @dataclass(frozen=True)

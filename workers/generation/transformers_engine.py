@@ -21,7 +21,9 @@ import numpy as np
 from ...algorithms.sampling import Sampling
 from ...dataflow.errors import GenerationError, UserError
 from ...dataflow.lazy import torch
+from ..images import ImageReader, SeenPrompt
 from ..model_folder import find_model_config, read_stop_tokens, refusals_named
+from ..vision import Shown, embed, positions
 from .decoding import DecodingBatch, new_cache
 from .engine import NOT_WHOLE, GenerationRequest, Response, Responses
 from .token_sampling import RequestDraws, draw_tokens
@@ -48,6 +50,7 @@ class TransformersEngine:
         adapter: that is served: what arrives is the adapter alone, and nothing is generated before the first one; None: complete weights
             arrive.
         routes: record the experts that each token was sent to.
+        images: the processor of a model that sees; None: it is one of text.
 
     Raises:
         UserError: `transformers` refuses the model, or its experts cannot be recorded.
@@ -63,10 +66,12 @@ class TransformersEngine:
         seed: int = 0,
         adapter: Lora | None = None,
         routes: bool = False,
+        images: ImageReader | None = None,
     ) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig
         from transformers.utils import logging
 
+        from ..training.causal_lm import auto_class
         from ..training.packed_attention import caps_scores
 
         self.version = 0
@@ -83,7 +88,8 @@ class TransformersEngine:
         try:
             with refusals_named(model, "cannot generate"):
                 folder = find_model_config(model).parent
-                self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+                kind = auto_class(AutoConfig.from_pretrained(folder, local_files_only=True))
+                self.model: Any = kind.from_pretrained(folder, dtype=getattr(torch, dtype))
         finally:
             if shows_progress:
                 logging.enable_progress_bar()
@@ -99,16 +105,18 @@ class TransformersEngine:
         self._stop_tokens = np.asarray(read_stop_tokens(model), dtype=np.int64)
         self._seeds = np.random.default_rng(seed)
         self._routers = self._find_routers(model) if routes else None
+        self._images = images
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Responses:
         """Responses as they finish; see `GenerationEngine`."""
         if not self._whole:
             raise GenerationError(NOT_WHOLE)
         for request in requests:
-            if len(request.prompt_ids) + sampling.max_tokens > self._max_context:
+            length = len(self._read(request).ids)
+            if length + sampling.max_tokens > self._max_context:
                 raise GenerationError(
-                    f"request {request.request_id}: {len(request.prompt_ids)} prompt tokens and max_tokens="
-                    f"{sampling.max_tokens} exceed the context of {self._max_context}"
+                    f"request {request.request_id}: {length} prompt tokens and max_tokens={sampling.max_tokens} exceed the context of "
+                    f"{self._max_context}"
                 )
         given_up: set[int] = set()
         for start in range(0, len(requests), self._max_num_seqs):
@@ -178,6 +186,14 @@ class TransformersEngine:
 
         return CheckpointNames(self.model, dict(self.model.named_parameters(remove_duplicate=False)))
 
+    def _read(self, request: GenerationRequest) -> SeenPrompt:
+        """The prompt with the tokens of its images."""
+        if self._images is None:
+            if len(request.images):
+                raise GenerationError(f"request {request.request_id} has images, and the model is given text alone")
+            return SeenPrompt(request.prompt_ids, np.zeros(len(request.prompt_ids), bool))
+        return self._images.read(request.prompt_ids, request.images)
+
     def _find_routers(self, model: str) -> Routers:
         from ..training.routers import Routers, find_routers
 
@@ -240,29 +256,42 @@ class TransformersEngine:
     ) -> tuple[DecodingBatch, Tensor]:
         """Run the prompts, each distinct one once; returns the rows, and their logits [B, V] for the first token. Routes of their tokens
         are added to those of each request."""
-        distinct: dict[bytes, int] = {}
-        prompts: list[np.ndarray] = []
+        distinct: dict[tuple[bytes | int, ...], int] = {}
+        prompts: list[SeenPrompt] = []
         row_prompts = np.empty(len(requests), dtype=np.int64)
         for row, request in enumerate(requests):
-            ids = np.ascontiguousarray(request.prompt_ids, dtype=np.int64)
-            row_prompts[row] = distinct.setdefault(ids.tobytes(), len(distinct))
+            prompt = self._read(request)
+            key = (
+                prompt.ids.tobytes(),
+                *map(id, prompt.images),
+            )  # equal images are one object, as long as they are kept
+            row_prompts[row] = distinct.setdefault(key, len(distinct))
             if len(distinct) > len(prompts):
-                prompts.append(ids)
-        lengths = np.array([len(ids) for ids in prompts])
+                prompts.append(prompt)
+        lengths = np.array([len(prompt.ids) for prompt in prompts])
         longest = int(lengths.max())
-        padded = np.zeros((len(prompts), longest), dtype=np.int64)
-        for row, ids in enumerate(prompts):
-            padded[row, longest - len(ids) :] = ids
+        padded, is_image = np.zeros((len(prompts), longest), np.int64), np.zeros((len(prompts), longest), bool)
+        for row, prompt in enumerate(prompts):
+            padded[row, longest - len(prompt.ids) :] = prompt.ids
+            is_image[row, longest - len(prompt.ids) :] = prompt.is_image
         pads = torch.from_numpy(longest - lengths).to(self._device)
         position_ids = (torch.arange(longest, device=self._device) - pads[:, None]).clamp(min=0)
         cache = new_cache(longest + max_tokens)
         columns = torch.arange(longest + max_tokens, device=self._device)
         inside = columns >= pads[:, None]
+        given: dict[str, Tensor] = {
+            "input_ids": torch.from_numpy(padded).to(self._device),
+            "position_ids": position_ids,
+        }
+        origin = pads
         with torch.inference_mode(), _no_warnings(), self._recorded() as recorded:
+            if images := [image for prompt in prompts for image in prompt.images]:
+                shown = Shown.of(torch.from_numpy(is_image).to(self._device), images)
+                given = self._with_images(given, shown, inside[:, :longest])
+                origin = longest - 1 - given["position_ids"][..., -1].view(-1, len(prompts)).amax(0)
             logits = self.model(
-                input_ids=torch.from_numpy(padded).to(self._device),
+                **given,
                 attention_mask=inside[:, :longest],
-                position_ids=position_ids,
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
@@ -271,12 +300,21 @@ class TransformersEngine:
                 taken = _numbers(recorded.routes).reshape(len(prompts), longest, recorded.layers, recorded.chosen)
                 for own, prompt in zip(routes, row_prompts.tolist(), strict=True):
                     own.append(taken[prompt, longest - lengths[prompt] :])
-            rows = DecodingBatch(cache, longest, pads, inside if bool(pads.any()) else None)
+            rows = DecodingBatch(cache, longest, origin, inside if bool(pads.any()) else None)
             if len(requests) > len(prompts):
                 index = torch.from_numpy(row_prompts).to(self._device)
                 rows.keep(index)
                 logits = logits[index]
         return rows, logits
+
+    def _with_images(self, given: dict[str, Tensor], shown: Shown, inside: Tensor) -> dict[str, Tensor]:
+        """Arguments of the model for prompts that are padded on the left, with what is seen in the places of images."""
+        backbone, input_ids = self.model.base_model, given["input_ids"]
+        own = positions(backbone, input_ids, shown, inside)
+        return {
+            "inputs_embeds": embed(backbone, input_ids, shown),
+            "position_ids": given["position_ids"] if own is None else own,
+        }
 
     def _forward(self, batch: DecodingBatch, tokens: Tensor) -> tuple[Tensor, np.ndarray]:
         """Append one token [B] to each row; returns the logits [B, V] for the next, and its routes [B, 1, layers, k]; [0] where none
@@ -285,7 +323,7 @@ class TransformersEngine:
             logits = self.model(
                 input_ids=tokens[:, None],
                 attention_mask=batch.attention_mask(),
-                position_ids=(batch.length - batch.pads)[:, None],
+                position_ids=(batch.length - batch.origin)[:, None],
                 past_key_values=batch.cache,
                 use_cache=True,
             ).logits[:, -1]

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ...dataflow.buffer.disk import Disk
 from ..model_folder import ADAPTER_CONFIG_FILE, SCALAR_HEAD
+from ..vision import LANGUAGE, is_type_that_sees
 from .lora import Lora, check_targets
 from .model_files import copy_companions
 from .safetensors_files import write_file, write_tensors
@@ -141,13 +142,15 @@ def adapter_of(causal_lm: Any) -> dict[str, Tensor]:
 
 
 def _adapted_layers(causal_lm: Any, lora: Lora) -> list[str]:
-    """Names of the linear layers that get an adapter: no head is among them."""
+    """Names of the linear layers that get an adapter: no head is among them, and of a model that sees only those of the text."""
     heads = (causal_lm.get_output_embeddings(), getattr(causal_lm, SCALAR_HEAD.removesuffix(".weight"), None))
     linear = [
         name
         for name, module in causal_lm.named_modules()
         if isinstance(module, nn.Linear) and not any(module is head for head in heads)
     ]
+    if is_type_that_sees(causal_lm.config):
+        linear = [name for name in linear if f".{LANGUAGE}." in f".{name}"]
     targets = tuple(linear) if lora.targets == "all-linear" else lora.targets
     check_targets(targets, linear, f"the backbone of {type(causal_lm).__name__}")
     return [name for name in linear if any(f".{name}".endswith(f".{target}") for target in targets)]

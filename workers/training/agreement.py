@@ -27,6 +27,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...dataflow.errors import UserError
+from ..images import ImageReader, probe_images
+from ..vision import Shown
 from .head_logprobs import HeadForm
 from .lent_weights import LentWeights, lend_weights
 from .packed_attention import NAME as PACKED
@@ -99,7 +101,11 @@ class Agreement:
 
 
 def find_agreement(
-    model: ResponseModel, full: Callable[[str], Tensor] | None = None, *, by_layer: bool = False
+    model: ResponseModel,
+    full: Callable[[str], Tensor] | None = None,
+    *,
+    by_layer: bool = False,
+    images: ImageReader | None = None,
 ) -> Agreement:
     """The fastest way that agrees with `transformers`.
 
@@ -110,6 +116,7 @@ def find_agreement(
         full: the full tensor of each name in `model.causal_lm`, in which it has no values; all ranks call it in the same order.
             None: it has values.
         by_layer: the full tensors of a layer are there only while it runs.
+        images: the processor of a model that sees. Rows with images are tried, too, in the way that is found for those without.
 
     Raises:
         UserError: no way agrees with the model itself.
@@ -123,11 +130,13 @@ def find_agreement(
             probe = _amplified_probe(model, lent)
             model.put_ropes_by_row()
             model.head_form = None if model.scalar else _head_form(model, probe)
-            ways = [(True, PACKED)] if may_pack(causal_lm) else []
+            ways = [(True, PACKED)] if may_pack(causal_lm) and not model.sees else []
             for packs, attention in (*ways, *((False, name) for name in dict.fromkeys((loaded_with, "eager")))):
                 model.packs = packs
                 _set_attention(causal_lm, attention)
                 off = _difference(model, probe)
+                if off <= _TOLERANCE and images is not None:
+                    off = _image_difference(model, images, attention)
                 if off <= _TOLERANCE:
                     if packs and _kernel_agrees(model, probe):
                         attention = VARLEN
@@ -151,6 +160,37 @@ def _shared_difference(model: ResponseModel, probe: _Probe, *, rounded: bool = F
     except Exception:  # code that comes with a model may fail in any way
         return torch.inf
     return float((found - torch.cat([hidden, hidden[2:]])).abs().nan_to_num(torch.inf).max())
+
+
+def _image_difference(model: ResponseModel, reader: ImageReader, attention: str) -> float:
+    """How far log-probabilities of two rows with images are from those of each alone, by the model's own forward pass."""
+    causal_lm, device = model.causal_lm, model.causal_lm.get_input_embeddings().weight.device
+    seen = [
+        reader.read(np.array([_FIRST_ID, reader.token, *range(_FIRST_ID, _FIRST_ID + after)], np.int32), [image])
+        for image, after in zip(probe_images(), _LENGTHS, strict=True)
+    ]
+    ids = [torch.from_numpy(row.ids.astype(np.int64)).to(device) for row in seen]
+    places = [torch.from_numpy(row.is_image).to(device) for row in seen]
+    after = [int(of_image.nonzero()[-1]) for of_image in places]  # what stands before an image is none of its business
+    expected: list[Tensor] = []
+    _set_attention(causal_lm, "eager")
+    for row, of_image, prompt, last in zip(ids, places, seen, after, strict=True):
+        inputs = Shown.of(of_image, prompt.images).inputs
+        logits = causal_lm(
+            input_ids=row[None], mm_token_type_ids=of_image[None].int(), **inputs, use_cache=False
+        ).logits[0]
+        expected.append(F.log_softmax(logits[last:-1].float(), -1).gather(1, row[last + 1 :, None])[:, 0])
+    _set_attention(causal_lm, attention)
+    shown = Shown.of(torch.cat(places), [image for prompt in seen for image in prompt.images])
+    rows = replace(PackedSequences(np.array([len(row) for row in ids]), device), shown=shown)
+    outputs, hidden = model.run_backbone(torch.cat(ids), rows)
+    begins = np.cumsum([0, *rows.lengths])
+    read = torch.cat(
+        [torch.arange(b + last, b + len(row) - 1) for b, last, row in zip(begins, after, ids, strict=False)]
+    )
+    targets = torch.cat([row[last + 1 :] for row, last in zip(ids, after, strict=True)])
+    found, _ = model.logprobs_of(outputs, hidden[read.to(device)], targets, None, entropy=False)
+    return float((found - torch.cat(expected)).abs().nan_to_num(torch.inf).max())
 
 
 def _routers(model: ResponseModel, probe: _Probe) -> tuple[Router, ...]:

@@ -1,4 +1,5 @@
-"""Causal language models of `transformers` without weights: the modules and their computed buffers, and nothing random.
+"""Causal language models of `transformers`, and those that see images as well, without weights: the modules and their computed buffers,
+and nothing random.
 
 Parameters and saved buffers are on the meta device: `stored_weights.py` knows their values, and `sharded_model.py` gives each rank its own.
 """
@@ -17,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...dataflow.errors import UserError
 from ..model_folder import SCALAR_HEAD, refusals_named
+from ..vision import is_type_that_sees
 from .engine import Head, Recomputed
 from .scalar_head import new_scalar_head, put_scalar_head
 
@@ -57,11 +59,14 @@ def build_causal_lm(
     Raises:
         UserError: `transformers` refuses the model, or to checkpoint its activations.
     """
-    from transformers import AutoModelForCausalLM
-
     settings = training_settings(model, folder)
+    if head != "logprobs" and is_type_that_sees(settings):
+        raise UserError(
+            f"model {str(model)!r} (type {settings.model_type!r}) sees images, and gets no scalar head: take a critic or a reward model of "
+            "text alone"
+        )
     with refusals_named(model, "cannot be trained"), torch.device("meta"):
-        causal_lm = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+        causal_lm = auto_class(settings).from_config(settings, dtype=torch.float32)
     causal_lm.eval()
     _compute_buffers(causal_lm)
     made: dict[str, Tensor] = {}
@@ -89,21 +94,28 @@ def load_complete(model: str | Path, folder: Path) -> Any:
     Raises:
         UserError: `transformers` refuses the model.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # it reports what it does not use, which `stored_weights.py` judges
+    settings = training_settings(model, folder)
     try:
         with refusals_named(model, "cannot be trained"):
-            return AutoModelForCausalLM.from_pretrained(
+            return auto_class(settings).from_pretrained(
                 folder,
-                config=training_settings(model, folder),
+                config=settings,
                 dtype=torch.float32,
                 local_files_only=True,
             )
     finally:
         logging.set_verbosity(verbosity)
+
+
+def auto_class(settings: Any) -> Any:
+    """The class of `transformers` that makes a model of these settings."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if is_type_that_sees(settings) else AutoModelForCausalLM
 
 
 def training_settings(model: str | Path, folder: Path) -> Any:

@@ -21,7 +21,14 @@ from ...dataflow.config import Config
 from ...dataflow.errors import UserError
 from ...dataflow.metrics import Metrics
 from ..dispatch import Coordinates
-from ..model_folder import check_causal_lm, complete_text_settings, num_heads, read_model_config, text_settings
+from ..model_folder import (
+    check_causal_lm,
+    complete_text_settings,
+    num_heads,
+    read_model_config,
+    sees_images,
+    text_settings,
+)
 from .lora import Lora
 from .tensor_parallel_plan import check_tensor_parallel
 
@@ -140,6 +147,12 @@ class ModelConfig(Config):
         """
         settings = read_model_config(self.model)
         check_causal_lm(self.model, settings)
+        for name in ("tensor_parallel", "sequence_parallel", "pipeline_parallel"):
+            if getattr(self, name) > 1 and sees_images(settings):
+                raise UserError(
+                    f"{name}={getattr(self, name)}: model {str(self.model)!r} (type {settings['model_type']!r}) sees images, and its ranks "
+                    "share neither layers nor tokens yet; leave it at 1"
+                )
         if self.pipeline_parallel > 1 and self.engine is None:
             raise UserError(
                 f"pipeline_parallel={self.pipeline_parallel}: FsdpEngine has no pipeline; give engine=... one that has, or leave it at 1"

@@ -82,6 +82,7 @@ class FsdpEngine:
         self.head: Head = head
         loaded = load_model(config, context, training, head, self.mesh, self.device)
         self.model, self._sharded, self.bytes_read = loaded.response, loaded.sharded, loaded.bytes_read
+        self._images = loaded.images
         self.vocabulary = self.model.causal_lm.get_input_embeddings().weight.shape[0]
         router_loss = None if training is None else training.router_loss
         if router_loss is not None and not (self.model.routers and self.model.routers.have_logits):
@@ -165,6 +166,7 @@ class FsdpEngine:
             reads_last=reads_last,
             may_share=self.model.shares_prompts,
             routers=self._replaying(batch),
+            images=self._images,
         )
 
     def _replaying(self, batch: Batch) -> Routers | None:

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..images import ImageReader
 from ..node_folder import node_folder
 from ..worker import Context
 from .adapter import Adapter
@@ -31,6 +32,8 @@ class LoadedModel:
     """The same, over the ranks."""
     bytes_read: int
     """What this rank read of the model's files."""
+    images: ImageReader | None
+    """The processor of a model that sees; None: it is given text alone."""
 
 
 def load_model(
@@ -72,10 +75,11 @@ def load_model(
     del weights, made  # of a model that is read as a whole, these are all its tensors
     move_buffers(plain.causal_lm, device)
     tried = ResponseModel(plain.causal_lm, scalar=scalar)
-    agreement = find_agreement(tried, sharded.full_base_tensor, by_layer=mesh is not None)
+    images = ImageReader(config.model, folder) if tried.sees else None
+    agreement = find_agreement(tried, sharded.full_base_tensor, by_layer=mesh is not None, images=images)
     sharded.check_head(agreement.head_form)
     agreement.put_on(response)
     sharded.share_tokens()
     if config.compile:
         compile_layers(response, device)
-    return LoadedModel(response, sharded, bytes_read)
+    return LoadedModel(response, sharded, bytes_read, images)

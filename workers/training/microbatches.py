@@ -14,8 +14,10 @@ from torch import Tensor
 
 from ...algorithms.loss import PackedRows
 from ...dataflow.batch import Batch
-from ...dataflow.column import PROMPT_IDS, RESPONSE_IDS, ROUTES, TEMPERATURE
+from ...dataflow.column import IMAGES, PROMPT_IDS, RESPONSE_IDS, ROUTES, TEMPERATURE
 from ...dataflow.errors import UserError
+from ..images import ImageReader
+from ..vision import Shown
 from .host_copies import to_device
 from .microbatch_plan import plan_microbatches
 from .packed_sequences import PackedSequences, SharedPrompts
@@ -48,6 +50,8 @@ class Microbatches:
     """[rows] int64, equal for rows with equal prompts, whose tokens are computed once in each part; None: rows share none."""
     routes: list[np.ndarray] | None = None
     """Of each row the experts that its tokens are sent to, [tokens that the model reads, layers, chosen]; None: routers choose."""
+    images: ShownRows | None = None
+    """The images of the rows; None: they have none."""
 
     @classmethod
     def of(
@@ -61,6 +65,7 @@ class Microbatches:
         reads_last: bool = False,
         may_share: bool = False,
         routers: Routers | None = None,
+        images: ImageReader | None = None,
     ) -> Microbatches:
         """The rows of a batch, checked.
 
@@ -70,10 +75,11 @@ class Microbatches:
             owner: name of the model, for messages.
             may_share: whether rows can share the tokens of a prompt; they do where that leaves out enough.
             routers: of the model, which are told to take the column `routes`; None: they choose, whatever columns there are.
+            images: the processor of a model that sees; None: it does not.
 
         Raises:
-            UserError: a response without a prompt, a ragged column that does not fit its responses, or a token id or an expert that
-                the model does not have.
+            UserError: a response without a prompt, a ragged column that does not fit its responses, a token id or an expert that
+                the model does not have, or images that do not fit their prompt, or the model.
         """
         columns = list(columns)
         check_rows(batch, columns)
@@ -89,7 +95,9 @@ class Microbatches:
                 temperatures = np.where(given == 0, np.float32(1), given)
         ragged = {c: torch.tensor(batch.ragged_numpy(c)[0]) for c in columns if _is_ragged(batch, c)}
         scalars = {c: torch.tensor(batch.numpy(c)) for c in columns if not _is_ragged(batch, c)}
-        sequences = (batch.ragged_numpy(PROMPT_IDS), batch.ragged_numpy(RESPONSE_IDS))
+        shown = ShownRows.of(batch, images, owner)
+        prompts = batch.ragged_numpy(PROMPT_IDS) if shown is None else shown.prompts
+        sequences = (prompts, batch.ragged_numpy(RESPONSE_IDS))
         routes = None if routers is None else _routes(batch, routers, owner)
         same_prompt = None
         if may_share:
@@ -98,7 +106,7 @@ class Microbatches:
             if routes is not None:
                 prompts = [of[:length].tobytes() for of, length in zip(routes, batch.lengths(PROMPT_IDS), strict=True)]
             same_prompt = equal_prompts(*sequences[0], np.diff(sequences[1][1]), prompts)
-        return cls(*sequences, temperatures, ragged, scalars, device, reads_last, same_prompt, routes)
+        return cls(*sequences, temperatures, ragged, scalars, device, reads_last, same_prompt, routes, shown)
 
     def plan(self, max_tokens: int, *, packed: bool, groups: np.ndarray | None = None) -> list[np.ndarray]:
         """Cut the rows that have a response into microbatches; rows of equal `groups` ([rows]) stay together."""
@@ -146,6 +154,8 @@ class Microbatches:
                 self.device,
             )
         rows = replace(rows, routing=self._routing(part, place, p_lengths, p_lengths + after))
+        if self.images is not None:
+            rows = replace(rows, shown=self.images.shown(part, after, self.device))
         temperatures = None
         if self.temperatures is not None:
             temperatures = self._on_device(np.repeat(self.temperatures[part], r_lengths))
@@ -192,6 +202,59 @@ class Microbatches:
             columns["entropy"] = entropy
         ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         return PackedRows(to_device(ends, self.device), columns, int(ends[-1]))
+
+
+@dataclass(frozen=True)
+class ShownRows:
+    """The images of rows: encoded, since all of what a model is given of them would not fit."""
+
+    reader: ImageReader
+    encoded: list[list[Any]]
+    """Of each row, the buffers of its images."""
+    is_image: list[np.ndarray]
+    """Of each row, [P] bool: the tokens of its prompt that are an image's."""
+    prompts: tuple[np.ndarray, np.ndarray]
+    """([P tokens] int32, cu_seqlens [rows + 1]), with all tokens of images."""
+
+    @classmethod
+    def of(cls, batch: Batch, reader: ImageReader | None, owner: str) -> ShownRows | None:
+        """Those of a batch; None: it has none.
+
+        Raises:
+            UserError: they do not fit their prompts, or the model.
+        """
+        if IMAGES not in batch or not batch.lengths(IMAGES).any():
+            return None
+        if reader is None:
+            raise UserError(
+                f"column {str(IMAGES)!r} holds images, and {owner} is given text alone; leave the column out"
+            )
+        if ROUTES in batch:
+            raise UserError(
+                f"column {str(ROUTES)!r}: routes of rows with images are not supported; sample without routes=True"
+            )
+        values, starts = batch.ragged_numpy(PROMPT_IDS)
+        encoded = [[one.as_buffer() for one in images.values or ()] for images in batch[IMAGES]]
+        ids: list[np.ndarray] = []
+        is_image: list[np.ndarray] = []
+        for row, images in enumerate(encoded):
+            try:
+                seen = reader.read(values[starts[row] : starts[row + 1]], images)
+            except UserError as error:
+                raise UserError(f"row {_name_of(batch, row)}: {error}") from error
+            ids.append(seen.ids)
+            is_image.append(seen.is_image)
+        return cls(reader, encoded, is_image, (np.concatenate(ids), np.cumsum([0, *map(len, ids)])))
+
+    def shown(self, part: np.ndarray, after: np.ndarray, device: torch.device) -> Shown | None:
+        """What the model is given for these rows ([rows] int64), each followed by so many tokens; None: they have no images."""
+        images = [self.reader.see(image) for row in part for image in self.encoded[row]]
+        if not images:
+            return None
+        places = [
+            np.pad(self.is_image[row], (0, more)) for row, more in zip(part.tolist(), after.tolist(), strict=True)
+        ]
+        return Shown.of(torch.from_numpy(np.concatenate(places)).to(device), images)
 
 
 def tokens_of(cu_seqlens: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -14,6 +14,7 @@ from torch import Tensor
 from .host_copies import to_device
 
 if TYPE_CHECKING:
+    from ..vision import Shown
     from .routers import Routing
 
 
@@ -53,6 +54,8 @@ class PackedSequences:
     """Queries, keys and values are rounded to bfloat16 for attention: to try a kernel that computes in nothing longer."""
     routing: Routing | None = None
     """What the routers of a mixture are told of the tokens; None: nothing."""
+    shown: Shown | None = None
+    """The images of the rows, with places among the T tokens; None: they have none."""
 
     @classmethod
     def of(cls, lengths: Sequence[int] | np.ndarray, device: torch.device | str = "cpu") -> Self:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...dataflow.errors import UserError
+from ..vision import LANGUAGE, embed, is_type_that_sees, positions, tower_parameters
 from .head_logprobs import HeadForm, head_logprobs, logprobs_of_any_head
 from .host_copies import to_device
 from .packed_sequences import PackedSequences
@@ -44,6 +45,8 @@ class ResponseModel(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
         self.scalar = scalar
+        self.sees = is_type_that_sees(causal_lm.config)
+        """Whether rows may have images."""
         self.backbone_name = _find_backbone(causal_lm)
         # Of padding without a mask, which is no mistake here; it would ask the device for the first and last tokens.
         self.backbone.warn_if_padding_and_no_attention_mask = _warn_of_nothing
@@ -70,7 +73,7 @@ class ResponseModel(nn.Module):
     @property
     def layers(self) -> list[nn.Module]:
         """The layers of the backbone (of its text model, where it has several); empty if they have an uncommon name."""
-        return list(getattr(getattr(self.backbone, "language_model", self.backbone), "layers", ()))
+        return list(getattr(getattr(self.backbone, LANGUAGE, self.backbone), "layers", ()))
 
     @property
     def scalar_head(self) -> nn.Module | None:
@@ -170,9 +173,29 @@ class ResponseModel(nn.Module):
             inputs = {"input_ids": padded.view(rows.shape)}
             if self.ropes is not None:
                 inputs["position_ids"] = rows.padded_positions
+            if rows.shown is not None:
+                inputs = self._with_images(inputs, rows)
         outputs = self.backbone(**inputs, use_cache=False)
         hidden = outputs.last_hidden_state.flatten(0, 1)
+        if self.sees and rows.shown is None and torch.is_grad_enabled():
+            # On all ranks the same parameters have gradients, whoever has rows with images.
+            unused = [p.sum() for p in tower_parameters(self.backbone) if p.requires_grad]
+            hidden = hidden + 0.0 * sum(unused) if unused else hidden
         return outputs, hidden if self.packs else hidden[rows.slots]
+
+    def _with_images(self, inputs: dict[str, Any], rows: PackedSequences) -> dict[str, Any]:
+        """Padded rows with what is seen in the places of images, and the model's own positions."""
+        assert rows.shown is not None
+        input_ids = inputs.pop("input_ids")
+        places = torch.zeros(math.prod(rows.shape), dtype=torch.bool, device=input_ids.device)
+        places[rows.slots] = rows.shown.places
+        shown = replace(rows.shown, places=places.view(rows.shape))
+        own = positions(self.backbone, input_ids, shown)
+        return {
+            **inputs,
+            "inputs_embeds": embed(self.backbone, input_ids, shown),
+            **({} if own is None else {"position_ids": own}),
+        }
 
     def logprobs_of(
         self, outputs: Any, hidden: Tensor, targets: Tensor, temperatures: Tensor | None, *, entropy: bool

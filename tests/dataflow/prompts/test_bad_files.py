@@ -103,21 +103,22 @@ def test_a_wrong_layout_is_answered_with_what_was_found_and_the_nearest(tmp_path
         ({"messages": [BLUE]}, "line 1: 'messages' holds only a response"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]},
-            "line 1: the content of a message of role 'user' is a list of content blocks (image, text); Weft takes text alone",
+            "line 1: a message of role 'user' has a content block of type 'image', and no image belongs to it",
         ),
         (
             {"prompt": [USER], "completion": [{"role": "assistant", "content": ["Blue"]}]},
-            "line 1: the content of a message of role 'assistant' is a list of content blocks (str); Weft takes text alone",
+            "line 1: the content of a message of role 'assistant' is a list of content blocks (str); Weft takes blocks",
         ),
         ({"prompt": [{"role": "user", "content": 4}]}, "the content of a message of role 'user' is 4; it must be text"),
         (
             {"prompt": "What is it?", "images": ["cat.png"]},
-            "line 1: column 'images' holds what a model would have to see or",
+            "line 1: column 'images', image 1: the column is list of text without the bytes of an image",
         ),
         (
             {"prompt": "a", "image": {"bytes": None, "path": "cat.png"}},
-            "line 1: column 'image' holds what a model would have",
+            "line 1: column 'image', image 1: the column is object with bytes, path without the bytes of an image",
         ),
+        ({"prompt": "a", "video": ["a.mp4"]}, "line 1: column 'video' holds what a model would have to see or hear"),
         ({"chosen": [BLUE], "rejected": [GREEN]}, "line 1: 'chosen' and 'rejected' begin with different messages"),
         ({"chosen": "Blue it is", "rejected": "Green it is"}, "line 1: 'chosen' and 'rejected' do not begin with"),
     ],
