@@ -72,6 +72,8 @@ def main(path: Path, rank: int) -> None:
     # Each rank has its own places of the rows; of a part that is all on others it has none.
     parts = [[k for k, row in enumerate(case["shares"][rank]) if row in part] for part in case["parts"]]
     gradient, metrics = one_step(worker, share, parts=parts or None)
+    engine = cast(Any, worker.engine)
+    plan, _ = engine._plan(engine._rows(share, ()))
     weights = {name: tensor.clone() for name, tensor in worker.engine.named_tensors()}
     worker.save(folder / "saved")
     published = worker.publish_weights(1)
@@ -83,6 +85,7 @@ def main(path: Path, rank: int) -> None:
     result = {
         "gradient": gradient,
         "metrics": metrics,
+        "microbatches": [len(part) for part in plan],
         "weights": weights,
         "logprobs": logprobs,
         "after": dict(zip(case["shares"][rank], after, strict=True)),

@@ -28,6 +28,7 @@ from ...resharding.weights import Part
 from ..device import rank_device
 from ..dispatch import Coordinates
 from ..model_folder import num_experts
+from ..row_cost import row_cost_of
 from ..worker import Context
 from .adapter import is_trained
 from .eight_bit import in_8_bits
@@ -39,6 +40,7 @@ from .mesh_of_one import MeshOfOne
 from .microbatches import Microbatches, tokens_of
 from .moments import PlainMoments
 from .optimizer import make_optimizer
+from .packed_attention import VARLEN
 from .replicated import check_alike
 from .router_loss import Balance
 from .routers import Routers
@@ -79,6 +81,7 @@ class FsdpEngine:
         self._alone = MeshOfOne(self.device) if streams else None
         self.mesh = self._alone.mesh if self._alone else join_mesh(context, config, self.device)
         self.microbatch_tokens = config.microbatch_tokens or (GPU_TOKENS if self.device.type == "cuda" else CPU_TOKENS)
+        self._row_cost = row_cost_of(config.model)
         self.head: Head = head
         loaded = load_model(config, context, training, head, self.mesh, self.device)
         self.model, self._sharded, self.bytes_read = loaded.response, loaded.sharded, loaded.bytes_read
@@ -126,9 +129,9 @@ class FsdpEngine:
         rows = self._rows(batch, ())
         cu_seqlens = rows.response[1]
         out = np.zeros((1 + entropies, int(cu_seqlens[-1])), dtype=np.float32)
-        plan = self._plan(rows)
+        plan, _ = self._plan(rows)
         with torch.no_grad(), self._sharded.precision(), nullcontext() if adapter else self._sharded.adapter_off():
-            for part in self._sharded.padded_plan(plan, self._sharded.over_replicas(len(plan))):
+            for part in plan:
                 figures = self._forward(rows, part, entropy=entropies)
                 for of_tokens, found in zip(out, figures, strict=False):
                     if len(part) and found is not None:
@@ -140,11 +143,11 @@ class FsdpEngine:
         rows = self._rows(batch, _columns_of(loss, batch))
         # What a loss takes together: a group, or each row by itself.
         unit = batch.numpy(GROUP_ID) if loss.whole_groups else np.arange(len(batch))
-        plan = self._plan(rows, unit if loss.whole_groups else None)
+        plan, _ = self._plan(rows, unit if loss.whole_groups else None)
         lengths = np.diff(rows.response[1])
         out = np.zeros(len(batch), dtype=np.float32)
         with torch.no_grad(), self._sharded.precision():
-            for part in self._sharded.padded_plan(plan, self._sharded.over_replicas(len(plan))):
+            for part in plan:
                 logprobs, entropy = self._forward(rows, part, entropy=loss.needs_entropy)
                 of_token = np.repeat(unit[part], lengths[part])
                 for one in np.unique(unit[part]):
@@ -180,8 +183,29 @@ class FsdpEngine:
             )
         return self.model.routers
 
-    def _plan(self, rows: Microbatches, groups: np.ndarray | None = None) -> list[np.ndarray]:
-        return rows.plan(self.microbatch_tokens, packed=self.model.packs, groups=groups)
+    def _plan(
+        self, rows: Microbatches, groups: np.ndarray | None = None, *numbers: float
+    ) -> tuple[list[np.ndarray], np.ndarray]:
+        """The microbatches of this rank, with empty ones where it takes part in the collectives of others.
+
+        Args:
+            groups: [rows]; rows of equal ones stay together.
+            numbers: of this replica, which others are to know.
+
+        Returns:
+            (the plan; [replicas, numbers] float64)
+        """
+        packed = self.model.packs
+        plan = rows.plan(self.microbatch_tokens, packed=packed, groups=groups)
+        replicas = self._sharded.over_replicas(len(plan), *numbers)
+        wanted = int(replicas[:, 0].max())
+        if self._sharded.gathers_once:  # and gradients are reduced in whichever microbatch is the last
+            wanted = min(wanted, max(1, len(plan)))
+        elif len(replicas) > 1:  # they gather layers in lockstep
+            pads = self.model.causal_lm.config._attn_implementation != VARLEN
+            limits = wanted, self.microbatch_tokens, self._row_cost
+            plan = rows.plan_in_lockstep(*limits, packed=packed, pads=pads, groups=groups)
+        return plan + [np.empty(0, dtype=np.int64)] * (wanted - len(plan)), replicas[:, 1:]
 
     def _forward(self, rows: Microbatches, part: np.ndarray, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         self.context.advance()
@@ -193,16 +217,15 @@ class FsdpEngine:
         if self.optimizer is None:
             raise RuntimeError("this engine was made without an optimizer; it computes log-probabilities only")
         rows = self._rows(batch, _columns_of(loss, batch))
-        plan = self._plan(rows, batch.numpy(GROUP_ID) if loss.whole_groups else None)
         everything = rows.packed()
         local_count, num_tokens = loss.count(everything), float(everything.trained.sum())
-        replicas = self._sharded.over_replicas(len(plan), local_count)
+        plan, counts = self._plan(rows, batch.numpy(GROUP_ID) if loss.whole_groups else None, local_count)
         whole = last and self._count == 0
-        self._count += float(replicas[:, 1].sum())
+        self._count += float(counts.sum())
         parts: list[Metrics] = []
         loss_total = torch.zeros((), device=self.device)
-        plan = self._sharded.padded_plan(plan, replicas) or [np.empty(0, dtype=np.int64)] * last
-        averaged = len(replicas) * self.config.sequence_parallel  # by FSDP; the loss is a sum
+        plan = plan or [np.empty(0, dtype=np.int64)] * last
+        averaged = len(counts) * self.config.sequence_parallel  # by FSDP; the loss is a sum
         balance = self._balance(rows, plan, self._count * averaged, whole=whole)
         routers = self.model.routers
         watched = nullcontext() if routers is None else routers.watched(self.device, balance)

@@ -3,12 +3,15 @@ the simulator share, without torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from ...dataflow.node import Node
+
+STEPS = 128
+"""Of limits that are told apart: a share of the largest one."""
 
 
 @dataclass(frozen=True)
@@ -101,3 +104,95 @@ def plan_microbatches(
             parts.append(order[first:start])
             first, widest = start, size
     return [*parts, order[first:]]
+
+
+def even_microbatches(
+    lengths: np.ndarray,
+    costs: np.ndarray,
+    number: int,
+    max_tokens: int,
+    *,
+    pads: bool,
+    groups: np.ndarray | None = None,
+) -> list[np.ndarray] | None:
+    """Deal packed rows out over microbatches of about the same cost: the most expensive first, each to the cheapest one that has room.
+
+    Where ranks compute their microbatches in lockstep, the k-th of each rank together, these take the sum over k of what the most expensive
+    k-th one takes. Nothing is quicker than the cost of all rows over the ranks (ByteScale balances to that bound, arXiv:2502.21231).
+
+    Args:
+        lengths: [rows] tokens of each row.
+        costs: [rows] of each row (`RowCost`).
+        number: of microbatches.
+        max_tokens: of a microbatch.
+        pads: whether attention pads rows to the longest one beside them, to at most twice `max_tokens` a microbatch.
+        groups: [rows]; rows of equal ones are never separated. None: each row by itself.
+
+    Returns:
+        Indexes of the rows of each microbatch, the most expensive first; None: the rows do not fit so.
+
+    >>> lengths = np.array([6, 5, 4, 3, 2, 1])
+    >>> [rows.tolist() for rows in even_microbatches(lengths, lengths, number=3, max_tokens=10, pads=False)]
+    [[0, 5], [1, 4], [2, 3]]
+    >>> even_microbatches(lengths, lengths, number=2, max_tokens=10, pads=False) is None
+    True
+    """
+    _, unit_of_row = np.unique(np.arange(len(lengths)) if groups is None else groups, return_inverse=True)
+    of_unit = np.bincount(unit_of_row, weights=costs)
+    members = np.split(np.argsort(unit_of_row, kind="stable"), np.cumsum(np.bincount(unit_of_row))[:-1])
+    parts = [_Part() for _ in range(number)]
+    for unit in np.argsort(-of_unit, kind="stable").tolist():
+        rows = members[unit].tolist()
+        tokens, longest = int(lengths[rows].sum()), int(lengths[rows].max())
+        room = [part for part in parts if part.has_room(len(rows), tokens, longest, max_tokens, pads=pads)]
+        if not room:
+            return None
+        part = min(room, key=lambda part: part.cost)
+        part.rows += rows
+        part.tokens, part.longest = part.tokens + tokens, max(part.longest, longest)
+        part.cost += float(of_unit[unit])
+    parts.sort(key=lambda part: -part.cost)
+    return [np.array(part.rows) for part in parts if part.rows]
+
+
+@dataclass
+class _Part:
+    """A microbatch that is being filled."""
+
+    rows: list[int] = field(default_factory=list)
+    tokens: int = 0
+    longest: int = 0
+    cost: float = 0.0
+
+    def has_room(self, rows: int, tokens: int, longest: int, max_tokens: int, *, pads: bool) -> bool:
+        padded = (len(self.rows) + rows) * max(self.longest, longest) if pads else 0
+        return not self.rows or (self.tokens + tokens <= max_tokens and padded <= 2 * max_tokens)
+
+
+def level_microbatches(
+    cut: Callable[[int], list[np.ndarray]], cost_of: Callable[[np.ndarray], float], number: int, max_tokens: int
+) -> list[np.ndarray]:
+    """Cut rows that stand together for a reason into up to `number` microbatches of about equally many tokens, the most expensive first.
+
+    Full microbatches with a small last one are far above the bound of `even_microbatches`, since the last ones of ranks differ.
+
+    Args:
+        cut: cuts the rows into microbatches of at most so many tokens.
+        cost_of: cost of a microbatch.
+        number: of microbatches that the rank takes part in, at least those of `cut(max_tokens)`.
+        max_tokens: of a microbatch.
+
+    >>> lengths = np.array([6, 5, 4, 3, 2, 1])
+    >>> def cut(limit):
+    ...     return plan_microbatches(lengths, limit, packed=True)
+    >>> [rows.tolist() for rows in cut(10)], [rows.tolist() for rows in level_microbatches(cut, np.sum, number=3, max_tokens=10)]
+    ([[0], [1, 2], [3, 4, 5]], [[1, 2], [3, 4, 5], [0]])
+    """
+    fewer, limit = 0, max_tokens
+    while limit - fewer > max(1, max_tokens // STEPS):
+        middle = (fewer + limit) // 2
+        if len(cut(middle)) <= number:
+            limit = middle
+        else:
+            fewer = middle
+    return sorted(cut(limit), key=cost_of, reverse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ from ...dataflow.batch import Batch
 from ...dataflow.column import IMAGES, PROMPT_IDS, RESPONSE_IDS, ROUTES, TEMPERATURE
 from ...dataflow.errors import UserError
 from ..images import ImageReader
+from ..row_cost import RowCost
 from ..vision import Shown
 from .host_copies import to_device
-from .microbatch_plan import plan_microbatches
+from .microbatch_plan import even_microbatches, level_microbatches, plan_microbatches
 from .packed_sequences import PackedSequences, SharedPrompts
 from .prompt_sharing import Placement, equal_prompts, plan_shared
 from .routers import Routers, Routing
@@ -110,15 +112,48 @@ class Microbatches:
 
     def plan(self, max_tokens: int, *, packed: bool, groups: np.ndarray | None = None) -> list[np.ndarray]:
         """Cut the rows that have a response into microbatches; rows of equal `groups` ([rows]) stay together."""
-        prompts, responses = np.diff(self.prompt[1]), np.diff(self.response[1])
-        rows = np.flatnonzero(responses)
+        prompts, after = self._lengths()
+        rows = np.flatnonzero(np.diff(self.response[1]))
         groups = None if groups is None else groups[rows]
-        after = (responses - 1 + self.reads_last)[rows]  # else the last token is only predicted
         if self.same_prompt is not None:
-            plan = plan_shared(prompts[rows], after, self.same_prompt[rows], max_tokens, groups=groups)
+            plan = plan_shared(prompts[rows], after[rows], self.same_prompt[rows], max_tokens, groups=groups)
         else:
-            plan = plan_microbatches(prompts[rows] + after, max_tokens, packed=packed, groups=groups)
+            plan = plan_microbatches((prompts + after)[rows], max_tokens, packed=packed, groups=groups)
         return [rows[part] for part in plan]
+
+    def plan_in_lockstep(
+        self,
+        number: int,
+        max_tokens: int,
+        cost: RowCost,
+        *,
+        packed: bool,
+        pads: bool,
+        groups: np.ndarray | None = None,
+    ) -> list[np.ndarray]:
+        """As `plan`, for ranks that compute their microbatches in lockstep: up to `number`, of about the same cost."""
+        if packed and self.same_prompt is None:
+            prompts, after = self._lengths()
+            rows = np.flatnonzero(np.diff(self.response[1]))
+            lengths, own = (prompts + after)[rows], None if groups is None else groups[rows]
+            plan = even_microbatches(lengths, cost(lengths), number, max_tokens, pads=pads, groups=own)
+            if plan is not None:
+                return [rows[part] for part in plan]
+        cut = partial(self.plan, packed=packed, groups=groups)
+        return level_microbatches(cut, partial(self._cost_of, cost=cost), number, max_tokens)
+
+    def _cost_of(self, part: np.ndarray, cost: RowCost) -> float:
+        """What a microbatch costs; prompts that rows share are computed once."""
+        prompts, after = (lengths[part] for lengths in self._lengths())
+        total = float(cost(prompts + after).sum())
+        if self.same_prompt is None:
+            return total
+        _, firsts = np.unique(self.same_prompt[part], return_index=True)
+        return total - float(cost(prompts).sum() - cost(prompts[firsts]).sum())
+
+    def _lengths(self) -> tuple[np.ndarray, np.ndarray]:
+        """([rows] tokens of each prompt, [rows] those that the model reads after it: the last one is only predicted, unless it is read)."""
+        return np.diff(self.prompt[1]), np.diff(self.response[1]) - 1 + self.reads_last
 
     def inputs(self, part: np.ndarray) -> tuple[Tensor, PackedSequences, np.ndarray, Tensor, Tensor | None]:
         """Arguments of `ResponseModel` for these rows; for an empty part, one token that nobody reads."""

@@ -234,19 +234,6 @@ class ShardedModel:
         if self.mesh is not None:
             dist.all_reduce(tensor, group=self.mesh["dp"].get_group())
 
-    def padded_plan(self, plan: list[np.ndarray], replicas: np.ndarray) -> list[np.ndarray]:
-        """The plan, with empty microbatches where this rank must take part in the collectives of others.
-
-        Args:
-            replicas: [replicas, >= 1], the first of each being the length of its plan.
-        """
-        wanted = int(replicas[:, 0].max())
-        if (
-            self.gathers_once
-        ):  # parameters are gathered and gradients reduced once a step, in whichever microbatch is the last
-            wanted = min(wanted, max(1, len(plan)))
-        return plan + [np.empty(0, dtype=np.int64)] * (wanted - len(plan))
-
     def sync_gradients(self, last: bool) -> None:
         """Reduce gradients over replicas in the next backward pass, if it is the last one or every pass reduces."""
         if isinstance(self.model, FSDPModule) and self.gathers_once:

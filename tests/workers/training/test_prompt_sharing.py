@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from weft.dataflow.batch import Batch
 from weft.workers.actor import ActorConfig, ActorWorker
+from weft.workers.row_cost import RowCost
 from weft.workers.training.microbatches import Microbatches
 from weft.workers.training.packed_sequences import SharedPrompts
 from weft.workers.training.prompt_sharing import Placement, equal_prompts, plan_shared
@@ -108,6 +109,18 @@ def test_a_step_with_shared_prompts_is_the_step_without(tiny_model: Path):
         for name, expected in gradient.items():
             assert (own_gradient[name] - expected).norm() / norm < 1e-5
         assert own_metrics["loss"] == pytest.approx(metrics["loss"], rel=1e-4)
+
+
+def test_ranks_in_lockstep_have_level_microbatches_in_which_a_shared_prompt_costs_once():
+    batch = of_prompts({tuple(range(3, 23)): [9] * 8})
+    rows = Microbatches.of(batch, (), CPU, vocabulary=97, owner="m", may_share=True)
+    full = rows.plan(70, packed=True)
+    level = rows.plan_in_lockstep(3, 70, RowCost(100), packed=True, pads=True)
+    assert [len(part) for part in full] == [6, 2] and [len(part) for part in level] == [3, 3, 2]
+    assert sorted(np.concatenate(level).tolist()) == list(range(8))
+    # The model reads 28 tokens of each row: the last one of a response is only predicted.
+    of_prompt, of_row = 20 * 1.2, 28 * 1.28
+    assert rows._cost_of(level[0], RowCost(100)) == pytest.approx(of_prompt + 3 * (of_row - of_prompt))
 
 
 def test_rows_that_share_little_are_computed_as_they_are():
