@@ -44,6 +44,7 @@ def test_a_head_as_heavy_as_two_layers_leaves_the_last_stage_fewer():
     # Costs in layers: an embedding of none, and a head of two, on eight layers and four stages.
     assert sorted(PipelineStages.balanced([1] * 7 + [3], 4).layers[:3]) == [2, 2, 3]
     assert PipelineStages.equal(8, 2, 2).layers == (2, 2, 2, 2)
+    assert PipelineStages.equal(7, 3).layers == (3, 2, 2), "the first pieces have one more"
 
 
 @pytest.mark.parametrize("wrong", [(2, (1, 1, 1)), (0, (1,)), (1, ()), (1, (-1,))])

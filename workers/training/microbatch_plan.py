@@ -185,8 +185,11 @@ def level_microbatches(
     >>> lengths = np.array([6, 5, 4, 3, 2, 1])
     >>> def cut(limit):
     ...     return plan_microbatches(lengths, limit, packed=True)
-    >>> [rows.tolist() for rows in cut(10)], [rows.tolist() for rows in level_microbatches(cut, np.sum, number=3, max_tokens=10)]
-    ([[0], [1, 2], [3, 4, 5]], [[1, 2], [3, 4, 5], [0]])
+    >>> [rows.tolist() for rows in cut(14)]
+    [[0, 1], [2, 3, 4, 5]]
+    >>> level = level_microbatches(cut, lambda rows: lengths[rows].sum(), number=3, max_tokens=14)
+    >>> [lengths[rows].tolist() for rows in level]
+    [[5, 4], [6], [3, 2, 1]]
     """
     fewer, limit = 0, max_tokens
     while limit - fewer > max(1, max_tokens // STEPS):

@@ -64,6 +64,10 @@ def test_memory_of_stages_by_hand():
     # Interleaved, the first keeps 2 (p - 1) + (v - 1) p + 1 = 5 chunks of a quarter of the model.
     interleaved = stage_memory(a_model(4), a_pipeline(2), UPDATE, chunks=2, **ABOUT)
     assert [stage.in_flight for stage in interleaved] == [2.5, 1.5]
+    # A fifth microbatch fills up a third round of two: there are six, though more are never in flight.
+    odd = stage_memory(a_model(4), a_pipeline(2), replace(UPDATE, microbatches_per_replica=5), chunks=2, **ABOUT)
+    few = stage_memory(a_model(4), a_pipeline(2), replace(UPDATE, microbatches_per_replica=1), chunks=2, **ABOUT)
+    assert [stage.in_flight for stage in odd] == [2.5, 1.5] and [stage.in_flight for stage in few] == [2, 1.5]
     frozen = stage_memory(a_model(4), a_pipeline(2), UPDATE, chunks=1, **{**ABOUT, "trains": False})
     assert [stage.activations for stage in frozen] == [600, 600] and frozen[0].made.moments == 0
 
@@ -71,12 +75,16 @@ def test_memory_of_stages_by_hand():
 def test_the_bubble_is_megatrons_unless_costs_are_known():
     plain = pipeline_plan(a_pipeline(4), UPDATE, None)
     assert plain is not None and (plain.microbatches, plain.bubble, plain.played) == (8, 3 / 8, False)
+    assert plain.chunks == 1 == chunks_of(a_pipeline(4), "actor.update", None)
+    halves = pipeline_plan(a_pipeline(4), replace(UPDATE, optimizer_steps=2), None)
+    assert halves is not None and (halves.microbatches, halves.bubble) == (4, 3 / 4), "each step drains the pipeline"
     assert pipeline_plan(ActorConfig(model="m"), UPDATE, None) is None
     linear = pipeline_plan(a_pipeline(4), UPDATE, CostModel(nodes={"actor.update": LinearCost(per_token_s=1)}))
     assert linear == plain
     cost = PipelineCost(stages=4, chunks=2, microbatch_tokens=400, per_token_s=0.01, transfer_s=0.01)
     played = pipeline_plan(a_pipeline(4), UPDATE, CostModel(nodes={"actor.update": cost}))
     assert played is not None and played.played and (played.chunks, played.microbatches) == (2, 8)
+    assert chunks_of(a_pipeline(4), "actor.update", CostModel(nodes={"actor.update": cost})) == 2
     assert played.bubble == pytest.approx(cost.played(32, 3200).bubble) and played.bubble > 3 / 16
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -87,11 +88,22 @@ def test_by_hand():
     assert cost.seconds(np.array([100]), 4).tolist() == pytest.approx(
         [(2.0 + 1.0) / 4]
     )  # as of the next smaller degree
+    assert replace(cost, exchange_s={1: 1.0}).seconds(np.array([100]), 1).tolist() == [2.0], (
+        "one rank exchanges nothing"
+    )
     plan = plan_groups([200, 40, 40], 4, cost)
     # 200 tokens need two ranks: (6 + 2) / 2 s; on all four ranks 2 s, and the others then 2 * (0.56 + 0.4) / 4 s more.
     assert (plan.degrees, plan.rows) == ((4,), ((0, 1, 2),))
     assert plan.seconds == pytest.approx(2.0 + 2 * 0.24)
     assert plan_groups([], 4, cost).seconds == 0 == plan_groups([], 4, cost).gap
+
+
+def test_rows_are_exchanged_where_the_longest_first_is_not_the_best():
+    cost = SequenceCost(memory_tokens=1000, per_token_s=0.01, exchange_s={2: 0.01})
+    plan = plan_groups([300, 300, 200, 200, 200], 2, cost)  # the longest first: 300 + 200 + 200 beside 300 + 200
+    assert (
+        plan.degrees == (1, 1) and plan.group_s == pytest.approx((6, 6)) and plan.seconds == pytest.approx(plan.bound_s)
+    )
 
 
 def test_what_fits_nowhere_is_named():

@@ -73,6 +73,9 @@ def test_passes_end_when_they_do_by_hand():
     assert found.ends_s[0] == {Pass(0): 1, Pass(1): 2, Pass(0, 0, True): 8, Pass(1, 0, True): 11}
     assert found.ends_s[1] == {Pass(0): 3, Pass(0, 0, True): 5, Pass(1): 6, Pass(1, 0, True): 8}
     assert (found.seconds, found.busy_s) == (11, (6, 6)) and found.bubble == pytest.approx(5 / 6)
+    assert run(one_forward_one_backward(2, 3)).seconds == (3 + 1) * (1 + 2), (
+        "a backward pass takes as long as two forward ones"
+    )
 
 
 @pytest.mark.parametrize("backward", [1.0, 2.0])
