@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-TIMEOUT_S = 300.0
+TIMEOUT_S = 1800.0
 
 
 def train(pipe: Any, folder: Path, rank: int, ranks: int, meeting: Any, settings: dict[str, Any]) -> None:

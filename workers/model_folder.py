@@ -54,33 +54,6 @@ def find_model_config(model: str | Path) -> Path:
     return folder / CONFIG_FILE
 
 
-def read_layer_names(model: str | Path) -> list[str]:
-    """Names of the layers that have a `weight` in the model's safetensors files; empty when it has no such files."""
-    folder = find_model_config(model).parent
-    index, file = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    names: list[str] = []
-    if index.is_file():
-        names = list(read_index(index))
-    elif file.is_file():
-        names = _names_in(file)
-    return [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
-
-
-def _names_in(file: Path) -> list[str]:
-    """Names of the tensors in a safetensors file.
-
-    Raises:
-        UserError: it is none.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, "np") as stored:
-            return list(stored.keys())
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{file} is damaged, or no safetensors file ({error})") from None
-
-
 def read_index(file: Path) -> dict[str, str]:
     """The index of a model whose weights lie in several files.
 
@@ -118,16 +91,6 @@ def read_stop_tokens(model: str | Path) -> tuple[int, ...]:
     if found is None:
         found = text_settings(read_model_config(model)).get("eos_token_id")
     return () if found is None else tuple(found) if isinstance(found, list) else (found,)
-
-
-def find_tensor(model: str | Path, name: str) -> Path | None:
-    """The safetensors file of a model that holds the tensor of this name; None: there is none. Nothing but headers is read.
-
-    Raises:
-        UserError: no such model.
-    """
-    files = sorted(find_model_config(model).parent.glob("*.safetensors"))
-    return next((file for file in files if name in _names_in(file)), None)
 
 
 def text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,10 +14,11 @@ from ..dataflow.metrics import Metrics
 from .critic import last_of_rows
 from .dispatch import Coordinates, Dispatch
 from .engine_worker import EngineWorker
-from .model_folder import SCALAR_HEAD, find_tensor
+from .model_folder import SCALAR_HEAD
 from .remote import remote
 from .reward import of_column, reward_metrics
 from .training.engine import ModelConfig
+from .weight_files import find_tensor
 from .worker import Context
 
 if TYPE_CHECKING:

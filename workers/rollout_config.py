@@ -29,6 +29,7 @@ from .model_folder import (
 )
 from .training.lora import Lora
 from .vocabulary import check_vocabulary
+from .weight_files import check_weights
 
 if TYPE_CHECKING:
     from ..dataflow.node import Node
@@ -80,6 +81,7 @@ class RolloutConfig(VllmSettings):
         """
         settings = read_model_config(self.model)
         of_model = context_of(settings)
+        check_weights(self.model, trained=False)
         check_vocabulary(self.model, source)
         check_images(self.model, source)
         if self.routes and sees_images(settings):

@@ -113,7 +113,7 @@ def expected(model: str, machine: Machine, settings: Mapping[str, Any]) -> Expec
     made = training_memory(_size(model), config, ranks=machine.gpus, trains=True, lora=config.lora, saves=True)
     rest, in_pass, host = placed(made, config, on_gpu=True)
     activations = _activations(model, machine, config.lora is not None, config.activation_checkpointing)
-    in_pass = with_activations(in_pass, activations, config, machine.gpus)
+    in_pass = with_activations(in_pass, activations, made)
     device = OWN_BYTES + sum(rest.values()) + sum(in_pass.values())
     return Expected(settings, device, activations, machine.gpus * sum(host.values()))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from ...dataflow.byte_units import GIB
@@ -12,8 +13,8 @@ from ...dataflow.graph import TRAIN
 from ...dataflow.handle import Handle
 from ...workers.model_folder import complete_text_settings, find_model_config, head_dim, num_heads
 from ...workers.reward_model import RewardModelConfig
-from ...workers.training.engine import ModelConfig
-from ...workers.training.memory import BYTES, TrainingMemory, checkpoint_bytes, model_size, training_memory
+from ...workers.training.engine import Head, ModelConfig
+from ...workers.training.memory import BYTES, ModelSize, TrainingMemory, checkpoint_bytes, model_size, training_memory
 from ..placement import Place
 from ..run_spec import RunSpec
 from .resident import HELD_FREE, resident_bytes
@@ -75,6 +76,9 @@ def group_memory(
         sizes: of a step of training.
         gpu_bytes: memory of a GPU of this machine; 0: it has none.
         chunks: of each stage, if the group is a pipeline.
+
+    Raises:
+        UserError: the files of its model are damaged, or do not fit its settings.
     """
     config: Any = handle.config
     alone = spec.backend.in_process
@@ -87,14 +91,17 @@ def group_memory(
         if isinstance(config, ModelConfig):
             return _trained(spec, known, config, sizes, gpu_bytes, chunks)
         return _generating(known, config, sizes, gpu_bytes) if hasattr(config, "engine") else known
-    except (OSError, ValueError, UserError) as error:
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError) and Path(config.model).expanduser().is_dir():
+            raise  # a run would say the same; what is still to be downloaded, it would not
         return replace(known, unknown=str(error))
 
 
 def _trained(
     spec: RunSpec, known: GroupMemory, config: Any, sizes: StepSizes, gpu_bytes: int, chunks: int
 ) -> GroupMemory:
-    size = model_size(config.model)
+    head = _head(config)
+    size = model_size(config.model, scalar=head != "logprobs")
     nodes = [n for n in spec.graphs[TRAIN].nodes if n.group == known.group]
     updates = [n for n in nodes if n.operation.updates]
     lora, saves, trains = getattr(config, "lora", None), spec.checkpoint.writes, bool(updates)
@@ -103,7 +110,7 @@ def _trained(
     unknown, found = "", 0
     if passes is not None and passes.rows_per_microbatch and sizes.tokens_a_row:
         try:
-            found = _activations(config, sizes, passes, trains=trains, gpu_bytes=gpu_bytes * known.on_gpu)
+            found = _activations(config, sizes, passes, size, trains=trains, gpu_bytes=gpu_bytes * known.on_gpu)
         except ValueError as error:
             unknown = f"activations: {error}"
     stages: tuple[StageMemory, ...] = ()
@@ -127,7 +134,7 @@ def _trained(
         unknown = unknown or "counted as FsdpEngine holds it"
     rest, in_pass, host = placed(made, config, on_gpu=known.on_gpu)
     if found:
-        in_pass = with_activations(in_pass, found, config, known.ranks)
+        in_pass = with_activations(in_pass, found, made)
     if not known.on_gpu:
         in_pass["heap"] = round(HELD_FREE * sum(in_pass.values()))
     phases = {REST: _present(rest), "update" if trains else "logprobs": _present(in_pass)}
@@ -151,29 +158,31 @@ def placed(
     return rest, in_pass, host
 
 
-def with_activations(in_pass: Mapping[str, int], activations: int, config: ModelConfig, ranks: int) -> dict[str, int]:
-    """What comes in a pass, with its activations. Where one rank keeps everything on the host, the largest gradients (of embeddings) come
-    when activations are gone."""
-    exchanged = in_pass["gathered gradients"]
-    if ranks == 1 and config.offload == "everything":
-        exchanged = max(0, exchanged - activations)
-    return {**in_pass, "gathered gradients": exchanged, "activations": activations}
+def with_activations(in_pass: Mapping[str, int], activations: int, made: TrainingMemory) -> dict[str, int]:
+    """What comes in a pass, with its activations."""
+    return {**in_pass, "gathered gradients": made.exchanged_beside(activations), "activations": activations}
 
 
-def _activations(config: Any, sizes: StepSizes, passes: UpdateSizes, *, trains: bool, gpu_bytes: int) -> int:
+def _head(config: Any) -> Head:
+    """What the model of a group says of each token."""
+    return "rewards" if isinstance(config, RewardModelConfig) else getattr(config, "head", "logprobs")
+
+
+def _activations(
+    config: Any, sizes: StepSizes, passes: UpdateSizes, size: ModelSize, *, trains: bool, gpu_bytes: int
+) -> int:
     """Of a microbatch, logits included: what lives in a pass, without gradients."""
     from ...workers.training.activations import PassShape, pass_bytes
 
     response = max(1, round(sizes.response_tokens))
     shape = PassShape(passes.rows_per_microbatch, max(2, round(sizes.tokens_a_row)), response)
-    head: Any = "rewards" if isinstance(config, RewardModelConfig) else getattr(config, "head", "logprobs")
     several = passes.microbatches_per_replica > passes.optimizer_steps
     lora = getattr(config, "lora", None)
     found = pass_bytes(
         config.model,
         find_model_config(config.model).parent,
         shape,
-        head=head,
+        head=_head(config),
         dtype=config.dtype,
         trains=trains,
         gradients_stay=several,
@@ -185,7 +194,7 @@ def _activations(config: Any, sizes: StepSizes, passes: UpdateSizes, *, trains: 
     if not trains or lora is not None:
         return found
     # The pass counts complete gradients, as they come; what a rank keeps of them stands beside.
-    return max(0, found - 4 * model_size(config.model).parameters)
+    return max(0, found - 4 * size.parameters)
 
 
 def _generating(known: GroupMemory, config: Any, sizes: StepSizes, gpu_bytes: int) -> GroupMemory:

@@ -116,7 +116,8 @@ def update_sizes(spec: RunSpec, node: Node, sizes: StepSizes) -> UpdateSizes:
     steps = OptimizerSteps.of(node)
     rows, each = sizes.rows, math.ceil(sizes.rows / replicas)
     of_step = math.ceil(each / steps.minibatches)
-    fit = max(1, math.floor(of_pass / sizes.tokens_a_row)) if sizes.tokens_a_row else of_step
+    read = max(1.0, sizes.tokens_a_row - 1)  # the last token of a row is only predicted
+    fit = max(1, math.floor(of_pass / read)) if sizes.tokens_a_row else of_step
     return UpdateSizes(
         node=node.name,
         rows=rows,

@@ -28,7 +28,8 @@ class StageMemory:
     def peak(self) -> int:
         """Bytes in an update, with activations."""
         made = self.made
-        return made.weights + made.gradients + made.moments + made.gathered + made.exchanged + self.activations
+        exchanged = made.exchanged_beside(self.activations)
+        return made.weights + made.gradients + made.moments + made.gathered + exchanged + self.activations
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...dataflow.errors import WeftError
+from ..weight_files import weight_files
 from .agreement import Agreement
 from .causal_lm import build_causal_lm
 from .engine import Head, Recomputed
@@ -28,6 +29,7 @@ from .memory import head_chunk_bytes
 from .packed_attention import NAME, may_pack
 from .packed_sequences import PackedSequences
 from .response_model import ResponseModel
+from .stored_weights import StoredWeights
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class PassShape:
 
     rows: int
     length: int
-    """Tokens of a row."""
+    """Tokens of a row. A model with a head for rewards reads all of them, any other all but the last, which is only predicted."""
     predicted: int
     """Tokens of a row whose log-probability is computed."""
 
@@ -69,10 +71,19 @@ class LiveBytes(TorchDispatchMode):
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._held:
-            self._held[storage._cdata] = storage.nbytes()
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
+            self.resized(storage, 0)
+
+    def resized(self, storage: torch.UntypedStorage, before: int) -> None:
+        """Count a storage that was made, or whose size was changed in place, which no operation shows.
+
+        Args:
+            before: bytes that it had.
+        """
+        if storage._cdata not in self._held:
             weakref.finalize(storage, self._ended, storage._cdata)
+        self._held[storage._cdata] = storage.nbytes()
+        self.now += storage.nbytes() - before
+        self.peak = max(self.peak, self.now)
 
     def _ended(self, storage: int) -> None:
         self.now -= self._held.pop(storage, 0)
@@ -121,9 +132,12 @@ def pass_bytes(
         gpu_bytes: memory of the GPU that it is for, whose chunks of logits are larger; 0: a CPU.
 
     Raises:
+        UserError: the files in the folder, if it has any, are not those of the model.
         ValueError: a pass of this model depends on the values of its tensors.
     """
     skeleton = build_causal_lm(model, folder, head, 0, activation_checkpointing=checkpointing if trains else False)
+    if files := weight_files(model, folder):
+        StoredWeights(model, files, skeleton)
     response = ResponseModel(skeleton.causal_lm, scalar=head != "logprobs").to(getattr(torch, dtype))
     packs = may_pack(skeleton.causal_lm)
     attention = NAME if packs else "sdpa"
@@ -139,7 +153,9 @@ def pass_bytes(
         with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(trains):
             return _peak(
                 response.to_empty(device="cpu"),
-                _EqualRows.of([shape.length] * shape.rows, "cuda" if gpu_bytes else "cpu"),
+                _EqualRows.of(
+                    [max(1, shape.length - (head != "rewards"))] * shape.rows, "cuda" if gpu_bytes else "cpu"
+                ),
                 shape.rows * shape.predicted,
                 trains=trains,
                 stays=stays,
@@ -171,6 +187,7 @@ def _peak(model: ResponseModel, rows: _EqualRows, number: int, *, trains: bool, 
         else:
             targets = torch.zeros(number, dtype=torch.long)
             result, _ = model.logprobs_of(outputs, hidden, targets, None, entropy=False)
+        del outputs, hidden  # nobody holds them while gradients are computed
         if trains:
             result.sum().backward()
         gradients = sum(4 * p.numel() for p in parameters) if stays and trains else 0

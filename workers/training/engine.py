@@ -29,6 +29,7 @@ from ..model_folder import (
     sees_images,
     text_settings,
 )
+from ..weight_files import check_weights
 from .lora import Lora
 from .tensor_parallel_plan import check_tensor_parallel
 
@@ -153,6 +154,7 @@ class ModelConfig(Config):
                     f"{name}={getattr(self, name)}: model {str(self.model)!r} (type {settings['model_type']!r}) sees images, and its ranks "
                     "share neither layers nor tokens yet; leave it at 1"
                 )
+        check_weights(self.model, trained=self.engine is None)
         if self.pipeline_parallel > 1 and self.engine is None:
             raise UserError(
                 f"pipeline_parallel={self.pipeline_parallel}: FsdpEngine has no pipeline; give engine=... one that has, or leave it at 1"

@@ -15,7 +15,8 @@ from ...dataflow.column import REFERENCE_LOGPROBS, RESPONSE_IDS
 from ...dataflow.config import Config
 from ...dataflow.errors import UserError, nearest
 from ...dataflow.handle import Handle
-from ..model_folder import SCALAR_HEAD, read_layer_names
+from ..model_folder import SCALAR_HEAD
+from ..weight_files import read_layer_names
 
 
 class Lora(Config):

@@ -6,17 +6,16 @@ model, also one with an adapter, is of the dtype of passes. FSDP shares all of i
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from ...dataflow.errors import UserError
 from ...resharding.pipeline_stages import PipelineStages
-from ..model_folder import find_model_config, read_model_config, text_settings
+from ..model_folder import SCALAR_HEAD, find_model_config, read_model_config, text_settings
+from ..weight_files import stored_tensors
 from .engine import ModelConfig, OptimizerConfig
 from .lora import Lora
 
@@ -108,29 +107,45 @@ class TrainingMemory:
     layers and the embeddings where they are gathered layer by layer."""
     exchanged: int
     """Of an update: as much of the gradients, in their own dtype, and their copy in the exchange, where the rank keeps a part of them."""
+    outer_gradients: int
+    """Of an update: gradients of embeddings and head and their copy, where layers visit the device one by one. They come when activations
+    and gathered weights are gone."""
     visiting: int
     """Of an update: moments that are on the device for a while, where they lie in host memory."""
     snapshot: int
     """On the host, from the first checkpoint on: a copy of what a rank writes of it."""
 
+    def exchanged_beside(self, activations: int) -> int:
+        """What gradients on their way add to the largest moment of an update with so many bytes of activations."""
+        return max(self.exchanged, self.outer_gradients - self.gathered - activations)
 
-def model_size(model: str | Path) -> ModelSize:
-    """Read the sizes of a model from its folder.
+
+def model_size(model: str | Path, *, scalar: bool = False) -> ModelSize:
+    """Read the sizes of a model from the headers of its files.
+
+    Args:
+        model: folder, or id.
+        scalar: it has a scalar head in the place of its own, as critics and reward models have.
 
     Raises:
-        UserError: there is no such model.
-        OSError: its files cannot be read.
-        ValueError: they are no safetensors files.
+        UserError: there is no such model, it has no safetensors files, or one of them is damaged.
     """
     settings = text_settings(read_model_config(model))
     folder = find_model_config(model).parent
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        shapes |= _header(file)
+    shapes = {name: entry.shape for name, entry in stored_tensors(model, folder).items()}
     if not shapes:
-        raise ValueError(f"{folder} has no safetensors files")
-    layers = int(settings.get("num_hidden_layers") or 1)
-    return ModelSize(shapes, int(settings.get("vocab_size", 0)), layers, bool(settings.get("tie_word_embeddings")))
+        raise UserError(f"model {str(model)!r}: {folder} has no safetensors files")
+    layers, vocabulary = int(settings.get("num_hidden_layers") or 1), int(settings.get("vocab_size", 0))
+    heads = {name: shape for name, shape in shapes.items() if "head" in name and vocabulary in shape}
+    rest = {name: shape for name, shape in shapes.items() if name not in heads}
+    tied = bool(settings.get("tie_word_embeddings", not heads))
+    alone = tied and not any(shape in rest.values() for shape in heads.values())  # it is stored by the name of the head
+    if not alone and (tied or scalar):
+        shapes = rest
+    if scalar and SCALAR_HEAD not in shapes:
+        hidden = next((shape[-1] for shape in shapes.values() if len(shape) == 2 and vocabulary in shape), 0)
+        shapes = {**shapes, SCALAR_HEAD: (1, hidden)}
+    return ModelSize(shapes, vocabulary, layers, tied and not scalar)
 
 
 def training_memory(
@@ -160,29 +175,33 @@ def training_memory(
     frozen = width if lora is not None or not trains else FLOAT32
     weights = (whole * frozen + adapter * FLOAT32) // ranks
     rounds = config.dtype != "float32" and lora is None and trains
-    sharded = ranks > 1 or config.offload == "everything"
+    alone = ranks == 1 and config.offload == "everything"
+    outer, layer = _embeddings(size), (whole - _embeddings(size)) // max(1, size.layers)
     at_once = (
         whole
         if gathers_once(config, whole)
-        else min(whole, _embeddings(size) + LAYERS_AT_ONCE * whole // max(1, size.layers))
+        else outer + layer
+        if alone
+        else min(whole, outer + LAYERS_AT_ONCE * whole // max(1, size.layers))
     )
+    exchanged = outer_gradients = 0
+    if trains and lora is None and ranks > 1:
+        exchanged = 2 * BYTES[config.gradients] * at_once
+    elif (
+        trains and lora is None and alone
+    ):  # a layer's gradients, and those of the layer before in the dtype in which they are added up
+        exchanged = (width + BYTES[config.gradients]) * layer
+        outer_gradients = 2 * FLOAT32 * outer
     return TrainingMemory(
         weights=weights,
         gradients=FLOAT32 * trained // ranks,
         moments=moments // ranks,
-        gathered=at_once * width if sharded else whole * width if rounds else 0,
-        exchanged=_exchanged(size, config, ranks, at_once) if sharded and trains and lora is None else 0,
+        gathered=at_once * width if ranks > 1 or alone else whole * width if rounds else 0,
+        exchanged=exchanged,
+        outer_gradients=outer_gradients,
         visiting=min(2 * MOMENTS_BYTES, moments // ranks) if config.offload == "moments" else 0,
         snapshot=(FLOAT32 * trained + moments) // ranks if saves and trains else 0,
     )
-
-
-def _exchanged(size: ModelSize, config: ModelConfig, ranks: int, at_once: int) -> int:
-    """Bytes of gradients on their way to the ranks that keep them; one rank alone has those of a unit, as they come and in float32."""
-    if ranks > 1:
-        return 2 * BYTES[config.gradients] * at_once
-    unit = max(_embeddings(size), 2 * size.parameters // max(1, size.layers))
-    return (FLOAT32 + BYTES[config.dtype]) * min(unit, size.parameters)
 
 
 def moment_block(shape: tuple[int, ...], own: int) -> int | None:
@@ -241,18 +260,3 @@ def checkpoint_bytes(size: ModelSize, config: ModelConfig, lora: Lora | None) ->
     shapes = size.adapter(lora) if lora is not None else list(size.shapes.values())
     folder = FLOAT32 if lora is not None else BYTES[config.dtype]
     return number_in(shapes) * (FLOAT32 + folder) + _moments(shapes, config)
-
-
-def _header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors in a safetensors file, of which only the header is read.
-
-    Raises:
-        ValueError: it is none.
-    """
-    with file.open("rb") as opened:
-        try:
-            [length] = struct.unpack("<Q", opened.read(8))
-            header: dict[str, Any] = json.loads(opened.read(length))
-            return {name: tuple(about["shape"]) for name, about in header.items() if name != "__metadata__"}
-        except (struct.error, KeyError, ValueError, OverflowError, MemoryError) as error:
-            raise ValueError(f"{file} is damaged, or no safetensors file ({error})") from None

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ...dataflow.buffer.disk import Disk
+from ..weight_files import DTYPES, TensorEntry, read_header
 
 _DTYPES = {
     "F64": torch.float64,
@@ -32,6 +33,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+assert _DTYPES.keys() == DTYPES.keys()
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 SHARDING = "DCP_SHARDING_INFO"
 """Key of a file's metadata: where each tensor lies in the full one, as `torch.distributed.checkpoint` writes it."""
@@ -122,17 +124,11 @@ def open_tensors(path: Path) -> dict[str, StoredTensor]:
     Raises:
         ValueError: the file is damaged, or holds a dtype that is not trained.
     """
-    data, start, header = _map(path)
-    header.pop("__metadata__", None)
-    stored: dict[str, StoredTensor] = {}
-    for name, entry in header.items():
-        if entry["dtype"] not in _DTYPES:
-            raise ValueError(f"{path}: {name!r} has the dtype {entry['dtype']}; known are {', '.join(_DTYPES)}")
-        first, last = entry["data_offsets"]
-        stored[name] = StoredTensor(
-            path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), data[start + first : start + last]
-        )
-    return stored
+    data, entries, _ = _map(path)
+    return {
+        name: StoredTensor(path, _DTYPES[entry.dtype], entry.shape, data[entry.start : entry.end])
+        for name, entry in entries.items()
+    }
 
 
 def map_tensors(path: Path) -> Iterator[tuple[str, Sequence[int], Tensor]]:
@@ -141,27 +137,22 @@ def map_tensors(path: Path) -> Iterator[tuple[str, Sequence[int], Tensor]]:
     Raises:
         ValueError: the file is damaged.
     """
-    data, start, header = _map(path)
+    data, entries, metadata = _map(path)
     try:
-        sharding = json.loads(header.pop("__metadata__")[SHARDING])
-    except (ValueError, KeyError):
-        raise ValueError(f"{path}: the header is damaged") from None
-    for name, entry in header.items():
-        first, last = entry["data_offsets"]
-        part = data[start + first : start + last].view(_DTYPES[entry["dtype"]])
-        yield name, sharding[name]["saved_offsets"], part.view(entry["shape"])
+        sharding = json.loads(metadata[SHARDING])
+        offsets = {name: sharding[name]["saved_offsets"] for name in entries}
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} is damaged: its header does not say where its tensors lie in the full ones") from None
+    for name, entry in entries.items():
+        part = data[entry.start : entry.end].view(_DTYPES[entry.dtype])
+        yield name, offsets[name], part.view(entry.shape)
 
 
-def _map(path: Path) -> tuple[Tensor, int, dict[str, Any]]:
-    """(the file's bytes, mapped; where its data begins; its header)"""
-    size = path.stat().st_size
-    data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-    start = 8 + int(data[:8].view(torch.int64)) if size >= 8 else size
-    try:
-        header = json.loads(data[8:start].numpy().tobytes())
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{path}: the header is damaged") from None
-    if start + max(ends, default=0) != size:
-        raise ValueError(f"{path} is {size} bytes, not {start + max(ends, default=0)}")
-    return data, start, header
+def _map(path: Path) -> tuple[Tensor, Mapping[str, TensorEntry], Mapping[str, str]]:
+    """(the file's bytes, mapped; its tensors; its metadata)"""
+    entries, metadata = read_header(path)
+    for name, entry in entries.items():
+        if entry.dtype not in _DTYPES:
+            raise ValueError(f"{path}: {name!r} has the dtype {entry.dtype}; known are {', '.join(_DTYPES)}")
+    data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+    return data, entries, metadata

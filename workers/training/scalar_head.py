@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...dataflow.errors import UserError
 from ..model_folder import SCALAR_HEAD as WEIGHT
-from ..model_folder import find_tensor
+from ..weight_files import find_tensor
 
 _DEVIATION = 0.1
 """Approximate standard deviation of a new head's outputs: a normalised hidden state has a norm of sqrt(hidden)."""

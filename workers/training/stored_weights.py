@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from ...dataflow.errors import UserError, nearest
-from ..model_folder import SCALAR_HEAD, read_index
+from ..model_folder import SCALAR_HEAD
+from ..weight_files import weight_files
 from .causal_lm import Skeleton, load_complete
 from .safetensors_files import StoredTensor, open_tensors
 from .sharding import box_of
 
-_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ALWAYS_UNEXPECTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers that older files hold and that are computed today; `transformers` passes over them, too."""
 
@@ -60,7 +60,7 @@ def open_stored(
     Raises:
         UserError: tensors are missing, unexpected or of another shape, or a file is damaged.
     """
-    files = _find_files(model, folder)
+    files = weight_files(model, folder)
     missing: list[str] = []
     if files:
         weights = StoredWeights(model, files, skeleton)
@@ -116,6 +116,8 @@ class StoredWeights:
         self._shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
         try:
             self._stored = {key: stored for file in files for key, stored in open_tensors(file).items()}
+        except OSError as error:
+            raise UserError(f"model {str(model)!r}: {error.filename} cannot be read ({error.strerror})") from None
         except ValueError as error:
             raise UserError(f"model {str(model)!r}: {error}") from None
         self.bytes_read = 0
@@ -284,19 +286,6 @@ class StoredWeights:
             raise UserError(
                 f"model {str(self._model)!r}: {name!r} has shape {list(shape)} in the files, and {list(self._shapes[name])} by config.json"
             )
-
-
-def _find_files(model: str | Path, folder: Path) -> list[Path]:
-    """The safetensors files of a model; empty if it has none."""
-    if (folder / _FILE).is_file():
-        return [folder / _FILE]
-    if not (folder / _INDEX).is_file():
-        return []
-    files = [folder / name for name in sorted(set(read_index(folder / _INDEX).values()))]
-    for file in files:
-        if not file.is_file():
-            raise UserError(f"model {str(model)!r}: {_INDEX} names {file.name}, which is not there")
-    return files
 
 
 def _stacks(operations: Iterable[Any]) -> bool:

@@ -1,5 +1,6 @@
 """What to expect of GPUs: which way of training is the first that fits, and the tables of the docs."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from weft.controllers.planner.expected import ADAPTER, MACHINES, MODELS, WAYS, M
 from weft.controllers.planner.memory import with_activations
 from weft.dataflow.byte_units import GIB
 from weft.workers.actor import ActorConfig
+from weft.workers.training.memory import ModelSize, training_memory
 
 DOCS = Path(__file__).parents[3] / "docs" / "gpu.md"
 MODEL = "Qwen2.5-0.5B"
@@ -31,12 +33,20 @@ def test_each_way_takes_less_of_a_gpu_than_the_one_before(monkeypatch: pytest.Mo
     assert moments.host - none.host == 8 * PARAMETERS and everything.host - none.host == 16 * PARAMETERS
 
 
-def test_the_largest_gradients_of_one_rank_come_when_its_activations_are_gone():
+def test_the_largest_gradients_of_one_rank_come_when_its_activations_and_weights_are_gone():
     streamed = ActorConfig(model="m", offload="everything")
-    in_pass = {"gathered weights": 5, "gathered gradients": 30}
-    assert sum(with_activations(in_pass, 20, streamed, ranks=1).values()) == 5 + 30
-    assert sum(with_activations(in_pass, 40, streamed, ranks=1).values()) == 5 + 40
-    assert sum(with_activations(in_pass, 40, streamed, ranks=2).values()) == 5 + 30 + 40
+    size = ModelSize(
+        {"embed": (10, 2), "norm": (2,), **{f"layers.{n}.up": (3, 4) for n in range(2)}}, vocabulary=10, layers=2
+    )
+    made = training_memory(size, streamed, ranks=1, trains=True, lora=None, saves=False)
+    weights, layer, outer = (20 + 13) * 4, 2 * 13 * 4, 2 * 20 * 4
+    assert (made.gathered, made.exchanged, made.outer_gradients) == (weights, layer, outer)
+    rest = {"gathered weights": weights}
+    assert sum(with_activations(rest, 20, made).values()) == weights + 20 + layer
+    large = replace(made, outer_gradients=1000)
+    assert sum(with_activations(rest, 20, large).values()) == 1000
+    shared = training_memory(size, streamed, ranks=2, trains=True, lora=None, saves=False)
+    assert shared.outer_gradients == 0 and sum(with_activations({}, 7, shared).values()) == shared.exchanged + 7
 
 
 def test_the_first_way_that_fits_is_taken_and_none_where_none_does(monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,156 @@
+"""Weight files that are damaged, missing or of a dtype that is not trained: each is named before a process starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from safetensors.numpy import save_file
+
+from weft.dataflow.errors import UserError
+from weft.workers.actor import ActorConfig, ActorWorker
+from weft.workers.rollout import RolloutWorker
+from weft.workers.rollout_config import RolloutConfig
+from weft.workers.training.memory import model_size
+from weft.workers.weight_files import FILE, INDEX, find_tensor, read_header, read_layer_names
+
+SETTINGS = {"model_type": "qwen2", "vocab_size": 9, "hidden_size": 4, "num_attention_heads": 2, "num_hidden_layers": 1}
+NO_ROWS: Any = SimpleNamespace(name="rows", table=pa.table({}), columns=())
+
+
+def model_of(folder: Path, files: int) -> Path:
+    """A folder with an index and so many files, each with a norm and a matrix."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SETTINGS))
+    weight_map: dict[str, str] = {}
+    for number in range(files):
+        tensors = {
+            f"layers.{number}.up.weight": np.zeros((3, 4), np.float32),
+            f"layers.{number}.bias": np.ones(4, np.float32),
+        }
+        name = f"model-{number:05}-of-{files:05}.safetensors"
+        save_file(tensors, folder / name)
+        weight_map |= dict.fromkeys(tensors, name)
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def refused(model: Path) -> str:
+    """What an actor and a rollout of this model are told, which is the same, and also what a plan says."""
+    said: list[str] = []
+    rollout = RolloutConfig(model=model, engine="transformers")
+    for check in (
+        lambda: ActorWorker.check(ActorConfig(model=model), [], NO_ROWS),
+        lambda: RolloutWorker.check(rollout, [], NO_ROWS),
+        lambda: model_size(model),
+    ):
+        with pytest.raises(UserError) as caught:
+            check()
+        said.append(str(caught.value))
+    assert said == said[:1] * 3
+    return said[0]
+
+
+def rewrite(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the header of a file."""
+    content = file.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[start:])
+
+
+def longer(header: dict[str, Any]) -> None:
+    header["layers.1.up.weight"]["shape"] = [5, 4]
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut off": (lambda file: file.write_bytes(file.read_bytes()[:-3]), r"is \d+ bytes, not \d+ as its header says"),
+    "cut off in the header": (
+        lambda file: file.write_bytes(file.read_bytes()[:40]),
+        "is damaged, or no safetensors file: its 40 bytes end before its header does",
+    ),
+    "empty": (lambda file: file.write_bytes(b""), "its 0 bytes end before its header does"),
+    "a pointer": (
+        lambda file: file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n"),
+        "is a pointer of Git LFS, not the file itself: `git lfs pull` fetches it",
+    ),
+    "garbage": (
+        lambda file: file.write_bytes((9).to_bytes(8, "little") + b"not JSON " * 2),
+        "is damaged, or no safetensors file: the header cannot be read",
+    ),
+    "another shape": (
+        lambda file: rewrite(file, longer),
+        r"is damaged: 'layers.1.up.weight' of shape \[5, 4\] and dtype F32 takes 80 bytes, and the header gives it 48",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named(tmp_path: Path, damage: str):
+    model = model_of(tmp_path / "model", 3)
+    file = model / "model-00001-of-00003.safetensors"
+    change, message = DAMAGES[damage]
+    change(file)
+    said = refused(model)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_header(file)
+    assert said == f"model '{model}': {caught.value}" and str(file) in said
+
+
+def test_of_300_files_the_one_that_is_missing_or_lacks_a_tensor_is_named(tmp_path: Path):
+    model = model_of(tmp_path / "model", 300)
+    assert len(read_layer_names(model)) == 300
+    ActorWorker.check(ActorConfig(model=model), [], NO_ROWS)
+    file = model / "model-00217-of-00300.safetensors"
+    save_file({"layers.217.up.weight": np.zeros((3, 4), np.float32)}, file)
+    assert (
+        refused(model) == f"model '{model}': {INDEX} says that {file.name} holds 'layers.217.bias', which it does not"
+    )
+    file.unlink()
+    assert refused(model) == f"model '{model}': {INDEX} names {file.name}, which is not there"
+    (model / "model-00218-of-00300.safetensors").unlink()
+    assert refused(model).endswith("which is not there (2 of 300 files are not)")
+
+
+def test_weights_of_integers_are_not_trained_and_may_be_sampled_from(tmp_path: Path):
+    model = model_of(tmp_path / "model", 1)
+    file = model / "model-00000-of-00001.safetensors"
+    save_file({"layers.0.up.weight": np.zeros((3, 4), np.int8), "layers.0.bias": np.zeros(4, np.int64)}, file)
+    with pytest.raises(
+        UserError, match=rf"'layers.0.up.weight' in {file.name} has the dtype I8, .* one of F64, F32, F16, BF16"
+    ):
+        ActorWorker.check(ActorConfig(model=model), [], NO_ROWS)
+    RolloutWorker.check(RolloutConfig(model=model, engine="transformers"), [], NO_ROWS)
+
+
+def test_files_beside_those_of_the_index_are_not_counted(tmp_path: Path):
+    model = model_of(tmp_path / "model", 2)
+    save_file({"consolidated": np.zeros((100, 100), np.float32)}, model / "consolidated.safetensors")
+    assert model_size(model).parameters == 2 * (12 + 4)
+    assert find_tensor(model, "consolidated") is None
+
+
+@pytest.mark.parametrize("said", [True, None])
+def test_a_head_that_is_the_embedding_counts_once_however_it_is_stored(tmp_path: Path, said: bool | None):
+    embedding = {"model.embed_tokens.weight": np.zeros((9, 4), np.float32)}
+    head = {"lm_head.weight": np.zeros((9, 4), np.float32)}
+    settings = SETTINGS if said is None else {**SETTINGS, "tie_word_embeddings": said}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    stored = [embedding, {**embedding, **head}, head] if said else [embedding]
+    for tensors in stored:
+        save_file(tensors, tmp_path / FILE)
+        size = model_size(tmp_path)
+        assert (size.parameters, size.tied) == (36, True)
+        assert model_size(tmp_path, scalar=True).parameters == 36 + 4
+    save_file({**embedding, **head}, tmp_path / FILE)
+    (tmp_path / "config.json").write_text(json.dumps({**SETTINGS, "tie_word_embeddings": False}))
+    assert model_size(tmp_path).parameters == 72 and not model_size(tmp_path).tied
+    assert model_size(tmp_path, scalar=True).parameters == 36 + 4, "a scalar head takes the place of the other"
