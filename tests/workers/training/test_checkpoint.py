@@ -205,7 +205,11 @@ def grow(folder: Path) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "cut": (cut, ValueError, r"rank_0.safetensors is \d+ bytes, not \d+"),
-    "scrambled": (scramble, ValueError, "rank_0.safetensors: the header is damaged"),
+    "scrambled": (
+        scramble,
+        ValueError,
+        "rank_0.safetensors is damaged, or no safetensors file: its 100 bytes end before its header does",
+    ),
     "no checkpoint": (
         lambda f: (f / "rank_0.json").unlink(),
         UserError,
