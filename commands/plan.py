@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sys
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
+from ..dataflow.byte_units import GIB
 from ..dataflow.errors import Planned, UserError
 from .command import Answer, ScriptCommand
 from .script import run_script, script_file
 
 if TYPE_CHECKING:
     from ..controllers.dry_run import Planning
+    from ..controllers.placement import OtherMachine
     from ..controllers.planner.plan import Plan
     from ..controllers.settings import Composed
 
@@ -24,6 +26,8 @@ class PlanRun(ScriptCommand):
     """Say what a script's run will be: its settings with the origin of each, its graphs, the sizes of a step, the memory of each rank
     beside what this machine has, and bytes on the disk. The script runs up to its first driver; nothing is started or written."""
 
+    machine: Annotated[str | None, arg(metavar="GPUSxGB", help_behavior_hint="")] = None
+    """Plan for the GPUs of another machine: 1x80 is one of 80 GB. It is taken to have four CPUs for each."""
     like: Annotated[str | None, arg(metavar="RUN", help_behavior_hint="")] = None
     """Directory of an earlier run, or its name under runs/: the time of a step is computed from what its calls took."""
 
@@ -33,9 +37,9 @@ class PlanRun(ScriptCommand):
         from .plan_page import lines
         from .run_folder import find_run
 
-        path = script_file(self.script)
+        path, other = script_file(self.script), None if self.machine is None else _other(self.machine)
         like = None if self.like is None else find_run(self.like).resolve()
-        with planning() as made:
+        with planning() as made, nullcontext() if other is None else other.assumed():
             try:
                 with redirect_stdout(sys.stderr):
                     code = run_script(path, self.arguments)
@@ -47,6 +51,20 @@ class PlanRun(ScriptCommand):
                 raise UserError(f"{path} made no weft.Driver, so there is nothing to plan")
             plan = plan_of(made.spec, like)
             return Answer(_found(plan, made), "\n".join(lines(plan, made)))
+
+
+def _other(machine: str) -> OtherMachine:
+    """What `--machine` says.
+
+    >>> _other("8x80")
+    OtherMachine(gpus=8, gpu_bytes=85899345920)
+    """
+    from ..controllers.placement import OtherMachine
+
+    number, _, size = machine.lower().partition("x")
+    if not (number.isdecimal() and size.isdecimal() and int(size)):
+        raise UserError(f"--machine {machine}: it is the number of GPUs and the GB of each, such as 1x80")
+    return OtherMachine(int(number), int(size) * GIB)
 
 
 def _found(plan: Plan, made: Planning) -> dict[str, Any]:

@@ -182,7 +182,7 @@ def _machine(plan: Plan) -> Iterator[str]:
     )
     for pool, needed in plan.device_bytes.items():
         there = (
-            f"one of this machine's {machine.gpus} has {amount(machine.gpu_bytes)}"
+            f"one of the machine's {machine.gpus} has {amount(machine.gpu_bytes)}"
             if machine.gpus
             else "this machine has none"
         )

@@ -4,7 +4,9 @@ pools run at the same time."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -275,13 +277,38 @@ def check_beside(pools: Mapping[str, ResourcePool]) -> None:
             )
 
 
+@dataclass(frozen=True)
+class OtherMachine:
+    """A machine that a run is planned for, and not this one."""
+
+    gpus: int
+    gpu_bytes: int
+    """Of each."""
+
+    @contextmanager
+    def assumed(self) -> Iterator[None]:
+        """As if this machine had these GPUs, and four CPUs for each."""
+        before = OTHER.set(self)
+        try:
+            yield
+        finally:
+            OTHER.reset(before)
+
+
+OTHER: ContextVar[OtherMachine | None] = ContextVar("OTHER", default=None)
+"""The machine that is planned for; None: this one."""
+
+
 def machine_cpus() -> int:
     """CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(cpus, 4 * other.gpus) if (other := OTHER.get()) is not None else cpus
 
 
 def machine_gpus() -> int:
     """NVIDIA GPUs that this process may use, found without loading CUDA."""
+    if (other := OTHER.get()) is not None:
+        return other.gpus
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     present = len(list(Path("/dev").glob("nvidia[0-9]*")))
     return present if visible is None else min(present, len([d for d in visible.split(",") if d.strip()]))

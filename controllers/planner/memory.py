@@ -22,6 +22,7 @@ from .sizes import StepSizes, UpdateSizes, update_sizes
 from .stages import StageMemory, stage_memory
 
 REST = "at rest"
+CACHE = "key/value cache"
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ class GroupMemory:
     """Of a pipeline; the phases are those of its largest one."""
     unknown: str = ""
     """Why something is not known of it."""
+
+    @property
+    def moves(self) -> int:
+        """Tensors of a rank that go to the host while another group has its turn on the GPU: not a cache, which is dropped."""
+        return sum(number for what, number in self.phases.get(REST, {}).items() if what != CACHE)
 
     @property
     def peak(self) -> int:
@@ -208,7 +214,7 @@ def _generating(known: GroupMemory, config: Any, sizes: StepSizes, gpu_bytes: in
         heads, of_head = settings.num_key_value_heads or num_heads(settings.to_dict()), head_dim(settings.to_dict())
         token = 2 * settings.num_hidden_layers * (heads or 0) * (of_head or 0) * BYTES[dtype]
         cache = round(at_once * sizes.tokens_a_row * token)
-        made = {"key/value cache": cache, "logits": 2 * 4 * at_once * size.vocabulary}
+        made = {CACHE: cache, "logits": 2 * 4 * at_once * size.vocabulary}
         return replace(known, phases={REST: _present(rest), "generate": _present(made)})
     rest["weights"] //= config.tensor_parallel
     if on_gpu:
@@ -224,7 +230,7 @@ def _generating(known: GroupMemory, config: Any, sizes: StepSizes, gpu_bytes: in
         cache = config.engine_arguments(
             str(config.model), max_context=config.max_context, dtype=dtype, seed=0, free_share=None
         )["kv_cache_memory_bytes"]
-    rest["key/value cache"] = cache
+    rest[CACHE] = cache
     return replace(known, phases={REST: _present(rest)})
 
 

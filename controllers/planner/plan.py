@@ -10,7 +10,7 @@ from pathlib import Path
 from ...dataflow.graph import TRAIN
 from ...workers.node_memory import node_memory
 from ...workers.training.engine import ModelConfig
-from ..placement import machine_cpus, machine_gpus
+from ..placement import OTHER, machine_cpus, machine_gpus
 from ..run_spec import RunSpec
 from ..simulation.calibrate import calibrate
 from ..simulation.simulated import Simulated
@@ -57,17 +57,30 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of all processes, at most: if all groups are at their peak at once."""
-        return self.driver_bytes + sum(group.ranks * group.host for group in self.groups)
+        """Host memory of all processes, at most: if all groups are at their peak at once. What a group keeps on GPUs goes to the host while
+        another one has its turn there."""
+        away = 0
+        for turns in self._turns.values():
+            moves = [group.ranks * group.moves for group in turns]
+            away += sum(moves) - min(moves)
+        return self.driver_bytes + away + sum(group.ranks * group.host for group in self.groups)
 
     @property
     def device_bytes(self) -> Mapping[str, int]:
-        """Pool with GPUs -> bytes on each of its GPUs, if all of its groups are at their peak at once."""
+        """Pool with GPUs -> bytes on each of its GPUs, at most: those of the largest of its groups, which take turns."""
         found: dict[str, int] = {}
+        for pool, turns in self._turns.items():
+            gpus = max(1, self.spec.placement[turns[0].group].pool.gpus)
+            found[pool] = max(group.device * max(1, round(group.ranks / gpus)) for group in turns)
+        return found
+
+    @property
+    def _turns(self) -> Mapping[str, list[GroupMemory]]:
+        """Pool with GPUs -> the groups that are on them."""
+        found: dict[str, list[GroupMemory]] = {}
         for group in self.groups:
             if group.on_gpu:
-                gpus = max(1, self.spec.placement[group.group].pool.gpus)
-                found[group.pool] = found.get(group.pool, 0) + group.device * max(1, round(group.ranks / gpus))
+                found.setdefault(group.pool, []).append(group)
         return found
 
     @property
@@ -128,11 +141,13 @@ def plan_of(spec: RunSpec, like: Path | None = None) -> Plan:
 
 
 def this_machine() -> Machine:
-    """What this machine has now."""
+    """What this machine has now; with the GPUs of another one, if that is planned for."""
     memory = node_memory()
     total, used = (memory.limit_bytes, memory.used_bytes) if memory else (0, 0)
     gpus, gpu_bytes = machine_gpus(), 0
-    if gpus:
+    if (other := OTHER.get()) is not None:
+        gpu_bytes = other.gpu_bytes
+    elif gpus:
         import torch
 
         gpu_bytes = torch.cuda.get_device_properties(0).total_memory

@@ -93,6 +93,22 @@ def test_a_plan_is_written_for_a_person(folder: Path):
     assert any(line.startswith("  together ") and "host memory" in line for line in lines)
 
 
+def test_a_machine_with_gpus_is_planned_for_without_one(folder: Path):
+    script = folder / "train.py"
+    placed = "placement={n: weft.Place(weft.ResourcePool('gpus', gpus=8), ranks=8) for n in ('rollout', 'actor')}"
+    backend = "backend=weft.RayBackend()"
+    script.write_text(SCRIPT.replace("schedule=schedule,", f"schedule=schedule, {placed}, {backend},"))
+    done = plan(folder, "--json", "--machine", "8x80", "train.py")
+    assert done.returncode == 0, done.stderr
+    machine = json.loads(done.stdout)["machine"]
+    assert (machine["gpus"], machine["gpu_bytes"]) == (8, 80 * 2**30)
+    wrong = plan(folder, "--machine", "80GB", "train.py")
+    assert (
+        wrong.returncode == 2
+        and "--machine 80GB: it is the number of GPUs and the GB of each, such as 1x80" in wrong.stderr
+    )
+
+
 def test_what_a_script_prepares_is_sketched_and_said(folder: Path):
     done = plan(folder, "train.py", "--prepares")
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,6 @@
 """Sizes, bytes and seconds of a plan, worked by hand on toys."""
 
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -9,7 +10,8 @@ from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
 from weft.algorithms.supervised import supervised
 from weft.controllers.driver import Driver
 from weft.controllers.dry_run import planning
-from weft.controllers.placement import Place, ResourcePool
+from weft.controllers.placement import OtherMachine, Place, ResourcePool
+from weft.controllers.planner.memory import GroupMemory
 from weft.controllers.planner.plan import Plan, plan_of
 from weft.controllers.planner.sizes import sample_bytes, step_sizes
 from weft.controllers.schedule import Asynchronous, Synchronous
@@ -73,6 +75,19 @@ def test_a_step_has_its_rows_updates_and_memory_beside_the_machine():
     assert plan.host_bytes == plan.driver_bytes + sum(g.ranks * g.libraries for g in plan.groups)
     assert plan.machine.memory_bytes > plan.machine.memory_free > 0 and plan.device_bytes == {}
     assert plan.disk_bytes == plan.sample_bytes == 5 * sample_bytes(plan.spec.graphs["train"], plan.sizes) > 0
+
+
+def test_groups_that_take_turns_on_gpus_need_the_largest_of_them_there_and_the_others_on_the_host():
+    pool = ResourcePool("gpus", gpus=2)
+    with OtherMachine(2, 80).assumed():
+        plan = planned(placement={name: Place(pool, ranks=2) for name in ("rollout", "actor")})
+    rollout = GroupMemory("rollout", 2, "gpus", True, 5, {"at rest": {"weights": 10, "key/value cache": 30}})
+    actor = GroupMemory("actor", 2, "gpus", True, 5, {"at rest": {"weights": 20}, "update": {"activations": 7}})
+    assert (plan.machine.gpus, plan.machine.gpu_bytes) == (2, 80)
+    plan = replace(plan, groups=(rollout, actor), driver_bytes=100)
+    assert plan.device_bytes == {"gpus": 40} and plan.host_bytes == 100 + 2 * 5 + 2 * 5 + 2 * 20
+    other = replace(actor, pool="others", group="actor")
+    assert replace(plan, groups=(rollout, other)).host_bytes == 100 + 2 * 5 + 2 * 5, "each has its own GPUs"
 
 
 def test_responses_of_data_count_with_their_mean_length():
