@@ -202,7 +202,7 @@ class FsdpEngine:
         if self._sharded.gathers_once:  # and gradients are reduced in whichever microbatch is the last
             wanted = min(wanted, max(1, len(plan)))
         elif len(replicas) > 1:  # they gather layers in lockstep
-            pads = self.model.causal_lm.config._attn_implementation != VARLEN
+            pads = self.model.causal_lm.config.get_text_config()._attn_implementation != VARLEN
             limits = wanted, self.microbatch_tokens, self._row_cost
             plan = rows.plan_in_lockstep(*limits, packed=packed, pads=pads, groups=groups)
         return plan + [np.empty(0, dtype=np.int64)] * (wanted - len(plan)), replicas[:, 1:]
