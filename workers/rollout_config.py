@@ -163,9 +163,10 @@ def _check_vllm(config: RolloutConfig, settings: Mapping[str, Any]) -> None:
             "RolloutConfig.engine='vllm': vLLM is not installed; install weft[cpu] or, for GPUs, weft[cuda], "
             "or choose engine='transformers'"
         )
-    if sees_images(settings):
+    if sees_images(settings) and importlib.util.find_spec("torchvision") is None:
         raise UserError(
-            f"RolloutConfig.engine='vllm': {config.model} sees images, and vLLM is not given any yet; choose engine='transformers'"
+            f"RolloutConfig.engine='vllm': {config.model} sees images, and vLLM's classes of such models need torchvision, which is not "
+            "installed; install the one that was built for your torch, or choose engine='transformers'"
         )
     heads, parts = num_heads(settings), config.tensor_parallel
     if heads is not None and heads % parts:

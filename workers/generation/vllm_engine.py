@@ -19,6 +19,7 @@ from ...algorithms.sampling import Sampling
 from ...dataflow.errors import GenerationError, WeightSyncError
 from ...dataflow.lazy import torch
 from ...resharding.weights import Weights
+from ..images import ImageReader, open_image
 from ..model_folder import read_stop_tokens
 from .engine import NOT_WHOLE, GenerationRequest, Response, Responses
 from .vllm_settings import VllmSettings
@@ -42,6 +43,7 @@ class VllmEngine:
         adapter: that is served: what arrives is the adapter alone, and nothing is generated before the first one; None: complete weights
             arrive.
         routes: record the experts that each token is sent to.
+        images: the processor of a model that sees; vLLM has one of its own, whose tokens are compared with those of this one.
 
     Raises:
         GenerationError: vLLM could not start, or cannot record routes.
@@ -57,6 +59,7 @@ class VllmEngine:
         seed: int = 0,
         adapter: Lora | None = None,
         routes: bool = False,
+        images: ImageReader | None = None,
     ) -> None:
         self.version = 0
         self._whole = adapter is None
@@ -71,6 +74,9 @@ class VllmEngine:
         self._request_ids: dict[str, int] = {}
         on_gpu = torch.cuda.is_available()
         self._routes = routes
+        self._images = images
+        self._prompts: dict[str, np.ndarray] = {}
+        """Of requests with images that are not finished, the tokens of the prompt."""
         self._records_routes = routes and not on_gpu
         """Whether they are recorded by `vllm_routes.py`, and not by vLLM itself."""
         self._prefix_caching = settings.prefix_caching or (routes and on_gpu)
@@ -82,7 +88,14 @@ class VllmEngine:
         free, total = torch.cuda.mem_get_info() if on_gpu else (0, 1)
         share = free / total if on_gpu else None
         arguments = settings.engine_arguments(
-            model, max_context=max_context, dtype=dtype, seed=seed, free_share=share, adapter=adapter, routes=routes
+            model,
+            max_context=max_context,
+            dtype=dtype,
+            seed=seed,
+            free_share=share,
+            adapter=adapter,
+            routes=routes,
+            images=images is not None,
         )
         self._engine = _start(arguments, tensor_parallel=settings.tensor_parallel, on_gpu=on_gpu, compile=self._compile)
         self._sleeping = SleepingEngine(self._engine) if on_gpu else None
@@ -159,6 +172,8 @@ class VllmEngine:
         else:
             checksum = self._take(weights) if self._adapter is None else self._take_adapter(weights, self._adapter)
         self._whole = True
+        if self._images is not None:
+            self._engine.reset_encoder_cache()  # what the weights before saw
         self._engine.set_weight_version(_version_name(weights.version))
         self.version = weights.version
         return checksum
@@ -245,12 +260,17 @@ class VllmEngine:
             self._engine.abort_request(list(keys))
             self._take_routes(list(keys))
         for key in keys:
+            self._prompts.pop(key, None)
             self._request_ids.pop(key, None)
             self._finished.pop(key, None)
 
     def _add(self, request: GenerationRequest, sampling: Sampling) -> str:
         key = str(next(self._numbers))
         prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids.tolist()}
+        if len(request.images):
+            if self._images is None:
+                raise GenerationError(f"request {request.request_id} has images, and the model is given text alone")
+            prompt["multi_modal_data"] = {"image": [open_image(image) for image in request.images]}
         if self._prefix_caching:
             prompt["cache_salt"] = _version_name(self.version)  # never another version's keys and values
         try:
@@ -259,6 +279,8 @@ class VllmEngine:
         except Exception as error:
             raise GenerationError(f"vLLM refuses request {request.request_id}: {error}") from error
         self._request_ids[key] = request.request_id
+        if self._images is not None and len(request.images):
+            self._prompts[key] = self._images.read(request.prompt_ids, request.images).ids
         return key
 
     def _parameters(self, sampling: Sampling, seed: int | None) -> Any:
@@ -303,6 +325,12 @@ class VllmEngine:
         return self._engine.collective_rpc("weft_take_routes", args=(keys,))[0]
 
     def _response(self, output: RequestOutput, request_id: int, routes: np.ndarray | None) -> Response:
+        own = self._prompts.pop(output.request_id, None)
+        if own is not None and not np.array_equal(own, output.prompt_token_ids or ()):
+            raise GenerationError(
+                f"request {request_id}: vLLM reads {len(output.prompt_token_ids or ())} tokens in a prompt with images, and the processor "
+                f"of the model's folder makes {len(own)} others of it"
+            )
         if not self._routes:
             return _response(output, request_id)
         computed = len(output.prompt_token_ids or ()) + len(output.outputs[0].token_ids) - 1

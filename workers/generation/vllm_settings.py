@@ -77,6 +77,7 @@ class VllmSettings(Config):
         free_share: float | None,
         adapter: Lora | None = None,
         routes: bool = False,
+        images: bool = False,
     ) -> dict[str, Any]:
         """The keyword arguments of vLLM's `EngineArgs`.
 
@@ -88,6 +89,7 @@ class VllmSettings(Config):
             free_share: share of the GPU's memory that is free; None: the engine runs on CPU.
             adapter: that is served; None: none is.
             routes: record the experts that each token is sent to.
+            images: prompts may have some.
         """
         on_gpu = free_share is not None
         context = max_context or complete_text_settings(model).max_position_embeddings
@@ -121,6 +123,8 @@ class VllmSettings(Config):
         }
         if routes and on_gpu:  # vLLM wants both or neither; on a CPU `vllm_routes.py` records
             arguments |= {"enable_return_routed_experts": True, "enable_prefix_caching": True}
+        if images:  # vLLM's own processor of images wants a tokenizer; of videos it reserves room for the longest
+            arguments |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"video": 0}}
         if adapter is not None:
             room = next(rank for rank in LORA_RANKS if rank >= adapter.rank)
             arguments |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1, "max_cpu_loras": 1}
