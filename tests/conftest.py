@@ -1,5 +1,7 @@
 """What holds for all tests: `forked` is found, each process computes with one thread, and `make test` spreads them over two processes."""
 
+import atexit
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -10,6 +12,11 @@ import pytest
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models gain nothing from more, and on a busy machine lose much
+
+WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if WORKER:  # what it imports while it collects stays for good: half of that time went into looking for garbage
+    gc.disable()
+    atexit.register(gc.unfreeze)  # nanobind complains of what is left when a process ends
 
 ENGINES = "engines"
 """Tests that use Ray or vLLM run one after the other: they share a cluster, and vLLM is imported once."""
@@ -39,6 +46,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         order = {ENGINES: 0, FORKED: 1}
         items.sort(key=lambda item: order.get(groups[item], 2))
+
+
+def pytest_collection_finish() -> None:
+    if WORKER:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -10,29 +10,24 @@ import runpy
 import sys
 import time
 from collections.abc import Callable, Mapping
-from multiprocessing.context import ForkServerProcess
+from functools import cache
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(
-    [
-        "matplotlib.pyplot",
-        "peft",
-        "safetensors.torch",
-        "torch.distributed.checkpoint.hf_storage",
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor.parallel",
-        "transformers.models.qwen2.modeling_qwen2",
-        "weft.controllers.driver",
-        "weft.workers.actor",
-        "weft.workers.critic",
-        "weft.workers.reward",
-        "weft.workers.rollout",
-        "weft.workers.training.fsdp",
-        "weft.workers.training.replicated",
-    ]
-)
+import pytest
+
+
+@cache
+def server() -> ForkServerContext:
+    """The server, which has imported what is in `preloaded.py`. It is started by the first who needs it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["preloaded"])
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", str(Path(__file__).parent))
+        forkserver.ensure_running()
+    return context
 
 
 class Forked:
@@ -53,7 +48,7 @@ class Forked:
         self.output, self.errors = output, output.with_name(f"{output.name}.errors")
         streams = str(self.output), str(self.errors)
         target = (streams, os.getcwd(), {**os.environ, **(environment or {})}, function, arguments)
-        self.process: ForkServerProcess = SERVER.Process(target=_call, args=target)  # pyright: ignore[reportAttributeAccessIssue]
+        self.process: ForkServerProcess = server().Process(target=_call, args=target)  # pyright: ignore[reportAttributeAccessIssue]
         self.process.start()
 
     @property

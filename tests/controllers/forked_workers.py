@@ -58,8 +58,10 @@ def serve(listener: socket.socket, raylet: int) -> socket.socket | None:
         In a forked process: the connection that asks for it; in the server: None.
     """
     os.setsid()  # Ray ends the process group of a worker that it has started
+    import gc
     import threading
 
+    gc.disable()  # what is imported stays for good
     from ray._private.workers import default_worker as default_worker
 
     import weft.controllers.backends.rank
@@ -67,6 +69,8 @@ def serve(listener: socket.socket, raylet: int) -> socket.socket | None:
     import weft.workers.recorder  # noqa: F401
 
     assert threading.active_count() == 1, "a process with threads cannot be forked"
+    gc.freeze()
+    gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that were forked
     idle_s = 0
     while idle_s < IDLE_S and os.path.exists(f"/proc/{raylet}"):

@@ -8,7 +8,7 @@ from operator import add
 from typing import Any
 
 import pytest
-from forked import SERVER
+from forked import server
 from gloo_ranks import SHAPES, give, share, take
 
 from weft.resharding.layout import Held, Layout, Piece, RankLayout, Where
@@ -24,8 +24,8 @@ class Four:
         self.processes: list[Any] = []
         for function in (give, take):
             for number in range(2):
-                here, there = SERVER.Pipe()
-                process = SERVER.Process(target=function, args=(there, number))  # pyright: ignore[reportAttributeAccessIssue]
+                here, there = server().Pipe()
+                process = server().Process(target=function, args=(there, number))  # pyright: ignore[reportAttributeAccessIssue]
                 process.start()
                 there.close()
                 self.pipes.append(here)

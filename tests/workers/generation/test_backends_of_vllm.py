@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from backend_ranks import train, without_gpus
-from forked import SERVER
+from forked import server
 
 from weft.algorithms.sampling import Sampling
 from weft.dataflow.errors import GenerationError, WeightSyncError
@@ -44,9 +44,9 @@ class Trainer:
         self._pipes: list[Any] = []
         self.processes: list[Any] = []
         for rank, gpu in enumerate(gpus):
-            here, there = SERVER.Pipe()
+            here, there = server().Pipe()
             arguments = there, folder, Rendezvous(LOOPBACK, port, SECRET, 60.0), rank, len(gpus), gpu
-            process = SERVER.Process(target=train, args=arguments)  # pyright: ignore[reportAttributeAccessIssue]
+            process = server().Process(target=train, args=arguments)  # pyright: ignore[reportAttributeAccessIssue]
             process.start()
             there.close()
             self._pipes.append(here)
