@@ -59,7 +59,7 @@ def check(model: Path, **settings: Any) -> None:
 
 
 def test_gradients_are_the_same_and_nothing_is_compiled_anew(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(compiled_layers, "_BACKEND", "aot_eager")  # all of it but the C++
+    monkeypatch.setattr(compiled_layers, "_BACKEND", "eager")  # the same graphs, without the time to compile them
     check(tiny_model)
 
 

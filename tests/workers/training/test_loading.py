@@ -1,6 +1,7 @@
 """Each rank reads the slices of a model that it holds, to the bit what `transformers` loads; files that do not fit are refused by name."""
 
 import json
+import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from transformers import AutoModel
 from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.critic import CriticConfig, CriticWorker
-from weft.workers.training import loading
+from weft.workers.training import loading, stored_weights
 from weft.workers.training.agreement import find_agreement
 from weft.workers.training.safetensors_files import open_tensors
 from weft.workers.training.stored_weights import CompleteWeights, StoredWeights, open_stored
+from weft.workers.weight_files import weight_files
 
 QUICK = ("Qwen2", "Mixtral", "Gemma 3 that sees", "GPT-2", "Phi-3 longrope")
 FILE = "model.safetensors"
@@ -161,6 +163,17 @@ def test_files_that_are_lacking_or_damaged_are_refused_by_name(tmp_path: Path):
     lacking.unlink()
     with pytest.raises(UserError, match=f"names {lacking.name}, which is not there"):
         load(folder)
+
+
+def test_a_folder_that_goes_away_while_a_rank_opens_its_files_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch):
+    def found_and_gone(model: Any, folder: Path) -> list[Path]:
+        files = weight_files(model, folder)
+        shutil.rmtree(folder)
+        return files
+
+    monkeypatch.setattr(stored_weights, "weight_files", found_and_gone)
+    with pytest.raises(UserError, match=rf"model '{llama}': {llama / FILE} cannot be read \(No such file"):
+        load(llama)
 
 
 def test_without_safetensors_files_each_rank_loads_the_complete_model_and_says_so(

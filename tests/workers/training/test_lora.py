@@ -244,8 +244,7 @@ def test_an_adapter_is_saved_as_peft_saves_it(tiny_model: Path, rows: Batch, tmp
         assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in theirs), kind
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize(("kind", "dtype"), [("lora", "float32"), ("dora", "bfloat16")])
 def test_to_go_on_from_a_checkpoint_is_to_the_bit_as_if_it_had_never_stopped(
     tiny_model: Path, rows: Batch, tmp_path: Path, dtype: str, kind: str
 ):

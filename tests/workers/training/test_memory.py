@@ -78,7 +78,18 @@ def test_ranks_share_the_state_evenly_and_gather_the_model_for_a_pass(tiny_model
     )
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "again", "every second", "elementwise", "lora", "logprobs"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "float32",
+        "bfloat16",
+        "again",
+        pytest.param("every second", marks=pytest.mark.slow),
+        "elementwise",
+        "lora",
+        "logprobs",
+    ],
+)
 def test_a_pass_without_memory_takes_what_a_real_one_takes(tiny_model: Path, kind: str):
     settings: dict[str, Any] = {
         "bfloat16": {"dtype": "bfloat16"},
