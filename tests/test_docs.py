@@ -89,7 +89,7 @@ def check_command(words: list[str]) -> None:
         at = next(scripts, len(arguments))  # what follows a script belongs to it
         own, script = arguments[:at], arguments[at:]
         command = [word for word in own[:2] if not word.startswith("-")]
-        known = run(sys.executable, "-m", "weft", *command, "--help", cwd=ROOT)
+        known = help_of("-m", "weft", *command)
         if script:
             check_options(script[0], script[1:])
         for option in (word.split("=")[0] for word in own if word.startswith("--")):
@@ -110,8 +110,8 @@ def check_options(script: str, arguments: list[str]) -> None:
 
 
 @cache
-def help_of(script: str) -> str:
-    return run(sys.executable, script, "--help", cwd=ROOT)
+def help_of(*program: str) -> str:
+    return run(sys.executable, *program, "--help", cwd=ROOT)
 
 
 def run(*command: str | Path, cwd: Path) -> str:
