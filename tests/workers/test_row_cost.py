@@ -33,7 +33,7 @@ def test_costs_are_in_the_ratio_of_floating_point_operations(tmp_path: Path, kin
     else:
         mixture: dict[str, Any] = SIZES | {"head_dim": 16}
         config = Qwen3MoeConfig(
-            **mixture, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=80, mlp_only_layers=[]
+            **mixture, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96, mlp_only_layers=[]
         )
     config.save_pretrained(tmp_path)
     cost = row_cost_of(tmp_path)
@@ -50,7 +50,7 @@ def test_costs_are_in_the_ratio_of_floating_point_operations(tmp_path: Path, kin
             counted.append(sum(found.values()) - attention / 2)  # torch counts all pairs, and half of them are seen
         counted = np.array(counted)
     else:  # by hand: attention's projections, two of four experts, and the head
-        linear = 3 * (2 * 64 * (64 + 32) + 3 * 64 * 2 * 80) + 64 * 300
+        linear = 3 * (2 * 64 * (64 + 32) + 3 * 64 * 2 * 96) + 64 * 300
         counted = lengths * (linear + 3 * 64 * lengths)
     assert cost(lengths) / cost(lengths)[0] == pytest.approx(counted / counted[0], rel=0.02)
 
