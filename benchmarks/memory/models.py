@@ -262,7 +262,7 @@ def check(name: str, folder: Path, *, generate: bool = True) -> dict[str, Any]:
     one = found.pop("alone")
     if isinstance(one, str):
         one = {"gradient": one}
-    expected = one.pop("own", None)
+    expected: Any = one.pop("own", None)
     for what in ("tensor parallel", "sequence parallel"):
         if not isinstance(found[what], str):
             found[what] = "not compared" if expected is None else difference(found[what], expected)
