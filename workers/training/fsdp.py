@@ -41,6 +41,7 @@ from .microbatches import Microbatches, tokens_of
 from .moments import PlainMoments
 from .optimizer import make_optimizer
 from .packed_attention import VARLEN
+from .prompt_sharing import SharingCost
 from .replicated import check_alike
 from .router_loss import Balance
 from .routers import Routers
@@ -167,10 +168,15 @@ class FsdpEngine:
             vocabulary=self.vocabulary,
             owner=owner,
             reads_last=reads_last,
-            may_share=self.model.shares_prompts,
+            sharing=SharingCost(self._row_cost, masked=self._pads) if self.model.shares_prompts else None,
             routers=self._replaying(batch),
             images=self._images,
         )
+
+    @property
+    def _pads(self) -> bool:
+        """Whether rows are padded for attention; a kernel for rows of different lengths takes them as they are."""
+        return self.model.causal_lm.config.get_text_config()._attn_implementation != VARLEN
 
     def _replaying(self, batch: Batch) -> Routers | None:
         """The routers that take the experts that are among the columns; None: they choose, or there are none."""
@@ -202,9 +208,8 @@ class FsdpEngine:
         if self._sharded.gathers_once:  # and gradients are reduced in whichever microbatch is the last
             wanted = min(wanted, max(1, len(plan)))
         elif len(replicas) > 1:  # they gather layers in lockstep
-            pads = self.model.causal_lm.config.get_text_config()._attn_implementation != VARLEN
             limits = wanted, self.microbatch_tokens, self._row_cost
-            plan = rows.plan_in_lockstep(*limits, packed=packed, pads=pads, groups=groups)
+            plan = rows.plan_in_lockstep(*limits, packed=packed, pads=self._pads, groups=groups)
         return plan + [np.empty(0, dtype=np.int64)] * (wanted - len(plan)), replicas[:, 1:]
 
     def _forward(self, rows: Microbatches, part: np.ndarray, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:

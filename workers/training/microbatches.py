@@ -23,7 +23,7 @@ from ..vision import Shown
 from .host_copies import to_device
 from .microbatch_plan import even_microbatches, level_microbatches, plan_microbatches
 from .packed_sequences import PackedSequences, SharedPrompts
-from .prompt_sharing import Placement, equal_prompts, plan_shared
+from .prompt_sharing import Placement, SharingCost, equal_prompts, plan_shared
 from .routers import Routers, Routing
 
 
@@ -65,7 +65,7 @@ class Microbatches:
         vocabulary: int,
         owner: str,
         reads_last: bool = False,
-        may_share: bool = False,
+        sharing: SharingCost | None = None,
         routers: Routers | None = None,
         images: ImageReader | None = None,
     ) -> Microbatches:
@@ -75,7 +75,7 @@ class Microbatches:
             columns: those that a loss reads.
             vocabulary: number of token ids that the model has.
             owner: name of the model, for messages.
-            may_share: whether rows can share the tokens of a prompt; they do where that leaves out enough.
+            sharing: what rows cost that share the tokens of a prompt; they do where it pays. None: they cannot.
             routers: of the model, which are told to take the column `routes`; None: they choose, whatever columns there are.
             images: the processor of a model that sees; None: it does not.
 
@@ -102,12 +102,12 @@ class Microbatches:
         sequences = (prompts, batch.ragged_numpy(RESPONSE_IDS))
         routes = None if routers is None else _routes(batch, routers, owner)
         same_prompt = None
-        if may_share:
+        if sharing is not None:
             prompts = None
             # routes of a prompt's tokens may differ, where its samples began under different weights
             if routes is not None:
                 prompts = [of[:length].tobytes() for of, length in zip(routes, batch.lengths(PROMPT_IDS), strict=True)]
-            same_prompt = equal_prompts(*sequences[0], np.diff(sequences[1][1]), prompts)
+            same_prompt = equal_prompts(*sequences[0], np.diff(sequences[1][1]), sharing, prompts)
         return cls(*sequences, temperatures, ragged, scalars, device, reads_last, same_prompt, routes, shown)
 
     def plan(self, max_tokens: int, *, packed: bool, groups: np.ndarray | None = None) -> list[np.ndarray]:

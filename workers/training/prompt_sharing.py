@@ -7,12 +7,14 @@ comes after them. Computed once, a prompt costs its tokens once, in linear layer
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-SHARED_FROM = 1 / 8
-"""Share of all tokens that has to be left out, for rows to share prompts: attention with a mask costs a little more for each token."""
+from ..row_cost import RowCost
+
+GAIN = 1 / 16
+"""Share of the cost that has to be left out, for rows to share prompts: their tokens are copied once more."""
 _PADDED = 8
 """Keys that the responses of a microbatch look at, padded, over its tokens at most."""
 _SEEN = 1 << 27
@@ -61,21 +63,56 @@ class Placement:
         return cls(firsts, alone, shared, prompt_of, begins, last)
 
 
+@dataclass(frozen=True)
+class SharingCost:
+    """What rows cost with shared prompts and without.
+
+    >>> long, short = np.array([100] * 8), np.array([10] * 8)
+    >>> cost, same = SharingCost(RowCost(attention_length=1000)), np.zeros(8, np.int64)
+    >>> cost.pays(long, long, same), cost.pays(short, long, same), cost.pays(short, 10 * long, same)
+    (True, True, False)
+    """
+
+    row: RowCost = field(default_factory=RowCost)
+    masked: bool = True
+    """Whether attention computes all keys of a microbatch for each response, and masks those that it does not see; otherwise a kernel
+    leaves them out."""
+
+    def pays(self, prompts: np.ndarray, counts: np.ndarray, same: np.ndarray) -> bool:
+        """Whether it leaves out enough that rows share their prompts.
+
+        Args:
+            prompts: [rows] tokens of each prompt.
+            counts: [rows] tokens of its response.
+            same: [rows], equal for rows with equal prompts.
+        """
+        _, first = np.unique(same, return_index=True)
+        after = counts.astype(np.float64)
+        seen = after * (prompts + after if self.masked else prompts + after / 2)
+        shared = self.row(prompts[first]).sum() + (after + 2 * seen / self.row.attention_length).sum()
+        return bool(shared <= (1 - GAIN) * self.row(prompts + counts).sum())
+
+
 def equal_prompts(
-    tokens: np.ndarray, cu_seqlens: np.ndarray, counts: np.ndarray, also: Sequence[bytes] | None = None
+    tokens: np.ndarray,
+    cu_seqlens: np.ndarray,
+    counts: np.ndarray,
+    cost: SharingCost,
+    also: Sequence[bytes] | None = None,
 ) -> np.ndarray | None:
-    """Which rows have equal prompts, where sharing them leaves out enough.
+    """Which rows have equal prompts, where it pays to share them.
 
     Args:
         tokens: [P] int32, prompts one behind the other.
         cu_seqlens: [rows + 1].
         counts: [rows] tokens of the responses; rows without any are not computed.
+        cost: of these rows.
         also: [rows] what else must be equal; None: nothing.
 
     Returns:
         [rows] int64, equal for equal prompts; None: rows are to share none.
 
-    >>> equal_prompts(np.array([7, 8, 7, 8, 9]), np.array([0, 2, 4, 5]), np.array([1, 1, 1])).tolist()
+    >>> equal_prompts(np.array([7, 8, 7, 8, 9]), np.array([0, 2, 4, 5]), np.array([1, 1, 1]), SharingCost()).tolist()
     [0, 0, 1]
     """
     numbers: dict[tuple[bytes, bytes], int] = {}
@@ -84,10 +121,7 @@ def equal_prompts(
         prompt = tokens[cu_seqlens[row] : cu_seqlens[row + 1]].tobytes()
         found[row] = numbers.setdefault((prompt, also[row] if also else b""), len(numbers))
     rows = np.flatnonzero(counts)
-    lengths = np.diff(cu_seqlens)[rows]
-    _, first = np.unique(found[rows], return_index=True)
-    left_out = lengths.sum() - lengths[first].sum()
-    return found if left_out >= SHARED_FROM * (lengths.sum() + counts[rows].sum()) else None
+    return found if cost.pays(np.diff(cu_seqlens)[rows], counts[rows], found[rows]) else None
 
 
 def plan_shared(

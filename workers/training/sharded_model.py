@@ -28,6 +28,7 @@ from ..model_folder import find_model_config, read_model_config
 from .adapter import Adapter, is_adapter, is_trained, measured_weight, peft_name
 from .causal_lm import move_buffers
 from .checkpoint_names import CheckpointNames
+from .direct_collectives import use_direct_collectives
 from .engine import ModelConfig
 from .head_logprobs import HeadForm
 from .memory import gathers_once
@@ -105,6 +106,8 @@ class ShardedModel:
         fully_shard(
             self.model, mesh=mesh["dp"], reshard_after_forward=False, mp_policy=precision, offload_policy=offload
         )
+        if self.device.type == "cpu":
+            use_direct_collectives(self.model)
         return once
 
     def _split_vocabulary(self, mesh: DeviceMesh) -> None:

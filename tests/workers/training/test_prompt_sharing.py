@@ -18,7 +18,7 @@ from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.row_cost import RowCost
 from weft.workers.training.microbatches import Microbatches
 from weft.workers.training.packed_sequences import SharedPrompts
-from weft.workers.training.prompt_sharing import Placement, equal_prompts, plan_shared
+from weft.workers.training.prompt_sharing import Placement, SharingCost, equal_prompts, plan_shared
 
 CPU = torch.device("cpu")
 SHARED = ("Qwen2", "Qwen3", "Llama", "Mistral", "Mixtral", "Gemma 2", "Gemma 3", "Phi-3", "OLMo 2", "GPT-2", "GPT-OSS")
@@ -63,8 +63,9 @@ def test_shared_prompts_change_no_value_and_no_gradient(name: str, reads_last: b
     assert model.packs and model.shares_prompts
     found = []
     for may_share in (True, False):
+        sharing = SharingCost() if may_share else None
         rows = Microbatches.of(
-            of_prompts(ROWS), (), CPU, vocabulary=97, owner="m", reads_last=reads_last, may_share=may_share
+            of_prompts(ROWS), (), CPU, vocabulary=97, owner="m", reads_last=reads_last, sharing=sharing
         )
         values, gradients = [], [torch.zeros_like(p) for p in model.parameters()]
         for part in (np.arange(10)[::-1].copy(), np.array([3])):
@@ -124,10 +125,20 @@ def test_ranks_in_lockstep_have_level_microbatches_in_which_a_shared_prompt_cost
 
 
 def test_rows_that_share_little_are_computed_as_they_are():
-    prompts, cu_seqlens = np.array([1, 2, 1, 2, 3], np.int32), np.array([0, 2, 4, 5])
-    assert equal_prompts(prompts, cu_seqlens, np.array([1, 1, 9])) is not None  # 2 of 16 tokens
-    assert equal_prompts(prompts, cu_seqlens, np.array([1, 1, 10])) is None  # 2 of 17
-    assert equal_prompts(prompts, cu_seqlens, np.array([1, 0, 1])) is None  # the second is not computed
+    prompts, cu_seqlens, cost = np.array([1, 2, 1, 2, 3], np.int32), np.array([0, 2, 4, 5]), SharingCost()
+    assert equal_prompts(prompts, cu_seqlens, np.array([1, 1, 25]), cost) is not None  # 2 of 32 tokens
+    assert equal_prompts(prompts, cu_seqlens, np.array([1, 1, 26]), cost) is None  # 2 of 33
+    assert equal_prompts(prompts, cu_seqlens, np.array([1, 0, 1]), cost) is None  # the second is not computed
+
+
+def test_rows_share_prompts_only_where_their_attention_costs_less_than_is_left_out():
+    """Responses of 4,096 tokens to prompts of 1,024: a mask makes each of them look at all 5,120 keys, without one at half of its own."""
+    prompts, counts, same = np.full(8, 1024), np.full(8, 4096), np.zeros(8, np.int64)
+    rows = RowCost(attention_length=10_000)
+    alone = rows(prompts + counts).sum()
+    for masked, pairs in ((True, 4096 * 5120), (False, 4096 * 1024 + 4096**2 / 2)):
+        shared = rows(np.array([1024])).sum() + 8 * (4096 + 2 * pairs / 10_000)
+        assert SharingCost(rows, masked).pays(prompts, counts, same) == (shared < alone * 15 / 16) == (not masked)
 
 
 @given(st.data())
