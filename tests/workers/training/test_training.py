@@ -215,9 +215,10 @@ def test_bfloat16_computes_the_same_on_any_number_of_ranks(loud_model: Path, row
     # A temperature of 0.6016, as bfloat16 has it, would scale all by 0.997.
     assert float((found * expected).sum() / expected.square().sum()) == pytest.approx(1, abs=5e-4)
     assert float((found - expected).abs().mean()) < rounding
-    assert difference(ranks[0]["gradient"], gradient) < difference(gradient, spmd.one_step(exact, rows)[0])
+    rounding_of_gradient = difference(gradient, spmd.one_step(exact, rows)[0])
+    assert difference(ranks[0]["gradient"], gradient) < rounding_of_gradient
     collected = merge(rank["metrics"]["_metrics"] for rank in ranks if rank["coordinates"].tp == 0)
-    assert collected["grad_norm"].value == pytest.approx(metrics["grad_norm"], rel=0.1)
+    assert collected["grad_norm"].value == pytest.approx(metrics["grad_norm"], rel=rounding_of_gradient)
 
 
 def check_ranks(
