@@ -118,6 +118,11 @@ class _How:
     chunk: int
     """[bytes] of logits at once."""
 
+    @property
+    def keeps_exponentials(self) -> bool:
+        """Whether the backward pass needs no more of logits than their exponentials, which the forward pass has made."""
+        return self.trains and not self.entropy and self.form.softcap is None
+
 
 class _HeadLogprobs(torch.autograd.Function):
     """See `head_logprobs`. With p = softmax(z / temperature) and H its entropy,
@@ -133,14 +138,16 @@ class _HeadLogprobs(torch.autograd.Function):
         parts, kept = [], None
         for part in chunks.parts():
             logits = chunks.logits(part)
-            parts.append(_statistics(logits, _own_ids(targets[part], how.shards), means=how.entropies))
+            replace = chunks.kept and how.keeps_exponentials
+            ids = _own_ids(targets[part], how.shards)
+            parts.append(_statistics(logits, ids, means=how.entropies, replace=replace))
             kept = logits if chunks.kept else None
-        found = torch.cat(parts) if parts else hidden.new_zeros((0, 4), dtype=chunks.dtype)
-        chosen, largest, sums, weighted = (found if how.shards is None else _joined(found, how.shards)).unbind(1)
+        own = torch.cat(parts) if parts else hidden.new_zeros((0, 4), dtype=chunks.dtype)
+        chosen, largest, sums, weighted = (own if how.shards is None else _joined(own, how.shards)).unbind(1)
         log_sums = largest + sums.log()
         entropies = sums.log() - weighted / sums
         if how.trains:
-            ctx.how, ctx.kept = how, kept
+            ctx.how, ctx.kept, ctx.largest = how, kept, own[:, 1]
             ctx.save_for_backward(hidden, weight, bias, targets, scales, log_sums, entropies)
         if not how.entropy:
             ctx.mark_non_differentiable(entropies)
@@ -160,8 +167,14 @@ class _HeadLogprobs(torch.autograd.Function):
             logits = chunks.logits(part) if kept is None else kept
             slopes = chunks.slopes(logits, part)
             ids = _own_ids(targets[part], how.shards)
-            to_entropy = (grads[1][part], entropies[part]) if how.entropy else None
-            _differentiate(logits, ids, log_sums[part], grads[0][part], to_entropy)
+            if kept is not None and how.keeps_exponentials:
+                logits *= ((ctx.largest - log_sums).exp() * -grads[0])[
+                    :, None
+                ]  # exponentials, of which it makes -grad * p
+            else:
+                to_entropy = (grads[1][part], entropies[part]) if how.entropy else None
+                _differentiate(logits, log_sums[part], grads[0][part], to_entropy)
+            _add_to_chosen(logits, ids, grads[0][part])
             chunks.through_form(logits, slopes, part)
             if grad_bias is not None:
                 grad_bias += logits.sum(0)
@@ -268,9 +281,9 @@ def _own_ids(targets: Tensor, shards: _Shards | None) -> Tensor:
     return targets if shards is None else targets - shards.first
 
 
-def _statistics(logits: Tensor, ids: Tensor, *, means: bool) -> Tensor:
+def _statistics(logits: Tensor, ids: Tensor, *, means: bool, replace: bool) -> Tensor:
     """[T, 4] of logits z [T, vocabulary]: z of the token (0 where it is not here), the largest z, and, with y = z - largest, the sums of
-    exp(y) and (with `means`) of y exp(y)."""
+    exp(y) and (with `means`) of y exp(y). With `replace`, exp(y) takes the place of z."""
     out = logits.new_zeros(len(logits), 4)
     if not logits.shape[1]:
         out[:, 1] = -torch.inf
@@ -281,12 +294,10 @@ def _statistics(logits: Tensor, ids: Tensor, *, means: bool) -> Tensor:
         part, of = logits[rows], out[rows]
         torch.amax(part, -1, out=of[:, 1])
         above = part - of[:, 1, None]
+        exponentials = torch.exp(above, out=part) if replace else above.exp() if means else above.exp_()
+        of[:, 2] = exponentials.sum(-1)
         if means:
-            exponentials = above.exp()
-            of[:, 2] = exponentials.sum(-1)
             of[:, 3] = above.mul_(exponentials).sum(-1)
-        else:
-            of[:, 2] = above.exp_().sum(-1)
     return out
 
 
@@ -303,10 +314,8 @@ def _joined(own: Tensor, shards: _Shards) -> Tensor:
     return torch.stack([chosen.sum(0), most, (sums * share).sum(0), (weighted * share).sum(0)], 1)
 
 
-def _differentiate(
-    logits: Tensor, ids: Tensor, log_sums: Tensor, grad: Tensor, entropy: tuple[Tensor, Tensor] | None
-) -> None:
-    """Replace logits [T, vocabulary] by the gradient of sum_t grad_t log p_t (+ sum_t e_t H_t).
+def _differentiate(logits: Tensor, log_sums: Tensor, grad: Tensor, entropy: tuple[Tensor, Tensor] | None) -> None:
+    """Replace logits [T, vocabulary] by the gradient of sum_t grad_t log p_t (+ sum_t e_t H_t), but for what each token's own logit adds.
 
     Args:
         entropy: (e, H), each [T].
@@ -321,8 +330,13 @@ def _differentiate(
             grads, entropies = entropy[0][rows, None], entropy[1][rows, None]
             p = log_p.exp()
             log_p.add_(entropies).mul_(grads).add_(grad[rows, None]).mul_(p).neg_()
-    here = (ids >= 0) & (ids < logits.shape[1])
-    logits.scatter_add_(1, ids.clamp(0, logits.shape[1] - 1)[:, None], torch.where(here, grad, 0)[:, None])
+
+
+def _add_to_chosen(logits: Tensor, ids: Tensor, grad: Tensor) -> None:
+    """Add the gradient [T] of log p_y by z_y where the token is here."""
+    if logits.shape[1]:
+        here = (ids >= 0) & (ids < logits.shape[1])
+        logits.scatter_add_(1, ids.clamp(0, logits.shape[1] - 1)[:, None], torch.where(here, grad, 0)[:, None])
 
 
 def _cached_rows(logits: Tensor) -> Iterator[slice]:
