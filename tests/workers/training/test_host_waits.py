@@ -25,6 +25,7 @@ from weft.dataflow.batch import Batch
 from weft.workers.training.host_copies import to_device
 from weft.workers.training.microbatches import Microbatches
 from weft.workers.training.packed_sequences import SharedPrompts
+from weft.workers.training.prompt_sharing import SharingCost
 from weft.workers.training.response_model import ResponseModel
 from weft.workers.training.router_loss import Balance
 from weft.workers.training.scalar_head import put_scalar_head
@@ -86,7 +87,7 @@ def microbatch(model: ResponseModel, rows: Batch, loss: Any, *, reads_last: bool
         vocabulary=97,
         owner="m",
         reads_last=reads_last,
-        may_share=model.shares_prompts,
+        sharing=SharingCost() if model.shares_prompts else None,
         routers=replays,
     )
     part, routers = np.arange(len(rows)), model.routers

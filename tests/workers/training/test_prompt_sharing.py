@@ -114,7 +114,7 @@ def test_a_step_with_shared_prompts_is_the_step_without(tiny_model: Path):
 
 def test_ranks_in_lockstep_have_level_microbatches_in_which_a_shared_prompt_costs_once():
     batch = of_prompts({tuple(range(3, 23)): [9] * 8})
-    rows = Microbatches.of(batch, (), CPU, vocabulary=97, owner="m", may_share=True)
+    rows = Microbatches.of(batch, (), CPU, vocabulary=97, owner="m", sharing=SharingCost())
     full = rows.plan(70, packed=True)
     level = rows.plan_in_lockstep(3, 70, RowCost(100), packed=True, pads=True)
     assert [len(part) for part in full] == [6, 2] and [len(part) for part in level] == [3, 3, 2]
